@@ -1,0 +1,186 @@
+"""The story of one sample, as types; read from top to bottom.
+
+    Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Target -> Segment -> Pack
+
+A worked example, two ground truths and one prediction that matches the first:
+
+    Sample         image of a cat and a dog            objects = (cat, dog)
+    RolloutOutput  '{"object_1": {"desc": "cat", ...}}<|im_end|>'     31 ids
+    ParsedRollout  objects = [cat], prefix = all but the last '}'     29 ids
+    MatchResult    pairs = [(0, 0)], false_negatives = [1]
+    Target         prefix + ', "object_2": {"desc": "dog", ...}}' + EOS   61 ids
+    Segment        prompt (80 ids) + target, with positions and pixels   141 ids
+    Pack           several segments in one row, at most `capacity` ids
+
+This module imports no torch; `Segment` and `Pack` hold tensors and live in
+`learner.model.packed_forward`.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+GeometryKind = Literal["bbox_2d", "poly"]
+FieldOrder = Literal["desc_first", "geometry_first"]
+
+IGNORE_INDEX = -100
+
+
+class Shape(NamedTuple):
+    """A geometry in norm1000 space: flat x, y, x, y, ... integers in 0..999."""
+
+    kind: GeometryKind
+    coords: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GroundTruthObject:
+    """One annotated object. `shape` of kind bbox_2d is (x1, y1, x2, y2)."""
+
+    desc: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One line of the data file.
+
+    sample_id: `file:line`, as errors and logs name it.
+    images: absolute paths.
+    """
+
+    sample_id: str
+    images: tuple[Path, ...]
+    width: int
+    height: int
+    objects: tuple[GroundTruthObject, ...]
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutOutput:
+    """One answer of a backend (ROLL-01).
+
+    prompt_token_ids: image placeholders expanded.
+    response_token_ids: stop-trimmed, without `<|im_end|>`.
+    weights_version: at the start and at the end of generation.
+    """
+
+    prompt_token_ids: list[int]
+    response_token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    repeat_terminated: bool
+    weights_version: tuple[int, int]
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class ParsedObject:
+    """A valid predicted object.
+
+    key, index: `object_7`, 7.
+    coords: bins in 0..999, in the order they were written.
+    coord_token_indices: positions of the coordinate tokens in the response ids.
+    token_span: [start, end) of the entry, from its key to the closing brace of its value.
+    desc_token_indices: positions of tokens that hold a character of the description value.
+    """
+
+    key: str
+    index: int
+    kind: GeometryKind
+    coords: list[int]
+    desc: str
+    coord_token_indices: list[int]
+    token_span: tuple[int, int]
+    desc_token_indices: list[int]
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.kind, tuple(self.coords))
+
+
+@dataclass(frozen=True)
+class ParsedRollout:
+    """What the strict parser found (section 8).
+
+    objects: valid ones in order of appearance.
+    dropped: (key, reason) of each invalid entry.
+    prefix_token_ids: ids up to the cut, ready for an append.
+    max_object_index: largest n of any `object_n` key in the prefix, 0 if none.
+    entry_ends: for each top-level entry in the prefix, valid or not, in order: index of
+        the token that holds the last character of its value, and its index into
+        `objects` or None for a dropped one.
+    """
+
+    objects: list[ParsedObject]
+    dropped: list[tuple[str, str]]
+    prefix_token_ids: list[int]
+    max_object_index: int
+    truncated: bool
+    invalid_rollout: bool
+    entry_ends: list[tuple[int, int | None]]
+
+
+@dataclass(frozen=True)
+class MatchResult:
+    """pairs: (prediction, ground truth); mask_iou: P x G, NaN where never computed."""
+
+    pairs: list[tuple[int, int]]
+    false_positives: list[int]
+    false_negatives: list[int]
+    gated: int
+    mask_iou: npt.NDArray[np.float64]
+
+
+class Role(IntEnum):
+    """What a target token is; the losses turn roles into weights.
+
+    Separators and keys belong to the entry they lead up to; a token fused across two
+    entries is FALSE_POSITIVE if either part is.
+    """
+
+    MATCHED_STRUCTURE = 0
+    MATCHED_DESC = 1
+    FALSE_POSITIVE = 2
+    APPENDED_STRUCTURE = 3
+    APPENDED_DESC = 4
+    COORD = 5
+    CLOSURE = 6
+
+
+@dataclass(frozen=True)
+class CoordGroup:
+    """Coordinate tokens of one supervised object.
+
+    positions: of the coordinate tokens in the target ids (4 for a box).
+    bins: what they should say, 0..999, one per position.
+    matched: true for a prediction corrected to its ground truth, false for an appended
+        (or teacher-forced) object.
+    """
+
+    positions: tuple[int, ...]
+    bins: tuple[int, ...]
+    matched: bool
+
+
+@dataclass(frozen=True)
+class Target:
+    """`Y_train` of one sample: prefix + appended objects + EOS (section 8).
+
+    token_ids: length T, ends with EOS (`<|im_end|>`).
+    prefix_len: ids taken over from the rollout.
+    fn_keys: keys of the appended objects.
+    role: int8 array of length T with values of `Role`.
+    coord_groups: one per supervised object, matched ones first.
+    """
+
+    token_ids: list[int]
+    prefix_len: int
+    fn_keys: list[str]
+    role: npt.NDArray[np.int8]
+    coord_groups: list[CoordGroup]

@@ -1,0 +1,102 @@
+"""Errors both programs speak.
+
+    ContractError        a person gave something wrong; exit code 2 (three parts)
+    ProblemError         a peer answered with an RFC 9457 problem document
+
+`Problem` is the one shape of every HTTP error (WIRE-05).
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+PROBLEM_MEDIA_TYPE = "application/problem+json"
+
+# The `type` of a problem is `urn:rollmatch:` and one of these words.
+PROBLEM_TITLES: dict[str, tuple[int, str]] = {
+    "bad-request": (400, "The request cannot be read"),
+    "not-found": (404, "There is nothing at this path"),
+    "method-not-allowed": (405, "This path does not take this method"),
+    "weights-version-mismatch": (409, "The server holds another weights version"),
+    "weight-update-order": (409, "A weight-update call came out of order"),
+    "invalid-request": (422, "The request breaks the contract"),
+    "internal": (500, "The server failed"),
+    "weight-transfer-failed": (502, "A weight transfer broke"),
+    "not-ready": (503, "The server cannot answer now"),
+    "weight-transfer-timeout": (504, "A phase of the weight transfer ran out of time"),
+}
+
+
+class ContractError(Exception):
+    """Input that breaks the contract, found before anything expensive starts.
+
+    where: dotted path, file and line, or endpoint it is about.
+    found: what was there.
+    do: what to do instead.
+    """
+
+    def __init__(self, where: str, found: str, do: str) -> None:
+        super().__init__(where, found, do)
+        self.where = where
+        self.found = found
+        self.do = do
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.found}. {self.do}"
+
+
+class ContractErrors(ContractError):
+    """Several contract errors found in one look; reported together."""
+
+    def __init__(self, errors: list[ContractError]) -> None:
+        assert errors
+        first = errors[0]
+        super().__init__(first.where, first.found, first.do)
+        self.errors = errors
+
+    def __str__(self) -> str:
+        return "\n".join(str(error) for error in self.errors)
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem details with one member of ours, `where`.
+
+    `where` names the spot in the request, e.g. `infer_requests[3].images[0]`;
+    when a call has several faults, `errors` lists each of them.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    where: str
+    errors: list[dict[str, Any]] | None = None
+
+    @classmethod
+    def of(
+        cls, kind: str, detail: str, where: str, errors: list[dict[str, Any]] | None = None
+    ) -> "Problem":
+        """Build the problem of a `kind` in `PROBLEM_TITLES`."""
+        status, title = PROBLEM_TITLES[kind]
+        return cls(
+            type=f"urn:rollmatch:{kind}",
+            title=title,
+            status=status,
+            detail=detail,
+            where=where,
+            errors=errors,
+        )
+
+
+class ProblemError(Exception):
+    """An HTTP answer that is a problem document."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        p = self.problem
+        return f"{p.where}: {p.title} ({p.status}): {p.detail}"

@@ -1,0 +1,191 @@
+"""Bodies of `POST /infer/`, field-compatible with ms-swift 4.6 (WIRE-01, WIRE-02).
+
+ms-swift's `RolloutInferRequest`, `RequestConfig` and `ChatCompletionResponse` are the
+model; a test holds these classes against `swift.infer_engine.protocol`.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Role = Literal["system", "user", "assistant"]
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextPart(_Wire):
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(_Wire):
+    type: Literal["image"]
+    image: str | None = None
+
+
+ContentPart = TextPart | ImagePart
+
+
+class Message(_Wire):
+    role: Role
+    content: str | list[ContentPart]
+
+
+def _refuse_unserved(model: BaseModel, names: tuple[str, ...]) -> None:
+    """Raise for fields ms-swift has and this server does not serve, unless empty."""
+    for name in names:
+        if getattr(model, name) not in (None, False, [], {}, ""):
+            raise ValueError(f"field '{name}' is not served; leave it out, null or empty")
+
+
+class RolloutInferRequest(_Wire):
+    """One conversation to continue.
+
+    images: in the order of the image parts of `messages`; each an http(s) URL, a data
+        URL, base64 text or a path the server may read. A message whose content is text
+        may hold `<image>` marks instead of image parts.
+    uuid: the caller's id of this request.
+    """
+
+    messages: list[Message] = Field(min_length=1)
+    images: list[str] = Field(default_factory=list)
+    audios: list[str] | None = None
+    videos: list[str] | None = None
+    tools: list[Any] | None = None
+    objects: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    data_dict: dict[str, Any] | None = None
+    uuid: str | None = None
+    add_eos: bool | Literal["auto"] | None = None
+
+    @field_validator("images", mode="before")
+    @classmethod
+    def _one_image_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _only_served_fields(self) -> "RolloutInferRequest":
+        _refuse_unserved(
+            self,
+            ("audios", "videos", "tools", "objects", "chat_template_kwargs", "data_dict"),
+        )
+        if self.add_eos not in (None, False, "auto"):
+            raise ValueError("field 'add_eos' is not served; leave it out or null")
+        return self
+
+
+class RequestConfig(_Wire):
+    """How to decode. `temperature` 0 (or null) is greedy.
+
+    max_tokens: null fills up to the model's context.
+    seed: request i of a call is sampled with `seed + i`.
+    """
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0.0)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(default=None, gt=0.0)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    length_penalty: float = 1.0
+    num_beams: int = 1
+    stop: list[str] | None = None
+    seed: int | None = Field(default=None, ge=0, le=2**62)
+    n: int = Field(default=1, ge=1)
+    stream: bool = False
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
+    return_details: bool = False
+    structured_outputs_regex: str | None = None
+
+    @model_validator(mode="after")
+    def _only_served_fields(self) -> "RequestConfig":
+        _refuse_unserved(
+            self,
+            (
+                "stream",
+                "logprobs",
+                "top_logprobs",
+                "prompt_logprobs",
+                "best_of",
+                "structured_outputs_regex",
+            ),
+        )
+        if self.num_beams != 1:
+            raise ValueError("field 'num_beams' is not served; beam search needs the hf backend")
+        if self.length_penalty != 1.0:
+            raise ValueError("field 'length_penalty' is not served; it belongs to beam search")
+        return self
+
+
+class InferCall(_Wire):
+    """Body of `POST /infer/`."""
+
+    infer_requests: list[RolloutInferRequest]
+    request_config: RequestConfig | None = None
+    metrics: None = None
+    template: None = None
+    use_tqdm: bool | None = None
+    adapter_request: None = None
+
+
+class ChatMessage(_Wire):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    tool_calls: None = None
+    reasoning_content: None = None
+
+
+class Choice(_Wire):
+    """token_ids: stop-trimmed response ids, with `return_details` only."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: Literal["stop", "length", "abort"] | None
+    logprobs: None = None
+    token_ids: list[int] | None = None
+
+
+class Usage(_Wire):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatCompletionResponse(_Wire):
+    """prompt_token_ids: image placeholders expanded, with `return_details` only."""
+
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: None = None
+    images_size: list[tuple[int, int]] | None = None
+
+
+class RolloutStamp(_Wire):
+    """What our envelope adds about one rollout (WIRE-03).
+
+    weights_version: (at the start, at the end) of generation; they differ when a weight
+        update fell in between.
+    """
+
+    repeat_terminate_triggered: Literal[0, 1]
+    weights_version: tuple[int, int]
+    server_epoch: str
+    seed: int | None
+    finish: str
+
+
+class RolloutEnvelope(_Wire):
+    response: ChatCompletionResponse
+    coordexp: RolloutStamp
