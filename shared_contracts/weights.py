@@ -7,14 +7,62 @@ One push, in order; each call answers when its phase is over on every replica:
     POST /update_weights/        UpdateWeights -> WeightStatus           buckets arrive
     POST /finish_weight_update/  FinishWeightUpdate -> SyncReport        rebuild, reset, resume
     POST /close_communicator/    -> WeightStatus
+
+`/init_communicator/` and `/update_weights/` answer only when the learner has done its
+half, so the learner posts them from a thread and meanwhile, with `gloo`,
+
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    group = ProcessGroupGloo(PrefixStore(GLOO_STORE_PREFIX, store), 0, world_size, timeout)
+
+joins as rank 0, and for each bucket of `plan_buckets(parameters, bucket_bytes)` broadcasts
+one uint8 tensor from rank 0. A bucket is its parameters one after another, each as the
+bytes of its contiguous tensor followed by zeros up to `ParameterMeta.wire_bytes`. On a
+loopback `host` both sides give the group a device of that host
+(`ProcessGroupGloo.create_device(hostname=host)`), so nothing listens elsewhere.
 """
 
-from typing import Literal
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Transport = Literal["gloo", "nccl", "ipc"]
 WeightState = Literal["READY", "UPDATING", "POISONED"]
+
+GLOO_STORE_PREFIX = "rollmatch-weights"
+
+# A parameter starts on a multiple of this in its bucket, so that it can be viewed in place.
+WIRE_ALIGNMENT = 16
+
+DtypeName = Literal[
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+]
+DTYPE_BYTES: dict[DtypeName, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 class _Wire(BaseModel):
@@ -49,8 +97,36 @@ class ParameterMeta(_Wire):
     """One parameter as it travels: name as in the checkpoint, torch dtype name."""
 
     name: str
-    dtype: str
-    shape: list[int]
+    dtype: DtypeName
+    shape: list[Annotated[int, Field(ge=0)]]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def wire_bytes(self) -> int:
+        """`num_bytes`, padded to a multiple of `WIRE_ALIGNMENT`."""
+        return math.ceil(self.num_bytes / WIRE_ALIGNMENT) * WIRE_ALIGNMENT
+
+
+def plan_buckets(parameters: Sequence[ParameterMeta], bucket_bytes: int) -> list[range]:
+    """Cut the manifest into consecutive buckets of whole parameters, in order.
+
+    A bucket takes parameters while their `wire_bytes` fit into `bucket_bytes`; a
+    parameter larger than that travels alone. Both sides call this with the same
+    arguments, so they agree on every boundary.
+    """
+    buckets: list[range] = []
+    start, used = 0, 0
+    for index, parameter in enumerate(parameters):
+        if index > start and used + parameter.wire_bytes > bucket_bytes:
+            buckets.append(range(start, index))
+            start, used = index, 0
+        used += parameter.wire_bytes
+    if start < len(parameters):
+        buckets.append(range(start, len(parameters)))
+    return buckets
 
 
 class StartWeightUpdate(_Wire):
