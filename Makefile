@@ -1,0 +1,40 @@
+# make demo    set up, then watch a toy detector being trained by rollout matching
+# make test    set up, then run every test
+# make check   what CI runs: lint, types, import contracts, requirement table, every test
+# make format  let ruff rewrite what it can
+# make setup   the environment alone
+#
+# EXTRA=gpu takes the GPU build of vLLM, PYTHON=python3.12 another interpreter, and ARGS goes to
+# the program that is run: make test ARGS="-k parsing", make demo ARGS="--help".
+
+EXTRA ?= cpu
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: demo test check lint format setup setup-dev
+
+demo: setup
+	$(BIN)/learner demo $(ARGS)
+
+test: setup-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint test
+
+lint: setup-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/private_imports
+	$(BIN)/python scripts/req_table
+
+format: setup-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+setup:
+	@scripts/setup $(EXTRA)
+
+setup-dev:
+	@scripts/setup $(EXTRA)-dev
