@@ -1,0 +1,15 @@
+"""The typed configuration of a training run (section 6 of the contract)."""
+
+from learner.config.load import dump_resolved, load_config, load_mapping, merge, parse_config
+from learner.config.schema import Config
+from learner.config.yaml12 import dump_mapping
+
+__all__ = [
+    "Config",
+    "dump_mapping",
+    "dump_resolved",
+    "load_config",
+    "load_mapping",
+    "merge",
+    "parse_config",
+]

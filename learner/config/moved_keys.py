@@ -1,0 +1,196 @@
+"""Keys and values of the contract that this learner refuses, and what to do instead.
+
+One table of keys, one of values. A path writes every list index as `[]`; `section.*` is
+any other key of a section. Nothing here is a default or an alias: a hit is always an error.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import joined, shown
+
+Verdict = Literal["removed", "moved", "not served yet"]
+
+OLD_ROLLOUT_SECTION = "custom.extra.rollout_matching"
+IGNORED_KEY = ("custom", "coord_loss")
+
+_ENTRY = "stage2_ab.pipeline.objective[].config"
+
+
+_SAID: dict[Verdict, str] = {
+    "removed": "was removed",
+    "moved": "has moved",
+    "not served yet": "is part of the contract but not served yet",
+}
+
+
+class Retired(NamedTuple):
+    verdict: Verdict
+    do: str
+
+
+def _pipeline_key(module: str, key: str) -> Retired:
+    return Retired("moved", f"Set stage2_ab.pipeline.objective[name={module}].config.{key}")
+
+
+def _removed(do: str) -> Retired:
+    return Retired("removed", do)
+
+
+def _not_served(do: str) -> Retired:
+    return Retired("not served yet", do)
+
+
+_DECODE_BATCH = Retired("moved", "Use rollout_matching.decode_batch_size")
+_CHANNEL_B_STEP = _removed("Remove it: channel B always runs in step mode")
+_NO_POLYGONS = _not_served("Remove it: it belongs to polygons, and only boxes are served")
+_COLOCATE_ONLY = _not_served("Remove it: it belongs to vllm.mode colocate; the server has its own")
+
+RETIRED_KEYS: dict[str, Retired] = {
+    "extra": _removed("Move its keys to custom.extra, the only free section"),
+    "custom.coord_soft_ce_w1": _removed(
+        "Set soft_ce_weight and w1_weight of stage2_ab.pipeline.objective[name=coord_reg].config"
+    ),
+    # stage2_ab
+    "stage2_ab.schedule.pattern": _removed("Set stage2_ab.schedule.b_ratio"),
+    "stage2_ab.softctx_grad_mode": _not_served("Remove it: channel A runs one iteration"),
+    "stage2_ab.desc_ce_weight": _pipeline_key("token_ce", "desc_ce_weight"),
+    "stage2_ab.fmt_struct_ce_weight": _removed(
+        "Remove it: structure tokens weigh 1; scale the token_ce module by its weight"
+    ),
+    "stage2_ab.bbox_smoothl1_weight": _pipeline_key("bbox_geo", "smoothl1_weight"),
+    "stage2_ab.bbox_ciou_weight": _pipeline_key("bbox_geo", "ciou_weight"),
+    "stage2_ab.coord_ce_weight": _pipeline_key("coord_reg", "coord_ce_weight"),
+    "stage2_ab.coord_el1_weight": _removed("Use the w1_weight of the coord_reg module"),
+    "stage2_ab.coord_ehuber_weight": _removed("Use the smoothl1_weight of the bbox_geo module"),
+    "stage2_ab.coord_entropy_weight": _removed("Use the soft_ce_weight of the coord_reg module"),
+    "stage2_ab.coord_gate_weight": _pipeline_key("coord_reg", "coord_gate_weight"),
+    "stage2_ab.text_gate_weight": _pipeline_key("coord_reg", "text_gate_weight"),
+    "stage2_ab.channel_b.reordered_gt_sft": _removed(
+        "Remove it: the target is always the rollout's prefix with the missed objects appended"
+    ),
+    "stage2_ab.channel_b.desc_ce_weight_matched": _removed(
+        "Remove it: descriptions of matched objects are never supervised"
+    ),
+    "stage2_ab.channel_b.semantic_desc_gate": _removed(
+        "Remove it: descriptions of matched objects are never supervised"
+    ),
+    "stage2_ab.channel_b.mode": _CHANNEL_B_STEP,
+    "stage2_ab.channel_b.async": _CHANNEL_B_STEP,
+    "stage2_ab.channel_b.enable_pipeline": _removed(
+        "Remove it: rollouts and training overlap where the servers have devices of their own"
+    ),
+    "stage2_ab.channel_b.rollouts_per_step": _removed("Set training.effective_batch_size"),
+    "stage2_ab.channel_b.rollout_decode_batch_size": _DECODE_BATCH,
+    "stage2_ab.channel_b.*": _removed(
+        "Remove it: channel B has no keys; the closing brace and <|im_end|> are always supervised"
+    ),
+    # aliases in module configs
+    f"{_ENTRY}.bbox_smoothl1_weight": Retired("moved", "Write smoothl1_weight"),
+    f"{_ENTRY}.bbox_ciou_weight": Retired("moved", "Write ciou_weight"),
+    f"{_ENTRY}.coord_soft_ce_weight": Retired("moved", "Write soft_ce_weight"),
+    f"{_ENTRY}.coord_w1_weight": Retired("moved", "Write w1_weight"),
+    # rollout_matching
+    "rollout_matching.rollout_buffer": _removed("Remove it: every step makes fresh rollouts"),
+    "rollout_matching.post_rollout_pack_scope": _removed(
+        "Remove it: packs are planned over the samples of one optimizer step"
+    ),
+    "rollout_matching.rollout_generate_batch_size": _DECODE_BATCH,
+    "rollout_matching.rollout_infer_batch_size": _DECODE_BATCH,
+    "rollout_matching.temperature": Retired("moved", "Use rollout_matching.decoding.temperature"),
+    "rollout_matching.top_p": Retired("moved", "Use rollout_matching.decoding.top_p"),
+    "rollout_matching.top_k": Retired("moved", "Use rollout_matching.decoding.top_k"),
+    "rollout_matching.vllm.server.base_url": Retired(
+        "moved", "Use rollout_matching.vllm.server.servers[].base_url"
+    ),
+    "rollout_matching.vllm.server.group_port": Retired(
+        "moved", "Use rollout_matching.vllm.server.servers[].group_port"
+    ),
+    "rollout_matching.num_beams": _not_served("Remove it: decode_mode is greedy or sampling"),
+    "rollout_matching.repeat_terminate": _not_served("Remove it: max_new_tokens ends an answer"),
+    "rollout_matching.offload": _not_served("Remove it: it belongs to vllm.mode colocate"),
+    "rollout_matching.async_rollout": _not_served("Remove it: channel B runs in step mode"),
+    "rollout_matching.eval_detection": _not_served(
+        "Remove it: training.eval_strategy and eval_steps rule the evaluation"
+    ),
+    "rollout_matching.pipeline": _not_served("Use stage2_ab.pipeline"),
+    "rollout_matching.vllm.gpu_memory_utilization": _COLOCATE_ONLY,
+    "rollout_matching.vllm.tensor_parallel_size": _COLOCATE_ONLY,
+    "rollout_matching.vllm.max_model_len": _COLOCATE_ONLY,
+    "rollout_matching.vllm.enable_prefix_caching": _COLOCATE_ONLY,
+    "rollout_matching.vllm.enable_lora": _not_served("Remove it: merged weights are pushed"),
+    "rollout_matching.vllm.sync.fallback_to_full": _not_served(
+        "Remove it: sync.mode is always full"
+    ),
+    "rollout_matching.vllm.sync.verify": _not_served("Remove it: there is no verification to tune"),
+    "rollout_matching.matching.ot_cost": _NO_POLYGONS,
+    "rollout_matching.matching.ot_epsilon": _NO_POLYGONS,
+    "rollout_matching.matching.ot_iters": _NO_POLYGONS,
+}
+
+RETIRED_VALUES: dict[str, dict[str, Retired]] = {
+    "custom.trainer_variant": {
+        "stage2_ab_training": _removed("Use stage2_two_channel"),
+        "rollout_matching_sft": _removed(
+            "Its successor stage2_rollout_aligned is not served yet; use stage2_two_channel"
+        ),
+        "stage2_rollout_aligned": _not_served("Use stage2_two_channel"),
+    },
+    "stage2_ab.pipeline.diagnostics[].name": {
+        "coord_diag": _not_served("Write `diagnostics: []`"),
+    },
+    "rollout_matching.rollout_backend": {"hf": _not_served("Use vllm")},
+    "rollout_matching.decode_mode": {"beam": _not_served("Use greedy or sampling")},
+    "rollout_matching.vllm.mode": {"colocate": _not_served("Use server and start one beforehand")},
+    "rollout_matching.vllm.sync.mode": {
+        "adapter": _not_served("Use full"),
+        "auto": _not_served("Use full"),
+    },
+    "rollout_matching.vllm.sync.transport": {"ipc": _not_served("Use auto, gloo or nccl")},
+}
+
+
+def retired_errors(value: Any, where: str = "", pattern: str = "") -> Iterator[ContractError]:
+    """Every retired key or value in a mapping, in the order they are written.
+
+    where: the path of `value`, with list indices; pattern: the same with `[]` for each.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _entry_errors(item, joined(where, key), joined(pattern, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from retired_errors(item, f"{where}[{index}]", f"{pattern}[]")
+
+
+def _entry_errors(value: Any, where: str, pattern: str) -> Iterator[ContractError]:
+    if pattern == OLD_ROLLOUT_SECTION:
+        yield from _relocated(value, where, "rollout_matching")
+    elif retired := _retired_key(pattern):
+        yield _error(where, "this key", retired)
+    elif isinstance(value, str) and value in (known := RETIRED_VALUES.get(pattern, {})):
+        retired = known[value]
+        yield _error(where, shown(value), retired)
+    else:
+        yield from retired_errors(value, where, pattern)
+
+
+def _retired_key(pattern: str) -> Retired | None:
+    wildcard = joined(pattern.rpartition(".")[0], "*")
+    return RETIRED_KEYS.get(pattern) or RETIRED_KEYS.get(wildcard)
+
+
+def _relocated(value: Any, where: str, new: str) -> Iterator[ContractError]:
+    """Each key of the section's old place, with its path in the new one (RES-01)."""
+    if retired := RETIRED_KEYS.get(new):
+        yield _error(where, "this key", retired)
+    elif isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _relocated(item, joined(where, key), joined(new, key))
+    else:
+        yield _error(where, "this key", Retired("moved", f"Use {new}"))
+
+
+def _error(where: str, what: str, retired: Retired) -> ContractError:
+    return ContractError(where, f"{what} {_SAID[retired.verdict]}", retired.do)

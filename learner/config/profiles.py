@@ -1,0 +1,68 @@
+"""Canonical profiles say for themselves what they vary (CFG-04).
+
+`configs/stage2_two_channel/{prod,smoke}/*.yaml` extend exactly `../base.yaml`, which
+extends nothing, and state the fields below themselves, whatever the base says.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shared_contracts.errors import ContractError
+
+PROFILE_ROOT = "stage2_two_channel"
+LEAF_FOLDERS = ("prod", "smoke")
+BASE = "../base.yaml"
+
+EXPLICIT_LEAF_FIELDS = (
+    "model.model",
+    "training.run_name",
+    "training.output_dir",
+    "training.logging_dir",
+    "training.learning_rate",
+    "training.vit_lr",
+    "training.aligner_lr",
+    "training.effective_batch_size",
+    "training.eval_strategy",
+    "training.eval_steps",
+    "training.save_strategy",
+    "training.save_steps",
+    "stage2_ab.schedule.b_ratio",
+    "stage2_ab.n_softctx_iter",
+)
+
+
+def is_canonical_leaf(path: Path) -> bool:
+    folder = path.absolute().parent
+    return folder.name in LEAF_FOLDERS and folder.parent.name == PROFILE_ROOT
+
+
+def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractError]:
+    """Faults of a canonical leaf.
+
+    leaf: the file's own mapping, `extends` included.
+    chain: the files from the leaf to the last base.
+    """
+    shown = " -> ".join(str(path) for path in chain)
+    if leaf.get("extends") != BASE or len(chain) != 2:
+        yield ContractError(
+            f"{chain[0]}: extends",
+            f"the chain is {shown}",
+            f"A canonical profile extends {BASE} directly, and that extends nothing",
+        )
+    for field in EXPLICIT_LEAF_FIELDS:
+        if not _states(leaf, field):
+            yield ContractError(
+                field,
+                f"the canonical profile does not state it itself ({shown})",
+                f"State it in {chain[0]}",
+            )
+
+
+def _states(mapping: dict[str, Any], field: str) -> bool:
+    here: Any = mapping
+    for key in field.split("."):
+        if not isinstance(here, dict) or key not in here:
+            return False
+        here = here[key]
+    return True

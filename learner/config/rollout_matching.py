@@ -1,0 +1,61 @@
+"""`rollout_matching`: how answers are generated and matched (CFG-05)."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from shared_contracts.rollout_config import DecodeBatchSize, VllmConfig
+from shared_contracts.strict_model import Refusal, StrictModel
+
+
+class DecodingConfig(StrictModel):
+    temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus of sampling")
+    top_k: int = Field(default=-1, description="most likely tokens sampled from; -1: all")
+
+    @field_validator("top_k")
+    @classmethod
+    def _all_or_some(cls, top_k: int) -> int:
+        if top_k != -1 and top_k < 1:
+            raise Refusal(f"{top_k}", "Use -1 for all tokens, or a positive number")
+        return top_k
+
+
+class MatchingConfig(StrictModel):
+    candidate_top_k: int = Field(
+        default=10, ge=1, description="ground truths considered per prediction"
+    )
+    maskiou_gate: float = Field(
+        default=0.3, ge=0, le=1, description="pairs with a lower mask IoU never match"
+    )
+    maskiou_resolution: int = Field(default=256, ge=2, description="side of the mask canvas")
+    fp_cost: float = Field(default=1.0, ge=0, description="of leaving a prediction unmatched")
+    fn_cost: float = Field(default=1.0, ge=0, description="of leaving a ground truth unmatched")
+
+
+class RolloutMatchingConfig(StrictModel):
+    rollout_backend: Literal["vllm"] = Field(default="vllm", description="who generates")
+    decode_batch_size: DecodeBatchSize = Field(
+        default=1, description="most sequences decoded at once per rollout GPU"
+    )
+    decode_mode: Literal["greedy", "sampling"] = Field(
+        default="greedy", description="must agree with `decoding.temperature`"
+    )
+    max_new_tokens: int = Field(ge=1, description="longest answer in tokens")
+    decoding: DecodingConfig = Field(default=DecodingConfig(), description="sampling parameters")
+    repetition_penalty: float = Field(default=1.0, gt=0, description="1 is none")
+    vllm: VllmConfig = Field(description="vLLM's placement, servers and weight push")
+    matching: MatchingConfig = Field(
+        default=MatchingConfig(), description="how predictions meet ground truths"
+    )
+
+    @model_validator(mode="after")
+    def _mode_agrees_with_temperature(self) -> "RolloutMatchingConfig":
+        temperature = self.decoding.temperature
+        if (self.decode_mode == "greedy") != (temperature == 0):
+            raise Refusal(
+                f"{temperature} with decode_mode: {self.decode_mode}",
+                "Use temperature 0 with greedy, above 0 with sampling",
+                "decoding.temperature",
+            )
+        return self

@@ -1,0 +1,160 @@
+"""`training`: the optimizer, the step budget, packing, saving and logging."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from learner.config.values import AbsolutePath
+from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import Refusal, StrictModel
+
+# Names of transformers' schedules that need no arguments of their own.
+SchedulerName = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+]
+Strategy = Literal["no", "steps"]
+
+_NULL_MEANS_DERIVED = ("logging_dir", "vit_lr", "aligner_lr")
+
+
+class TrainingConfig(StrictModel):
+    run_name: str = Field(min_length=1, description="name of the run in logs and trackers")
+    output_dir: AbsolutePath = Field(description="run folder: checkpoints, logs, metrics")
+    logging_dir: AbsolutePath = Field(
+        default_factory=lambda data: Path(data["output_dir"]) / "tensorboard",
+        description="TensorBoard's folder; null: `tensorboard` in `output_dir`",
+    )
+    seed: int = Field(
+        default=42, ge=0, lt=2**32, description="of initial state, data order and rollouts"
+    )
+
+    learning_rate: float = Field(gt=0, description="peak learning rate of the language model")
+    vit_lr: float = Field(
+        default_factory=lambda data: float(data["learning_rate"]),
+        ge=0,
+        description="peak learning rate of the vision tower, 0 leaves it as it is; null: `learning_rate`",
+    )
+    aligner_lr: float = Field(
+        default_factory=lambda data: float(data["learning_rate"]),
+        ge=0,
+        description="peak learning rate of the aligner, 0 leaves it as it is; null: `learning_rate`",
+    )
+    lr_scheduler_type: SchedulerName = Field(default="cosine", description="transformers' name")
+    warmup_ratio: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the steps the learning rate rises"
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to it")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="of AdamW")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="of AdamW")
+
+    max_steps: int | None = Field(
+        default=None, ge=1, description="optimizer steps; this or `num_train_epochs`"
+    )
+    num_train_epochs: float | None = Field(
+        default=None, gt=0, description="passes over the data; this or `max_steps`"
+    )
+    effective_batch_size: int = Field(
+        ge=1, description="raw samples per optimizer step over all processes"
+    )
+    per_device_train_batch_size: int = Field(
+        default=1, ge=1, description="samples per micro batch of one process"
+    )
+    gradient_accumulation_steps: int | None = Field(
+        default=None, ge=1, description="null: derived; else it must equal the derived value"
+    )
+
+    packing: bool = Field(default=True, description="several samples share one forward")
+    packing_buffer: int = Field(
+        default=256, ge=1, description="most segments a process buffers between packs"
+    )
+    packing_min_fill_ratio: float = Field(
+        default=0.6, ge=0, le=1, description="packs filled less are warned about"
+    )
+    packing_drop_last: bool = Field(default=True, description="must be true when packing")
+
+    eval_strategy: Strategy = Field(
+        default="no", description="`steps`: evaluate by rollouts on `data.val_jsonl`"
+    )
+    eval_steps: int | None = Field(
+        default=None, ge=1, description="optimizer steps between evaluations"
+    )
+    per_device_eval_batch_size: int = Field(
+        default=1,
+        ge=1,
+        description="no effect on rollouts: `rollout_matching.decode_batch_size` rules them",
+    )
+    save_strategy: Strategy = Field(default="steps", description="`steps`: write checkpoints")
+    save_steps: int = Field(default=500, ge=1, description="optimizer steps between checkpoints")
+    save_total_limit: int | None = Field(
+        default=None, ge=1, description="checkpoints kept; null: all"
+    )
+    logging_steps: int = Field(default=1, ge=1, description="optimizer steps between log lines")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_derived(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v is not None or k not in _NULL_MEANS_DERIVED}
+
+    @field_validator("run_name")
+    @classmethod
+    def _not_blank(cls, name: str) -> str:
+        if not name.strip():
+            raise Refusal("a blank name", "Give the run a name")
+        return name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainingConfig":
+        if (self.max_steps is None) == (self.num_train_epochs is None):
+            found = "is missing" if self.max_steps is None else "is set beside num_train_epochs"
+            raise Refusal(found, "Set exactly one of max_steps and num_train_epochs", "max_steps")
+        if self.effective_batch_size % self.per_device_train_batch_size:
+            raise _indivisible(self.effective_batch_size, self.per_device_train_batch_size)
+        if self.packing and not self.packing_drop_last:
+            raise Refusal(
+                "is false with packing", "Set it to true, or packing to false", "packing_drop_last"
+            )
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            raise Refusal("is missing", "Set it, or eval_strategy to no", "eval_steps")
+        return self
+
+    def resolve_accumulation(self, world_size: int) -> int:
+        """Micro batches per optimizer step of each of `world_size` processes (CFG-07).
+
+        Raises ContractError when `effective_batch_size` cannot be shared out evenly or a
+        given `gradient_accumulation_steps` differs from the derived value.
+        """
+        per_micro_step = self.per_device_train_batch_size * world_size
+        derived, rest = divmod(self.effective_batch_size, per_micro_step)
+        if rest:
+            fault = _indivisible(self.effective_batch_size, per_micro_step)
+            raise ContractError(f"training.{fault.key}", fault.found, fault.do)
+        if self.gradient_accumulation_steps not in (None, derived):
+            raise ContractError(
+                "training.gradient_accumulation_steps",
+                f"is {self.gradient_accumulation_steps}, but effective_batch_size "
+                f"{self.effective_batch_size} over per_device_train_batch_size * world_size "
+                f"{per_micro_step} makes {derived}",
+                f"Leave it out, or set it to {derived}",
+            )
+        return derived
+
+
+def _indivisible(effective_batch_size: int, per_micro_step: int) -> Refusal:
+    below = effective_batch_size // per_micro_step * per_micro_step
+    choices = [str(n) for n in (below, below + per_micro_step) if n]
+    return Refusal(
+        f"{effective_batch_size} is not divisible by per_device_train_batch_size * world_size "
+        f"= {per_micro_step}",
+        f"Use a multiple of it, such as {' or '.join(choices)}",
+        "effective_batch_size",
+    )

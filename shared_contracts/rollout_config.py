@@ -1,0 +1,84 @@
+"""The part of a training YAML that the rollout server reads too (CFG-09).
+
+rollout_matching.decode_batch_size    DecodeBatchSize
+rollout_matching.vllm                 VllmConfig
+    .server                           ServerConfig
+        .servers[]                    ServerAddress
+    .sync                             SyncConfig
+"""
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, field_validator
+
+from shared_contracts.strict_model import Refusal, StrictModel
+
+DecodeBatchSize = Annotated[int, Field(ge=1)]
+
+
+def _http_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise Refusal(f"'{url}' is not an http address", "Write it like http://127.0.0.1:8000")
+    if parts.query or parts.fragment:
+        raise Refusal(f"'{url}' has a query or a fragment", "End it with the path")
+    return url.rstrip("/")
+
+
+class ServerAddress(StrictModel):
+    base_url: Annotated[str, AfterValidator(_http_url)] = Field(
+        description="address of a rollout server, without `/infer/`"
+    )
+    group_port: int = Field(
+        ge=1, le=65535, description="port of the weight group's rendezvous on the server's host"
+    )
+
+
+class ServerConfig(StrictModel):
+    servers: Annotated[tuple[ServerAddress, ...], Field(strict=False)] = Field(
+        description="the rollout servers, in the order requests are shared out"
+    )
+    timeout_s: float = Field(
+        default=240.0,
+        gt=0,
+        description="bounds reaching a server and forming the weight group, in seconds",
+    )
+    infer_timeout_s: float | None = Field(
+        default=None,
+        description="HTTP timeout of one `/infer/` call in seconds; null or <= 0: none",
+    )
+
+    @field_validator("servers")
+    @classmethod
+    def _distinct(cls, servers: tuple[ServerAddress, ...]) -> tuple[ServerAddress, ...]:
+        if not servers:
+            raise Refusal("the list is empty", "Name at least one server")
+        urls = [server.base_url for server in servers]
+        groups = [(urlsplit(server.base_url).hostname, server.group_port) for server in servers]
+        if len(set(urls)) < len(urls):
+            raise Refusal("a base_url is listed twice", "List every server once")
+        if len(set(groups)) < len(groups):
+            raise Refusal(
+                "two servers of one host have the same group_port", "Give each its own group_port"
+            )
+        return servers
+
+    @field_validator("infer_timeout_s")
+    @classmethod
+    def _not_positive_is_none(cls, seconds: float | None) -> float | None:
+        return seconds if seconds is not None and seconds > 0 else None
+
+
+class SyncConfig(StrictModel):
+    mode: Literal["full"] = Field(default="full", description="merged weights, all of them")
+    transport: Literal["auto", "gloo", "nccl"] = Field(
+        default="auto", description="`auto`: `nccl` where learner and server have GPUs, else `gloo`"
+    )
+    bucket_mib: int = Field(default=64, ge=1, description="size of one packed bucket in MiB")
+
+
+class VllmConfig(StrictModel):
+    mode: Literal["server"] = Field(description="where vLLM runs: `server`, started beforehand")
+    server: ServerConfig = Field(description="how to reach the rollout servers")
+    sync: SyncConfig = Field(default=SyncConfig(), description="how weights are pushed")

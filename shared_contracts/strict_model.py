@@ -1,0 +1,194 @@
+"""Typed settings from files: strict models, and their faults as contract errors.
+
+StrictModel        frozen, unknown keys forbidden, no silent conversion of types
+Refusal            raised by a validator: what was found and what to do
+contract_errors    a pydantic ValidationError -> one ContractError per fault
+"""
+
+import difflib
+import json
+import types
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shared_contracts.errors import ContractError
+
+
+class StrictModel(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Refusal(ValueError):
+    """A validator's fault in two parts; the path is known from where it is raised.
+
+    key: the key below the validated value that is at fault, e.g. `decoding.temperature`;
+        empty for the value itself.
+    """
+
+    def __init__(self, found: str, do: str, key: str = "") -> None:
+        super().__init__(found, do, key)
+        self.found = found
+        self.do = do
+        self.key = key
+
+
+def contract_errors(error: ValidationError, model: type[BaseModel]) -> list[ContractError]:
+    """Translate every fault pydantic found in data for `model`, in its order.
+
+    Paths carry list indices (`servers[0].unknown_flag`); an unknown key names the nearest
+    known one; several faults of one spot (a union tried member by member) become one.
+    """
+    found: dict[str, ContractError] = {}
+    for item in error.errors(include_url=False):
+        if item["type"] == "default_factory_not_called":  # only follows from another fault
+            continue
+        converted = _convert(_locate(model, item["loc"]), item)
+        found.setdefault(converted.where, converted)
+    return list(found.values())
+
+
+@dataclass
+class _Spot:
+    """Where a fault is.
+
+    path: dotted, with list indices.
+    owner: the model that the last key belongs to.
+    union: members of the union that `owner` was chosen from, if any.
+    annotation: type of the value at the path, None for an unknown key.
+    description: of the field at the path.
+    """
+
+    path: str = ""
+    owner: type[BaseModel] | None = None
+    union: tuple[type[BaseModel], ...] = ()
+    annotation: Any = None
+    description: str = ""
+
+
+def _locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> _Spot:
+    """Follow a pydantic location through the types; union tags leave no trace in the path."""
+    spot = _Spot(annotation=model)
+    union: tuple[type[BaseModel], ...] = ()
+    for step in loc:
+        here = bare_type(spot.annotation)
+        if is_model(here):
+            field = here.model_fields.get(str(step))
+            spot.path = joined(spot.path, str(step))
+            spot.owner, spot.union, union = here, union, ()
+            spot.annotation = field.annotation if field else None
+            spot.description = (field.description or "") if field else ""
+        elif get_origin(here) is tuple and isinstance(step, int):
+            spot.path = f"{spot.path}[{step}]"
+            spot.annotation = get_args(here)[0]
+        elif union := models_of_union(here):
+            spot.annotation = next(member for member in union if str(step) in _tags(member))
+        else:
+            break
+    return spot
+
+
+def joined(path: str, key: str) -> str:
+    """`a.b` and `c` -> `a.b.c`, `a.b` and `[0].c` -> `a.b[0].c`; either may be empty."""
+    dot = "." if path and key and not key.startswith("[") else ""
+    return f"{path}{dot}{key}"
+
+
+def bare_type(annotation: Any) -> Any:
+    """A type without `Annotated` around it and without `| None`."""
+    if get_origin(annotation) is Annotated:
+        return bare_type(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [member for member in get_args(annotation) if member is not type(None)]
+        if len(members) == 1:
+            return bare_type(members[0])
+    return annotation
+
+
+def is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def models_of_union(annotation: Any) -> tuple[type[BaseModel], ...]:
+    """Members of a union of models; empty for any other type."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
+    return members if all(is_model(member) for member in members) else ()
+
+
+def _tags(model: type[BaseModel]) -> set[str]:
+    """Values of the model's one-valued Literal fields: what it is discriminated by."""
+    literals = [f.annotation for f in model.model_fields.values()]
+    values = [get_args(a) for a in literals if get_origin(a) is Literal]
+    return {value[0] for value in values if len(value) == 1}
+
+
+def _convert(spot: _Spot, item: Any) -> ContractError:
+    context = item.get("ctx", {})
+    match item["type"]:
+        case "extra_forbidden":
+            return _unknown_key(spot)
+        case "missing":
+            return ContractError(spot.path, "this key is required and missing", _set_it(spot))
+        case "union_tag_not_found":
+            where = joined(spot.path, context["discriminator"].strip("'"))
+            members = models_of_union(bare_type(spot.annotation))
+            known = ", ".join(sorted(tag for member in members for tag in _tags(member)))
+            return ContractError(where, "this key is required and missing", f"Use one of: {known}")
+        case "union_tag_invalid":
+            where = joined(spot.path, context["discriminator"].strip("'"))
+            return ContractError(
+                where, f"'{context['tag']}' is not known", f"Use one of: {context['expected_tags']}"
+            )
+        case "literal_error":
+            return ContractError(spot.path, _refused(item), f"Use {context['expected']}")
+        case "value_error" if isinstance(context["error"], Refusal):
+            refusal = context["error"]
+            return ContractError(joined(spot.path, refusal.key), refusal.found, refusal.do)
+        case "model_type" | "model_attributes_type":
+            return ContractError(
+                spot.path,
+                f"{shown(item['input'])} is not a mapping",
+                f"Give a mapping{_known_keys(bare_type(spot.annotation))}",
+            )
+    return ContractError(spot.path, _refused(item), _do(item["msg"]))
+
+
+def _refused(item: Any) -> str:
+    return f"{shown(item['input'])} is not accepted"
+
+
+def _set_it(spot: _Spot) -> str:
+    return f"Set it: {spot.description}" if spot.description else "Set it"
+
+
+def _unknown_key(spot: _Spot) -> ContractError:
+    assert spot.owner is not None
+    key = spot.path.rpartition(".")[2]
+    for member in spot.union:
+        if key in member.model_fields:
+            return ContractError(
+                spot.path,
+                f"this key belongs to '{', '.join(_tags(member))}' only",
+                f"Remove it from '{', '.join(_tags(spot.owner))}'",
+            )
+    near = difflib.get_close_matches(key, spot.owner.model_fields, n=1, cutoff=0.0)
+    if not near:
+        return ContractError(spot.path, "unknown key", "Remove it: there are no keys here")
+    return ContractError(
+        spot.path, "unknown key", f"The nearest known key is '{near[0]}'; correct or remove it"
+    )
+
+
+def _known_keys(annotation: Any) -> str:
+    return f" of {', '.join(annotation.model_fields)}" if is_model(annotation) else ""
+
+
+def _do(message: str) -> str:
+    return message.replace("Input should be", "It should be").removeprefix("Value error, ")
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """A value as YAML or JSON would write it, at most `limit` characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
