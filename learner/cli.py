@@ -1,0 +1,72 @@
+"""The `learner` command. Parses and checks before it imports anything heavy."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from learner.toy_cli import toy_app
+
+app = typer.Typer(
+    help="Fine-tune a vision-language detector by rollout matching.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(toy_app, name="toy")
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Option(help="Training YAML; all hyperparameters live there.")],
+) -> None:
+    """Train as a YAML file says."""
+    from rich.console import Console
+
+    from learner.config import load_config
+    from learner.preflight import check_inputs, needs_servers, reach_servers
+
+    console = Console()
+    parsed = load_config(config)
+    inputs = check_inputs(parsed)
+    clients = []
+    if needs_servers(parsed):
+        servers = parsed.rollout_matching.vllm.server.servers
+        console.print(f"Reaching {', '.join(server.base_url for server in servers)}")
+        clients = reach_servers(parsed)
+
+    from learner.train import train as run
+
+    folder = run(parsed, inputs, clients, console)
+    console.print(f"Run folder: {folder}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path | None, typer.Option(help="New folder for the run.")] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same numbers.", min=0)] = 0,
+) -> None:
+    """Watch the whole loop on this machine: toy world, server, training, scores."""
+    from rich.console import Console
+
+    from learner.publish import require_free
+
+    folder = out or _new_demo_folder()
+    require_free(folder)
+
+    from learner.demo import run_demo
+
+    run_demo(folder.resolve(), seed, Console())
+
+
+def _new_demo_folder() -> Path:
+    from datetime import datetime
+
+    return Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def main() -> None:
+    """Console entry: a contract error is a three-part message and exit code 2."""
+    from shared_contracts.cli import run_cli
+
+    run_cli(app)

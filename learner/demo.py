@@ -1,0 +1,131 @@
+"""The whole loop on this machine: a toy world, a server, two runs, a score that rises.
+
+    make data and model -> start the server -> score -> warm-up (channel A)
+        -> two channels against the server -> score -> stop the server
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers.trainer_utils import get_last_checkpoint
+
+from learner.config import load_mapping, merge, parse_config
+from learner.config.schema import Config
+from learner.data.toy import ToyData, make_data
+from learner.evaluate import Scores
+from learner.model.toy import make_model
+from learner.operate.server_process import ServerProcess, free_ports
+from learner.preflight import check_inputs, needs_servers, reach_servers, read_inputs
+from learner.publish import require_free
+from learner.train import score_checkpoint, train
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "demo"
+TRAIN_SCENES = 4096
+HELD_OUT_SCENES = 128
+DECODE_BATCH_SIZE = 64
+SERVER_START_S = 300.0
+
+
+@dataclass(frozen=True)
+class World:
+    """Where the demo's data and model are."""
+
+    data: Path
+    model: Path
+
+
+def run_demo(folder: Path, seed: int, console: Console) -> Scores:
+    """Run everything under `folder`, which must not exist or be empty; returns the last score.
+
+    Raises:
+        ContractError: `folder` holds something, or the server could not start.
+    """
+    require_free(folder)
+    started = time.monotonic()
+    world = World(folder / "data", folder / "model")
+    console.print(
+        f"[bold]1/5[/] Making {TRAIN_SCENES} scenes, {HELD_OUT_SCENES} held out, and a tiny model"
+    )
+    make_data(world.data, TRAIN_SCENES, HELD_OUT_SCENES, seed)
+    make_model(world.model, seed)
+    log = folder / "server.log"
+    with ServerProcess(_server_options(world), log) as server:
+        console.print(f"[bold]2/5[/] Starting the rollout server (log: {log})")
+        server.wait_until_healthy(SERVER_START_S)
+        scores = _run_both(folder, world, server.base_url, seed, console)
+    console.print(_table(scores))
+    console.print(f"Run folder: {folder} ({time.monotonic() - started:.0f} s)")
+    return scores[-1][1]
+
+
+def _run_both(
+    folder: Path, world: World, base_url: str, seed: int, console: Console
+) -> list[tuple[str, Scores]]:
+    """Warm-up and two-channel run against a running server, scored around each."""
+    warmup, two = folder / "warmup", folder / "two_channel"
+    config = _config("warmup", warmup, world.model, world, base_url, seed)
+    scores = [("before training", _score(config))]
+    console.print(f"[bold]3/5[/] Warm-up in channel A: {warmup}")
+    _train(config, console)
+    config = _config("two_channel", two, _last_checkpoint(warmup), world, base_url, seed)
+    scores.append(("after the warm-up", _score(config)))
+    console.print(f"[bold]4/5[/] Two channels, corrected answers of the server: {two}")
+    _train(config, console)
+    console.print("[bold]5/5[/] Scoring the held-out scenes")
+    config = _config("two_channel", two, _last_checkpoint(two), world, base_url, seed)
+    scores.append(("after both channels", _score(config)))
+    return scores
+
+
+def _server_options(world: World) -> list[str]:
+    return [
+        *("--model", str(world.model)),
+        *("--device", "cpu"),
+        *("--max-num-seqs", str(DECODE_BATCH_SIZE)),
+        *("--allowed-media-dir", str(world.data)),
+    ]
+
+
+def _config(
+    name: str, output_dir: Path, model: Path, world: World, base_url: str, seed: int
+) -> Config:
+    """The shipped demo config `name` with this run's places filled in."""
+    (group_port,) = free_ports(1)
+    files = ToyData.under(world.data)
+    server = {"servers": [{"base_url": base_url, "group_port": group_port}]}
+    overrides = {
+        "model": {"model": str(model)},
+        "data": {"train_jsonl": str(files.train_jsonl), "val_jsonl": str(files.val_jsonl)},
+        "training": {"output_dir": str(output_dir), "seed": seed},
+        "rollout_matching": {"vllm": {"server": server}},
+    }
+    return parse_config(merge(load_mapping(CONFIGS / f"{name}.yaml"), overrides))
+
+
+def _train(config: Config, console: Console) -> None:
+    inputs = check_inputs(config)
+    clients = reach_servers(config) if needs_servers(config) else []
+    train(config, inputs, clients, console)
+
+
+def _score(config: Config) -> Scores:
+    return score_checkpoint(config, read_inputs(config), reach_servers(config))
+
+
+def _last_checkpoint(run: Path) -> Path:
+    found = get_last_checkpoint(str(run))
+    assert found is not None, "the demo's configs save at the last step"
+    return Path(found)
+
+
+def _table(scores: list[tuple[str, Scores]]) -> Table:
+    table = Table(title=f"{HELD_OUT_SCENES} held-out scenes, answers of the server, IoU >= 0.5")
+    for column in ("", "F1", "precision", "recall", "F1 of boxes alone"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, s in scores:
+        values = (s.f1, s.precision, s.recall, s.box_f1)
+        table.add_row(name, *(f"{value:.3f}" for value in values))
+    return table

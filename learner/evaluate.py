@@ -1,0 +1,73 @@
+"""Score a policy by its rollouts: generate, parse strictly, match, count.
+
+    Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Scores
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from learner.matching import MatchConfig, match_objects
+from learner.parsing import parse_rollout
+from learner.rollout.policy import Policy
+from learner.tokens import Tokenizer
+from learner.types import ParsedRollout, Sample
+
+IOU_THRESHOLD = 0.5
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Micro-averaged over all objects. A hit has mask IoU >= 0.5 and the same description."""
+
+    predicted: int
+    ground_truths: int
+    hits: int
+    located: int
+    dropped: int
+
+    @property
+    def precision(self) -> float:
+        return self.hits / max(self.predicted, 1)
+
+    @property
+    def recall(self) -> float:
+        return self.hits / max(self.ground_truths, 1)
+
+    @property
+    def f1(self) -> float:
+        return 2 * self.hits / max(self.predicted + self.ground_truths, 1)
+
+    @property
+    def box_f1(self) -> float:
+        """F1 when descriptions are ignored."""
+        return 2 * self.located / max(self.predicted + self.ground_truths, 1)
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        names = ("precision", "recall", "f1", "box_f1", "predicted", "ground_truths", "dropped")
+        return {f"{prefix}/{name}": float(getattr(self, name)) for name in names}
+
+
+def evaluate(
+    policy: Policy, samples: Sequence[Sample], seed: int, tokenizer: Tokenizer
+) -> Scores:
+    """Roll out every sample with the newest weights and score the answers."""
+    policy.push_if_stale()
+    outputs = policy.answer(samples, seed)
+    parsed = [parse_rollout(o.response_token_ids, tokenizer) for o in outputs]
+    return score(zip(samples, parsed, strict=True))
+
+
+def score(answers: Iterable[tuple[Sample, ParsedRollout]]) -> Scores:
+    """Match at IoU 0.5 and count."""
+    config = MatchConfig(maskiou_gate=IOU_THRESHOLD)
+    predicted = ground_truths = hits = located = dropped = 0
+    for sample, parsed in answers:
+        match = match_objects(
+            [o.shape for o in parsed.objects], [o.shape for o in sample.objects], config
+        )
+        predicted += len(parsed.objects)
+        ground_truths += len(sample.objects)
+        located += len(match.pairs)
+        hits += sum(parsed.objects[p].desc == sample.objects[g].desc for p, g in match.pairs)
+        dropped += len(parsed.dropped)
+    return Scores(predicted, ground_truths, hits, located, dropped)

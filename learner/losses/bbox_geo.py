@@ -1,0 +1,67 @@
+"""`bbox_geo`: SmoothL1 and CIoU on boxes decoded by expectation (LOSS-03)."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from learner.config.stage2_ab import BboxGeoConfig
+from learner.coords import COORD_BINS
+from learner.losses.batch import LossBatch, Term
+from learner.losses.fences import coord_log_probs
+
+EPS = 1e-7
+
+
+def expected_coords(coord_logits: Tensor) -> Tensor:
+    """Decode `c = sum_k p(k) k/999`; (..., 1000) logits -> (...) in [0, 1]."""
+    bins = torch.arange(COORD_BINS, device=coord_logits.device, dtype=torch.float32)
+    probs = coord_log_probs(coord_logits).exp()
+    return probs @ (bins.to(probs.dtype) / (COORD_BINS - 1))
+
+
+def _canonical(boxes: Tensor) -> Tensor:
+    """Order corners by min/max and clamp to [0, 1]; (N, 4) -> (N, 4)."""
+    low = torch.minimum(boxes[:, :2], boxes[:, 2:])
+    high = torch.maximum(boxes[:, :2], boxes[:, 2:])
+    return torch.cat([low, high], dim=1).clamp(0.0, 1.0)
+
+
+def ciou_loss(predicted: Tensor, target: Tensor) -> Tensor:
+    """Complete-IoU loss per box, `1 - IoU + rho^2/c^2 + alpha v`; (N, 4) x 2 -> (N,).
+
+    Boxes are x1, y1, x2, y2 in [0, 1]. Zheng et al., "Distance-IoU Loss", AAAI 2020
+    (arXiv 1911.08287), equations 10 to 12; alpha is a constant for the gradient.
+    """
+    p, t = _canonical(predicted), _canonical(target)
+    p_size, t_size = p[:, 2:] - p[:, :2], t[:, 2:] - t[:, :2]
+    overlap = (torch.minimum(p[:, 2:], t[:, 2:]) - torch.maximum(p[:, :2], t[:, :2])).clamp_min(0)
+    intersection = overlap.prod(dim=1)
+    union = p_size.prod(dim=1) + t_size.prod(dim=1) - intersection
+    iou = intersection / (union + EPS)
+
+    hull = torch.maximum(p[:, 2:], t[:, 2:]) - torch.minimum(p[:, :2], t[:, :2])
+    centres = (p[:, :2] + p[:, 2:] - t[:, :2] - t[:, 2:]) / 2
+    distance = centres.square().sum(dim=1) / (hull.square().sum(dim=1) + EPS)
+
+    p_angle = torch.atan(p_size[:, 0] / (p_size[:, 1] + EPS))
+    t_angle = torch.atan(t_size[:, 0] / (t_size[:, 1] + EPS))
+    aspect = (4 / math.pi**2) * (t_angle - p_angle).square()
+    alpha = (aspect / (1 - iou + aspect + EPS)).detach()
+    return 1 - iou + distance + alpha * aspect
+
+
+def bbox_geo(batch: LossBatch, config: BboxGeoConfig) -> list[Term]:
+    """SmoothL1 (mean over the 4N values) and CIoU (mean over N) of the supervised boxes."""
+    if batch.boxes.numel() == 0:
+        zero = batch.coord_logits.sum() * 0.0
+        return [Term("bbox_smoothl1", "coord", zero), Term("bbox_ciou", "coord", zero)]
+    decoded = expected_coords(batch.coord_logits)[batch.boxes]
+    truth = (batch.coord_bins.to(decoded.dtype) / (COORD_BINS - 1))[batch.boxes]
+    smooth = F.smooth_l1_loss(decoded, truth)
+    ciou = ciou_loss(decoded, truth).mean()
+    return [
+        Term("bbox_smoothl1", "coord", config.smoothl1_weight * smooth),
+        Term("bbox_ciou", "coord", config.ciou_weight * ciou),
+    ]

@@ -1,0 +1,63 @@
+"""Load the model to train, its processor and its tokenizer; apply the tuner."""
+
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+from learner.config.schema import Config, LoraTuner, Tuner
+from learner.tokens import CoordVocab
+
+# `all-linear`: every linear layer of the language model; vision stays as it is.
+_LANGUAGE_LINEAR = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """model: to train, possibly wrapped by peft; inner: the multimodal module in it."""
+
+    model: nn.Module
+    inner: nn.Module
+    processor: ProcessorMixin
+    tokenizer: PreTrainedTokenizerBase
+    vocab: CoordVocab
+
+
+def load_model(config: Config) -> LoadedModel:
+    """Load the checkpoint directory `model.model` onto the accelerator, or the CPU."""
+    path = config.model.model
+    processor = AutoProcessor.from_pretrained(path)
+    vocab = CoordVocab.from_tokenizer(processor.tokenizer)
+    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
+        path,
+        dtype=getattr(torch, config.model.torch_dtype),
+        attn_implementation=config.model.attn_implementation,
+    )
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    inner = model.model
+    trained = _tuned(model, config.tuner)
+    return LoadedModel(trained, inner, processor, processor.tokenizer, vocab)
+
+
+def _tuned(model: PreTrainedModel, tuner: Tuner) -> nn.Module:
+    if not isinstance(tuner, LoraTuner):
+        return model
+    model.enable_input_require_grads()
+    targets = tuner.target_modules
+    lora = LoraConfig(
+        r=tuner.lora_rank,
+        lora_alpha=tuner.lora_alpha,
+        lora_dropout=tuner.lora_dropout,
+        use_dora=tuner.use_dora,
+        target_modules=_LANGUAGE_LINEAR if targets == "all-linear" else list(targets),
+    )
+    return get_peft_model(model, lora)

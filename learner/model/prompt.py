@@ -1,0 +1,68 @@
+"""Prompts as the model's own processor and chat template encode them.
+
+The server encodes with the same processor, so the ids agree by construction; ROLL-01
+proves it on every rollout.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+from transformers import ProcessorMixin
+
+from learner.model.packed_forward import EncodedPrompt
+from learner.rollout.requests import build_messages
+from learner.types import Sample
+
+
+class PromptEncoder:
+    """Encodes a sample's prompt; keeps the last `cache_size` encodings."""
+
+    def __init__(
+        self, processor: ProcessorMixin, prompt: str, system: str | None, cache_size: int = 4096
+    ) -> None:
+        self._processor = processor
+        self._prompt = prompt
+        self._system = system
+        self._cache_size = cache_size
+        self._cache: OrderedDict[str, EncodedPrompt] = OrderedDict()
+
+    def __call__(self, sample: Sample) -> EncodedPrompt:
+        if (known := self._cache.get(sample.sample_id)) is not None:
+            self._cache.move_to_end(sample.sample_id)
+            return known
+        encoded = self._encode(sample)
+        self._cache[sample.sample_id] = encoded
+        if len(self._cache) > self._cache_size:
+            self._cache.popitem(last=False)
+        return encoded
+
+    def _encode(self, sample: Sample) -> EncodedPrompt:
+        messages = [
+            message.model_dump(exclude_none=True)
+            for message in build_messages(sample, self._prompt, self._system)
+        ]
+        text = self._processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        batch = self._processor(
+            text=[text], images=_open_images(sample.images) or None, return_tensors="pt"
+        )
+        ids: torch.Tensor = batch["input_ids"][0]
+        types = batch.get("mm_token_type_ids")
+        return EncodedPrompt(
+            ids=ids,
+            mm_token_types=torch.zeros_like(ids) if types is None else types[0],
+            pixel_values=batch.get("pixel_values"),
+            image_grid_thw=batch.get("image_grid_thw"),
+        )
+
+
+def _open_images(paths: Sequence[Path]) -> list[Image.Image]:
+    images = []
+    for path in paths:
+        with Image.open(path) as image:
+            images.append(image.convert("RGB"))
+    return images

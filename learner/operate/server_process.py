@@ -1,0 +1,100 @@
+"""A rollout server as a child process, owned and stopped by whoever started it."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from learner.rollout.client import RolloutClient
+from shared_contracts.errors import ContractError, ProblemError
+
+STOP_GRACE_S = 30.0
+_LOG_TAIL_LINES = 15
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct TCP ports that are free on loopback now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+class ServerProcess:
+    """`rollout-server serve` on loopback, with its output in a log file.
+
+    The server ends with this process, however this process ends.
+    """
+
+    def __init__(self, options: list[str], log: Path) -> None:
+        (port,) = free_ports(1)
+        self.base_url = f"http://127.0.0.1:{port}"
+        self.log = log
+        command = [sys.executable, "-m", "rollout_server", "serve", "--port", str(port)]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*command, "--die-with-parent", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_healthy(self, timeout_s: float) -> None:
+        """Wait for `/health/` to say 200.
+
+        Raises:
+            ContractError: the server ended, or was not ready in time; shows its last lines.
+        """
+        deadline = time.monotonic() + timeout_s
+        with RolloutClient(self.base_url, timeout_s) as client:
+            while time.monotonic() < deadline:
+                try:
+                    client.health()
+                except (httpx.TransportError, ProblemError):
+                    if self._process.poll() is not None:
+                        raise self._failure(f"it ended with code {self._process.returncode}")
+                    time.sleep(0.2)
+                else:
+                    return
+        raise self._failure(f"it was not ready within {timeout_s:.0f} s")
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL after a grace time; idempotent."""
+        if self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _failure(self, found: str) -> ContractError:
+        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        return ContractError(
+            f"the rollout server at {self.base_url}",
+            found,
+            f"Read {self.log}; its last lines:\n  " + "\n  ".join(lines),
+        )

@@ -1,0 +1,120 @@
+"""What can be found wrong before torch is imported or a model is loaded.
+
+    check_inputs(config)   data files, images, checkpoint folder, coordinate tokens
+    reach_servers(config)  every server answers `/health/` with 200
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from learner.config.schema import Config
+from learner.coords import COORD_BINS, coord_token
+from learner.data.jsonl import read_samples
+from learner.rollout.client import RolloutClient
+from learner.types import Sample
+from shared_contracts.errors import ContractError
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """val is empty when the config names no validation file."""
+
+    train: list[Sample]
+    val: list[Sample]
+
+
+def check_inputs(config: Config) -> RunInputs:
+    """Everything a new run needs besides servers.
+
+    Raises:
+        ContractError: names the file, line or key.
+    """
+    _check_output(config)
+    inputs = read_inputs(config)
+    _check_step_budget(config, len(inputs.train))
+    return inputs
+
+
+def read_inputs(config: Config) -> RunInputs:
+    """Look at the checkpoint folder and read the data."""
+    check_checkpoint(Path(config.model.model))
+    train, val = config.data.train_jsonl, config.data.val_jsonl
+    return RunInputs(
+        train=read_samples(Path(train), allow_poly=False),
+        val=read_samples(Path(val), allow_poly=False) if val else [],
+    )
+
+
+def _check_output(config: Config) -> None:
+    folder = Path(config.training.output_dir)
+    if (folder / "metrics.jsonl").exists():
+        raise ContractError(
+            "training.output_dir",
+            f"{folder} holds another run",
+            "Name a new folder, or move the old run away",
+        )
+
+
+def _check_step_budget(config: Config, samples: int) -> None:
+    training = config.training
+    training.resolve_accumulation(world_size=1)
+    if samples < training.effective_batch_size:
+        raise ContractError(
+            "training.effective_batch_size",
+            f"{training.effective_batch_size} samples per step, but data.train_jsonl has {samples}",
+            "Lower it, or give more data",
+        )
+    if training.packing and training.packing_buffer < training.effective_batch_size:
+        raise ContractError(
+            "training.packing_buffer",
+            f"{training.packing_buffer} segments cannot hold the {training.effective_batch_size} "
+            "of a step",
+            "Raise it to at least training.effective_batch_size, or lower that",
+        )
+
+
+def check_checkpoint(folder: Path) -> None:
+    """The folder is a checkpoint whose tokenizer has the 1000 coordinate tokens.
+
+    Raises:
+        ContractError: names what is missing.
+    """
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise ContractError(
+                "model.model",
+                f"{folder} has no {name}",
+                "Give the folder of a checkpoint saved with its processor",
+            )
+    tokenizer = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    missing = [k for k in range(COORD_BINS) if tokenizer.token_to_id(coord_token(k)) is None]
+    if missing:
+        raise ContractError(
+            "model.model",
+            f"the tokenizer of {folder} lacks {len(missing)} of the {COORD_BINS} coordinate "
+            f"tokens, first {coord_token(missing[0])}",
+            "Add them with `learner toy make-model --expand-vocab SOURCE --out FOLDER`",
+        )
+
+
+def needs_servers(config: Config) -> bool:
+    """True when the run generates: in channel B or to evaluate."""
+    return config.stage2_ab.schedule.b_ratio > 0 or config.training.eval_strategy != "no"
+
+
+def reach_servers(config: Config) -> list[RolloutClient]:
+    """Clients of the configured servers, each healthy.
+
+    Raises:
+        ContractError: a server is not there, or not ready within `timeout_s`.
+    """
+    server = config.rollout_matching.vllm.server
+    clients = [
+        RolloutClient(entry.base_url, server.timeout_s, server.infer_timeout_s)
+        for entry in server.servers
+    ]
+    for client in clients:
+        client.wait_until_healthy()
+    return clients

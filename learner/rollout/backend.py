@@ -1,0 +1,22 @@
+"""The seam between the trainer and whatever generates answers (ARCH-03)."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from learner.types import RolloutOutput
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+
+
+class RolloutBackend(Protocol):
+    """Generates rollouts with the newest pushed weights."""
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        """Outputs in the order of the requests; request i is sampled with `seed + i`."""
+
+    def push_weights(self, version: int) -> None:
+        """Make `version` the weights of every later rollout."""
+
+    def close(self) -> None:
+        """Release connections; idempotent."""

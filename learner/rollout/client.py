@@ -1,0 +1,163 @@
+"""One rollout server over HTTP: typed bodies out and in, foreign errors translated here.
+
+Environment proxies are ignored: servers are addressed directly, often on loopback.
+"""
+
+import socket
+import time
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from shared_contracts.errors import ContractError, Problem, ProblemError
+from shared_contracts.infer import InferCall, RolloutEnvelope
+from shared_contracts.server_info import Health, WorldSize
+from shared_contracts.weights import (
+    CommunicatorReady,
+    FinishWeightUpdate,
+    InitCommunicator,
+    StartWeightUpdate,
+    SyncReport,
+    UpdateWeights,
+    WeightStatus,
+)
+
+_PROBE_TIMEOUT_S = 10.0
+_ENVELOPES = TypeAdapter(list[RolloutEnvelope])
+
+# A dead peer is noticed on an idle connection after about a minute (CFG-06).
+_KEEP_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+]
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class RolloutClient:
+    """Calls of one server. `infer_timeout_s` None or <= 0 sets no limit on `/infer/`."""
+
+    def __init__(
+        self, base_url: str, timeout_s: float = 240.0, infer_timeout_s: float | None = None
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.timeout_s = timeout_s
+        self._infer_timeout = infer_timeout_s if infer_timeout_s and infer_timeout_s > 0 else None
+        self._http = httpx.Client(
+            transport=httpx.HTTPTransport(socket_options=_KEEP_ALIVE),
+            trust_env=False,
+            timeout=timeout_s,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def wait_until_healthy(self) -> Health:
+        """Poll `/health/` until it says 200.
+
+        Raises:
+            ContractError: the server was not there or not ready within `timeout_s`.
+        """
+        retry = Retrying(
+            retry=retry_if_exception_type((httpx.TransportError, ProblemError)),
+            stop=stop_after_delay(self.timeout_s),
+            wait=wait_exponential(multiplier=0.1, max=2.0),
+            reraise=True,
+        )
+        started = time.monotonic()
+        try:
+            return retry(self.health)
+        except (httpx.TransportError, ProblemError) as error:
+            waited = time.monotonic() - started
+            raise ContractError(
+                f"GET {self.base_url}/health/",
+                f"no healthy answer within {waited:.0f} s ({_reason(error)})",
+                "Start the server with `rollout-server serve`, or correct "
+                "rollout_matching.vllm.server.servers[].base_url",
+            ) from error
+
+    def health(self) -> Health:
+        return self._get("/health/", Health)
+
+    def world_size(self) -> int:
+        return self._get("/get_world_size/", WorldSize).world_size
+
+    def infer(self, call: InferCall) -> list[RolloutEnvelope]:
+        """Generate; one envelope per request, in order."""
+        body = call.model_dump(mode="json", exclude_none=True)
+        answer = self._send("POST", "/infer/", body, self._infer_timeout)
+        return _ENVELOPES.validate_json(answer.content)
+
+    def init_communicator(self, body: InitCommunicator) -> CommunicatorReady:
+        # The server bounds the rendezvous itself; leave it time to say so.
+        return self._post("/init_communicator/", body, CommunicatorReady, body.timeout_s + 30)
+
+    def start_weight_update(self, body: StartWeightUpdate) -> WeightStatus:
+        return self._post("/start_weight_update/", body, WeightStatus)
+
+    def update_weights(self, body: UpdateWeights) -> WeightStatus:
+        return self._post("/update_weights/", body, WeightStatus, self.timeout_s + 30)
+
+    def finish_weight_update(self, body: FinishWeightUpdate) -> SyncReport:
+        return self._post("/finish_weight_update/", body, SyncReport)
+
+    def close_communicator(self) -> WeightStatus:
+        return WeightStatus.model_validate_json(
+            self._send("POST", "/close_communicator/", None, self.timeout_s).content
+        )
+
+    def _get(self, path: str, answer: type[Answer]) -> Answer:
+        response = self._send("GET", path, None, min(self.timeout_s, _PROBE_TIMEOUT_S))
+        return answer.model_validate_json(response.content)
+
+    def _post(
+        self, path: str, body: BaseModel, answer: type[Answer], timeout_s: float | None = None
+    ) -> Answer:
+        response = self._send(
+            "POST", path, body.model_dump(mode="json"), timeout_s or self.timeout_s
+        )
+        return answer.model_validate_json(response.content)
+
+    def _send(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None
+    ) -> httpx.Response:
+        url = f"{self.base_url}{path}"
+        response = self._http.request(method, url, json=body, timeout=timeout_s)
+        if response.is_success:
+            return response
+        raise ProblemError(_problem_of(response, f"{method} {url}"))
+
+
+def _problem_of(response: httpx.Response, where: str) -> Problem:
+    """The problem document of an error answer, also when a proxy wrote another body."""
+    try:
+        problem = Problem.model_validate_json(response.content)
+    except ValidationError:
+        return Problem(
+            type="about:blank",
+            title=response.reason_phrase or "Error",
+            status=response.status_code,
+            detail=response.text[:200],
+            where=where,
+        )
+    return problem.model_copy(update={"where": f"{where} {problem.where}"})
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,53 @@
+"""The policy that answers: a backend that is never asked with stale weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from learner.rollout.backend import RolloutBackend
+from learner.rollout.requests import build_request
+from learner.types import RolloutOutput, Sample
+from shared_contracts.infer import RequestConfig
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a sample is asked: the instruction and how the answer is decoded."""
+
+    prompt: str
+    system: str | None
+    config: RequestConfig
+
+
+class Policy:
+    """A backend, the version it holds, and whether training has moved on since (SYNC-07).
+
+    version: of the newest weights the backend has; each push makes the next one.
+    """
+
+    def __init__(self, backend: RolloutBackend, version: int, asking: Asking) -> None:
+        self._backend = backend
+        self._asking = asking
+        self._stale = True
+        self.version = version
+
+    def mark_updated(self) -> None:
+        """The training weights have changed; the next `answer` needs a push first."""
+        self._stale = True
+
+    def push_if_stale(self) -> None:
+        """Push the next version, unless the backend holds the weights already (SYNC-09)."""
+        if self._stale:
+            self._backend.push_weights(self.version + 1)
+            self.version += 1
+            self._stale = False
+
+    def answer(self, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
+        """One rollout per sample, in order; sample i is decoded with `seed + i`."""
+        assert not self._stale, "push_if_stale comes before answer"
+        asking = self._asking
+        requests = [build_request(sample, asking.prompt, asking.system) for sample in samples]
+        config = asking.config.model_copy(update={"seed": seed})
+        return self._backend.rollout(requests, config)
+
+    def close(self) -> None:
+        self._backend.close()

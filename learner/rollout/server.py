@@ -1,0 +1,92 @@
+"""The `server` backend: rollouts from servers reached by URL."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from learner.rollout.client import RolloutClient
+from learner.rollout.distribution import plan_chunks, rank_chunk_size
+from learner.sync.push import WeightPusher
+from learner.types import RolloutOutput
+from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
+
+
+class ServerBackend:
+    """Spreads rollouts over servers in contiguous chunks and keeps their order and seeds.
+
+    clients, pushers: one per server, in the order of `servers[]`.
+    decode_batch_size: most sequences decoded at once per rollout GPU (DIST-04).
+    """
+
+    def __init__(
+        self, clients: list[RolloutClient], pushers: list[WeightPusher], decode_batch_size: int
+    ) -> None:
+        self._clients = clients
+        self._pushers = pushers
+        self._world_sizes = [client.world_size() for client in clients]
+        self._round = rank_chunk_size(decode_batch_size, self._world_sizes, learner_world_size=1)
+        self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="rollout")
+
+    def connect(self) -> int:
+        """Form the weight group with every server; returns their newest weights version."""
+        for pusher in self._pushers:
+            pusher.connect()
+        return max(client.health().weights_version for client in self._clients)
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        """Generate in rounds of at most `decode_batch_size` sequences per GPU."""
+        outputs: list[RolloutOutput] = []
+        for start in range(0, len(requests), self._round):
+            outputs += self._round_of(requests[start : start + self._round], request_config, start)
+        return outputs
+
+    def push_weights(self, version: int) -> None:
+        """Push to all servers at the same time."""
+        for future in [self._threads.submit(p.push, version) for p in self._pushers]:
+            future.result()
+
+    def close(self) -> None:
+        for pusher in self._pushers:
+            pusher.close()
+        for client in self._clients:
+            client.close()
+        self._threads.shutdown()
+
+    def _round_of(
+        self, requests: Sequence[RolloutInferRequest], config: RequestConfig, first: int
+    ) -> list[RolloutOutput]:
+        calls = []
+        for client, chunk in zip(
+            self._clients, plan_chunks(len(requests), self._world_sizes), strict=True
+        ):
+            if chunk:
+                body = InferCall(
+                    infer_requests=list(requests[chunk.start : chunk.stop]),
+                    request_config=_seeded(config, first + chunk.start),
+                )
+                calls.append(self._threads.submit(client.infer, body))
+        return [_output(envelope) for call in calls for envelope in call.result()]
+
+
+def _seeded(config: RequestConfig, offset: int) -> RequestConfig:
+    """The config of a chunk: its seed is that of its first request (SEED-01)."""
+    if config.seed is None:
+        return config
+    return config.model_copy(update={"seed": config.seed + offset})
+
+
+def _output(envelope: RolloutEnvelope) -> RolloutOutput:
+    choice = envelope.response.choices[0]
+    stamp = envelope.coordexp
+    assert envelope.response.prompt_token_ids is not None
+    assert choice.token_ids is not None
+    return RolloutOutput(
+        prompt_token_ids=envelope.response.prompt_token_ids,
+        response_token_ids=choice.token_ids,
+        text=choice.message.content,
+        finish_reason=choice.finish_reason,
+        repeat_terminated=stamp.repeat_terminate_triggered == 1,
+        weights_version=stamp.weights_version,
+        seed=stamp.seed,
+    )

@@ -1,0 +1,73 @@
+"""The run folder: what was asked, with what, and a line of numbers per logged step.
+
+    <output_dir>/resolved_config.yaml   the config as it was understood
+    <output_dir>/run.json               versions, commit, command, servers
+    <output_dir>/metrics.jsonl          one JSON object per logged step
+    <output_dir>/tensorboard/           the same numbers for TensorBoard
+"""
+
+import json
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from learner.config import Config, dump_resolved
+from learner.publish import publish_text
+
+_LIBRARIES = ("rollmatch", "torch", "transformers", "accelerate", "peft")
+
+
+def open_run_folder(config: Config) -> Path:
+    """Create the folder and write what is known before the first step."""
+    folder = Path(config.training.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    publish_text(folder / "resolved_config.yaml", dump_resolved(config))
+    publish_text(folder / "run.json", json.dumps(_run_facts(config), indent=2) + "\n")
+    return folder
+
+
+def _run_facts(config: Config) -> dict[str, Any]:
+    servers = config.rollout_matching.vllm.server.servers
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in _LIBRARIES},
+        "commit": _commit(),
+        "servers": [server.model_dump() for server in servers],
+        "sync_mode": config.rollout_matching.vllm.sync.mode,
+    }
+
+
+def _commit() -> str | None:
+    """Commit of the source tree this package runs from; None outside a checkout."""
+    result = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.stdout.strip() or None
+
+
+class JsonlLog(TrainerCallback):
+    """Appends every log event to `metrics.jsonl`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "metrics.jsonl"
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        line = json.dumps({"step": state.global_step, **(logs or {})})
+        with self._path.open("a") as file:
+            file.write(line + "\n")

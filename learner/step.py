@@ -1,0 +1,150 @@
+"""One optimizer step, readable from top to bottom.
+
+    run()   samples -> [rollouts] -> segments -> packs -> losses -> gradients
+
+A step takes all of its raw samples at once, whichever channel it runs. How many packed
+forwards they need is free; the caller makes one optimizer update of them (STEP-02).
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from learner.channels.a import ChannelA
+from learner.channels.b import ChannelB
+from learner.config.schema import Config
+from learner.losses.batch import Channel
+from learner.losses.pipeline import Pipeline
+from learner.metrics import PhaseClock, StepReport
+from learner.model.packed_forward import Pack, Segment, make_pack, packed_logits
+from learner.packing import check_length, plan_packs
+from learner.rollout.policy import Policy
+from learner.rollout.seeds import request_seed, rollout_seed_base
+from learner.schedule import channel_for_step
+from learner.types import Sample
+
+_LOG = logging.getLogger(__name__)
+
+
+class StepRunner:
+    """Runs the forwards and backwards of one optimizer step.
+
+    policy: who answers in channel B; None in a run without channel B.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        channel_a: ChannelA,
+        channel_b: ChannelB,
+        pipeline: Pipeline,
+        policy: Policy | None,
+    ) -> None:
+        self._training = config.training
+        self._capacity = config.global_max_length
+        self._b_ratio = config.stage2_ab.schedule.b_ratio
+        self._channel_a = channel_a
+        self._channel_b = channel_b
+        self._pipeline = pipeline
+        self._policy = policy
+        self._warned = False
+
+    def run(
+        self,
+        model: nn.Module,
+        samples: Sequence[Sample],
+        step: int,
+        backward: Callable[[Tensor], None],
+    ) -> tuple[Tensor, StepReport]:
+        """Accumulate the gradients of step `step`; returns its loss (scalar, detached)."""
+        report = StepReport(step, channel_for_step(step, self._b_ratio), len(samples))
+        clock = PhaseClock()
+        if report.channel == "B":
+            segments = self._self_context(samples, report, clock)
+        else:
+            with clock.phase("target"):
+                segments = self._channel_a.segments(samples)
+        with clock.phase("pack"):
+            packs = self._packs(segments, report)
+        with clock.phase("learn"):
+            loss = self._learn(model, packs, report, backward)
+        if self._policy is not None:
+            self._policy.mark_updated()
+        report.metrics |= {"step/channel_b": float(report.channel == "B"), **clock.metrics()}
+        return loss, report
+
+    def _self_context(
+        self, samples: Sequence[Sample], report: StepReport, clock: PhaseClock
+    ) -> list[Segment]:
+        """Channel B: newest weights out, answers in, segments of what they got wrong."""
+        assert self._policy is not None, "a run with channel B has a policy"
+        seed_base = rollout_seed_base(self._training.seed, report.step)
+        with clock.phase("push"):
+            self._policy.push_if_stale()
+        with clock.phase("rollout"):
+            rollouts = self._policy.answer(samples, request_seed(seed_base, 0, 0))
+        with clock.phase("target"):
+            segments, stats = self._channel_b.segments(samples, rollouts)
+        report.metrics |= stats.metrics()
+        report.metrics |= {
+            "rollout/per_second": len(samples) / clock.seconds("rollout"),
+            "rollout/seed_base": seed_base,
+            "sync/weights_version": self._policy.version,
+        }
+        return segments
+
+    def _packs(self, segments: list[Segment], report: StepReport) -> list[Pack]:
+        lengths = [len(segment) for segment in segments]
+        for segment, length in zip(segments, lengths, strict=True):
+            check_length(length, self._capacity, segment.sample_id)
+        if self._training.packing:
+            plan = plan_packs(lengths, self._capacity, self._training.packing_min_fill_ratio)
+        else:
+            plan = [[index] for index in range(len(segments))]
+        fill = sum(lengths) / (max(len(plan), 1) * self._capacity)
+        self._warn_if_underfilled(fill)
+        report.metrics |= {
+            "packing/post_rollout_fill": fill,
+            "packing/post_rollout_segments": len(segments),
+            "packing/post_rollout_packs": len(plan),
+            "packing/post_rollout_selected_total_len": sum(lengths),
+            "packing/post_rollout_buffer": 0,
+        }
+        return [make_pack([segments[index] for index in indices]) for indices in plan]
+
+    def _warn_if_underfilled(self, fill: float) -> None:
+        least = self._training.packing_min_fill_ratio
+        if self._training.packing and fill < least and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "packs are filled to %.0f %%, under training.packing_min_fill_ratio %.0f %%: "
+                "a smaller global_max_length or a larger effective_batch_size fills them better "
+                "(said once; see packing/post_rollout_fill)",
+                100 * fill,
+                100 * least,
+            )
+
+    def _learn(
+        self,
+        model: nn.Module,
+        packs: Sequence[Pack],
+        report: StepReport,
+        backward: Callable[[Tensor], None],
+    ) -> Tensor:
+        """One forward and backward per pack, weighted by its share of the samples (LOSS-05)."""
+        device = next(model.parameters()).device
+        step_loss = torch.zeros((), device=device)
+        for pack in packs:
+            share = len(pack.sample_ids) / report.samples
+            loss = share * self._pack_loss(model, pack.to(device), share, report)
+            backward(loss)
+            step_loss += loss.detach()
+        return step_loss
+
+    def _pack_loss(self, model: nn.Module, pack: Pack, share: float, report: StepReport) -> Tensor:
+        channel: Channel = report.channel
+        result = self._pipeline(packed_logits(model, pack), pack.supervision, channel)
+        report.add({key: share * value for key, value in result.atoms.items()})
+        return result.total

@@ -1,0 +1,146 @@
+"""The learner's end of a weight group: rank 0, which sends (SYNC-03).
+
+    gloo   no GPU needed; the wire format is in `shared_contracts.weights`
+    nccl   vLLM's stock packed broadcast; the server's workers run its stock engine
+"""
+
+import ipaddress
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from shared_contracts.errors import ContractError
+from shared_contracts.weights import (
+    GLOO_STORE_PREFIX,
+    InitCommunicator,
+    ParameterMeta,
+    plan_buckets,
+)
+
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+
+class WeightGroup(Protocol):
+    """Sends one pass of the weights to every worker of a server."""
+
+    def send(
+        self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Broadcast `weights`, which yields exactly `parameters`, in packed buckets."""
+
+    def close(self) -> None:
+        """Leave the group in order."""
+
+    def abandon(self) -> None:
+        """Leave a group whose other side may hang."""
+
+
+def join_group(body: InitCommunicator) -> WeightGroup:
+    """Join the group that `POST /init_communicator/` with `body` forms."""
+    match body.transport:
+        case "gloo":
+            return GlooGroup(body)
+        case "nccl":
+            return NcclGroup(body)
+        case "ipc":
+            raise ContractError(
+                "rollout_matching.vllm.sync.transport",
+                "ipc serves a learner and an engine on the same GPU",
+                "Use nccl (distinct GPUs) or gloo (no GPU) with a rollout server",
+            )
+
+
+class GlooGroup:
+    """Rank 0 over gloo, outside torch's default group.
+
+    Raises RuntimeError (torch's) when a rank is missing after `timeout_s`.
+    """
+
+    def __init__(self, body: InitCommunicator) -> None:
+        timeout = timedelta(seconds=body.timeout_s)
+        store = TCPStore(
+            body.host, body.port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
+        options = ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [_device(body.host)]
+        prefixed = PrefixStore(GLOO_STORE_PREFIX, store)
+        self._group = ProcessGroupGloo(prefixed, 0, body.world_size, options)
+        self._bucket_bytes = body.bucket_bytes
+
+    def send(
+        self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        options = BroadcastOptions()
+        options.rootRank = 0
+        stream = iter(weights)
+        for indices in plan_buckets(parameters, self._bucket_bytes):
+            bucket = pack_bucket([parameters[i] for i in indices], stream)
+            self._group.broadcast([bucket], options).wait()
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+    def abandon(self) -> None:
+        self._group.abort()
+
+
+def _device(host: str) -> "ProcessGroupGloo.Device":
+    if ipaddress.ip_address(host).is_loopback:
+        return ProcessGroupGloo.create_device(hostname=host)
+    return ProcessGroupGloo.create_default_device()
+
+
+def pack_bucket(parameters: Sequence[ParameterMeta], stream: Iterable[tuple[str, Tensor]]) -> Tensor:
+    """The next tensors of `stream` as one uint8 tensor, each padded to its `wire_bytes`."""
+    bucket = torch.zeros(sum(p.wire_bytes for p in parameters), dtype=torch.uint8)
+    offset = 0
+    for parameter, (name, tensor) in zip(parameters, stream, strict=False):
+        assert name == parameter.name, f"the manifest says {parameter.name}, the model {name}"
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        bucket[offset : offset + data.numel()] = data
+        offset += parameter.wire_bytes
+    return bucket
+
+
+class NcclGroup:
+    """Rank 0 over NCCL with vLLM's own packed producer; owns the rendezvous store."""
+
+    def __init__(self, body: InitCommunicator) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        info = NCCLTrainerInitInfo(
+            master_address=body.host,
+            master_port=body.port,
+            world_size=body.world_size,
+            packed_buffer_size_bytes=body.bucket_bytes,
+            rank=0,
+        )
+        self._info = info
+        self._group: PyNcclCommunicator = trainer_init(info)
+
+    def send(
+        self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        packed_nccl_broadcast_producer(
+            iterator=iter(weights),
+            group=self._group,
+            src=0,
+            post_iter_func=lambda item: item[1],
+            buffer_size_bytes=self._info.packed_buffer_size_bytes,
+            num_buffers=self._info.packed_num_buffers,
+        )
+
+    def close(self) -> None:
+        self._group.destroy()
+
+    def abandon(self) -> None:
+        self._group.destroy()

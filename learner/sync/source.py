@@ -1,0 +1,70 @@
+"""Full weights of a model under training, merged on the fly (SYNC-02).
+
+Plain parameters are passed through; the base weight of a LoRA or DoRA layer is merged in
+a copy of that one layer, so the training model is never touched and only one layer's
+weights exist twice at a time. Tied weights appear once, under their first name. Names are
+those of the Hugging Face checkpoint.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from shared_contracts.weights import ParameterMeta
+
+
+class MergedWeights:
+    """Iterable of (name, tensor) with the same order in every pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model.get_base_model() if isinstance(model, PeftModel) else model
+
+    def metadata(self) -> list[ParameterMeta]:
+        """Name, dtype and shape of what iteration yields, without merging anything."""
+        return [
+            ParameterMeta(name=name, dtype=dtype_name(weight), shape=list(weight.shape))
+            for name, weight, _ in self._entries()
+        ]
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight, layer in self._entries():
+            yield name, weight.detach() if layer is None else _merged_weight(layer)
+
+    def _entries(self) -> Iterator[tuple[str, Tensor, LoraLayer | None]]:
+        """(checkpoint name, parameter, its LoRA layer when it has to be merged)."""
+        for name, weight in self._model.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            if ".lora_" in f".{name}" or ".original_module." in f".{name}":
+                continue
+            plain = _checkpoint_name(name)
+            layer = None
+            if leaf == "weight" and owner.endswith(".base_layer"):
+                layer = self._model.get_submodule(owner.removesuffix(".base_layer"))
+                assert isinstance(layer, LoraLayer)
+            yield plain, weight, layer
+
+
+def _checkpoint_name(name: str) -> str:
+    """`a.q_proj.base_layer.weight` -> `a.q_proj.weight`; trained copies lose their wrapper."""
+    parts = name.split(".")
+    if "modules_to_save" in parts:
+        at = parts.index("modules_to_save")
+        del parts[at : at + 2]
+    return ".".join(part for part in parts if part != "base_layer")
+
+
+def _merged_weight(layer: LoraLayer) -> Tensor:
+    merged = copy.deepcopy(layer)
+    merged.merge()
+    weight: Tensor = merged.get_base_layer().weight
+    return weight.detach()
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """`torch.bfloat16` -> `bfloat16`."""
+    return str(tensor.dtype).removeprefix("torch.")

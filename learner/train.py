@@ -1,0 +1,219 @@
+"""One run of the learner, from a config to a run folder.
+
+    train()   preflight's findings -> model -> weight groups -> TwoChannelTrainer -> folder
+
+The Trainer of transformers owns the optimizer, the schedule, checkpoints and trackers;
+ours only hands it whole steps of raw samples (RUN-02).
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+from transformers import Trainer, TrainingArguments, set_seed
+from transformers.integrations import TensorBoardCallback
+
+from learner.channels.a import ChannelA
+from learner.channels.b import ChannelB
+from learner.config.schema import Config
+from learner.evaluate import Scores, evaluate
+from learner.losses.pipeline import Pipeline
+from learner.matching import MatchConfig
+from learner.metrics import StepReport
+from learner.model.load import LoadedModel, load_model
+from learner.model.packed_forward import check_packing
+from learner.model.prompt import PromptEncoder
+from learner.optim import build_optimizer
+from learner.preflight import RunInputs
+from learner.progress import ProgressDisplay
+from learner.rollout.client import RolloutClient
+from learner.rollout.policy import Asking, Policy
+from learner.rollout.seeds import request_seed, rollout_seed_base
+from learner.rollout.server import ServerBackend
+from learner.runlog import JsonlLog, open_run_folder
+from learner.step import StepRunner
+from learner.sync.push import WeightPusher
+from learner.sync.source import MergedWeights
+from learner.types import Sample
+from shared_contracts.infer import RequestConfig
+from shared_contracts.weights import Transport
+
+
+class TwoChannelTrainer(Trainer):
+    """Runs `StepRunner` where Trainer would run a forward.
+
+    A dataloader batch is the raw samples of one whole optimizer step.
+    """
+
+    def __init__(
+        self, runner: StepRunner, scorer: Callable[[], Scores], **trainer: Any
+    ) -> None:
+        super().__init__(**trainer)
+        self._runner = runner
+        self._scorer = scorer
+        self._report: StepReport | None = None
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: list[Sample],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        model.train()
+        loss, self._report = self._runner.run(
+            model, inputs, self.state.global_step, self.accelerator.backward
+        )
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Trainer's own numbers, with those of the step they belong to."""
+        if "loss" in logs and self._report is not None:
+            logs = {**logs, **self._report.metrics}
+        super().log(logs, start_time)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        metrics = self._scorer().metrics("eval")
+        self.log(metrics)
+        return metrics
+
+
+def train(
+    config: Config, inputs: RunInputs, clients: list[RolloutClient], console: Console
+) -> Path:
+    """Run the training that `config` describes; returns the run folder.
+
+    inputs, clients: what preflight found; no clients in a run that never generates.
+    """
+    folder = open_run_folder(config)
+    set_seed(config.training.seed)
+    loaded = load_model(config)
+    if config.training.packing:
+        check_packing(loaded.model)
+    with ExitStack() as stack:
+        policy = None
+        if clients:
+            policy = connect_policy(config, loaded.model, clients)
+            stack.callback(policy.close)
+        build_trainer(config, loaded, inputs, policy, folder, console).train()
+    return folder
+
+
+def score_checkpoint(config: Config, inputs: RunInputs, clients: list[RolloutClient]) -> Scores:
+    """Push the weights of `model.model` to the servers and score their answers on `val`."""
+    loaded = load_model(config)
+    policy = connect_policy(config, loaded.model, clients)
+    try:
+        return evaluate(policy, inputs.val, _evaluation_seed(config), loaded.tokenizer)
+    finally:
+        policy.close()
+
+
+def _evaluation_seed(config: Config) -> int:
+    return request_seed(rollout_seed_base(config.training.seed, 0), 0, 0)
+
+
+def connect_policy(config: Config, model: nn.Module, clients: list[RolloutClient]) -> Policy:
+    """Form the weight groups; the policy starts at the servers' newest version."""
+    sync, server = config.rollout_matching.vllm.sync, config.rollout_matching.vllm.server
+    transport: Transport = sync.transport if sync.transport != "auto" else _transport_for(model)
+    weights = MergedWeights(model)
+    pushers = [
+        WeightPusher(client, entry.group_port, weights, transport, sync.bucket_mib * 2**20)
+        for client, entry in zip(clients, server.servers, strict=True)
+    ]
+    backend = ServerBackend(clients, pushers, config.rollout_matching.decode_batch_size)
+    return Policy(backend, backend.connect(), asking_of(config))
+
+
+def _transport_for(model: nn.Module) -> Transport:
+    return "nccl" if next(model.parameters()).is_cuda else "gloo"
+
+
+def asking_of(config: Config) -> Asking:
+    rollout = config.rollout_matching
+    request_config = RequestConfig(
+        max_tokens=rollout.max_new_tokens,
+        temperature=rollout.decoding.temperature,
+        top_p=rollout.decoding.top_p,
+        top_k=rollout.decoding.top_k,
+        repetition_penalty=rollout.repetition_penalty,
+        return_details=True,
+    )
+    return Asking(config.template.prompt, config.template.system, request_config)
+
+
+def build_trainer(
+    config: Config,
+    loaded: LoadedModel,
+    inputs: RunInputs,
+    policy: Policy | None,
+    folder: Path,
+    console: Console,
+) -> TwoChannelTrainer:
+    """Wire the channels, the objective and the Trainer."""
+    order = config.custom.object_field_order
+    encode = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    matching = MatchConfig(**config.rollout_matching.matching.model_dump())
+    runner = StepRunner(
+        config,
+        ChannelA(loaded.inner, encode, loaded.tokenizer, order),
+        ChannelB(loaded.inner, encode, loaded.tokenizer, order, matching),
+        Pipeline(config.stage2_ab.pipeline.objective, loaded.vocab.ids),
+        policy,
+    )
+
+    def scores() -> Scores:
+        assert policy is not None, "a run that evaluates has a policy"
+        return evaluate(policy, inputs.val, _evaluation_seed(config), loaded.tokenizer)
+
+    return TwoChannelTrainer(
+        runner,
+        scores,
+        model=loaded.model,
+        args=training_arguments(config, folder),
+        train_dataset=inputs.train,
+        data_collator=list,
+        processing_class=loaded.processor,
+        optimizers=(build_optimizer(loaded.model, config.training), None),
+        callbacks=[
+            JsonlLog(folder),
+            TensorBoardCallback(SummaryWriter(config.training.logging_dir)),
+            ProgressDisplay(console, config.training.run_name),
+        ],
+    )
+
+
+def training_arguments(config: Config, folder: Path) -> TrainingArguments:
+    """Trainer's arguments; one dataloader batch is one optimizer step."""
+    training = config.training
+    return TrainingArguments(
+        output_dir=str(folder),
+        seed=training.seed,
+        use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=training.effective_batch_size,
+        dataloader_drop_last=True,
+        remove_unused_columns=False,
+        label_names=[],
+        max_steps=training.max_steps or -1,
+        num_train_epochs=training.num_train_epochs or 1.0,
+        learning_rate=training.learning_rate,
+        lr_scheduler_type=training.lr_scheduler_type,
+        warmup_steps=training.warmup_ratio,
+        max_grad_norm=training.max_grad_norm,
+        train_sampling_strategy="random" if config.data.shuffle else "sequential",
+        eval_strategy=training.eval_strategy,
+        eval_steps=training.eval_steps,
+        save_strategy=training.save_strategy,
+        save_steps=training.save_steps,
+        save_total_limit=training.save_total_limit,
+        logging_steps=training.logging_steps,
+        logging_nan_inf_filter=False,
+        report_to="none",
+        run_name=training.run_name,
+        disable_tqdm=True,
+    )
