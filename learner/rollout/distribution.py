@@ -1,0 +1,53 @@
+"""How requests are spread over servers (DIST-01 to DIST-04): pure functions."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from shared_contracts.errors import ContractError
+
+
+def plan_chunks(n: int, world_sizes: Sequence[int]) -> list[range]:
+    """Requests of each server: contiguous, in order, covering `range(n)` exactly once.
+
+    Equal world sizes: chunks of `ceil(n / servers)`, so the last ones may be shorter.
+    Otherwise in proportion to the world sizes; what rounding leaves over goes to the
+    largest fractions, then to the lowest indices. A server with an empty chunk is sent
+    nothing.
+    """
+    assert all(size >= 1 for size in world_sizes)
+    if len(set(world_sizes)) == 1:
+        size = -(-n // len(world_sizes))
+        bounds = [min(i * size, n) for i in range(len(world_sizes) + 1)]
+    else:
+        bounds = [0]
+        for size in _proportional_sizes(n, world_sizes):
+            bounds.append(bounds[-1] + size)
+    return [range(start, end) for start, end in pairwise(bounds)]
+
+
+def _proportional_sizes(n: int, world_sizes: Sequence[int]) -> list[int]:
+    total = sum(world_sizes)
+    sizes = [n * size // total for size in world_sizes]
+    by_fraction = sorted(range(len(sizes)), key=lambda i: (-(n * world_sizes[i] % total), i))
+    for i in by_fraction[: n - sum(sizes)]:
+        sizes[i] += 1
+    return sizes
+
+
+def rank_chunk_size(
+    decode_batch_size: int, world_sizes: Sequence[int], learner_world_size: int
+) -> int:
+    """Most requests one learner rank may have in flight in a round.
+
+    `floor(decode_batch_size * S / W)` with S devices over all servers and W learner ranks;
+    raises `ContractError` where that is 0.
+    """
+    devices = sum(world_sizes)
+    if decode_batch_size * devices < learner_world_size:
+        raise ContractError(
+            "rollout_matching.decode_batch_size",
+            f"{decode_batch_size} sequences on each of {devices} rollout devices are fewer "
+            f"than the {learner_world_size} learner ranks, which each need at least one",
+            "Use more rollout devices, fewer learner processes or a larger decode_batch_size",
+        )
+    return decode_batch_size * devices // learner_world_size

@@ -1,0 +1,124 @@
+"""What the pure stages need to know about a tokenizer.
+
+`Tokenizer` is the protocol (a transformers fast tokenizer fits), `CoordVocab` the ids of
+the coordinate tokens and of `<|im_end|>`, and `TokenTable` both of them for one tokenizer
+with a cache of the text of each id. `token_table(tokenizer)` keeps one table per tokenizer.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from learner.coords import COORD_BINS, coord_token
+from shared_contracts.errors import ContractError
+
+IM_END = "<|im_end|>"
+
+# What a byte-level decoder writes for bytes that are only part of a character.
+HALF_CHARACTER = "\ufffd"
+
+MAX_TOKEN_ID = 2**32 - 1
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that the pure stages use."""
+
+    def decode(
+        self,
+        token_ids: list[int],
+        /,
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str:
+        """Text of the ids."""
+
+    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
+        """Ids of the text."""
+
+    def convert_tokens_to_ids(self, tokens: str, /) -> int:
+        """Id of one token."""
+
+
+def decode_exactly(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    """Text of the ids, nothing skipped and nothing cleaned up."""
+    return tokenizer.decode(
+        token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+@dataclass(frozen=True)
+class CoordVocab:
+    """Ids of the coordinate tokens and of the end of a turn.
+
+    ids: the id of `<|coord_k|>` at index k; 1000 distinct ids.
+    im_end_id: the id of `<|im_end|>`, the EOS of every target.
+    bins: bin of each coordinate id.
+    """
+
+    ids: list[int]
+    im_end_id: int
+    bins: dict[int, int]
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> "CoordVocab":
+        """Look the ids up; raises `ContractError` where a token is missing."""
+        im_end_id = _single_id(tokenizer, IM_END)
+        ids = [_single_id(tokenizer, coord_token(k)) for k in range(COORD_BINS)]
+        return cls(ids, im_end_id, {token_id: k for k, token_id in enumerate(ids)})
+
+    def bin_of(self, token_id: int) -> int | None:
+        """Bin of a coordinate token, None for every other token."""
+        return self.bins.get(token_id)
+
+
+def _single_id(tokenizer: Tokenizer, token: str) -> int:
+    token_id: int | None = tokenizer.convert_tokens_to_ids(token)
+    if token_id is None or decode_exactly(tokenizer, [token_id]) != token:
+        raise ContractError(
+            "model.model",
+            f"its tokenizer has no token {token}",
+            "Use a model with the 1000 coordinate tokens and <|im_end|>; "
+            "`learner toy make-model --expand-vocab DIR` adds the coordinate tokens",
+        )
+    return token_id
+
+
+class TokenTable:
+    """Text of each token id on its own, and the coordinate vocabulary, of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.vocab = CoordVocab.from_tokenizer(tokenizer)
+        self._pieces: dict[int, str] = {}
+
+    def pieces(self, token_ids: Iterable[int], tokenizer: Tokenizer) -> list[str]:
+        """Text of each id decoded alone; an id outside of the vocabulary has none."""
+        known = self._pieces
+        pieces = []
+        for token_id in token_ids:
+            piece = known.get(token_id)
+            if piece is None:
+                piece = known[token_id] = _piece(token_id, tokenizer)
+            pieces.append(piece)
+        return pieces
+
+
+def _piece(token_id: int, tokenizer: Tokenizer) -> str:
+    if not 0 <= token_id <= MAX_TOKEN_ID:
+        return ""
+    return decode_exactly(tokenizer, [token_id])
+
+
+_TABLES: WeakKeyDictionary[Tokenizer, TokenTable] = WeakKeyDictionary()
+
+
+def token_table(tokenizer: Tokenizer) -> TokenTable:
+    """The table of a tokenizer, built at its first use.
+
+    Raises `ContractError` when the tokenizer lacks coordinate tokens or `<|im_end|>`.
+    """
+    table = _TABLES.get(tokenizer)
+    if table is None:
+        table = _TABLES[tokenizer] = TokenTable(tokenizer)
+    return table
