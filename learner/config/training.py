@@ -35,16 +35,16 @@ class TrainingConfig(StrictModel):
         default=42, ge=0, lt=2**32, description="of initial state, data order and rollouts"
     )
 
-    learning_rate: float = Field(gt=0, description="peak learning rate of the language model")
+    learning_rate: float = Field(gt=0, description="peak rate of the language model")
     vit_lr: float = Field(
         default_factory=lambda data: float(data["learning_rate"]),
         ge=0,
-        description="peak learning rate of the vision tower, 0 leaves it as it is; null: `learning_rate`",
+        description="peak rate of the vision tower, 0 leaves it as it is; null: `learning_rate`",
     )
     aligner_lr: float = Field(
         default_factory=lambda data: float(data["learning_rate"]),
         ge=0,
-        description="peak learning rate of the aligner, 0 leaves it as it is; null: `learning_rate`",
+        description="peak rate of the aligner, 0 leaves it as it is; null: `learning_rate`",
     )
     lr_scheduler_type: SchedulerName = Field(default="cosine", description="transformers' name")
     warmup_ratio: float = Field(

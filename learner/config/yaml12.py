@@ -70,10 +70,17 @@ def _construct_dict(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
     return mapping
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # Outside double quotes PyYAML writes these line ends so that they are read as blanks.
+    style = '"' if any(end in text for end in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:seq", _construct_list)
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_dict)
-_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: _represent_text(dumper, str(path)))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
