@@ -71,7 +71,7 @@ class FullTuner(StrictModel):
 class LoraTuner(StrictModel):
     train_type: Literal["lora"] = Field(description="adapters are trained")
     lora_rank: int = Field(ge=1, description="of the adapters")
-    lora_alpha: float = Field(gt=0, description="adapters are scaled by `lora_alpha / lora_rank`")
+    lora_alpha: int = Field(ge=1, description="adapters are scaled by `lora_alpha / lora_rank`")
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="before the adapters")
     use_dora: bool = Field(default=False, description="DoRA")
     target_modules: Literal["all-linear"] | list[str] = Field(
