@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all."""
+"""Files and directories that appear whole or not at all."""
 
 import shutil
 from collections.abc import Iterator
@@ -36,3 +36,10 @@ def require_free(out: Path) -> None:
             "it exists already and is not an empty directory",
             "Name a new directory, or remove this one first.",
         )
+
+
+def publish_text(path: Path, text: str) -> None:
+    """Write `text` to a temporary name beside `path`, then rename it to `path`."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.rename(path)

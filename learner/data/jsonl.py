@@ -221,7 +221,7 @@ def _as_bin(value: Any) -> int | None:
         return int(token[1]) if token else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
-    return int(round(float(value)))
+    return round(float(value))
 
 
 def _well_formed(kind: GeometryKind, coords: tuple[int, ...]) -> bool:

@@ -17,13 +17,17 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
+from learner.coords import COORD_BINS
 from learner.data.toy import IMAGE_SIDE
+from learner.model.coord_tokens import smooth_rows, vocab_modules
 from learner.model.toy_tokenizer import make_toy_tokenizer
 from learner.publish import publish_directory
 
 PATCH_SIZE = 8
 MERGE_SIZE = 2
 CONTEXT = 1024
+TEXT_WIDTH = 128
+INITIAL_STD = 0.05
 
 
 def make_model(out: Path, seed: int, tie: bool = True) -> None:
@@ -45,17 +49,23 @@ def make_model(out: Path, seed: int, tie: bool = True) -> None:
 
 
 def build_toy_model(config: Qwen3VLConfig, seed: int) -> Qwen3VLForConditionalGeneration:
-    """Random float32 weights from `seed`; the global generator is left as it was."""
+    """Random float32 weights from `seed`; the global generator is left as it was.
+
+    The rows of the coordinate tokens, the last of the vocabulary, are smooth in the bin.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3VLForConditionalGeneration(config)
+        model = Qwen3VLForConditionalGeneration(config)
+    rows = INITIAL_STD * smooth_rows(TEXT_WIDTH, torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for module in vocab_modules(model):
+            module.weight[-COORD_BINS:] = rows
+    return model
 
 
 def toy_config(tokenizer: PreTrainedTokenizerFast, tie: bool) -> Qwen3VLConfig:
     """The architecture, with the tokenizer's vocabulary and image ids."""
-
     token_id = tokenizer.get_vocab().__getitem__
-
     grid_side = IMAGE_SIDE // PATCH_SIZE
     return Qwen3VLConfig(
         architectures=["Qwen3VLForConditionalGeneration"],
@@ -67,14 +77,14 @@ def toy_config(tokenizer: PreTrainedTokenizerFast, tie: bool) -> Qwen3VLConfig:
         vision_end_token_id=token_id("<|vision_end|>"),
         text_config={
             "vocab_size": len(tokenizer),
-            "hidden_size": 128,
+            "hidden_size": TEXT_WIDTH,
             "intermediate_size": 384,
             "num_hidden_layers": 4,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "head_dim": 32,
             "max_position_embeddings": CONTEXT,
-            "initializer_range": 0.05,
+            "initializer_range": INITIAL_STD,
             "tie_word_embeddings": tie,
             "rope_parameters": {
                 "rope_type": "default",
@@ -94,10 +104,10 @@ def toy_config(tokenizer: PreTrainedTokenizerFast, tie: bool) -> Qwen3VLConfig:
             "patch_size": PATCH_SIZE,
             "spatial_merge_size": MERGE_SIZE,
             "temporal_patch_size": 2,
-            "out_hidden_size": 128,
+            "out_hidden_size": TEXT_WIDTH,
             "num_position_embeddings": grid_side**2,
             "deepstack_visual_indexes": [1],
-            "initializer_range": 0.05,
+            "initializer_range": INITIAL_STD,
         },
     )
 

@@ -5,8 +5,8 @@ punctuation is one token. Unlike Qwen's it keeps `}` apart: an object's end is t
 token's end, and cutting a rollout there never leaves a piece of a token.
 """
 
-import json
 from collections.abc import Iterator
+from typing import get_args
 
 from tokenizers import (
     AddedToken,
@@ -19,7 +19,11 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from learner.coords import coord_token
 from learner.data.toy import DESCRIPTIONS, PROMPT
+from learner.model.coord_tokens import add_coord_tokens
+from learner.serialize import serialize_objects
+from learner.types import FieldOrder, GroundTruthObject, Shape
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -30,7 +34,6 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-COORD_TOKENS = tuple(f"<|coord_{k}|>" for k in range(1000))
 
 # Qwen's ChatML with vision tags, for text and for lists of text and image parts.
 CHAT_TEMPLATE = """\
@@ -58,7 +61,14 @@ _WORDS_AND_PUNCTUATION = r" ?[\p{L}_]+|\p{N}|\}|[^\p{L}\p{N}_}]+"
 
 
 def make_toy_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer: 256 bytes, merges, special tokens, 1000 coordinate tokens."""
+    """The text tokenizer with the 1000 coordinate tokens behind it."""
+    tokenizer = make_text_tokenizer()
+    add_coord_tokens(tokenizer)
+    return tokenizer
+
+
+def make_text_tokenizer() -> PreTrainedTokenizerFast:
+    """Train the tokenizer: 256 bytes, merges, special tokens; no coordinate tokens yet."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -74,7 +84,6 @@ def make_toy_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(_training_text(), trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in COORD_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -86,12 +95,9 @@ def make_toy_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _training_text() -> Iterator[str]:
-    """Chat headers, the prompt and answers, with coordinates left out as the BPE sees them."""
-    for role in ("system", "user", "assistant"):
-        yield f"{role}\n"
-    yield from ("\n", PROMPT)
+    """Chat headers, the prompt, and answers split at the coordinate tokens."""
+    yield from ("system\n", "user\n", "assistant\n", "\n", PROMPT)
     for desc in DESCRIPTIONS:
-        entry = {"desc": desc, "bbox_2d": ["|"] * 4}
-        reverse = dict(reversed(entry.items()))
-        yield from json.dumps({"object_1": entry, "object_2": entry}).split("|")
-        yield from json.dumps({"object_1": reverse, "object_2": reverse}).split("|")
+        pair = [GroundTruthObject(desc, Shape("bbox_2d", (0, 0, 0, 0)))] * 2
+        for order in get_args(FieldOrder):
+            yield from serialize_objects(pair, order).split(coord_token(0))

@@ -1,0 +1,61 @@
+"""`learner toy`: data and models to try everything with, made on the spot."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+toy_app = typer.Typer(
+    help="Make the toy world: scenes of coloured shapes and a tiny Qwen3-VL.",
+    no_args_is_help=True,
+)
+
+Out = Annotated[Path, typer.Option(help="New folder; must not exist or be empty.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same bytes.", min=0)]
+
+
+@toy_app.command()
+def make_data(
+    out: Out,
+    train: Annotated[int, typer.Option(help="Scenes to train on.", min=1)] = 2048,
+    val: Annotated[int, typer.Option(help="Scenes held out.", min=1)] = 128,
+    seed: Seed = 0,
+) -> None:
+    """Draw scenes; write train.jsonl, val.jsonl and their COCO exports."""
+    from learner.data import toy
+
+    files = toy.make_data(out, train, val, seed)
+    typer.echo(f"{train} scenes to train on: {files.train_jsonl}")
+    typer.echo(f"{val} scenes held out: {files.val_jsonl}")
+
+
+@toy_app.command()
+def make_model(
+    out: Out,
+    seed: Seed = 0,
+    expand_vocab: Annotated[
+        Path | None,
+        typer.Option(help="Add the coordinate tokens to this checkpoint instead."),
+    ] = None,
+    tie: Annotated[
+        bool | None,
+        typer.Option(
+            "--tie/--untie",
+            help="Share input embedding and output head, or not."
+            " (tied; with --expand-vocab as in the source)",
+        ),
+    ] = None,
+) -> None:
+    """Make a tiny random Qwen3-VL with 1000 coordinate tokens."""
+    from learner.publish import require_free
+
+    require_free(out)
+    if expand_vocab is None:
+        from learner.model import toy
+
+        toy.make_model(out, seed, tie is not False)
+    else:
+        from learner.model import expand_vocab as expansion
+
+        expansion.expand_vocab(expand_vocab, out, seed, tie)
+    typer.echo(f"Model: {out}")
