@@ -1,7 +1,8 @@
 """Errors both programs speak.
 
     ContractError        a person gave something wrong; exit code 2 (three parts)
-    ProblemError         a peer answered with an RFC 9457 problem document
+    ProblemError         an RFC 9457 problem document: raised where a server refuses,
+                         and again where a client reads that answer
 
 `Problem` is the one shape of every HTTP error (WIRE-05).
 """
@@ -19,6 +20,7 @@ PROBLEM_TITLES: dict[str, tuple[int, str]] = {
     "method-not-allowed": (405, "This path does not take this method"),
     "weights-version-mismatch": (409, "The server holds another weights version"),
     "weight-update-order": (409, "A weight-update call came out of order"),
+    "group-port-taken": (409, "The port of the weight group is taken"),
     "invalid-request": (422, "The request breaks the contract"),
     "internal": (500, "The server failed"),
     "weight-transfer-failed": (502, "A weight transfer broke"),
@@ -91,7 +93,7 @@ class Problem(BaseModel):
 
 
 class ProblemError(Exception):
-    """An HTTP answer that is a problem document."""
+    """An HTTP answer that is a problem document, on either side of the wire."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

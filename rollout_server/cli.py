@@ -1,0 +1,113 @@
+"""`rollout-server`: options in, a running server or a three-part error out.
+
+`--help` imports neither pydantic nor what follows it; FastAPI and torch are imported
+only once the options are known to be good.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from shared_contracts.errors import ContractError, ContractErrors
+
+EXIT_CONTRACT = 2
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def rollout_server() -> None:
+    """Serve rollouts of a vision-language model and take new weights in memory."""
+
+
+@app.command()
+def serve(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint directory.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of these options.")] = None,
+    device: Annotated[str | None, typer.Option(help="gpu (default) or cpu.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPU ids, such as 0,1,2.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Engines on the CPU [1].")] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(help="GPUs per replica [1].")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on [8000].")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto (default), float32, bfloat16 or float16.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Context, in tokens [model's].")] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Most sequences decoded at once per replica [64].")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens in one forward [fits].")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of a GPU's memory to use [0.9].")
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        typer.Option("--enable-prefix-caching/--no-prefix-caching", help="[enabled]"),
+    ] = None,
+    kv_cache_gib: Annotated[
+        float | None, typer.Option(help="KV cache of a CPU replica, in GiB [1.0].")
+    ] = None,
+    allowed_media_dir: Annotated[
+        list[Path] | None, typer.Option(help="Directory of local images; repeatable.")
+    ] = None,
+    weight_transport: Annotated[
+        str | None, typer.Option(help="gloo (CPU default) or nccl (GPU default).")
+    ] = None,
+    grace_seconds: Annotated[
+        float | None, typer.Option(help="Time running calls have after SIGTERM [10].")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of requests without one [0].")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info (default), warning or error.")
+    ] = None,
+) -> None:
+    """Start the replicas and serve them on one port."""
+    options = dict(locals())
+    options.pop("config")
+    options["gpus"] = _gpu_list(gpus)
+    options["allowed_media_dirs"] = options.pop("allowed_media_dir")
+    raise typer.Exit(_serve(config, options))
+
+
+def _serve(config: Path | None, options: dict[str, Any]) -> int:
+    from rollout_server.engine_env import apply_engine_environment
+    from rollout_server.preflight import bind, check_settings
+    from rollout_server.settings import load_settings
+
+    settings = load_settings(config, options)
+    check_settings(settings)
+    listener = bind(settings.host, settings.port)
+    apply_engine_environment(settings)
+    from rollout_server.serve import serve as run  # FastAPI and torch: after the checks
+
+    return run(settings, listener)
+
+
+def _gpu_list(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ContractError("--gpus", f"{text!r} is no list of ids", "Write 0,1,2") from None
+
+
+def main() -> NoReturn:
+    """Console entry: a broken contract is three lines on stderr and exit code 2."""
+    try:
+        app()
+    except ContractErrors as errors:
+        for error in errors.errors:
+            _print(error)
+    except ContractError as error:
+        _print(error)
+    sys.exit(EXIT_CONTRACT)
+
+
+def _print(error: ContractError) -> None:
+    print(f"error: {error.where}\nfound: {error.found}\ndo: {error.do}", file=sys.stderr)

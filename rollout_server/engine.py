@@ -1,0 +1,266 @@
+"""One vLLM engine: the only module of the server's own process that imports vLLM.
+
+    Engine.build(settings, index)     blocking: call it in a thread
+    render(messages) -> Prompt        chat template, tokens, image features
+    generate(prompt, ...) -> [Completion]
+    pause, weight_phase, publish, resume, abort_all
+    heartbeat, shutdown
+
+Errors of vLLM leave this module as three of ours: `PromptRefused` (the request is at
+fault), `EngineDead` (the process is gone) and `WeightPhaseFailed` (a phase of a weight
+update failed in a worker).
+"""
+
+import logging
+import time
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from PIL import Image
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.outputs import CompletionOutput
+from vllm.renderers.params import ChatParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from rollout_server.chat import ChatMessage
+from rollout_server.engine_types import (
+    Completion,
+    EngineDead,
+    Finish,
+    Prompt,
+    PromptRefused,
+    WeightPhaseFailed,
+)
+from rollout_server.settings import ServerSettings
+from shared_contracts.infer import RequestConfig
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Tokens of one CPU forward: some 80 prompts of 200 tokens prefill together.
+CPU_BATCHED_TOKENS = 16384
+
+# The version of the weights a server starts with; the learner's pushes count from 1.
+FIRST_VERSION = 0
+
+
+class Engine:
+    def __init__(self, llm: AsyncLLM, index: int) -> None:
+        self._llm = llm
+        self.index = index
+        self._last_beat = time.monotonic()
+
+    @classmethod
+    def build(cls, settings: ServerSettings, index: int) -> "Engine":
+        """Start the engine process of replica `index` and load the model (seconds)."""
+        config = engine_args(settings, index).create_engine_config()
+        return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), index)
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._llm.model_config.max_model_len)
+
+    @property
+    def alive(self) -> bool:
+        return not self._llm.errored
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        return time.monotonic() - self._last_beat
+
+    async def heartbeat(self) -> None:
+        """Ask the engine's own loop for an answer: a hung engine gives none."""
+        await self._reached(self._llm.is_paused())
+        self._last_beat = time.monotonic()
+
+    async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt:
+        """Apply the model's chat template and processor.
+
+        images: in the order of the image parts of `messages`.
+        Raises PromptRefused for what the template or the processor cannot take.
+        """
+        conversation = _vllm_messages(messages, images)
+        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True})
+        try:
+            _, inputs = await self._llm.renderer.render_chat_async([conversation], params)
+        except (VLLMClientError, ValueError) as error:
+            raise PromptRefused(str(error)) from error
+        return Prompt(inputs[0], list(inputs[0]["prompt_token_ids"]))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        config: RequestConfig,
+        seed: int | None,
+        max_tokens: int,
+        request_id: str,
+    ) -> list[Completion]:
+        """Continue `prompt` `config.n` times; cancelling the call aborts its sequences.
+
+        Raises PromptRefused for parameters vLLM does not take and EngineDead.
+        """
+        sampling = sampling_params(config, seed, max_tokens)
+        outputs = self._llm.generate(prompt.engine_input, sampling, request_id)
+        try:
+            (final,) = [output async for output in outputs]  # FINAL_ONLY yields once
+        except EngineDeadError as error:
+            raise EngineDead(f"replica {self.index} died while generating") from error
+        return [_completion(output) for output in final.outputs]
+
+    async def pause(self) -> None:
+        """Let running sequences finish, hold new ones, drop what old weights cached."""
+        await self._reached(self._llm.pause_generation(mode="wait", clear_cache=True))
+
+    async def abort_all(self) -> None:
+        """Stay paused and end every sequence that still waits."""
+        await self._reached(self._llm.pause_generation(mode="abort", clear_cache=True))
+
+    async def resume(self) -> None:
+        await self._reached(self._llm.resume_generation())
+
+    async def weight_phase(self, name: str, **arguments: Any) -> None:
+        """Run a weight phase of vLLM's worker (`start_weight_update`, ...) on each worker.
+
+        Raises WeightPhaseFailed with what every failing worker says.
+        """
+        answers = await self._reached(
+            self._llm.collective_rpc("weight_phase", args=(name, arguments))
+        )
+        failures = [answer for answer in answers if answer is not None]
+        if failures:
+            raise WeightPhaseFailed(f"replica {self.index}, {'; '.join(failures)}")
+
+    async def publish(self, version: int) -> None:
+        """Drop every cache of the old weights and stamp what follows with `version`."""
+        await self._reached(self._llm.reset_mm_cache())
+        await self._reached(self._llm.reset_encoder_cache())
+        if not await self._reached(self._llm.reset_prefix_cache()):
+            raise WeightPhaseFailed(f"replica {self.index}: the prefix cache is still in use")
+        await self._reached(self._llm.update_weight_version(str(version)))
+
+    def shutdown(self) -> None:
+        """End the engine's processes (blocking, seconds at most)."""
+        self._llm.shutdown()
+
+    async def _reached(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except EngineDeadError as error:
+            raise EngineDead(f"replica {self.index} is dead") from error
+
+
+def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
+    """vLLM's arguments for replica `index`."""
+    common: dict[str, Any] = {
+        "model": str(settings.model),
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        # Both ends of the image cache would have to agree on requests that are rendered
+        # and then refused because another one in their call is bad.
+        "mm_processor_cache_gb": 0,
+        "limit_mm_per_prompt": {"video": 0},
+        "weight_transfer_config": WeightTransferConfig(backend=settings.transport),
+        "worker_extension_cls": "rollout_server.worker_extension.WeightPhases",
+    }
+    extra = _cpu_args(settings) if settings.device == "cpu" else _gpu_args(settings, index)
+    return AsyncEngineArgs(**common | extra)
+
+
+def _cpu_args(settings: ServerSettings) -> dict[str, Any]:
+    tokens = settings.max_num_batched_tokens
+    if tokens is None and settings.max_model_len is not None:
+        tokens = max(CPU_BATCHED_TOKENS, settings.max_model_len)
+    return {
+        "max_num_batched_tokens": tokens,
+        # Seeded requests and chunked prefill together kill the CPU engine.
+        "enable_chunked_prefill": False,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
+        # The worker lives in the engine process: one process less to start.
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+    }
+
+
+def _gpu_args(settings: ServerSettings, index: int) -> dict[str, Any]:
+    return {
+        "device_ids": settings.gpus_of(index),
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+    }
+
+
+def sampling_params(config: RequestConfig, seed: int | None, max_tokens: int) -> SamplingParams:
+    """Every sampling parameter explicitly, so that none comes from the checkpoint.
+
+    Raises PromptRefused for a combination vLLM does not take.
+    """
+    try:
+        return SamplingParams(
+            n=config.n,
+            max_tokens=max_tokens,
+            temperature=config.temperature or 0.0,
+            top_p=config.top_p if config.top_p is not None else 1.0,
+            top_k=max(config.top_k or 0, 0),
+            min_p=config.min_p or 0.0,
+            repetition_penalty=config.repetition_penalty or 1.0,
+            presence_penalty=config.presence_penalty,
+            frequency_penalty=config.frequency_penalty,
+            stop=config.stop or [],
+            seed=seed,
+            # Coordinate tokens may be declared special; they are part of the answer.
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except (VLLMClientError, ValueError) as error:
+        raise PromptRefused(str(error)) from error
+
+
+def _vllm_messages(messages: list[ChatMessage], images: list[Image.Image]) -> list[Any]:
+    left = iter(images)
+    return [
+        {
+            "role": message.role,
+            "content": [
+                {"type": "text", "text": part}
+                if part is not None
+                else {"type": "image_pil", "image_pil": next(left)}
+                for part in message.parts
+            ],
+        }
+        for message in messages
+    ]
+
+
+_FINISH: dict[str | None, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    token_ids = list(output.token_ids)
+    finish = _FINISH[output.finish_reason]
+    # A stop string ends inside the text; anything else that stops is one last token.
+    if finish == "stop" and not isinstance(output.stop_reason, str):
+        token_ids.pop()
+    spans = output.weight_versions or []
+    versions = [_version(span.version) for span in spans] or [FIRST_VERSION]
+    return Completion(
+        index=output.index,
+        text=output.text,
+        token_ids=token_ids,
+        finish=finish,
+        weights_version=(versions[0], versions[-1]),
+    )
+
+
+def _version(label: str) -> int:
+    """vLLM calls the weights of the checkpoint "default" until told otherwise."""
+    return FIRST_VERSION if label == "default" else int(label)

@@ -1,0 +1,55 @@
+"""Every environment variable that is set for vLLM, each with its reason."""
+
+import os
+
+from rollout_server.settings import ServerSettings
+
+
+def engine_environment(settings: ServerSettings) -> dict[str, str]:
+    """The variables vLLM and its libraries must find before they are imported."""
+    variables = {
+        # A checkpoint is a local directory: nothing is ever looked up on a hub.
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        # No usage reports.
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # Our weight transfer and nothing else that happens to be installed.
+        "VLLM_PLUGINS": "rollmatch_weight_transfer",
+        # The server has threads by the time it starts an engine: forking would be unsafe.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # Engine processes talk to each other on this machine only.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOOPBACK_IP": "127.0.0.1",
+        # stdout belongs to whoever started the server.
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_LOGGING_LEVEL": settings.log_level.upper(),
+        # Prompts are tokenized in threads of one process; the Rust pool would warn on spawn.
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return variables | (_cpu(settings) if settings.device == "cpu" else _gpu())
+
+
+def apply_engine_environment(settings: ServerSettings) -> None:
+    os.environ.update(engine_environment(settings))
+
+
+def _cpu(settings: ServerSettings) -> dict[str, str]:
+    variables = {
+        # One thread per engine: a step of a small model takes 20 ms with it and 100 ms
+        # with one thread per core, and replicas must not fight for the cores.
+        "OMP_NUM_THREADS": "1",
+        # Leave the placement of engines to the scheduler of the system.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if settings.tensor_parallel_size == 1:
+        # Otherwise vLLM replaces the executor `uni` on the CPU and starts one more process.
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return variables
+
+
+def _gpu() -> dict[str, str]:
+    return {
+        # Model runner V2 refuses the logits processors the server needs.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }

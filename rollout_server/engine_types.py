@@ -1,0 +1,45 @@
+"""What an engine takes, gives and raises, in our words: no vLLM here."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Finish = Literal["stop", "length", "abort"]
+
+
+class PromptRefused(Exception):
+    """The engine cannot take this prompt or these sampling parameters."""
+
+
+class EngineDead(Exception):
+    """The engine process is gone."""
+
+
+class WeightPhaseFailed(Exception):
+    """A phase of a weight update failed in a worker."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation.
+
+    engine_input: vLLM's `EngineInput`, for any engine of the same model.
+    token_ids: with image placeholders expanded.
+    """
+
+    engine_input: Any
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation.
+
+    token_ids: without the end-of-sequence or stop token that ended it.
+    weights_version: under which the first and the last token were sampled.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish: Finish
+    weights_version: tuple[int, int]

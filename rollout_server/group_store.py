@@ -1,0 +1,47 @@
+"""The rendezvous store of a gloo weight group, held by the server process."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from rollout_server.problems import refusal
+
+
+@contextmanager
+def group_store(host: str, port: int, timeout_s: float) -> Iterator[None]:
+    """Keep a store open on exactly `host:port`.
+
+    Raises the `group-port-taken` problem when the port is not free.
+    """
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=_listen(host, port).detach(),
+    )
+    try:
+        yield
+    finally:
+        del store  # closes it
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise refusal(
+            "group-port-taken",
+            f"server: cannot listen on {host}:{port} ({error.strerror}); "
+            "give this server another group_port",
+            "port",
+        ) from None
+    listener.listen()
+    return listener

@@ -1,0 +1,133 @@
+"""The server's settings: one typed class; every field is an option and a YAML key."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.weights import Transport
+
+Device = Literal["cpu", "gpu"]
+
+
+class ServerSettings(BaseModel):
+    """What `rollout-server serve` can be told.
+
+    model: checkpoint directory.
+    gpus: physical GPU ids; each replica takes `tensor_parallel_size` of them in order.
+    replicas: engines on the CPU; on GPUs it follows from `gpus`.
+    max_num_seqs: most sequences decoded at once per replica (`decode_batch_size`).
+    max_num_batched_tokens: most tokens in one forward; null means enough for a full
+        context, and on the CPU for several prompts.
+    kv_cache_gib: size of the KV cache of one CPU replica.
+    allowed_media_dirs: the only directories local image paths may point into.
+    weight_transport: null means `gloo` on the CPU and `nccl` on GPUs.
+    grace_seconds: how long running calls may take to finish after SIGTERM.
+    seed: of the engine, for requests that bring none.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Path
+    device: Device = "gpu"
+    gpus: list[int] = Field(default_factory=list)
+    replicas: int | None = Field(default=None, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    enable_prefix_caching: bool = True
+    kv_cache_gib: float = Field(default=1.0, gt=0.0)
+    allowed_media_dirs: list[Path] = Field(default_factory=list)
+    weight_transport: Literal["gloo", "nccl"] | None = None
+    grace_seconds: float = Field(default=10.0, ge=0.0)
+    seed: int = Field(default=0, ge=0)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _devices_fit(self) -> "ServerSettings":
+        if self.device == "cpu" and self.gpus:
+            raise ValueError("gpus: device is cpu; leave gpus out or set device to gpu")
+        if self.device == "gpu":
+            self._check_gpus()
+        if self.device == "cpu" and self.weight_transport not in (None, "gloo"):
+            raise ValueError(f"weight_transport: {self.weight_transport} needs GPUs; use gloo")
+        return self
+
+    def _check_gpus(self) -> None:
+        if not self.gpus:
+            raise ValueError("gpus: none given; name them (0,1,2) or set device to cpu")
+        if len(set(self.gpus)) != len(self.gpus):
+            raise ValueError(f"gpus: {self.gpus} names one twice; name each GPU once")
+        if len(self.gpus) % self.tensor_parallel_size:
+            raise ValueError(
+                f"gpus: {len(self.gpus)} do not split into groups of "
+                f"tensor_parallel_size={self.tensor_parallel_size}; give a multiple of it"
+            )
+        if self.replicas not in (None, len(self.gpus) // self.tensor_parallel_size):
+            raise ValueError("replicas: follows from gpus; leave it out")
+
+    @property
+    def num_replicas(self) -> int:
+        if self.device == "cpu":
+            return self.replicas or 1
+        return len(self.gpus) // self.tensor_parallel_size
+
+    @property
+    def num_workers(self) -> int:
+        """Engine workers over all replicas: the world size the learner counts with."""
+        return self.num_replicas * self.tensor_parallel_size
+
+    @property
+    def transport(self) -> Transport:
+        return self.weight_transport or ("gloo" if self.device == "cpu" else "nccl")
+
+    def gpus_of(self, replica: int) -> list[int]:
+        size = self.tensor_parallel_size
+        return self.gpus[replica * size : (replica + 1) * size]
+
+
+def load_settings(config: Path | None, options: dict[str, Any]) -> ServerSettings:
+    """Merge a YAML file of settings with command-line options (options win) and validate.
+
+    Raises ContractErrors naming every bad field with the file or option it came from.
+    """
+    from_file = _read_yaml(config) if config is not None else {}
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        return ServerSettings.model_validate(from_file | given)
+    except ValidationError as error:
+        raise ContractErrors(
+            [_as_contract_error(e, config, given) for e in error.errors()]
+        ) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    where = f"--config {path}"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ContractError(where, f"cannot be read ({error.strerror})", "Give a file") from None
+    except yaml.YAMLError as error:
+        raise ContractError(where, f"is not YAML ({error})", "Fix its syntax") from None
+    if not isinstance(content, dict):
+        raise ContractError(where, "is not a mapping", "Write `field: value` lines")
+    return content
+
+
+def _as_contract_error(error: Any, config: Path | None, given: dict[str, Any]) -> ContractError:
+    field = ".".join(str(part) for part in error["loc"])
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if not field:  # from _devices_fit, which writes "field: found; do"
+        field, _, message = message.partition(": ")
+    found, _, do = message.partition("; ")
+    source = f"--config {config}" if config is not None and field not in given else "rollout-server"
+    if error["type"] == "extra_forbidden":
+        found, do = "is no setting of the server", "See `rollout-server serve --help`"
+    return ContractError(f"{source}: {field}", found, do or "See `rollout-server serve --help`")

@@ -1,0 +1,167 @@
+"""Worker side of the `gloo` weight transfer: an engine of vLLM's own framework.
+
+    register()                 vLLM's plugin entry point, in every process of an engine
+    GlooWeightTransferEngine   lives in a worker; vLLM calls it through `collective_rpc`
+
+vLLM's stock engines need CUDA. This one receives packed buckets over a gloo group in
+which the learner is rank 0 and the workers of all replicas are ranks 1.. (the wire
+format is in `shared_contracts.weights`). Loading goes through vLLM's layerwise reload,
+as in its NCCL engine, with two differences:
+
+- A broken transfer is finalized at once, so that no layer stays on the meta device.
+- On the CPU a tied `lm_head` multiplies with a packed copy of the embedding that the
+  reload does not rebuild; `finish_weight_update` does.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any, Protocol, cast
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from rollout_server.orphans import die_with_parent
+from shared_contracts.weights import GLOO_STORE_PREFIX, ParameterMeta, plan_buckets
+
+BACKEND = "gloo"
+
+
+@cache
+def register() -> None:
+    """Make `gloo` known to vLLM and tie this process's life to its parent's."""
+    die_with_parent()
+    WeightTransferEngineFactory.register_engine(BACKEND, GlooWeightTransferEngine)
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """rank_offset: rank in the weight group of this engine's first worker."""
+
+    host: str
+    port: int
+    rank_offset: int
+    world_size: int
+    bucket_bytes: int
+    timeout_s: float
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """parameters: `ParameterMeta` as plain dicts, in the order they travel."""
+
+    parameters: list[dict[str, Any]]
+
+
+class LoadableModel(Protocol):
+    """What every model of vLLM is."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
+
+
+class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._group: ProcessGroupGloo | None = None
+        self._bucket_bytes = 0
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Join the weight group; returns once every rank of it has joined.
+
+        Raises RuntimeError when a rank is missing after `timeout_s`.
+        """
+        self.shutdown()
+        self._group = join_group(init_info, init_info.rank_offset + self.parallel_config.rank)
+        self._bucket_bytes = init_info.bucket_bytes
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        """Receive every bucket and load it.
+
+        Raises RuntimeError when the group is not formed, the learner is gone or a bucket
+        does not come in time, and whatever `load_weights` raises for a foreign parameter.
+        """
+        parameters = [ParameterMeta.model_validate(p) for p in update_info.parameters]
+        for bucket in plan_buckets(parameters, self._bucket_bytes):
+            self._receive_bucket([parameters[i] for i in bucket])
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            rebuild_packed_heads(self.model)
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+
+    def _receive_bucket(self, parameters: list[ParameterMeta]) -> None:
+        if self._group is None:
+            raise RuntimeError("the weight group is not formed; call /init_communicator/ first")
+        # A fresh buffer each time: the reload keeps views of it until a layer is complete.
+        bucket = torch.empty(sum(p.wire_bytes for p in parameters), dtype=torch.uint8)
+        self._group.broadcast(bucket, 0).wait()  # type: ignore[attr-defined]
+        cast(LoadableModel, self.model).load_weights(unpack(bucket, parameters, self.device))
+
+
+def join_group(info: GlooInitInfo, rank: int) -> ProcessGroupGloo:
+    """Form the group of learner and workers, apart from torch's default group."""
+    timeout = timedelta(seconds=info.timeout_s)
+    store = TCPStore(info.host, info.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [group_device(info.host)]
+    return ProcessGroupGloo(PrefixStore(GLOO_STORE_PREFIX, store), rank, info.world_size, options)
+
+
+def group_device(host: str) -> "ProcessGroupGloo.Device":
+    """The network device of the group: loopback stays on loopback."""
+    if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
+        return ProcessGroupGloo.create_device(hostname=host)
+    return ProcessGroupGloo.create_default_device()
+
+
+def unpack(
+    bucket: torch.Tensor, parameters: list[ParameterMeta], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Cut a uint8 bucket into its named tensors (views of it on the CPU)."""
+    offset = 0
+    for parameter in parameters:
+        data = bucket[offset : offset + parameter.num_bytes]
+        tensor = data.view(getattr(torch, parameter.dtype)).view(parameter.shape)
+        yield parameter.name, tensor.to(device)
+        offset += parameter.wire_bytes
+
+
+def rebuild_packed_heads(model: torch.nn.Module) -> None:
+    """Make the packed copy of each language-model head follow its weight."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,392 @@
+"""Weight updates over all replicas: the states and the phases (section 5).
+
+              start               finish
+    READY(v) --------> UPDATING ---------> READY(v+1)
+                          |
+                          |  a phase failed, or none came within timeout_s
+                          v
+                       POISONED --- start, update, finish ---> READY(v+1)
+
+Every phase runs on all replicas at once and has a deadline. From `start` on the engines
+are paused, and they resume only in READY: a mixture of weights never answers anything.
+Only a drain that takes too long leads back from `start` to READY(v).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rollout_server.engine_types import EngineDead, WeightPhaseFailed
+from rollout_server.group_store import group_store
+from rollout_server.problems import refusal
+from shared_contracts.errors import ProblemError
+from shared_contracts.weights import (
+    CommunicatorReady,
+    FinishWeightUpdate,
+    InitCommunicator,
+    ParameterMeta,
+    StartWeightUpdate,
+    SyncReport,
+    Transport,
+    UpdateWeights,
+    WeightState,
+    WeightStatus,
+)
+
+logger = logging.getLogger(__name__)
+
+# A worker gives up by itself after `timeout_s`; so much later the server stops waiting.
+WORKER_MARGIN_S = 5.0
+
+
+class UpdatableEngine(Protocol):
+    """What a weight update needs of an engine (see `engine.Engine`)."""
+
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def abort_all(self) -> None: ...
+    async def publish(self, version: int) -> None: ...
+    async def weight_phase(self, name: str, **arguments: Any) -> None: ...
+
+
+@dataclass
+class Update:
+    """The update in progress; seconds by phase, bytes of one replica."""
+
+    version: int
+    bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class WeightUpdates:
+    def __init__(
+        self,
+        engines: Sequence[UpdatableEngine],
+        tensor_parallel_size: int,
+        transport: Transport,
+        server_epoch: str,
+    ) -> None:
+        self.state: WeightState = "READY"
+        self.version = 0
+        self._engines = engines
+        self._tensor_parallel_size = tensor_parallel_size
+        self._transport = transport
+        self._server_epoch = server_epoch
+        self._group: InitCommunicator | None = None
+        self._update: Update | None = None
+        self._one_phase = asyncio.Lock()
+        self._last_phase_end = 0.0
+        self._expiry: asyncio.TimerHandle | None = None
+        self._expiring: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def status(self) -> WeightStatus:
+        return WeightStatus(
+            state=self.state, weights_version=self.version, server_epoch=self._server_epoch
+        )
+
+    async def wait_until_ready(self) -> None:
+        """Sit out a running update; raises the `not-ready` problem when poisoned."""
+        await self._settled.wait()
+        if self.state == "POISONED":
+            raise refusal(
+                "not-ready", "the weights are poisoned: push them again in full", "weights"
+            )
+
+    async def init_communicator(self, init: InitCommunicator) -> CommunicatorReady:
+        """Form the weight group; answers when the learner and every worker have joined."""
+        self._check_init(init)
+        async with self._phase():
+            await self._abandon_update("a new weight group was asked for")
+            await self._drop_group()
+            if self._transport == "gloo":
+                # Open only until all have met, so that nobody meets a former group's store.
+                with group_store(init.host, init.port, init.timeout_s):
+                    await self._join_group(init)
+            else:
+                await self._join_group(init)
+            self._group = init
+        return CommunicatorReady(
+            world_size=init.world_size,
+            transport=self._transport,
+            server_epoch=self._server_epoch,
+        )
+
+    async def start(self, body: StartWeightUpdate) -> WeightStatus:
+        """Drain and pause every engine and make its layers loadable."""
+        async with self._phase():
+            self._require_group("/start_weight_update/")
+            if self.state == "UPDATING":
+                raise refusal("weight-update-order", "an update is in progress already", "weights")
+            before = self.state
+            self._update = Update(body.version)
+            self._enter("UPDATING")
+            with self._timed("pause"):
+                await self._drain(before)
+                await self._on_all("start", _worker_phase("start_weight_update"))
+        return self.status
+
+    async def receive(self, body: UpdateWeights) -> WeightStatus:
+        """Receive the parameters of `body` from the learner and load them."""
+        async with self._phase():
+            update = self._require_update("/update_weights/")
+            info = update_info(self._transport, body.parameters)
+            update.bytes += sum(p.num_bytes for p in body.parameters)
+            with self._timed("transfer"):
+                await self._on_all("transfer", _worker_phase("update_weights", update_info=info))
+        return self.status
+
+    async def finish(self, body: FinishWeightUpdate) -> SyncReport:
+        """Complete the load, drop what old weights cached, resume under the new version."""
+        async with self._phase():
+            update = self._require_update("/finish_weight_update/")
+            if body.version != update.version or update.bytes == 0:
+                raise refusal(
+                    "weight-update-order",
+                    f"version {update.version} was started and {update.bytes} bytes came; "
+                    f"it cannot be finished as version {body.version}",
+                    "version",
+                )
+            with self._timed("finish"):
+                await self._on_all("finish", _worker_phase("finish_weight_update"))
+                await self._on_all("finish: caches", lambda e: e.publish(update.version))
+                await self._on_all("finish: resume", lambda e: e.resume())
+            self.version = update.version
+            self._enter("READY")
+        return SyncReport(status=self.status, seconds=update.seconds, bytes=update.bytes)
+
+    async def close_communicator(self) -> WeightStatus:
+        async with self._phase():
+            await self._abandon_update("the weight group was closed")
+            await self._drop_group()
+        return self.status
+
+    # --- the group
+
+    def _check_init(self, init: InitCommunicator) -> None:
+        workers = len(self._engines) * self._tensor_parallel_size
+        if init.world_size != 1 + workers:
+            raise refusal(
+                "invalid-request",
+                f"is {init.world_size}, but the learner and {workers} engine worker(s) "
+                f"make {1 + workers}",
+                "world_size",
+            )
+        if init.transport != self._transport:
+            raise refusal(
+                "invalid-request",
+                f"is {init.transport}, but the server was started with {self._transport}",
+                "transport",
+            )
+
+    async def _join_group(self, init: InitCommunicator) -> None:
+        async def join(numbered: tuple[int, UpdatableEngine]) -> None:
+            offset = 1 + numbered[0] * self._tensor_parallel_size
+            info = init_info(init, self._transport, offset)
+            await numbered[1].weight_phase("init_weight_transfer_engine", init_info=info)
+
+        joins = [join(numbered) for numbered in enumerate(self._engines)]
+        await self._together("rendezvous", joins, init)
+
+    async def _drop_group(self) -> None:
+        """Leave the group, if there is one; the port is free afterwards."""
+        if self._group is None:
+            return
+        init, self._group = self._group, None
+        closes = [e.weight_phase("shutdown_weight_transfer_engine") for e in self._engines]
+        await self._together("close", closes, init)
+
+    def _require_group(self, route: str) -> InitCommunicator:
+        if self._group is None:
+            raise refusal(
+                "weight-update-order", "there is no weight group; /init_communicator/ first", route
+            )
+        return self._group
+
+    def _require_update(self, route: str) -> Update:
+        if self.state != "UPDATING" or self._update is None:
+            raise refusal(
+                "weight-update-order",
+                f"the state is {self.state}; /start_weight_update/ first",
+                route,
+            )
+        return self._update
+
+    # --- phases
+
+    @asynccontextmanager
+    async def _phase(self) -> AsyncIterator[None]:
+        """One phase at a time; between the phases of an update a timer runs."""
+        async with self._one_phase:
+            if self._expiry is not None:
+                self._expiry.cancel()
+            try:
+                yield
+            finally:
+                self._last_phase_end = time.monotonic()
+                if self.state == "UPDATING" and self._group is not None:
+                    self._arm_expiry(self._group.timeout_s)
+
+    async def _drain(self, before: WeightState) -> None:
+        """Pause; when sequences run on for too long, let them and take `start` back."""
+        group = self._require_group("start")
+        try:
+            await self._together("start: drain", [e.pause() for e in self._engines], group)
+        except ProblemError:
+            if before == "READY":
+                await self._on_all("start: resume", lambda e: e.resume())
+            self._enter(before)
+            raise
+
+    async def _on_all(self, phase: str, call: Callable[[UpdatableEngine], Awaitable[None]]) -> None:
+        """Run a phase that changes weights on every engine; a failure poisons."""
+        init = self._require_group(phase)
+        try:
+            await self._together(phase, [call(engine) for engine in self._engines], init)
+        except ProblemError as error:
+            await self._poison(str(error))
+            raise
+
+    async def _together(
+        self, phase: str, calls: Sequence[Awaitable[None]], init: InitCommunicator
+    ) -> None:
+        """Await one call per engine under the deadline of a phase.
+
+        Raises the problem that names the side, the address of the group and the phase.
+        """
+        began = time.monotonic()
+        where = f"{phase} at {init.host}:{init.port}"
+        joint = asyncio.gather(*calls, return_exceptions=True)
+        try:
+            outcomes = await asyncio.wait_for(joint, init.timeout_s + WORKER_MARGIN_S)
+        except TimeoutError:
+            raise refusal(
+                "weight-transfer-timeout",
+                f"server: no answer from the engines within {init.timeout_s:g} s",
+                where,
+            ) from None
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failures:
+            raise _as_problem(failures[0], where, time.monotonic() - began, init.timeout_s)
+
+    # --- states
+
+    def _enter(self, state: WeightState) -> None:
+        self.state = state
+        if state == "UPDATING":
+            self._settled.clear()
+        else:
+            self._update = None
+            self._settled.set()
+
+    async def _abandon_update(self, reason: str) -> None:
+        if self.state == "UPDATING":
+            await self._poison(reason)
+
+    async def _poison(self, reason: str) -> None:
+        """Make every engine reloadable, leave it paused and end what waits in it."""
+        logger.error("weights poisoned: %s", reason)
+        self._enter("POISONED")
+        clean_up = [
+            call
+            for engine in self._engines
+            for call in (engine.weight_phase("abandon_weight_update"), engine.abort_all())
+        ]
+        joint = asyncio.gather(*clean_up, return_exceptions=True)
+        done, _ = await asyncio.wait([asyncio.ensure_future(joint)], timeout=WORKER_MARGIN_S)
+        outcomes = done.pop().result() if done else ["an engine hangs"]
+        for outcome in outcomes:
+            if outcome is not None:
+                logger.error("while cleaning up after a broken update: %s", outcome)
+
+    def _arm_expiry(self, idle_s: float) -> None:
+        def expire() -> None:
+            self._expiring = asyncio.ensure_future(self._expire(idle_s))
+
+        self._expiry = asyncio.get_running_loop().call_later(idle_s, expire)
+
+    async def _expire(self, idle_s: float) -> None:
+        """Poison an update whose learner has gone silent."""
+        async with self._one_phase:
+            idle = time.monotonic() - self._last_phase_end
+            if self.state == "UPDATING" and idle >= idle_s:
+                await self._poison(f"no next phase of the update within {idle_s:g} s")
+
+    def _timed(self, name: str) -> "_Stopwatch":
+        assert self._update is not None
+        return _Stopwatch(self._update.seconds, name)
+
+
+class _Stopwatch:
+    """Adds the seconds of a `with` block to `seconds[name]`."""
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self._seconds = seconds
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        elapsed = time.monotonic() - self._began
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + elapsed
+
+
+def init_info(init: InitCommunicator, transport: Transport, rank_offset: int) -> dict[str, Any]:
+    """What a worker's transfer engine is told to join the group.
+
+    rank_offset: rank of the engine's first worker; the learner is rank 0.
+    """
+    if transport == "gloo":
+        return {
+            "host": init.host,
+            "port": init.port,
+            "rank_offset": rank_offset,
+            "world_size": init.world_size,
+            "bucket_bytes": init.bucket_bytes,
+            "timeout_s": init.timeout_s,
+        }
+    assert transport == "nccl"
+    return {
+        "master_address": init.host,
+        "master_port": init.port,
+        "rank_offset": rank_offset,
+        "world_size": init.world_size,
+        "packed": True,
+        "packed_buffer_size_bytes": init.bucket_bytes,
+    }
+
+
+def update_info(transport: Transport, parameters: Sequence[ParameterMeta]) -> dict[str, Any]:
+    """What a worker's transfer engine is told to receive."""
+    if transport == "gloo":
+        return {"parameters": [parameter.model_dump() for parameter in parameters]}
+    assert transport == "nccl"
+    return {
+        "names": [parameter.name for parameter in parameters],
+        "dtype_names": [parameter.dtype for parameter in parameters],
+        "shapes": [parameter.shape for parameter in parameters],
+    }
+
+
+def _worker_phase(name: str, **arguments: Any) -> Callable[[UpdatableEngine], Awaitable[None]]:
+    return lambda engine: engine.weight_phase(name, **arguments)
+
+
+def _as_problem(
+    failure: BaseException, where: str, elapsed_s: float, timeout_s: float
+) -> BaseException:
+    if isinstance(failure, EngineDead):
+        return refusal("not-ready", f"server: {failure}", where)
+    if isinstance(failure, WeightPhaseFailed) and elapsed_s >= 0.95 * timeout_s:
+        detail = f"learner (rank 0): missing for {timeout_s:g} s; {failure}"
+        return refusal("weight-transfer-timeout", detail, where)
+    if isinstance(failure, WeightPhaseFailed):
+        return refusal("weight-transfer-failed", f"server: {failure}", where)
+    return failure
