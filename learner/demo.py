@@ -1,7 +1,7 @@
 """The whole loop on this machine: a toy world, a server, two runs, a score that rises.
 
-    make data and model -> start the server -> score -> warm-up (channel A)
-        -> two channels against the server -> score -> stop the server
+make data and model -> start the server -> score -> warm-up (channel A)
+    -> two channels against the server -> score -> stop the server
 """
 
 import time

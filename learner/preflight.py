@@ -1,7 +1,7 @@
 """What can be found wrong before torch is imported or a model is loaded.
 
-    check_inputs(config)   data files, images, checkpoint folder, coordinate tokens
-    reach_servers(config)  every server answers `/health/` with 200
+check_inputs(config)   data files, images, checkpoint folder, coordinate tokens
+reach_servers(config)  every server answers `/health/` with 200
 """
 
 from dataclasses import dataclass

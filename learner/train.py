@@ -15,8 +15,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 from transformers.integrations import TensorBoardCallback
+from transformers.utils.logging import disable_progress_bar
 
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
@@ -50,9 +51,7 @@ class TwoChannelTrainer(Trainer):
     A dataloader batch is the raw samples of one whole optimizer step.
     """
 
-    def __init__(
-        self, runner: StepRunner, scorer: Callable[[], Scores], **trainer: Any
-    ) -> None:
+    def __init__(self, runner: StepRunner, scorer: Callable[[], Scores], **trainer: Any) -> None:
         super().__init__(**trainer)
         self._runner = runner
         self._scorer = scorer
@@ -61,7 +60,7 @@ class TwoChannelTrainer(Trainer):
     def training_step(
         self,
         model: nn.Module,
-        inputs: list[Sample],
+        inputs: list[Sample],  # type: ignore[override]  # Trainer knows dicts of tensors only
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         model.train()
@@ -89,6 +88,7 @@ def train(
 
     inputs, clients: what preflight found; no clients in a run that never generates.
     """
+    disable_progress_bar()
     folder = open_run_folder(config)
     set_seed(config.training.seed)
     loaded = load_model(config)
@@ -171,7 +171,7 @@ def build_trainer(
         assert policy is not None, "a run that evaluates has a policy"
         return evaluate(policy, inputs.val, _evaluation_seed(config), loaded.tokenizer)
 
-    return TwoChannelTrainer(
+    trainer = TwoChannelTrainer(
         runner,
         scores,
         model=loaded.model,
@@ -186,6 +186,8 @@ def build_trainer(
             ProgressDisplay(console, config.training.run_name),
         ],
     )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def training_arguments(config: Config, folder: Path) -> TrainingArguments:

@@ -19,10 +19,11 @@ This module imports no torch; `Segment` and `Pack` hold tensors and live in
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 GeometryKind = Literal["bbox_2d", "poly"]
 FieldOrder = Literal["desc_first", "geometry_first"]
@@ -134,7 +135,7 @@ class MatchResult:
     false_positives: list[int]
     false_negatives: list[int]
     gated: int
-    mask_iou: npt.NDArray[np.float64]
+    mask_iou: "npt.NDArray[np.float64]"
 
 
 class Role(IntEnum):
@@ -182,5 +183,5 @@ class Target:
     token_ids: list[int]
     prefix_len: int
     fn_keys: list[str]
-    role: npt.NDArray[np.int8]
+    role: "npt.NDArray[np.int8]"
     coord_groups: list[CoordGroup]

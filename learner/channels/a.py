@@ -1,13 +1,11 @@
 """Channel A: teacher forcing on the ground-truth answer.
 
-    Sample -> build_ground_truth_target -> Segment
+Sample -> build_ground_truth_target -> Segment
 """
 
 from collections.abc import Callable, Sequence
 
-from torch import nn
-
-from learner.model.packed_forward import EncodedPrompt, Segment, make_segment
+from learner.model.packed_forward import EncodedPrompt, RopeIndex, Segment, make_segment
 from learner.targets import build_ground_truth_target
 from learner.tokens import Tokenizer
 from learner.types import FieldOrder, Sample
@@ -18,7 +16,7 @@ class ChannelA:
 
     def __init__(
         self,
-        inner: nn.Module,
+        inner: RopeIndex,
         encode: Callable[[Sample], EncodedPrompt],
         tokenizer: Tokenizer,
         field_order: FieldOrder,

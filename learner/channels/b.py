@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import nn
 
 from learner.matching import MatchConfig, match_objects
-from learner.model.packed_forward import EncodedPrompt, Segment, make_segment
+from learner.model.packed_forward import EncodedPrompt, RopeIndex, Segment, make_segment
 from learner.parsing import parse_rollout
 from learner.rollout.prompt_check import check_prompt_ids
 from learner.targets import ClosureNotFound, build_target
@@ -83,7 +82,7 @@ class ChannelB:
 
     def __init__(
         self,
-        inner: nn.Module,
+        inner: RopeIndex,
         encode: Callable[[Sample], EncodedPrompt],
         tokenizer: Tokenizer,
         field_order: FieldOrder,
@@ -119,9 +118,7 @@ class ChannelB:
         )
         stats.add(rollout, parsed, match)
         try:
-            target = build_target(
-                parsed, sample.objects, match, self._tokenizer, self._field_order
-            )
+            target = build_target(parsed, sample.objects, match, self._tokenizer, self._field_order)
         except ClosureNotFound:
             stats.closure_dropped += 1
             return None

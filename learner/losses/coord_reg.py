@@ -9,16 +9,17 @@ from learner.losses.batch import LossBatch, Term
 from learner.losses.fences import coord_gate, coord_log_probs, text_gate
 
 
-def soft_targets(bins: Tensor, sigma: float, truncate: int) -> Tensor:
+def soft_targets(bins: Tensor, sigma: float, truncate: int | None) -> Tensor:
     """Unimodal targets `q(k)` proportional to `exp(-((k - t)/sigma)^2 / 2)`.
 
-    bins: (K,) target bins t in 0..999. truncate: zero beyond this many bins from t.
+    bins: (K,) target bins t in 0..999. truncate: zero beyond this many bins from t; None: never.
     Returns (K, 1000), rows sum to 1.
     """
     grid = torch.arange(COORD_BINS, device=bins.device, dtype=torch.float32)
     offset = (grid[None, :] - bins[:, None].float()).abs()
     weight = torch.exp(-0.5 * (offset / sigma).square())
-    weight = weight.masked_fill(offset > truncate, 0.0)
+    if truncate is not None:
+        weight = weight.masked_fill(offset > truncate, 0.0)
     return weight / weight.sum(dim=1, keepdim=True)
 
 

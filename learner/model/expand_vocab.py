@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -45,11 +46,12 @@ def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
             `<|im_end|>`, or has a head of its own where `tie` is true; `out` not empty.
     """
     require_free(out)
-    _require_checkpoint(source)
+    config = _load_config(source)
+    _require_tying_possible(source, config, tie)
     processor = _load_processor(source)
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
     _require_expandable(source, tokenizer)
-    model = _load_model(source, tie)
+    model = _load_model(source, config)
     _expand(model, tokenizer, torch.Generator().manual_seed(seed))
     if tie is False:
         _untie(model)
@@ -58,19 +60,33 @@ def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
         processor.save_pretrained(part)
 
 
-def _require_checkpoint(source: Path) -> None:
+def _unreadable(source: Path, what: str, error: Exception) -> ContractError:
+    return ContractError(
+        str(source), f"its {what} cannot be read: {error}", "Copy the checkpoint again, whole."
+    )
+
+
+def _load_config(source: Path) -> PreTrainedConfig:
     if not (source / "config.json").is_file():
         raise ContractError(
             str(source),
             "there is no config.json in it" if source.is_dir() else "there is no such folder",
             "Name the folder of a Hugging Face checkpoint: config, weights and tokenizer.",
         )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise _unreadable(source, "config", error) from error
+    return config
 
 
-def _unreadable(source: Path, what: str, error: Exception) -> ContractError:
-    return ContractError(
-        str(source), f"its {what} cannot be read: {error}", "Copy the checkpoint again, whole."
-    )
+def _require_tying_possible(source: Path, config: PreTrainedConfig, tie: bool | None) -> None:
+    if tie and not config.tie_word_embeddings:
+        raise ContractError(
+            str(source),
+            "its output head has weights of its own, which tying would lose",
+            "Leave --tie out.",
+        )
 
 
 def _load_processor(source: Path) -> Processor:
@@ -96,21 +112,14 @@ def _require_expandable(source: Path, tokenizer: PreTrainedTokenizerBase) -> Non
         )
 
 
-def _load_model(source: Path, tie: bool | None) -> PreTrainedModel:
+def _load_model(source: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The model in its own dtype."""
+    is_vlm = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
     try:
-        config = AutoConfig.from_pretrained(source)
-        if tie and not config.tie_word_embeddings:
-            raise ContractError(
-                str(source),
-                "its output head has weights of its own, which tying would lose",
-                "Leave --tie out.",
-            )
-        is_vlm = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
         model: PreTrainedModel = auto.from_pretrained(source, dtype="auto")
     except (OSError, ValueError, SafetensorError) as error:
-        raise _unreadable(source, "config or weights", error) from error
+        raise _unreadable(source, "weights", error) from error
     return model
 
 

@@ -9,12 +9,12 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     ProcessorMixin,
 )
 
-from learner.config.schema import Config, LoraTuner, Tuner
-from learner.tokens import CoordVocab
+from learner.config.schema import Config, LoraTuner, TunerConfig
+from learner.model.packed_forward import RopeIndex
+from learner.tokens import CoordVocab, Tokenizer
 
 # `all-linear`: every linear layer of the language model; vision stays as it is.
 _LANGUAGE_LINEAR = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
@@ -25,9 +25,9 @@ class LoadedModel:
     """model: to train, possibly wrapped by peft; inner: the multimodal module in it."""
 
     model: nn.Module
-    inner: nn.Module
+    inner: RopeIndex
     processor: ProcessorMixin
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     vocab: CoordVocab
 
 
@@ -48,7 +48,7 @@ def load_model(config: Config) -> LoadedModel:
     return LoadedModel(trained, inner, processor, processor.tokenizer, vocab)
 
 
-def _tuned(model: PreTrainedModel, tuner: Tuner) -> nn.Module:
+def _tuned(model: PreTrainedModel, tuner: TunerConfig) -> nn.Module:
     if not isinstance(tuner, LoraTuner):
         return model
     model.enable_input_require_grads()

@@ -9,6 +9,7 @@ causal attention. With fewer rows or a mask, segments leak into each other silen
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,16 @@ class Pack:
         )
 
 
-def rope_positions(model: nn.Module, ids: Tensor, types: Tensor, grid: Tensor | None) -> Tensor:
+class RopeIndex(Protocol):
+    """A multimodal model's own rule for its three rows of rotary positions."""
+
+    def get_rope_index(
+        self, input_ids: Tensor, mm_token_type_ids: Tensor, *, image_grid_thw: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(3, batch, L) positions, and offsets for generation."""
+
+
+def rope_positions(model: RopeIndex, ids: Tensor, types: Tensor, grid: Tensor | None) -> Tensor:
     """Position ids of one segment by the model's own rule; (L,), (L,) -> (4, L)."""
     spatial, _ = model.get_rope_index(ids[None], types[None], image_grid_thw=grid)
     text = torch.arange(ids.numel(), dtype=ids.dtype)
@@ -88,7 +98,7 @@ def rope_positions(model: nn.Module, ids: Tensor, types: Tensor, grid: Tensor | 
 
 
 def make_segment(
-    model: nn.Module, sample_id: str, prompt: EncodedPrompt, target: Target, has_dropped: bool
+    model: RopeIndex, sample_id: str, prompt: EncodedPrompt, target: Target, has_dropped: bool
 ) -> Segment:
     """Join a prompt and its target. `model` is the inner multimodal model."""
     tail = torch.tensor(target.token_ids, dtype=torch.long)
@@ -114,7 +124,11 @@ def _check_supervised_span(segment: Segment) -> None:
 
 
 def _supervision(segments: Sequence[Segment]) -> Supervision:
-    roles, dropped, positions, bins, boxes = [], [], [], [], []
+    roles: list[Tensor] = []
+    dropped: list[Tensor] = []
+    positions: list[int] = []
+    bins: list[int] = []
+    boxes: list[list[int]] = []
     offset = 0
     for segment in segments:
         prompt_len = segment.prompt.ids.numel()
@@ -123,7 +137,7 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
         dropped.append(torch.full((len(segment),), segment.has_dropped))
         for group in segment.target.coord_groups:
             if len(group.positions) == 4:
-                boxes.append(range(len(positions), len(positions) + 4))
+                boxes.append(list(range(len(positions), len(positions) + 4)))
             positions += [offset + prompt_len + p for p in group.positions]
             bins += group.bins
         offset += len(segment)
@@ -133,7 +147,7 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
         has_dropped=torch.cat(dropped),
         coord_positions=torch.tensor(positions, dtype=torch.long),
         coord_bins=torch.tensor(bins, dtype=torch.long),
-        boxes=torch.tensor([list(box) for box in boxes], dtype=torch.long).view(-1, 4),
+        boxes=torch.tensor(boxes, dtype=torch.long).view(-1, 4),
     )
 
 

@@ -72,12 +72,11 @@ class ServerProcess:
             while time.monotonic() < deadline:
                 try:
                     client.health()
-                except (httpx.TransportError, ProblemError):
-                    if self._process.poll() is not None:
-                        raise self._failure(f"it ended with code {self._process.returncode}")
-                    time.sleep(0.2)
-                else:
                     return
+                except (httpx.TransportError, ProblemError):
+                    if (code := self._process.poll()) is not None:
+                        raise self._failure(f"it ended with code {code}") from None
+                time.sleep(0.2)
         raise self._failure(f"it was not ready within {timeout_s:.0f} s")
 
     def stop(self) -> None:

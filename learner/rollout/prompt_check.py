@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from learner.tokens import Tokenizer
+from learner.tokens import Tokenizer, decode_exactly
 from shared_contracts.errors import ContractError
 
 
@@ -30,4 +30,4 @@ def check_prompt_ids(
 def _show(token: int | None, tokenizer: Tokenizer) -> str:
     if token is None:
         return "no token"
-    return f"{token} {tokenizer.decode([token], skip_special_tokens=False)!r}"
+    return f"{token} {decode_exactly(tokenizer, [token])!r}"

@@ -22,7 +22,7 @@ def run_together(
     def run(work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # handed to the caller, whatever it is
+        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
             outcomes.put(error)
         else:
             outcomes.put(None)

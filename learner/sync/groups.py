@@ -1,7 +1,7 @@
 """The learner's end of a weight group: rank 0, which sends (SYNC-03).
 
-    gloo   no GPU needed; the wire format is in `shared_contracts.weights`
-    nccl   vLLM's stock packed broadcast; the server's workers run its stock engine
+gloo   no GPU needed; the wire format is in `shared_contracts.weights`
+nccl   vLLM's stock packed broadcast; the server's workers run its stock engine
 """
 
 import ipaddress
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from shared_contracts.errors import ContractError
 from shared_contracts.weights import (
@@ -66,7 +66,7 @@ class GlooGroup:
         store = TCPStore(
             body.host, body.port, is_master=False, wait_for_workers=False, timeout=timeout
         )
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = [_device(body.host)]
         prefixed = PrefixStore(GLOO_STORE_PREFIX, store)
@@ -76,12 +76,10 @@ class GlooGroup:
     def send(
         self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
     ) -> None:
-        options = BroadcastOptions()
-        options.rootRank = 0
         stream = iter(weights)
         for indices in plan_buckets(parameters, self._bucket_bytes):
             bucket = pack_bucket([parameters[i] for i in indices], stream)
-            self._group.broadcast([bucket], options).wait()
+            self._group.broadcast(bucket, 0).wait()  # type: ignore[attr-defined]
 
     def close(self) -> None:
         self._group.shutdown()
@@ -96,7 +94,9 @@ def _device(host: str) -> "ProcessGroupGloo.Device":
     return ProcessGroupGloo.create_default_device()
 
 
-def pack_bucket(parameters: Sequence[ParameterMeta], stream: Iterable[tuple[str, Tensor]]) -> Tensor:
+def pack_bucket(
+    parameters: Sequence[ParameterMeta], stream: Iterable[tuple[str, Tensor]]
+) -> Tensor:
     """The next tensors of `stream` as one uint8 tensor, each padded to its `wire_bytes`."""
     bucket = torch.zeros(sum(p.wire_bytes for p in parameters), dtype=torch.uint8)
     offset = 0

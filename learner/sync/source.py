@@ -14,7 +14,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from shared_contracts.weights import ParameterMeta
+from shared_contracts.weights import DTYPE_BYTES, DtypeName, ParameterMeta
 
 
 class MergedWeights:
@@ -26,7 +26,7 @@ class MergedWeights:
     def metadata(self) -> list[ParameterMeta]:
         """Name, dtype and shape of what iteration yields, without merging anything."""
         return [
-            ParameterMeta(name=name, dtype=dtype_name(weight), shape=list(weight.shape))
+            ParameterMeta(name=name, dtype=_dtype_name(weight), shape=list(weight.shape))
             for name, weight, _ in self._entries()
         ]
 
@@ -42,10 +42,11 @@ class MergedWeights:
             if ".lora_" in f".{name}" or ".original_module." in f".{name}":
                 continue
             plain = _checkpoint_name(name)
-            layer = None
+            layer: LoraLayer | None = None
             if leaf == "weight" and owner.endswith(".base_layer"):
-                layer = self._model.get_submodule(owner.removesuffix(".base_layer"))
-                assert isinstance(layer, LoraLayer)
+                found = self._model.get_submodule(owner.removesuffix(".base_layer"))
+                assert isinstance(found, LoraLayer)
+                layer = found
             yield plain, weight, layer
 
 
@@ -61,10 +62,15 @@ def _checkpoint_name(name: str) -> str:
 def _merged_weight(layer: LoraLayer) -> Tensor:
     merged = copy.deepcopy(layer)
     merged.merge()
-    weight: Tensor = merged.get_base_layer().weight
+    weight = merged.get_base_layer().weight
+    assert isinstance(weight, Tensor)
     return weight.detach()
 
 
-def dtype_name(tensor: Tensor) -> str:
+def _dtype_name(tensor: Tensor) -> DtypeName:
     """`torch.bfloat16` -> `bfloat16`."""
-    return str(tensor.dtype).removeprefix("torch.")
+    name = str(tensor.dtype).removeprefix("torch.")
+    for known in DTYPE_BYTES:
+        if known == name:
+            return known
+    raise AssertionError(f"no checkpoint holds {name}")
