@@ -1,0 +1,124 @@
+"""Answers and ground truths to test the pure stages with."""
+
+import random
+
+from hypothesis import strategies as st
+
+from learner.coords import coord_token
+from learner.tokens import IM_END, Tokenizer, token_table
+from learner.types import GroundTruthObject, Shape
+
+CAT = GroundTruthObject("cat", Shape("bbox_2d", (10, 20, 300, 400)))
+DOG = GroundTruthObject("red dog", Shape("bbox_2d", (500, 510, 700, 710)))
+BIRD = GroundTruthObject("bird!", Shape("bbox_2d", (0, 0, 999, 999)))
+ROOF = GroundTruthObject("roof", Shape("poly", (0, 0, 500, 0, 500, 500)))
+
+
+def coords(*bins: int) -> str:
+    """The array of coordinate tokens as text."""
+    return "[" + ", ".join(f'"{coord_token(k)}"' for k in bins) + "]"
+
+
+def entry(index: int, desc: str = "cat", bins: tuple[int, ...] = (10, 20, 300, 400)) -> str:
+    """A valid entry of a box."""
+    return f'"object_{index}": {{"desc": "{desc}", "bbox_2d": {coords(*bins)}}}'
+
+
+def with_value(value: str) -> str:
+    """An answer of one entry with this value."""
+    return f'{{"object_1": {value}}}'
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def pieces(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    return token_table(tokenizer).pieces(token_ids, tokenizer)
+
+
+def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    return tokenizer.decode(
+        token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+DESCRIPTIONS = st.one_of(
+    st.sampled_from(["cat", "stop!", "(car)", 'the "old" door', "a\\b", "猫", "toy 🚀", "🧿"]),
+    st.from_regex(r"[a-z{}\[\]:,\"\\ ]{0,8}[a-z!)\]}🚀]", fullmatch=True),
+)
+
+
+@st.composite
+def ground_truths(draw: st.DrawFn, allow_poly: bool = False) -> GroundTruthObject:
+    """A valid annotated object."""
+    bins = st.integers(0, 999)
+    if allow_poly and draw(st.booleans()):
+        points = draw(st.lists(st.tuples(bins, bins), min_size=3, max_size=5))
+        return GroundTruthObject(
+            draw(DESCRIPTIONS), Shape("poly", tuple(value for point in points for value in point))
+        )
+    x1, x2 = sorted((draw(bins), draw(bins)))
+    y1, y2 = sorted((draw(bins), draw(bins)))
+    return GroundTruthObject(draw(DESCRIPTIONS), Shape("bbox_2d", (x1, y1, x2, y2)))
+
+
+_FRAGMENTS = st.sampled_from(
+    [
+        *'{}[]":,\\',
+        " ",
+        "\n",
+        ", ",
+        "}}",
+        '"}, "',
+        entry(1),
+        entry(2, "toy 🚀"),
+        entry(3, "wrong", (5, 6, 7)),
+        entry(4, "turned", (9, 9, 1, 1)),
+        f'"object_5": {{"bbox_2d": {coords(1, 2, 3, 4)}, "desc": "stop!"}}',
+        f'"object_6": {{"poly": {coords(1, 2, 3, 4, 5, 6)}, "desc": "toy 🚀"}}',
+        '"object_7": {"desc": "bare", "bbox_2d": [<|coord_1|>, <|coord_2|>, <|coord_3|>, '
+        "<|coord_4|>]}",
+        '"object_8": ',
+        '"object_9": 5',
+        '"object_10": [{"desc": "cat"}]',
+        '"desc": ',
+        '"bbox_2d": ',
+        "<|coord_7|>",
+        '"<|coord_8|>"',
+        "null",
+        "\x00",
+        "\\ud800",
+        "word",
+        "🚀",
+        IM_END,
+    ]
+)
+
+
+@st.composite
+def rollouts(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
+    """Ids of an answer that is more or less broken."""
+    if draw(st.booleans()):
+        parts = draw(st.lists(_FRAGMENTS, max_size=12))
+        text = draw(st.sampled_from(["{", " {", ""])) + "".join(parts)
+    else:
+        parts = draw(st.lists(_FRAGMENTS.filter(lambda part: "object" in part), max_size=6))
+        text = "{" + ", ".join(parts) + "}"
+    ids = encode(tokenizer, text)
+    for _ in range(draw(st.integers(0, 2))):
+        if ids:
+            del ids[draw(st.integers(0, len(ids) - 1))]
+    return ids[: draw(st.sampled_from([len(ids), len(ids) // 2]))]
+
+
+def random_answer(n_objects: int, seed: int) -> list[GroundTruthObject]:
+    """Boxes with random descriptions and corners."""
+    rng = random.Random(seed)
+    answer = []
+    for _ in range(n_objects):
+        x1, x2 = sorted(rng.randrange(1000) for _ in range(2))
+        y1, y2 = sorted(rng.randrange(1000) for _ in range(2))
+        desc = rng.choice(["cat", "stop!", "toy 🚀", "猫"])
+        answer.append(GroundTruthObject(desc, Shape("bbox_2d", (x1, y1, x2, y2))))
+    return answer

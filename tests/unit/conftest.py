@@ -1,0 +1,33 @@
+"""Tokenizers that the tests of the pure stages share."""
+
+from importlib.resources import files
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
+
+from learner.coords import COORD_BINS, coord_token
+from learner.tokens import IM_END
+from tests.unit.toy_bpe import train_toy_tokenizer
+
+
+@pytest.fixture(scope="session")
+def toy_tokenizer() -> PreTrainedTokenizerFast:
+    """Trained here: pieces such as `"]}}`, and tokens that hold part of a character."""
+    return train_toy_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def qwen_tokenizer() -> PreTrainedTokenizerFast:
+    """Qwen's own BPE ranks with the coordinate tokens added."""
+    ranks = files("dashscope") / "resources" / "qwen.tiktoken"
+    tokenizer = TikTokenConverter(str(ranks), extra_special_tokens=[IM_END]).converted()
+    tokenizer.add_tokens([coord_token(k) for k in range(COORD_BINS)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=IM_END)
+
+
+@pytest.fixture(scope="session", params=["toy", "qwen"])
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    """Each of the two in turn."""
+    chosen: PreTrainedTokenizerFast = request.getfixturevalue(f"{request.param}_tokenizer")
+    return chosen

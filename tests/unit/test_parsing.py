@@ -1,0 +1,614 @@
+"""The strict parser: objects, drop reasons, the cut (section 8 of the contract)."""
+
+import json
+import random
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from learner.parsing import parse_rollout
+from learner.tokens import HALF_CHARACTER, token_table
+from learner.types import ParsedRollout
+from tests.unit.answers import (
+    coords,
+    encode,
+    entry,
+    pieces,
+    random_answer,
+    rollouts,
+    text_of,
+    with_value,
+)
+from tests.unit.toy_bpe import train_toy_tokenizer
+
+BOX = coords(10, 20, 300, 400)
+FUZZ = settings(
+    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+
+
+def parse(
+    tokenizer: PreTrainedTokenizerFast, text: str, *, allow_poly: bool = True
+) -> ParsedRollout:
+    return parse_rollout(encode(tokenizer, text), tokenizer, allow_poly=allow_poly)
+
+
+def prefix(tokenizer: PreTrainedTokenizerFast, parsed: ParsedRollout) -> str:
+    return text_of(tokenizer, parsed.prefix_token_ids)
+
+
+# ---- valid answers -------------------------------------------------------------------
+
+
+@pytest.mark.req("PARSE-01", "PARSE-03", "ARCH-02")
+def test_a_box_comes_with_its_description_and_the_positions_of_its_tokens(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    ids = encode(tokenizer, "{" + entry(7, "red dog", (1, 2, 3, 4)) + "}")
+    parsed = parse_rollout(ids, tokenizer)
+    (found,) = parsed.objects
+    assert (found.key, found.index, found.kind, found.desc) == (
+        "object_7",
+        7,
+        "bbox_2d",
+        "red dog",
+    )
+    assert found.coords == [1, 2, 3, 4]
+    coord_ids = token_table(tokenizer).vocab.ids
+    assert [ids[i] for i in found.coord_token_indices] == [coord_ids[k] for k in (1, 2, 3, 4)]
+    text = pieces(tokenizer, ids)
+    assert "".join(text[i] for i in found.desc_token_indices).strip(' "') == "red dog"
+    start, end = found.token_span
+    assert "".join(text[start:end]).startswith(('"object_7"', '{"object_7"'))
+    assert not parsed.truncated
+    assert not parsed.invalid_rollout
+    assert parsed.dropped == []
+    assert parsed.entry_ends == [(end - 1, 0)]
+
+
+@pytest.mark.req("PARSE-03")
+def test_a_polygon_has_an_even_number_of_six_or_more_coordinates(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    parsed = parse(
+        tokenizer, with_value(f'{{"desc": "roof", "poly": {coords(1, 2, 3, 4, 5, 6)}}}')
+    )
+    (found,) = parsed.objects
+    assert (found.kind, found.coords) == ("poly", [1, 2, 3, 4, 5, 6])
+    assert len(found.coord_token_indices) == 6
+
+
+@pytest.mark.req("PARSE-03", "PARSE-01")
+def test_objects_keep_the_order_of_their_appearance(tokenizer: PreTrainedTokenizerFast) -> None:
+    parsed = parse(tokenizer, "{" + entry(10) + ", " + entry(2) + "}")
+    assert [found.index for found in parsed.objects] == [10, 2]
+
+
+@pytest.mark.req("PARSE-04")
+def test_field_order_does_not_matter(tokenizer: PreTrainedTokenizerFast) -> None:
+    desc_first = parse(tokenizer, with_value(f'{{"desc": "stop!", "bbox_2d": {BOX}}}'))
+    geometry_first = parse(tokenizer, with_value(f'{{"bbox_2d": {BOX}, "desc": "stop!"}}'))
+    assert desc_first.objects[0].shape == geometry_first.objects[0].shape
+    assert desc_first.objects[0].desc == geometry_first.objects[0].desc == "stop!"
+
+
+@pytest.mark.req("RES-12", "PARSE-04")
+@pytest.mark.parametrize(
+    "array",
+    [
+        "[<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>]",
+        '[<|coord_1|>, "<|coord_2|>", <|coord_3|>,"<|coord_4|>"]',
+    ],
+)
+def test_bare_coordinate_tokens_are_accepted(
+    tokenizer: PreTrainedTokenizerFast, array: str
+) -> None:
+    parsed = parse(tokenizer, with_value(f'{{"desc": "cat", "bbox_2d": {array}}}'))
+    assert [found.coords for found in parsed.objects] == [[1, 2, 3, 4]]
+
+
+@pytest.mark.req("PARSE-03")
+@pytest.mark.parametrize("order", [0, 1])
+def test_coordinate_tokens_in_a_description_are_no_coordinates(
+    tokenizer: PreTrainedTokenizerFast, order: int
+) -> None:
+    fields = ['"desc": "at <|coord_5|>, [<|coord_6|>]"', f'"bbox_2d": {coords(1, 2, 3, 4)}']
+    parsed = parse(tokenizer, with_value("{" + ", ".join(fields[:: 1 - 2 * order]) + "}"))
+    (found,) = parsed.objects
+    assert found.coords == [1, 2, 3, 4]
+    assert found.desc == "at <|coord_5|>, [<|coord_6|>]"
+
+
+@pytest.mark.req("PARSE-01")
+@pytest.mark.parametrize("desc", ["toy 🚀", "🧿🧿", "a🚀", "é猫", "🚀🧿!"])
+@pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
+def test_characters_in_several_tokens_keep_text_and_positions(
+    tokenizer: PreTrainedTokenizerFast, desc: str, order: str
+) -> None:
+    fields = [f'"desc": "{desc}"', f'"bbox_2d": {coords(1, 2, 3, 4)}']
+    if order == "geometry_first":
+        fields.reverse()
+    text = with_value("{" + ", ".join(fields) + "}")[:-1] + ", " + entry(2) + "}"
+    ids = encode(tokenizer, text)
+    parsed = parse_rollout(ids, tokenizer)
+    assert [found.desc for found in parsed.objects] == [desc, "cat"]
+    for found in parsed.objects:
+        bins = [token_table(tokenizer).vocab.bin_of(ids[i]) for i in found.coord_token_indices]
+        assert bins == found.coords
+
+
+@pytest.mark.req("PARSE-01")
+def test_escapes_in_a_description_are_read(tokenizer: PreTrainedTokenizerFast) -> None:
+    parsed = parse(tokenizer, with_value(rf'{{"desc": "a \"}}\" \\\u00e9", "bbox_2d": {BOX}}}'))
+    assert parsed.objects[0].desc == 'a "}" \\é'
+
+
+@pytest.mark.req("PARSE-05")
+@pytest.mark.parametrize("text", ["{}", "{ }", " {\n}"])
+def test_an_empty_object_is_a_valid_empty_answer(
+    tokenizer: PreTrainedTokenizerFast, text: str
+) -> None:
+    parsed = parse(tokenizer, text)
+    assert (parsed.objects, parsed.dropped, parsed.max_object_index) == ([], [], 0)
+    assert not parsed.invalid_rollout
+    assert not parsed.truncated
+    assert prefix(tokenizer, parsed) == text[: text.index("{") + 1]
+
+
+@pytest.mark.req("PARSE-02")
+def test_im_end_ends_the_answer(tokenizer: PreTrainedTokenizerFast) -> None:
+    whole = "{" + entry(1) + "}"
+    parsed = parse(tokenizer, whole + "<|im_end|>" + ", " + entry(2) + "}")
+    assert [found.index for found in parsed.objects] == [1]
+    cut_off = parse(tokenizer, "{" + entry(1) + "<|im_end|>, " + entry(2) + "}")
+    assert [found.index for found in cut_off.objects] == [1]
+    assert cut_off.truncated
+
+
+def test_text_after_the_closing_brace_is_trimmed(tokenizer: PreTrainedTokenizerFast) -> None:
+    parsed = parse(tokenizer, "{" + entry(1) + "} {" + entry(2) + "} and so on")
+    assert [found.index for found in parsed.objects] == [1]
+    assert not parsed.truncated
+    assert prefix(tokenizer, parsed) == "{" + entry(1)
+
+
+# ---- drop reasons --------------------------------------------------------------------
+
+DROPPED = {
+    # not JSON
+    '{"desc": "cat", "bbox_2d": ' + BOX[:-1] + "}": "key_invalid",
+    f'{{"desc": "cat", "bbox_2d": {BOX},}}': "key_invalid",
+    f'{{"desc": "cat",, "bbox_2d": {BOX}}}': "key_invalid",
+    f'{{"desc": "cat" "bbox_2d": {BOX}}}': "key_invalid",
+    f'{{"desc": cat, "bbox_2d": {BOX}}}': "key_invalid",
+    f"{{'desc': 'cat', 'bbox_2d': {BOX}}}": "key_invalid",
+    f'{{"desc": "cat\x00", "bbox_2d": {BOX}}}': "key_invalid",
+    f'{{"desc": NaN, "bbox_2d": {BOX}}}': "key_invalid",
+    '{"desc": "cat", "bbox_2d": [<|coord_1|> <|coord_2|>, <|coord_3|>, <|coord_4|>]}': (
+        "key_invalid"
+    ),
+    '{"desc": "cat", "bbox_2d": [<|coord_1|><|coord_2|>, <|coord_3|>, <|coord_4|>]}': (
+        "key_invalid"
+    ),
+    # not a dict
+    BOX: "key_invalid",
+    '[{"desc": "cat"}]': "key_invalid",
+    '"cat"': "key_invalid",
+    "17": "key_invalid",
+    "<|coord_1|>": "key_invalid",
+    "": "key_invalid",
+    # duplicate, extra or nested keys, more than one geometry
+    f'{{"desc": "cat", "desc": "dog", "bbox_2d": {BOX}}}': "key_invalid",
+    f'{{"desc": "cat", "bbox_2d": {BOX}, "bbox_2d": {BOX}}}': "key_invalid",
+    f'{{"desc": "cat", "bbox_2d": {BOX}, "score": 1}}': "key_invalid",
+    f'{{"desc": "cat", "bbox_2d": {BOX}, "poly": {coords(1, 2, 3, 4, 5, 6)}}}': "key_invalid",
+    f'{{"desc": {{"text": "cat"}}, "bbox_2d": {BOX}}}': "key_invalid",
+    '{"desc": "cat", "bbox_2d": {"x1": "<|coord_1|>"}}': "key_invalid",
+    f'{{"object_2": {{"desc": "cat", "bbox_2d": {BOX}}}}}': "key_invalid",
+    '{"desc": "cat", "label": "dog"}': "key_invalid",
+    # description
+    f'{{"bbox_2d": {BOX}}}': "missing_desc",
+    f'{{"desc": 5, "bbox_2d": {BOX}}}': "missing_desc",
+    f'{{"desc": null, "bbox_2d": {BOX}}}': "missing_desc",
+    f'{{"desc": ["cat"], "bbox_2d": {BOX}}}': "missing_desc",
+    f'{{"desc": "", "bbox_2d": {BOX}}}': "missing_desc",
+    f'{{"desc": " \\n\\u3000", "bbox_2d": {BOX}}}': "missing_desc",
+    f'{{"desc": <|coord_1|>, "bbox_2d": {BOX}}}': "missing_desc",
+    f'{{"bbox_2d": {BOX}, "desc": <|coord_1|>}}': "missing_desc",
+    f'{{"desc": "cat \\ud800", "bbox_2d": {BOX}}}': "missing_desc",
+    f'{{"bbox": {BOX}}}': "missing_desc",
+    "{}": "missing_desc",
+    # geometry
+    '{"desc": "cat"}': "missing_geom",
+    f'{{"desc": "cat", "bbox": {BOX}}}': "unknown_geom",
+    f'{{"desc": "cat", "geometry": {BOX}}}': "unknown_geom",
+    # coordinates
+    '{"desc": "cat", "bbox_2d": [1, 2, 3, 4]}': "non_coord_token",
+    '{"desc": "cat", "bbox_2d": ["1", "2", "3", "4"]}': "non_coord_token",
+    '{"desc": "cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", 4]}': (
+        "non_coord_token"
+    ),
+    '{"desc": "cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", ""]}': (
+        "non_coord_token"
+    ),
+    '{"desc": "cat", "bbox_2d": ["<|coord_1|> ", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}': (
+        "non_coord_token"
+    ),
+    '{"desc": "cat", "bbox_2d": ["<|coord_1|><|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}': (
+        "non_coord_token"
+    ),
+    '{"desc": "cat", "bbox_2d": ["<|coord_1000|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}': (
+        "non_coord_token"
+    ),
+    '{"desc": "cat", "bbox_2d": ["\\u003c|coord_1|>", "<|coord_2|>", "<|coord_3|>", '
+    '"<|coord_4|>"]}': "non_coord_token",
+    '{"desc": "cat", "poly": [["<|coord_1|>", "<|coord_2|>"], ["<|coord_3|>", "<|coord_4|>"], '
+    '["<|coord_5|>", "<|coord_6|>"]]}': "non_coord_token",
+    '{"desc": "cat", "bbox_2d": "<|coord_1|>"}': "non_coord_token",
+    '{"desc": "cat", "bbox_2d": null}': "non_coord_token",
+    # arity and order
+    '{"desc": "cat", "bbox_2d": []}': "wrong_arity",
+    f'{{"desc": "cat", "bbox_2d": {coords(1, 2, 3)}}}': "wrong_arity",
+    f'{{"desc": "cat", "bbox_2d": {coords(1, 2, 3, 4, 5)}}}': "wrong_arity",
+    f'{{"desc": "cat", "poly": {coords(1, 2, 3, 4)}}}': "wrong_arity",
+    f'{{"desc": "cat", "poly": {coords(1, 2, 3, 4, 5, 6, 7)}}}': "wrong_arity",
+    f'{{"desc": "cat", "bbox_2d": {coords(5, 2, 3, 4)}}}': "bbox_invalid",
+    f'{{"desc": "cat", "bbox_2d": {coords(1, 5, 3, 4)}}}': "bbox_invalid",
+}
+
+
+@pytest.mark.req("PARSE-04")
+@pytest.mark.parametrize(("value", "reason"), DROPPED.items())
+def test_an_invalid_object_is_dropped_with_its_reason_and_the_others_stay(
+    tokenizer: PreTrainedTokenizerFast, value: str, reason: str
+) -> None:
+    text = "{" + entry(1) + f', "object_2": {value}, ' + entry(3) + "}"
+    parsed = parse(tokenizer, text)
+    assert parsed.dropped == [("object_2", reason)]
+    assert [found.index for found in parsed.objects] == [1, 3]
+    assert [i for _, i in parsed.entry_ends] == [0, None, 1]
+    assert parsed.max_object_index == 3
+    assert prefix(tokenizer, parsed) == text[:-1]
+
+
+@pytest.mark.req("PARSE-04")
+def test_degenerate_boxes_are_valid(tokenizer: PreTrainedTokenizerFast) -> None:
+    parsed = parse(tokenizer, "{" + entry(1, bins=(5, 6, 5, 6)) + "}")
+    assert [found.coords for found in parsed.objects] == [[5, 6, 5, 6]]
+
+
+@pytest.mark.req("PARSE-04", "RES-02")
+def test_a_polygon_is_dropped_in_the_two_channel_variant(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    text = with_value(f'{{"desc": "roof", "poly": {coords(1, 2, 3, 4, 5, 6)}}}')
+    assert parse(tokenizer, text, allow_poly=False).dropped == [("object_1", "poly_unsupported")]
+    short = with_value(f'{{"desc": "roof", "poly": {coords(1, 2)}}}')
+    assert parse(tokenizer, short, allow_poly=False).dropped == [("object_1", "wrong_arity")]
+
+
+@pytest.mark.req("PARSE-04")
+def test_text_that_spells_a_coordinate_token_in_other_tokens_is_none(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    spelled = [
+        token
+        for part in ("<", "|", "coord", "_", "1", "|", ">")
+        for token in encode(tokenizer, part)
+    ]
+    ids = [
+        *encode(tokenizer, '{"object_1": {"desc": "cat", "bbox_2d": ["'),
+        *spelled,
+        *encode(tokenizer, '", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}}'),
+    ]
+    assert '["<|coord_1|>", "<|coord_2|>"' in text_of(tokenizer, ids)
+    assert parse_rollout(ids, tokenizer).dropped == [("object_1", "non_coord_token")]
+
+
+@pytest.mark.req("PARSE-04")
+@pytest.mark.parametrize(
+    "key", ["cat", "object", "object_", "object_x", "Object_2", " object_2", "object_-2", ""]
+)
+def test_a_key_that_is_not_object_n_is_invalid(
+    tokenizer: PreTrainedTokenizerFast, key: str
+) -> None:
+    text = "{" + entry(1) + ", " + entry(2).replace("object_2", key) + ", " + entry(3) + "}"
+    parsed = parse(tokenizer, text)
+    assert parsed.dropped == [(key, "key_invalid")]
+    assert [found.index for found in parsed.objects] == [1, 3]
+
+
+@pytest.mark.req("PARSE-04")
+@pytest.mark.parametrize("first", [entry(1), '"object_1": {"desc": "cat"}', '"object_1": 5'])
+def test_a_repeated_key_is_invalid(tokenizer: PreTrainedTokenizerFast, first: str) -> None:
+    parsed = parse(tokenizer, "{" + first + ", " + entry(1, "dog") + "}")
+    assert parsed.dropped[-1] == ("object_1", "key_invalid")
+    assert [found.desc for found in parsed.objects] == (["cat"] if first == entry(1) else [])
+
+
+@pytest.mark.req("PARSE-04")
+@pytest.mark.parametrize("between", [" ", ",,", ", 5,", ", nonsense ", ": ", ', "loose" ', ", 🚀"])
+def test_an_object_that_is_not_led_up_to_by_one_comma_and_a_key_is_invalid(
+    tokenizer: PreTrainedTokenizerFast, between: str
+) -> None:
+    parsed = parse(tokenizer, "{" + entry(1) + between + entry(2) + ", " + entry(3) + "}")
+    assert parsed.dropped == [("object_2", "key_invalid")]
+    assert [found.index for found in parsed.objects] == [1, 3]
+
+
+@pytest.mark.req("PARSE-04")
+def test_an_object_without_a_key_is_invalid(tokenizer: PreTrainedTokenizerFast) -> None:
+    parsed = parse(tokenizer, "{" + entry(1) + f', {{"desc": "cat", "bbox_2d": {BOX}}}' + "}")
+    assert parsed.dropped == [("", "key_invalid")]
+
+
+# ---- the cut -------------------------------------------------------------------------
+
+
+@pytest.mark.req("PARSE-05", "PARSE-04")
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "",
+        ",",
+        ", ",
+        ', "obj',
+        ', "object_9"',
+        ', "object_9": {"de',
+        ', "object_9": {"desc": "cat", "bbox_2d": ["<|coord_1|>", "',
+        ', "object_9": [{"desc": "cat"}',
+        ', "object_9": {"desc": "cat", "bbox_2d": [' + "[" * 50,
+        " nonsense",
+    ],
+)
+def test_an_unfinished_end_is_cut_after_the_last_complete_object(
+    tokenizer: PreTrainedTokenizerFast, tail: str
+) -> None:
+    kept = "{" + entry(1) + ", " + entry(2)
+    parsed = parse(tokenizer, kept + tail)
+    assert parsed.truncated
+    assert prefix(tokenizer, parsed) == kept
+    assert [found.index for found in parsed.objects] == [1, 2]
+    assert parsed.max_object_index == 2
+    unfinished = [("object_9", "key_invalid")] if '"object_9"' in tail else []
+    assert parsed.dropped == unfinished
+
+
+@pytest.mark.req("PARSE-05")
+def test_only_the_token_the_cut_falls_into_is_replaced(
+    toy_tokenizer: PreTrainedTokenizerFast, qwen_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    for tokenizer, fused in ((toy_tokenizer, '"]}}'), (qwen_tokenizer, "}}")):
+        ids = encode(tokenizer, "{" + entry(1) + "}")
+        assert pieces(tokenizer, ids)[-1] == fused
+        parsed = parse_rollout(ids, tokenizer)
+        assert parsed.prefix_token_ids[: len(ids) - 1] == ids[:-1]
+        rest = parsed.prefix_token_ids[len(ids) - 1 :]
+        assert "".join(pieces(tokenizer, rest)) == fused[:-1]
+        assert not parsed.truncated
+
+
+@pytest.mark.req("PARSE-05")
+def test_a_comma_fused_to_the_last_brace_is_cut_off(
+    toy_tokenizer: PreTrainedTokenizerFast, qwen_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    for tokenizer, fused in ((toy_tokenizer, '"]},'), (qwen_tokenizer, "},")):
+        ids = encode(tokenizer, "{" + entry(1) + ', "object_2": {"desc')
+        assert fused in pieces(tokenizer, ids)
+        assert prefix(tokenizer, parse_rollout(ids, tokenizer)) == "{" + entry(1)
+
+
+@pytest.mark.req("PARSE-05")
+@pytest.mark.parametrize(
+    "text", ["{", "{ ", '{"', '{"object_1', '{"object_1": {"desc": "ca', '{"object_1": 5}']
+)
+def test_without_a_complete_object_the_first_brace_is_kept(
+    tokenizer: PreTrainedTokenizerFast, text: str
+) -> None:
+    parsed = parse(tokenizer, text)
+    assert prefix(tokenizer, parsed) == "{"
+    assert (parsed.objects, parsed.entry_ends, parsed.max_object_index) == ([], [], 0)
+    assert not parsed.invalid_rollout
+    assert parsed.truncated == (not text.endswith("}"))
+
+
+@pytest.mark.req("PARSE-05")
+@pytest.mark.parametrize("space", [" ", "\n", " \t\r\n  "])
+def test_white_space_before_the_first_brace_is_kept(
+    tokenizer: PreTrainedTokenizerFast, space: str
+) -> None:
+    ids = encode(tokenizer, space) + encode(tokenizer, "{" + entry(1) + "}")
+    parsed = parse_rollout(ids, tokenizer)
+    assert prefix(tokenizer, parsed) == space + "{" + entry(1)
+    assert not parsed.invalid_rollout
+
+
+@pytest.mark.req("PARSE-05")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " \n",
+        "no brace",
+        "[]",
+        "<|coord_1|>",
+        "<|im_end|>{}",
+        "Sure: {" + entry(1) + "}",
+        '"{' + entry(1) + "}",
+        "\u00a0{" + entry(1) + "}",
+        "\ufeff{" + entry(1) + "}",
+    ],
+)
+def test_an_answer_that_does_not_start_with_a_brace_is_invalid_and_becomes_a_brace(
+    tokenizer: PreTrainedTokenizerFast, text: str
+) -> None:
+    parsed = parse(tokenizer, text)
+    assert parsed.invalid_rollout
+    assert parsed.truncated
+    assert parsed.prefix_token_ids == encode(tokenizer, "{")
+    assert (parsed.objects, parsed.dropped, parsed.max_object_index) == ([], [], 0)
+
+
+@pytest.mark.req("PARSE-05", "PARSE-01")
+def test_a_cut_inside_a_token_with_part_of_a_character_falls_back_to_the_object_before(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    last = f'"object_2": {{"bbox_2d": {BOX}, "desc": "toy 🧀"}}'
+    ids = encode(toy_tokenizer, "{" + entry(1) + ", " + last + "}")
+    fused = pieces(toy_tokenizer, ids)[-1]
+    assert HALF_CHARACTER in fused
+    assert fused.endswith("}}")
+    parsed = parse_rollout(ids, toy_tokenizer)
+    assert prefix(toy_tokenizer, parsed) == "{" + entry(1)
+    assert [found.index for found in parsed.objects] == [1]
+    assert parsed.dropped == [("object_2", "key_invalid")]
+
+
+# ---- numbering -----------------------------------------------------------------------
+
+
+@pytest.mark.req("PARSE-06")
+@pytest.mark.parametrize(
+    ("text", "largest"),
+    [
+        ("{" + entry(2) + ', "object_9": {"desc": "broken"}}', 9),
+        ("{" + entry(9) + ", " + entry(2) + "}", 9),
+        ("{" + entry(2) + ', "object_9": {"desc": "unfinished', 2),
+        ('{"object_9": 5, ' + entry(2) + "}", 9),
+        ("{" + entry(2) + ', "object_9": 5}', 2),
+        ('{"object_1": {"object_9": {}}, ' + entry(2) + "}", 9),
+        ('{"object_x": {}, "object_": {}, "thing_7": {}}', 0),
+        ("{" + entry(1, r"\"object_9\": ") + "}", 1),
+        ('{"object_' + "9" * 5000 + '": {}, ' + entry(2) + "}", 2),
+        ('{"object_5" \n: {}}', 5),
+    ],
+)
+def test_the_largest_number_of_any_key_in_the_prefix_counts(
+    tokenizer: PreTrainedTokenizerFast, text: str, largest: int
+) -> None:
+    assert parse(tokenizer, text).max_object_index == largest
+
+
+# ---- whatever the model writes -------------------------------------------------------
+
+
+@pytest.mark.req("PARSE-07")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{" * 20_000,
+        "[" * 20_000,
+        '{"object_1": ' + "{" * 5_000 + "}" * 5_000 + "}",
+        '{"object_1": {"desc": "cat", "bbox_2d": ' + "[" * 5_000 + "]" * 5_000 + "}}",
+        '{"object_1": {"desc": "' + "\\" * 9_999,
+        '{"object_1": {"desc": "a", "n": ' + "9" * 10_000 + "}}",
+        "{" + "," * 20_000 + "}",
+        "{" + '"a": ' * 5_000,
+        '{"object_1": {"desc": "\\ud800", "bbox_2d": ' + BOX + "}}",
+        "\x00" * 1_000,
+        "{\x00\x00" + entry(1) + "}",
+    ],
+)
+def test_no_text_raises(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    ids = encode(tokenizer, text)
+    assert parse_rollout(ids, tokenizer) == parse_rollout(ids, tokenizer)
+
+
+@pytest.mark.req("PARSE-07")
+@FUZZ
+@given(st.lists(st.integers(-2, 154_000), max_size=60))
+def test_no_ids_raise(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> None:
+    parsed = parse_rollout(ids, tokenizer)
+    assert parsed == parse_rollout(ids, tokenizer)
+    assert parsed.prefix_token_ids
+
+
+@pytest.mark.req("PARSE-05", "PARSE-07")
+@FUZZ
+@given(data=st.data())
+def test_the_prefix_is_the_rollout_up_to_the_cut(
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    ids = data.draw(rollouts(tokenizer))
+    parsed = parse_rollout(ids, tokenizer)
+    if parsed.invalid_rollout:
+        assert parsed.prefix_token_ids == encode(tokenizer, "{")
+        return
+    shared = 0
+    while parsed.prefix_token_ids[shared:][:1] == ids[shared : shared + 1] != []:
+        shared += 1
+    rest = "".join(pieces(tokenizer, parsed.prefix_token_ids[shared:]))
+    if rest:
+        replaced = pieces(tokenizer, ids)[shared]
+        assert replaced.startswith(rest)
+        assert replaced != rest
+    assert prefix(tokenizer, parsed)[-1] in "{}"
+    assert prefix(tokenizer, parsed).count("{") > 0
+    assert [i for _, i in parsed.entry_ends if i is not None] == list(range(len(parsed.objects)))
+
+
+@pytest.mark.req("PARSE-03", "PARSE-04")
+@FUZZ
+@given(data=st.data())
+def test_where_the_prefix_is_json_the_objects_are_those_json_reads(
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    parsed = parse_rollout(data.draw(rollouts(tokenizer)), tokenizer)
+    try:
+        read = json.loads(prefix(tokenizer, parsed) + "}", object_pairs_hook=list)
+    except ValueError:
+        return
+    assert len(read) == len(parsed.entry_ends)
+    for (key, value), (_, i) in zip(read, parsed.entry_ends, strict=True):
+        if i is not None:
+            found = parsed.objects[i]
+            array = [f"<|coord_{k}|>" for k in found.coords]
+            assert (key, dict(value)) == (
+                found.key,
+                {"desc": found.desc, found.kind: array},
+            )
+
+
+@pytest.mark.req("PARSE-07")
+def test_a_thousand_objects_in_16k_tokens_take_linear_time(
+    qwen_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    entries = [
+        entry(i + 1, item.desc, item.shape.coords)
+        for i, item in enumerate(random_answer(1000, seed=3))
+    ]
+    few = encode(qwen_tokenizer, "{" + ", ".join(entries[:250]) + "}")
+    many = encode(qwen_tokenizer, "{" + ", ".join(entries) + "}")
+    assert len(many) > 16_000
+    assert len(parse_rollout(many, qwen_tokenizer).objects) == 1000
+    assert _best_time(many, qwen_tokenizer) < 12 * _best_time(few, qwen_tokenizer)
+
+
+@pytest.mark.req("PARSE-07")
+def test_broken_answers_take_linear_time(toy_tokenizer: PreTrainedTokenizerFast) -> None:
+    rng = random.Random(5)
+    fragments = ["{", "}", '"', "[", "]", ",", ":", '"object_1"', '"desc"', "\\", "<|coord_1|>"]
+    ids = [token for _ in range(4000) for token in encode(toy_tokenizer, rng.choice(fragments))]
+    for start in ("{", '{"object_1": {', '{"a": [{'):
+        few = encode(toy_tokenizer, start) + ids
+        assert _best_time(few * 4, toy_tokenizer) < 12 * _best_time(few, toy_tokenizer) + 0.01
+
+
+def _best_time(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> float:
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        parse_rollout(ids, tokenizer)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@pytest.mark.req("PARSE-07")
+def test_two_tokenizers_trained_alike_give_the_same_result(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    ids = encode(toy_tokenizer, "{" + entry(1) + ", " + entry(2, "toy 🚀") + "}")
+    assert parse_rollout(ids, toy_tokenizer) == parse_rollout(ids, train_toy_tokenizer())

@@ -1,0 +1,92 @@
+"""Objects to text (APPEND-01)."""
+
+import json
+
+import pytest
+
+from learner.serialize import serialize_append, serialize_objects
+from learner.types import FieldOrder, GroundTruthObject, Shape
+from shared_contracts.errors import ContractError
+from tests.unit.answers import CAT, DOG, ROOF, coords, entry
+
+CAT_ENTRY = f'"object_7": {{"desc": "cat", "bbox_2d": {coords(10, 20, 300, 400)}}}'
+
+
+@pytest.mark.req("APPEND-01", "ARCH-02")
+@pytest.mark.parametrize(
+    ("prefix", "separator"),
+    [
+        ("{" + entry(1), ", "),
+        ("{" + entry(1) + " \n\t", ", "),
+        ("{", ""),
+        (" { ", ""),
+        ("{" + entry(1) + ",", ""),
+        ("{" + entry(1) + ", ", ""),
+    ],
+)
+def test_a_separator_is_written_only_after_an_entry(prefix: str, separator: str) -> None:
+    assert serialize_append(prefix, [CAT], 7, "desc_first") == separator + CAT_ENTRY + "}"
+
+
+@pytest.mark.req("APPEND-01")
+@pytest.mark.parametrize("prefix", ["", " ", '{"object_1": 5', "[", '{"a', "cat", "{]", "{\u00a0"])
+def test_a_prefix_that_ends_in_anything_else_is_an_error(prefix: str) -> None:
+    with pytest.raises(ContractError, match="Cut it after"):
+        serialize_append(prefix, [CAT], 1, "desc_first")
+
+
+@pytest.mark.req("APPEND-01")
+def test_without_objects_only_the_closing_brace_is_written() -> None:
+    assert serialize_append("{", [], 1, "desc_first") == "}"
+    assert serialize_append("{" + entry(1), [], 2, "desc_first") == "}"
+
+
+def test_a_comma_that_nothing_follows_is_an_error() -> None:
+    with pytest.raises(ContractError, match="0 objects"):
+        serialize_append("{" + entry(1) + ", ", [], 2, "desc_first")
+
+
+@pytest.mark.req("APPEND-01")
+def test_keys_count_up_from_the_start_index() -> None:
+    text = "{" + serialize_append("{", [CAT, DOG, CAT], 5, "desc_first")
+    assert list(json.loads(text)) == ["object_5", "object_6", "object_7"]
+
+
+@pytest.mark.req("APPEND-01")
+@pytest.mark.parametrize(
+    ("order", "fields"),
+    [("desc_first", ["desc", "poly"]), ("geometry_first", ["poly", "desc"])],
+)
+def test_the_field_order_only_moves_the_description(order: FieldOrder, fields: list[str]) -> None:
+    answer = json.loads(serialize_objects([ROOF], order))
+    assert list(answer["object_1"]) == fields
+    assert answer["object_1"]["desc"] == "roof"
+
+
+@pytest.mark.req("APPEND-01")
+def test_geometry_first_puts_the_concrete_key_first_and_names_nothing_geometry() -> None:
+    text = serialize_append("{" + entry(1), [CAT, ROOF], 2, "geometry_first")
+    assert text.startswith(', "object_2": {"bbox_2d": ["<|coord_10|>", ')
+    assert '"geometry"' not in text
+
+
+@pytest.mark.req("APPEND-01")
+def test_polygons_are_flat() -> None:
+    answer = json.loads(serialize_objects([ROOF], "desc_first"))
+    assert answer["object_1"]["poly"] == [
+        f"<|coord_{k}|>" for k in (0, 0, 500, 0, 500, 500)
+    ]
+
+
+@pytest.mark.req("APPEND-01", "RES-12")
+def test_an_answer_is_one_json_object_with_non_ascii_kept_and_quotes_escaped() -> None:
+    item = GroundTruthObject('猫 "tom"\n🚀', Shape("bbox_2d", (1, 2, 3, 4)))
+    text = serialize_objects([item], "desc_first")
+    assert text == (
+        '{"object_1": {"desc": "猫 \\"tom\\"\\n🚀", "bbox_2d": ' + coords(1, 2, 3, 4) + "}}"
+    )
+    assert json.loads(text)["object_1"]["desc"] == item.desc
+
+
+def test_no_objects_are_an_empty_answer() -> None:
+    assert serialize_objects([], "desc_first") == "{}"

@@ -1,0 +1,101 @@
+"""What the pure stages know about a tokenizer."""
+
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from learner.coords import coord_token
+from learner.tokens import HALF_CHARACTER, IM_END, CoordVocab, token_table
+from shared_contracts.errors import ContractError
+from tests.unit.answers import encode, pieces
+
+PURE_STAGES = (
+    "coords",
+    "matching",
+    "packing",
+    "parsing",
+    "rollout.distribution",
+    "rollout.seeds",
+    "schedule",
+    "serialize",
+    "targets",
+)
+
+
+def bare_tokenizer(*extra: str) -> PreTrainedTokenizerFast:
+    """Bytes and nothing else, but for `extra` tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=alphabet))
+    tokenizer.add_tokens(list(extra))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_coordinate_ids_are_those_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    vocab = CoordVocab.from_tokenizer(tokenizer)
+    assert len(set(vocab.ids)) == 1000
+    assert encode(tokenizer, coord_token(12)) == [vocab.ids[12]]
+    assert vocab.bin_of(vocab.ids[999]) == 999
+    assert vocab.bin_of(vocab.im_end_id) is None
+    assert pieces(tokenizer, [vocab.im_end_id]) == [IM_END]
+
+
+@pytest.mark.parametrize(
+    ("extra", "missing"),
+    [
+        ([IM_END], "<|coord_0|>"),
+        ([IM_END, *(coord_token(k) for k in range(999))], "<|coord_999|>"),
+        ([coord_token(k) for k in range(1000)], IM_END),
+    ],
+)
+def test_a_tokenizer_that_lacks_tokens_is_refused(extra: list[str], missing: str) -> None:
+    with pytest.raises(ContractError) as error:
+        CoordVocab.from_tokenizer(bare_tokenizer(*extra))
+    assert missing in error.value.found
+    assert "1000 coordinate tokens" in error.value.do
+
+
+def test_an_unknown_token_that_maps_to_a_default_is_refused() -> None:
+    tokenizer = bare_tokenizer("[UNK]", IM_END)
+    tokenizer.unk_token = "[UNK]"
+    with pytest.raises(ContractError, match=r"<\|coord_0\|>"):
+        CoordVocab.from_tokenizer(tokenizer)
+
+
+def test_pieces_are_the_text_of_each_id_alone(toy_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = encode(toy_tokenizer, '{"a 🧿": "<|coord_3|>"}<|im_end|>')
+    alone = [toy_tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids]
+    assert pieces(toy_tokenizer, ids) == alone
+    assert any(HALF_CHARACTER in piece for piece in alone)
+
+
+@pytest.mark.parametrize("token_id", [-1, 10**6, 2**32, 2**70])
+def test_an_id_outside_of_the_vocabulary_has_no_text(
+    tokenizer: PreTrainedTokenizerFast, token_id: int
+) -> None:
+    assert pieces(tokenizer, [token_id]) == [""]
+
+
+def test_each_tokenizer_has_one_table(
+    toy_tokenizer: PreTrainedTokenizerFast, qwen_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert token_table(toy_tokenizer) is token_table(toy_tokenizer)
+    assert token_table(toy_tokenizer) is not token_table(qwen_tokenizer)
+
+
+@pytest.mark.req("ARCH-02")
+def test_the_pure_stages_load_neither_torch_nor_the_trainer() -> None:
+    imports = "; ".join(f"import learner.{name}" for name in PURE_STAGES)
+    found = "print(sorted({'torch', 'transformers', 'learner.train'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {imports}; {found}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
