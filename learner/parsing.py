@@ -44,10 +44,18 @@ GEOMETRY_KEYS = ("bbox_2d", "poly")
 
 # More digits than any run can count to are no number of an object.
 _OBJECT_KEY = re.compile(r"object_([0-9]{1,18})")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _OBJECT_KEY_IN_TEXT = re.compile(rf'"{_OBJECT_KEY.pattern}"[{WHITE_SPACE}]*:')
 
-# An object nests two deep; anything deeper is invalid, this deep it is not even read.
-_MAX_NESTING = 16
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+# Strict JSON: no NaN, no Infinity; an object reads as the list of its pairs.
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=list, parse_constant=_refuse_constant, parse_int=float
+)
 
 
 class _Answer(NamedTuple):
@@ -194,30 +202,15 @@ def _read_entry(
 
 
 def _read_fields(entry: Entry, answer: _Answer) -> dict[str, Any] | None:
-    """Fields of the value; None if it is no JSON, or keys repeat or nest."""
-    if entry.deepest > _MAX_NESTING:
+    """Fields of the object; None if it is no JSON, or keys repeat or nest."""
+    if entry.nested:
         return None
-    dicts: list[list[tuple[str, Any]]] = []
-
-    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        dicts.append(pairs)
-        return dict(pairs)
-
     try:
-        json.loads(
-            _value_text(entry, answer),
-            object_pairs_hook=collect,
-            parse_constant=_refuse_constant,
-            parse_int=float,
-        )
+        pairs: list[tuple[str, Any]] = _DECODER.decode(_value_text(entry, answer))
     except ValueError:
         return None
-    fields = dict(dicts[-1])
-    return fields if len(dicts) == 1 and len(fields) == len(dicts[0]) else None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    fields = dict(pairs)
+    return fields if len(fields) == len(pairs) else None
 
 
 def _value_text(entry: Entry, answer: _Answer) -> str:
@@ -273,7 +266,7 @@ def _is_description(value: object) -> bool:
     """A string that is not blank, and that is text (no unpaired surrogates)."""
     if not isinstance(value, str) or not value.strip():
         return False
-    return not any("\ud800" <= char <= "\udfff" for char in value)
+    return _SURROGATE.search(value) is None
 
 
 def _build_object(

@@ -20,6 +20,9 @@ from typing import NamedTuple
 
 WHITE_SPACE = " \t\n\r"
 
+# An object holds one array; far more brackets than that need not be read.
+MAX_BRACKETS = 16
+
 
 class Spot(NamedTuple):
     """One character: index of its token, and its offset in the text of that token."""
@@ -41,7 +44,7 @@ class Entry:
         the value.
     strings: opening and closing quotes of each string in the object.
     bare_coords: coordinate tokens in the object that stand outside of strings.
-    deepest: how deep braces and brackets nest in the object; 2 is flat with an array.
+    nested: braces open inside the object, or brackets more than `MAX_BRACKETS` deep.
     """
 
     key: str
@@ -52,7 +55,7 @@ class Entry:
     well_led: bool
     strings: list[tuple[Spot, Spot]]
     bare_coords: list[int]
-    deepest: int
+    nested: bool
 
 
 @dataclass
@@ -66,8 +69,8 @@ class _Draft:
     well_led: bool = True
     strings: list[tuple[Spot, Spot]] = field(default_factory=list)
     bare_coords: list[int] = field(default_factory=list)
-    nesting: int = 0
-    deepest: int = 0
+    brackets: int = 0
+    nested: bool = False
 
 
 class _Next(Enum):
@@ -153,16 +156,19 @@ class Scanner:
         """A character at depth 2 or more, outside of strings."""
         if char == '"':
             self._quote = Spot(token, offset)
-        elif char in "{[":
-            self._draft.nesting += 1
-            self._draft.deepest = max(self._draft.deepest, self._draft.nesting)
-            self._depth += char == "{"
-        elif char in "}]":
-            self._draft.nesting -= 1
-            self._depth -= char == "}"
+        elif char == "{":
+            self._depth += 1
+            self._draft.nested = True
+        elif char == "}":
+            self._depth -= 1
             if self._depth == 1 and self._brackets == 0:
                 self._end_entry(Spot(token, offset), is_object=True)
                 self._next = _Next.COMMA
+        elif char == "[":
+            self._draft.brackets += 1
+            self._draft.nested |= self._draft.brackets > MAX_BRACKETS
+        elif char == "]":
+            self._draft.brackets -= 1
 
     def _read_between_objects(self, char: str, spot: Spot) -> None:
         """A character at depth 1, outside of strings."""
@@ -201,7 +207,8 @@ class Scanner:
         self._draft.start = self._draft.start or spot
         self._draft.strings = []
         self._draft.bare_coords = []
-        self._draft.nesting = self._draft.deepest = 1
+        self._draft.brackets = 0
+        self._draft.nested = False
 
     def _take_plain_value(self, start: Spot, end: Spot) -> None:
         """A part of a value that is no object, or garbage where no value can be."""
@@ -232,7 +239,7 @@ class Scanner:
                 well_led=draft.well_led,
                 strings=draft.strings,
                 bare_coords=draft.bare_coords,
-                deepest=draft.deepest,
+                nested=draft.nested,
             )
         )
 
