@@ -1,0 +1,219 @@
+"""Coordinate tokens added to a checkpoint that had none."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLForConditionalGeneration,
+)
+
+from learner.coords import COORD_BINS
+from learner.model.coord_tokens import vocab_modules
+from learner.model.expand_vocab import NOISE, expand_vocab
+from learner.model.toy import make_model, toy_config, toy_processor
+from learner.model.toy_tokenizer import make_text_tokenizer
+from learner.tokens import CoordVocab
+from shared_contracts.errors import ContractError
+
+
+def make_plain(path: Path, *, tie: bool, rows: int | None = None) -> Path:
+    """A tiny bfloat16 Qwen3-VL without coordinate tokens; `rows` above its vocabulary pads it."""
+    tokenizer = make_text_tokenizer()
+    config = toy_config(tokenizer, tie)
+    config.get_text_config().vocab_size = rows or len(tokenizer)
+    torch.manual_seed(0)
+    model: PreTrainedModel = Qwen3VLForConditionalGeneration(config)
+    model.bfloat16().save_pretrained(path)
+    toy_processor(tokenizer).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_plain(tmp_path_factory.mktemp("plain") / "tied", tie=True)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_plain(tmp_path_factory.mktemp("plain") / "untied", tie=False)
+
+
+def load(path: Path) -> tuple[PreTrainedModel, Any]:
+    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(path)
+    return model, AutoProcessor.from_pretrained(path).tokenizer
+
+
+def text_logits(model: PreTrainedModel, length: int) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=torch.tensor([[40, 50, 60]])).logits
+    return logits[..., :length]
+
+
+def test_the_result_has_the_coordinate_tokens_behind_the_old_ones(
+    tied: Path, tmp_path: Path
+) -> None:
+    expand_vocab(tied, tmp_path / "out", seed=0, tie=None)
+    _, old = load(tied)
+    model, tokenizer = load(tmp_path / "out")
+    vocab = CoordVocab.from_tokenizer(tokenizer)
+    assert vocab.ids == list(range(len(old), len(old) + COORD_BINS))
+    assert model.config.get_text_config().vocab_size == len(tokenizer)
+    assert tokenizer.chat_template == old.chat_template
+    assert model.generation_config is not None
+
+
+@pytest.mark.parametrize("tie", [None, False])
+def test_what_the_model_says_about_old_tokens_does_not_change(
+    tied: Path, tmp_path: Path, tie: bool | None
+) -> None:
+    expand_vocab(tied, tmp_path / "out", seed=0, tie=tie)
+    before, tokenizer = load(tied)
+    after, _ = load(tmp_path / "out")
+    assert after.dtype == before.dtype == torch.bfloat16
+    length = len(tokenizer)
+    assert torch.equal(text_logits(after, length), text_logits(before, length))
+
+
+def test_new_rows_are_the_mean_of_the_old_ones_and_small_noise(
+    untied: Path, tmp_path: Path
+) -> None:
+    expand_vocab(untied, tmp_path / "out", seed=0, tie=None)
+    model, tokenizer = load(tmp_path / "out")
+    first = CoordVocab.from_tokenizer(tokenizer).ids[0]
+    for module in vocab_modules(model):
+        weight = module.weight.detach().float()
+        old, new = weight[:first], weight[first:]
+        assert torch.allclose(new.mean(dim=0), old.mean(dim=0), atol=1e-3)
+        noise = new - new.mean(dim=0)
+        assert (noise.std() / old.std()).item() == pytest.approx(NOISE, rel=0.05)
+        assert (noise[1:] - noise[:-1]).norm(dim=1).max() < 0.3 * noise.norm(dim=1).mean()
+
+
+def test_a_tied_checkpoint_stays_tied_unless_asked(tied: Path, tmp_path: Path) -> None:
+    expand_vocab(tied, tmp_path / "out", seed=0, tie=True)
+    embedding, head = vocab_modules(load(tmp_path / "out")[0])
+    assert embedding.weight is head.weight
+
+
+def test_untying_copies_the_embedding_into_a_head_of_its_own(tied: Path, tmp_path: Path) -> None:
+    expand_vocab(tied, tmp_path / "out", seed=0, tie=False)
+    embedding, head = vocab_modules(load(tmp_path / "out")[0])
+    assert embedding.weight is not head.weight
+    assert torch.equal(embedding.weight, head.weight)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is False
+
+
+def test_an_untied_head_keeps_its_own_rows(untied: Path, tmp_path: Path) -> None:
+    expand_vocab(untied, tmp_path / "out", seed=0, tie=False)
+    _, old_head = vocab_modules(load(untied)[0])
+    _, head = vocab_modules(load(tmp_path / "out")[0])
+    assert torch.equal(head.weight[: len(old_head.weight)], old_head.weight)
+
+
+def test_tying_an_untied_checkpoint_is_refused(untied: Path, tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="head has weights of its own"):
+        expand_vocab(untied, tmp_path / "out", seed=0, tie=True)
+
+
+def test_padding_beyond_the_tokenizer_is_kept(tmp_path: Path) -> None:
+    plain = make_plain(tmp_path / "plain", tie=True, rows=384)
+    expand_vocab(plain, tmp_path / "out", seed=0, tie=None)
+    model, tokenizer = load(tmp_path / "out")
+    rows = vocab_modules(model)[0].num_embeddings
+    assert rows % 128 == 0
+    assert 0 <= rows - len(tokenizer) < 128
+    assert model.config.get_text_config().vocab_size == rows
+    weight = vocab_modules(model)[0].weight.detach().float()
+    assert weight[len(tokenizer) :].std(dim=0).max() == 0
+
+
+def test_a_text_model_is_expanded_too(tmp_path: Path) -> None:
+    text_tokenizer = make_text_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(text_tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "text")
+    text_tokenizer.save_pretrained(tmp_path / "text")
+    expand_vocab(tmp_path / "text", tmp_path / "out", seed=0, tie=None)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    vocab = CoordVocab.from_tokenizer(tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.vocab_size == vocab.ids[-1] + 1
+
+
+def test_the_same_seed_gives_the_same_weights(tied: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        expand_vocab(tied, tmp_path / name, seed=3, tie=None)
+    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_checkpoint_with_coordinate_tokens_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path / "toy", seed=0)
+    with pytest.raises(ContractError, match="has 1000 coordinate tokens already"):
+        expand_vocab(tmp_path / "toy", tmp_path / "out", seed=0, tie=None)
+
+
+def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="no such folder"):
+        expand_vocab(tmp_path / "none", tmp_path / "out", seed=0, tie=None)
+    with pytest.raises(ContractError, match="no config"):
+        expand_vocab(tmp_path, tmp_path / "out", seed=0, tie=None)
+
+
+def test_a_full_output_folder_is_refused_before_the_source_is_read(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    with pytest.raises(ContractError, match="not an empty directory"):
+        expand_vocab(tmp_path / "none", tmp_path, seed=0, tie=None)
+
+
+def test_a_source_without_im_end_is_refused(tied: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(tied, tmp_path / "source")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = source / name
+        path.write_text(path.read_text().replace("<|im_end|>", "<|stop|>"))
+    with pytest.raises(ContractError, match=re.escape("has no <|im_end|>")):
+        expand_vocab(source, tmp_path / "out", seed=0, tie=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("tokenizer.json", "tokenizer"),
+        ("model.safetensors", "weights"),
+        ("config.json", "config"),
+    ],
+)
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_damaged_source_is_refused(
+    tied: Path, tmp_path: Path, name: str, what: str, damage: str
+) -> None:
+    source = shutil.copytree(tied, tmp_path / "source")
+    if damage == "gone":
+        (source / name).unlink()
+    else:
+        (source / name).write_bytes((source / name).read_bytes()[:100])
+    with pytest.raises(ContractError) as caught:
+        expand_vocab(source, tmp_path / "out", seed=0, tie=None)
+    assert caught.value.where == str(source)
+    assert what in caught.value.found
+    assert not (tmp_path / "out").exists()

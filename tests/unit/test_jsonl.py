@@ -1,0 +1,247 @@
+"""The data file: what is read, and what is refused with file and line."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.coords import coord_token
+from learner.data.jsonl import MAX_SHOWN_ERRORS, read_samples
+from learner.types import GroundTruthObject, Shape
+from shared_contracts.errors import ContractError, ContractErrors
+
+pytestmark = pytest.mark.req("DATA-01")
+
+BOX = {"desc": "cat", "bbox_2d": [1, 2, 3, 4]}
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    return {"images": ["a.png"], "width": 64, "height": 48, "objects": [BOX], **changes}
+
+
+def write(folder: Path, *lines: str | dict[str, Any]) -> Path:
+    """A data file with these lines beside an image `a.png`."""
+    (folder / "a.png").touch()
+    path = folder / "data.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(text + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def problems(path: Path, *, allow_poly: bool = False) -> list[ContractError]:
+    with pytest.raises(ContractErrors) as caught:
+        read_samples(path, allow_poly=allow_poly)
+    return caught.value.errors
+
+
+def the_problem(folder: Path, line: str | dict[str, Any]) -> ContractError:
+    """The one problem of a file whose second line is `line`."""
+    path = write(folder, record(), line)
+    (problem,) = problems(path)
+    assert problem.where == f"{path}:2"
+    return problem
+
+
+def test_a_line_becomes_a_sample_with_absolute_image_paths(tmp_path: Path) -> None:
+    path = write(tmp_path, record(metadata={"split": "day"}))
+    (sample,) = read_samples(path, allow_poly=False)
+    assert sample.sample_id == f"{path}:1"
+    assert sample.images == (tmp_path / "a.png",)
+    assert (sample.width, sample.height) == (64, 48)
+    assert sample.objects == (GroundTruthObject("cat", Shape("bbox_2d", (1, 2, 3, 4))),)
+    assert sample.metadata == {"split": "day"}
+
+
+def test_images_are_found_relative_to_the_file_or_by_absolute_path(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    elsewhere = tmp_path / "b.png"
+    elsewhere.touch()
+    path = write(folder, record(images=["a.png", str(elsewhere)]))
+    (sample,) = read_samples(path, allow_poly=False)
+    assert sample.images == (folder / "a.png", elsewhere)
+
+
+def test_a_relative_data_path_gives_absolute_image_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, record())
+    monkeypatch.chdir(tmp_path)
+    (sample,) = read_samples(Path("data.jsonl"), allow_poly=False)
+    assert sample.images == (tmp_path / "a.png",)
+
+
+def test_numbers_are_rounded_and_coordinate_tokens_are_read(tmp_path: Path) -> None:
+    box = {"desc": "cat", "bbox_2d": [0.6, coord_token(7), 998.7, coord_token(999)]}
+    (sample,) = read_samples(write(tmp_path, record(objects=[box])), allow_poly=False)
+    assert sample.objects[0].shape.coords == (1, 7, 999, 999)
+
+
+def test_an_image_may_show_nothing(tmp_path: Path) -> None:
+    (sample,) = read_samples(write(tmp_path, record(objects=[])), allow_poly=False)
+    assert sample.objects == ()
+
+
+def test_a_polygon_is_read_where_polygons_are_trained(tmp_path: Path) -> None:
+    poly = {"desc": "leaf", "poly": [5, 5, 1, 9, 9, 9]}
+    (sample,) = read_samples(write(tmp_path, record(objects=[poly])), allow_poly=True)
+    assert sample.objects[0].shape == Shape("poly", (5, 5, 1, 9, 9, 9))
+
+
+def test_a_polygon_is_refused_where_only_boxes_are_trained(tmp_path: Path) -> None:
+    poly = {"desc": "leaf", "poly": [5, 5, 1, 9, 9, 9]}
+    problem = the_problem(tmp_path, record(objects=[poly]))
+    assert problem.found == "objects[0] has a poly, and this variant trains boxes only"
+    assert "stage2_rollout_aligned" in problem.do
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        [1, 2, 3],
+        [1, 2, 3, 4, 5],
+        [1, 2, 1000, 4],
+        [-1, 2, 3, 4],
+        [3, 2, 1, 4],
+        [1, 4, 3, 2],
+        [1, 2, 3, "4"],
+        [1, 2, 3, "<|coord_1000|>"],
+        [1, 2, 3, None],
+        [1, 2, 3, True],
+        [1, 2, 3, float("nan")],
+        [1, 2, 3, float("inf")],
+        [1, 2, 3, 999.5],
+        [[1, 2], [3, 4]],
+        "1 2 3 4",
+        None,
+        {},
+    ],
+)
+def test_a_box_that_is_not_one_is_refused(tmp_path: Path, box: Any) -> None:
+    problem = the_problem(tmp_path, record(objects=[BOX, {"desc": "cat", "bbox_2d": box}]))
+    assert problem.found.startswith("objects[1].bbox_2d is ")
+    assert "x1 <= x2" in problem.do
+
+
+@pytest.mark.parametrize("poly", [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 1000]])
+def test_a_polygon_needs_three_points_within_the_image(tmp_path: Path, poly: list[int]) -> None:
+    path = write(tmp_path, record(objects=[{"desc": "leaf", "poly": poly}]))
+    (problem,) = problems(path, allow_poly=True)
+    assert problem.found.startswith("objects[0].poly is ")
+
+
+@pytest.mark.parametrize(
+    ("item", "found"),
+    [
+        ({"desc": "cat"}, "objects[0] has nothing beside its desc"),
+        ({"desc": "cat", "bbox": [1, 2, 3, 4]}, "objects[0] has bbox beside its desc"),
+        (
+            {**BOX, "poly": [1, 2, 3, 4, 5, 6]},
+            "objects[0] has bbox_2d, poly beside its desc",
+        ),
+        ({**BOX, "score": 1}, "objects[0] has bbox_2d, score beside its desc"),
+        ({**BOX, "desc": "  "}, 'objects[0].desc is "  "'),
+        ({**BOX, "desc": 3}, "objects[0].desc is 3"),
+        ({"bbox_2d": [1, 2, 3, 4]}, "objects[0].desc is missing"),
+        ("cat", 'objects[0] is "cat"'),
+    ],
+)
+def test_an_object_has_a_description_and_one_geometry(
+    tmp_path: Path, item: Any, found: str
+) -> None:
+    assert the_problem(tmp_path, record(objects=[item])).found == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"width": 0}, "width is 0"),
+        ({"height": 4.5}, "height is 4.5"),
+        ({"width": True}, "width is true"),
+        ({"height": None}, "height is missing"),
+        ({"images": []}, "images is []"),
+        ({"images": "a.png"}, 'images is "a.png"'),
+        ({"images": [""]}, 'images is [""]'),
+        ({"objects": None}, "objects is missing"),
+        ({"metadata": 3}, "metadata is 3"),
+        ({"object": [], "note": ""}, "unknown keys note, object"),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], found: str) -> None:
+    assert the_problem(tmp_path, record(**changes)).found == found
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('{"images": [', "not JSON (Expecting value)"),
+        ("", "not JSON (Expecting value)"),
+        ("[1]", "found [1]"),
+        ("[" * 100_000, "not JSON (nested too deeply)"),
+    ],
+)
+def test_a_line_that_is_no_json_object_is_refused(tmp_path: Path, line: str, found: str) -> None:
+    assert the_problem(tmp_path, line).found.startswith(found)
+
+
+def test_a_missing_image_is_named_with_the_place_it_was_looked_for(tmp_path: Path) -> None:
+    problem = the_problem(tmp_path, record(images=["nowhere/b.png"]))
+    assert problem.found == f"image 'nowhere/b.png' is not at {tmp_path}/nowhere/b.png"
+
+
+def test_every_problem_of_a_file_is_reported_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, record(width=0, objects=[{"desc": ""}]), record(), "{", record(height=0))
+    assert [p.where.rpartition(":")[2] for p in problems(path)] == ["1", "1", "1", "3", "4"]
+
+
+def test_a_long_list_of_problems_is_cut_and_counted(tmp_path: Path) -> None:
+    found = problems(write(tmp_path, *[record(width=0)] * (MAX_SHOWN_ERRORS + 5)))
+    assert len(found) == MAX_SHOWN_ERRORS + 1
+    assert found[-1].found == f"5 more problems ({MAX_SHOWN_ERRORS + 5} in all)"
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="there is no such file"):
+        read_samples(tmp_path / "data.jsonl", allow_poly=False)
+
+
+def test_a_folder_is_not_a_data_file(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="not a file"):
+        read_samples(tmp_path, allow_poly=False)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "  \n\n"])
+def test_a_file_without_samples_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ContractError, match="no samples"):
+        read_samples(path, allow_poly=False)
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ContractError, match="not UTF-8"):
+        read_samples(path, allow_poly=False)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@given(key=st.sampled_from(["images", "width", "height", "objects", "metadata"]), value=JSON_VALUES)
+def test_any_json_value_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, key: str, value: Any
+) -> None:
+    path = write(tmp_path_factory.mktemp("data"), record(**{key: value}))
+    with suppress(ContractErrors):
+        (sample,) = read_samples(path, allow_poly=True)
+        assert sample.width > 0
+        assert sample.images

@@ -1,0 +1,156 @@
+"""The toy scenes: the same each time, in the data format, boxes around what is drawn."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from pycocotools.coco import COCO
+
+from learner.coords import encode_bin
+from learner.data.coco import to_coco
+from learner.data.jsonl import read_samples
+from learner.data.toy import (
+    DESCRIPTIONS,
+    IMAGE_SIDE,
+    MAX_OBJECTS,
+    MIN_OBJECT_SIDE,
+    ToyData,
+    make_data,
+    make_scene,
+)
+from learner.publish import publish_directory
+from learner.types import GroundTruthObject, Sample, Shape
+from shared_contracts.errors import ContractError
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> ToyData:
+    return make_data(tmp_path_factory.mktemp("toy") / "data", train=30, val=20, seed=0)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_the_same_seed_gives_the_same_bytes(toy: ToyData, tmp_path: Path) -> None:
+    make_data(tmp_path / "again", train=30, val=20, seed=0)
+    assert contents(tmp_path / "again") == contents(toy.train_jsonl.parent)
+
+
+def test_another_seed_gives_other_scenes(toy: ToyData, tmp_path: Path) -> None:
+    other = make_data(tmp_path / "other", train=30, val=20, seed=1)
+    assert other.train_jsonl.read_bytes() != toy.train_jsonl.read_bytes()
+
+
+def test_more_scenes_keep_the_first_ones(toy: ToyData, tmp_path: Path) -> None:
+    more = make_data(tmp_path / "more", train=31, val=1, seed=0)
+    assert more.train_jsonl.read_bytes().startswith(toy.train_jsonl.read_bytes())
+
+
+def test_training_and_held_out_scenes_differ(toy: ToyData) -> None:
+    train = {s.objects for s in read_samples(toy.train_jsonl, allow_poly=False)}
+    val = {s.objects for s in read_samples(toy.val_jsonl, allow_poly=False)}
+    assert not train & val
+
+
+@pytest.mark.req("DATA-01")
+def test_the_files_are_in_the_data_format_with_paths_relative_to_them(toy: ToyData) -> None:
+    samples = read_samples(toy.val_jsonl, allow_poly=False)
+    assert len(samples) == 20
+    assert all(1 <= len(s.objects) <= MAX_OBJECTS for s in samples)
+    assert {o.desc for s in samples for o in s.objects} <= set(DESCRIPTIONS)
+    first = json.loads(toy.val_jsonl.read_text().splitlines()[0])
+    assert first["images"] == ["images/val/00000.png"]
+    with Image.open(samples[0].images[0]) as image:
+        assert image.size == (samples[0].width, samples[0].height)
+
+
+def test_boxes_hold_exactly_the_drawn_pixels() -> None:
+    for seed in range(50):
+        image, objects = make_scene(np.random.default_rng(seed))
+        pixels = np.asarray(image)
+        drawn = (pixels != pixels[..., :1]).any(axis=-1)
+        for o in objects:
+            x1, y1, x2, y2 = o.box
+            inside = drawn[y1:y2, x1:x2]
+            edges = (inside[0], inside[-1], inside[:, 0], inside[:, -1])
+            assert all(edge.any() for edge in edges)
+            drawn[y1:y2, x1:x2] = False
+        assert not drawn.any()
+
+
+def test_objects_are_apart_large_and_in_order_from_the_left() -> None:
+    for seed in range(50):
+        _, objects = make_scene(np.random.default_rng(seed))
+        assert [o.box for o in objects] == sorted(o.box for o in objects)
+        canvas = np.zeros((IMAGE_SIDE, IMAGE_SIDE), dtype=int)
+        for o in objects:
+            x1, y1, x2, y2 = o.box
+            assert min(x2 - x1, y2 - y1) >= MIN_OBJECT_SIDE
+            canvas[y1:y2, x1:x2] += 1
+        assert canvas.max() == 1
+
+
+@pytest.mark.req("DATA-02")
+def test_the_far_edge_of_the_image_is_bin_999(toy: ToyData) -> None:
+    assert encode_bin(IMAGE_SIDE / IMAGE_SIDE) == 999
+    samples = read_samples(toy.train_jsonl, allow_poly=False)
+    coords = [k for s in samples for o in s.objects for k in o.shape.coords]
+    assert {encode_bin(v / IMAGE_SIDE) for v in range(IMAGE_SIDE + 1)} >= set(coords)
+
+
+def test_pycocotools_reads_the_export(toy: ToyData) -> None:
+    coco = COCO(str(toy.coco_val))
+    samples = read_samples(toy.val_jsonl, allow_poly=False)
+    assert len(coco.getImgIds()) == len(samples)
+    names = {c["id"]: c["name"] for c in coco.loadCats(coco.getCatIds())}
+    for image_id, sample in enumerate(samples, start=1):
+        (image,) = coco.loadImgs([image_id])
+        assert toy.coco_val.parent / image["file_name"] == sample.images[0]
+        annotations = coco.loadAnns(coco.getAnnIds(imgIds=[image_id]))
+        assert [names[a["category_id"]] for a in annotations] == [o.desc for o in sample.objects]
+
+
+@pytest.mark.req("DATA-02")
+def test_coco_boxes_are_pixels_of_the_original_image() -> None:
+    shape = Shape("bbox_2d", (0, 333, 999, 666))
+    sample = Sample("s", (Path("/data/a.png"),), 300, 90, (GroundTruthObject("cat", shape),))
+    exported = to_coco([sample], Path("/data"))
+    assert exported["images"][0]["file_name"] == "a.png"
+    assert exported["annotations"][0]["bbox"] == pytest.approx([0, 30, 300, 30])
+    assert exported["annotations"][0]["area"] == pytest.approx(9000)
+
+
+def test_an_image_elsewhere_keeps_its_absolute_path_in_the_export() -> None:
+    sample = Sample("s", (Path("/other/a.png"),), 10, 10, ())
+    assert to_coco([sample], Path("/data"))["images"][0]["file_name"] == "/other/a.png"
+
+
+def test_a_folder_with_something_in_it_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    with pytest.raises(ContractError, match="not an empty directory"):
+        make_data(tmp_path, train=1, val=1, seed=0)
+    assert contents(tmp_path) == {"kept": b""}
+
+
+@pytest.mark.parametrize(("train", "val", "seed"), [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
+def test_counts_below_one_are_refused(tmp_path: Path, train: int, val: int, seed: int) -> None:
+    with pytest.raises(ContractError, match="at least"):
+        make_data(tmp_path / "out", train, val, seed)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    with suppress(RuntimeError), publish_directory(out) as part:
+        (part / "first").touch()
+        assert not out.exists()
+        raise RuntimeError
+    assert not list(out.parent.iterdir())
+    with publish_directory(out) as part:
+        (part / "first").touch()
+    assert contents(out.parent) == {"out/first": b""}
