@@ -7,7 +7,7 @@ with a cache of the text of each id. `token_table(tokenizer)` keeps one table pe
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from learner.coords import COORD_BINS, coord_token
@@ -22,7 +22,11 @@ MAX_TOKEN_ID = 2**32 - 1
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that the pure stages use."""
+    """The part of a tokenizer that the pure stages use.
+
+    `decode` gives a str and `convert_tokens_to_ids` an int (or None for no such token);
+    the types are open because transformers declares unions with lists.
+    """
 
     def decode(
         self,
@@ -31,21 +35,22 @@ class Tokenizer(Protocol):
         *,
         skip_special_tokens: bool,
         clean_up_tokenization_spaces: bool,
-    ) -> str:
+    ) -> Any:
         """Text of the ids."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
         """Ids of the text."""
 
-    def convert_tokens_to_ids(self, tokens: str, /) -> int:
+    def convert_tokens_to_ids(self, tokens: str, /) -> Any:
         """Id of one token."""
 
 
 def decode_exactly(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     """Text of the ids, nothing skipped and nothing cleaned up."""
-    return tokenizer.decode(
+    text: str = tokenizer.decode(
         token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
+    return text
 
 
 @dataclass(frozen=True)

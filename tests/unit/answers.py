@@ -5,7 +5,7 @@ import random
 from hypothesis import strategies as st
 
 from learner.coords import coord_token
-from learner.tokens import IM_END, Tokenizer, token_table
+from learner.tokens import IM_END, Tokenizer, decode_exactly, token_table
 from learner.types import GroundTruthObject, Shape
 
 CAT = GroundTruthObject("cat", Shape("bbox_2d", (10, 20, 300, 400)))
@@ -38,9 +38,7 @@ def pieces(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
 
 
 def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    return tokenizer.decode(
-        token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    return decode_exactly(tokenizer, token_ids)
 
 
 DESCRIPTIONS = st.one_of(

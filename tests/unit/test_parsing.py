@@ -73,9 +73,7 @@ def test_a_box_comes_with_its_description_and_the_positions_of_its_tokens(
 def test_a_polygon_has_an_even_number_of_six_or_more_coordinates(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    parsed = parse(
-        tokenizer, with_value(f'{{"desc": "roof", "poly": {coords(1, 2, 3, 4, 5, 6)}}}')
-    )
+    parsed = parse(tokenizer, with_value(f'{{"desc": "roof", "poly": {coords(1, 2, 3, 4, 5, 6)}}}'))
     (found,) = parsed.objects
     assert (found.kind, found.coords) == ("poly", [1, 2, 3, 4, 5, 6])
     assert len(found.coord_token_indices) == 6

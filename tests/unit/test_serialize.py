@@ -73,9 +73,7 @@ def test_geometry_first_puts_the_concrete_key_first_and_names_nothing_geometry()
 @pytest.mark.req("APPEND-01")
 def test_polygons_are_flat() -> None:
     answer = json.loads(serialize_objects([ROOF], "desc_first"))
-    assert answer["object_1"]["poly"] == [
-        f"<|coord_{k}|>" for k in (0, 0, 500, 0, 500, 500)
-    ]
+    assert answer["object_1"]["poly"] == [f"<|coord_{k}|>" for k in (0, 0, 500, 0, 500, 500)]
 
 
 @pytest.mark.req("APPEND-01", "RES-12")

@@ -365,7 +365,7 @@ def test_a_scene_without_objects_teaches_the_empty_answer(
 def test_the_outermost_brace_is_found_by_depth(
     tokenizer: PreTrainedTokenizerFast, text: str, closing: str
 ) -> None:
-    ids = encode(tokenizer, text) + [token_table(tokenizer).vocab.im_end_id]
+    ids = [*encode(tokenizer, text), token_table(tokenizer).vocab.im_end_id]
     closure = locate_closure(ids, tokenizer)
     assert closure is not None
     brace, eos = closure

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from learner.coords import COORD_BINS, coord_token
 from learner.serialize import serialize_objects
 from learner.tokens import IM_END
-from learner.types import GroundTruthObject, Shape
+from learner.types import FieldOrder, GroundTruthObject, Shape
 
 NOUNS = ("cat", "dog", "red square", "stop!", "(car)", 'the "old" door', "chat noir", "猫")
 EMOJI = "😀🙀🚀🛀🌀🍀🎀🏀🐀👀"
@@ -41,10 +41,11 @@ def train_toy_tokenizer(vocab_size: int = 600) -> PreTrainedTokenizerFast:
 
 def _corpus() -> list[str]:
     rng = random.Random(7)
+    orders: tuple[FieldOrder, ...] = ("desc_first", "geometry_first")
     texts = []
     for _ in range(400):
         objects = [_random_object(rng) for _ in range(rng.randrange(6))]
-        order = rng.choice(("desc_first", "geometry_first"))
+        order = rng.choice(orders)
         text = serialize_objects(objects, order)
         compact = json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
         for answer in (text, compact):

@@ -1,0 +1,104 @@
+"""Requests over servers (section 7 of the contract)."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.rollout.distribution import plan_chunks, rank_chunk_size
+from shared_contracts.errors import ContractError
+
+WORLD_SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
+
+
+@pytest.mark.req("DIST-02", "RES-11", "ARCH-02")
+@pytest.mark.parametrize(
+    ("n", "world_sizes", "chunks"),
+    [
+        (7, [1, 1, 1], [range(3), range(3, 6), range(6, 7)]),
+        (4, [2, 2, 2], [range(2), range(2, 4), range(4, 4)]),
+        (1, [1, 1, 1], [range(1), range(1, 1), range(1, 1)]),
+        (5, [4], [range(5)]),
+    ],
+)
+def test_equal_servers_get_chunks_of_the_same_size(
+    n: int, world_sizes: list[int], chunks: list[range]
+) -> None:
+    assert plan_chunks(n, world_sizes) == chunks
+
+
+@pytest.mark.req("DIST-03")
+@pytest.mark.parametrize(
+    ("n", "world_sizes", "sizes"),
+    [
+        (8, [1, 3], [2, 6]),
+        # 10/4 and 30/4: equal fractions, the lower index.
+        (10, [1, 3], [3, 7]),
+        # 7/6, 14/6, 21/6: the largest fraction takes the one left over.
+        (7, [1, 2, 3], [1, 2, 4]),
+        (1, [1, 2, 4], [0, 0, 1]),
+    ],
+)
+def test_unequal_servers_get_their_share(n: int, world_sizes: list[int], sizes: list[int]) -> None:
+    assert [len(chunk) for chunk in plan_chunks(n, world_sizes)] == sizes
+
+
+@pytest.mark.req("DIST-01")
+@pytest.mark.parametrize("world_sizes", [[1], [2, 2], [1, 3]])
+def test_no_requests_are_empty_chunks(world_sizes: list[int]) -> None:
+    assert [len(chunk) for chunk in plan_chunks(0, world_sizes)] == [0] * len(world_sizes)
+
+
+@pytest.mark.req("DIST-01", "DIST-02", "DIST-03")
+@given(st.integers(0, 200), WORLD_SIZES)
+def test_chunks_are_contiguous_and_in_order(n: int, world_sizes: list[int]) -> None:
+    chunks = plan_chunks(n, world_sizes)
+    assert len(chunks) == len(world_sizes)
+    assert [i for chunk in chunks for i in chunk] == list(range(n))
+    assert chunks == plan_chunks(n, list(world_sizes))
+
+
+@pytest.mark.req("DIST-02")
+@given(st.integers(1, 200), st.integers(1, 6), st.integers(1, 8))
+def test_no_equal_chunk_is_larger_than_its_share_rounded_up(
+    n: int, servers: int, size: int
+) -> None:
+    chunks = plan_chunks(n, [size] * servers)
+    assert len(chunks[0]) == -(-n // servers)
+    assert all(len(chunk) <= len(chunks[0]) for chunk in chunks)
+
+
+@pytest.mark.req("DIST-03")
+@given(st.integers(0, 200), WORLD_SIZES.filter(lambda sizes: len(set(sizes)) > 1))
+def test_no_unequal_chunk_is_a_whole_request_off_its_share(n: int, world_sizes: list[int]) -> None:
+    for chunk, size in zip(plan_chunks(n, world_sizes), world_sizes, strict=True):
+        assert abs(len(chunk) - n * size / sum(world_sizes)) < 1
+
+
+@pytest.mark.req("DIST-03", "DIST-04")
+@given(st.integers(1, 8), WORLD_SIZES)
+def test_a_round_of_one_learner_keeps_every_server_within_its_bound(
+    decode_batch_size: int, world_sizes: list[int]
+) -> None:
+    n = rank_chunk_size(decode_batch_size, world_sizes, 1)
+    for chunk, size in zip(plan_chunks(n, world_sizes), world_sizes, strict=True):
+        assert len(chunk) <= decode_batch_size * size
+
+
+@pytest.mark.req("DIST-04", "ARCH-02")
+@pytest.mark.parametrize(
+    ("decode_batch_size", "world_sizes", "ranks", "size"),
+    [(4, [3], 1, 12), (2, [1, 2], 4, 1), (1, [2, 2], 4, 1), (3, [2, 1], 2, 4)],
+)
+def test_ranks_share_the_rollout_devices(
+    decode_batch_size: int, world_sizes: list[int], ranks: int, size: int
+) -> None:
+    assert rank_chunk_size(decode_batch_size, world_sizes, ranks) == size
+
+
+@pytest.mark.req("DIST-04")
+def test_fewer_decoded_sequences_than_learner_ranks_fail_fast_with_three_ways_out() -> None:
+    with pytest.raises(ContractError) as error:
+        rank_chunk_size(1, [1, 1], 4)
+    assert error.value.where == "rollout_matching.decode_batch_size"
+    for way_out in ("more rollout devices", "fewer learner processes", "larger decode_batch_size"):
+        assert way_out in error.value.do

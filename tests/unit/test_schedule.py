@@ -1,0 +1,62 @@
+"""Channel of a step (STEP-01)."""
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.schedule import channel_for_step
+from shared_contracts.errors import ContractError
+
+
+def channels(b_ratio: str | float | Decimal, steps: range) -> str:
+    return "".join(channel_for_step(step, b_ratio) for step in steps)
+
+
+@pytest.mark.req("STEP-01", "ARCH-02")
+@pytest.mark.parametrize(
+    ("b_ratio", "expected"),
+    [
+        (0.5, "ABABABABAB"),
+        (0.0, "AAAAAAAAAA"),
+        (1.0, "BBBBBBBBBB"),
+        (1, "BBBBBBBBBB"),
+        (0.7, "ABBABBABBB"),
+        (0.3, "AAABAABAAB"),
+        ("0.25", "AAABAAABAA"),
+        (Decimal("0.1"), "AAAAAAAAAB"),
+    ],
+)
+def test_channels_of_the_first_steps(b_ratio: float, expected: str) -> None:
+    assert channels(b_ratio, range(10)) == expected
+
+
+@pytest.mark.req("STEP-01")
+@given(st.integers(0, 10**15), st.integers(0, 1000))
+def test_the_ratio_is_the_decimal_that_was_written_at_any_step(step: int, permille: int) -> None:
+    expected = (step + 1) * permille // 1000 > step * permille // 1000
+    assert (channel_for_step(step, permille / 1000) == "B") is expected
+    assert (channel_for_step(step, f"{permille}e-3") == "B") is expected
+
+
+@pytest.mark.req("STEP-01")
+def test_a_tiny_ratio_keeps_all_its_digits() -> None:
+    assert channel_for_step(10**20 - 1, "1e-20") == "B"
+    assert channel_for_step(10**20, "1e-20") == "A"
+
+
+@pytest.mark.req("STEP-01")
+@given(st.integers(0, 10**6), st.integers(0, 100), st.integers(1, 500))
+def test_any_window_has_its_share_of_b_steps(start: int, percent: int, length: int) -> None:
+    n_b = channels(percent / 100, range(start, start + length)).count("B")
+    assert abs(n_b - length * percent / 100) < 1
+
+
+@pytest.mark.req("STEP-01")
+@pytest.mark.parametrize("b_ratio", [-0.1, 1.0001, "nan", "inf", "half", ""])
+def test_a_ratio_outside_of_0_to_1_is_refused(b_ratio: str | float) -> None:
+    with pytest.raises(ContractError) as error:
+        channel_for_step(0, b_ratio)
+    assert error.value.where == "stage2_ab.schedule.b_ratio"
+    assert repr(b_ratio) in error.value.found

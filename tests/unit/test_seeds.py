@@ -1,0 +1,78 @@
+"""Seeds of rollouts (SEED-01)."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.rollout.distribution import plan_chunks
+from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
+
+BASES = st.integers(0, 2**31 - 1)
+
+
+@pytest.mark.req("SEED-01", "ARCH-02")
+def test_the_base_of_a_step_by_hand() -> None:
+    assert rollout_seed_base(123, 7) == 123 + 7 * 1000003
+    assert rollout_seed_base(42, 0) == 42
+    assert rollout_seed_base(2**31 - 1, 1) == 1000002
+
+
+@pytest.mark.req("SEED-01")
+@given(st.integers(0, 2**40), st.integers(0, 10**9))
+def test_the_base_is_31_bits_and_the_same_every_time(training_seed: int, step: int) -> None:
+    base = rollout_seed_base(training_seed, step)
+    assert base == (training_seed + step * 1000003) & 0x7FFFFFFF
+    assert base == rollout_seed_base(training_seed, step)
+
+
+@pytest.mark.req("SEED-01")
+@given(BASES, st.integers(0, 511), st.integers(0, 4095), st.integers(0, 1023))
+def test_a_seed_is_positive_and_fits_the_wire(base: int, micro: int, req: int, rank: int) -> None:
+    assert 1 <= request_seed(rank_seed_base(base, rank), micro, req) <= 2**62
+
+
+@pytest.mark.req("SEED-01")
+@given(BASES, st.integers(0, 10**4), st.integers(0, 10**6), st.integers(0, 10**4))
+def test_seeds_of_a_micro_step_count_up(base: int, micro: int, req: int, i: int) -> None:
+    assert request_seed(base, micro, req + i) == request_seed(base, micro, req) + i
+
+
+@pytest.mark.req("SEED-01")
+@given(BASES, st.integers(1, 60), st.lists(st.integers(1, 4), min_size=1, max_size=5))
+def test_a_request_has_the_same_seed_however_many_servers_there_are(
+    base: int, n: int, world_sizes: list[int]
+) -> None:
+    alone = [request_seed(base, 3, i) for i in range(n)]
+    spread = [
+        request_seed(base, 3, chunk.start) + i  # the server adds i
+        for chunk in plan_chunks(n, world_sizes)
+        for i in range(len(chunk))
+    ]
+    assert spread == alone
+
+
+Place = tuple[int, int, int, int]
+PLACES = st.tuples(
+    st.integers(0, 2**31 - 1), st.integers(0, 1023), st.integers(0, 511), st.integers(0, 4095)
+)
+
+
+@pytest.mark.req("SEED-01")
+@given(PLACES, PLACES)
+def test_no_two_requests_share_a_seed(a: Place, b: Place) -> None:
+    """A place is the step's base, the rank, the micro step and the request."""
+
+    def seed(place: Place) -> int:
+        base, rank, micro, req = place
+        return request_seed(rank_seed_base(base, rank), micro, req)
+
+    assert (seed(a) == seed(b)) == (a == b)
+
+
+@pytest.mark.req("SEED-01")
+def test_neighbours_at_every_border_differ() -> None:
+    base = rollout_seed_base(1, 1)
+    assert request_seed(base, 0, 4095) < request_seed(base, 1, 0)
+    assert request_seed(base, 511, 4095) < request_seed(base + 1, 0, 0)
+    assert request_seed(2**31 - 1, 511, 4095) < request_seed(rank_seed_base(0, 1), 0, 0)
+    assert rank_seed_base(base, 0) == base
