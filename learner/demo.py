@@ -84,6 +84,7 @@ def _server_options(world: World) -> list[str]:
     return [
         *("--model", str(world.model)),
         *("--device", "cpu"),
+        *("--dtype", "float32"),
         *("--max-num-seqs", str(DECODE_BATCH_SIZE)),
         *("--allowed-media-dir", str(world.data)),
     ]

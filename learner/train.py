@@ -177,6 +177,7 @@ def build_trainer(
         model=loaded.model,
         args=training_arguments(config, folder),
         train_dataset=inputs.train,
+        eval_dataset=inputs.val or None,
         data_collator=list,
         processing_class=loaded.processor,
         optimizers=(build_optimizer(loaded.model, config.training), None),

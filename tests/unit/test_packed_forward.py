@@ -38,7 +38,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(checkpoint: Path) -> Qwen3VLForConditionalGeneration:
     loaded = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
     assert isinstance(loaded, Qwen3VLForConditionalGeneration)
-    return loaded.eval()
+    loaded.eval()
+    return loaded
 
 
 @pytest.fixture(scope="module")
