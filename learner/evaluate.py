@@ -1,6 +1,6 @@
 """Score a policy by its rollouts: generate, parse strictly, match, count.
 
-    Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Scores
+Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Scores
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,9 +47,7 @@ class Scores:
         return {f"{prefix}/{name}": float(getattr(self, name)) for name in names}
 
 
-def evaluate(
-    policy: Policy, samples: Sequence[Sample], seed: int, tokenizer: Tokenizer
-) -> Scores:
+def evaluate(policy: Policy, samples: Sequence[Sample], seed: int, tokenizer: Tokenizer) -> Scores:
     """Roll out every sample with the newest weights and score the answers."""
     policy.push_if_stale()
     outputs = policy.answer(samples, seed)

@@ -44,4 +44,3 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.O
         ],
         betas=(training.adam_beta1, training.adam_beta2),
     )
-

@@ -75,9 +75,7 @@ def _table(logs: dict[str, Any]) -> Table:
 
 
 def _line(step: int, total: int, logs: dict[str, Any]) -> str:
-    seconds = " ".join(
-        f"{p} {logs[f'time/{p}_s']:.2f}s" for p in _PHASES if f"time/{p}_s" in logs
-    )
+    seconds = " ".join(f"{p} {logs[f'time/{p}_s']:.2f}s" for p in _PHASES if f"time/{p}_s" in logs)
     rate = logs.get("rollout/per_second")
     tail = f", {rate:.1f} rollouts/s" if rate else ""
     return f"step {step}/{total} channel {_channel(logs)} loss {logs['loss']:.4f} {seconds}{tail}"

@@ -1,9 +1,9 @@
 """The run folder: what was asked, with what, and a line of numbers per logged step.
 
-    <output_dir>/resolved_config.yaml   the config as it was understood
-    <output_dir>/run.json               versions, commit, command, servers
-    <output_dir>/metrics.jsonl          one JSON object per logged step
-    <output_dir>/tensorboard/           the same numbers for TensorBoard
+<output_dir>/resolved_config.yaml   the config as it was understood
+<output_dir>/run.json               versions, commit, command, servers
+<output_dir>/metrics.jsonl          one JSON object per logged step
+<output_dir>/tensorboard/           the same numbers for TensorBoard
 """
 
 import json
