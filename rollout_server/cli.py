@@ -4,15 +4,13 @@
 only once the options are known to be good.
 """
 
-import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
-from shared_contracts.errors import ContractError, ContractErrors
-
-EXIT_CONTRACT = 2
+from shared_contracts.cli import run_cli
+from shared_contracts.errors import ContractError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -62,6 +60,9 @@ def serve(
         float | None, typer.Option(help="Time running calls have after SIGTERM [10].")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one [0].")] = None,
+    parent_pid: Annotated[
+        int | None, typer.Option(help="Stop when this process, our parent, has ended.")
+    ] = None,
     log_level: Annotated[
         str | None, typer.Option(help="debug, info (default), warning or error.")
     ] = None,
@@ -76,11 +77,14 @@ def serve(
 
 def _serve(config: Path | None, options: dict[str, Any]) -> int:
     from rollout_server.engine_env import apply_engine_environment
+    from rollout_server.orphans import stop_with
     from rollout_server.preflight import bind, check_settings
     from rollout_server.settings import load_settings
 
     settings = load_settings(config, options)
     check_settings(settings)
+    if settings.parent_pid is not None:
+        stop_with(settings.parent_pid)
     listener = bind(settings.host, settings.port)
     apply_engine_environment(settings)
     from rollout_server.serve import serve as run  # FastAPI and torch: after the checks
@@ -97,17 +101,6 @@ def _gpu_list(text: str | None) -> list[int] | None:
         raise ContractError("--gpus", f"{text!r} is no list of ids", "Write 0,1,2") from None
 
 
-def main() -> NoReturn:
-    """Console entry: a broken contract is three lines on stderr and exit code 2."""
-    try:
-        app()
-    except ContractErrors as errors:
-        for error in errors.errors:
-            _print(error)
-    except ContractError as error:
-        _print(error)
-    sys.exit(EXIT_CONTRACT)
-
-
-def _print(error: ContractError) -> None:
-    print(f"error: {error.where}\nfound: {error.found}\ndo: {error.do}", file=sys.stderr)
+def main() -> None:
+    """Console entry: a broken contract is a three-part message and exit code 2."""
+    run_cli(app)

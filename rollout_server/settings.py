@@ -18,6 +18,7 @@ class ServerSettings(BaseModel):
     model: checkpoint directory.
     gpus: physical GPU ids; each replica takes `tensor_parallel_size` of them in order.
     replicas: engines on the CPU; on GPUs it follows from `gpus`.
+    dtype: auto is the checkpoint's own on the CPU; vLLM makes bfloat16 of float32 on GPUs.
     max_num_seqs: most sequences decoded at once per replica (`decode_batch_size`).
     max_num_batched_tokens: most tokens in one forward; null means enough for a full
         context, and on the CPU for several prompts.
@@ -26,6 +27,7 @@ class ServerSettings(BaseModel):
     weight_transport: null means `gloo` on the CPU and `nccl` on GPUs.
     grace_seconds: how long running calls may take to finish after SIGTERM.
     seed: of the engine, for requests that bring none.
+    parent_pid: the process that started the server; it stops when that one ends.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -48,6 +50,7 @@ class ServerSettings(BaseModel):
     weight_transport: Literal["gloo", "nccl"] | None = None
     grace_seconds: float = Field(default=10.0, ge=0.0)
     seed: int = Field(default=0, ge=0)
+    parent_pid: int | None = Field(default=None, ge=1)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="after")

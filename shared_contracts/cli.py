@@ -20,4 +20,4 @@ def run_cli(app: Callable[[], object]) -> None:
 def describe(error: ContractError) -> str:
     """The message of an error, or of each of several."""
     errors = error.errors if isinstance(error, ContractErrors) else [error]
-    return "\n".join(f"error: {e.where}\n  found: {e.found}\n  to do: {e.do}" for e in errors)
+    return "\n".join(f"error: {e.where}\n  found: {e.found}\n  do: {e.do}" for e in errors)

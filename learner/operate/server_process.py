@@ -1,5 +1,6 @@
 """A rollout server as a child process, owned and stopped by whoever started it."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -40,7 +41,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "rollout_server", "serve", "--port", str(port)]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [*command, "--die-with-parent", *options],
+                [*command, "--parent-pid", str(os.getpid()), *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
