@@ -11,7 +11,7 @@ fault), `EngineDead` (the process is gone) and `WeightPhaseFailed` (a phase of a
 update failed in a worker).
 """
 
-import logging
+import json
 import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -37,8 +37,6 @@ from rollout_server.engine_types import (
 )
 from rollout_server.settings import ServerSettings
 from shared_contracts.infer import RequestConfig
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -182,6 +180,7 @@ def _cpu_args(settings: ServerSettings) -> dict[str, Any]:
         tokens = max(CPU_BATCHED_TOKENS, settings.max_model_len)
     return {
         "max_num_batched_tokens": tokens,
+        "dtype": _cpu_dtype(settings),
         # Seeded requests and chunked prefill together kill the CPU engine.
         "enable_chunked_prefill": False,
         "enforce_eager": True,
@@ -189,6 +188,14 @@ def _cpu_args(settings: ServerSettings) -> dict[str, Any]:
         # The worker lives in the engine process: one process less to start.
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
     }
+
+
+def _cpu_dtype(settings: ServerSettings) -> str:
+    """`auto` is the checkpoint's own type; vLLM would make bfloat16 of float32."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    config = json.loads((settings.model / "config.json").read_text(encoding="utf-8"))
+    return str(config.get("dtype") or config.get("torch_dtype") or "auto")
 
 
 def _gpu_args(settings: ServerSettings, index: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None:
         return
+    assert parent.pid is not None
     _signal_at_death_of(parent.pid, signal.SIGKILL)
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollout_server.settings import ServerSettings
@@ -46,7 +47,7 @@ def check_checkpoint(model: Path) -> None:
         )
 
 
-def check_gpus(gpus: list[int]) -> None:
+def check_gpus(gpus: Sequence[int]) -> None:
     present = len(list(GPU_DEVICES.iterdir())) if GPU_DEVICES.is_dir() else 0
     missing = [gpu for gpu in gpus if gpu >= present or gpu < 0]
     if missing:

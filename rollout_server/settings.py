@@ -1,18 +1,19 @@
 """The server's settings: one typed class; every field is an option and a YAML key."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from shared_contracts.errors import ContractError, ContractErrors
-from shared_contracts.weights import Transport
+from shared_contracts.strict_model import Refusal, StrictModel, contract_errors
 
 Device = Literal["cpu", "gpu"]
+AnyPath = Annotated[Path, Field(strict=False)]
 
 
-class ServerSettings(BaseModel):
+class ServerSettings(StrictModel):
     """What `rollout-server serve` can be told.
 
     model: checkpoint directory.
@@ -30,11 +31,9 @@ class ServerSettings(BaseModel):
     parent_pid: the process that started the server; it stops when that one ends.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    model: Path
+    model: AnyPath
     device: Device = "gpu"
-    gpus: list[int] = Field(default_factory=list)
+    gpus: tuple[int, ...] = Field(default=(), strict=False)
     replicas: int | None = Field(default=None, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     host: str = "127.0.0.1"
@@ -46,7 +45,7 @@ class ServerSettings(BaseModel):
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     enable_prefix_caching: bool = True
     kv_cache_gib: float = Field(default=1.0, gt=0.0)
-    allowed_media_dirs: list[Path] = Field(default_factory=list)
+    allowed_media_dirs: tuple[AnyPath, ...] = Field(default=(), strict=False)
     weight_transport: Literal["gloo", "nccl"] | None = None
     grace_seconds: float = Field(default=10.0, ge=0.0)
     seed: int = Field(default=0, ge=0)
@@ -55,26 +54,28 @@ class ServerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _devices_fit(self) -> "ServerSettings":
-        if self.device == "cpu" and self.gpus:
-            raise ValueError("gpus: device is cpu; leave gpus out or set device to gpu")
         if self.device == "gpu":
             self._check_gpus()
-        if self.device == "cpu" and self.weight_transport not in (None, "gloo"):
-            raise ValueError(f"weight_transport: {self.weight_transport} needs GPUs; use gloo")
+            return self
+        if self.gpus:
+            raise Refusal("GPUs are given, but device is cpu", "Leave them out", "gpus")
+        if self.weight_transport == "nccl":
+            raise Refusal("nccl needs GPUs, and device is cpu", "Use gloo", "weight_transport")
         return self
 
     def _check_gpus(self) -> None:
         if not self.gpus:
-            raise ValueError("gpus: none given; name them (0,1,2) or set device to cpu")
+            raise Refusal("none given", "Name them (0,1,2), or set device to cpu", "gpus")
         if len(set(self.gpus)) != len(self.gpus):
-            raise ValueError(f"gpus: {self.gpus} names one twice; name each GPU once")
+            raise Refusal(f"{list(self.gpus)} names one twice", "Name each GPU once", "gpus")
         if len(self.gpus) % self.tensor_parallel_size:
-            raise ValueError(
-                f"gpus: {len(self.gpus)} do not split into groups of "
-                f"tensor_parallel_size={self.tensor_parallel_size}; give a multiple of it"
+            raise Refusal(
+                f"{len(self.gpus)} GPUs do not split into groups of {self.tensor_parallel_size}",
+                "Give a multiple of tensor_parallel_size",
+                "gpus",
             )
-        if self.replicas not in (None, len(self.gpus) // self.tensor_parallel_size):
-            raise ValueError("replicas: follows from gpus; leave it out")
+        if self.replicas is not None:
+            raise Refusal("follows from gpus on GPUs", "Leave it out", "replicas")
 
     @property
     def num_replicas(self) -> int:
@@ -88,49 +89,36 @@ class ServerSettings(BaseModel):
         return self.num_replicas * self.tensor_parallel_size
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> Literal["gloo", "nccl"]:
         return self.weight_transport or ("gloo" if self.device == "cpu" else "nccl")
 
     def gpus_of(self, replica: int) -> list[int]:
         size = self.tensor_parallel_size
-        return self.gpus[replica * size : (replica + 1) * size]
+        return list(self.gpus[replica * size : (replica + 1) * size])
 
 
 def load_settings(config: Path | None, options: dict[str, Any]) -> ServerSettings:
     """Merge a YAML file of settings with command-line options (options win) and validate.
 
-    Raises ContractErrors naming every bad field with the file or option it came from.
+    Raises ContractErrors naming every bad field.
     """
     from_file = _read_yaml(config) if config is not None else {}
     given = {name: value for name, value in options.items() if value is not None}
     try:
         return ServerSettings.model_validate(from_file | given)
     except ValidationError as error:
-        raise ContractErrors(
-            [_as_contract_error(e, config, given) for e in error.errors()]
-        ) from None
+        raise ContractErrors(contract_errors(error, ServerSettings)) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    where = f"--config {path}"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ContractError(where, f"cannot be read ({error.strerror})", "Give a file") from None
-    except yaml.YAMLError as error:
-        raise ContractError(where, f"is not YAML ({error})", "Fix its syntax") from None
+        raise ContractError(
+            "--config", f"{path} cannot be read ({error.strerror})", "Name a readable file"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ContractError("--config", f"{path} is not YAML ({error})", "Correct it") from None
     if not isinstance(content, dict):
-        raise ContractError(where, "is not a mapping", "Write `field: value` lines")
+        raise ContractError("--config", f"{path} holds no mapping", "Write `field: value` lines")
     return content
-
-
-def _as_contract_error(error: Any, config: Path | None, given: dict[str, Any]) -> ContractError:
-    field = ".".join(str(part) for part in error["loc"])
-    message = str(error["msg"]).removeprefix("Value error, ")
-    if not field:  # from _devices_fit, which writes "field: found; do"
-        field, _, message = message.partition(": ")
-    found, _, do = message.partition("; ")
-    source = f"--config {config}" if config is not None and field not in given else "rollout-server"
-    if error["type"] == "extra_forbidden":
-        found, do = "is no setting of the server", "See `rollout-server serve --help`"
-    return ContractError(f"{source}: {field}", found, do or "See `rollout-server serve --help`")
