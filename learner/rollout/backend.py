@@ -7,6 +7,19 @@ from learner.types import RolloutOutput
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 
 
+class WeightChannel(Protocol):
+    """Puts the training weights into one server."""
+
+    def connect(self) -> None:
+        """Form the weight group; idempotent."""
+
+    def push(self, version: int) -> object:
+        """Make `version` the server's weights."""
+
+    def close(self) -> None:
+        """Leave the group; idempotent."""
+
+
 class RolloutBackend(Protocol):
     """Generates rollouts with the newest pushed weights."""
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from learner.rollout.backend import WeightChannel
 from learner.rollout.client import RolloutClient
 from learner.rollout.distribution import plan_chunks, rank_chunk_size
-from learner.sync.push import WeightPusher
 from learner.types import RolloutOutput
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
 
@@ -13,23 +13,26 @@ from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, Ro
 class ServerBackend:
     """Spreads rollouts over servers in contiguous chunks and keeps their order and seeds.
 
-    clients, pushers: one per server, in the order of `servers[]`.
+    clients, weights: one per server, in the order of `servers[]`.
     decode_batch_size: most sequences decoded at once per rollout GPU (DIST-04).
     """
 
     def __init__(
-        self, clients: list[RolloutClient], pushers: list[WeightPusher], decode_batch_size: int
+        self,
+        clients: Sequence[RolloutClient],
+        weights: Sequence[WeightChannel],
+        decode_batch_size: int,
     ) -> None:
         self._clients = clients
-        self._pushers = pushers
+        self._weights = weights
         self._world_sizes = [client.world_size() for client in clients]
         self._round = rank_chunk_size(decode_batch_size, self._world_sizes, learner_world_size=1)
         self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="rollout")
 
     def connect(self) -> int:
         """Form the weight group with every server; returns their newest weights version."""
-        for pusher in self._pushers:
-            pusher.connect()
+        for channel in self._weights:
+            channel.connect()
         return max(client.health().weights_version for client in self._clients)
 
     def rollout(
@@ -43,12 +46,12 @@ class ServerBackend:
 
     def push_weights(self, version: int) -> None:
         """Push to all servers at the same time."""
-        for future in [self._threads.submit(p.push, version) for p in self._pushers]:
+        for future in [self._threads.submit(c.push, version) for c in self._weights]:
             future.result()
 
     def close(self) -> None:
-        for pusher in self._pushers:
-            pusher.close()
+        for channel in self._weights:
+            channel.close()
         for client in self._clients:
             client.close()
         self._threads.shutdown()
