@@ -104,9 +104,7 @@ class SegmentBuffer(Generic[Segment]):
     def take_pack(self) -> list[Segment]:
         """Segments of the next pack, oldest first; they leave the buffer."""
         chosen = select_segments([length for length, _ in self._waiting], self._capacity)
-        pack = [self._waiting[i][1] for i in chosen]
-        self._waiting = [item for i, item in enumerate(self._waiting) if i not in set(chosen)]
-        return pack
+        return [self._waiting.pop(i)[1] for i in reversed(chosen)][::-1]
 
 
 # ---- the pool of a step --------------------------------------------------------------

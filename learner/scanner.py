@@ -42,9 +42,9 @@ class Entry:
     is_object: the value is `{...}`.
     well_led: exactly one comma (none for the first entry), a key and a colon came before
         the value.
-    strings: opening and closing quotes of each string in the object.
-    bare_coords: coordinate tokens in the object that stand outside of strings.
-    nested: braces open inside the object, or brackets more than `MAX_BRACKETS` deep.
+    strings, bare_coords, nested: of a well-led object only: the opening and closing quotes
+        of each string in it, the coordinate tokens in it that stand outside of strings,
+        and whether braces open inside it or brackets more than `MAX_BRACKETS` deep.
     """
 
     key: str
@@ -205,10 +205,6 @@ class Scanner:
         self._draft.well_led &= self._next is _Next.VALUE
         self._draft.value_start = spot
         self._draft.start = self._draft.start or spot
-        self._draft.strings = []
-        self._draft.bare_coords = []
-        self._draft.brackets = 0
-        self._draft.nested = False
 
     def _take_plain_value(self, start: Spot, end: Spot) -> None:
         """A part of a value that is no object, or garbage where no value can be."""

@@ -149,7 +149,7 @@ def _entry_spans(
     spans = []
     start = 0
     for last, _ in parsed.entry_ends:
-        spans.append((min(start, last), last + 1))
+        spans.append((start, last + 1))
         (piece,) = token_table(tokenizer).pieces([token_ids[last]], tokenizer)
         start = last + 1 if piece.endswith("}") else last
     return spans

@@ -1,14 +1,19 @@
-"""Tokenizers that the tests of the pure stages share."""
+"""Tokenizers that the tests of the pure stages share, and how hypothesis runs."""
 
 from importlib.resources import files
 
 import pytest
+from hypothesis import settings
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from learner.coords import COORD_BINS, coord_token
 from learner.tokens import IM_END
 from tests.unit.toy_bpe import train_toy_tokenizer
+
+# The same examples in every run, on a machine of any speed.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

@@ -25,9 +25,7 @@ from tests.unit.answers import (
 from tests.unit.toy_bpe import train_toy_tokenizer
 
 BOX = coords(10, 20, 300, 400)
-FUZZ = settings(
-    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+FUZZ = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 
 
 def parse(
@@ -191,6 +189,9 @@ DROPPED = {
     '{"desc": "cat", "bbox_2d": [<|coord_1|><|coord_2|>, <|coord_3|>, <|coord_4|>]}': (
         "key_invalid"
     ),
+    '{"desc": "cat", "bbox_2d": [5<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>]}': (
+        "key_invalid"
+    ),
     # not a dict
     BOX: "key_invalid",
     '[{"desc": "cat"}]': "key_invalid",
@@ -225,6 +226,7 @@ DROPPED = {
     f'{{"desc": "cat", "geometry": {BOX}}}': "unknown_geom",
     # coordinates
     '{"desc": "cat", "bbox_2d": [1, 2, 3, 4]}': "non_coord_token",
+    '{"desc": "cat", "bbox_2d": [' + "9" * 5000 + "]}": "non_coord_token",
     '{"desc": "cat", "bbox_2d": ["1", "2", "3", "4"]}': "non_coord_token",
     '{"desc": "cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", 4]}': (
         "non_coord_token"
@@ -328,12 +330,25 @@ def test_a_repeated_key_is_invalid(tokenizer: PreTrainedTokenizerFast, first: st
 
 
 @pytest.mark.req("PARSE-04")
-@pytest.mark.parametrize("between", [" ", ",,", ", 5,", ", nonsense ", ": ", ', "loose" ', ", 🚀"])
+@pytest.mark.parametrize(
+    "between", [" ", ",,", ", 5,", ", nonsense ", ": ", ', "loose" ', ", 🚀", ", ] "]
+)
 def test_an_object_that_is_not_led_up_to_by_one_comma_and_a_key_is_invalid(
     tokenizer: PreTrainedTokenizerFast, between: str
 ) -> None:
     parsed = parse(tokenizer, "{" + entry(1) + between + entry(2) + ", " + entry(3) + "}")
     assert parsed.dropped == [("object_2", "key_invalid")]
+    assert [found.index for found in parsed.objects] == [1, 3]
+
+
+@pytest.mark.req("PARSE-04")
+@pytest.mark.parametrize("between", ["", " ", "::", ": 5 ", ': "loose" ', ": , ", ", "])
+def test_an_object_that_does_not_follow_its_key_and_one_colon_is_invalid(
+    tokenizer: PreTrainedTokenizerFast, between: str
+) -> None:
+    apart = f'"object_2"{between}{{"desc": "cat", "bbox_2d": {BOX}}}'
+    parsed = parse(tokenizer, "{" + entry(1) + ", " + apart + ", " + entry(3) + "}")
+    assert ("object_2", "key_invalid") in parsed.dropped
     assert [found.index for found in parsed.objects] == [1, 3]
 
 

@@ -41,9 +41,7 @@ from tests.unit.answers import (
     text_of,
 )
 
-FUZZ = settings(
-    max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+FUZZ = settings(max_examples=120, suppress_health_check=list(HealthCheck))
 
 
 def matched(pairs: list[tuple[int, int]], n_predicted: int, n_truth: int) -> MatchResult:
