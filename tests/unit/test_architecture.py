@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def drawn_arrows() -> Iterator[tuple[str, str, str]]:
             package = ""
         elif "-->" in line:
             names = [name.strip() for name in line.split("-->")]
-            yield from ((package, a, b) for a, b in zip(names, names[1:], strict=False))
+            yield from ((package, a, b) for a, b in pairwise(names))
 
 
 def package_of(room: str) -> str:
