@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
 from shared_contracts.errors import ContractError, Problem, ProblemError
 from shared_contracts.infer import InferCall, RolloutEnvelope
@@ -26,6 +26,10 @@ from shared_contracts.weights import (
 )
 
 _PROBE_TIMEOUT_S = 10.0
+# The server bounds the phases of a weight update itself; so much longer it may say so.
+_PHASE_MARGIN_S = 30.0
+# What a gateway or a server that is starting says; anything else will not change by waiting.
+_NOT_READY = (502, 503, 504)
 _ENVELOPES = TypeAdapter(list[RolloutEnvelope])
 
 # A dead peer is noticed on an idle connection after about a minute (CFG-06).
@@ -36,7 +40,7 @@ _KEEP_ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 ]
 
-Answer = TypeVar("Answer", bound=BaseModel)
+Answer = TypeVar("Answer")
 
 
 class RolloutClient:
@@ -72,10 +76,11 @@ class RolloutClient:
         """Poll `/health/` until it says 200.
 
         Raises:
-            ContractError: the server was not there or not ready within `timeout_s`.
+            ContractError: the server was not there or not ready within `timeout_s`, or
+                what answers is no rollout server.
         """
         retry = Retrying(
-            retry=retry_if_exception_type((httpx.TransportError, ProblemError)),
+            retry=retry_if_exception(_may_pass),
             stop=stop_after_delay(self.timeout_s),
             wait=wait_exponential(multiplier=0.1, max=2.0),
             reraise=True,
@@ -87,7 +92,7 @@ class RolloutClient:
             waited = time.monotonic() - started
             raise ContractError(
                 f"GET {self.base_url}/health/",
-                f"no healthy answer within {waited:.0f} s ({_reason(error)})",
+                f"no healthy answer in {waited:.0f} s ({_reason(error)})",
                 "Start the server with `rollout-server serve`, or correct "
                 "rollout_matching.vllm.server.servers[].base_url",
             ) from error
@@ -101,47 +106,50 @@ class RolloutClient:
     def infer(self, call: InferCall) -> list[RolloutEnvelope]:
         """Generate; one envelope per request, in order."""
         body = call.model_dump(mode="json", exclude_none=True)
-        answer = self._send("POST", "/infer/", body, self._infer_timeout)
-        return _ENVELOPES.validate_json(answer.content)
+        return self._send("POST", "/infer/", body, self._infer_timeout, _ENVELOPES)
 
     def init_communicator(self, body: InitCommunicator) -> CommunicatorReady:
-        # The server bounds the rendezvous itself; leave it time to say so.
-        return self._post("/init_communicator/", body, CommunicatorReady, body.timeout_s + 30)
+        return self._phase("/init_communicator/", body, CommunicatorReady)
 
     def start_weight_update(self, body: StartWeightUpdate) -> WeightStatus:
-        return self._post("/start_weight_update/", body, WeightStatus)
+        return self._phase("/start_weight_update/", body, WeightStatus)
 
     def update_weights(self, body: UpdateWeights) -> WeightStatus:
-        return self._post("/update_weights/", body, WeightStatus, self.timeout_s + 30)
+        return self._phase("/update_weights/", body, WeightStatus)
 
     def finish_weight_update(self, body: FinishWeightUpdate) -> SyncReport:
-        return self._post("/finish_weight_update/", body, SyncReport)
+        return self._phase("/finish_weight_update/", body, SyncReport)
 
     def close_communicator(self) -> WeightStatus:
-        return WeightStatus.model_validate_json(
-            self._send("POST", "/close_communicator/", None, self.timeout_s).content
-        )
+        return self._phase("/close_communicator/", None, WeightStatus)
 
     def _get(self, path: str, answer: type[Answer]) -> Answer:
-        response = self._send("GET", path, None, min(self.timeout_s, _PROBE_TIMEOUT_S))
-        return answer.model_validate_json(response.content)
+        timeout_s = min(self.timeout_s, _PROBE_TIMEOUT_S)
+        return self._send("GET", path, None, timeout_s, TypeAdapter(answer))
 
-    def _post(
-        self, path: str, body: BaseModel, answer: type[Answer], timeout_s: float | None = None
-    ) -> Answer:
-        response = self._send(
-            "POST", path, body.model_dump(mode="json"), timeout_s or self.timeout_s
-        )
-        return answer.model_validate_json(response.content)
+    def _phase(self, path: str, body: BaseModel | None, answer: type[Answer]) -> Answer:
+        sent = None if body is None else body.model_dump(mode="json")
+        timeout_s = self.timeout_s + _PHASE_MARGIN_S
+        return self._send("POST", path, sent, timeout_s, TypeAdapter(answer))
 
     def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None
-    ) -> httpx.Response:
-        url = f"{self.base_url}{path}"
-        response = self._http.request(method, url, json=body, timeout=timeout_s)
-        if response.is_success:
-            return response
-        raise ProblemError(_problem_of(response, f"{method} {url}"))
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout_s: float | None,
+        answer: TypeAdapter[Answer],
+    ) -> Answer:
+        where = f"{method} {self.base_url}{path}"
+        response = self._http.request(
+            method, f"{self.base_url}{path}", json=body, timeout=timeout_s
+        )
+        if not response.is_success:
+            raise ProblemError(_problem_of(response, where))
+        try:
+            return answer.validate_json(response.content)
+        except ValidationError:
+            raise ProblemError(_foreign(response, where)) from None
 
 
 def _problem_of(response: httpx.Response, where: str) -> Problem:
@@ -149,14 +157,27 @@ def _problem_of(response: httpx.Response, where: str) -> Problem:
     try:
         problem = Problem.model_validate_json(response.content)
     except ValidationError:
-        return Problem(
-            type="about:blank",
-            title=response.reason_phrase or "Error",
-            status=response.status_code,
-            detail=response.text[:200],
-            where=where,
-        )
+        return _foreign(response, where)
     return problem.model_copy(update={"where": f"{where} {problem.where}"})
+
+
+def _foreign(response: httpx.Response, where: str) -> Problem:
+    """An answer that the contract does not know, as a problem that shows its first words."""
+    title = response.reason_phrase or "Error"
+    return Problem(
+        type="about:blank",
+        title="Not an answer of a rollout server" if response.is_success else title,
+        status=response.status_code,
+        detail=response.text[:200],
+        where=where,
+    )
+
+
+def _may_pass(error: BaseException) -> bool:
+    """True for what ends when a server has started."""
+    if isinstance(error, ProblemError):
+        return error.problem.status in _NOT_READY
+    return isinstance(error, httpx.TransportError)
 
 
 def _reason(error: Exception) -> str:

@@ -5,35 +5,49 @@ left behind: the caller raises, tears the group down, and the process can still 
 """
 
 import threading
+import time
 from collections.abc import Callable
 from queue import Empty, Queue
 
+# So long a call may still say why, when the collective beside it has broken.
+REASON_GRACE_S = 3.0
+
 
 def run_together(
-    first: Callable[[], None], second: Callable[[], None], deadline_s: float
+    call: Callable[[], object], collective: Callable[[], object], deadline_s: float
 ) -> BaseException | None:
-    """Run both callables in daemon threads and wait for both.
+    """Run a call of the other side and our half of a collective in daemon threads.
 
-    Returns None when both ended well, else the first error; the other one is abandoned.
-    A `TimeoutError` is returned when `deadline_s` passed first.
+    Returns None when both ended well, else the error; what still runs is abandoned. When
+    the collective breaks, the call has `REASON_GRACE_S` to fail too, and its error is the
+    one returned: the other side knows why it hung up. A `TimeoutError` is returned when
+    `deadline_s` passed first.
     """
-    outcomes: Queue[BaseException | None] = Queue()
+    outcomes: Queue[tuple[bool, BaseException | None]] = Queue()
+    deadline = time.monotonic() + deadline_s
 
-    def run(work: Callable[[], None]) -> None:
+    def run(work: Callable[[], object], is_call: bool) -> None:
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
-            outcomes.put(error)
+            outcomes.put((is_call, error))
         else:
-            outcomes.put(None)
+            outcomes.put((is_call, None))
 
-    for work in (first, second):
-        threading.Thread(target=run, args=(work,), daemon=True).start()
-    for _ in range(2):
+    for work in (call, collective):
+        threading.Thread(target=run, args=(work, work is call), daemon=True).start()
+    for left in (1, 0):
         try:
-            error = outcomes.get(timeout=deadline_s)
+            is_call, error = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
         except Empty:
-            return TimeoutError(f"no answer within {deadline_s:.0f} s")
+            return TimeoutError(f"no answer within {deadline_s:g} s")
         if error is not None:
-            return error
+            return error if is_call or not left else _reason(outcomes) or error
     return None
+
+
+def _reason(outcomes: Queue[tuple[bool, BaseException | None]]) -> BaseException | None:
+    try:
+        return outcomes.get(timeout=REASON_GRACE_S)[1]
+    except Empty:
+        return None

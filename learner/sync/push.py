@@ -79,7 +79,7 @@ class WeightPusher:
         body = InitCommunicator(
             host=_rendezvous_host(self._client.base_url, self._transport),
             port=self._port,
-            world_size=1 + self._client.world_size(),
+            world_size=1 + self._phase("reach", self._client.world_size),
             transport=self._transport,
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._client.timeout_s,
@@ -134,9 +134,9 @@ class WeightPusher:
             raise self._broken("server", phase, error) from error
 
     def _together(
-        self, phase: str, call: Callable[[], object], collective: Callable[[], None]
+        self, phase: str, call: Callable[[], object], collective: Callable[[], object]
     ) -> None:
-        error = run_together(lambda: (call(), None)[1], collective, self._client.timeout_s + 60)
+        error = run_together(call, collective, self._client.timeout_s + 60)
         if error is None:
             return
         side = "server" if isinstance(error, httpx.TransportError | ProblemError) else "learner"

@@ -1,0 +1,156 @@
+"""A rollout server of a few lines: real HTTP on loopback, answers as the test scripts them."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from pydantic import BaseModel
+
+from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
+from shared_contracts.infer import (
+    ChatCompletionResponse,
+    ChatMessage,
+    Choice,
+    RolloutEnvelope,
+    RolloutStamp,
+    Usage,
+)
+from shared_contracts.server_info import Health, ReplicaHealth, WorldSize
+
+# What a route answers: a body alone (200), or a status with a body; text goes out as it is.
+Reply = Any
+Route = Callable[[Any], Reply]
+
+
+class ScriptedServer:
+    """Routes by `METHOD /path/`, each a function of the JSON body; notes every call.
+
+    calls: (route, body) in the order of arrival.
+    """
+
+    def __init__(self, base_url: str) -> None:
+        self.base_url = base_url
+        self.routes: dict[str, Route] = {
+            "GET /health/": lambda _: health(),
+            "GET /get_world_size/": lambda _: WorldSize(world_size=1),
+        }
+        self.calls: list[tuple[str, Any]] = []
+
+    def bodies(self, route: str) -> list[Any]:
+        return [body for called, body in self.calls if called == route]
+
+    def answer(self, route: str, body: Any) -> tuple[int, Any]:
+        self.calls.append((route, body))
+        if route not in self.routes:
+            return 404, Problem.of("not-found", "no such route in this script", route)
+        reply = self.routes[route](body)
+        return reply if isinstance(reply, tuple) else (200, reply)
+
+
+@contextmanager
+def scripted_server() -> Iterator[ScriptedServer]:
+    """Serve on a free loopback port until the block ends."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._serve()
+
+        def do_POST(self) -> None:
+            self._serve()
+
+        def _serve(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = json.loads(content) if content else None
+            status, reply = server.answer(f"{self.command} {self.path}", body)
+            payload = _payload(reply)
+            self.send_response(status)
+            self.send_header("Content-Type", _content_type(reply))
+            self.send_header("Content-Length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        def log_message(self, *_: object) -> None:
+            """Keep the output of the tests clean."""
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    server = ScriptedServer(f"http://127.0.0.1:{http.server_port}")
+    thread = threading.Thread(target=http.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        thread.join()
+        http.socket.close()
+
+
+def _payload(reply: Any) -> bytes:
+    if isinstance(reply, str):
+        return reply.encode()
+    return json.dumps(_plain(reply)).encode()
+
+
+def _plain(reply: Any) -> Any:
+    if isinstance(reply, Problem):
+        return reply.model_dump(exclude_none=True)
+    if isinstance(reply, BaseModel):
+        return reply.model_dump(mode="json")
+    return [_plain(item) for item in reply] if isinstance(reply, list) else reply
+
+
+def _content_type(reply: Any) -> str:
+    if isinstance(reply, Problem):
+        return PROBLEM_MEDIA_TYPE
+    return "text/html" if isinstance(reply, str) else "application/json"
+
+
+def problem(kind: str, detail: str, where: str) -> tuple[int, Problem]:
+    """An error answer."""
+    refused = Problem.of(kind, detail, where)
+    return refused.status, refused
+
+
+def health(version: int = 0) -> Health:
+    return Health(
+        state="READY",
+        weights_version=version,
+        server_epoch="epoch-1",
+        replicas=[ReplicaHealth(index=0, alive=True, detail="serving")],
+    )
+
+
+def envelope(
+    token_ids: list[int], prompt_ids: list[int], seed: int | None = None, text: str = ""
+) -> RolloutEnvelope:
+    """One element of an `/infer/` answer with details."""
+    usage = Usage(
+        prompt_tokens=len(prompt_ids),
+        completion_tokens=len(token_ids),
+        total_tokens=len(prompt_ids) + len(token_ids),
+    )
+    choice = Choice(
+        index=0, message=ChatMessage(content=text), finish_reason="stop", token_ids=token_ids
+    )
+    return RolloutEnvelope(
+        response=ChatCompletionResponse(
+            model="toy",
+            choices=[choice],
+            usage=usage,
+            id="r",
+            created=0,
+            prompt_token_ids=prompt_ids,
+        ),
+        coordexp=RolloutStamp(
+            repeat_terminate_triggered=0,
+            weights_version=(1, 1),
+            server_epoch="epoch-1",
+            seed=seed,
+            finish="stop",
+        ),
+    )

@@ -1,0 +1,200 @@
+"""The client of one rollout server, over real HTTP."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from learner.rollout.client import RolloutClient
+from shared_contracts.errors import ContractError, ProblemError
+from shared_contracts.infer import InferCall
+from tests.unit.scripted_server import (
+    ScriptedServer,
+    envelope,
+    health,
+    problem,
+    scripted_server,
+)
+
+CALL = InferCall.model_validate(
+    {
+        "infer_requests": [
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image"}, {"type": "text", "text": "Detect."}],
+                    }
+                ],
+                "images": ["/data/a.png"],
+                "uuid": "train.jsonl:1",
+            }
+        ],
+        "request_config": {"max_tokens": 8, "temperature": 0.0, "seed": 7, "return_details": True},
+    }
+)
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with scripted_server() as running:
+        yield running
+
+
+def nobodys_url() -> str:
+    """A loopback address where nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.mark.req("WIRE-05")
+def test_a_problem_document_is_raised_with_its_place_and_the_call(server: ScriptedServer) -> None:
+    server.routes["POST /infer/"] = lambda _: problem(
+        "invalid-request", "image cannot be read", "infer_requests[0].images[0]"
+    )
+    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
+        client.infer(CALL)
+    found = caught.value.problem
+    assert found.status == 422
+    assert found.detail == "image cannot be read"
+    assert found.where == f"POST {server.base_url}/infer/ infer_requests[0].images[0]"
+
+
+@pytest.mark.req("WIRE-05")
+def test_an_error_that_is_no_problem_document_becomes_one(server: ScriptedServer) -> None:
+    server.routes["POST /infer/"] = lambda _: (502, "<html>proxy says no</html>")
+    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
+        client.infer(CALL)
+    found = caught.value.problem
+    assert (found.status, found.title) == (502, "Bad Gateway")
+    assert found.detail == "<html>proxy says no</html>"
+    assert found.where == f"POST {server.base_url}/infer/"
+
+
+@pytest.mark.req("WIRE-05")
+def test_a_success_with_a_foreign_body_is_a_problem_too(server: ScriptedServer) -> None:
+    server.routes["GET /get_world_size/"] = lambda _: "<html>hello</html>"
+    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
+        client.world_size()
+    assert caught.value.problem.where == f"GET {server.base_url}/get_world_size/"
+    assert caught.value.problem.title == "Not an answer of a rollout server"
+    assert caught.value.problem.detail == "<html>hello</html>"
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_server_that_is_not_there_fails_in_time_and_says_what_to_do() -> None:
+    url = nobodys_url()
+    started = time.monotonic()
+    with RolloutClient(url, timeout_s=0.5) as client, pytest.raises(ContractError) as caught:
+        client.wait_until_healthy()
+    assert time.monotonic() - started < 3.0
+    assert caught.value.where == f"GET {url}/health/"
+    assert "Connection refused" in caught.value.found
+    assert "rollout-server serve" in caught.value.do
+    assert "servers[].base_url" in caught.value.do
+
+
+def test_a_server_that_accepts_and_stays_silent_fails_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        started = time.monotonic()
+        with (
+            RolloutClient(url, timeout_s=0.5) as client,
+            pytest.raises(ContractError, match="timed out"),
+        ):
+            client.wait_until_healthy()
+        assert time.monotonic() - started < 3.0
+
+
+def test_a_server_that_is_starting_is_waited_for(server: ScriptedServer) -> None:
+    starting = [problem("not-ready", "the engines are starting", "replicas")] * 3
+    server.routes["GET /health/"] = lambda _: starting.pop() if starting else health(version=4)
+    with RolloutClient(server.base_url, timeout_s=20.0) as client:
+        assert client.wait_until_healthy().weights_version == 4
+    assert len(server.calls) == 4
+
+
+def test_a_server_that_never_gets_ready_is_named_with_its_own_reason(
+    server: ScriptedServer,
+) -> None:
+    server.routes["GET /health/"] = lambda _: problem(
+        "not-ready", "the engines are starting", "replicas"
+    )
+    with (
+        RolloutClient(server.base_url, timeout_s=0.3) as client,
+        pytest.raises(ContractError, match="the engines are starting"),
+    ):
+        client.wait_until_healthy()
+
+
+@pytest.mark.parametrize("reply", [(404, "not here"), "<html>a web site</html>"])
+def test_a_server_of_another_kind_is_refused_at_once(server: ScriptedServer, reply: object) -> None:
+    server.routes["GET /health/"] = lambda _: reply
+    with (
+        RolloutClient(server.base_url, timeout_s=60.0) as client,
+        pytest.raises(ContractError, match=r"servers\[\].base_url"),
+    ):
+        client.wait_until_healthy()
+    assert len(server.calls) == 1
+
+
+def test_proxies_of_the_environment_are_ignored(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, nobodys_url())
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with RolloutClient(server.base_url, timeout_s=5.0) as client:
+        assert client.health().status == "ok"
+
+
+@pytest.mark.req("CFG-06")
+def test_a_positive_infer_timeout_bounds_the_call(server: ScriptedServer) -> None:
+    ended = threading.Event()
+    server.routes["POST /infer/"] = lambda _: ended.wait(5.0) and []
+    client = RolloutClient(server.base_url, timeout_s=60.0, infer_timeout_s=0.2)
+    with client, pytest.raises(httpx.ReadTimeout):
+        client.infer(CALL)
+    ended.set()
+
+
+@pytest.mark.req("CFG-06")
+@pytest.mark.parametrize("limit", [None, 0, -1])
+def test_no_infer_timeout_outlasts_the_others(server: ScriptedServer, limit: float | None) -> None:
+    def slow(_: object) -> object:
+        time.sleep(0.6)
+        return [envelope([5], [1])]
+
+    server.routes["POST /infer/"] = slow
+    with RolloutClient(server.base_url, timeout_s=0.2, infer_timeout_s=limit) as client:
+        assert len(client.infer(CALL)) == 1
+
+
+@pytest.mark.req("WIRE-01", "WIRE-02")
+def test_a_call_travels_with_the_peers_field_names_and_without_nulls(
+    server: ScriptedServer,
+) -> None:
+    server.routes["POST /infer/"] = lambda _: [envelope([5, 6], [1, 2], seed=7, text="{}")]
+    with RolloutClient(server.base_url) as client:
+        (answer,) = client.infer(CALL)
+    (body,) = server.bodies("POST /infer/")
+    assert body["infer_requests"] == [
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image"}, {"type": "text", "text": "Detect."}],
+                }
+            ],
+            "images": ["/data/a.png"],
+            "uuid": "train.jsonl:1",
+        }
+    ]
+    assert InferCall.model_validate(body) == CALL
+    assert answer.response.prompt_token_ids == [1, 2]
+    assert answer.response.choices[0].token_ids == [5, 6]
+    assert answer.coordexp.seed == 7
