@@ -466,9 +466,13 @@ def test_an_answer_that_does_not_start_with_a_brace_is_invalid_and_becomes_a_bra
 
 
 @pytest.mark.req("PARSE-05", "PARSE-01")
+@pytest.mark.parametrize("extra", [[], [HALF_CHARACTER]])
 def test_a_cut_inside_a_token_with_part_of_a_character_falls_back_to_the_object_before(
-    toy_tokenizer: PreTrainedTokenizerFast,
+    extra: list[str],
 ) -> None:
+    # Where the replacement character is a token, ids could spell the broken text.
+    toy_tokenizer = train_toy_tokenizer()
+    toy_tokenizer.add_tokens(extra)
     last = f'"object_2": {{"bbox_2d": {BOX}, "desc": "toy 🧀"}}'
     ids = encode(toy_tokenizer, "{" + entry(1) + ", " + last + "}")
     fused = pieces(toy_tokenizer, ids)[-1]
