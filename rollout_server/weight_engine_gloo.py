@@ -132,13 +132,19 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
 
 def join_group(info: GlooInitInfo, rank: int) -> ProcessGroupGloo:
-    """Form the group of learner and workers, apart from torch's default group."""
+    """Form the group of learner and workers, apart from torch's default group.
+
+    The barrier keeps the server from closing the store while another rank still reads it.
+    """
     timeout = timedelta(seconds=info.timeout_s)
     store = TCPStore(info.host, info.port, is_master=False, wait_for_workers=False, timeout=timeout)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [group_device(info.host)]
-    return ProcessGroupGloo(PrefixStore(GLOO_STORE_PREFIX, store), rank, info.world_size, options)
+    prefixed = PrefixStore(GLOO_STORE_PREFIX, store)
+    group = ProcessGroupGloo(prefixed, rank, info.world_size, options)
+    group.barrier().wait()  # type: ignore[attr-defined]
+    return group
 
 
 def group_device(host: str) -> "ProcessGroupGloo.Device":

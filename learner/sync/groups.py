@@ -5,6 +5,9 @@ nccl   vLLM's stock packed broadcast; the server's workers run its stock engine
 """
 
 import ipaddress
+import socket
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -24,6 +27,9 @@ from shared_contracts.weights import (
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
+_STORE_PROBE_S = 2.0
+_STORE_POLL_S = 0.02
+
 
 class WeightGroup(Protocol):
     """Sends one pass of the weights to every worker of a server."""
@@ -40,10 +46,14 @@ class WeightGroup(Protocol):
         """Leave a group whose other side may hang."""
 
 
-def join_group(body: InitCommunicator) -> WeightGroup:
-    """Join the group that `POST /init_communicator/` with `body` forms."""
+def join_group(body: InitCommunicator, given_up: threading.Event) -> WeightGroup:
+    """Join the group that `POST /init_communicator/` with `body` forms.
+
+    given_up: set when the call was refused, so that nobody waits for its group any more.
+    """
     match body.transport:
         case "gloo":
+            _wait_for_store(body, given_up)
             return GlooGroup(body)
         case "nccl":
             return NcclGroup(body)
@@ -53,6 +63,27 @@ def join_group(body: InitCommunicator) -> WeightGroup:
                 "ipc serves a learner and an engine on the same GPU",
                 "Use nccl (distinct GPUs) or gloo (no GPU) with a rollout server",
             )
+
+
+def _wait_for_store(body: InitCommunicator, given_up: threading.Event) -> None:
+    """Wait until the server has opened the rendezvous.
+
+    Torch's own wait cannot be ended: left behind, it would join a later group, or abort
+    the process at its exit.
+    """
+    deadline = time.monotonic() + body.timeout_s
+    while not given_up.is_set():
+        try:
+            socket.create_connection((body.host, body.port), _STORE_PROBE_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                address = f"{body.host}:{body.port}"
+                raise TimeoutError(
+                    f"nothing listens on {address} after {body.timeout_s:g} s ({error})"
+                ) from error
+        given_up.wait(_STORE_POLL_S)
+    raise ConnectionAbortedError("the group was given up")
 
 
 class GlooGroup:
@@ -71,6 +102,7 @@ class GlooGroup:
         options._devices = [_device(body.host)]
         prefixed = PrefixStore(GLOO_STORE_PREFIX, store)
         self._group = ProcessGroupGloo(prefixed, 0, body.world_size, options)
+        self._group.barrier().wait()  # type: ignore[attr-defined]
         self._bucket_bytes = body.bucket_bytes
 
     def send(

@@ -10,6 +10,7 @@ reported with side, address and phase, and closes the group, which the next push
 """
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -85,11 +86,15 @@ class WeightPusher:
             timeout_s=self._client.timeout_s,
         )
         joined: list[WeightGroup] = []
-        self._together(
-            "rendezvous",
-            lambda: self._client.init_communicator(body),
-            lambda: joined.append(join_group(body)),
-        )
+        given_up = threading.Event()
+        try:
+            self._together(
+                "rendezvous",
+                lambda: self._client.init_communicator(body),
+                lambda: joined.append(join_group(body, given_up)),
+            )
+        finally:
+            given_up.set()
         self._group = joined[0]
 
     def push(self, version: int) -> SyncReport:

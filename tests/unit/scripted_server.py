@@ -1,6 +1,7 @@
 """A rollout server of a few lines: real HTTP on loopback, answers as the test scripts them."""
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,15 @@ class ScriptedServer:
         return reply if isinstance(reply, tuple) else (200, reply)
 
 
+class _QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hung up is no news."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def scripted_server() -> Iterator[ScriptedServer]:
     """Serve on a free loopback port until the block ends."""
@@ -77,8 +87,7 @@ def scripted_server() -> Iterator[ScriptedServer]:
         def log_message(self, *_: object) -> None:
             """Keep the output of the tests clean."""
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
+    http = _QuietServer(("127.0.0.1", 0), Handler)
     server = ScriptedServer(f"http://127.0.0.1:{http.server_port}")
     thread = threading.Thread(target=http.serve_forever, args=(0.05,))
     thread.start()

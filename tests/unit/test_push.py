@@ -84,6 +84,7 @@ class Worker:
             options._devices = [ProcessGroupGloo.create_device(hostname=asked.host)]
             prefixed = PrefixStore(GLOO_STORE_PREFIX, store)
             self._group = ProcessGroupGloo(prefixed, 1, asked.world_size, options)
+            self._group.barrier().wait()  # type: ignore[attr-defined]
         self.groups_formed += 1
         return CommunicatorReady(world_size=2, transport="gloo", server_epoch="epoch-1")
 
