@@ -1,8 +1,8 @@
 """Which segments share a forward (PACK-01 to PACK-03); lengths in, indices out.
 
 A segment is one whole sample, prompt and target. `plan_packs` divides the pool of a step,
-`select_segments` takes one pack out of a buffer that goes on, and `SegmentBuffer` is that
-buffer.
+`select_segments` takes one pack out of a buffer that goes on, and `SegmentBuffer` is the
+buffer of both.
 """
 
 from collections.abc import Callable, Sequence
@@ -105,6 +105,12 @@ class SegmentBuffer(Generic[Segment]):
         """Segments of the next pack, oldest first; they leave the buffer."""
         chosen = select_segments([length for length, _ in self._waiting], self._capacity)
         return [self._waiting.pop(i)[1] for i in reversed(chosen)][::-1]
+
+    def take_pool(self, min_fill: float) -> list[list[Segment]]:
+        """All that waits, as the packs of `plan_packs`; the buffer is empty afterwards."""
+        waiting, self._waiting = self._waiting, []
+        plan = plan_packs([length for length, _ in waiting], self._capacity, min_fill)
+        return [[waiting[i][1] for i in pack] for pack in plan]
 
 
 # ---- the pool of a step --------------------------------------------------------------

@@ -19,7 +19,7 @@ from learner.losses.batch import Channel
 from learner.losses.pipeline import Pipeline
 from learner.metrics import PhaseClock, StepReport
 from learner.model.packed_forward import Pack, Segment, make_pack, packed_logits
-from learner.packing import check_length, plan_packs
+from learner.packing import SegmentBuffer, check_length
 from learner.rollout.policy import Policy
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.schedule import channel_for_step
@@ -97,22 +97,29 @@ class StepRunner:
 
     def _packs(self, segments: list[Segment], report: StepReport) -> list[Pack]:
         lengths = [len(segment) for segment in segments]
-        for segment, length in zip(segments, lengths, strict=True):
-            check_length(length, self._capacity, segment.sample_id)
-        if self._training.packing:
-            plan = plan_packs(lengths, self._capacity, self._training.packing_min_fill_ratio)
-        else:
-            plan = [[index] for index in range(len(segments))]
-        fill = sum(lengths) / (max(len(plan), 1) * self._capacity)
+        packs = self._pooled(segments) if self._training.packing else self._single(segments)
+        fill = sum(lengths) / (max(len(packs), 1) * self._capacity)
         self._warn_if_underfilled(fill)
         report.metrics |= {
             "packing/post_rollout_fill": fill,
             "packing/post_rollout_segments": len(segments),
-            "packing/post_rollout_packs": len(plan),
+            "packing/post_rollout_packs": len(packs),
             "packing/post_rollout_selected_total_len": sum(lengths),
             "packing/post_rollout_buffer": 0,
         }
-        return [make_pack([segments[index] for index in indices]) for indices in plan]
+        return [make_pack(pack) for pack in packs]
+
+    def _pooled(self, segments: Sequence[Segment]) -> list[list[Segment]]:
+        """The step's pool in the fewest packs; nothing is carried over to the next step."""
+        buffer = SegmentBuffer[Segment](self._capacity, self._training.packing_buffer)
+        for segment in segments:
+            buffer.add(segment, len(segment), segment.sample_id)
+        return buffer.take_pool(self._training.packing_min_fill_ratio)
+
+    def _single(self, segments: Sequence[Segment]) -> list[list[Segment]]:
+        for segment in segments:
+            check_length(len(segment), self._capacity, segment.sample_id)
+        return [[segment] for segment in segments]
 
     def _warn_if_underfilled(self, fill: float) -> None:
         least = self._training.packing_min_fill_ratio
