@@ -45,7 +45,8 @@ class ProgressDisplay(TrainerCallback):
         if self._live is not None:
             self._live.update(Group(self._progress, _table(logs)))
         elif state.global_step % _PLAIN_EVERY == 0 or state.global_step == state.max_steps:
-            self._console.print(_line(state.global_step, state.max_steps, logs), highlight=False, soft_wrap=True)
+            line = _line(state.global_step, state.max_steps, logs)
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

@@ -76,8 +76,12 @@ class TwoChannelTrainer(Trainer):
         super().log(logs, start_time)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Score by rollouts, then what Trainer does after an evaluation."""
         metrics = self._scorer().metrics("eval")
         self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
         return metrics
 
 
