@@ -51,7 +51,7 @@ def evaluate(policy: Policy, samples: Sequence[Sample], seed: int, tokenizer: To
     """Roll out every sample with the newest weights and score the answers."""
     policy.push_if_stale()
     outputs = policy.answer(samples, seed)
-    parsed = [parse_rollout(o.response_token_ids, tokenizer) for o in outputs]
+    parsed = [parse_rollout(o.response_token_ids, tokenizer, allow_poly=False) for o in outputs]
     return score(zip(samples, parsed, strict=True))
 
 

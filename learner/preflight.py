@@ -13,6 +13,7 @@ from learner.config.schema import Config
 from learner.coords import COORD_BINS, coord_token
 from learner.data.jsonl import read_samples
 from learner.rollout.client import RolloutClient
+from learner.tokens import IM_END
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 
@@ -76,7 +77,7 @@ def _check_step_budget(config: Config, samples: int) -> None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """The folder is a checkpoint whose tokenizer has the 1000 coordinate tokens.
+    """The folder is a checkpoint whose tokenizer has the coordinate tokens and `<|im_end|>`.
 
     Raises:
         ContractError: names what is missing.
@@ -89,6 +90,12 @@ def check_checkpoint(folder: Path) -> None:
                 "Give the folder of a checkpoint saved with its processor",
             )
     tokenizer = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    if tokenizer.token_to_id(IM_END) is None:
+        raise ContractError(
+            "model.model",
+            f"the tokenizer of {folder} has no token {IM_END}",
+            "Use a model of the Qwen-VL family, whose turns end with it",
+        )
     missing = [k for k in range(COORD_BINS) if tokenizer.token_to_id(coord_token(k)) is None]
     if missing:
         raise ContractError(

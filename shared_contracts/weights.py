@@ -15,11 +15,12 @@ half, so the learner posts them from a thread and meanwhile, with `gloo`,
     group = ProcessGroupGloo(PrefixStore(GLOO_STORE_PREFIX, store), 0, world_size, timeout)
     group.barrier()
 
-joins as rank 0 (the server closes the store after the barrier), and for each bucket of `plan_buckets(parameters, bucket_bytes)` broadcasts
-one uint8 tensor from rank 0. A bucket is its parameters one after another, each as the
-bytes of its contiguous tensor followed by zeros up to `ParameterMeta.wire_bytes`. On a
-loopback `host` both sides give the group a device of that host
-(`ProcessGroupGloo.create_device(hostname=host)`), so nothing listens elsewhere.
+joins as rank 0 (the server closes the store after the barrier), and for each bucket of
+`plan_buckets(parameters, bucket_bytes)` broadcasts one uint8 tensor from rank 0. A bucket
+is its parameters one after another, each as the bytes of its contiguous tensor followed
+by zeros up to `ParameterMeta.wire_bytes`. On a loopback `host` both sides give the group
+a device of that host (`ProcessGroupGloo.create_device(hostname=host)`), so nothing
+listens elsewhere.
 """
 
 import math

@@ -34,6 +34,12 @@ class EncodedPrompt:
     pixel_values: Tensor | None
     image_grid_thw: Tensor | None
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tensors that grow with the prompt and its images."""
+        tensors = (self.ids, self.mm_token_types, self.pixel_values)
+        return sum(t.nbytes for t in tensors if t is not None)
+
 
 @dataclass(frozen=True)
 class Segment:

@@ -18,15 +18,20 @@ from learner.types import Sample
 
 
 class PromptEncoder:
-    """Encodes a sample's prompt; keeps the last `cache_size` encodings."""
+    """Encodes a sample's prompt; keeps the last encodings, `cache_bytes` of tensors at most."""
 
     def __init__(
-        self, processor: ProcessorMixin, prompt: str, system: str | None, cache_size: int = 4096
+        self,
+        processor: ProcessorMixin,
+        prompt: str,
+        system: str | None,
+        cache_bytes: int = 512 * 2**20,
     ) -> None:
         self._processor = processor
         self._prompt = prompt
         self._system = system
-        self._cache_size = cache_size
+        self._cache_bytes = cache_bytes
+        self._cached_bytes = 0
         self._cache: OrderedDict[str, EncodedPrompt] = OrderedDict()
 
     def __call__(self, sample: Sample) -> EncodedPrompt:
@@ -35,8 +40,10 @@ class PromptEncoder:
             return known
         encoded = self._encode(sample)
         self._cache[sample.sample_id] = encoded
-        if len(self._cache) > self._cache_size:
-            self._cache.popitem(last=False)
+        self._cached_bytes += encoded.num_bytes
+        while self._cached_bytes > self._cache_bytes:
+            _, oldest = self._cache.popitem(last=False)
+            self._cached_bytes -= oldest.num_bytes
         return encoded
 
     def _encode(self, sample: Sample) -> EncodedPrompt:

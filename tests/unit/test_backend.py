@@ -1,0 +1,242 @@
+"""Rollouts over two servers, and the policy that never asks stale weights."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from torch import nn
+
+from learner.rollout.client import RolloutClient
+from learner.rollout.policy import Asking, Policy
+from learner.rollout.requests import build_request
+from learner.rollout.server import ServerBackend
+from learner.sync.push import WeightPusher
+from learner.sync.source import MergedWeights
+from learner.types import RolloutOutput, Sample
+from shared_contracts.errors import ProblemError
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.server_info import WorldSize
+from tests.unit.scripted_server import ScriptedServer, envelope, problem, scripted_server
+
+ROUTE = "POST /infer/"
+
+
+def echo(body: Any) -> list[Any]:
+    """Answers with the request's number as its token, and with its seed as the server counts."""
+    seed = body["request_config"].get("seed")
+    return [
+        envelope([int(request["uuid"])], [1, 2], None if seed is None else seed + i)
+        for i, request in enumerate(body["infer_requests"])
+    ]
+
+
+@contextmanager
+def backend_over(
+    world_sizes: Sequence[int], decode_batch_size: int = 100
+) -> Iterator[tuple[ServerBackend, list[ScriptedServer]]]:
+    """A backend over as many scripted servers, without pushing anything."""
+    with ExitStack() as stack:
+        servers, clients, pushers = [], [], []
+        for size in world_sizes:
+            server = stack.enter_context(scripted_server())
+            answer = WorldSize(world_size=size)
+            server.routes["GET /get_world_size/"] = lambda _, answer=answer: answer
+            server.routes[ROUTE] = echo
+            client = RolloutClient(server.base_url, timeout_s=20.0)
+            weights = MergedWeights(nn.Linear(1, 1))
+            pushers.append(WeightPusher(client, 1, weights, "gloo", 2**20))
+            servers.append(server)
+            clients.append(client)
+        backend = ServerBackend(clients, pushers, decode_batch_size)
+        stack.callback(backend.close)
+        yield backend, servers
+
+
+def requests(count: int) -> list[RolloutInferRequest]:
+    samples = [Sample(str(i), (), 64, 64, ()) for i in range(count)]
+    return [build_request(sample, "Detect.", None) for sample in samples]
+
+
+def asked(server: ScriptedServer) -> list[list[int]]:
+    """Numbers of the requests of each call."""
+    return [[int(r["uuid"]) for r in body["infer_requests"]] for body in server.bodies(ROUTE)]
+
+
+def tokens(outputs: list[RolloutOutput]) -> list[int]:
+    return [output.response_token_ids[0] for output in outputs]
+
+
+@pytest.mark.req("DIST-01")
+def test_no_requests_send_nothing() -> None:
+    with backend_over([1, 1]) as (backend, servers):
+        assert backend.rollout([], RequestConfig(seed=1)) == []
+        assert [asked(server) for server in servers] == [[], []]
+
+
+@pytest.mark.req("DIST-01", "DIST-02")
+def test_servers_get_contiguous_chunks_and_answers_keep_the_order() -> None:
+    with backend_over([1, 1]) as (backend, servers):
+        outputs = backend.rollout(requests(5), RequestConfig(seed=1))
+        assert tokens(outputs) == [0, 1, 2, 3, 4]
+        assert [asked(server) for server in servers] == [[[0, 1, 2]], [[3, 4]]]
+
+
+@pytest.mark.req("DIST-02")
+def test_an_empty_chunk_sends_nothing() -> None:
+    with backend_over([1, 1]) as (backend, servers):
+        assert tokens(backend.rollout(requests(1), RequestConfig())) == [0]
+        assert [asked(server) for server in servers] == [[[0]], []]
+
+
+@pytest.mark.req("DIST-03")
+def test_a_larger_server_gets_the_larger_share() -> None:
+    with backend_over([1, 3]) as (backend, servers):
+        assert tokens(backend.rollout(requests(8), RequestConfig())) == list(range(8))
+        assert [asked(server) for server in servers] == [[[0, 1]], [[2, 3, 4, 5, 6, 7]]]
+
+
+@pytest.mark.req("DIST-04")
+def test_rounds_are_bounded_by_what_the_servers_decode_at_once() -> None:
+    with backend_over([1, 1], decode_batch_size=2) as (backend, servers):
+        assert tokens(backend.rollout(requests(9), RequestConfig(seed=1))) == list(range(9))
+        assert [asked(server) for server in servers] == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]
+
+
+@pytest.mark.req("SEED-01")
+@pytest.mark.parametrize("world_sizes", [[1], [1, 1], [1, 2]])
+@pytest.mark.parametrize("decode_batch_size", [2, 100])
+def test_a_requests_seed_does_not_depend_on_the_servers(
+    world_sizes: list[int], decode_batch_size: int
+) -> None:
+    with backend_over(world_sizes, decode_batch_size) as (backend, _):
+        outputs = backend.rollout(requests(7), RequestConfig(seed=1000))
+    assert [output.seed for output in outputs] == [1000 + i for i in range(7)]
+
+
+def test_without_a_seed_none_is_sent() -> None:
+    with backend_over([1, 1]) as (backend, servers):
+        backend.rollout(requests(2), RequestConfig())
+        assert all("seed" not in s.bodies(ROUTE)[0]["request_config"] for s in servers)
+
+
+@pytest.mark.req("DIST-04")
+def test_world_sizes_are_asked_once() -> None:
+    with backend_over([1, 1]) as (backend, servers):
+        backend.rollout(requests(3), RequestConfig())
+        backend.rollout(requests(3), RequestConfig())
+        assert [len(server.bodies("GET /get_world_size/")) for server in servers] == [1, 1]
+
+
+@pytest.mark.req("ROLL-01")
+def test_an_output_carries_what_the_envelope_says() -> None:
+    def answer(_: object) -> list[Any]:
+        made = envelope([5, 6], [1, 2, 3], seed=9, text="{}")
+        stamp = made.coordexp.model_copy(
+            update={"repeat_terminate_triggered": 1, "weights_version": (3, 4)}
+        )
+        return [made.model_copy(update={"coordexp": stamp})]
+
+    with backend_over([1]) as (backend, servers):
+        servers[0].routes[ROUTE] = answer
+        (output,) = backend.rollout(requests(1), RequestConfig())
+    assert output == RolloutOutput(
+        prompt_token_ids=[1, 2, 3],
+        response_token_ids=[5, 6],
+        text="{}",
+        finish_reason="stop",
+        repeat_terminated=True,
+        weights_version=(3, 4),
+        seed=9,
+    )
+
+
+@pytest.mark.req("WIRE-05")
+def test_a_refusal_of_one_server_is_raised() -> None:
+    with backend_over([1, 1]) as (backend, servers):
+        servers[1].routes[ROUTE] = lambda _: problem("invalid-request", "too long", "messages")
+        with pytest.raises(ProblemError, match="too long"):
+            backend.rollout(requests(2), RequestConfig())
+
+
+def test_closing_twice_is_no_error() -> None:
+    with backend_over([1]) as (backend, _):
+        backend.close()
+
+
+class Recorder:
+    """A backend that notes what it was asked; pushes fail while `broken`."""
+
+    def __init__(self) -> None:
+        self.pushed: list[int] = []
+        self.seeds: list[int | None] = []
+        self.requests: list[RolloutInferRequest] = []
+        self.broken = False
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        self.requests += requests
+        self.seeds.append(request_config.seed)
+        return []
+
+    def push_weights(self, version: int) -> None:
+        if self.broken:
+            raise RuntimeError("the push broke")
+        self.pushed.append(version)
+
+    def close(self) -> None:
+        self.pushed.append(-1)
+
+
+def policy_of(backend: Recorder, version: int = 0) -> Policy:
+    return Policy(backend, version, Asking("Detect.", "Be exact.", RequestConfig(max_tokens=5)))
+
+
+@pytest.mark.req("SYNC-07", "SYNC-09")
+def test_weights_are_pushed_only_when_they_have_changed() -> None:
+    backend = Recorder()
+    policy = policy_of(backend, version=6)
+    policy.push_if_stale()
+    policy.push_if_stale()
+    assert (backend.pushed, policy.version) == ([7], 7)
+    policy.mark_updated()
+    policy.mark_updated()
+    policy.push_if_stale()
+    assert (backend.pushed, policy.version) == ([7, 8], 8)
+
+
+@pytest.mark.req("SYNC-09")
+def test_asking_before_the_push_is_a_defect() -> None:
+    policy = policy_of(Recorder())
+    with pytest.raises(AssertionError, match="push_if_stale"):
+        policy.answer([], seed=1)
+    policy.push_if_stale()
+    policy.answer([], seed=1)
+    policy.mark_updated()
+    with pytest.raises(AssertionError, match="push_if_stale"):
+        policy.answer([], seed=1)
+
+
+@pytest.mark.req("SYNC-07", "SYNC-09")
+def test_a_broken_push_leaves_the_policy_stale_at_its_version() -> None:
+    backend = Recorder()
+    policy = policy_of(backend)
+    backend.broken = True
+    with pytest.raises(RuntimeError, match="the push broke"):
+        policy.push_if_stale()
+    assert policy.version == 0
+    backend.broken = False
+    policy.push_if_stale()
+    assert backend.pushed == [1]
+
+
+def test_a_sample_is_asked_with_its_images_the_prompt_and_the_seed() -> None:
+    backend = Recorder()
+    policy = policy_of(backend)
+    policy.push_if_stale()
+    sample = Sample("a:1", (), 64, 64, ())
+    policy.answer([sample], seed=42)
+    assert backend.requests == [build_request(sample, "Detect.", "Be exact.")]
+    assert backend.seeds == [42]
+    assert [message.role for message in backend.requests[0].messages] == ["system", "user"]

@@ -1,0 +1,127 @@
+"""Scores of a policy's answers, counted by hand."""
+
+from collections.abc import Sequence
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from learner.evaluate import Scores, evaluate, score
+from learner.parsing import parse_rollout
+from learner.rollout.policy import Asking, Policy
+from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from tests.unit.answers import BIRD, CAT, DOG, coords, encode, entry
+
+CAT_BOX, DOG_BOX = CAT.shape.coords, DOG.shape.coords
+
+
+def sample(*objects: GroundTruthObject) -> Sample:
+    return Sample("a:1", (), 64, 64, objects)
+
+
+def scored(
+    tokenizer: PreTrainedTokenizerFast, *answers: tuple[str, Sequence[GroundTruthObject]]
+) -> Scores:
+    return score(
+        (sample(*objects), parse_rollout(encode(tokenizer, text), tokenizer))
+        for text, objects in answers
+    )
+
+
+def test_a_hit_needs_the_place_and_the_description(toy_tokenizer: PreTrainedTokenizerFast) -> None:
+    text = f"{{{entry(1, 'cat', CAT_BOX)}, {entry(2, 'cat', DOG_BOX)}}}"
+    found = scored(toy_tokenizer, (text, [CAT, DOG, BIRD]))
+    assert found == Scores(predicted=2, ground_truths=3, hits=1, located=2, dropped=0)
+    assert found.precision == pytest.approx(1 / 2)
+    assert found.recall == pytest.approx(1 / 3)
+    assert found.f1 == pytest.approx(2 * 1 / (2 + 3))
+    assert found.box_f1 == pytest.approx(2 * 2 / (2 + 3))
+
+
+@pytest.mark.parametrize(("right_edge", "located"), [(560, 1), (440, 0)])
+def test_a_box_is_located_from_half_its_overlap(
+    toy_tokenizer: PreTrainedTokenizerFast, right_edge: int, located: int
+) -> None:
+    """The truth is 0..999 wide, so that the share of the width is the IoU."""
+    text = f"{{{entry(1, 'bird!', (0, 0, right_edge, 999))}}}"
+    assert scored(toy_tokenizer, (text, [BIRD])).located == located
+
+
+def test_two_answers_for_one_object_are_one_hit(toy_tokenizer: PreTrainedTokenizerFast) -> None:
+    text = f"{{{entry(1, 'cat', CAT_BOX)}, {entry(2, 'cat', CAT_BOX)}}}"
+    found = scored(toy_tokenizer, (text, [CAT]))
+    assert (found.predicted, found.hits) == (2, 1)
+    assert found.precision == 0.5
+    assert found.recall == 1.0
+
+
+def test_objects_of_all_samples_count_alike(toy_tokenizer: PreTrainedTokenizerFast) -> None:
+    right = f"{{{entry(1, 'cat', CAT_BOX)}}}"
+    found = scored(toy_tokenizer, (right, [CAT]), ("{}", [CAT, DOG]), ("garbage", [DOG]))
+    assert found == Scores(predicted=1, ground_truths=4, hits=1, located=1, dropped=0)
+
+
+def test_a_dropped_object_is_counted_and_is_no_prediction(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    text = f"{{{entry(1, 'cat', CAT_BOX[:3])}}}"
+    found = scored(toy_tokenizer, (text, [CAT]))
+    assert found == Scores(predicted=0, ground_truths=1, hits=0, located=0, dropped=1)
+
+
+@pytest.mark.parametrize(("text", "objects"), [("{}", []), ("", []), ("{}", [CAT])])
+def test_nothing_predicted_or_nothing_there_scores_zero_without_dividing_by_it(
+    toy_tokenizer: PreTrainedTokenizerFast, text: str, objects: list[GroundTruthObject]
+) -> None:
+    found = scored(toy_tokenizer, (text, objects))
+    assert (found.precision, found.recall, found.f1, found.box_f1) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_metrics_carry_the_prefix() -> None:
+    metrics = Scores(predicted=4, ground_truths=4, hits=3, located=4, dropped=1).metrics("eval")
+    assert metrics == {
+        "eval/precision": 0.75,
+        "eval/recall": 0.75,
+        "eval/f1": 0.75,
+        "eval/box_f1": 1.0,
+        "eval/predicted": 4.0,
+        "eval/ground_truths": 4.0,
+        "eval/dropped": 1.0,
+    }
+
+
+class Scripted:
+    """A backend that gives the same answers and notes what was done, in order."""
+
+    def __init__(self, answers: list[list[int]]) -> None:
+        self.answers = answers
+        self.done: list[str] = []
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        self.done.append(f"rollout {len(requests)} seed {request_config.seed}")
+        return [
+            RolloutOutput([], ids, "", "stop", False, (1, 1), None)
+            for ids, _ in zip(self.answers, requests, strict=True)
+        ]
+
+    def push_weights(self, version: int) -> None:
+        self.done.append(f"push {version}")
+
+    def close(self) -> None:
+        self.done.append("close")
+
+
+@pytest.mark.req("SYNC-07", "SYNC-09")
+def test_evaluation_asks_the_newest_weights_and_polygons_are_no_predictions(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    roof = f'"object_1": {{"desc": "roof", "poly": {coords(0, 0, 500, 0, 500, 500)}}}'
+    cat = entry(2, "cat", CAT_BOX)
+    backend = Scripted([encode(toy_tokenizer, f"{{{roof}, {cat}}}")])
+    policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()))
+    roof_box = GroundTruthObject("roof", Shape("bbox_2d", (0, 0, 500, 500)))
+    found = evaluate(policy, [sample(CAT, roof_box)], seed=7, tokenizer=toy_tokenizer)
+    assert backend.done == ["push 1", "rollout 1 seed 7"]
+    assert found == Scores(predicted=1, ground_truths=2, hits=1, located=1, dropped=1)
