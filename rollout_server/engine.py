@@ -2,13 +2,12 @@
 
     Engine.build(settings, index)     blocking: call it in a thread
     render(messages) -> Prompt        chat template, tokens, image features
+    check_sampling(config)            before anything is generated
     generate(prompt, ...) -> [Completion]
     pause, weight_phase, publish, resume, abort_all
     heartbeat, shutdown
 
-Errors of vLLM leave this module as three of ours: `PromptRefused` (the request is at
-fault), `EngineDead` (the process is gone) and `WeightPhaseFailed` (a phase of a weight
-update failed in a worker).
+Errors of vLLM leave this module as those of `engine_types`.
 """
 
 import json
@@ -28,6 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_server.chat import ChatMessage
 from rollout_server.engine_types import (
+    Aborted,
     Completion,
     EngineDead,
     Finish,
@@ -39,6 +39,8 @@ from rollout_server.settings import ServerSettings
 from shared_contracts.infer import RequestConfig
 
 T = TypeVar("T")
+
+_FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 # Tokens of one CPU forward: some 80 prompts of 200 tokens prefill together.
 CPU_BATCHED_TOKENS = 16384
@@ -90,6 +92,10 @@ class Engine:
             raise PromptRefused(str(error)) from error
         return Prompt(inputs[0], list(inputs[0]["prompt_token_ids"]))
 
+    def check_sampling(self, config: RequestConfig) -> None:
+        """Raises PromptRefused for parameters vLLM does not take."""
+        sampling_params(config, config.seed, max_tokens=1)
+
     async def generate(
         self,
         prompt: Prompt,
@@ -100,7 +106,7 @@ class Engine:
     ) -> list[Completion]:
         """Continue `prompt` `config.n` times; cancelling the call aborts its sequences.
 
-        Raises PromptRefused for parameters vLLM does not take and EngineDead.
+        Raises PromptRefused for what only the engine can tell, EngineDead and Aborted.
         """
         sampling = sampling_params(config, seed, max_tokens)
         outputs = self._llm.generate(prompt.engine_input, sampling, request_id)
@@ -108,7 +114,26 @@ class Engine:
             (final,) = [output async for output in outputs]  # FINAL_ONLY yields once
         except EngineDeadError as error:
             raise EngineDead(f"replica {self.index} died while generating") from error
-        return [_completion(output) for output in final.outputs]
+        except VLLMClientError as error:
+            raise PromptRefused(str(error)) from error
+        return [self._completion(output) for output in final.outputs]
+
+    def _completion(self, output: CompletionOutput) -> Completion:
+        finish = _FINISHES.get(output.finish_reason)
+        if finish is None:
+            raise Aborted(f"replica {self.index} ended a sequence: {output.finish_reason}")
+        token_ids = list(output.token_ids)
+        # A stop string ends inside the text; anything else that stops is one last token.
+        if finish == "stop" and not isinstance(output.stop_reason, str):
+            token_ids.pop()
+        versions = [_version(span.version) for span in output.weight_versions or []]
+        return Completion(
+            index=output.index,
+            text=output.text,
+            token_ids=token_ids,
+            finish=finish,
+            weights_version=(versions[0], versions[-1]),
+        )
 
     async def pause(self) -> None:
         """Let running sequences finish, hold new ones, drop what old weights cached."""
@@ -246,26 +271,6 @@ def _vllm_messages(messages: list[ChatMessage], images: list[Image.Image]) -> li
         }
         for message in messages
     ]
-
-
-_FINISH: dict[str | None, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
-def _completion(output: CompletionOutput) -> Completion:
-    token_ids = list(output.token_ids)
-    finish = _FINISH[output.finish_reason]
-    # A stop string ends inside the text; anything else that stops is one last token.
-    if finish == "stop" and not isinstance(output.stop_reason, str):
-        token_ids.pop()
-    spans = output.weight_versions or []
-    versions = [_version(span.version) for span in spans] or [FIRST_VERSION]
-    return Completion(
-        index=output.index,
-        text=output.text,
-        token_ids=token_ids,
-        finish=finish,
-        weights_version=(versions[0], versions[-1]),
-    )
 
 
 def _version(label: str) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Finish = Literal["stop", "length", "abort"]
+Finish = Literal["stop", "length"]
 
 
 class PromptRefused(Exception):
@@ -12,6 +12,10 @@ class PromptRefused(Exception):
 
 class EngineDead(Exception):
     """The engine process is gone."""
+
+
+class Aborted(Exception):
+    """The engine ended a sequence that was neither done nor cut."""
 
 
 class WeightPhaseFailed(Exception):

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from PIL import Image
 
 from rollout_server.chat import ChatMessage, ImageSource, read_conversation
-from rollout_server.engine_types import Completion, EngineDead, Prompt, PromptRefused
+from rollout_server.engine_types import Aborted, Completion, EngineDead, Prompt, PromptRefused
 from rollout_server.media import load_image
 from rollout_server.problems import BadRequest, refusal, refuse_requests
 from rollout_server.routing import Router
@@ -31,6 +31,7 @@ class RolloutEngine(Protocol):
     @property
     def max_model_len(self) -> int: ...
     async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt: ...
+    def check_sampling(self, config: wire.RequestConfig) -> None: ...
     async def generate(
         self,
         prompt: Prompt,
@@ -69,10 +70,17 @@ class Rollouts:
         Cancelling the call aborts its sequences.
         """
         config = call.request_config or wire.RequestConfig()
+        self._check_sampling(config)
         prompts = await self._prepare(call.infer_requests)
         return await all_or_cancel(
             [self._roll_out(prompt, config, index) for index, prompt in enumerate(prompts)]
         )
+
+    def _check_sampling(self, config: wire.RequestConfig) -> None:
+        try:
+            self._engines[0].check_sampling(config)
+        except PromptRefused as error:
+            raise refusal("invalid-request", str(error), "request_config") from error
 
     async def _prepare(self, requests: Sequence[wire.RolloutInferRequest]) -> list[Prompt]:
         """Render every request or refuse them all."""
@@ -127,13 +135,12 @@ class Rollouts:
                 prompt, config, seed, max_tokens, request_id
             )
         except PromptRefused as error:
-            raise refusal("invalid-request", str(error), "request_config") from error
-        except EngineDead as error:
+            where = f"infer_requests[{index}]"
+            raise refusal("invalid-request", str(error), where) from error
+        except (EngineDead, Aborted) as error:
             raise refusal("not-ready", str(error), f"replicas[{replica}]") from error
         finally:
             self._router.release(replica, tokens)
-        if any(completion.finish == "abort" for completion in completions):
-            raise refusal("not-ready", "the call was aborted because the weights broke", "weights")
         return self._envelope(prompt, completions, config, seed, request_id)
 
     def _envelope(

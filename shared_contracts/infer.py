@@ -147,7 +147,7 @@ class Choice(_Wire):
 
     index: int
     message: ChatMessage
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length"]
     logprobs: None = None
     token_ids: list[int] | None = None
 

@@ -1,0 +1,120 @@
+"""A real rollout server under test, and short ways to ask it something."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from PIL import Image, ImageDraw
+
+from learner.operate.server_process import ServerProcess
+
+PROMPT = "Detect every object."
+START_TIMEOUT_S = 280.0
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """http: base URL set, no redirects followed. media: a directory it may read."""
+
+    process: ServerProcess
+    http: httpx.Client
+    checkpoint: Path
+    media: Path
+
+    def infer(self, requests: list[dict[str, Any]], **config: Any) -> list[dict[str, Any]]:
+        """Envelopes of a call that must succeed; greedy with details unless told otherwise."""
+        answer = self.post_infer(requests, **config)
+        assert answer.status_code == 200, answer.text
+        envelopes: list[dict[str, Any]] = answer.json()
+        return envelopes
+
+    def post_infer(self, requests: list[dict[str, Any]], **config: Any) -> httpx.Response:
+        body = {
+            "infer_requests": requests,
+            "request_config": {"max_tokens": 16, "return_details": True} | config,
+        }
+        return self.http.post("/infer/", json=body)
+
+    def processes(self) -> dict[str, int]:
+        """Pid of the server and of each engine process below it, by role."""
+        engines = [pid for pid in children(self.process.pid) if _is_engine(pid)]
+        named = {f"engine {i}": pid for i, pid in enumerate(sorted(engines))}
+        return {"server": self.process.pid} | named
+
+
+def start_server(checkpoint: Path, folder: Path, *options: str) -> RunningServer:
+    """Start a server on the CPU that may read images below `folder`; not yet healthy."""
+    media = folder / "media"
+    media.mkdir(parents=True)
+    fixed = f"--model {checkpoint} --device cpu --kv-cache-gib 0.125 --max-model-len 512"
+    process = ServerProcess(
+        [*fixed.split(), "--allowed-media-dir", str(media), *options], folder / "server.log"
+    )
+    http = httpx.Client(base_url=process.base_url, timeout=120, trust_env=False)
+    return RunningServer(process, http, checkpoint, media)
+
+
+def stop_server(server: RunningServer) -> None:
+    server.http.close()
+    server.process.stop()
+
+
+def text_request(text: str = PROMPT) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def image_request(image: str, text: str = PROMPT) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"<image>{text}"}], "images": [image]}
+
+
+def draw_scene(path: Path, number: int = 0) -> Path:
+    """A 64x64 image of two rectangles that depend on `number`."""
+    image = Image.new("RGB", (64, 64), (10 * number % 256, 30, 60))
+    pen = ImageDraw.Draw(image)
+    pen.rectangle((4 + number, 8, 30 + number, 40), fill=(200, 40, 40))
+    pen.rectangle((36, 20 + number, 60, 56), fill=(40, 200, 90))
+    image.save(path)
+    return path
+
+
+def response_ids(envelope: dict[str, Any]) -> list[int]:
+    ids: list[int] = envelope["response"]["choices"][0]["token_ids"]
+    return ids
+
+
+def children(pid: int) -> list[int]:
+    """Pids of the living processes below `pid`, to any depth."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *children(child)]
+    return [child for child in found if is_alive(child)]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_until_gone(pids: list[int], timeout_s: float) -> list[int]:
+    """Pids that are still alive after at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and any(map(is_alive, pids)):
+        time.sleep(0.05)
+    return [pid for pid in pids if is_alive(pid)]
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time a process has used so far, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+def _is_engine(pid: int) -> bool:
+    return b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()

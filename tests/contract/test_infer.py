@@ -1,0 +1,326 @@
+"""`POST /infer/` of a real server, held against plain transformers."""
+
+import base64
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.contract import reference
+from tests.contract.running_server import (
+    PROMPT,
+    RunningServer,
+    cpu_seconds,
+    draw_scene,
+    image_request,
+    response_ids,
+    text_request,
+)
+
+
+@pytest.mark.req("WIRE-02", "SRV-02")
+def test_greedy_text_equals_transformers(server: RunningServer) -> None:
+    (envelope,) = server.infer([text_request()], max_tokens=24)
+    response = envelope["response"]
+    assert response["prompt_token_ids"] == reference.prompt_ids(server.checkpoint, PROMPT, [])
+    expected = reference.greedy_ids(server.checkpoint, PROMPT, [], 24)
+    assert response_ids(envelope) == expected
+    content = response["choices"][0]["message"]["content"]
+    assert content == reference.decode(server.checkpoint, expected)
+
+
+@pytest.mark.req("WIRE-02", "SRV-02")
+def test_greedy_answer_to_an_image_equals_transformers(server: RunningServer, scene: Path) -> None:
+    (envelope,) = server.infer([image_request(str(scene))], max_tokens=24)
+    expected_prompt = reference.prompt_ids(server.checkpoint, PROMPT, [scene])
+    assert envelope["response"]["prompt_token_ids"] == expected_prompt
+    expected = reference.greedy_ids(server.checkpoint, PROMPT, [scene], 24)
+    assert response_ids(envelope) == expected
+
+
+@pytest.mark.req("WIRE-01")
+def test_every_way_to_give_an_image_is_the_same_image(server: RunningServer, scene: Path) -> None:
+    encoded = base64.b64encode(scene.read_bytes()).decode()
+    own = {"type": "image", "image": str(scene)}
+    listed = {"type": "image"}
+    text = {"type": "text", "text": PROMPT}
+    requests: list[dict[str, Any]] = [
+        image_request(str(scene)),
+        image_request(f"file://{scene}"),
+        image_request(f"data:image/png;base64,{encoded}"),
+        image_request(encoded),
+        {"messages": [{"role": "user", "content": [own, text]}]},
+        {"messages": [{"role": "user", "content": [listed, text]}], "images": [str(scene)]},
+        {"messages": [{"role": "user", "content": [listed, text]}], "images": str(scene)},
+    ]
+    envelopes = server.infer(requests)
+    prompts = [envelope["response"]["prompt_token_ids"] for envelope in envelopes]
+    assert all(prompt == prompts[0] for prompt in prompts)
+    assert all(response_ids(e) == response_ids(envelopes[0]) for e in envelopes)
+
+
+@pytest.mark.req("WIRE-01")
+def test_conversations_have_turns_and_several_images(server: RunningServer, scene: Path) -> None:
+    other = draw_scene(server.media / "other.png", 5)
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "<image>First.<image>"},
+        {"role": "assistant", "content": "Seen."},
+        {"role": "user", "content": [{"type": "text", "text": PROMPT}]},
+    ]
+    one, swapped = server.infer(
+        [
+            {"messages": turns, "images": [str(scene), str(other)]},
+            {"messages": turns, "images": [str(other), str(scene)]},
+        ]
+    )
+    assert one["response"]["prompt_token_ids"] == swapped["response"]["prompt_token_ids"]
+    assert response_ids(one) != response_ids(swapped)
+
+
+@pytest.mark.req("SRV-01", "SEED-01")
+def test_request_i_is_sampled_with_seed_plus_i(server: RunningServer) -> None:
+    together = server.infer([text_request()] * 5, temperature=1.0, seed=40)
+    alone = [server.infer([text_request()], temperature=1.0, seed=40 + i)[0] for i in range(5)]
+    assert [response_ids(e) for e in together] == [response_ids(e) for e in alone]
+    assert [e["coordexp"]["seed"] for e in together] == [40, 41, 42, 43, 44]
+    assert len({tuple(response_ids(e)) for e in together}) == 5
+
+
+@pytest.mark.req("WIRE-02")
+def test_answers_come_in_the_order_of_the_requests(server: RunningServer) -> None:
+    requests = [text_request(f"{PROMPT} {'again ' * i}") for i in range(40, 0, -1)]
+    envelopes = server.infer(requests, max_tokens=4)
+    lengths = [len(e["response"]["prompt_token_ids"]) for e in envelopes]
+    assert len(set(lengths)) == 40
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.req("WIRE-02")
+def test_without_details_there_are_no_ids(server: RunningServer) -> None:
+    (envelope,) = server.infer([text_request()], return_details=False)
+    response = envelope["response"]
+    assert response["prompt_token_ids"] is None
+    assert response["choices"][0]["token_ids"] is None
+    assert response["choices"][0]["message"]["content"]
+    assert response["choices"][0]["finish_reason"] == "length"
+    usage = response["usage"]
+    assert usage["completion_tokens"] == 16
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 16
+
+
+@pytest.mark.req("WIRE-02")
+def test_ids_end_before_the_stop_token(server: RunningServer) -> None:
+    """Hot sampling, so that some sequences end by themselves."""
+    envelopes = server.infer([text_request()] * 48, temperature=2.0, seed=0, max_tokens=300)
+    ended = [e for e in envelopes if e["response"]["choices"][0]["finish_reason"] == "stop"]
+    cut = [e for e in envelopes if e["response"]["choices"][0]["finish_reason"] == "length"]
+    assert ended
+    assert cut
+    for envelope in ended:
+        text = envelope["response"]["choices"][0]["message"]["content"]
+        assert len(response_ids(envelope)) < 300
+        assert text == reference.decode(server.checkpoint, response_ids(envelope))
+        assert not text.endswith("<|im_end|>")
+        assert envelope["coordexp"]["finish"] == "stop"
+    assert all(len(response_ids(envelope)) == 300 for envelope in cut)
+
+
+@pytest.mark.req("WIRE-01")
+def test_a_stop_string_ends_the_text_before_it(server: RunningServer) -> None:
+    (free,) = server.infer([text_request()], max_tokens=16)
+    text = free["response"]["choices"][0]["message"]["content"]
+    stop = text[len(text) // 2 :][:6]
+    (stopped,) = server.infer([text_request()], max_tokens=16, stop=[stop])
+    choice = stopped["response"]["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == text[: text.index(stop)]
+
+
+@pytest.mark.req("WIRE-01")
+def test_n_gives_as_many_choices(server: RunningServer) -> None:
+    (envelope,) = server.infer([text_request()], n=3, temperature=1.0, seed=7)
+    choices = envelope["response"]["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert len({tuple(choice["token_ids"]) for choice in choices}) == 3
+    assert envelope["response"]["usage"]["completion_tokens"] == 48
+
+
+@pytest.mark.req("WIRE-01")
+@pytest.mark.parametrize("max_tokens", [None, 100_000])
+def test_an_answer_ends_with_the_context(server: RunningServer, max_tokens: int | None) -> None:
+    (envelope,) = server.infer([text_request()], max_tokens=max_tokens)
+    prompt = envelope["response"]["prompt_token_ids"]
+    finish = envelope["response"]["choices"][0]["finish_reason"]
+    if finish == "length":
+        assert len(prompt) + len(response_ids(envelope)) == 512
+    else:
+        assert len(prompt) + len(response_ids(envelope)) < 512
+
+
+@pytest.mark.req("WIRE-03")
+def test_the_envelope_is_stamped(server: RunningServer) -> None:
+    health = server.http.get("/health/").json()
+    (envelope,) = server.infer([text_request()])
+    version = health["weights_version"]
+    assert envelope["coordexp"] == {
+        "repeat_terminate_triggered": 0,
+        "weights_version": [version, version],
+        "server_epoch": health["server_epoch"],
+        "seed": None,
+        "finish": "length",
+    }
+
+
+def test_no_requests_no_answers(server: RunningServer) -> None:
+    assert server.infer([]) == []
+
+
+@pytest.mark.req("WIRE-02")
+def test_the_client_of_ms_swift_reads_both_forms(
+    server: RunningServer, scene: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its class as installed; only its look for a distribution named `vllm` is answered."""
+    from swift.infer_engine.protocol import (
+        ChatCompletionResponse,
+        RequestConfig,
+        RolloutInferRequest,
+        RolloutOutput,
+    )
+    from swift.rlhf_trainers import vllm_client
+
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
+    url = str(server.http.base_url).rstrip("/")
+    client = vllm_client.VLLMInferClient(base_urls=[url])
+    config = RequestConfig(max_tokens=8, temperature=0.0, return_details=True)
+    message = {"role": "user", "content": f"<image>{PROMPT}"}
+    request = RolloutInferRequest(messages=[message], images=[str(scene)])
+    (enveloped,) = client.infer([request], config)
+    assert isinstance(enveloped, RolloutOutput)
+    ids = response_ids(server.infer([image_request(str(scene))], max_tokens=8)[0])
+    assert enveloped.response.choices[0].token_ids == ids
+
+    body = {"infer_requests": [image_request(str(scene))], "request_config": None}
+    (bare,) = server.http.post("/infer/?envelope=0", json=body).json()
+    assert ChatCompletionResponse(**bare).choices[0]["message"]["role"] == "assistant"
+
+
+# --- refusals
+
+
+@pytest.mark.req("WIRE-05")
+def test_a_call_with_bad_requests_is_refused_whole_naming_each(
+    server: RunningServer, scene: Path
+) -> None:
+    broken = server.media / "broken.png"
+    broken.write_bytes(scene.read_bytes()[:60])
+    answer = server.post_infer(
+        [
+            image_request(str(scene)),
+            image_request(str(broken)),
+            text_request("word " * 600),
+            text_request(),
+            {"messages": text_request("<image>")["messages"]},
+            image_request("/etc/hostname"),
+        ]
+    )
+    assert answer.status_code == 422
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = answer.json()
+    assert problem["type"] == "urn:rollmatch:invalid-request"
+    assert [(error["index"], error["where"]) for error in problem["errors"]] == [
+        (1, "infer_requests[1].images[0]"),
+        (2, "infer_requests[2].messages"),
+        (4, "infer_requests[4].images"),
+        (5, "infer_requests[5].images[0]"),
+    ]
+    details = [error["detail"] for error in problem["errors"]]
+    assert "cannot be read" in details[0]
+    assert "512" in details[1]
+    assert "0 given" in details[2]
+    assert "--allowed-media-dir" in details[3]
+
+
+@pytest.mark.req("WIRE-05")
+def test_the_longest_prompt_that_fits_is_served(server: RunningServer) -> None:
+    """A prompt must leave room for one token."""
+    base = len(reference.prompt_ids(server.checkpoint, "", []))
+    per_word = len(reference.prompt_ids(server.checkpoint, "a" * 8, [])) - base
+    assert per_word == 8  # one letter, one token: any length can be made
+    (envelope,) = server.infer([text_request("a" * (511 - base))], max_tokens=None)
+    assert len(envelope["response"]["prompt_token_ids"]) == 511
+    assert len(response_ids(envelope)) <= 1
+    refused = server.post_infer([text_request("a" * (512 - base))])
+    assert refused.status_code == 422
+    assert refused.json()["errors"][0]["index"] == 0
+
+
+@pytest.mark.req("WIRE-05")
+def test_sampling_parameters_that_do_not_go_together_are_refused(server: RunningServer) -> None:
+    for config in ({"n": 2, "temperature": 0.0}, {"temperature": 3.0}):
+        answer = server.post_infer([text_request()], **config)
+        assert answer.status_code == 422
+        assert answer.json()["where"] == "request_config"
+
+
+# --- the batch and the event loop
+
+
+@pytest.mark.req("SRV-02")
+def test_calls_share_a_batch_and_the_loop_stays_free(server: RunningServer) -> None:
+    """A short call overtakes a long one, and probes answer meanwhile."""
+    with ThreadPoolExecutor() as threads:
+        long = threads.submit(
+            server.infer, [text_request()] * 16, temperature=1.0, seed=1, max_tokens=300
+        )
+        time.sleep(0.3)
+        server.infer([text_request()], max_tokens=2)
+        assert not long.done()
+        slowest = 0.0
+        while not long.done():
+            began = time.monotonic()
+            assert server.http.get("/live/").status_code == 200
+            slowest = max(slowest, time.monotonic() - began)
+        assert len(long.result()) == 16
+    assert slowest < 1.0
+
+
+@pytest.mark.req("SRV-07")
+def test_a_client_that_goes_away_has_its_sequences_aborted(server: RunningServer) -> None:
+    engine = server.processes()["engine 0"]
+    body = {
+        "infer_requests": [text_request()] * 64,
+        "request_config": {"temperature": 1.0, "seed": 3, "max_tokens": 480},
+    }  # up to 30,000 tokens: seconds
+    with pytest.raises(httpx.ReadTimeout):
+        server.http.post("/infer/", json=body, timeout=0.4)
+    time.sleep(0.3)
+    before = cpu_seconds(engine)
+    time.sleep(0.5)
+    assert cpu_seconds(engine) - before < 0.1
+
+
+def test_an_idle_server_leaves_the_cores_alone(server: RunningServer) -> None:
+    server.infer([text_request()])
+    pids = server.processes().values()
+    before = sum(map(cpu_seconds, pids))
+    time.sleep(4.0)
+    assert sum(map(cpu_seconds, pids)) - before < 0.2
+
+
+def test_the_pool_survives_many_calls_at_once(server: RunningServer) -> None:
+    answers: list[int] = []
+
+    def call(seed: int) -> None:
+        answers.append(len(server.infer([text_request()] * 4, seed=seed, temperature=1.0)))
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [4] * 16

@@ -1,0 +1,352 @@
+"""Weight pushes over gloo into the shared server, and every way they can break."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from socket import create_server
+
+import pytest
+import torch
+
+from learner.operate.server_process import free_ports
+from tests.contract import reference
+from tests.contract.running_server import (
+    PROMPT,
+    RunningServer,
+    image_request,
+    response_ids,
+    text_request,
+)
+from tests.contract.toy_checkpoints import read_weights
+from tests.contract.weight_sender import (
+    Posting,
+    Sender,
+    Weights,
+    begin_transfer,
+    finish,
+    init_body,
+    manifest,
+    push,
+    start,
+    weight_group,
+)
+
+
+@dataclass
+class Pushing:
+    """A server, a port for its weight group, and weights to push.
+
+    weights: what the server holds when a test begins and ends; others: different ones.
+    """
+
+    server: RunningServer
+    port: int
+    weights: Weights
+    others: Weights
+    last_version: list[int] = field(default_factory=lambda: [0])
+
+    def next_version(self) -> int:
+        self.last_version[0] += 1
+        return self.last_version[0]
+
+    def answer(self) -> list[int]:
+        return response_ids(self.server.infer([text_request()])[0])
+
+    @contextmanager
+    def group(self, timeout_s: float = 30.0) -> Iterator[Sender]:
+        with weight_group(self.server.http, self.port, timeout_s=timeout_s) as sender:
+            yield sender
+
+    def recover(self) -> None:
+        """A full push through a new group; the server must come back with its weights."""
+        with self.group() as sender:
+            push(self.server.http, sender, self.weights, self.next_version())
+
+    def state(self) -> str:
+        answer = self.server.http.get("/health/")
+        return "POISONED" if answer.status_code == 503 else answer.json()["state"]
+
+
+VERSIONS = [0]
+
+
+@pytest.fixture
+def pushing(server: RunningServer, tied: Path, other_tied: Path) -> Iterator[Pushing]:
+    """Ends with the weights the server began with."""
+    (port,) = free_ports(1)
+    pushing = Pushing(server, port, read_weights(tied), read_weights(other_tied), VERSIONS)
+    before = pushing.answer()
+    yield pushing
+    if pushing.state() != "READY" or pushing.answer() != before:
+        pushing.recover()
+    assert pushing.answer() == before
+
+
+@pytest.mark.req("SYNC-03", "SYNC-02")
+def test_after_a_push_text_and_image_answers_are_those_of_the_new_weights(
+    pushing: Pushing, other_tied: Path, scene: Path
+) -> None:
+    """The same requests before and after, so that anything stale would show."""
+    server = pushing.server
+    requests = [text_request(), image_request(str(scene))]
+    before = [response_ids(e) for e in server.infer(requests, max_tokens=24)]
+    with pushing.group() as sender:
+        report = push(server.http, sender, pushing.others, pushing.next_version())
+        after = [response_ids(e) for e in server.infer(requests, max_tokens=24)]
+        assert after[0] == reference.greedy_ids(other_tied, PROMPT, [], 24)
+        assert after[1] == reference.greedy_ids(other_tied, PROMPT, [scene], 24)
+        assert after[0] != before[0]
+        assert after[1] != before[1]
+        push(server.http, sender, pushing.weights, pushing.next_version())
+    assert [response_ids(e) for e in server.infer(requests, max_tokens=24)] == before
+    assert report["bytes"] == sum(w.numel() * w.element_size() for w in pushing.others.values())
+    assert set(report["seconds"]) == {"pause", "transfer", "finish"}
+
+
+@pytest.mark.req("WIRE-03")
+def test_the_version_changes_only_at_the_end(pushing: Pushing) -> None:
+    server = pushing.server
+    old = server.http.get("/health/").json()["weights_version"]
+    with pushing.group() as sender:
+        assert start(server.http, 77).json()["weights_version"] == old
+        transfer = begin_transfer(server.http, pushing.weights)
+        sender.send(pushing.weights)
+        assert transfer.answer().json() == {
+            "state": "UPDATING",
+            "weights_version": old,
+            "server_epoch": server.http.get("/live/").json()["server_epoch"],
+        }
+        status = finish(server.http, 77).json()["status"]
+    assert (status["state"], status["weights_version"]) == ("READY", 77)
+    assert server.http.get("/health/").json()["weights_version"] == 77
+    (envelope,) = server.infer([text_request()])
+    assert envelope["coordexp"]["weights_version"] == [77, 77]
+
+
+@pytest.mark.req("SYNC-03")
+def test_weights_in_another_type_are_cast(pushing: Pushing) -> None:
+    """A learner may train in another precision than the server decodes in."""
+    exact = {name: w.bfloat16().float() for name, w in pushing.weights.items()}
+    with pushing.group() as sender:
+        push(pushing.server.http, sender, exact, pushing.next_version())
+        expected = pushing.answer()
+        push(pushing.server.http, sender, pushing.others, pushing.next_version())
+        halves = {name: w.to(torch.float64) for name, w in exact.items()}
+        push(pushing.server.http, sender, halves, pushing.next_version())
+        assert pushing.answer() == expected
+
+
+@pytest.mark.req("SYNC-03")
+def test_running_sequences_finish_under_the_old_weights(pushing: Pushing) -> None:
+    server = pushing.server
+    old = server.http.get("/health/").json()["weights_version"]
+    new = pushing.next_version()
+    with pushing.group() as sender, ThreadPoolExecutor() as threads:
+        running = threads.submit(
+            server.infer, [text_request()] * 4, temperature=1.0, seed=5, max_tokens=200
+        )
+        time.sleep(0.4)
+        push(server.http, sender, pushing.others, new)
+        stamps = [envelope["coordexp"] for envelope in running.result()]
+    assert [stamp["weights_version"] for stamp in stamps] == [[old, old]] * 4
+    assert {stamp["finish"] for stamp in stamps} <= {"stop", "length"}
+
+
+@pytest.mark.req("SYNC-03")
+def test_a_call_during_an_update_waits_for_the_new_weights(pushing: Pushing) -> None:
+    server = pushing.server
+    new = pushing.next_version()
+    with pushing.group() as sender, ThreadPoolExecutor() as threads:
+        assert start(server.http, new).status_code == 200
+        waiting = threads.submit(server.infer, [text_request()])
+        transfer = begin_transfer(server.http, pushing.others)
+        sender.send(pushing.others)
+        assert transfer.answer().status_code == 200
+        assert not waiting.done()
+        assert server.http.get("/health/").json()["state"] == "UPDATING"
+        assert finish(server.http, new).status_code == 200
+        (envelope,) = waiting.result(timeout=30)
+    assert envelope["coordexp"]["weights_version"] == [new, new]
+
+
+# --- forming the group
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_wrong_world_size_or_transport_is_refused(pushing: Pushing) -> None:
+    http = pushing.server.http
+    assert http.get("/get_world_size/").json() == {"world_size": 1}
+    wrong = http.post("/init_communicator/", json=init_body(pushing.port, world_size=3))
+    assert (wrong.status_code, wrong.json()["where"]) == (422, "world_size")
+    assert "make 2" in wrong.json()["detail"]
+    other = http.post("/init_communicator/", json=init_body(pushing.port) | {"transport": "nccl"})
+    assert (other.status_code, other.json()["where"]) == (422, "transport")
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_taken_group_port_is_named(pushing: Pushing) -> None:
+    with create_server(("127.0.0.1", pushing.port)):
+        answer = pushing.server.http.post("/init_communicator/", json=init_body(pushing.port))
+    assert answer.status_code == 409
+    problem = answer.json()
+    assert problem["type"] == "urn:rollmatch:group-port-taken"
+    assert f"127.0.0.1:{pushing.port}" in problem["detail"]
+    assert problem["detail"].startswith("server:")
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_learner_that_never_joins_is_named_in_time(pushing: Pushing) -> None:
+    began = time.monotonic()
+    answer = pushing.server.http.post(
+        "/init_communicator/", json=init_body(pushing.port, timeout_s=2.0)
+    )
+    assert time.monotonic() - began < 12
+    assert answer.status_code == 504
+    problem = answer.json()
+    assert problem["where"] == f"rendezvous at 127.0.0.1:{pushing.port}"
+    assert problem["detail"].startswith("learner (rank 0)")
+    assert pushing.state() == "READY"
+    pushing.recover()
+
+
+@pytest.mark.req("SYNC-04")
+def test_groups_can_be_formed_again_and_again_and_leave_nothing(pushing: Pushing) -> None:
+    """Descriptors and threads of the server and its engine do not grow."""
+    pushing.recover()
+    before = _resources(pushing.server)
+    for _ in range(5):
+        pushing.recover()
+    assert pushing.server.http.post("/close_communicator/").status_code == 200
+    after = _resources(pushing.server)
+    assert all(after[name] <= before[name] + 2 for name in before), (before, after)
+
+
+def _resources(server: RunningServer) -> dict[str, int]:
+    return {
+        f"{kind} of {name}": len(list(Path(f"/proc/{pid}/{kind}").iterdir()))
+        for name, pid in server.processes().items()
+        for kind in ("fd", "task")
+    }
+
+
+# --- calls out of order
+
+
+@pytest.mark.req("SYNC-03")
+def test_phases_out_of_order_are_refused(pushing: Pushing) -> None:
+    http = pushing.server.http
+    http.post("/close_communicator/")
+    body = {"parameters": [p.model_dump() for p in manifest(pushing.weights)]}
+    for answer in (
+        start(http, 5),
+        http.post("/update_weights/", json=body),
+        finish(http, 5),
+    ):
+        assert answer.status_code == 409
+        assert answer.json()["type"] == "urn:rollmatch:weight-update-order"
+    with pushing.group() as sender:
+        assert start(http, 5).status_code == 200
+        assert start(http, 6).status_code == 409
+        assert finish(http, 5).status_code == 409, "nothing was sent"
+        transfer = begin_transfer(http, pushing.weights)
+        sender.send(pushing.weights)
+        assert transfer.answer().status_code == 200
+        assert finish(http, 6).status_code == 409, "another version was started"
+        assert finish(http, 5).status_code == 200
+
+
+# --- updates that break
+
+
+def _assert_poisoned(pushing: Pushing) -> None:
+    http = pushing.server.http
+    for answer in (http.get("/health/"), pushing.server.post_infer([text_request()])):
+        assert answer.status_code == 503
+        assert "poisoned" in answer.json()["detail"]
+    assert http.get("/live/").status_code == 200
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_learner_that_dies_mid_transfer_poisons_until_a_full_push(pushing: Pushing) -> None:
+    http = pushing.server.http
+    with pushing.group() as sender:
+        assert start(http, pushing.next_version()).status_code == 200
+        transfer = begin_transfer(http, pushing.others)
+        sender.send(pushing.others, buckets=2)
+    answer = transfer.answer()
+    assert answer.status_code == 502
+    assert answer.json()["where"] == f"transfer at 127.0.0.1:{pushing.port}"
+    _assert_poisoned(pushing)
+    pushing.recover()
+    assert pushing.state() == "READY"
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_learner_that_hangs_mid_transfer_is_given_up(pushing: Pushing) -> None:
+    http = pushing.server.http
+    with pushing.group(timeout_s=2.0) as sender:
+        assert start(http, pushing.next_version()).status_code == 200
+        transfer = begin_transfer(http, pushing.others)
+        sender.send(pushing.others, buckets=1)
+        began = time.monotonic()
+        answer = transfer.answer()
+        assert time.monotonic() - began < 12
+    assert answer.status_code == 504
+    assert answer.json()["detail"].startswith("learner (rank 0)")
+    _assert_poisoned(pushing)
+    pushing.recover()
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_learner_that_falls_silent_between_phases_is_given_up(pushing: Pushing) -> None:
+    http = pushing.server.http
+    with pushing.group(timeout_s=1.0), ThreadPoolExecutor() as threads:
+        assert start(http, pushing.next_version()).status_code == 200
+        waiting = threads.submit(pushing.server.post_infer, [text_request()])
+        assert waiting.result(timeout=30).status_code == 503
+        _assert_poisoned(pushing)
+    pushing.recover()
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_new_group_ends_an_update_that_was_left_open(pushing: Pushing) -> None:
+    http = pushing.server.http
+    with pushing.group():
+        assert start(http, pushing.next_version()).status_code == 200
+    pushing.recover()
+    assert pushing.state() == "READY"
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_parameter_the_model_does_not_have_poisons(pushing: Pushing) -> None:
+    http = pushing.server.http
+    foreign = pushing.weights | {"model.language_model.layers.9.nothing": torch.zeros(4)}
+    with pushing.group() as sender:
+        assert start(http, pushing.next_version()).status_code == 200
+        transfer = begin_transfer(http, foreign)
+        sender.send(foreign)
+        answer = transfer.answer()
+        assert answer.status_code == 502
+        assert "worker 0" in answer.json()["detail"]
+        _assert_poisoned(pushing)
+        push(http, sender, pushing.weights, pushing.next_version())
+    assert pushing.state() == "READY"
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_drain_that_takes_too_long_leaves_the_old_weights_serving(pushing: Pushing) -> None:
+    """The deadline of the drain is the group's; what runs is not cut short."""
+    server = pushing.server
+    old = server.http.get("/health/").json()["weights_version"]
+    with pushing.group(timeout_s=0.3), ThreadPoolExecutor() as threads:
+        running = threads.submit(
+            server.infer, [text_request()] * 64, temperature=1.0, seed=5, max_tokens=480
+        )
+        time.sleep(0.5)
+        posting = Posting(server.http, "/start_weight_update/", {"version": old + 1})
+        envelopes = running.result()
+        assert posting.answer().status_code in (200, 504)
+    assert len(envelopes) == 64
