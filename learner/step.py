@@ -19,7 +19,7 @@ from learner.losses.batch import Channel
 from learner.losses.pipeline import Pipeline
 from learner.metrics import PhaseClock, StepReport
 from learner.model.packed_forward import Pack, Segment, make_pack, packed_logits
-from learner.packing import SegmentBuffer, check_length
+from learner.packing import SegmentBuffer
 from learner.rollout.policy import Policy
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.schedule import channel_for_step
@@ -96,8 +96,9 @@ class StepRunner:
         return segments
 
     def _packs(self, segments: list[Segment], report: StepReport) -> list[Pack]:
+        """Packs of the step's segments; without packing one each, however long."""
         lengths = [len(segment) for segment in segments]
-        packs = self._pooled(segments) if self._training.packing else self._single(segments)
+        packs = self._pooled(segments) if self._training.packing else [[s] for s in segments]
         fill = sum(lengths) / (max(len(packs), 1) * self._capacity)
         self._warn_if_underfilled(fill)
         report.metrics |= {
@@ -115,11 +116,6 @@ class StepRunner:
         for segment in segments:
             buffer.add(segment, len(segment), segment.sample_id)
         return buffer.take_pool(self._training.packing_min_fill_ratio)
-
-    def _single(self, segments: Sequence[Segment]) -> list[list[Segment]]:
-        for segment in segments:
-            check_length(len(segment), self._capacity, segment.sample_id)
-        return [[segment] for segment in segments]
 
     def _warn_if_underfilled(self, fill: float) -> None:
         least = self._training.packing_min_fill_ratio

@@ -17,7 +17,13 @@ from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ProblemError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.server_info import WorldSize
-from tests.unit.scripted_server import ScriptedServer, envelope, problem, scripted_server
+from tests.unit.scripted_server import (
+    Route,
+    ScriptedServer,
+    envelope,
+    problem,
+    scripted_server,
+)
 
 ROUTE = "POST /infer/"
 
@@ -31,6 +37,10 @@ def echo(body: Any) -> list[Any]:
     ]
 
 
+def says(answer: WorldSize) -> Route:
+    return lambda _: answer
+
+
 @contextmanager
 def backend_over(
     world_sizes: Sequence[int], decode_batch_size: int = 100
@@ -40,8 +50,7 @@ def backend_over(
         servers, clients, pushers = [], [], []
         for size in world_sizes:
             server = stack.enter_context(scripted_server())
-            answer = WorldSize(world_size=size)
-            server.routes["GET /get_world_size/"] = lambda _, answer=answer: answer
+            server.routes["GET /get_world_size/"] = says(WorldSize(world_size=size))
             server.routes[ROUTE] = echo
             client = RolloutClient(server.base_url, timeout_s=20.0)
             weights = MergedWeights(nn.Linear(1, 1))

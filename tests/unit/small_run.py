@@ -1,0 +1,46 @@
+"""A training run of seconds on the toy model: its config, its parts, hand-made answers."""
+
+from pathlib import Path
+from typing import Any
+
+from learner.config import load_mapping, merge, parse_config
+from learner.config.schema import Config
+from learner.data.toy import ToyData
+from learner.serialize import serialize_objects
+from learner.types import GroundTruthObject, RolloutOutput
+
+WARMUP = Path(__file__).parents[2] / "configs" / "demo" / "warmup.yaml"
+
+
+def small_mapping(model: Path, data: ToyData, out: Path, **sections: Any) -> dict[str, Any]:
+    """The demo's warm-up cut down to 3 steps of 4 samples; `sections` are merged over it."""
+    small = {
+        "model": {"model": str(model)},
+        "data": {"train_jsonl": str(data.train_jsonl), "val_jsonl": str(data.val_jsonl)},
+        "training": {
+            "run_name": "small",
+            "output_dir": str(out),
+            "seed": 11,
+            "max_steps": 3,
+            "save_steps": 3,
+            "effective_batch_size": 4,
+        },
+        "global_max_length": 640,
+        "stage2_ab": {"schedule": {"b_ratio": 0.0}},
+        "rollout_matching": {"max_new_tokens": 16},
+    }
+    return merge(merge(load_mapping(WARMUP), small), sections)
+
+
+def small_config(model: Path, data: ToyData, out: Path, **sections: Any) -> Config:
+    return parse_config(small_mapping(model, data, out, **sections))
+
+
+def written(*objects: GroundTruthObject) -> str:
+    """A complete answer, as the learner would write it."""
+    return serialize_objects(objects, "desc_first")
+
+
+def rollout(prompt_ids: list[int], answer_ids: list[int]) -> RolloutOutput:
+    """What a backend returns for these ids."""
+    return RolloutOutput(prompt_ids, answer_ids, "", "stop", False, (1, 1), None)

@@ -1,0 +1,280 @@
+"""From samples, and hand-made answers, to segments: what each channel supervises and counts."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.channels.a import ChannelA
+from learner.channels.b import ChannelB, RolloutStats
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData
+from learner.matching import MatchConfig
+from learner.model.load import LoadedModel, load_model
+from learner.model.packed_forward import Segment
+from learner.model.prompt import PromptEncoder
+from learner.targets import build_ground_truth_target
+from learner.tokens import decode_exactly
+from learner.types import GroundTruthObject, Role, RolloutOutput, Sample, Shape
+from shared_contracts.errors import ContractError
+from tests.unit.answers import encode, entry
+from tests.unit.small_run import rollout, small_config, written
+
+PROMPT = "Detect every object in the image."
+CAT = GroundTruthObject("red ellipse", Shape("bbox_2d", (10, 20, 300, 400)))
+DOG = GroundTruthObject("blue triangle", Shape("bbox_2d", (500, 510, 700, 710)))
+GHOST = GroundTruthObject("green rectangle", Shape("bbox_2d", (800, 0, 999, 90)))
+
+
+@pytest.fixture(scope="module")
+def loaded(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
+) -> LoadedModel:
+    return load_model(small_config(toy_checkpoint, toy_data, tmp_path_factory.mktemp("out")))
+
+
+@pytest.fixture(scope="module")
+def encoder(loaded: LoadedModel) -> PromptEncoder:
+    return PromptEncoder(loaded.processor, PROMPT, None)
+
+
+@pytest.fixture(scope="module")
+def scene(toy_data: ToyData) -> Sample:
+    """A scene whose annotation is CAT and DOG, whatever its image shows."""
+    sample = read_samples(toy_data.train_jsonl, allow_poly=False)[0]
+    return replace(sample, objects=(CAT, DOG))
+
+
+class Answering:
+    """Channel B over one scene, asked with texts instead of a server."""
+
+    def __init__(self, loaded: LoadedModel, encoder: PromptEncoder, scene: Sample) -> None:
+        self.tokenizer = loaded.tokenizer
+        self.scene = scene
+        self.encoder = encoder
+        self.channel = ChannelB(
+            loaded.inner, encoder, loaded.tokenizer, "desc_first", MatchConfig()
+        )
+
+    def rollout(self, text: str) -> RolloutOutput:
+        return rollout(self.encoder(self.scene).ids.tolist(), encode(self.tokenizer, text))
+
+    def segments(self, *texts: str) -> tuple[list[Segment], RolloutStats]:
+        return self.channel.segments(
+            [self.scene] * len(texts), [self.rollout(text) for text in texts]
+        )
+
+    def target_text(self, segment: Segment) -> str:
+        return decode_exactly(self.tokenizer, segment.target.token_ids)
+
+
+@pytest.fixture
+def answering(loaded: LoadedModel, encoder: PromptEncoder, scene: Sample) -> Answering:
+    return Answering(loaded, encoder, scene)
+
+
+def supervised(segment: Segment) -> list[tuple[tuple[int, ...], bool]]:
+    return [(group.bins, group.matched) for group in segment.target.coord_groups]
+
+
+def counted(stats: RolloutStats, *names: str) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in names}
+
+
+@pytest.mark.req("CHB-01")
+def test_a_right_answer_is_all_prefix_and_closure(answering: Answering) -> None:
+    (segment,), stats = answering.segments(written(CAT, DOG))
+    assert answering.target_text(segment) == written(CAT, DOG) + "<|im_end|>"
+    assert supervised(segment) == [(CAT.shape.coords, True), (DOG.shape.coords, True)]
+    assert not segment.has_dropped
+    assert counted(stats, "matched", "appended", "false_positives", "valid") == {
+        "matched": 2,
+        "appended": 0,
+        "false_positives": 0,
+        "valid": 2,
+    }
+
+
+@pytest.mark.req("CHB-01", "APPEND-02")
+def test_what_was_missed_is_appended_and_a_ghost_is_not_supervised(answering: Answering) -> None:
+    (segment,), stats = answering.segments(written(CAT, GHOST))
+    whole = written(CAT, GHOST)[:-1] + ", " + entry(3, DOG.desc, DOG.shape.coords) + "}<|im_end|>"
+    assert answering.target_text(segment) == whole
+    assert supervised(segment) == [(CAT.shape.coords, True), (DOG.shape.coords, False)]
+    assert Role.FALSE_POSITIVE in segment.target.role
+    assert counted(stats, "matched", "appended", "false_positives", "ground_truths") == {
+        "matched": 1,
+        "appended": 1,
+        "false_positives": 1,
+        "ground_truths": 2,
+    }
+
+
+@pytest.mark.req("CHB-01")
+def test_a_matched_box_is_taught_its_ground_truth_not_what_was_said(answering: Answering) -> None:
+    near = GroundTruthObject("red ellipse", Shape("bbox_2d", (12, 25, 290, 410)))
+    (segment,), _ = answering.segments(written(near, DOG))
+    assert supervised(segment)[0] == (CAT.shape.coords, True)
+    ids = segment.target.token_ids
+    said = [ids[p] for p in segment.target.coord_groups[0].positions]
+    assert decode_exactly(answering.tokenizer, said) == "".join(
+        f"<|coord_{k}|>" for k in near.shape.coords
+    )
+
+
+@pytest.mark.req("CHB-01", "PARSE-05")
+@pytest.mark.parametrize("text", ["garbage", "", "no { at the start"])
+def test_an_invalid_rollout_still_trains_on_the_full_append(
+    answering: Answering, text: str
+) -> None:
+    (segment,), stats = answering.segments(text)
+    assert answering.target_text(segment) == written(CAT, DOG) + "<|im_end|>"
+    assert supervised(segment) == [(CAT.shape.coords, False), (DOG.shape.coords, False)]
+    assert counted(stats, "invalid", "appended", "valid", "truncated") == {
+        "invalid": 1,
+        "appended": 2,
+        "valid": 0,
+        "truncated": 1,
+    }
+
+
+@pytest.mark.req("CHB-01")
+def test_an_answer_cut_short_is_kept_up_to_its_last_object(answering: Answering) -> None:
+    cut = written(CAT, DOG)[:-20]
+    (segment,), stats = answering.segments(cut)
+    assert answering.target_text(segment) == written(CAT, DOG) + "<|im_end|>"
+    assert supervised(segment) == [(CAT.shape.coords, True), (DOG.shape.coords, False)]
+    assert counted(stats, "truncated", "invalid", "matched", "appended") == {
+        "truncated": 1,
+        "invalid": 0,
+        "matched": 1,
+        "appended": 1,
+    }
+    assert stats.drop_reasons == {"key_invalid": 1}
+
+
+@pytest.mark.req("LOSS-01", "CHB-01")
+def test_a_dropped_object_marks_the_whole_segment(answering: Answering) -> None:
+    three = entry(1, CAT.desc, CAT.shape.coords[:3])
+    (segment,), stats = answering.segments(f"{{{three}, {entry(2, DOG.desc, DOG.shape.coords)}}}")
+    assert segment.has_dropped
+    assert stats.drop_reasons == {"wrong_arity": 1}
+    assert supervised(segment) == [(DOG.shape.coords, True), (CAT.shape.coords, False)]
+
+
+@pytest.mark.req("PARSE-04")
+def test_a_polygon_is_dropped_in_this_variant(answering: Answering) -> None:
+    roof = '"object_1": {"desc": "roof", "poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", '
+    roof += '"<|coord_4|>", "<|coord_5|>", "<|coord_6|>"]}'
+    _, stats = answering.segments(f"{{{roof}}}")
+    assert stats.drop_reasons == {"poly_unsupported": 1}
+    assert stats.valid == 0
+
+
+@pytest.mark.req("CHB-01")
+def test_answer_tokens_are_taken_over_and_the_prompt_is_in_front(
+    answering: Answering, encoder: PromptEncoder, scene: Sample
+) -> None:
+    answer = answering.rollout(written(CAT)).response_token_ids
+    (segment,), _ = answering.segments(written(CAT))
+    prompt = encoder(scene).ids.tolist()
+    ids = segment.input_ids.tolist()
+    assert ids[: len(prompt)] == prompt
+    assert ids[len(prompt) :] == segment.target.token_ids
+    assert segment.target.token_ids[: segment.target.prefix_len] == answer[:-1]
+    assert segment.position_ids.shape == (4, len(segment))
+
+
+@pytest.mark.req("ROLL-01")
+def test_another_prompt_on_the_servers_side_stops_the_step(answering: Answering) -> None:
+    answer = answering.rollout(written(CAT))
+    other = replace(answer, prompt_token_ids=[*answer.prompt_token_ids[:-1], 0])
+    with pytest.raises(ContractError, match=f"position {len(answer.prompt_token_ids) - 1}"):
+        answering.channel.segments([answering.scene], [other])
+
+
+@pytest.mark.req("LOSS-02")
+def test_a_sample_whose_closure_cannot_be_found_is_left_out_and_counted(
+    loaded: LoadedModel, encoder: PromptEncoder, scene: Sample
+) -> None:
+    odd = GroundTruthObject("ends <|im_end|> here", CAT.shape)
+    answering = Answering(loaded, encoder, replace(scene, objects=(odd, DOG)))
+    segments, stats = answering.segments("{}")
+    assert segments == []
+    assert stats.closure_dropped == 1
+    assert stats.metrics()["stage2_ab/channel_b/closure_supervision/N_drop"] == 1
+
+
+@pytest.mark.req("MET-02")
+def test_the_metrics_of_a_step_are_counted_by_hand(answering: Answering) -> None:
+    three = entry(1, CAT.desc, CAT.shape.coords[:3])
+    far = replace(CAT, shape=Shape("bbox_2d", (10, 20, 90, 100)))
+    texts = [
+        written(CAT, DOG),
+        written(CAT, GHOST),
+        f"{{{three}}}",
+        "garbage",
+        written(far),
+    ]
+    _, stats = answering.segments(*texts)
+    lengths = [len(answering.rollout(text).response_token_ids) for text in texts]
+    metrics = stats.metrics()
+    b = "stage2_ab/channel_b"
+    assert metrics["rollout/parse_truncated_rate"] == pytest.approx(1 / 5)
+    assert metrics["rollout/parse_dropped_invalid"] == 1
+    assert metrics["rollout/gen_new_tokens_mean"] == pytest.approx(sum(lengths) / 5)
+    assert sorted(lengths)[-2] <= metrics["rollout/gen_new_tokens_p99"] <= max(lengths)
+    assert metrics["rollout/repeat_terminate_triggered_sequences"] == 0
+    assert metrics[f"{b}/invalid_rollout"] == 1
+    assert metrics[f"{b}/N_valid_pred"] == 5
+    assert metrics[f"{b}/N_drop_invalid"] == 1
+    assert metrics[f"{b}/strict_drop/wrong_arity"] == 1
+    assert metrics[f"{b}/matched"] == 3
+    assert metrics[f"{b}/false_positives"] == 2
+    assert metrics[f"{b}/fn_appended"] == 7
+    assert metrics[f"{b}/match_rate"] == pytest.approx(3 / 10)
+    assert metrics[f"{b}/closure_supervision/N_drop"] == 0
+    assert metrics[f"{b}/gated"] >= 1
+
+
+@pytest.mark.req("MET-02")
+def test_a_triggered_rollout_is_counted(answering: Answering) -> None:
+    triggered = replace(answering.rollout(written(CAT)), repeat_terminated=True)
+    _, stats = answering.channel.segments([answering.scene], [triggered])
+    assert stats.metrics()["rollout/repeat_terminate_triggered_sequences"] == 1
+
+
+@pytest.mark.req("MET-02")
+def test_a_step_without_rollouts_has_finite_metrics() -> None:
+    metrics = RolloutStats().metrics()
+    assert metrics["rollout/parse_truncated_rate"] == 0
+    assert metrics["rollout/gen_new_tokens_p99"] == 0
+
+
+def test_channel_a_teaches_the_whole_annotation(
+    loaded: LoadedModel, encoder: PromptEncoder, scene: Sample
+) -> None:
+    channel = ChannelA(loaded.inner, encoder, loaded.tokenizer, "geometry_first")
+    segments: Sequence[Segment] = channel.segments([scene, scene])
+    assert len(segments) == 2
+    segment = segments[0]
+    expected = build_ground_truth_target((CAT, DOG), loaded.tokenizer, "geometry_first")
+    assert segment.target.token_ids == expected.token_ids
+    assert segment.target.prefix_len == 0
+    assert supervised(segment) == [(CAT.shape.coords, False), (DOG.shape.coords, False)]
+    assert not segment.has_dropped
+    assert segment.sample_id == scene.sample_id
+
+
+def test_an_encoding_is_kept_only_as_long_as_there_is_room(
+    loaded: LoadedModel, toy_data: ToyData
+) -> None:
+    first, second = read_samples(toy_data.train_jsonl, allow_poly=False)[:2]
+    size = PromptEncoder(loaded.processor, PROMPT, None)(first).num_bytes
+    encoder = PromptEncoder(loaded.processor, PROMPT, None, cache_bytes=size)
+    kept = encoder(first)
+    assert encoder(first) is kept
+    encoder(second)
+    assert encoder(first) is not kept

@@ -1,0 +1,340 @@
+"""One optimizer step on the toy model, with answers from a scripted backend."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from learner.channels.a import ChannelA
+from learner.channels.b import ChannelB
+from learner.config.schema import Config
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData
+from learner.losses.pipeline import Pipeline
+from learner.matching import MatchConfig
+from learner.metrics import PhaseClock, StepReport
+from learner.model.load import LoadedModel, load_model
+from learner.model.packed_forward import Segment, make_pack, packed_logits
+from learner.model.prompt import PromptEncoder
+from learner.packing import plan_packs
+from learner.rollout.policy import Asking, Policy
+from learner.rollout.seeds import request_seed, rollout_seed_base
+from learner.step import StepRunner
+from learner.types import RolloutOutput, Sample
+from shared_contracts.errors import ContractError
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from tests.unit.answers import encode
+from tests.unit.small_run import rollout, small_config, written
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Gradients = dict[str, Tensor]
+
+
+class Scripted:
+    """Answers each sample with its first object, and the second of every pair with garbage."""
+
+    def __init__(self, samples: Sequence[Sample], parts: "Parts") -> None:
+        self._samples = {sample.sample_id: sample for sample in samples}
+        self._parts = parts
+        self.done: list[str] = []
+        self.seeds: list[int | None] = []
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        self.done.append("rollout")
+        self.seeds.append(request_config.seed)
+        return [self._answer(i, str(request.uuid)) for i, request in enumerate(requests)]
+
+    def push_weights(self, version: int) -> None:
+        self.done.append(f"push {version}")
+
+    def close(self) -> None:
+        self.done.append("close")
+
+    def _answer(self, index: int, sample_id: str) -> RolloutOutput:
+        sample = self._samples[sample_id]
+        text = "garbage" if index % 2 else written(*sample.objects[:1])
+        prompt = self._parts.encode(sample).ids.tolist()
+        return rollout(prompt, encode(self._parts.loaded.tokenizer, text))
+
+
+class Parts:
+    """A loaded toy model and what a runner is made of."""
+
+    def __init__(self, config: Config) -> None:
+        self.loaded: LoadedModel = load_model(config)
+        self.loaded.model.train()
+        self.encode = PromptEncoder(self.loaded.processor, config.template.prompt, None)
+        objective = config.stage2_ab.pipeline.objective
+        self.pipeline = Pipeline(objective, self.loaded.vocab.ids)
+        tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
+        self.channel_a = ChannelA(inner, self.encode, tokenizer, "desc_first")
+        self.channel_b = ChannelB(inner, self.encode, tokenizer, "desc_first", MatchConfig())
+
+    def runner(self, config: Config, policy: Policy | None = None) -> StepRunner:
+        return StepRunner(config, self.channel_a, self.channel_b, self.pipeline, policy)
+
+    def step(
+        self, runner: StepRunner, samples: Sequence[Sample], step: int = 0
+    ) -> tuple[float, StepReport, Gradients]:
+        """Loss, report and gradients of one step."""
+        self.loaded.model.zero_grad()
+        loss, report = runner.run(self.loaded.model, samples, step, lambda part: part.backward())
+        return loss.item(), report, self.gradients()
+
+    def gradients(self) -> Gradients:
+        named = self.loaded.model.named_parameters()
+        return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+    def reference(self, segments: Sequence[Segment], plan: list[list[int]]) -> Gradients:
+        """Gradients of the sum of each pack's loss times its share of the samples (LOSS-05)."""
+        self.loaded.model.zero_grad()
+        total = torch.zeros(())
+        for indices in plan:
+            pack = make_pack([segments[i] for i in indices])
+            loss = self.pipeline(packed_logits(self.loaded.model, pack), pack.supervision, "A")
+            total = total + loss.total * len(indices) / len(segments)
+        total.backward()
+        return self.gradients()
+
+
+ConfigOf = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def config_of(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
+) -> ConfigOf:
+    """A config from `training` keys, the packing capacity and the share of channel B."""
+    out = tmp_path_factory.mktemp("step")
+
+    def make(capacity: int = 640, b_ratio: float = 0.0, **training: Any) -> Config:
+        return small_config(
+            toy_checkpoint,
+            toy_data,
+            out,
+            training=training,
+            global_max_length=capacity,
+            stage2_ab={"schedule": {"b_ratio": b_ratio}},
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def parts(config_of: ConfigOf) -> Parts:
+    return Parts(config_of())
+
+
+@pytest.fixture(scope="module")
+def samples(toy_data: ToyData) -> list[Sample]:
+    return read_samples(toy_data.train_jsonl, allow_poly=False)[:6]
+
+
+def close(a: Gradients, b: Gradients) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-5) for name in a
+    )
+
+
+def atoms(report: StepReport) -> dict[str, float]:
+    return {key: value for key, value in report.metrics.items() if key.startswith("loss/")}
+
+
+@pytest.mark.req("STEP-02", "LOSS-05")
+def test_packs_add_up_to_the_gradient_of_their_shares(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    config = config_of(capacity=210)
+    _, report, gradients = parts.step(parts.runner(config), samples)
+    segments = parts.channel_a.segments(samples)
+    plan = plan_packs([len(s) for s in segments], 210, config.training.packing_min_fill_ratio)
+    assert 1 < len(plan) < len(samples)
+    assert report.metrics["packing/post_rollout_packs"] == len(plan)
+    assert close(gradients, parts.reference(segments, plan))
+
+
+@pytest.mark.req("STEP-02", "PACK-04", "LOSS-05")
+def test_equal_samples_give_the_same_step_however_they_are_packed(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    same = [samples[0]] * 4
+    length = len(parts.channel_a.segments(same)[0])
+    runs = [
+        parts.step(parts.runner(config_of(capacity=packed * length)), same) for packed in (4, 2, 1)
+    ]
+    packs = [report.metrics["packing/post_rollout_packs"] for _, report, _ in runs]
+    assert packs == [1, 2, 4]
+    for loss, _, gradients in runs[1:]:
+        assert loss == pytest.approx(runs[0][0], rel=1e-5)
+        assert close(gradients, runs[0][2])
+
+
+@pytest.mark.req("STEP-02")
+def test_without_packing_every_sample_has_its_own_forward(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    _, report, gradients = parts.step(parts.runner(config_of(packing=False)), samples)
+    assert report.samples == len(samples)
+    assert report.metrics["packing/post_rollout_packs"] == len(samples)
+    segments = parts.channel_a.segments(samples)
+    assert close(gradients, parts.reference(segments, [[i] for i in range(len(samples))]))
+
+
+@pytest.mark.req("LOSS-05")
+@pytest.mark.parametrize("b_ratio", [0, 1])
+def test_the_loss_atoms_of_the_report_add_up_to_the_loss(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf, b_ratio: int
+) -> None:
+    config = config_of(capacity=210, b_ratio=b_ratio)
+    policy = Policy(Scripted(samples, parts), 0, Asking("", None, RequestConfig()))
+    loss, report, _ = parts.step(parts.runner(config, policy), samples)
+    assert sum(atoms(report).values()) == pytest.approx(loss, abs=1e-4)
+    families = {key.rpartition("/")[0] for key in atoms(report)}
+    a, b = {"loss/A1_text", "loss/A2_coord"}, {"loss/B_rollout_text", "loss/B_coord"}
+    assert families == (b if b_ratio else a)
+
+
+@pytest.mark.req("STEP-01", "SYNC-07", "SYNC-09")
+def test_channels_follow_the_schedule_and_b_pushes_before_it_asks(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    backend = Scripted(samples, parts)
+    policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()))
+    runner = parts.runner(config_of(b_ratio=0.5), policy)
+    reports = [parts.step(runner, samples[:2], step)[1] for step in range(4)]
+    assert [report.channel for report in reports] == ["A", "B", "A", "B"]
+    assert [report.metrics["step/channel_b"] for report in reports] == [0, 1, 0, 1]
+    assert backend.done == ["push 1", "rollout", "push 2", "rollout"]
+    assert [r.metrics.get("sync/weights_version") for r in reports] == [None, 1, None, 2]
+
+
+@pytest.mark.req("SEED-01", "SEED-02")
+def test_a_steps_rollouts_have_the_seed_of_the_step(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    backend = Scripted(samples, parts)
+    policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()))
+    _, report, _ = parts.step(parts.runner(config_of(b_ratio=1), policy), samples[:2], step=5)
+    base = rollout_seed_base(11, 5)
+    assert backend.seeds == [request_seed(base, 0, 0)]
+    assert report.metrics["rollout/seed_base"] == base
+
+
+@pytest.mark.req("CHB-01", "MET-02")
+def test_a_b_step_reports_what_became_of_its_rollouts(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    policy = Policy(Scripted(samples, parts), 0, Asking("", None, RequestConfig()))
+    _, report, gradients = parts.step(parts.runner(config_of(b_ratio=1), policy), samples)
+    truths = sum(len(sample.objects) for sample in samples)
+    metrics = report.metrics
+    assert metrics["stage2_ab/channel_b/matched"] == 3
+    assert metrics["stage2_ab/channel_b/fn_appended"] == truths - 3
+    assert metrics["stage2_ab/channel_b/invalid_rollout"] == 3
+    assert metrics["rollout/per_second"] > 0
+    for phase in ("push", "rollout", "target", "pack", "learn"):
+        assert metrics[f"time/{phase}_s"] >= 0
+    assert all(torch.isfinite(g).all() for g in gradients.values())
+    assert any(g.abs().sum() > 0 for g in gradients.values())
+
+
+@pytest.mark.req("PACK-05")
+def test_packing_is_reported(parts: Parts, samples: list[Sample], config_of: ConfigOf) -> None:
+    _, report, _ = parts.step(parts.runner(config_of(capacity=210)), samples)
+    lengths = [len(segment) for segment in parts.channel_a.segments(samples)]
+    packs = report.metrics["packing/post_rollout_packs"]
+    assert report.metrics["packing/post_rollout_segments"] == len(samples)
+    assert report.metrics["packing/post_rollout_selected_total_len"] == sum(lengths)
+    assert report.metrics["packing/post_rollout_buffer"] == 0
+    fill = sum(lengths) / (packs * 210)
+    assert report.metrics["packing/post_rollout_fill"] == pytest.approx(fill)
+
+
+@pytest.mark.req("PACK-05")
+def test_poor_filling_is_warned_about_once(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = parts.runner(config_of(capacity=640, packing_min_fill_ratio=0.9))
+    for step in range(2):
+        parts.step(runner, samples[:1], step)
+    warnings = [r.getMessage() for r in caplog.records if r.name == "learner.step"]
+    assert len(warnings) == 1
+    assert "training.packing_min_fill_ratio 90 %" in warnings[0]
+    assert "global_max_length" in warnings[0]
+
+
+@pytest.mark.req("PACK-05")
+@pytest.mark.parametrize(
+    "training", [{"packing": False}, {"packing": True, "packing_min_fill_ratio": 0.0}]
+)
+def test_nobody_is_warned_without_packing_or_with_a_full_pack(
+    parts: Parts,
+    samples: list[Sample],
+    config_of: ConfigOf,
+    caplog: pytest.LogCaptureFixture,
+    training: dict[str, Any],
+) -> None:
+    parts.step(parts.runner(config_of(**training)), samples[:1])
+    assert [r for r in caplog.records if r.name == "learner.step"] == []
+
+
+@pytest.mark.req("PACK-01")
+def test_a_sample_that_no_pack_holds_names_itself_and_three_ways_out(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    longest = max(samples, key=lambda s: len(parts.channel_a.segments([s])[0]))
+    length = len(parts.channel_a.segments([longest])[0])
+    small = config_of(capacity=length - 1)
+    with pytest.raises(ContractError) as caught:
+        parts.step(parts.runner(small), [longest])
+    assert caught.value.where == "global_max_length"
+    assert longest.sample_id in caught.value.found
+    assert f"{length} tokens" in caught.value.found
+    for way_out in ("global_max_length", "max_new_tokens", "training.packing: false"):
+        assert way_out in caught.value.do
+
+
+@pytest.mark.req("PACK-01")
+def test_the_third_way_out_is_one(parts: Parts, samples: list[Sample], config_of: ConfigOf) -> None:
+    _, report, _ = parts.step(parts.runner(config_of(capacity=50, packing=False)), samples)
+    assert report.metrics["packing/post_rollout_packs"] == len(samples)
+
+
+@pytest.mark.req("LOSS-02")
+def test_a_step_that_supervises_nothing_leaves_the_weights_alone(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    class Silent(ChannelA):
+        def segments(self, samples: Sequence[Sample]) -> list[Segment]:
+            return []
+
+    a = Silent(parts.loaded.inner, parts.encode, parts.loaded.tokenizer, "desc_first")
+    runner = StepRunner(config_of(), a, parts.channel_b, parts.pipeline, None)
+    loss, report, gradients = parts.step(runner, samples)
+    assert loss == 0.0
+    assert gradients == {}
+    assert report.metrics["packing/post_rollout_segments"] == 0
+
+
+@pytest.mark.req("MET-01")
+def test_nothing_is_carried_from_one_step_to_the_next(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    runner = parts.runner(config_of())
+    first, second = (parts.step(runner, samples[:2], step)[1] for step in (0, 1))
+    assert atoms(first) == pytest.approx(atoms(second))
+    assert (first.step, second.step) == (0, 1)
+
+
+def test_a_phase_that_runs_twice_is_summed() -> None:
+    clock = PhaseClock()
+    for _ in range(2):
+        with clock.phase("learn"):
+            pass
+    assert clock.metrics() == {"time/learn_s": clock.seconds("learn")}
