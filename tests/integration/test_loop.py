@@ -1,0 +1,250 @@
+"""The whole loop on real parts: a real server, real training, real pushes."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from torch import nn
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+
+from learner.config import Config, dump_mapping, load_mapping, merge, parse_config
+from learner.data.toy import ToyData, make_data
+from learner.model.load import LoadedModel, load_model
+from learner.model.toy import make_model
+from learner.operate.server_process import free_ports
+from learner.preflight import read_inputs
+from learner.rollout.client import RolloutClient
+from learner.rollout.policy import Policy
+from learner.rollout.server import ServerBackend
+from learner.sync.push import WeightPusher
+from learner.sync.source import MergedWeights
+from learner.train import asking_of, build_trainer
+from learner.types import RolloutOutput
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from tests.contract.running_server import (
+    START_TIMEOUT_S,
+    RunningServer,
+    image_request,
+    response_ids,
+    start_server,
+    stop_server,
+    text_request,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+WARMUP_STEPS = 80
+TWO_CHANNEL_STEPS = 6
+CHANNEL_B = "stage2_ab/channel_b"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A server of the toy model, the scenes it may read, and a folder for runs."""
+
+    server: RunningServer
+    data: ToyData
+    model: Path
+    folder: Path
+
+    def config(self, name: str, run: str, model: Path, **training: Any) -> dict[str, Any]:
+        (group_port,) = free_ports(1)
+        address = {"base_url": self.server.process.base_url, "group_port": group_port}
+        overrides = {
+            "model": {"model": str(model)},
+            "data": {
+                "train_jsonl": str(self.data.train_jsonl),
+                "val_jsonl": str(self.data.val_jsonl),
+            },
+            "training": {"output_dir": str(self.folder / run), **training},
+            "rollout_matching": {"vllm": {"server": {"servers": [address]}}},
+        }
+        return merge(load_mapping(ROOT / "configs" / "demo" / f"{name}.yaml"), overrides)
+
+    def train(self, config: dict[str, Any]) -> Path:
+        """Run `learner train` as a user does; returns the run folder."""
+        run = Path(config["training"]["output_dir"])
+        file = run.with_suffix(".yaml")
+        file.write_text(dump_mapping(config))
+        command = [sys.executable, "-c", "from learner.cli import main; main()"]
+        result = subprocess.run(
+            [*command, "train", "--config", str(file)],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        return run
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
+    folder = tmp_path_factory.mktemp("loop")
+    model = folder / "model"
+    make_model(model, seed=0)
+    server = start_server(model, folder / "server")
+    try:
+        data = make_data(server.media / "toy", train=512, val=16, seed=0)
+        server.process.wait_until_healthy(START_TIMEOUT_S)
+        yield Loop(server, data, model, folder)
+    finally:
+        stop_server(server)
+
+
+@pytest.fixture(scope="module")
+def warm(loop: Loop) -> Path:
+    """A checkpoint that answers in the right form: channel A alone, no server needed."""
+    steps = {"max_steps": WARMUP_STEPS, "save_steps": WARMUP_STEPS}
+    run = loop.train(loop.config("warmup", "warmup", loop.model, **steps))
+    return run / f"checkpoint-{WARMUP_STEPS}"
+
+
+@pytest.fixture(scope="module")
+def two_channel(loop: Loop, warm: Path) -> Path:
+    """A two-channel run that evaluates at its end."""
+    return loop.train(loop.config("two_channel", "two", warm, **short_run()))
+
+
+def short_run() -> dict[str, Any]:
+    steps = TWO_CHANNEL_STEPS
+    return {"max_steps": steps, "save_steps": steps, "eval_strategy": "steps", "eval_steps": steps}
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(run: Path, channel: str) -> list[dict[str, Any]]:
+    wanted = float(channel == "B")
+    return [line for line in logged(run) if line.get("step/channel_b") == wanted]
+
+
+@pytest.mark.req("CFG-01", "RUN-02", "STEP-01")
+def test_a_run_alternates_channels_and_leaves_a_run_folder(two_channel: Path) -> None:
+    assert [line["step"] for line in steps_of(two_channel, "B")] == [2, 4, 6]
+    assert [line["step"] for line in steps_of(two_channel, "A")] == [1, 3, 5]
+    assert {"resolved_config.yaml", "run.json"} <= {path.name for path in two_channel.iterdir()}
+    assert list((two_channel / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.req("CHB-01", "APPEND-02", "MET-02", "STEP-02")
+def test_channel_b_matches_and_appends_every_ground_truth(two_channel: Path) -> None:
+    for line in steps_of(two_channel, "B"):
+        matched, appended = line[f"{CHANNEL_B}/matched"], line[f"{CHANNEL_B}/fn_appended"]
+        assert line["packing/post_rollout_segments"] == 32
+        assert 32 <= matched + appended <= 64
+        assert line[f"{CHANNEL_B}/N_valid_pred"] == matched + line[f"{CHANNEL_B}/false_positives"]
+        assert line["rollout/per_second"] > 0
+    assert sum(line[f"{CHANNEL_B}/N_valid_pred"] for line in steps_of(two_channel, "B")) > 0
+    assert sum(line[f"{CHANNEL_B}/fn_appended"] for line in steps_of(two_channel, "B")) > 0
+
+
+@pytest.mark.req("SYNC-07", "SYNC-09")
+def test_every_rollout_step_pushes_the_next_version_first(two_channel: Path) -> None:
+    versions = [line["sync/weights_version"] for line in steps_of(two_channel, "B")]
+    assert versions == [versions[0], versions[0] + 1, versions[0] + 2]
+    assert all(line["time/push_s"] > 0 for line in steps_of(two_channel, "B"))
+
+
+@pytest.mark.req("LOSS-05", "PACK-05")
+def test_logged_atoms_add_up_to_the_logged_loss(two_channel: Path) -> None:
+    for line in [*steps_of(two_channel, "A"), *steps_of(two_channel, "B")]:
+        atoms = sum(value for key, value in line.items() if key.startswith("loss/"))
+        assert atoms == pytest.approx(line["loss"], abs=1e-4 * max(1.0, abs(line["loss"])))
+        assert 0 < line["packing/post_rollout_fill"] <= 1
+
+
+@pytest.mark.req("SEED-02")
+def test_the_same_seed_gives_the_same_numbers(loop: Loop, warm: Path, two_channel: Path) -> None:
+    again = loop.train(loop.config("two_channel", "two_again", warm, **short_run()))
+    for first, second in zip(logged(two_channel), logged(again), strict=True):
+        assert without_clock(first) == without_clock(second)
+
+
+def without_clock(line: dict[str, Any]) -> dict[str, Any]:
+    timed = ("time/", "train_", "rollout/per_second", "sync/weights_version")
+    return {key: value for key, value in line.items() if not key.startswith(timed)}
+
+
+@dataclass
+class Recorder:
+    """A backend that, after every push, keeps the checkpoint and what the server says."""
+
+    backend: ServerBackend
+    loaded: LoadedModel
+    server: RunningServer
+    folder: Path
+    said: dict[Path, list[list[int]]] = field(default_factory=dict)
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        return self.backend.rollout(requests, request_config)
+
+    def push_weights(self, version: int) -> None:
+        self.backend.push_weights(version)
+        checkpoint = self.folder / f"pushed-{version}"
+        assert isinstance(self.loaded.model, Qwen3VLForConditionalGeneration)
+        self.loaded.model.save_pretrained(checkpoint)
+        self.loaded.processor.save_pretrained(checkpoint)
+        self.said[checkpoint] = probe(self.server, self.server.media / "toy")
+
+    def close(self) -> None:
+        self.backend.close()
+
+
+def probe(server: RunningServer, toy: Path) -> list[list[int]]:
+    """Greedy ids of two text and two image prompts."""
+    requests = [text_request("Detect every object in the image."), text_request("red")]
+    requests += [image_request(str(toy / "images" / "val" / f"0000{i}.png")) for i in (0, 1)]
+    return [response_ids(envelope) for envelope in server.infer(requests, max_tokens=48)]
+
+
+@pytest.mark.req("SYNC-02", "SYNC-03", "SYNC-05")
+@pytest.mark.timeout(600)
+def test_after_every_push_the_server_answers_like_a_fresh_engine(loop: Loop, warm: Path) -> None:
+    strides = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+    mapping = loop.config("two_channel", "pushes", warm, **strides, max_steps=2, save_strategy="no")
+    config = parse_config(merge(mapping, {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}))
+    recorder = run_recorded(loop, config)
+    assert len(recorder.said) == 2
+    answers = list(recorder.said.values())
+    assert answers[0] != answers[1]
+    for checkpoint, said in recorder.said.items():
+        readable = ("--allowed-media-dir", str(loop.server.media))
+        fresh = start_server(checkpoint, checkpoint / "server", *readable)
+        try:
+            fresh.process.wait_until_healthy(START_TIMEOUT_S)
+            assert probe(fresh, loop.server.media / "toy") == said
+        finally:
+            stop_server(fresh)
+
+
+def run_recorded(loop: Loop, config: Config) -> Recorder:
+    """Train in this process with a recording backend."""
+    folder = Path(config.training.output_dir)
+    folder.mkdir()
+    loaded = load_model(config)
+    client = RolloutClient(loop.server.process.base_url, timeout_s=60)
+    port = config.rollout_matching.vllm.server.servers[0].group_port
+    pusher = WeightPusher(client, port, MergedWeights(loaded.model), "gloo", 2**20)
+    recorder = Recorder(ServerBackend([client], [pusher], 32), loaded, loop.server, folder)
+    policy = Policy(recorder, recorder.backend.connect(), asking_of(config))
+    console = Console(quiet=True)
+    build_trainer(config, loaded, read_inputs(config), policy, folder, console).train()
+    policy.close()
+    return recorder
+
+
+@pytest.mark.req("RUN-01")
+def test_a_checkpoint_loads_in_plain_transformers(two_channel: Path) -> None:
+    checkpoint = two_channel / f"checkpoint-{TWO_CHANNEL_STEPS}"
+    model: nn.Module = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint)
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    assert model.get_input_embeddings().weight.shape[0] == len(processor.tokenizer)
