@@ -242,7 +242,7 @@ def run_recorded(loop: Loop, config: Config) -> Recorder:
     return recorder
 
 
-@pytest.mark.req("RUN-01")
+@pytest.mark.req("RUN-02")
 def test_a_checkpoint_loads_in_plain_transformers(two_channel: Path) -> None:
     checkpoint = two_channel / f"checkpoint-{TWO_CHANNEL_STEPS}"
     model: nn.Module = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint)
