@@ -103,7 +103,9 @@ def train(
         if clients:
             policy = connect_policy(config, loaded.model, clients)
             stack.callback(policy.close)
-        build_trainer(config, loaded, inputs, policy, folder, console).train()
+        display = ProgressDisplay(console, config.training.run_name)
+        stack.callback(display.stop)
+        build_trainer(config, loaded, inputs, policy, folder, display).train()
     return folder
 
 
@@ -157,7 +159,7 @@ def build_trainer(
     inputs: RunInputs,
     policy: Policy | None,
     folder: Path,
-    console: Console,
+    display: ProgressDisplay,
 ) -> TwoChannelTrainer:
     """Wire the channels, the objective and the Trainer."""
     order = config.custom.object_field_order
@@ -188,7 +190,7 @@ def build_trainer(
         callbacks=[
             JsonlLog(folder),
             TensorBoardCallback(SummaryWriter(config.training.logging_dir)),
-            ProgressDisplay(console, config.training.run_name),
+            display,
         ],
     )
     trainer.remove_callback(PrinterCallback)

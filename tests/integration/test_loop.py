@@ -19,6 +19,7 @@ from learner.model.load import LoadedModel, load_model
 from learner.model.toy import make_model
 from learner.operate.server_process import free_ports
 from learner.preflight import read_inputs
+from learner.progress import ProgressDisplay
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Policy
 from learner.rollout.server import ServerBackend
@@ -236,8 +237,8 @@ def run_recorded(loop: Loop, config: Config) -> Recorder:
     pusher = WeightPusher(client, port, MergedWeights(loaded.model), "gloo", 2**20)
     recorder = Recorder(ServerBackend([client], [pusher], 32), loaded, loop.server, folder)
     policy = Policy(recorder, recorder.backend.connect(), asking_of(config))
-    console = Console(quiet=True)
-    build_trainer(config, loaded, read_inputs(config), policy, folder, console).train()
+    display = ProgressDisplay(Console(quiet=True), config.training.run_name)
+    build_trainer(config, loaded, read_inputs(config), policy, folder, display).train()
     policy.close()
     return recorder
 
