@@ -19,6 +19,10 @@ DecodeBatchSize = Annotated[int, Field(ge=1)]
 
 def _http_url(url: str) -> str:
     parts = urlsplit(url)
+    try:
+        _ = parts.port  # reading it checks it
+    except ValueError as error:
+        raise Refusal(f"'{url}': {error}", "Write it like http://127.0.0.1:8000") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Refusal(f"'{url}' is not an http address", "Write it like http://127.0.0.1:8000")
     if parts.query or parts.fragment:

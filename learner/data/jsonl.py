@@ -14,8 +14,9 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+from learner.tokens import IM_END
 from learner.types import GeometryKind, GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError, ContractErrors
 
@@ -169,11 +170,11 @@ class _LineReader:
 
     def _desc(self, where: str, item: dict[str, Any]) -> str | None:
         desc = item.get("desc")
-        if _is_text(desc):
-            return str(desc)
+        if _is_text(desc) and IM_END not in desc:
+            return desc
         self._wrong(
             f"{where}.desc is {_brief(desc)}",
-            "Say what the object is, e.g. red square.",
+            f"Say what the object is, e.g. red square, without {IM_END}: it ends an answer.",
         )
         return None
 
@@ -210,7 +211,7 @@ class _LineReader:
         return None
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and bool(value.strip())
 
 

@@ -1,0 +1,314 @@
+"""The learner's command line on bad input: three parts, exit code 2, nothing expensive."""
+
+import inspect
+import json
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import learner.cli
+from learner.config import dump_mapping
+from learner.data.toy import ToyData
+from tests.unit.scripted_server import problem, scripted_server
+from tests.unit.small_run import small_mapping
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "vllm", "transformers", "fastapi", "numpy", "peft")
+HELP_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code, its errors by part, and what it had imported."""
+
+    code: int
+    stderr: str
+    heavy: set[str]
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """Where, found and do of the one error."""
+        lines = self.stderr.splitlines()
+        assert len(lines) == 3, self.stderr
+        where, found, do = lines
+        return (
+            where.removeprefix("error: "),
+            found.removeprefix("  found: "),
+            do.removeprefix("  do: "),
+        )
+
+
+def command(module: str, *arguments: str) -> Ended:
+    """Run the console script's function in a fresh interpreter."""
+    program = f"""
+import sys
+sys.argv = ["command", *{list(arguments)!r}]
+from {module} import main
+try:
+    main()
+finally:
+    print("loaded:", *sorted(name for name in {HEAVY!r} if name in sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    heavy = done.stdout.splitlines()[-1].removeprefix("loaded:").split()
+    return Ended(done.returncode, done.stderr, set(heavy))
+
+
+class Run:
+    """A config file in a folder of its own, and what `learner train` says to it."""
+
+    def __init__(self, mapping: dict[str, Any], folder: Path) -> None:
+        self.mapping = mapping
+        self.folder = folder
+        self.output = Path(mapping["training"]["output_dir"])
+
+    def train(self) -> Ended:
+        file = self.folder / "run.yaml"
+        file.write_text(dump_mapping(self.mapping))
+        ended = command("learner.cli", "train", "--config", str(file))
+        assert not self.output.exists(), "no run folder before the input is known to be good"
+        return ended
+
+
+@pytest.fixture
+def run(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Run:
+    return Run(small_mapping(toy_checkpoint, toy_data, tmp_path / "out"), tmp_path)
+
+
+@pytest.fixture
+def lines(run: Run, toy_data: ToyData) -> list[dict[str, Any]]:
+    """Lines of the training file, with absolute image paths, for `write`."""
+    records = [json.loads(line) for line in toy_data.train_jsonl.read_text().splitlines()]
+    for record in records:
+        record["images"] = [str(toy_data.train_jsonl.parent / name) for name in record["images"]]
+    run.mapping["data"]["train_jsonl"] = str(run.folder / "train.jsonl")
+    return records
+
+
+def write(run: Run, lines: list[dict[str, Any]]) -> Path:
+    path = Path(run.mapping["data"]["train_jsonl"])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.req("CFG-02")
+def test_unknown_keys_are_told_all_at_once(run: Run) -> None:
+    run.mapping["training"]["learning_rat"] = 1
+    run.mapping["rollout_matching"]["vllm"]["server"]["servers"][0]["unknown_flag"] = 1
+    ended = run.train()
+    assert ended.code == 2
+    assert "error: training.learning_rat\n  found: unknown key\n" in ended.stderr
+    assert "'learning_rate'" in ended.stderr
+    assert "error: rollout_matching.vllm.server.servers[0].unknown_flag\n" in ended.stderr
+    assert ended.heavy == set()
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    ended = command("learner.cli", "train", "--config", str(tmp_path / "none.yaml"))
+    assert ended.code == 2
+    assert ended.parts[0] == str(tmp_path / "none.yaml")
+    assert ended.heavy == set()
+
+
+@pytest.mark.req("DATA-01")
+def test_a_missing_data_file_is_named(run: Run) -> None:
+    run.mapping["data"]["train_jsonl"] = str(run.folder / "none.jsonl")
+    ended = run.train()
+    assert ended.code == 2
+    where, found, _ = ended.parts
+    assert (where, found) == (str(run.folder / "none.jsonl"), "there is no such file")
+    assert "torch" not in ended.heavy
+
+
+@pytest.mark.req("DATA-01")
+def test_a_malformed_line_is_named_by_file_and_number(
+    run: Run, lines: list[dict[str, Any]]
+) -> None:
+    path = write(run, lines)
+    path.write_text(path.read_text() + "{not json\n")
+    ended = run.train()
+    assert ended.code == 2
+    where, found, _ = ended.parts
+    assert where == f"{path}:{len(lines) + 1}"
+    assert found.startswith("not JSON")
+    assert "torch" not in ended.heavy
+
+
+@pytest.mark.req("DATA-01")
+def test_a_missing_image_is_named_with_its_line(run: Run, lines: list[dict[str, Any]]) -> None:
+    lines[1]["images"] = ["gone.png"]
+    path = write(run, lines)
+    ended = run.train()
+    assert ended.code == 2
+    where, found, _ = ended.parts
+    assert where == f"{path}:2"
+    assert "gone.png" in found
+    assert "torch" not in ended.heavy
+
+
+@pytest.mark.req("DATA-01")
+def test_a_description_that_would_end_the_answer_is_refused(
+    run: Run, lines: list[dict[str, Any]]
+) -> None:
+    lines[2]["objects"][0]["desc"] = "a <|im_end|> sign"
+    path = write(run, lines)
+    ended = run.train()
+    assert ended.code == 2
+    where, found, _ = ended.parts
+    assert where == f"{path}:3"
+    assert "<|im_end|>" in found
+
+
+def without_tokens(checkpoint: Path, folder: Path, *tokens: str) -> Path:
+    """A copy of the tokenizer in which these added tokens are ordinary words."""
+    (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] not in tokens]
+    vocab = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {k: v for k, v in vocab.items() if k not in tokens}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_a_model_without_coordinate_tokens_is_told_how_to_get_them(
+    run: Run, toy_checkpoint: Path
+) -> None:
+    missing = [f"<|coord_{k}|>" for k in range(3, 1000)]
+    run.mapping["model"]["model"] = str(without_tokens(toy_checkpoint, run.folder, *missing))
+    ended = run.train()
+    assert ended.code == 2
+    where, found, do = ended.parts
+    assert where == "model.model"
+    assert "lacks 997 of the 1000 coordinate tokens, first <|coord_3|>" in found
+    assert "--expand-vocab" in do
+    assert not ended.heavy & {"torch", "transformers"}
+
+
+def test_a_model_without_an_end_of_turn_is_refused(run: Run, toy_checkpoint: Path) -> None:
+    run.mapping["model"]["model"] = str(without_tokens(toy_checkpoint, run.folder, "<|im_end|>"))
+    ended = run.train()
+    assert (ended.code, ended.parts[0]) == (2, "model.model")
+    assert "<|im_end|>" in ended.parts[1]
+
+
+def test_a_model_folder_that_is_none_is_refused(run: Run) -> None:
+    run.mapping["model"]["model"] = str(run.folder)
+    ended = run.train()
+    assert (ended.code, ended.parts[0]) == (2, "model.model")
+    assert "config.json" in ended.parts[1]
+
+
+@pytest.mark.req("CFG-07")
+def test_a_step_larger_than_the_data_is_refused(run: Run) -> None:
+    run.mapping["training"]["effective_batch_size"] = 25
+    ended = run.train()
+    assert (ended.code, ended.parts[0]) == (2, "training.effective_batch_size")
+    assert "has 24" in ended.parts[1]
+
+
+@pytest.mark.req("PACK-01")
+def test_a_buffer_smaller_than_a_step_is_refused(run: Run) -> None:
+    run.mapping["training"]["packing_buffer"] = 3
+    ended = run.train()
+    assert (ended.code, ended.parts[0]) == (2, "training.packing_buffer")
+
+
+def with_server(run: Run, base_url: str, timeout_s: float) -> None:
+    run.mapping["stage2_ab"]["schedule"]["b_ratio"] = 0.5
+    run.mapping["rollout_matching"]["vllm"]["server"] = {
+        "servers": [{"base_url": base_url, "group_port": 51216}],
+        "timeout_s": timeout_s,
+    }
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_server_that_is_not_there_is_named_in_time(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        base_url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    with_server(run, base_url, timeout_s=0.5)
+    started = time.monotonic()
+    ended = run.train()
+    assert time.monotonic() - started < 15.0
+    assert ended.code == 2
+    where, found, do = ended.parts
+    assert where == f"GET {base_url}/health/"
+    assert "Connection refused" in found
+    assert "rollout-server serve" in do
+    assert not ended.heavy & {"torch", "transformers"}
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_server_that_is_not_ready_tells_why(run: Run) -> None:
+    with scripted_server() as server:
+        server.routes["GET /health/"] = lambda _: problem(
+            "not-ready", "the engines are starting", "replicas"
+        )
+        with_server(run, server.base_url, timeout_s=0.5)
+        ended = run.train()
+    assert ended.code == 2
+    assert "the engines are starting" in ended.parts[1]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://127.0.0.1:port"])
+def test_an_address_with_an_impossible_port_is_refused(run: Run, url: str) -> None:
+    with_server(run, url, timeout_s=0.5)
+    ended = run.train()
+    assert ended.code == 2
+    assert ended.parts[0] == "rollout_matching.vllm.server.servers[0].base_url"
+    assert ended.heavy == set()
+
+
+def test_a_demo_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    ended = command("learner.cli", "demo", "--out", str(tmp_path))
+    assert (ended.code, ended.parts[0]) == (2, str(tmp_path))
+    assert ended.heavy == set()
+
+
+@pytest.mark.req("ARCH-01")
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("learner.cli", []),
+        ("learner.cli", ["train"]),
+        ("learner.cli", ["demo"]),
+        ("learner.cli", ["toy", "make-data"]),
+        ("rollout_server.cli", []),
+        ("rollout_server.cli", ["serve"]),
+    ],
+)
+def test_help_loads_nothing_heavy(module: str, arguments: list[str]) -> None:
+    ended = command(module, *arguments, "--help")
+    assert ended.code == 0, ended.stderr
+    assert ended.heavy == set()
+
+
+@pytest.mark.parametrize("script", ["learner", "rollout-server"])
+def test_help_is_there_at_once(script: str) -> None:
+    """The best of a few: other programs share the machine."""
+    path = Path(sys.executable).parent / script
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        done = subprocess.run([path, "--help"], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - started)
+        if seconds[-1] <= HELP_SECONDS:
+            break
+    assert "Usage" in done.stdout
+    assert min(seconds) <= HELP_SECONDS
+
+
+@pytest.mark.req("CFG-01")
+def test_training_takes_a_file_and_no_hyperparameters() -> None:
+    assert list(inspect.signature(learner.cli.train).parameters) == ["config"]
+    ended = command("learner.cli", "train", "--config", "x.yaml", "--learning-rate", "1")
+    assert ended.code == 2
+    assert "No such option" in ended.stderr
