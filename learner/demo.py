@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils.logging import disable_progress_bar
 
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
@@ -44,6 +45,7 @@ def run_demo(folder: Path, seed: int, console: Console) -> Scores:
         ContractError: `folder` holds something, or the server could not start.
     """
     require_free(folder)
+    disable_progress_bar()
     started = time.monotonic()
     world = World(folder / "data", folder / "model")
     console.print(

@@ -3,7 +3,7 @@
 A scene is a square PNG with one to `MAX_OBJECTS` shapes that do not touch, e.g.
 
     {"images": ["images/val/00003.png"], "width": 64, "height": 64,
-     "objects": [{"desc": "red ellipse", "bbox_2d": [31, 125, 437, 562]}]}
+     "objects": [{"desc": "red triangle", "bbox_2d": [31, 125, 437, 562]}]}
 
 Boxes are those of the pixels that were drawn. Objects are listed from left to right by
 their left edge, so that the order can be learnt. Scene i of a split depends on (seed,
@@ -36,7 +36,7 @@ COLOURS = {
     "blue": (50, 80, 230),
     "yellow": (230, 220, 50),
 }
-SHAPES = ("rectangle", "ellipse", "triangle")
+SHAPES = ("rectangle", "triangle")
 DESCRIPTIONS = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
 PROMPT = "Detect every object in the image."
 
@@ -66,7 +66,7 @@ class ToyData:
 
 @dataclass(frozen=True)
 class SceneObject:
-    """desc: `red ellipse`; box: x1, y1, x2, y2 in pixels, x2 and y2 one past the last."""
+    """desc: `red triangle`; box: x1, y1, x2, y2 in pixels, x2 and y2 one past the last."""
 
     desc: str
     box: Box
@@ -163,8 +163,6 @@ def _shape_mask(shape: str, box: Box) -> npt.NDArray[np.uint8]:
     x1, y1, x2, y2 = box[0], box[1], box[2] - 1, box[3] - 1
     if shape == "rectangle":
         draw.rectangle((x1, y1, x2, y2), fill=255)
-    elif shape == "ellipse":
-        draw.ellipse((x1, y1, x2, y2), fill=255)
     else:
         draw.polygon([((x1 + x2) // 2, y1), (x2, y2), (x1, y2)], fill=255)
     return np.asarray(canvas)
