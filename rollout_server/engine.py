@@ -11,6 +11,7 @@ Errors of vLLM leave this module as those of `engine_types`.
 """
 
 import json
+import logging
 import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -168,6 +169,8 @@ class Engine:
 
     def shutdown(self) -> None:
         """End the engine's processes (blocking, seconds at most)."""
+        # vLLM's output loop would report the end we ask for as a death, with a traceback.
+        logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
         self._llm.shutdown()
 
     async def _reached(self, call: Awaitable[T]) -> T:

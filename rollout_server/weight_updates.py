@@ -237,7 +237,8 @@ class WeightUpdates:
         """Pause; when sequences run on for too long, let them and take `start` back."""
         group = self._require_group("start")
         try:
-            await self._together("start: drain", [e.pause() for e in self._engines], group)
+            pauses = [engine.pause() for engine in self._engines]
+            await self._together("start: drain", pauses, group, margin_s=0.0)
         except ProblemError:
             if before == "READY":
                 await self._on_all("start: resume", lambda e: e.resume())
@@ -254,9 +255,13 @@ class WeightUpdates:
             raise
 
     async def _together(
-        self, phase: str, calls: Sequence[Awaitable[None]], init: InitCommunicator
+        self,
+        phase: str,
+        calls: Sequence[Awaitable[None]],
+        init: InitCommunicator,
+        margin_s: float = WORKER_MARGIN_S,
     ) -> None:
-        """Await one call per engine under the deadline of a phase.
+        """Await one call per engine for at most the group's `timeout_s` plus `margin_s`.
 
         Raises the problem that names the side, the address of the group and the phase.
         """
@@ -264,11 +269,11 @@ class WeightUpdates:
         where = f"{phase} at {init.host}:{init.port}"
         joint = asyncio.gather(*calls, return_exceptions=True)
         try:
-            outcomes = await asyncio.wait_for(joint, init.timeout_s + WORKER_MARGIN_S)
+            outcomes = await asyncio.wait_for(joint, init.timeout_s + margin_s)
         except TimeoutError:
             raise refusal(
                 "weight-transfer-timeout",
-                f"server: no answer from the engines within {init.timeout_s:g} s",
+                f"server: the engines were not done within {init.timeout_s:g} s",
                 where,
             ) from None
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]

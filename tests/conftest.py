@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.running_server import (
-    START_TIMEOUT_S,
-    RunningServer,
-    draw_scene,
-    start_server,
-    stop_server,
-)
+from tests.contract.running_server import RunningServer, draw_scene, running_server
 from tests.contract.toy_checkpoints import make_checkpoint
 
 
@@ -37,13 +31,9 @@ def server(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 
     A test that pushes weights leaves it READY with those of `tied` (see `pushing`).
     """
-    server = start_server(tied, tmp_path_factory.mktemp("server"))
-    try:
-        server.process.wait_until_healthy(START_TIMEOUT_S)
+    with running_server(tied, tmp_path_factory.mktemp("server")) as server:
         draw_scene(server.media / "scene.png")
         yield server
-    finally:
-        stop_server(server)
 
 
 @pytest.fixture(scope="session")

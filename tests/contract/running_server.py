@@ -1,6 +1,8 @@
 """A real rollout server under test, and short ways to ask it something."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,17 @@ def start_server(checkpoint: Path, folder: Path, *options: str) -> RunningServer
     )
     http = httpx.Client(base_url=process.base_url, timeout=120, trust_env=False)
     return RunningServer(process, http, checkpoint, media)
+
+
+@contextmanager
+def running_server(checkpoint: Path, folder: Path, *options: str) -> Iterator[RunningServer]:
+    """A healthy server of its own for a test; it may be dead by the end."""
+    server = start_server(checkpoint, folder, *options)
+    try:
+        server.process.wait_until_healthy(START_TIMEOUT_S)
+        yield server
+    finally:
+        stop_server(server)
 
 
 def stop_server(server: RunningServer) -> None:

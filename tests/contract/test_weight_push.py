@@ -1,5 +1,7 @@
 """Weight pushes over gloo into the shared server, and every way they can break."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -270,12 +272,23 @@ def _assert_poisoned(pushing: Pushing) -> None:
 
 
 @pytest.mark.req("SYNC-04")
-def test_a_learner_that_dies_mid_transfer_poisons_until_a_full_push(pushing: Pushing) -> None:
+def test_a_learner_killed_mid_transfer_poisons_until_a_full_push(
+    pushing: Pushing, other_tied: Path
+) -> None:
     http = pushing.server.http
-    with pushing.group() as sender:
-        assert start(http, pushing.next_version()).status_code == 200
-        transfer = begin_transfer(http, pushing.others)
-        sender.send(pushing.others, buckets=2)
+    forming = Posting(http, "/init_communicator/", init_body(pushing.port))
+    command = [sys.executable, "-m", "tests.contract.dying_learner"]
+    learner = subprocess.Popen(
+        [*command, str(pushing.port), str(other_tied), "2"], stdout=subprocess.PIPE
+    )
+    assert forming.answer().status_code == 200
+    assert start(http, pushing.next_version()).status_code == 200
+    transfer = begin_transfer(http, pushing.others)
+    assert learner.stdout is not None
+    assert learner.stdout.readline() == b"sent\n"
+    learner.kill()
+    learner.wait()
+    learner.stdout.close()
     answer = transfer.answer()
     assert answer.status_code == 502
     assert answer.json()["where"] == f"transfer at 127.0.0.1:{pushing.port}"
@@ -341,12 +354,15 @@ def test_a_drain_that_takes_too_long_leaves_the_old_weights_serving(pushing: Pus
     """The deadline of the drain is the group's; what runs is not cut short."""
     server = pushing.server
     old = server.http.get("/health/").json()["weights_version"]
-    with pushing.group(timeout_s=0.3), ThreadPoolExecutor() as threads:
+    with pushing.group(timeout_s=1.0), ThreadPoolExecutor() as threads:
         running = threads.submit(
             server.infer, [text_request()] * 64, temperature=1.0, seed=5, max_tokens=480
         )
-        time.sleep(0.5)
-        posting = Posting(server.http, "/start_weight_update/", {"version": old + 1})
-        envelopes = running.result()
-        assert posting.answer().status_code in (200, 504)
-    assert len(envelopes) == 64
+        time.sleep(0.3)
+        answer = start(server.http, old + 1)
+        assert answer.status_code == 504, "the call was over too soon"
+        assert answer.json()["where"].startswith("start: drain at")
+        stamps = [envelope["coordexp"] for envelope in running.result()]
+    assert [stamp["weights_version"] for stamp in stamps] == [[old, old]] * 64
+    assert {stamp["finish"] for stamp in stamps} <= {"stop", "length"}
+    assert pushing.state() == "READY"

@@ -50,7 +50,6 @@ class Sender:
             PrefixStore(GLOO_STORE_PREFIX, store), 0, world_size, options
         )
         self._group.barrier().wait()  # type: ignore[attr-defined]
-        self._group.barrier().wait()  # type: ignore[attr-defined]
 
     def send(self, weights: Weights, buckets: int | None = None) -> None:
         """Broadcast all buckets, or only so many."""
