@@ -151,10 +151,10 @@ def test_packs_add_up_to_the_gradient_of_their_shares(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
     config = config_of(capacity=210)
-    _, report, gradients = parts.step(parts.runner(config), samples)
-    segments = parts.channel_a.segments(samples)
+    _, report, gradients = parts.step(parts.runner(config), samples[:5])
+    segments = parts.channel_a.segments(samples[:5])
     plan = plan_packs([len(s) for s in segments], 210, config.training.packing_min_fill_ratio)
-    assert 1 < len(plan) < len(samples)
+    assert sorted(len(indices) for indices in plan) == [1, 2, 2]
     assert report.metrics["packing/post_rollout_packs"] == len(plan)
     assert close(gradients, parts.reference(segments, plan))
 
