@@ -322,7 +322,6 @@ def test_a_step_that_supervises_nothing_leaves_the_weights_alone(
     assert report.metrics["packing/post_rollout_segments"] == 0
 
 
-@pytest.mark.req("MET-01")
 def test_nothing_is_carried_from_one_step_to_the_next(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:

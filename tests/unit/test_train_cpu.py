@@ -60,12 +60,10 @@ def folder(config: Config) -> Path:
     return run(config)
 
 
-@pytest.mark.req("MET-03")
 def test_the_resolved_config_loads_again_equal(folder: Path, config: Config) -> None:
     assert load_config(folder / "resolved_config.yaml") == config
 
 
-@pytest.mark.req("MET-03")
 def test_run_json_says_what_ran(folder: Path) -> None:
     facts = json.loads((folder / "run.json").read_text())
     assert facts["versions"]["torch"] == torch.__version__.split("+")[0]
@@ -74,7 +72,7 @@ def test_run_json_says_what_ran(folder: Path) -> None:
     assert isinstance(facts["command"], list)
 
 
-@pytest.mark.req("MET-01", "MET-03", "LOSS-05", "STEP-02")
+@pytest.mark.req("LOSS-05", "STEP-02")
 def test_every_step_has_a_line_whose_loss_is_the_sum_of_its_atoms(folder: Path) -> None:
     steps = [line for line in lines(folder) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
@@ -87,7 +85,6 @@ def test_every_step_has_a_line_whose_loss_is_the_sum_of_its_atoms(folder: Path) 
         assert line["grad_norm"] > 0
 
 
-@pytest.mark.req("MET-03")
 def test_tensorboard_has_the_same_numbers(folder: Path) -> None:
     events = event_accumulator.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
@@ -98,7 +95,7 @@ def test_tensorboard_has_the_same_numbers(folder: Path) -> None:
     assert [value for _, value in shown] == pytest.approx([value for _, value in logged])
 
 
-@pytest.mark.req("RUN-01", "RUN-02")
+@pytest.mark.req("RUN-02")
 def test_the_checkpoint_loads_in_plain_transformers_with_its_processor(
     folder: Path, toy_checkpoint: Path
 ) -> None:
@@ -115,7 +112,6 @@ def test_the_checkpoint_loads_in_plain_transformers_with_its_processor(
     assert ours.image_processor.to_dict() == theirs.image_processor.to_dict()
 
 
-@pytest.mark.req("RUN-01")
 def test_the_same_seed_gives_the_same_losses_and_weights(
     folder: Path, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
@@ -126,7 +122,6 @@ def test_the_same_seed_gives_the_same_losses_and_weights(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.req("RUN-01")
 def test_another_seed_takes_the_samples_in_another_order(
     folder: Path, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
@@ -152,7 +147,6 @@ def test_adapters_train_and_can_be_merged_into_the_base(
     assert all("language_model" in name and name.endswith("_proj.weight") for name in changed)
 
 
-@pytest.mark.req("CFG-04")
 def test_a_learning_rate_of_zero_freezes_the_part(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
