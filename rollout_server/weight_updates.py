@@ -39,9 +39,6 @@ from shared_contracts.weights import (
 
 logger = logging.getLogger(__name__)
 
-# A worker gives up by itself after `timeout_s`; so much later the server stops waiting.
-WORKER_MARGIN_S = 5.0
-
 
 class UpdatableEngine(Protocol):
     """What a weight update needs of an engine (see `engine.Engine`)."""
@@ -63,12 +60,17 @@ class Update:
 
 
 class WeightUpdates:
+    """worker_margin_s: a worker gives up by itself after the group's `timeout_s`; so much
+    later the server stops waiting for it.
+    """
+
     def __init__(
         self,
         engines: Sequence[UpdatableEngine],
         tensor_parallel_size: int,
         transport: Transport,
         server_epoch: str,
+        worker_margin_s: float = 5.0,
     ) -> None:
         self.state: WeightState = "READY"
         self.version = 0
@@ -76,6 +78,7 @@ class WeightUpdates:
         self._tensor_parallel_size = tensor_parallel_size
         self._transport = transport
         self._server_epoch = server_epoch
+        self._worker_margin_s = worker_margin_s
         self._group: InitCommunicator | None = None
         self._update: Update | None = None
         self._one_phase = asyncio.Lock()
@@ -238,7 +241,7 @@ class WeightUpdates:
         group = self._require_group("start")
         try:
             pauses = [engine.pause() for engine in self._engines]
-            await self._together("start: drain", pauses, group, margin_s=0.0)
+            await self._within(group.timeout_s, "start: drain", pauses, group)
         except ProblemError:
             if before == "READY":
                 await self._on_all("start: resume", lambda e: e.resume())
@@ -250,18 +253,24 @@ class WeightUpdates:
         init = self._require_group(phase)
         try:
             await self._together(phase, [call(engine) for engine in self._engines], init)
-        except ProblemError as error:
+        except Exception as error:
             await self._poison(str(error))
             raise
 
     async def _together(
+        self, phase: str, calls: Sequence[Awaitable[None]], init: InitCommunicator
+    ) -> None:
+        """Await one call to the workers of each engine."""
+        await self._within(init.timeout_s + self._worker_margin_s, phase, calls, init)
+
+    async def _within(
         self,
+        deadline_s: float,
         phase: str,
         calls: Sequence[Awaitable[None]],
         init: InitCommunicator,
-        margin_s: float = WORKER_MARGIN_S,
     ) -> None:
-        """Await one call per engine for at most the group's `timeout_s` plus `margin_s`.
+        """Await one call per engine.
 
         Raises the problem that names the side, the address of the group and the phase.
         """
@@ -269,11 +278,11 @@ class WeightUpdates:
         where = f"{phase} at {init.host}:{init.port}"
         joint = asyncio.gather(*calls, return_exceptions=True)
         try:
-            outcomes = await asyncio.wait_for(joint, init.timeout_s + margin_s)
+            outcomes = await asyncio.wait_for(joint, deadline_s)
         except TimeoutError:
             raise refusal(
                 "weight-transfer-timeout",
-                f"server: the engines were not done within {init.timeout_s:g} s",
+                f"server: the engines were not done within {deadline_s:g} s",
                 where,
             ) from None
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -304,7 +313,7 @@ class WeightUpdates:
             for call in (engine.weight_phase("abandon_weight_update"), engine.abort_all())
         ]
         joint = asyncio.gather(*clean_up, return_exceptions=True)
-        done, _ = await asyncio.wait([asyncio.ensure_future(joint)], timeout=WORKER_MARGIN_S)
+        done, _ = await asyncio.wait([asyncio.ensure_future(joint)], timeout=self._worker_margin_s)
         outcomes = done.pop().result() if done else ["an engine hangs"]
         for outcome in outcomes:
             if outcome is not None:

@@ -1,6 +1,7 @@
 """`POST /infer/` of a real server, held against plain transformers."""
 
 import base64
+import importlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -185,28 +186,22 @@ def test_the_client_of_ms_swift_reads_both_forms(
     server: RunningServer, scene: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its class as installed; only its look for a distribution named `vllm` is answered."""
-    from swift.infer_engine.protocol import (
-        ChatCompletionResponse,
-        RequestConfig,
-        RolloutInferRequest,
-        RolloutOutput,
-    )
-    from swift.rlhf_trainers import vllm_client
-
+    protocol = importlib.import_module("swift.infer_engine.protocol")
+    vllm_client = importlib.import_module("swift.rlhf_trainers.vllm_client")
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
     url = str(server.http.base_url).rstrip("/")
     client = vllm_client.VLLMInferClient(base_urls=[url])
-    config = RequestConfig(max_tokens=8, temperature=0.0, return_details=True)
+    config = protocol.RequestConfig(max_tokens=8, temperature=0.0, return_details=True)
     message = {"role": "user", "content": f"<image>{PROMPT}"}
-    request = RolloutInferRequest(messages=[message], images=[str(scene)])
+    request = protocol.RolloutInferRequest(messages=[message], images=[str(scene)])
     (enveloped,) = client.infer([request], config)
-    assert isinstance(enveloped, RolloutOutput)
+    assert isinstance(enveloped, protocol.RolloutOutput)
     ids = response_ids(server.infer([image_request(str(scene))], max_tokens=8)[0])
     assert enveloped.response.choices[0].token_ids == ids
 
     body = {"infer_requests": [image_request(str(scene))], "request_config": None}
     (bare,) = server.http.post("/infer/?envelope=0", json=body).json()
-    assert ChatCompletionResponse(**bare).choices[0]["message"]["role"] == "assistant"
+    assert protocol.ChatCompletionResponse(**bare).choices[0]["message"]["role"] == "assistant"
 
 
 # --- refusals

@@ -1,0 +1,114 @@
+"""Routes, probes and problem documents, without an engine behind them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from rollout_server.app import create_app
+from rollout_server.pool import Pool
+from rollout_server.settings import ServerSettings
+from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
+
+GET_PATHS = ("/health", "/live", "/get_world_size")
+POST_PATHS = (
+    "/infer",
+    "/init_communicator",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/close_communicator",
+)
+BODIES: dict[str, Any] = {
+    "/infer": {"infer_requests": []},
+    "/init_communicator": {"host": "127.0.0.1", "port": 5000, "world_size": 4},
+    "/start_weight_update": {"version": 1},
+    "/update_weights": {"parameters": [{"name": "a", "dtype": "float32", "shape": [1]}]},
+    "/finish_weight_update": {"version": 1},
+    "/close_communicator": None,
+}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    """A server whose engines have not started: nothing but the HTTP side is there."""
+    settings = ServerSettings(model=Path("/m"), device="cpu", replicas=3)
+    app = create_app(Pool(settings))
+    with TestClient(app, follow_redirects=False, raise_server_exceptions=False) as client:
+        yield client
+
+
+def problem_of(answer: Any) -> Problem:
+    assert answer.headers["content-type"] == PROBLEM_MEDIA_TYPE
+    problem = Problem.model_validate(answer.json())
+    assert problem.status == answer.status_code
+    return problem
+
+
+@pytest.mark.req("WIRE-06")
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_every_path_works_with_and_without_its_slash(client: TestClient, slash: str) -> None:
+    for path in GET_PATHS:
+        assert client.get(path + slash).status_code in (200, 503)
+    for path in POST_PATHS:
+        answer = client.post(path + slash, json=BODIES[path])
+        assert problem_of(answer).type == "urn:rollmatch:not-ready"
+
+
+@pytest.mark.req("WIRE-06")
+def test_before_the_engines_are_there_it_lives_and_is_not_healthy(client: TestClient) -> None:
+    assert client.get("/live/").json()["heartbeat_age_s"] == []
+    assert client.get("/get_world_size/").json() == {"world_size": 3}
+    problem = problem_of(client.get("/health/"))
+    assert (problem.status, problem.detail) == (503, "the engines are starting")
+
+
+@pytest.mark.req("WIRE-05")
+def test_errors_of_the_framework_are_problems_too(client: TestClient) -> None:
+    assert problem_of(client.get("/nothing/")).type == "urn:rollmatch:not-found"
+    wrong_method = client.get("/infer/")
+    assert problem_of(wrong_method).type == "urn:rollmatch:method-not-allowed"
+    assert wrong_method.headers["allow"] == "POST"
+    no_json = client.post("/infer/", content=b"{", headers={"content-type": "application/json"})
+    assert problem_of(no_json).type == "urn:rollmatch:bad-request"
+
+
+@pytest.mark.req("WIRE-05")
+def test_every_malformed_request_is_named_with_its_index(client: TestClient) -> None:
+    message = {"role": "user", "content": "x"}
+    body = {
+        "infer_requests": [
+            {"messages": [message]},
+            {"messages": [message], "surprise": 1},
+            {"messages": []},
+            {"messages": [message], "videos": ["a.mp4"]},
+        ],
+        "request_config": {"top_p": 0.0},
+    }
+    problem = problem_of(client.post("/infer/", json=body))
+    assert problem.type == "urn:rollmatch:invalid-request"
+    assert problem.errors is not None
+    assert [(e.get("index"), e["where"]) for e in problem.errors] == [
+        (1, "infer_requests[1].surprise"),
+        (2, "infer_requests[2].messages"),
+        (3, "infer_requests[3]"),
+        (None, "request_config.top_p"),
+    ]
+    assert "field 'videos' is not served" in problem.errors[2]["detail"]
+
+
+@pytest.mark.req("WIRE-05", "WIRE-06")
+def test_the_openapi_document_shows_each_path_once_with_its_problems(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    assert set(document["paths"]) == {f"{path}/" for path in (*GET_PATHS, *POST_PATHS)}
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            responses = operation["responses"]
+            assert "200" in responses
+            for status, response in responses.items():
+                if int(status) >= 400:
+                    assert list(response["content"]) == [PROBLEM_MEDIA_TYPE], (path, status)
+    problems = document["paths"]["/infer/"]["post"]["responses"]["422"]["content"]
+    assert set(problems[PROBLEM_MEDIA_TYPE]["schema"]["properties"]) == set(Problem.model_fields)

@@ -1,0 +1,107 @@
+"""The wire types, held against the ones of ms-swift (WIRE-01, WIRE-02)."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from shared_contracts import infer as ours
+
+MESSAGE = {"role": "user", "content": "hello"}
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    """ms-swift's protocol module (seconds of imports)."""
+    return importlib.import_module("swift.infer_engine.protocol")
+
+
+@pytest.mark.req("WIRE-01")
+@pytest.mark.parametrize("name", ["RolloutInferRequest", "RequestConfig"])
+def test_fields_of_requests_are_the_same(theirs: Any, name: str) -> None:
+    fields = {field.name for field in dataclasses.fields(getattr(theirs, name))}
+    assert set(getattr(ours, name).model_fields) == fields
+
+
+@pytest.mark.req("WIRE-01")
+def test_requests_with_their_defaults_are_accepted(theirs: Any) -> None:
+    request = dataclasses.asdict(theirs.RolloutInferRequest(messages=[MESSAGE]))
+    config = dataclasses.asdict(theirs.RequestConfig())
+    call = {
+        "infer_requests": [request],
+        "request_config": config,
+        "metrics": None,
+        "template": None,
+        "use_tqdm": None,
+        "adapter_request": None,
+    }
+    ours.InferCall.model_validate(call)
+
+
+@pytest.mark.req("WIRE-01")
+def test_defaults_of_the_configuration_mean_the_same(theirs: Any) -> None:
+    expected = dataclasses.asdict(theirs.RequestConfig())
+    actual = ours.RequestConfig().model_dump()
+    assert {name: value or None for name, value in actual.items()} == {
+        name: value or None for name, value in expected.items()
+    }
+
+
+@pytest.mark.req("WIRE-02")
+def test_fields_of_answers_are_among_theirs(theirs: Any) -> None:
+    for model, other in (
+        (ours.ChatCompletionResponse, theirs.ChatCompletionResponse),
+        (ours.Choice, theirs.ChatCompletionResponseChoice),
+        (ours.ChatMessage, theirs.ChatMessage),
+        (ours.Usage, theirs.UsageInfo),
+    ):
+        assert set(model.model_fields) <= {field.name for field in dataclasses.fields(other)}
+
+
+@pytest.mark.req("WIRE-01")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("videos", ["a.mp4"]),
+        ("audios", ["a.wav"]),
+        ("objects", {"bbox": []}),
+        ("chat_template_kwargs", {"x": 1}),
+        ("data_dict", {"x": 1}),
+        ("add_eos", True),
+    ],
+)
+def test_what_is_not_served_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=f"field '{field}' is not served"):
+        ours.RolloutInferRequest.model_validate({"messages": [MESSAGE], field: value})
+
+
+@pytest.mark.req("WIRE-01")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_beams", 2),
+        ("length_penalty", 0.5),
+        ("stream", True),
+        ("logprobs", True),
+        ("top_logprobs", 3),
+        ("prompt_logprobs", 3),
+        ("best_of", 3),
+        ("structured_outputs_regex", "a*"),
+    ],
+)
+def test_decoding_that_is_not_served_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=f"field '{field}' is not served"):
+        ours.RequestConfig.model_validate({field: value})
+
+
+@pytest.mark.req("WIRE-01")
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(ValidationError, match="extra"):
+        ours.RolloutInferRequest.model_validate({"messages": [MESSAGE], "image": "x"})
+    with pytest.raises(ValidationError, match="extra"):
+        ours.RequestConfig.model_validate({"top": 1})
+    with pytest.raises(ValidationError, match="adapter_request"):
+        ours.InferCall.model_validate({"infer_requests": [], "adapter_request": {"name": "a"}})
