@@ -123,5 +123,5 @@ def reach_servers(config: Config) -> list[RolloutClient]:
         for entry in server.servers
     ]
     for client in clients:
-        client.wait_until_healthy()
+        client.wait_until_pushable()
     return clients

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-_PHASES = ("rollout", "target", "encode", "pack", "learn", "push")
+_PHASES = ("rollout", "target", "pack", "learn", "push")
 _PLAIN_EVERY = 20
 
 

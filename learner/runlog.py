@@ -7,6 +7,7 @@
 """
 
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -68,6 +69,12 @@ class JsonlLog(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        line = json.dumps({"step": state.global_step, **(logs or {})})
+        values = {key: _finite(value) for key, value in (logs or {}).items()}
+        line = json.dumps({"step": state.global_step, **values}, allow_nan=False)
         with self._path.open("a") as file:
             file.write(line + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -25,8 +25,8 @@ from shared_contracts.weights import (
 
 T = TypeVar("T")
 
-PROBE_PROBLEMS = ("not-ready",)
-INFER_PROBLEMS = ("bad-request", "invalid-request", "not-ready")
+PROBE_PROBLEMS = ("not-ready", "weights-poisoned")
+INFER_PROBLEMS = ("bad-request", "invalid-request", "not-ready", "weights-poisoned")
 WEIGHT_PROBLEMS = (
     *INFER_PROBLEMS,
     "weight-update-order",

@@ -15,7 +15,7 @@ from rollout_server.engine_types import EngineDead
 from rollout_server.infer import Rollouts
 from rollout_server.problems import refusal
 from rollout_server.settings import ServerSettings
-from rollout_server.weight_updates import WeightUpdates
+from rollout_server.weight_updates import WeightUpdates, poisoned
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.server_info import Health, Live, ReplicaHealth, WorldSize
 
@@ -88,9 +88,7 @@ class Pool:
         status = self.weights.status
         self._require_alive()
         if status.state == "POISONED":
-            raise refusal(
-                "not-ready", "the weights are poisoned: push them again in full", "weights"
-            )
+            raise poisoned()
         return Health(
             state=status.state,
             weights_version=status.weights_version,

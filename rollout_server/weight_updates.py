@@ -95,12 +95,10 @@ class WeightUpdates:
         )
 
     async def wait_until_ready(self) -> None:
-        """Sit out a running update; raises the `not-ready` problem when poisoned."""
+        """Sit out a running update; raises the `weights-poisoned` problem."""
         await self._settled.wait()
         if self.state == "POISONED":
-            raise refusal(
-                "not-ready", "the weights are poisoned: push them again in full", "weights"
-            )
+            raise poisoned()
 
     async def init_communicator(self, init: InitCommunicator) -> CommunicatorReady:
         """Form the weight group; answers when the learner and every worker have joined."""
@@ -116,6 +114,7 @@ class WeightUpdates:
                 await self._join_group(init)
             self._group = init
         return CommunicatorReady(
+            weights_version=self.version,
             world_size=init.world_size,
             transport=self._transport,
             server_epoch=self._server_epoch,
@@ -387,6 +386,11 @@ def update_info(transport: Transport, parameters: Sequence[ParameterMeta]) -> di
         "dtype_names": [parameter.dtype for parameter in parameters],
         "shapes": [parameter.shape for parameter in parameters],
     }
+
+
+def poisoned() -> ProblemError:
+    """The refusal of a server whose last update broke."""
+    return refusal("weights-poisoned", "the last update broke half way", "weights")
 
 
 def _worker_phase(name: str, **arguments: Any) -> Callable[[UpdatableEngine], Awaitable[None]]:

@@ -1,20 +1,27 @@
-"""How both commands end on bad input: a plain message and exit code 2."""
+"""How both commands end when they cannot do what they were asked: a plain message."""
 
 import sys
 from collections.abc import Callable
 
-from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.errors import ContractError, ContractErrors, RunError
 
 BAD_INPUT = 2
+RUN_FAILED = 1
 
 
 def run_cli(app: Callable[[], object]) -> None:
-    """Run a command-line app; a ContractError becomes three lines on stderr and exit code 2."""
+    """Run a command-line app; errors meant for a person are told without a traceback.
+
+    A ContractError is three lines on stderr and exit code 2, a RunError one and exit code 1.
+    """
     try:
         app()
     except ContractError as error:
         print(describe(error), file=sys.stderr)
         sys.exit(BAD_INPUT)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(RUN_FAILED)
 
 
 def describe(error: ContractError) -> str:

@@ -1,7 +1,8 @@
 """Errors both programs speak.
 
     ContractError        a person gave something wrong; exit code 2 (three parts)
-    ProblemError         an RFC 9457 problem document: raised where a server refuses,
+    RunError             what was running cannot go on; exit code 1 (one line)
+      ProblemError       an RFC 9457 problem document: raised where a server refuses,
                          and again where a client reads that answer
 
 `Problem` is the one shape of every HTTP error (WIRE-05).
@@ -18,13 +19,13 @@ PROBLEM_TITLES: dict[str, tuple[int, str]] = {
     "bad-request": (400, "The request cannot be read"),
     "not-found": (404, "There is nothing at this path"),
     "method-not-allowed": (405, "This path does not take this method"),
-    "weights-version-mismatch": (409, "The server holds another weights version"),
     "weight-update-order": (409, "A weight-update call came out of order"),
     "group-port-taken": (409, "The port of the weight group is taken"),
     "invalid-request": (422, "The request breaks the contract"),
     "internal": (500, "The server failed"),
     "weight-transfer-failed": (502, "A weight transfer broke"),
     "not-ready": (503, "The server cannot answer now"),
+    "weights-poisoned": (503, "The server needs a full push of weights"),
     "weight-transfer-timeout": (504, "A phase of the weight transfer ran out of time"),
 }
 
@@ -92,7 +93,11 @@ class Problem(BaseModel):
         )
 
 
-class ProblemError(Exception):
+class RunError(Exception):
+    """What was running cannot go on, for a reason outside of this program."""
+
+
+class ProblemError(RunError):
     """An HTTP answer that is a problem document, on either side of the wire."""
 
     def __init__(self, problem: Problem) -> None:

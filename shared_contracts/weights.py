@@ -90,6 +90,9 @@ class InitCommunicator(_Wire):
 
 
 class CommunicatorReady(_Wire):
+    """weights_version: the server's; the learner's pushes count on from it."""
+
+    weights_version: int
     world_size: int
     transport: Transport
     server_epoch: str

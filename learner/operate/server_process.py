@@ -10,10 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import httpx
-
-from learner.rollout.client import RolloutClient
-from shared_contracts.errors import ContractError, ProblemError
+from learner.rollout.client import SERVER_ERRORS, RolloutClient
+from shared_contracts.errors import ContractError
 
 STOP_GRACE_S = 30.0
 _LOG_TAIL_LINES = 15
@@ -74,7 +72,7 @@ class ServerProcess:
                 try:
                     client.health()
                     return
-                except (httpx.TransportError, ProblemError):
+                except SERVER_ERRORS:
                     if (code := self._process.poll()) is not None:
                         raise self._failure(f"it ended with code {code}") from None
                 time.sleep(0.2)

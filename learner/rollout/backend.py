@@ -10,8 +10,8 @@ from shared_contracts.infer import RequestConfig, RolloutInferRequest
 class WeightChannel(Protocol):
     """Puts the training weights into one server."""
 
-    def connect(self) -> None:
-        """Form the weight group; idempotent."""
+    def connect(self) -> int:
+        """Form the weight group, once; the version of the server's weights."""
 
     def push(self, version: int) -> object:
         """Make `version` the server's weights."""

@@ -12,7 +12,7 @@ import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
-from shared_contracts.errors import ContractError, Problem, ProblemError
+from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.server_info import Health, WorldSize
 from shared_contracts.weights import (
@@ -30,6 +30,7 @@ _PROBE_TIMEOUT_S = 10.0
 _PHASE_MARGIN_S = 30.0
 # What a gateway or a server that is starting says; anything else will not change by waiting.
 _NOT_READY = (502, 503, 504)
+_POISONED = Problem.of("weights-poisoned", "", "").type
 _ENVELOPES = TypeAdapter(list[RolloutEnvelope])
 
 # A dead peer is noticed on an idle connection after about a minute (CFG-06).
@@ -41,6 +42,13 @@ _KEEP_ALIVE = [
 ]
 
 Answer = TypeVar("Answer")
+
+
+class ServerUnreachable(RunError):
+    """A call did not reach the server, or its answer did not come back."""
+
+
+SERVER_ERRORS = (ServerUnreachable, ProblemError)
 
 
 class RolloutClient:
@@ -72,8 +80,8 @@ class RolloutClient:
     def close(self) -> None:
         self._http.close()
 
-    def wait_until_healthy(self) -> Health:
-        """Poll `/health/` until it says 200.
+    def wait_until_pushable(self) -> None:
+        """Poll `/health/` until it says 200, or that only a full push is missing.
 
         Raises:
             ContractError: the server was not there or not ready within `timeout_s`, or
@@ -87,12 +95,14 @@ class RolloutClient:
         )
         started = time.monotonic()
         try:
-            return retry(self.health)
-        except (httpx.TransportError, ProblemError) as error:
+            retry(self.health)
+        except SERVER_ERRORS as error:
+            if _is_poisoned(error):
+                return
             waited = time.monotonic() - started
             raise ContractError(
                 f"GET {self.base_url}/health/",
-                f"no healthy answer in {waited:.0f} s ({_reason(error)})",
+                f"no healthy answer in {waited:.0f} s ({error})",
                 "Start the server with `rollout-server serve`, or correct "
                 "rollout_matching.vllm.server.servers[].base_url",
             ) from error
@@ -141,9 +151,13 @@ class RolloutClient:
         answer: TypeAdapter[Answer],
     ) -> Answer:
         where = f"{method} {self.base_url}{path}"
-        response = self._http.request(
-            method, f"{self.base_url}{path}", json=body, timeout=timeout_s
-        )
+        try:
+            response = self._http.request(
+                method, f"{self.base_url}{path}", json=body, timeout=timeout_s
+            )
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            raise ServerUnreachable(f"{where}: {reason}") from error
         if not response.is_success:
             raise ProblemError(_problem_of(response, where))
         try:
@@ -176,9 +190,9 @@ def _foreign(response: httpx.Response, where: str) -> Problem:
 def _may_pass(error: BaseException) -> bool:
     """True for what ends when a server has started."""
     if isinstance(error, ProblemError):
-        return error.problem.status in _NOT_READY
-    return isinstance(error, httpx.TransportError)
+        return error.problem.status in _NOT_READY and not _is_poisoned(error)
+    return isinstance(error, ServerUnreachable)
 
 
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
+def _is_poisoned(error: BaseException) -> bool:
+    return isinstance(error, ProblemError) and error.problem.type == _POISONED

@@ -31,9 +31,7 @@ class ServerBackend:
 
     def connect(self) -> int:
         """Form the weight group with every server; returns their newest weights version."""
-        for channel in self._weights:
-            channel.connect()
-        return max(client.health().weights_version for client in self._clients)
+        return max(channel.connect() for channel in self._weights)
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig

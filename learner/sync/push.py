@@ -17,14 +17,13 @@ from contextlib import suppress
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-import httpx
-
-from learner.rollout.client import RolloutClient
+from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.sync.abandonable import run_together
 from learner.sync.groups import WeightGroup, join_group
 from learner.sync.source import MergedWeights
-from shared_contracts.errors import ProblemError
+from shared_contracts.errors import RunError
 from shared_contracts.weights import (
+    CommunicatorReady,
     FinishWeightUpdate,
     InitCommunicator,
     StartWeightUpdate,
@@ -36,7 +35,7 @@ from shared_contracts.weights import (
 Answer = TypeVar("Answer")
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(RunError):
     """A weight push broke; the server is poisoned until a full push succeeds."""
 
     def __init__(self, side: str, address: str, phase: str, reason: object) -> None:
@@ -67,16 +66,17 @@ class WeightPusher:
         self._transport = transport
         self._bucket_bytes = bucket_bytes
         self._group: WeightGroup | None = None
+        self._version = 0
         self.last_report: SyncReport | None = None
 
-    def connect(self) -> None:
-        """Form the weight group (idempotent).
+    def connect(self) -> int:
+        """Form the weight group, once; the version of the server's weights.
 
         Raises:
             WeightSyncError: the server refused or a side did not join in time.
         """
         if self._group is not None:
-            return
+            return self._version
         body = InitCommunicator(
             host=_rendezvous_host(self._client.base_url, self._transport),
             port=self._port,
@@ -85,17 +85,19 @@ class WeightPusher:
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._client.timeout_s,
         )
+        ready: list[CommunicatorReady] = []
         joined: list[WeightGroup] = []
         given_up = threading.Event()
         try:
             self._together(
                 "rendezvous",
-                lambda: self._client.init_communicator(body),
+                lambda: ready.append(self._client.init_communicator(body)),
                 lambda: joined.append(join_group(body, given_up)),
             )
         finally:
             given_up.set()
-        self._group = joined[0]
+        self._group, self._version = joined[0], ready[0].weights_version
+        return self._version
 
     def push(self, version: int) -> SyncReport:
         """Make `version` the server's weights.
@@ -119,6 +121,7 @@ class WeightPusher:
             "finish",
             lambda: self._client.finish_weight_update(FinishWeightUpdate(version=version)),
         )
+        self._version = version
         report.seconds["total"] = time.monotonic() - started
         self.last_report = report
         return report
@@ -129,13 +132,13 @@ class WeightPusher:
             return
         self._group.close()
         self._group = None
-        with suppress(httpx.TransportError, ProblemError):
+        with suppress(*SERVER_ERRORS):
             self._client.close_communicator()
 
     def _phase(self, phase: str, call: Callable[[], Answer]) -> Answer:
         try:
             return call()
-        except (httpx.TransportError, ProblemError) as error:
+        except SERVER_ERRORS as error:
             raise self._broken("server", phase, error) from error
 
     def _together(
@@ -144,7 +147,7 @@ class WeightPusher:
         error = run_together(call, collective, self._client.timeout_s + 60)
         if error is None:
             return
-        side = "server" if isinstance(error, httpx.TransportError | ProblemError) else "learner"
+        side = "server" if isinstance(error, SERVER_ERRORS) else "learner"
         raise self._broken(side, phase, error) from error
 
     def _broken(self, side: str, phase: str, reason: BaseException) -> WeightSyncError:

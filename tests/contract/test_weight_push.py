@@ -267,7 +267,7 @@ def _assert_poisoned(pushing: Pushing) -> None:
     http = pushing.server.http
     for answer in (http.get("/health/"), pushing.server.post_infer([text_request()])):
         assert answer.status_code == 503
-        assert "poisoned" in answer.json()["detail"]
+        assert answer.json()["type"] == "urn:rollmatch:weights-poisoned"
     assert http.get("/live/").status_code == 200
 
 

@@ -185,7 +185,7 @@ def test_one_engine_that_breaks_poisons_all_and_a_full_push_heals(
         for engine in bench.engines:
             assert engine.calls[-2:] == ["abandon_weight_update", "abort_all"]
             assert "resume" not in engine.calls
-        with pytest.raises(ProblemError, match="poisoned"):
+        with pytest.raises(ProblemError, match="full push"):
             await bench.updates.wait_until_ready()
         del bench.engines[1].script[phase]
         await bench.push(8)
@@ -274,7 +274,7 @@ def test_closing_the_group_ends_an_open_update() -> None:
         waiting = asyncio.ensure_future(bench.updates.wait_until_ready())
         status = await bench.updates.close_communicator()
         assert status.state == "POISONED"
-        with pytest.raises(ProblemError, match="poisoned"):
+        with pytest.raises(ProblemError, match="full push"):
             await waiting
         assert all(e.calls[-1] == "shutdown_weight_transfer_engine" for e in bench.engines)
 

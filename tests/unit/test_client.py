@@ -5,10 +5,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
-from learner.rollout.client import RolloutClient
+from learner.rollout.client import RolloutClient, ServerUnreachable
 from shared_contracts.errors import ContractError, ProblemError
 from shared_contracts.infer import InferCall
 from tests.unit.scripted_server import (
@@ -89,7 +88,7 @@ def test_a_server_that_is_not_there_fails_in_time_and_says_what_to_do() -> None:
     url = nobodys_url()
     started = time.monotonic()
     with RolloutClient(url, timeout_s=0.5) as client, pytest.raises(ContractError) as caught:
-        client.wait_until_healthy()
+        client.wait_until_pushable()
     assert time.monotonic() - started < 3.0
     assert caught.value.where == f"GET {url}/health/"
     assert "Connection refused" in caught.value.found
@@ -105,7 +104,7 @@ def test_a_server_that_accepts_and_stays_silent_fails_in_time() -> None:
             RolloutClient(url, timeout_s=0.5) as client,
             pytest.raises(ContractError, match="timed out"),
         ):
-            client.wait_until_healthy()
+            client.wait_until_pushable()
         assert time.monotonic() - started < 3.0
 
 
@@ -113,8 +112,18 @@ def test_a_server_that_is_starting_is_waited_for(server: ScriptedServer) -> None
     starting = [problem("not-ready", "the engines are starting", "replicas")] * 3
     server.routes["GET /health/"] = lambda _: starting.pop() if starting else health(version=4)
     with RolloutClient(server.base_url, timeout_s=20.0) as client:
-        assert client.wait_until_healthy().weights_version == 4
+        client.wait_until_pushable()
     assert len(server.calls) == 4
+
+
+@pytest.mark.req("SYNC-05")
+def test_a_poisoned_server_is_reached_since_only_a_push_can_heal_it(server: ScriptedServer) -> None:
+    server.routes["GET /health/"] = lambda _: problem(
+        "weights-poisoned", "the last update broke half way", "weights"
+    )
+    with RolloutClient(server.base_url, timeout_s=60.0) as client:
+        client.wait_until_pushable()
+    assert len(server.calls) == 1
 
 
 def test_a_server_that_never_gets_ready_is_named_with_its_own_reason(
@@ -127,7 +136,7 @@ def test_a_server_that_never_gets_ready_is_named_with_its_own_reason(
         RolloutClient(server.base_url, timeout_s=0.3) as client,
         pytest.raises(ContractError, match="the engines are starting"),
     ):
-        client.wait_until_healthy()
+        client.wait_until_pushable()
 
 
 @pytest.mark.parametrize("reply", [(404, "not here"), "<html>a web site</html>"])
@@ -137,7 +146,7 @@ def test_a_server_of_another_kind_is_refused_at_once(server: ScriptedServer, rep
         RolloutClient(server.base_url, timeout_s=60.0) as client,
         pytest.raises(ContractError, match=r"servers\[\].base_url"),
     ):
-        client.wait_until_healthy()
+        client.wait_until_pushable()
     assert len(server.calls) == 1
 
 
@@ -157,7 +166,7 @@ def test_a_positive_infer_timeout_bounds_the_call(server: ScriptedServer) -> Non
     ended = threading.Event()
     server.routes["POST /infer/"] = lambda _: ended.wait(5.0) and []
     client = RolloutClient(server.base_url, timeout_s=60.0, infer_timeout_s=0.2)
-    with client, pytest.raises(httpx.ReadTimeout):
+    with client, pytest.raises(ServerUnreachable, match=r"POST .*/infer/: timed out"):
         client.infer(CALL)
     ended.set()
 

@@ -86,7 +86,9 @@ class Worker:
             self._group = ProcessGroupGloo(prefixed, 1, asked.world_size, options)
             self._group.barrier().wait()  # type: ignore[attr-defined]
         self.groups_formed += 1
-        return CommunicatorReady(world_size=2, transport="gloo", server_epoch="epoch-1")
+        return CommunicatorReady(
+            weights_version=0, world_size=2, transport="gloo", server_epoch="epoch-1"
+        )
 
     def start(self, body: object) -> Reply:
         return self._status("UPDATING")
