@@ -43,7 +43,7 @@ def conversation(image: Image.Image) -> list[dict[str, object]]:
 
 def two_objects() -> list[GroundTruthObject]:
     shape = Shape("bbox_2d", (12, 34, 56, 999))
-    return [GroundTruthObject("red ellipse", shape), GroundTruthObject("blue triangle", shape)]
+    return [GroundTruthObject("red triangle", shape), GroundTruthObject("blue triangle", shape)]
 
 
 def test_plain_transformers_loads_it_and_generates(checkpoint: Path) -> None:
