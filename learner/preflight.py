@@ -4,6 +4,7 @@ check_inputs(config)   data files, images, checkpoint folder, coordinate tokens
 reach_servers(config)  every server answers `/health/` with 200
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def check_inputs(config: Config) -> RunInputs:
     Raises:
         ContractError: names the file, line or key.
     """
+    _check_single_process()
     _check_output(config)
     inputs = read_inputs(config)
     _check_step_budget(config, len(inputs.train))
@@ -46,6 +48,16 @@ def read_inputs(config: Config) -> RunInputs:
         train=read_samples(Path(train), allow_poly=False),
         val=read_samples(Path(val), allow_poly=False) if val else [],
     )
+
+
+def _check_single_process() -> None:
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise ContractError(
+            "WORLD_SIZE",
+            f"{ranks} learner processes; one is served yet",
+            "Start `learner train` once, without torchrun",
+        )
 
 
 def _check_output(config: Config) -> None:

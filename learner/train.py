@@ -41,6 +41,7 @@ from learner.step import StepRunner
 from learner.sync.push import WeightPusher
 from learner.sync.source import MergedWeights
 from learner.types import Sample
+from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig
 from shared_contracts.weights import Transport
 
@@ -92,6 +93,7 @@ def train(
 
     inputs, clients: what preflight found; no clients in a run that never generates.
     """
+    _require_one_gpu()
     disable_progress_bar()
     folder = open_run_folder(config)
     set_seed(config.training.seed)
@@ -107,6 +109,16 @@ def train(
         stack.callback(display.stop)
         build_trainer(config, loaded, inputs, policy, folder, display).train()
     return folder
+
+
+def _require_one_gpu() -> None:
+    """With several visible GPUs Trainer would split every step's samples over them."""
+    if torch.cuda.device_count() > 1:
+        raise ContractError(
+            "CUDA_VISIBLE_DEVICES",
+            f"{torch.cuda.device_count()} GPUs are visible; the learner trains on one yet",
+            "Set it to the one GPU of the learner; the servers have the others",
+        )
 
 
 def score_checkpoint(config: Config, inputs: RunInputs, clients: list[RolloutClient]) -> Scores:

@@ -221,6 +221,12 @@ def test_a_buffer_smaller_than_a_step_is_refused(run: Run) -> None:
     assert (ended.code, ended.parts[0]) == (2, "training.packing_buffer")
 
 
+def test_several_learner_processes_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ended = run.train()
+    assert (ended.code, ended.parts[0]) == (2, "WORLD_SIZE")
+
+
 def with_server(run: Run, base_url: str, timeout_s: float) -> None:
     run.mapping["stage2_ab"]["schedule"]["b_ratio"] = 0.5
     run.mapping["rollout_matching"]["vllm"]["server"] = {
