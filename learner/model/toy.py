@@ -29,7 +29,7 @@ CONTEXT = 1024
 TEXT_WIDTH = 128
 INITIAL_STD = 0.05
 
-# Positions this loud against the patches are found in a hundred steps instead of several.
+# Boxes are learnt better when positions are loud against the patches from the start.
 POSITION_STD = 0.5
 
 

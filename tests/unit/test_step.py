@@ -200,7 +200,7 @@ def test_the_loss_atoms_of_the_report_add_up_to_the_loss(
     assert families == (b if b_ratio else a)
 
 
-@pytest.mark.req("STEP-01", "SYNC-07", "SYNC-09")
+@pytest.mark.req("STEP-01", "SYNC-07", "SYNC-09", "ARCH-03")
 def test_channels_follow_the_schedule_and_b_pushes_before_it_asks(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
