@@ -72,10 +72,10 @@ def serve(
     options.pop("config")
     options["gpus"] = _gpu_list(gpus)
     options["allowed_media_dirs"] = options.pop("allowed_media_dir")
-    raise typer.Exit(_serve(config, options))
+    _serve(config, options)
 
 
-def _serve(config: Path | None, options: dict[str, Any]) -> int:
+def _serve(config: Path | None, options: dict[str, Any]) -> None:
     from rollout_server.engine_env import apply_engine_environment
     from rollout_server.orphans import stop_with
     from rollout_server.preflight import bind, check_settings
@@ -89,7 +89,7 @@ def _serve(config: Path | None, options: dict[str, Any]) -> int:
     apply_engine_environment(settings)
     from rollout_server.serve import serve as run  # FastAPI and torch: after the checks
 
-    return run(settings, listener)
+    run(settings, listener)
 
 
 def _gpu_list(text: str | None) -> list[int] | None:

@@ -123,18 +123,25 @@ class Engine:
         finish = _FINISHES.get(output.finish_reason)
         if finish is None:
             raise Aborted(f"replica {self.index} ended a sequence: {output.finish_reason}")
-        token_ids = list(output.token_ids)
+        token_ids, text = list(output.token_ids), output.text
         # A stop string ends inside the text; anything else that stops is one last token.
-        if finish == "stop" and not isinstance(output.stop_reason, str):
-            token_ids.pop()
+        if not isinstance(output.stop_reason, str):
+            if finish == "stop":
+                token_ids.pop()
+            text = self._decode(token_ids)
         versions = [_version(span.version) for span in output.weight_versions or []]
         return Completion(
             index=output.index,
-            text=output.text,
+            text=text,
             token_ids=token_ids,
             finish=finish,
             weights_version=(versions[0], versions[-1]),
         )
+
+    def _decode(self, token_ids: list[int]) -> str:
+        """All of the text: vLLM's own leaves out bytes that do not end a character yet."""
+        tokenizer = self._llm.get_tokenizer()
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
 
     async def pause(self) -> None:
         """Let running sequences finish, hold new ones, drop what old weights cached."""
@@ -251,7 +258,8 @@ def sampling_params(config: RequestConfig, seed: int | None, max_tokens: int) ->
             frequency_penalty=config.frequency_penalty,
             stop=config.stop or [],
             seed=seed,
-            # Coordinate tokens may be declared special; they are part of the answer.
+            # Needed to find stop strings; coordinate tokens may be declared special.
+            detokenize=bool(config.stop),
             skip_special_tokens=False,
             spaces_between_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

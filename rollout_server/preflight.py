@@ -13,7 +13,7 @@ GPU_DEVICES = Path("/proc/driver/nvidia/gpus")
 
 
 def check_settings(settings: ServerSettings) -> None:
-    """Raises ContractError for a model or a GPU that is not there."""
+    """Raises ContractError for a model, a GPU or memory that is not there."""
     check_checkpoint(settings.model)
     for directory in settings.allowed_media_dirs:
         if not directory.is_dir():
@@ -22,6 +22,8 @@ def check_settings(settings: ServerSettings) -> None:
             )
     if settings.device == "gpu":
         check_gpus(settings.gpus)
+    else:
+        check_memory(settings.kv_cache_gib * settings.num_replicas)
 
 
 def check_checkpoint(model: Path) -> None:
@@ -55,6 +57,19 @@ def check_gpus(gpus: Sequence[int]) -> None:
             "gpus",
             f"GPU {missing[0]} is not there: this machine has {present}",
             "Name GPUs it has, or use --device cpu",
+        )
+
+
+def check_memory(kv_cache_gib: float) -> None:
+    """The KV caches of all replicas must fit into the memory that is free now."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    free_gib = int(available) / 2**20
+    if kv_cache_gib > free_gib:
+        raise ContractError(
+            "kv_cache_gib",
+            f"the KV caches take {kv_cache_gib:g} GiB and {free_gib:.1f} GiB are free",
+            "Lower kv_cache_gib or replicas",
         )
 
 

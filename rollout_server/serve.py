@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
+from typing import NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,14 +22,16 @@ from fastapi import FastAPI
 from rollout_server.app import create_app
 from rollout_server.pool import Pool
 from rollout_server.settings import ServerSettings
+from shared_contracts.cli import RUN_FAILED
 
 logger = logging.getLogger(__name__)
 
 
-def serve(settings: ServerSettings, listener: socket.socket) -> int:
-    """Serve on `listener` until SIGTERM or SIGINT; the exit code of the process.
+def serve(settings: ServerSettings, listener: socket.socket) -> None:
+    """Serve on `listener` until SIGTERM or SIGINT.
 
-    The engine's environment must be in place (`apply_engine_environment`).
+    The engine's environment must be in place (`apply_engine_environment`). When an engine
+    cannot start, the process says so and ends here with exit code 1.
     """
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s"
@@ -45,15 +48,24 @@ def serve(settings: ServerSettings, listener: socket.socket) -> int:
     )
     engines.server = uvicorn.Server(config)
     engines.server.run(sockets=[listener])
-    if engines.failure is None:
-        return 0
-    print(
-        f"error: {settings.model}\n"
-        f"found: an engine could not start ({engines.failure})\n"
-        "do: see the engine's log above",
-        file=sys.stderr,
-    )
-    return 1
+    if engines.failure is not None:
+        reason = " ".join(str(engines.failure).split())
+        print(
+            f"error: an engine could not start with {settings.model}; its log is above ({reason})",
+            file=sys.stderr,
+        )
+        _leave(RUN_FAILED)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process on the spot.
+
+    An AsyncLLM that was built half way cannot be waited for at exit: its destructor may
+    run in a thread of its own pool and then waits for that thread.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class EngineLife:
@@ -75,7 +87,8 @@ class EngineLife:
         start = asyncio.create_task(self._start())
         yield
         self._stopping = True
-        await self._interrupt(start)
+        if not start.done():
+            await self._interrupt(start)
         await self.pool.close()
 
     async def _start(self) -> None:
@@ -90,16 +103,15 @@ class EngineLife:
         else:
             logger.info("ready after %.1f s", time.monotonic() - began)
 
-    async def _interrupt(self, start: asyncio.Task[None]) -> None:
-        """Make a running `start` fail by killing what it builds.
+    async def _interrupt(self, start: asyncio.Task[None]) -> NoReturn:
+        """Kill what `start` is building, then end the process.
 
-        The threads that build cannot be stopped while they import; after the grace
-        period the process leaves them behind and ends on the spot.
+        The threads that build cannot be stopped while they import, so no longer than the
+        grace period is spent on it.
         """
         deadline = time.monotonic() + self._grace_seconds
-        while not start.done():
+        while not start.done() and time.monotonic() < deadline:
             for child in multiprocessing.active_children():
                 child.kill()
-            if time.monotonic() > deadline:
-                os._exit(0)
             await asyncio.sleep(0.1)
+        _leave(0)

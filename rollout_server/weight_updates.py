@@ -82,7 +82,7 @@ class WeightUpdates:
         self._group: InitCommunicator | None = None
         self._update: Update | None = None
         self._one_phase = asyncio.Lock()
-        self._last_phase_end = 0.0
+        self._phases_begun = 0
         self._expiry: asyncio.TimerHandle | None = None
         self._expiring: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
@@ -226,12 +226,12 @@ class WeightUpdates:
     async def _phase(self) -> AsyncIterator[None]:
         """One phase at a time; between the phases of an update a timer runs."""
         async with self._one_phase:
+            self._phases_begun += 1
             if self._expiry is not None:
                 self._expiry.cancel()
             try:
                 yield
             finally:
-                self._last_phase_end = time.monotonic()
                 if self.state == "UPDATING" and self._group is not None:
                     self._arm_expiry(self._group.timeout_s)
 
@@ -320,15 +320,14 @@ class WeightUpdates:
 
     def _arm_expiry(self, idle_s: float) -> None:
         def expire() -> None:
-            self._expiring = asyncio.ensure_future(self._expire(idle_s))
+            self._expiring = asyncio.ensure_future(self._expire(idle_s, self._phases_begun))
 
         self._expiry = asyncio.get_running_loop().call_later(idle_s, expire)
 
-    async def _expire(self, idle_s: float) -> None:
-        """Poison an update whose learner has gone silent."""
+    async def _expire(self, idle_s: float, phases_begun: int) -> None:
+        """Poison an update whose learner has gone silent since phase `phases_begun`."""
         async with self._one_phase:
-            idle = time.monotonic() - self._last_phase_end
-            if self.state == "UPDATING" and idle >= idle_s:
+            if self.state == "UPDATING" and self._phases_begun == phases_begun:
                 await self._poison(f"no next phase of the update within {idle_s:g} s")
 
     def _timed(self, name: str) -> "_Stopwatch":

@@ -1,7 +1,7 @@
 """A real rollout server under test, and short ways to ask it something."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,22 +46,29 @@ class RunningServer:
         return {"server": self.process.pid} | named
 
 
-def start_server(checkpoint: Path, folder: Path, *options: str) -> RunningServer:
-    """Start a server on the CPU that may read images below `folder`; not yet healthy."""
+CPU = ("--device", "cpu", "--kv-cache-gib", "0.125")
+
+
+def start_server(
+    checkpoint: Path, folder: Path, *options: str, device: Sequence[str] = CPU
+) -> RunningServer:
+    """Start a server that may read images below `folder`; not yet healthy."""
     media = folder / "media"
     media.mkdir(parents=True)
-    fixed = f"--model {checkpoint} --device cpu --kv-cache-gib 0.125 --max-model-len 512"
+    model = ("--model", str(checkpoint), "--max-model-len", "512")
     process = ServerProcess(
-        [*fixed.split(), "--allowed-media-dir", str(media), *options], folder / "server.log"
+        [*model, *device, "--allowed-media-dir", str(media), *options], folder / "server.log"
     )
     http = httpx.Client(base_url=process.base_url, timeout=120, trust_env=False)
     return RunningServer(process, http, checkpoint, media)
 
 
 @contextmanager
-def running_server(checkpoint: Path, folder: Path, *options: str) -> Iterator[RunningServer]:
+def running_server(
+    checkpoint: Path, folder: Path, *options: str, device: Sequence[str] = CPU
+) -> Iterator[RunningServer]:
     """A healthy server of its own for a test; it may be dead by the end."""
-    server = start_server(checkpoint, folder, *options)
+    server = start_server(checkpoint, folder, *options, device=device)
     try:
         server.process.wait_until_healthy(START_TIMEOUT_S)
         yield server

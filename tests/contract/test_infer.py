@@ -307,6 +307,20 @@ def test_an_idle_server_leaves_the_cores_alone(server: RunningServer) -> None:
     assert sum(map(cpu_seconds, pids)) - before < 0.2
 
 
+@pytest.mark.req("WIRE-06")
+def test_the_probes_of_a_ready_server(server: RunningServer) -> None:
+    health = server.http.get("/health").json()
+    assert (health["status"], health["state"]) == ("ok", "READY")
+    assert health["replicas"] == [{"index": 0, "alive": True, "detail": "serving"}]
+    live = server.http.get("/live").json()
+    assert live["server_epoch"] == health["server_epoch"]
+    (age,) = live["heartbeat_age_s"]
+    assert 0 <= age < 10
+    time.sleep(2.5)
+    (later,) = server.http.get("/live").json()["heartbeat_age_s"]
+    assert later < age + 2.0, "no heartbeat came in between"
+
+
 def test_the_pool_survives_many_calls_at_once(server: RunningServer) -> None:
     answers: list[int] = []
 

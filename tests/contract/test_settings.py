@@ -1,6 +1,8 @@
 """Settings of the server: options and YAML, and what is refused before anything starts."""
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from learner.operate.server_process import free_ports
 from rollout_server.cli import app
 from rollout_server.engine_env import engine_environment
-from rollout_server.preflight import bind, check_checkpoint, check_gpus
+from rollout_server.preflight import bind, check_checkpoint, check_gpus, check_memory
 from rollout_server.settings import ServerSettings, load_settings
 from shared_contracts.errors import ContractError, ContractErrors
 
@@ -123,6 +126,14 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.req("SRV-04")
+def test_a_cache_larger_than_the_free_memory_is_refused() -> None:
+    check_memory(0.001)
+    with pytest.raises(ContractError) as error:
+        check_memory(10**6)
+    assert error.value.where == "kv_cache_gib"
+
+
+@pytest.mark.req("SRV-04")
 def test_a_busy_port_is_an_error_and_never_another_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -151,6 +162,25 @@ def test_bad_start_up_is_three_lines_and_exit_code_2_before_anything_heavy(tmp_p
     assert [line.split(":")[0].strip() for line in lines] == ["error", "found", "do"]
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert imported.isdisjoint({"torch", "vllm", "fastapi", "transformers"})
+
+
+@pytest.mark.req("SRV-04")
+def test_an_engine_that_cannot_start_ends_the_server(tied: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tied, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["Nothing"]}))
+    (port,) = free_ports(1)
+    options = f"serve --device cpu --port {port} --model {model}".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout_server", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: an engine could not start")
 
 
 def test_help_takes_at_most_half_a_second_of_cpu() -> None:

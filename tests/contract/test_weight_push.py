@@ -354,7 +354,7 @@ def test_a_drain_that_takes_too_long_leaves_the_old_weights_serving(pushing: Pus
     """The deadline of the drain is the group's; what runs is not cut short."""
     server = pushing.server
     old = server.http.get("/health/").json()["weights_version"]
-    with pushing.group(timeout_s=1.0), ThreadPoolExecutor() as threads:
+    with pushing.group(timeout_s=0.5), ThreadPoolExecutor() as threads:
         running = threads.submit(
             server.infer, [text_request()] * 64, temperature=1.0, seed=5, max_tokens=480
         )

@@ -1,0 +1,92 @@
+"""What vLLM is told: engine arguments and sampling parameters."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_server.engine_types import PromptRefused
+from rollout_server.settings import ServerSettings
+from shared_contracts.infer import RequestConfig
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    """The module, imported late: it imports vLLM."""
+    from rollout_server import engine
+
+    return engine
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    return tmp_path
+
+
+@pytest.mark.req("SRV-03")
+def test_the_decode_batch_size_is_enforced_by_the_engine(engine: Any, model: Path) -> None:
+    settings = ServerSettings(model=model, device="cpu", max_num_seqs=5)
+    assert engine.engine_args(settings, 0).max_num_seqs == 5
+
+
+@pytest.mark.req("SRV-01")
+def test_each_replica_sees_only_its_own_gpus(engine: Any, model: Path) -> None:
+    settings = ServerSettings(model=model, gpus=(3, 4, 5, 6), tensor_parallel_size=2)
+    args = [engine.engine_args(settings, index) for index in range(2)]
+    assert [a.device_ids for a in args] == [[3, 4], [5, 6]]
+    assert [a.tensor_parallel_size for a in args] == [2, 2]
+    assert [a.weight_transfer_config.backend for a in args] == ["nccl", "nccl"]
+
+
+def test_the_cpu_engine_takes_seeds_and_whole_prompts(engine: Any, model: Path) -> None:
+    settings = ServerSettings(model=model, device="cpu", max_model_len=20_000, kv_cache_gib=0.5)
+    args = engine.engine_args(settings, 0)
+    assert args.enable_chunked_prefill is False
+    assert args.max_num_batched_tokens >= 20_000
+    assert args.kv_cache_memory_bytes == 2**29
+    assert args.dtype == "float32"
+    assert args.weight_transfer_config.backend == "gloo"
+
+
+def params(engine: Any, **config: Any) -> Any:
+    return engine.sampling_params(RequestConfig.model_validate(config), config.get("seed"), 8)
+
+
+@pytest.mark.req("WIRE-01")
+def test_no_temperature_is_greedy_and_nothing_else_changes_it(engine: Any) -> None:
+    for temperature in (None, 0.0):
+        greedy = params(engine, temperature=temperature)
+        assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, 0)
+        assert (greedy.repetition_penalty, greedy.min_p, greedy.n) == (1.0, 0.0, 1)
+
+
+@pytest.mark.req("WIRE-01")
+def test_every_parameter_reaches_vllm(engine: Any) -> None:
+    given = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "stop": ["}"],
+        "seed": 12,
+        "n": 2,
+    }
+    made = params(engine, **given)
+    assert {name: getattr(made, name) for name in given} == given
+    assert made.max_tokens == 8
+    assert params(engine, temperature=1.0, top_k=-1).top_k == 0
+
+
+def test_coordinate_tokens_stay_in_the_text_even_where_they_are_special(engine: Any) -> None:
+    assert params(engine).skip_special_tokens is False
+
+
+@pytest.mark.req("WIRE-05")
+def test_a_combination_vllm_refuses_is_told(engine: Any) -> None:
+    with pytest.raises(PromptRefused, match="greedy"):
+        params(engine, n=2, temperature=0.0)
