@@ -20,6 +20,13 @@ FUNCTIONS = {
     ],
     "learner.matching.match_objects": ["predicted", "ground_truth", "config"],
     "learner.matching.mask_iou": ["a", "b", "resolution"],
+    "learner.transport_plan.sinkhorn_barycentric": [
+        "pred_points",
+        "gt_points",
+        "cost",
+        "epsilon",
+        "iters",
+    ],
     "learner.targets.build_target": [
         "parsed",
         "ground_truth",
@@ -39,6 +46,7 @@ FUNCTIONS = {
     "learner.rollout.seeds.request_seed": ["base", "micro_step_idx", "req_idx"],
     "learner.schedule.channel_for_step": ["step", "b_ratio"],
     "learner.config.load_config": ["path"],
+    "shared_contracts.repeat_guard.RepeatGuard": ["config", "object_key_token_ids"],
     "shared_contracts.errors.ContractError": ["where", "found", "do"],
 }
 

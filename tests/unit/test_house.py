@@ -21,12 +21,14 @@ STAGES_WITHOUT_TORCH = (
     "learner.parsing",
     "learner.serialize",
     "learner.matching",
+    "learner.transport_plan",
     "learner.targets",
     "learner.packing",
     "learner.rollout.distribution",
     "learner.rollout.seeds",
     "learner.schedule",
     "learner.config",
+    "shared_contracts.repeat_guard",
 )
 COMMAND_LINES = ("learner.cli", "rollout_server.cli")
 

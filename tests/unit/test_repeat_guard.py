@@ -1,0 +1,244 @@
+"""The guard against repeating sequences (section 4 of the contract)."""
+
+import pickle
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from shared_contracts import repeat_guard
+from shared_contracts.errors import ContractError
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig
+
+KEY = (7, 8)
+OFF: dict[str, Any] = {
+    "enabled": False,
+    "min_new_tokens": 0,
+    "max_consecutive_token_repeats": 0,
+    "ngram_size": 0,
+    "ngram_repeats": 0,
+    "max_object_keys": None,
+}
+
+
+def enabled(**settings: Any) -> RepeatTerminateConfig:
+    return RepeatTerminateConfig(enabled=True, **settings)
+
+
+def verdicts(
+    config: RepeatTerminateConfig, token_ids: Sequence[int], key: Sequence[int] = KEY
+) -> list[bool]:
+    guard = RepeatGuard(config, key)
+    return [guard.push(token_id) for token_id in token_ids]
+
+
+def first_trigger(config: RepeatTerminateConfig, token_ids: Sequence[int]) -> int | None:
+    """How many tokens were generated when the guard triggered."""
+    found = verdicts(config, token_ids)
+    return found.index(True) + 1 if True in found else None
+
+
+def repeats_now(config: RepeatTerminateConfig, seen: list[int], key: tuple[int, ...]) -> bool:
+    """REP-02 read aloud: every rule by looking at the whole sequence again."""
+    run = config.max_consecutive_token_repeats
+    size, repeats = config.ngram_size, config.ngram_repeats
+    if not config.enabled or len(seen) < config.min_new_tokens:
+        return False
+    if run and len(seen) >= run and len(set(seen[-run:])) == 1:
+        return True
+    if size and repeats and len(seen) >= size * repeats:
+        tail = seen[-size * repeats :]
+        if all(tail[i : i + size] == tail[:size] for i in range(0, len(tail), size)):
+            return True
+    keys = sum(tuple(seen[i : i + len(key)]) == key for i in range(len(seen)))
+    return config.max_object_keys is not None and keys >= config.max_object_keys
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> RepeatTerminateConfig:
+    return RepeatTerminateConfig(
+        enabled=draw(st.sampled_from([True, True, True, False])),
+        min_new_tokens=draw(st.integers(0, 12)),
+        max_consecutive_token_repeats=draw(st.integers(0, 5)),
+        ngram_size=draw(st.integers(0, 4)),
+        ngram_repeats=draw(st.sampled_from([0, 2, 3, 4])),
+        max_object_keys=draw(st.none() | st.integers(1, 4)),
+    )
+
+
+@pytest.mark.req("REP-02", "REP-03")
+@settings(max_examples=300)
+@given(
+    config=configs(),
+    token_ids=st.lists(st.integers(0, 2), max_size=40),
+    key=st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple),
+)
+def test_the_guard_agrees_with_a_scan_of_the_whole_sequence_at_every_token(
+    config: RepeatTerminateConfig, token_ids: list[int], key: tuple[int, ...]
+) -> None:
+    expected, triggered = [], False
+    for length in range(1, len(token_ids) + 1):
+        triggered = triggered or repeats_now(config, token_ids[:length], key)
+        expected.append(triggered)
+    assert verdicts(config, token_ids, key) == expected
+
+
+@pytest.mark.req("REP-02")
+def test_a_run_of_one_token_triggers_at_its_limit() -> None:
+    config = enabled(max_consecutive_token_repeats=3)
+    assert first_trigger(config, [5, 5, 1, 5, 5, 5]) == 6
+    assert first_trigger(config, [5, 5, 1, 5, 5, 1]) is None
+
+
+@pytest.mark.req("REP-02")
+def test_equal_blocks_trigger_wherever_they_start() -> None:
+    config = enabled(ngram_size=2, ngram_repeats=3)
+    assert first_trigger(config, [9, 1, 2, 1, 2, 1, 2]) == 7
+    assert first_trigger(config, [1, 2, 1, 2, 3, 1, 2, 1, 2]) is None
+
+
+@pytest.mark.req("REP-02")
+@pytest.mark.parametrize("half", [{"ngram_size": 1}, {"ngram_repeats": 2}])
+def test_a_block_rule_needs_both_its_numbers(half: dict[str, int]) -> None:
+    assert first_trigger(enabled(**half), [1] * 10) is None
+
+
+@pytest.mark.req("REP-02")
+def test_object_keys_trigger_at_their_limit() -> None:
+    assert first_trigger(enabled(max_object_keys=2), [7, 8, 1, 7, 7, 8, 1]) == 6
+
+
+@pytest.mark.req("REP-02")
+def test_overlapping_object_keys_count_each() -> None:
+    assert verdicts(enabled(max_object_keys=2), [1, 2, 1, 2, 1], key=[1, 2, 1])[-1]
+
+
+@pytest.mark.req("REP-02")
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"max_consecutive_token_repeats": 2},
+        {"ngram_size": 1, "ngram_repeats": 2},
+        {"max_object_keys": 1},
+    ],
+    ids=["run", "block", "keys"],
+)
+def test_what_repeats_before_min_new_tokens_triggers_when_they_are_reached(
+    rule: dict[str, int],
+) -> None:
+    config = enabled(min_new_tokens=5, **rule)
+    assert first_trigger(config, [7, 8, 8, 8, 8, 8]) == 5
+
+
+@pytest.mark.req("REP-02")
+def test_a_run_that_ended_before_min_new_tokens_is_forgiven() -> None:
+    config = enabled(min_new_tokens=5, max_consecutive_token_repeats=3)
+    assert first_trigger(config, [5, 5, 5, 1, 2, 3]) is None
+
+
+@pytest.mark.req("ARCH-02")
+def test_a_triggered_sequence_stays_triggered() -> None:
+    assert verdicts(enabled(max_consecutive_token_repeats=2), [5, 5, 1, 2]) == [
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def lines_run_by(guard: RepeatGuard, token_ids: list[int]) -> int:
+    """Lines of the guard's module that run while it takes `token_ids`."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        inside = frame.f_code.co_filename == repeat_guard.__file__
+        lines += inside and event == "line"
+        return trace if inside else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for token_id in token_ids:
+            guard.push(token_id)
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@pytest.mark.req("REP-03")
+def test_the_work_for_a_token_does_not_grow_with_the_sequence() -> None:
+    never = 10**6
+    config = enabled(
+        max_consecutive_token_repeats=never,
+        ngram_size=4,
+        ngram_repeats=never,
+        max_object_keys=never,
+    )
+    guard = RepeatGuard(config, (1, 1, 1, 2))
+    some = [1, 1, 1, 3] * 25
+    at_first = lines_run_by(guard, some)
+    for token_id in some * 50:
+        guard.push(token_id)
+    assert at_first > 0
+    assert lines_run_by(guard, some) <= at_first
+
+
+@pytest.mark.req("REP-03")
+def test_memory_is_bounded_by_the_block_and_not_by_the_sequence() -> None:
+    guard = RepeatGuard(enabled(ngram_size=4, ngram_repeats=9, max_object_keys=10**6), KEY)
+    for token_id in range(3_000):
+        guard.push(token_id)
+    assert len(pickle.dumps(guard)) < 2_000
+
+
+@pytest.mark.req("REP-01")
+def test_everything_is_off_by_default() -> None:
+    assert RepeatTerminateConfig().model_dump() == OFF
+    assert first_trigger(enabled(), [7, 8] * 50) is None
+
+
+@pytest.mark.req("REP-01")
+def test_a_disabled_guard_never_triggers_whatever_its_limits() -> None:
+    limits = {"max_consecutive_token_repeats": 1, "ngram_size": 1, "ngram_repeats": 2}
+    config = RepeatTerminateConfig.model_validate({**limits, "max_object_keys": 1})
+    assert first_trigger(config, [7, 8, 8, 8]) is None
+
+
+@pytest.mark.req("REP-01")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("min_new_tokens", -1),
+        ("max_consecutive_token_repeats", -1),
+        ("ngram_size", -1),
+        ("ngram_repeats", 1),
+        ("ngram_repeats", -2),
+        ("max_object_keys", 0),
+        ("ngram_size", 2.5),
+        ("enabled", "yes"),
+        ("no_repeat_ngram", 3),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        RepeatTerminateConfig.model_validate({key: value})
+    assert [error["loc"] for error in caught.value.errors()] == [(key,)]
+
+
+@pytest.mark.req("REP-01")
+def test_settings_cannot_be_changed_afterwards() -> None:
+    config = enabled()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.ngram_size = 3
+
+
+def test_counting_object_keys_needs_their_token_ids() -> None:
+    with pytest.raises(ContractError, match="object_key_token_ids"):
+        RepeatGuard(enabled(max_object_keys=3), [])
+    RepeatGuard(enabled(ngram_size=3), [])
