@@ -58,6 +58,7 @@ def demo(
     require_free(folder)
 
     _share_cores()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the demo is for a CPU, whatever else is there
     from learner.demo import run_demo
 
     run_demo(folder.resolve(), seed, Console())

@@ -26,7 +26,7 @@ from learner.train import score_checkpoint, train
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "demo"
 TRAIN_SCENES = 4096
 HELD_OUT_SCENES = 128
-DECODE_BATCH_SIZE = 64
+MAX_NUM_SEQS = 64
 SERVER_START_S = 300.0
 
 
@@ -87,7 +87,7 @@ def _server_options(world: World) -> list[str]:
         *("--model", str(world.model)),
         *("--device", "cpu"),
         *("--dtype", "float32"),
-        *("--max-num-seqs", str(DECODE_BATCH_SIZE)),
+        *("--max-num-seqs", str(MAX_NUM_SEQS)),
         *("--allowed-media-dir", str(world.data)),
     ]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from learner.losses.batch import Channel
+from learner.types import Channel
 
 
 class PhaseClock:

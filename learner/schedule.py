@@ -4,11 +4,9 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from functools import lru_cache
 from math import floor
-from typing import Literal
 
+from learner.types import Channel
 from shared_contracts.errors import ContractError
-
-Channel = Literal["A", "B"]
 
 
 def channel_for_step(step: int, b_ratio: str | float | Decimal) -> Channel:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
 from learner.config.schema import Config
-from learner.losses.batch import Channel
 from learner.losses.pipeline import Pipeline
 from learner.metrics import PhaseClock, StepReport
 from learner.model.packed_forward import Pack, Segment, make_pack, packed_logits
@@ -23,7 +22,7 @@ from learner.packing import SegmentBuffer
 from learner.rollout.policy import Policy
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.schedule import channel_for_step
-from learner.types import Sample
+from learner.types import Channel, Sample
 
 _LOG = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 GeometryKind = Literal["bbox_2d", "poly"]
 FieldOrder = Literal["desc_first", "geometry_first"]
-
-IGNORE_INDEX = -100
+Channel = Literal["A", "B"]
 
 
 class Shape(NamedTuple):

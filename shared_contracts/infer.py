@@ -143,7 +143,10 @@ class ChatMessage(_Wire):
 
 
 class Choice(_Wire):
-    """token_ids: stop-trimmed response ids, with `return_details` only."""
+    """token_ids: response ids without the token that stopped, with `return_details` only.
+
+    A stop string is cut from the text; the ids that spell it stay.
+    """
 
     index: int
     message: ChatMessage

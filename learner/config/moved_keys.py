@@ -52,6 +52,7 @@ RETIRED_KEYS: dict[str, Retired] = {
     "custom.coord_soft_ce_w1": _removed(
         "Set soft_ce_weight and w1_weight of stage2_ab.pipeline.objective[name=coord_reg].config"
     ),
+    "training.logging_steps": _removed("Remove it: every step is logged"),
     # stage2_ab
     "stage2_ab.schedule.pattern": _removed("Set stage2_ab.schedule.b_ratio"),
     "stage2_ab.softctx_grad_mode": _not_served("Remove it: channel A runs one iteration"),

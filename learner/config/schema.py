@@ -43,9 +43,9 @@ __all__ = [
 class ModelConfig(StrictModel):
     model: AbsolutePath = Field(description="folder of the checkpoint to start from")
     torch_dtype: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16", description="of the weights"
+        default="bfloat16", description="what the forward computes in; trained weights are float32"
     )
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+    attn_implementation: Literal["sdpa", "eager"] = Field(
         default="sdpa", description="transformers' name"
     )
     gradient_checkpointing: bool = Field(

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from learner.config.values import Weight, WrittenDecimal
+from learner.types import Channel
 from shared_contracts.strict_model import Refusal, StrictModel
-
-Channel = Literal["A", "B"]
 
 
 class ScheduleConfig(StrictModel):
@@ -135,6 +134,23 @@ class Stage2ABConfig(StrictModel):
         if iterations > 1:
             raise Refusal(f"{iterations} iterations are not served yet", "Set it to 1")
         return iterations
+
+    @model_validator(mode="after")
+    def _text_gate_has_text(self) -> "Stage2ABConfig":
+        """`text_gate` runs on the text that `token_ce` supervises."""
+        modules = [module for module in self.pipeline.objective if module.enabled]
+        text = {c for module in modules if module.name == "token_ce" for c in module.channels}
+        for module in modules:
+            if module.name != "coord_reg" or module.config.text_gate_weight == 0:
+                continue
+            if lost := sorted(set(module.channels) - text):
+                raise Refusal(
+                    f"text_gate_weight of coord_reg is {module.config.text_gate_weight} in channel "
+                    f"{lost[0]}, where no token_ce supervises text",
+                    "Set it to 0, or list the channel in token_ce",
+                    "pipeline.objective",
+                )
+        return self
 
     @model_validator(mode="after")
     def _every_channel_learns(self) -> "Stage2ABConfig":

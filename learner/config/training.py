@@ -96,7 +96,6 @@ class TrainingConfig(StrictModel):
     save_total_limit: int | None = Field(
         default=None, ge=1, description="checkpoints kept; null: all"
     )
-    logging_steps: int = Field(default=1, ge=1, description="optimizer steps between log lines")
 
     @model_validator(mode="before")
     @classmethod

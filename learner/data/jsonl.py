@@ -24,6 +24,7 @@ MAX_SHOWN_ERRORS = 20
 MAX_BIN = 999
 
 _SAMPLE_KEYS = {"images", "width", "height", "objects", "metadata"}
+_SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 _COORD_TOKEN = re.compile(r"<\|coord_(\d{1,3})\|>")
 _BOX_EXAMPLE = '"bbox_2d": [x1, y1, x2, y2] with 0 <= x1 <= x2 <= 999 and 0 <= y1 <= y2 <= 999'
 _POLY_EXAMPLE = '"poly": [x1, y1, x2, y2, x3, y3, ...], at least three points in 0..999'
@@ -55,7 +56,7 @@ def _lines(path: Path) -> list[str]:
         found = "this is not a file" if path.exists() else "there is no such file"
         raise ContractError(str(path), found, "Name a JSONL file with one sample a line.")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise ContractError(
             str(path), f"byte {error.start} is not UTF-8", "Save the file as UTF-8."
@@ -170,11 +171,12 @@ class _LineReader:
 
     def _desc(self, where: str, item: dict[str, Any]) -> str | None:
         desc = item.get("desc")
-        if _is_text(desc) and IM_END not in desc:
+        if _is_text(desc) and _is_writable(desc):
             return desc
         self._wrong(
             f"{where}.desc is {_brief(desc)}",
-            f"Say what the object is, e.g. red square, without {IM_END}: it ends an answer.",
+            "Say what the object is, e.g. red square, in Unicode text without tokens like "
+            f"{IM_END}.",
         )
         return None
 
@@ -200,7 +202,7 @@ class _LineReader:
         if keys == ["poly"]:
             self._wrong(
                 f"{where} has a poly, and this variant trains boxes only",
-                "Give its bbox_2d, or train with custom.trainer_variant: stage2_rollout_aligned.",
+                "Give its bbox_2d, or leave the object out.",
             )
         else:
             allowed = "bbox_2d or poly" if self.allow_poly else "bbox_2d"
@@ -236,3 +238,9 @@ def _well_formed(kind: GeometryKind, coords: tuple[int, ...]) -> bool:
 def _brief(value: Any) -> str:
     text = "missing" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _is_writable(desc: str) -> bool:
+    """False for text that no target can hold: unpaired surrogates, special tokens."""
+    surrogate = any("\ud800" <= character <= "\udfff" for character in desc)
+    return not surrogate and _SPECIAL_TOKEN.search(desc) is None

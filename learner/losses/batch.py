@@ -6,8 +6,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Channel = Literal["A", "B"]
-
 
 @dataclass(frozen=True)
 class Supervision:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from learner.config.stage2_ab import ObjectiveModule
-from learner.losses.batch import Channel, LossBatch, Supervision, Term
+from learner.losses.batch import LossBatch, Supervision, Term
 from learner.losses.bbox_geo import bbox_geo
 from learner.losses.coord_reg import coord_reg
 from learner.losses.token_ce import token_ce, token_weights
-from learner.types import Role
+from learner.types import Channel, Role
 
 _FAMILY_PREFIX: dict[tuple[Channel, str], str] = {
     ("A", "text"): "loss/A1_text",

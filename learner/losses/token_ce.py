@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.config.stage2_ab import TokenCEConfig
-from learner.losses.batch import Channel, LossBatch, Term
+from learner.losses.batch import LossBatch, Term
 from learner.losses.fences import fenced
-from learner.types import Role
+from learner.types import Channel, Role
 
 _STRUCTURE = (Role.MATCHED_STRUCTURE, Role.APPENDED_STRUCTURE)
 

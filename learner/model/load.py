@@ -32,20 +32,32 @@ class LoadedModel:
 
 
 def load_model(config: Config) -> LoadedModel:
-    """Load the checkpoint directory `model.model` onto the accelerator, or the CPU."""
+    """Load the checkpoint directory `model.model` onto the GPU, or the CPU.
+
+    Weights that are trained are float32, whatever `torch_dtype` computes in: an update of
+    a bfloat16 weight is mostly lost in rounding. Under LoRA the frozen weights have
+    `torch_dtype`, and peft makes the adapters float32.
+    """
     path = config.model.model
     processor = AutoProcessor.from_pretrained(path)
     vocab = CoordVocab.from_tokenizer(processor.tokenizer)
     model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
         path,
-        dtype=getattr(torch, config.model.torch_dtype),
+        dtype=_weight_dtype(config),
         attn_implementation=config.model.attn_implementation,
     )
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
     inner = model.model
     trained = _tuned(model, config.tuner)
     return LoadedModel(trained, inner, processor, processor.tokenizer, vocab)
+
+
+def _weight_dtype(config: Config) -> torch.dtype:
+    if config.tuner.train_type == "lora" and config.model.torch_dtype == "bfloat16":
+        return torch.bfloat16
+    return torch.float32
 
 
 def _tuned(model: PreTrainedModel, tuner: TunerConfig) -> nn.Module:

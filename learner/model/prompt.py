@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import ProcessorMixin
 
 from learner.model.packed_forward import EncodedPrompt
@@ -68,8 +68,9 @@ class PromptEncoder:
 
 
 def _open_images(paths: Sequence[Path]) -> list[Image.Image]:
+    """RGB images, upright as their camera says, as the server opens them."""
     images = []
     for path in paths:
         with Image.open(path) as image:
-            images.append(image.convert("RGB"))
+            images.append(ImageOps.exif_transpose(image).convert("RGB"))
     return images

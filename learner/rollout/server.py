@@ -1,11 +1,12 @@
 """The `server` backend: rollouts from servers reached by URL."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from learner.rollout.backend import WeightChannel
 from learner.rollout.client import RolloutClient
 from learner.rollout.distribution import plan_chunks, rank_chunk_size
+from learner.rollout.parallel import in_parallel
 from learner.types import RolloutOutput
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
 
@@ -27,7 +28,6 @@ class ServerBackend:
         self._weights = weights
         self._world_sizes = [client.world_size() for client in clients]
         self._round = rank_chunk_size(decode_batch_size, self._world_sizes, learner_world_size=1)
-        self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="rollout")
 
     def connect(self) -> int:
         """Form the weight group with every server; returns their newest weights version."""
@@ -44,15 +44,13 @@ class ServerBackend:
 
     def push_weights(self, version: int) -> None:
         """Push to all servers at the same time."""
-        for future in [self._threads.submit(c.push, version) for c in self._weights]:
-            future.result()
+        in_parallel([partial(channel.push, version) for channel in self._weights])
 
     def close(self) -> None:
         for channel in self._weights:
             channel.close()
         for client in self._clients:
             client.close()
-        self._threads.shutdown()
 
     def _round_of(
         self, requests: Sequence[RolloutInferRequest], config: RequestConfig, first: int
@@ -66,8 +64,8 @@ class ServerBackend:
                     infer_requests=list(requests[chunk.start : chunk.stop]),
                     request_config=_seeded(config, first + chunk.start),
                 )
-                calls.append(self._threads.submit(client.infer, body))
-        return [_output(envelope) for call in calls for envelope in call.result()]
+                calls.append(partial(client.infer, body))
+        return [_output(envelope) for answer in in_parallel(calls) for envelope in answer]
 
 
 def _seeded(config: RequestConfig, offset: int) -> RequestConfig:

@@ -162,6 +162,7 @@ class NcclGroup:
     ) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
+        torch.cuda.synchronize()  # the optimizer's kernels run on another stream
         packed_nccl_broadcast_producer(
             iterator=iter(weights),
             group=self._group,

@@ -67,7 +67,6 @@ class WeightPusher:
         self._bucket_bytes = bucket_bytes
         self._group: WeightGroup | None = None
         self._version = 0
-        self.last_report: SyncReport | None = None
 
     def connect(self) -> int:
         """Form the weight group, once; the version of the server's weights.
@@ -78,7 +77,7 @@ class WeightPusher:
         if self._group is not None:
             return self._version
         body = InitCommunicator(
-            host=_rendezvous_host(self._client.base_url, self._transport),
+            host=self._rendezvous_host(),
             port=self._port,
             world_size=1 + self._phase("reach", self._client.world_size),
             transport=self._transport,
@@ -123,7 +122,6 @@ class WeightPusher:
         )
         self._version = version
         report.seconds["total"] = time.monotonic() - started
-        self.last_report = report
         return report
 
     def close(self) -> None:
@@ -156,18 +154,20 @@ class WeightPusher:
             self._group = None
         return WeightSyncError(side, self._client.base_url, phase, reason)
 
+    def _rendezvous_host(self) -> str:
+        """IP address of the group's store: the server's with gloo, our own with nccl.
 
-def _rendezvous_host(base_url: str, transport: Transport) -> str:
-    """IP address of the group's store: the server's with gloo, our own with nccl.
-
-    Our own address is the one from which the server is reached.
-    """
-    host = urlsplit(base_url).hostname
-    assert host is not None, f"{base_url} was validated with the config"
-    server = socket.gethostbyname(host)
-    if transport == "gloo":
-        return server
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((server, 9))  # UDP: chooses a route, sends nothing
-        own: str = probe.getsockname()[0]
-        return own
+        Our own address is the one from which the server is reached.
+        """
+        host = urlsplit(self._client.base_url).hostname
+        assert host is not None, f"{self._client.base_url} was validated with the config"
+        try:
+            server = socket.gethostbyname(host)
+        except OSError as error:
+            raise self._broken("learner", "reach", error) from error
+        if self._transport == "gloo":
+            return server
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((server, 9))  # UDP: chooses a route, sends nothing
+            own: str = probe.getsockname()[0]
+            return own

@@ -39,24 +39,15 @@ class MergedWeights:
         """(checkpoint name, parameter, its LoRA layer when it has to be merged)."""
         for name, weight in self._model.named_parameters():
             owner, _, leaf = name.rpartition(".")
-            if ".lora_" in f".{name}" or ".original_module." in f".{name}":
+            if ".lora_" in f".{name}":
                 continue
-            plain = _checkpoint_name(name)
+            plain = name.replace(".base_layer.", ".")
             layer: LoraLayer | None = None
             if leaf == "weight" and owner.endswith(".base_layer"):
                 found = self._model.get_submodule(owner.removesuffix(".base_layer"))
                 assert isinstance(found, LoraLayer)
                 layer = found
             yield plain, weight, layer
-
-
-def _checkpoint_name(name: str) -> str:
-    """`a.q_proj.base_layer.weight` -> `a.q_proj.weight`; trained copies lose their wrapper."""
-    parts = name.split(".")
-    if "modules_to_save" in parts:
-        at = parts.index("modules_to_save")
-        del parts[at : at + 2]
-    return ".".join(part for part in parts if part != "base_layer")
 
 
 def _merged_weight(layer: LoraLayer) -> Tensor:

@@ -58,7 +58,7 @@ def toy_data(tmp_path_factory: pytest.TempPathFactory) -> ToyData:
     return make_data(tmp_path_factory.mktemp("toy_data") / "data", train=24, val=4, seed=0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Torch on one core: small models gain nothing from more, and tests share the machine."""
     before = torch.get_num_threads()

@@ -96,7 +96,7 @@ def test_a_polygon_is_refused_where_only_boxes_are_trained(tmp_path: Path) -> No
     poly = {"desc": "leaf", "poly": [5, 5, 1, 9, 9, 9]}
     problem = the_problem(tmp_path, record(objects=[poly]))
     assert problem.found == "objects[0] has a poly, and this variant trains boxes only"
-    assert "stage2_rollout_aligned" in problem.do
+    assert problem.do == "Give its bbox_2d, or leave the object out."
 
 
 @pytest.mark.parametrize(
@@ -245,3 +245,16 @@ def test_any_json_value_is_read_or_refused(
         (sample,) = read_samples(path, allow_poly=True)
         assert sample.width > 0
         assert sample.images
+
+
+@pytest.mark.parametrize("desc", ["a \ud800 half", "<|image_pad|>", "red<|im_end|>"])
+def test_a_description_no_target_can_hold_is_refused(tmp_path: Path, desc: str) -> None:
+    box = {"desc": desc, "bbox_2d": [1, 2, 3, 4]}
+    assert the_problem(tmp_path, record(objects=[box])).found.startswith("objects[0].desc")
+
+
+def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
+    box = {"desc": "a\u2028b\u0085c", "bbox_2d": [1, 2, 3, 4]}
+    line = json.dumps(record(objects=[box]), ensure_ascii=False)
+    (sample,) = read_samples(write(tmp_path, line), allow_poly=False)
+    assert sample.objects[0].desc == "a\u2028b\u0085c"

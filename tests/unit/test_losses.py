@@ -16,13 +16,13 @@ from learner.config.stage2_ab import (
     TokenCEModule,
 )
 from learner.coords import COORD_BINS
-from learner.losses.batch import Channel, Supervision
+from learner.losses.batch import Supervision
 from learner.losses.bbox_geo import ciou_loss, expected_coords
 from learner.losses.coord_reg import soft_targets, wasserstein1
 from learner.losses.fences import coord_gate, fenced, text_gate
 from learner.losses.pipeline import Pipeline
 from learner.losses.token_ce import role_weights, token_weights
-from learner.types import Role
+from learner.types import Channel, Role
 
 VOCAB = 1100
 FIRST_COORD = 60
