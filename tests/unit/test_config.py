@@ -575,7 +575,7 @@ def test_the_reference_page_is_up_to_date() -> None:
 
 @pytest.mark.req("LOSS-04", "CFG-08")
 def test_a_text_gate_without_supervised_text_is_refused() -> None:
-    mapping = changed("stage2_ab.pipeline.objective[0].channels", ["A"])
+    mapping = changed("stage2_ab.pipeline.objective.0.channels", ["A"])
     for module in mapping["stage2_ab"]["pipeline"]["objective"]:
         if module["name"] == "coord_reg":
             module["config"]["text_gate_weight"] = 0.5
