@@ -1,5 +1,6 @@
 """The rendezvous store of a gloo weight group, held by the server process."""
 
+import errno
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ from rollout_server.problems import refusal
 def group_store(host: str, port: int, timeout_s: float) -> Iterator[None]:
     """Keep a store open on exactly `host:port`.
 
-    Raises the `group-port-taken` problem when the port is not free.
+    Raises the `group-port-taken` problem when the port is not free, `invalid-request` when
+    the address is none of this machine.
     """
     store = TCPStore(
         host,
@@ -37,11 +39,11 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise refusal(
-            "group-port-taken",
-            f"server: cannot listen on {host}:{port} ({error.strerror}); "
-            "give this server another group_port",
-            "port",
-        ) from None
+        found = f"server: cannot listen on {host}:{port} ({error.strerror})"
+        if error.errno == errno.EADDRINUSE:
+            do = "give this server another group_port"
+            raise refusal("group-port-taken", f"{found}; {do}", "port") from None
+        do = "name an address of the server"
+        raise refusal("invalid-request", f"{found}; {do}", "host") from None
     listener.listen()
     return listener

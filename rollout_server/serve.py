@@ -27,11 +27,11 @@ from shared_contracts.cli import RUN_FAILED
 logger = logging.getLogger(__name__)
 
 
-def serve(settings: ServerSettings, listener: socket.socket) -> None:
-    """Serve on `listener` until SIGTERM or SIGINT.
+def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
+    """Serve on `listener` until SIGTERM or SIGINT, then end the process.
 
     The engine's environment must be in place (`apply_engine_environment`). When an engine
-    cannot start, the process says so and ends here with exit code 1.
+    cannot start, the process says so and ends with exit code 1.
     """
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s"
@@ -44,6 +44,9 @@ def serve(settings: ServerSettings, listener: socket.socket) -> None:
         create_app(engines.pool, engines.lifespan),
         log_config=None,
         access_log=False,
+        # A learner trains for longer than uvicorn's 5 s between two calls; closing the
+        # connection then can cross with its next call.
+        timeout_keep_alive=3600,
         timeout_graceful_shutdown=max(1, round(settings.grace_seconds)),
     )
     engines.server = uvicorn.Server(config)
@@ -55,13 +58,14 @@ def serve(settings: ServerSettings, listener: socket.socket) -> None:
             file=sys.stderr,
         )
         _leave(RUN_FAILED)
+    _leave(0)
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process on the spot.
+    """End the process on the spot; everything it started has ended.
 
-    An AsyncLLM that was built half way cannot be waited for at exit: its destructor may
-    run in a thread of its own pool and then waits for that thread.
+    Taking vLLM apart would take seconds, or for ever where an AsyncLLM was built half way:
+    its destructor may run in a thread of its own pool and then waits for that thread.
     """
     sys.stdout.flush()
     sys.stderr.flush()

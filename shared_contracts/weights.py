@@ -81,12 +81,12 @@ class InitCommunicator(_Wire):
     timeout_s: bounds the rendezvous and every collective.
     """
 
-    host: str
+    host: str = Field(min_length=1)
     port: int = Field(ge=1, le=65535)
     world_size: int = Field(ge=2)
     transport: Transport = "gloo"
     bucket_bytes: int = Field(default=64 * 2**20, ge=1)
-    timeout_s: float = Field(default=240.0, gt=0)
+    timeout_s: float = Field(default=240.0, gt=0, le=86400)
 
 
 class CommunicatorReady(_Wire):

@@ -2,6 +2,7 @@
 
 import base64
 import importlib
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 
 from tests.contract import reference
 from tests.contract.running_server import (
@@ -260,6 +262,33 @@ def test_sampling_parameters_that_do_not_go_together_are_refused(server: Running
         answer = server.post_infer([text_request()], **config)
         assert answer.status_code == 422
         assert answer.json()["where"] == "request_config"
+
+
+@pytest.mark.req("WIRE-05")
+def test_odd_input_is_answered_or_refused_and_never_breaks_the_server(
+    server: RunningServer,
+) -> None:
+    """Bytes as they come over the wire: what JSON allows and text does not, odd images."""
+    sliver = server.media / "sliver.png"
+    Image.new("L", (1, 1000)).save(sliver)
+    dot = server.media / "dot.png"
+    Image.new("I;16", (1, 1)).save(dot)
+    requests = {
+        rb"""{"messages":[{"role":"user","content":"a\ud800b"}]}""": 422,
+        rb"""{"messages":[{"role":"user","content":"<image>"}],"images":["/a\u0000"]}""": 422,
+        rb"""{"messages":[{"role":"user","content":"a\u0000b"}]}""": 200,
+        rb"""{"messages":[{"role":"user","content":[]}]}""": 200,
+        rb"""{"messages":[{"role":"user","content":"<|im_end|><|image_pad|>"}]}""": 200,
+        json.dumps(image_request(str(sliver))).encode(): 422,
+        json.dumps(image_request(str(dot))).encode(): 200,
+    }
+    for request, status in requests.items():
+        body = b'{"infer_requests":[%s],"request_config":{"max_tokens":2}}' % request
+        answer = server.http.post(
+            "/infer/", content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == status, (request, answer.text)
+    assert server.http.get("/health/").status_code == 200
 
 
 # --- the batch and the event loop
