@@ -71,7 +71,7 @@ def configs(draw: st.DrawFn) -> RepeatTerminateConfig:
     )
 
 
-@pytest.mark.req("REP-02", "REP-03")
+@pytest.mark.req("ARCH-02")
 @settings(max_examples=300)
 @given(
     config=configs(),
@@ -88,37 +88,37 @@ def test_the_guard_agrees_with_a_scan_of_the_whole_sequence_at_every_token(
     assert verdicts(config, token_ids, key) == expected
 
 
-@pytest.mark.req("REP-02")
+@pytest.mark.req("ARCH-02")
 def test_a_run_of_one_token_triggers_at_its_limit() -> None:
     config = enabled(max_consecutive_token_repeats=3)
     assert first_trigger(config, [5, 5, 1, 5, 5, 5]) == 6
     assert first_trigger(config, [5, 5, 1, 5, 5, 1]) is None
 
 
-@pytest.mark.req("REP-02")
+@pytest.mark.req("ARCH-02")
 def test_equal_blocks_trigger_wherever_they_start() -> None:
     config = enabled(ngram_size=2, ngram_repeats=3)
     assert first_trigger(config, [9, 1, 2, 1, 2, 1, 2]) == 7
     assert first_trigger(config, [1, 2, 1, 2, 3, 1, 2, 1, 2]) is None
 
 
-@pytest.mark.req("REP-02")
+@pytest.mark.req("ARCH-02")
 @pytest.mark.parametrize("half", [{"ngram_size": 1}, {"ngram_repeats": 2}])
 def test_a_block_rule_needs_both_its_numbers(half: dict[str, int]) -> None:
     assert first_trigger(enabled(**half), [1] * 10) is None
 
 
-@pytest.mark.req("REP-02")
+@pytest.mark.req("ARCH-02")
 def test_object_keys_trigger_at_their_limit() -> None:
     assert first_trigger(enabled(max_object_keys=2), [7, 8, 1, 7, 7, 8, 1]) == 6
 
 
-@pytest.mark.req("REP-02")
+@pytest.mark.req("ARCH-02")
 def test_overlapping_object_keys_count_each() -> None:
     assert verdicts(enabled(max_object_keys=2), [1, 2, 1, 2, 1], key=[1, 2, 1])[-1]
 
 
-@pytest.mark.req("REP-02")
+@pytest.mark.req("ARCH-02")
 @pytest.mark.parametrize(
     "rule",
     [
@@ -135,7 +135,7 @@ def test_what_repeats_before_min_new_tokens_triggers_when_they_are_reached(
     assert first_trigger(config, [7, 8, 8, 8, 8, 8]) == 5
 
 
-@pytest.mark.req("REP-02")
+@pytest.mark.req("ARCH-02")
 def test_a_run_that_ended_before_min_new_tokens_is_forgiven() -> None:
     config = enabled(min_new_tokens=5, max_consecutive_token_repeats=3)
     assert first_trigger(config, [5, 5, 5, 1, 2, 3]) is None
@@ -171,7 +171,7 @@ def lines_run_by(guard: RepeatGuard, token_ids: list[int]) -> int:
     return lines
 
 
-@pytest.mark.req("REP-03")
+@pytest.mark.req("ARCH-02")
 def test_the_work_for_a_token_does_not_grow_with_the_sequence() -> None:
     never = 10**6
     config = enabled(
@@ -189,7 +189,7 @@ def test_the_work_for_a_token_does_not_grow_with_the_sequence() -> None:
     assert lines_run_by(guard, some) <= at_first
 
 
-@pytest.mark.req("REP-03")
+@pytest.mark.req("ARCH-02")
 def test_memory_is_bounded_by_the_block_and_not_by_the_sequence() -> None:
     guard = RepeatGuard(enabled(ngram_size=4, ngram_repeats=9, max_object_keys=10**6), KEY)
     for token_id in range(3_000):
