@@ -4,8 +4,9 @@
 # make format  let ruff rewrite what it can
 # make setup   the environment alone
 #
-# EXTRA=gpu takes the GPU build of vLLM, PYTHON=python3.12 another interpreter, and ARGS goes to
-# the program that is run: make test ARGS="-k parsing", make demo ARGS="--help".
+# PYTHON=python3.12 takes another interpreter, and ARGS goes to the program that is run:
+# make test ARGS="-k parsing", make demo ARGS="--seed 1". EXTRA=gpu takes the GPU build of vLLM,
+# which runs no CPU server: make test EXTRA=gpu ARGS=tests/gpu.
 
 EXTRA ?= cpu
 ARGS ?=

@@ -48,6 +48,6 @@ def _cpu(settings: ServerSettings) -> dict[str, str]:
 
 def _gpu() -> dict[str, str]:
     return {
-        # Model runner V2 refuses the logits processors the server needs.
+        # Model runner V2 refuses V1 logits processors, and has not run here on a GPU.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }

@@ -77,7 +77,7 @@ class ServerConfig(StrictModel):
 class SyncConfig(StrictModel):
     mode: Literal["full"] = Field(default="full", description="merged weights, all of them")
     transport: Literal["auto", "gloo", "nccl"] = Field(
-        default="auto", description="`auto`: `nccl` where learner and server have GPUs, else `gloo`"
+        default="auto", description="`auto`: `nccl` when the learner has a GPU, else `gloo`"
     )
     bucket_mib: int = Field(default=64, ge=1, description="size of one packed bucket in MiB")
 
