@@ -15,13 +15,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
+from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.evaluate import Scores
 from learner.model.toy import make_model
 from learner.operate.server_process import ServerProcess, free_ports
-from learner.preflight import check_inputs, needs_servers, reach_servers, read_inputs
+from learner.preflight import check_inputs, needs_servers, reach_servers
 from learner.publish import require_free
 from learner.train import score_checkpoint, train
+from learner.types import Sample
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "demo"
 TRAIN_SCENES = 4096
@@ -68,17 +70,18 @@ def _run_both(
 ) -> list[tuple[str, Scores]]:
     """Warm-up and two-channel run against a running server, scored around each."""
     warmup, two = folder / "warmup", folder / "two_channel"
+    held_out = read_samples(ToyData.under(world.data).val_jsonl, allow_poly=False)
     config = _config("warmup", warmup, world.model, world, base_url, seed)
-    scores = [("before training", _score(config))]
+    scores = [("before training", _score(config, held_out))]
     console.print(f"[bold]3/5[/] Warm-up in channel A: {warmup}")
     _train(config, console)
     config = _config("two_channel", two, _last_checkpoint(warmup), world, base_url, seed)
-    scores.append(("after the warm-up", _score(config)))
+    scores.append(("after the warm-up", _score(config, held_out)))
     console.print(f"[bold]4/5[/] Two channels, corrected answers of the server: {two}")
     _train(config, console)
     console.print("[bold]5/5[/] Scoring the held-out scenes")
     config = _config("two_channel", two, _last_checkpoint(two), world, base_url, seed)
-    scores.append(("after both channels", _score(config)))
+    scores.append(("after both channels", _score(config, held_out)))
     return scores
 
 
@@ -114,8 +117,8 @@ def _train(config: Config, console: Console) -> None:
     train(config, inputs, clients, console)
 
 
-def _score(config: Config) -> Scores:
-    return score_checkpoint(config, read_inputs(config), reach_servers(config))
+def _score(config: Config, held_out: list[Sample]) -> Scores:
+    return score_checkpoint(config, held_out, reach_servers(config))
 
 
 def _last_checkpoint(run: Path) -> Path:

@@ -60,9 +60,7 @@ def score(answers: Iterable[tuple[Sample, ParsedRollout]]) -> Scores:
     config = MatchConfig(maskiou_gate=IOU_THRESHOLD)
     predicted = ground_truths = hits = located = dropped = 0
     for sample, parsed in answers:
-        match = match_objects(
-            [o.shape for o in parsed.objects], [o.shape for o in sample.objects], config
-        )
+        match = match_objects(parsed.objects, sample.objects, config)
         predicted += len(parsed.objects)
         ground_truths += len(sample.objects)
         located += len(match.pairs)

@@ -121,12 +121,12 @@ def _require_one_gpu() -> None:
         )
 
 
-def score_checkpoint(config: Config, inputs: RunInputs, clients: list[RolloutClient]) -> Scores:
-    """Push the weights of `model.model` to the servers and score their answers on `val`."""
+def score_checkpoint(config: Config, samples: list[Sample], clients: list[RolloutClient]) -> Scores:
+    """Push the weights of `model.model` to the servers and score their answers."""
     loaded = load_model(config)
     policy = connect_policy(config, loaded.model, clients)
     try:
-        return evaluate(policy, inputs.val, _evaluation_seed(config), loaded.tokenizer)
+        return evaluate(policy, samples, _evaluation_seed(config), loaded.tokenizer)
     finally:
         policy.close()
 

@@ -113,9 +113,7 @@ class ChannelB:
             sample.sample_id, prompt.ids.tolist(), rollout.prompt_token_ids, self._tokenizer
         )
         parsed = parse_rollout(rollout.response_token_ids, self._tokenizer, allow_poly=False)
-        match = match_objects(
-            [o.shape for o in parsed.objects], [o.shape for o in sample.objects], self._matching
-        )
+        match = match_objects(parsed.objects, sample.objects, self._matching)
         stats.add(rollout, parsed, match)
         try:
             target = build_target(parsed, sample.objects, match, self._tokenizer, self._field_order)
