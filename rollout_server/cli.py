@@ -28,6 +28,13 @@ def serve(
     gpus: Annotated[str | None, typer.Option(help="GPU ids, such as 0,1,2.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Engines on the CPU [1].")] = None,
     tensor_parallel_size: Annotated[int | None, typer.Option(help="GPUs per replica [1].")] = None,
+    distributed_executor_backend: Annotated[
+        str | None, typer.Option(help="mp, or ray for replicas that span nodes [vLLM's choice].")
+    ] = None,
+    share_gpus: Annotated[
+        bool | None,
+        typer.Option("--share-gpus/--no-share-gpus", help="Take GPUs others use [no]."),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on [8000].")] = None,
     dtype: Annotated[
@@ -50,14 +57,41 @@ def serve(
     kv_cache_gib: Annotated[
         float | None, typer.Option(help="KV cache of a CPU replica, in GiB [1.0].")
     ] = None,
+    max_images_per_request: Annotated[
+        int | None, typer.Option(help="Images in one conversation [16].")
+    ] = None,
     allowed_media_dir: Annotated[
         list[Path] | None, typer.Option(help="Directory of local images; repeatable.")
+    ] = None,
+    allow_media_urls: Annotated[
+        bool | None,
+        typer.Option("--allow-media-urls/--no-media-urls", help="Fetch images by URL [no]."),
+    ] = None,
+    allowed_media_host: Annotated[
+        list[str] | None, typer.Option(help="Host with a private address; repeatable.")
+    ] = None,
+    max_image_mib: Annotated[float | None, typer.Option(help="Bound of one image [32].")] = None,
+    max_image_megapixels: Annotated[
+        float | None, typer.Option(help="Bound of one decoded image [64].")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File of the token calls must carry [none].")
+    ] = None,
+    max_body_mib: Annotated[float | None, typer.Option(help="Bound of one body [256].")] = None,
+    max_requests_per_call: Annotated[
+        int | None, typer.Option(help="Requests in one /infer/ call [4096].")
+    ] = None,
+    max_concurrent_calls: Annotated[
+        int | None, typer.Option(help="/infer/ calls running at once [64].")
     ] = None,
     weight_transport: Annotated[
         str | None, typer.Option(help="gloo (CPU default) or nccl (GPU default).")
     ] = None,
     grace_seconds: Annotated[
         float | None, typer.Option(help="Time running calls have after SIGTERM [10].")
+    ] = None,
+    hang_seconds: Annotated[
+        float | None, typer.Option(help="Silence after which an engine is rebuilt [60].")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one [0].")] = None,
     parent_pid: Annotated[
@@ -66,12 +100,16 @@ def serve(
     log_level: Annotated[
         str | None, typer.Option(help="debug, info (default), warning or error.")
     ] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="text (default), or json: one object a line.")
+    ] = None,
 ) -> None:
     """Start the replicas and serve them on one port."""
     options = dict(locals())
     options.pop("config")
     options["gpus"] = _gpu_list(gpus)
     options["allowed_media_dirs"] = options.pop("allowed_media_dir")
+    options["allowed_media_hosts"] = options.pop("allowed_media_host")
     _serve(config, options)
 
 

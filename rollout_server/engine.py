@@ -135,6 +135,7 @@ class Engine:
             text=text,
             token_ids=token_ids,
             finish=finish,
+            repeat_terminated=False,
             weights_version=(versions[0], versions[-1]),
         )
 

@@ -14,6 +14,10 @@ class EngineDead(Exception):
     """The engine process is gone."""
 
 
+class GuardInactive(Exception):
+    """The repeat guard is asked for and does not work inside the engine."""
+
+
 class Aborted(Exception):
     """The engine ended a sequence that was neither done nor cut."""
 
@@ -39,6 +43,7 @@ class Completion:
     """One sampled continuation.
 
     token_ids: without the end-of-sequence or stop token that ended it.
+    repeat_terminated: the repeat guard ended it, by its own signal.
     weights_version: under which the first and the last token were sampled.
     """
 
@@ -46,4 +51,5 @@ class Completion:
     text: str
     token_ids: list[int]
     finish: Finish
+    repeat_terminated: bool
     weights_version: tuple[int, int]

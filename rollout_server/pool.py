@@ -17,7 +17,7 @@ from rollout_server.problems import refusal
 from rollout_server.settings import ServerSettings
 from rollout_server.weight_updates import WeightUpdates, poisoned
 from shared_contracts.infer import InferCall, RolloutEnvelope
-from shared_contracts.server_info import Health, Live, ReplicaHealth, WorldSize
+from shared_contracts.server_info import Health, Live, ReplicaStatus, WorldSize
 
 if TYPE_CHECKING:
     from rollout_server.engine import Engine
@@ -94,7 +94,13 @@ class Pool:
             weights_version=status.weights_version,
             server_epoch=self.server_epoch,
             replicas=[
-                ReplicaHealth(index=engine.index, alive=True, detail="serving")
+                ReplicaStatus(
+                    index=engine.index,
+                    state="serving",
+                    detail="",
+                    heartbeat_age_s=round(engine.heartbeat_age_s, 3),
+                    restarts=0,
+                )
                 for engine in self._engines
             ],
         )

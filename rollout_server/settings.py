@@ -7,6 +7,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.strict_model import Refusal, StrictModel, contract_errors
 
 Device = Literal["cpu", "gpu"]
@@ -18,15 +19,27 @@ class ServerSettings(StrictModel):
 
     model: checkpoint directory.
     gpus: physical GPU ids; each replica takes `tensor_parallel_size` of them in order.
-    replicas: engines on the CPU; on GPUs it follows from `gpus`.
+    replicas: engines on the CPU, or in a Ray cluster; on GPUs it follows from `gpus`.
+    distributed_executor_backend: how the workers of one replica are run; null is vLLM's
+        choice on this machine, `ray` takes GPUs of a Ray cluster, on several nodes.
+    share_gpus: start although other processes hold memory of the GPUs.
     dtype: auto is the checkpoint's own on the CPU; vLLM makes bfloat16 of float32 on GPUs.
     max_num_seqs: most sequences decoded at once per replica (`decode_batch_size`).
     max_num_batched_tokens: most tokens in one forward; null means enough for a full
         context, and on the CPU for several prompts.
     kv_cache_gib: size of the KV cache of one CPU replica.
+    max_images_per_request: images one conversation may hold.
     allowed_media_dirs: the only directories local image paths may point into.
+    allow_media_urls: fetch images by http(s) URL, from public addresses only.
+    allowed_media_hosts: hosts that may be fetched from though their address is private.
+    max_image_mib, max_image_megapixels: bounds of one image, as sent and decoded.
+    token_file: file of the token calls must carry; ROLLOUT_SERVER_TOKEN says it as well.
+    max_body_mib: bound of one HTTP body.
+    max_requests_per_call, max_concurrent_calls: bounds of `/infer/`.
+    repeat_terminate: when a sequence that repeats itself is ended.
     weight_transport: null means `gloo` on the CPU and `nccl` on GPUs.
     grace_seconds: how long running calls may take to finish after SIGTERM.
+    hang_seconds: an engine that gives no sign of life for so long is killed and rebuilt.
     seed: of the engine, for requests that bring none.
     parent_pid: the process that started the server; it stops when that one ends.
     """
@@ -36,6 +49,8 @@ class ServerSettings(StrictModel):
     gpus: tuple[int, ...] = Field(default=(), strict=False)
     replicas: int | None = Field(default=None, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
+    distributed_executor_backend: Literal["mp", "ray"] | None = None
+    share_gpus: bool = False
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -45,12 +60,24 @@ class ServerSettings(StrictModel):
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     enable_prefix_caching: bool = True
     kv_cache_gib: float = Field(default=1.0, gt=0.0)
+    max_images_per_request: int = Field(default=16, ge=1)
     allowed_media_dirs: tuple[AnyPath, ...] = Field(default=(), strict=False)
+    allow_media_urls: bool = False
+    allowed_media_hosts: tuple[str, ...] = Field(default=(), strict=False)
+    max_image_mib: float = Field(default=32.0, gt=0.0)
+    max_image_megapixels: float = Field(default=64.0, gt=0.0)
+    token_file: AnyPath | None = None
+    max_body_mib: float = Field(default=256.0, gt=0.0)
+    max_requests_per_call: int = Field(default=4096, ge=1)
+    max_concurrent_calls: int = Field(default=64, ge=1)
+    repeat_terminate: RepeatTerminateConfig = RepeatTerminateConfig()
     weight_transport: Literal["gloo", "nccl"] | None = None
     grace_seconds: float = Field(default=10.0, ge=0.0)
+    hang_seconds: float = Field(default=60.0, gt=0.0)
     seed: int = Field(default=0, ge=0)
     parent_pid: int | None = Field(default=None, ge=1)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
 
     @model_validator(mode="after")
     def _devices_fit(self) -> "ServerSettings":
@@ -61,9 +88,15 @@ class ServerSettings(StrictModel):
             raise Refusal("GPUs are given, but device is cpu", "Leave them out", "gpus")
         if self.weight_transport == "nccl":
             raise Refusal("nccl needs GPUs, and device is cpu", "Use gloo", "weight_transport")
+        if self.distributed_executor_backend == "ray":
+            raise Refusal("device is cpu", "Leave it out", "distributed_executor_backend")
         return self
 
     def _check_gpus(self) -> None:
+        if self.distributed_executor_backend == "ray":
+            if self.gpus:
+                raise Refusal("Ray places the replicas", "Give replicas instead", "gpus")
+            return
         if not self.gpus:
             raise Refusal("none given", "Name them (0,1,2), or set device to cpu", "gpus")
         if len(set(self.gpus)) != len(self.gpus):
@@ -79,7 +112,7 @@ class ServerSettings(StrictModel):
 
     @property
     def num_replicas(self) -> int:
-        if self.device == "cpu":
+        if self.device == "cpu" or self.distributed_executor_backend == "ray":
             return self.replicas or 1
         return len(self.gpus) // self.tensor_parallel_size
 

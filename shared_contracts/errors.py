@@ -17,11 +17,15 @@ PROBLEM_MEDIA_TYPE = "application/problem+json"
 # The `type` of a problem is `urn:rollmatch:` and one of these words.
 PROBLEM_TITLES: dict[str, tuple[int, str]] = {
     "bad-request": (400, "The request cannot be read"),
+    "unauthorized": (401, "The call carries no valid token"),
     "not-found": (404, "There is nothing at this path"),
     "method-not-allowed": (405, "This path does not take this method"),
     "weight-update-order": (409, "A weight-update call came out of order"),
     "group-port-taken": (409, "The port of the weight group is taken"),
+    "other-weights": (409, "The server holds other weights than the call expects"),
+    "body-too-large": (413, "The body is larger than the server takes"),
     "invalid-request": (422, "The request breaks the contract"),
+    "too-many-calls": (429, "The server runs as many calls as it takes"),
     "internal": (500, "The server failed"),
     "weight-transfer-failed": (502, "A weight transfer broke"),
     "not-ready": (503, "The server cannot answer now"),

@@ -12,7 +12,7 @@ Role = Literal["system", "user", "assistant"]
 
 
 class _Wire(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class TextPart(_Wire):
@@ -125,10 +125,17 @@ class RequestConfig(_Wire):
 
 
 class InferCall(_Wire):
-    """Body of `POST /infer/`."""
+    """Body of `POST /infer/`.
+
+    request_id: the caller's id of this call; a second call with the same id and the same
+        body gets the answer of the first instead of generating again.
+    expected_weights_version: refuse the call unless these are the weights that answer it.
+    """
 
     infer_requests: list[RolloutInferRequest]
     request_config: RequestConfig | None = None
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    expected_weights_version: int | None = Field(default=None, ge=0)
     metrics: None = None
     template: None = None
     use_tqdm: bool | None = None
@@ -178,11 +185,14 @@ class ChatCompletionResponse(_Wire):
 class RolloutStamp(_Wire):
     """What our envelope adds about one rollout (WIRE-03).
 
+    repeat_terminate_triggered: 1 when the repeat guard ended any choice of the rollout.
+    repeat_terminated_choices: the indices of the choices it ended.
     weights_version: (at the start, at the end) of generation; they differ when a weight
         update fell in between.
     """
 
     repeat_terminate_triggered: Literal[0, 1]
+    repeat_terminated_choices: list[int]
     weights_version: tuple[int, int]
     server_epoch: str
     seed: int | None

@@ -4,27 +4,40 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.weights import WeightState
+
+# serving       answers calls
+# starting      its engine is being built, for the first time or again
+# needs-push    built again with the checkpoint's weights, which are no longer the current ones
+# dead          its engine is gone; it will be built again
+ReplicaState = Literal["serving", "starting", "needs-push", "dead"]
 
 
 class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ReplicaHealth(_Wire):
+class ReplicaStatus(_Wire):
+    """heartbeat_age_s: seconds since the engine's loop last answered; null without an engine.
+    restarts: how often the engine was built again.
+    """
+
     index: int
-    alive: bool
+    state: ReplicaState
     detail: str
+    heartbeat_age_s: float | None
+    restarts: int
 
 
 class Health(_Wire):
-    """`GET /health/`: 200 when the server can answer `/infer/` now."""
+    """`GET /health/`: 200 when the server can answer `/infer/` now, with every replica."""
 
     status: Literal["ok"] = "ok"
     state: WeightState
     weights_version: int
     server_epoch: str
-    replicas: list[ReplicaHealth]
+    replicas: list[ReplicaStatus]
 
 
 class Live(_Wire):
@@ -32,8 +45,37 @@ class Live(_Wire):
 
     status: Literal["ok"] = "ok"
     server_epoch: str
-    heartbeat_age_s: list[float]
+    heartbeat_age_s: list[float | None]
 
 
 class WorldSize(_Wire):
     world_size: int
+
+
+class RepeatTerminateStatus(_Wire):
+    """active: the guard runs inside every engine and passed its self-test there."""
+
+    active: bool
+    config: RepeatTerminateConfig
+
+
+class Info(_Wire):
+    """`GET /info/`: what this server is. Answered while engines start, too.
+
+    world_size: engine workers over all replicas.
+    max_model_len: tokens of a context; null until an engine has told.
+    server_epoch: changes when the server or one of its replicas has been started anew.
+    versions: of this server and of what it stands on, by distribution name.
+    """
+
+    model: str
+    world_size: int
+    replicas: list[ReplicaStatus]
+    max_model_len: int | None
+    max_num_seqs: int
+    weights_state: WeightState | None
+    weights_version: int | None
+    weight_transport: Literal["gloo", "nccl"]
+    server_epoch: str
+    repeat_terminate: RepeatTerminateStatus
+    versions: dict[str, str]

@@ -57,7 +57,7 @@ class EchoEngine:
         if self.error is not None:
             raise self.error
         ids = prompt.token_ids[:1] * max_tokens
-        return [Completion(0, "x" * max_tokens, ids, "length", (3, 4))]
+        return [Completion(0, "x" * max_tokens, ids, "length", False, (3, 4))]
 
 
 def rollouts(*engines: EchoEngine) -> Rollouts:
