@@ -9,17 +9,16 @@ choose a replica for each -> generate -> envelope
 import asyncio
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
-from rollout_server.chat import ChatMessage, ImageSource, read_conversation
+from rollout_server.chat import ChatMessage, read_conversation
 from rollout_server.engine_types import Aborted, Completion, EngineDead, Prompt, PromptRefused
-from rollout_server.media import load_image
+from rollout_server.media import MediaLoader
 from rollout_server.problems import BadRequest, refusal, refuse_requests
-from rollout_server.routing import Router
+from rollout_server.routing import Load, charged, least_loaded
 from shared_contracts import infer as wire
 
 T = TypeVar("T")
@@ -28,6 +27,10 @@ T = TypeVar("T")
 class RolloutEngine(Protocol):
     """What answering needs of an engine (see `engine.Engine`)."""
 
+    @property
+    def index(self) -> int: ...
+    @property
+    def load(self) -> Load: ...
     @property
     def max_model_len(self) -> int: ...
     async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt: ...
@@ -45,22 +48,23 @@ class RolloutEngine(Protocol):
 class Rollouts:
     """Answers calls with the engines of all replicas.
 
+    serving: the engines with the current weights, once no update of them runs; raises the
+        problem that says why there are none.
     model: the name the answers carry.
-    media_dirs: where local images may lie.
+    media: loads the images of a conversation.
     """
 
     def __init__(
         self,
-        engines: Sequence[RolloutEngine],
+        serving: Callable[[], Awaitable[Sequence[RolloutEngine]]],
         model: str,
-        media_dirs: Sequence[Path],
-        server_epoch: str,
+        media: MediaLoader,
+        server_epoch: Callable[[], str],
     ) -> None:
-        self._engines = engines
+        self._serving = serving
         self._model = model
-        self._media_dirs = [directory.resolve() for directory in media_dirs]
+        self._media = media
         self._server_epoch = server_epoch
-        self._router = Router(len(engines))
 
     async def answer(self, call: wire.InferCall) -> list[wire.RolloutEnvelope]:
         """One envelope per request, in order.
@@ -70,22 +74,25 @@ class Rollouts:
         Cancelling the call aborts its sequences.
         """
         config = call.request_config or wire.RequestConfig()
-        self._check_sampling(config)
-        prompts = await self._prepare(call.infer_requests)
+        (engine, *_) = await self._serving()
+        self._check_sampling(engine, config)
+        prompts = await self._prepare(engine, call.infer_requests)
         return await all_or_cancel(
             [self._roll_out(prompt, config, index) for index, prompt in enumerate(prompts)]
         )
 
-    def _check_sampling(self, config: wire.RequestConfig) -> None:
+    def _check_sampling(self, engine: RolloutEngine, config: wire.RequestConfig) -> None:
         try:
-            self._engines[0].check_sampling(config)
+            engine.check_sampling(config)
         except PromptRefused as error:
             raise refusal("invalid-request", str(error), "request_config") from error
 
-    async def _prepare(self, requests: Sequence[wire.RolloutInferRequest]) -> list[Prompt]:
+    async def _prepare(
+        self, engine: RolloutEngine, requests: Sequence[wire.RolloutInferRequest]
+    ) -> list[Prompt]:
         """Render every request or refuse them all."""
         outcomes = await asyncio.gather(
-            *(self._render(request) for request in requests), return_exceptions=True
+            *(self._render(engine, request) for request in requests), return_exceptions=True
         )
         faults: dict[int, BadRequest] = {}
         prompts: list[Prompt] = []
@@ -100,11 +107,10 @@ class Rollouts:
             raise refuse_requests(faults)
         return prompts
 
-    async def _render(self, request: wire.RolloutInferRequest) -> Prompt:
+    async def _render(self, engine: RolloutEngine, request: wire.RolloutInferRequest) -> Prompt:
         """Rendering happens in this process, so any engine's renderer serves all."""
         conversation = read_conversation(request)
-        images = await asyncio.to_thread(self._load_images, conversation.sources)
-        engine = self._engines[0]
+        images = await self._media.load(conversation.sources)
         try:
             prompt = await engine.render(conversation.messages, images)
         except PromptRefused as error:
@@ -118,29 +124,23 @@ class Rollouts:
             )
         return prompt
 
-    def _load_images(self, sources: Sequence[ImageSource]) -> list[Image.Image]:
-        return [load_image(source, self._media_dirs) for source in sources]
-
     async def _roll_out(
         self, prompt: Prompt, config: wire.RequestConfig, index: int
     ) -> wire.RolloutEnvelope:
         seed = None if config.seed is None else config.seed + index
-        room = self._engines[0].max_model_len - len(prompt.token_ids)
+        engine = least_loaded(await self._serving())
+        room = engine.max_model_len - len(prompt.token_ids)
         max_tokens = min(config.max_tokens or room, room)
         tokens = len(prompt.token_ids) + config.n * max_tokens
         request_id = uuid.uuid4().hex
-        replica = self._router.acquire(tokens)
         try:
-            completions = await self._engines[replica].generate(
-                prompt, config, seed, max_tokens, request_id
-            )
+            with charged(engine.load, tokens, config.n):
+                completions = await engine.generate(prompt, config, seed, max_tokens, request_id)
         except PromptRefused as error:
             where = f"infer_requests[{index}]"
             raise refusal("invalid-request", str(error), where) from error
         except (EngineDead, Aborted) as error:
-            raise refusal("not-ready", str(error), f"replicas[{replica}]") from error
-        finally:
-            self._router.release(replica, tokens)
+            raise refusal("not-ready", str(error), f"replicas[{engine.index}]") from error
         return self._envelope(prompt, completions, config, seed, request_id)
 
     def _envelope(
@@ -172,7 +172,7 @@ class Rollouts:
                 min(completion.weights_version[0] for completion in completions),
                 max(completion.weights_version[1] for completion in completions),
             ),
-            server_epoch=self._server_epoch,
+            server_epoch=self._server_epoch(),
             seed=seed,
             finish=completions[0].finish,
         )

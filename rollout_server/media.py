@@ -1,16 +1,19 @@
 """Images of a request: a local path, a data URL or base64 text (WIRE-04)."""
 
+import asyncio
 import base64
 import binascii
 import io
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rollout_server.chat import ImageSource
 from rollout_server.problems import BadRequest
+from rollout_server.settings import ServerSettings
 
 MAX_PIXELS = 64 * 10**6
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
@@ -18,6 +21,23 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 # How base64 of each format begins: \x89PNG, \xff\xd8\xff, RIFF, BM, GIF8, II*/MM*.
 _BASE64_MAGIC = ("iVBORw", "/9j/", "UklGR", "Qk", "R0lGOD", "SUkq", "TU0AK")
+
+
+class MediaLoader:
+    """Loads the images of a conversation, within the bounds of the settings."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._dirs = [directory.resolve() for directory in settings.allowed_media_dirs]
+
+    async def load(self, sources: Sequence[ImageSource]) -> list[Image.Image]:
+        """Each image as RGB, upright, in order. Raises BadRequest for the first bad one."""
+        return await asyncio.to_thread(self._load, sources)
+
+    def _load(self, sources: Sequence[ImageSource]) -> list[Image.Image]:
+        return [load_image(source, self._dirs) for source in sources]
+
+    async def close(self) -> None:
+        """Nothing is loaded after this."""
 
 
 def load_image(source: ImageSource, allowed_dirs: list[Path]) -> Image.Image:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rollout_server.engine_types import EngineDead
 from rollout_server.infer import Rollouts
+from rollout_server.media import MediaLoader
 from rollout_server.problems import refusal
 from rollout_server.settings import ServerSettings
 from rollout_server.weight_updates import WeightUpdates, poisoned
@@ -34,6 +35,7 @@ class Pool:
         self.settings = settings
         self.server_epoch = uuid.uuid4().hex
         self._engines: list[Engine] = []
+        self._media = MediaLoader(settings)
         self._rollouts: Rollouts | None = None
         self._weights: WeightUpdates | None = None
         self._heartbeats: list[asyncio.Task[None]] = []
@@ -57,7 +59,7 @@ class Pool:
         self._rollouts = Rollouts(
             engines,
             str(self.settings.model),
-            self.settings.allowed_media_dirs,
+            self._media,
             self.server_epoch,
         )
         self._heartbeats = [asyncio.create_task(_beat(engine)) for engine in engines]
@@ -68,6 +70,7 @@ class Pool:
         for heartbeat in self._heartbeats:
             heartbeat.cancel()
         await _shut_down(self._engines)
+        await self._media.close()
 
     @property
     def weights(self) -> WeightUpdates:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from PIL import Image
 from rollout_server.chat import ChatMessage
 from rollout_server.engine_types import Completion, EngineDead, Prompt, PromptRefused
 from rollout_server.infer import Rollouts
+from rollout_server.media import MediaLoader
+from rollout_server.settings import ServerSettings
 from shared_contracts.errors import ProblemError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope
 
@@ -61,7 +64,8 @@ class EchoEngine:
 
 
 def rollouts(*engines: EchoEngine) -> Rollouts:
-    return Rollouts(engines, "model", [], "epoch")
+    media = MediaLoader(ServerSettings(model=Path("/m"), device="cpu"))
+    return Rollouts(engines, "model", media, "epoch")
 
 
 def call(*texts: str, **config: Any) -> InferCall:
