@@ -5,22 +5,23 @@
     check_sampling(config)            before anything is generated
     generate(prompt, ...) -> [Completion]
     pause, weight_phase, publish, resume, abort_all
-    heartbeat, shutdown
+    heartbeat, declare_dead, shutdown
 
 Errors of vLLM leave this module as those of `engine_types`.
 """
 
+import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from PIL import Image
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers.params import ChatParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -36,6 +37,8 @@ from rollout_server.engine_types import (
     PromptRefused,
     WeightPhaseFailed,
 )
+from rollout_server.race import unless
+from rollout_server.routing import Load
 from rollout_server.settings import ServerSettings
 from shared_contracts.infer import RequestConfig
 
@@ -54,7 +57,11 @@ class Engine:
     def __init__(self, llm: AsyncLLM, index: int) -> None:
         self._llm = llm
         self.index = index
-        self._last_beat = time.monotonic()
+        self.load = Load()
+        self.weights_version = FIRST_VERSION
+        self._last_sign = time.monotonic()
+        self._phases = 0
+        self._given_up = asyncio.Event()
 
     @classmethod
     def build(cls, settings: ServerSettings, index: int) -> "Engine":
@@ -72,12 +79,20 @@ class Engine:
 
     @property
     def heartbeat_age_s(self) -> float:
-        return time.monotonic() - self._last_beat
+        """Seconds since the engine's loop last answered, or a weight phase ended.
+
+        Weight phases stop the loop and have deadlines of their own.
+        """
+        return 0.0 if self._phases else time.monotonic() - self._last_sign
 
     async def heartbeat(self) -> None:
         """Ask the engine's own loop for an answer: a hung engine gives none."""
         await self._reached(self._llm.is_paused())
-        self._last_beat = time.monotonic()
+        self._last_sign = time.monotonic()
+
+    def declare_dead(self) -> None:
+        """Have every call that waits for this engine raise EngineDead."""
+        self._given_up.set()
 
     async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt:
         """Apply the model's chat template and processor.
@@ -110,14 +125,18 @@ class Engine:
         Raises PromptRefused for what only the engine can tell, EngineDead and Aborted.
         """
         sampling = sampling_params(config, seed, max_tokens)
-        outputs = self._llm.generate(prompt.engine_input, sampling, request_id)
+        final = await self._reached(self._final(prompt.engine_input, sampling, request_id))
+        return [self._completion(output) for output in final.outputs]
+
+    async def _final(
+        self, engine_input: Any, sampling: SamplingParams, request_id: str
+    ) -> RequestOutput:
+        outputs = self._llm.generate(engine_input, sampling, request_id)
         try:
             (final,) = [output async for output in outputs]  # FINAL_ONLY yields once
-        except EngineDeadError as error:
-            raise EngineDead(f"replica {self.index} died while generating") from error
         except VLLMClientError as error:
             raise PromptRefused(str(error)) from error
-        return [self._completion(output) for output in final.outputs]
+        return final
 
     def _completion(self, output: CompletionOutput) -> Completion:
         finish = _FINISHES.get(output.finish_reason)
@@ -155,14 +174,26 @@ class Engine:
     async def resume(self) -> None:
         await self._reached(self._llm.resume_generation())
 
+    @property
+    def guard_active(self) -> bool:
+        return False
+
+    async def prove_guard(self) -> None:
+        """Nothing to prove: no guard is wired yet."""
+
     async def weight_phase(self, name: str, **arguments: Any) -> None:
         """Run a weight phase of vLLM's worker (`start_weight_update`, ...) on each worker.
 
         Raises WeightPhaseFailed with what every failing worker says.
         """
-        answers = await self._reached(
-            self._llm.collective_rpc("weight_phase", args=(name, arguments))
-        )
+        self._phases += 1
+        try:
+            answers = await self._reached(
+                self._llm.collective_rpc("weight_phase", args=(name, arguments))
+            )
+        finally:
+            self._phases -= 1
+            self._last_sign = time.monotonic()
         failures = [answer for answer in answers if answer is not None]
         if failures:
             raise WeightPhaseFailed(f"replica {self.index}, {'; '.join(failures)}")
@@ -174,6 +205,7 @@ class Engine:
         if not await self._reached(self._llm.reset_prefix_cache()):
             raise WeightPhaseFailed(f"replica {self.index}: the prefix cache is still in use")
         await self._reached(self._llm.update_weight_version(str(version)))
+        self.weights_version = version
 
     def shutdown(self) -> None:
         """End the engine's processes (blocking, seconds at most)."""
@@ -181,9 +213,9 @@ class Engine:
         logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
         self._llm.shutdown()
 
-    async def _reached(self, call: Awaitable[T]) -> T:
+    async def _reached(self, call: Coroutine[Any, Any, T]) -> T:
         try:
-            return await call
+            return await unless(self._given_up.wait(), call, EngineDeadError())
         except EngineDeadError as error:
             raise EngineDead(f"replica {self.index} is dead") from error
 

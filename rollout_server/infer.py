@@ -166,7 +166,7 @@ class Rollouts:
             prompt_token_ids=prompt.token_ids if details else None,
         )
         stamp = wire.RolloutStamp(
-            repeat_terminate_triggered=int(any(c.repeat_terminated for c in completions)),
+            repeat_terminate_triggered=1 if any(c.repeat_terminated for c in completions) else 0,
             repeat_terminated_choices=[c.index for c in completions if c.repeat_terminated],
             weights_version=(
                 min(completion.weights_version[0] for completion in completions),

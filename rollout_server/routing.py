@@ -1,18 +1,42 @@
-"""Which replica takes a request: the one with the fewest outstanding tokens (SRV-01)."""
+"""Which engine takes a request: the one with the fewest outstanding tokens (SRV-01)."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 
-class Router:
-    """Counts, per replica, the tokens it still has to prefill or may still decode."""
+@dataclass
+class Load:
+    """What an engine has been given and not yet answered.
 
-    def __init__(self, replicas: int) -> None:
-        self.outstanding = [0] * replicas
+    tokens: still to prefill, or that may still be decoded.
+    """
 
-    def acquire(self, tokens: int) -> int:
-        """Choose the least loaded replica (the first of equals) and charge it."""
-        replica = min(range(len(self.outstanding)), key=self.outstanding.__getitem__)
-        self.outstanding[replica] += tokens
-        return replica
+    tokens: int = 0
+    sequences: int = 0
 
-    def release(self, replica: int, tokens: int) -> None:
-        self.outstanding[replica] -= tokens
-        assert self.outstanding[replica] >= 0
+
+class Loaded(Protocol):
+    @property
+    def load(self) -> Load: ...
+
+
+E = TypeVar("E", bound=Loaded)
+
+
+def least_loaded(engines: Sequence[E]) -> E:
+    """The first of those with the fewest outstanding tokens."""
+    return min(engines, key=lambda engine: engine.load.tokens)
+
+
+@contextmanager
+def charged(load: Load, tokens: int, sequences: int) -> Iterator[None]:
+    """Count a request as outstanding for as long as the block runs."""
+    load.tokens += tokens
+    load.sequences += sequences
+    try:
+        yield
+    finally:
+        load.tokens -= tokens
+        load.sequences -= sequences

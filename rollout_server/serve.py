@@ -1,7 +1,10 @@
 """Run the server: the port answers at once, the engines start behind it.
 
 `/live/` says 200 from the start; `/health/` and `/infer/` say 503 until every engine is
-ready. An engine that cannot be built ends the process with exit code 1.
+ready. An engine that cannot be built at the start ends the process with exit code 1.
+
+SIGTERM closes the port; calls that run have `grace_seconds` to finish and are answered
+with a problem after that. Then every child process is ended.
 """
 
 import asyncio
@@ -20,11 +23,15 @@ import uvicorn
 from fastapi import FastAPI
 
 from rollout_server.app import create_app
+from rollout_server.logs import set_up_logging
 from rollout_server.pool import Pool
 from rollout_server.settings import ServerSettings
 from shared_contracts.cli import RUN_FAILED
 
 logger = logging.getLogger(__name__)
+
+# How long the answers of calls that were ended may take to be sent.
+ANSWERS_S = 3
 
 
 def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
@@ -33,9 +40,7 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
     The engine's environment must be in place (`apply_engine_environment`). When an engine
     cannot start, the process says so and ends with exit code 1.
     """
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s"
-    )
+    set_up_logging(settings.log_level, settings.log_format)
     # uvicorn hands a signal on when it is done; by then everything is stopped.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
@@ -47,9 +52,10 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
         # A learner trains for longer than uvicorn's 5 s between two calls; closing the
         # connection then can cross with its next call.
         timeout_keep_alive=3600,
-        timeout_graceful_shutdown=max(1, round(settings.grace_seconds)),
+        # The pool ends the calls after the grace period; this is for what it does not know.
+        timeout_graceful_shutdown=round(settings.grace_seconds) + ANSWERS_S,
     )
-    engines.server = uvicorn.Server(config)
+    engines.server = DrainingServer(config, engines.pool, settings.grace_seconds)
     engines.server.run(sockets=[listener])
     if engines.failure is not None:
         reason = " ".join(str(engines.failure).split())
@@ -72,6 +78,21 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+class DrainingServer(uvicorn.Server):
+    """Ends the calls that still run `grace_seconds` after the server was told to stop."""
+
+    def __init__(self, config: uvicorn.Config, pool: Pool, grace_seconds: float) -> None:
+        super().__init__(config)
+        self._pool = pool
+        self._grace_seconds = grace_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        end_of_grace = loop.call_later(self._grace_seconds, self._pool.stop_calls)
+        await super().shutdown(sockets)
+        end_of_grace.cancel()
+
+
 class EngineLife:
     """Ties the life of the engines to the life of the HTTP server.
 
@@ -91,9 +112,10 @@ class EngineLife:
         start = asyncio.create_task(self._start())
         yield
         self._stopping = True
-        if not start.done():
-            await self._interrupt(start)
+        start.cancel()
         await self.pool.close()
+        if self.pool.building:
+            await self._interrupt_builds()
 
     async def _start(self) -> None:
         began = time.monotonic()
@@ -107,14 +129,14 @@ class EngineLife:
         else:
             logger.info("ready after %.1f s", time.monotonic() - began)
 
-    async def _interrupt(self, start: asyncio.Task[None]) -> NoReturn:
-        """Kill what `start` is building, then end the process.
+    async def _interrupt_builds(self) -> NoReturn:
+        """Kill what is being built, then end the process.
 
         The threads that build cannot be stopped while they import, so no longer than the
         grace period is spent on it.
         """
         deadline = time.monotonic() + self._grace_seconds
-        while not start.done() and time.monotonic() < deadline:
+        while self.pool.building and time.monotonic() < deadline:
             for child in multiprocessing.active_children():
                 child.kill()
             await asyncio.sleep(0.1)

@@ -9,7 +9,8 @@
 
 Every phase runs on all replicas at once and has a deadline. From `start` on the engines
 are paused, and they resume only in READY: a mixture of weights never answers anything.
-Only a drain that takes too long leads back from `start` to READY(v).
+Only a drain that takes too long leads back from `start` to READY(v). The loss of a replica
+breaks the group, and with it an update that runs.
 """
 
 import asyncio
@@ -50,6 +51,16 @@ class UpdatableEngine(Protocol):
     async def weight_phase(self, name: str, **arguments: Any) -> None: ...
 
 
+class UpdatableEngines(Protocol):
+    """The engines of all replicas (see `replicas.Replicas`)."""
+
+    def all(self) -> Sequence[UpdatableEngine]:
+        """By index; raises the `not-ready` problem when one is missing."""
+
+    def alive(self) -> Sequence[UpdatableEngine]:
+        """Those that are there."""
+
+
 @dataclass
 class Update:
     """The update in progress; seconds by phase, bytes of one replica."""
@@ -66,10 +77,10 @@ class WeightUpdates:
 
     def __init__(
         self,
-        engines: Sequence[UpdatableEngine],
+        engines: UpdatableEngines,
         tensor_parallel_size: int,
         transport: Transport,
-        server_epoch: str,
+        server_epoch: Callable[[], str],
         worker_margin_s: float = 5.0,
     ) -> None:
         self.state: WeightState = "READY"
@@ -91,7 +102,7 @@ class WeightUpdates:
     @property
     def status(self) -> WeightStatus:
         return WeightStatus(
-            state=self.state, weights_version=self.version, server_epoch=self._server_epoch
+            state=self.state, weights_version=self.version, server_epoch=self._server_epoch()
         )
 
     async def wait_until_ready(self) -> None:
@@ -117,13 +128,14 @@ class WeightUpdates:
             weights_version=self.version,
             world_size=init.world_size,
             transport=self._transport,
-            server_epoch=self._server_epoch,
+            server_epoch=self._server_epoch(),
         )
 
     async def start(self, body: StartWeightUpdate) -> WeightStatus:
         """Drain and pause every engine and make its layers loadable."""
         async with self._phase():
             self._require_group("/start_weight_update/")
+            self._engines.all()
             if self.state == "UPDATING":
                 raise refusal("weight-update-order", "an update is in progress already", "weights")
             before = self.state
@@ -169,10 +181,16 @@ class WeightUpdates:
             await self._drop_group()
         return self.status
 
+    async def replica_lost(self, reason: str) -> None:
+        """Give up the group, of which a rank is gone, and an update that ran over it."""
+        async with self._phase():
+            await self._abandon_update(reason)
+            await self._drop_group()
+
     # --- the group
 
     def _check_init(self, init: InitCommunicator) -> None:
-        workers = len(self._engines) * self._tensor_parallel_size
+        workers = len(self._engines.all()) * self._tensor_parallel_size
         if init.world_size != 1 + workers:
             raise refusal(
                 "invalid-request",
@@ -193,7 +211,7 @@ class WeightUpdates:
             info = init_info(init, self._transport, offset)
             await numbered[1].weight_phase("init_weight_transfer_engine", init_info=info)
 
-        joins = [join(numbered) for numbered in enumerate(self._engines)]
+        joins = [join(numbered) for numbered in enumerate(self._engines.all())]
         await self._together("rendezvous", joins, init)
 
     async def _drop_group(self) -> None:
@@ -201,7 +219,7 @@ class WeightUpdates:
         if self._group is None:
             return
         init, self._group = self._group, None
-        closes = [e.weight_phase("shutdown_weight_transfer_engine") for e in self._engines]
+        closes = [e.weight_phase("shutdown_weight_transfer_engine") for e in self._engines.alive()]
         await self._together("close", closes, init)
 
     def _require_group(self, route: str) -> InitCommunicator:
@@ -239,7 +257,7 @@ class WeightUpdates:
         """Pause; when sequences run on for too long, let them and take `start` back."""
         group = self._require_group("start")
         try:
-            pauses = [engine.pause() for engine in self._engines]
+            pauses = [engine.pause() for engine in self._engines.all()]
             await self._within(group.timeout_s, "start: drain", pauses, group)
         except ProblemError:
             if before == "READY":
@@ -251,7 +269,7 @@ class WeightUpdates:
         """Run a phase that changes weights on every engine; a failure poisons."""
         init = self._require_group(phase)
         try:
-            await self._together(phase, [call(engine) for engine in self._engines], init)
+            await self._together(phase, [call(engine) for engine in self._engines.all()], init)
         except Exception as error:
             await self._poison(str(error))
             raise
@@ -308,7 +326,7 @@ class WeightUpdates:
         self._enter("POISONED")
         clean_up = [
             call
-            for engine in self._engines
+            for engine in self._engines.alive()
             for call in (engine.weight_phase("abandon_weight_update"), engine.abort_all())
         ]
         joint = asyncio.gather(*clean_up, return_exceptions=True)

@@ -73,8 +73,8 @@ class Info(_Wire):
     replicas: list[ReplicaStatus]
     max_model_len: int | None
     max_num_seqs: int
-    weights_state: WeightState | None
-    weights_version: int | None
+    weights_state: WeightState
+    weights_version: int
     weight_transport: Literal["gloo", "nccl"]
     server_epoch: str
     repeat_terminate: RepeatTerminateStatus

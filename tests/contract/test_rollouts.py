@@ -1,7 +1,7 @@
 """A call and its requests, with scripted engines: all or nothing, order, load."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from rollout_server.chat import ChatMessage
 from rollout_server.engine_types import Completion, EngineDead, Prompt, PromptRefused
 from rollout_server.infer import Rollouts
 from rollout_server.media import MediaLoader
+from rollout_server.routing import Load
 from rollout_server.settings import ServerSettings
 from shared_contracts.errors import ProblemError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope
@@ -29,6 +30,8 @@ class EchoEngine:
 
     busy_s: float = 0.0
     error: Exception | None = None
+    index: int = 0
+    load: Load = field(default_factory=Load)
     max_model_len: int = CONTEXT
     generated: list[tuple[int, int | None, int]] = field(default_factory=list)
     cancelled: int = 0
@@ -65,7 +68,11 @@ class EchoEngine:
 
 def rollouts(*engines: EchoEngine) -> Rollouts:
     media = MediaLoader(ServerSettings(model=Path("/m"), device="cpu"))
-    return Rollouts(engines, "model", media, "epoch")
+
+    async def serving() -> Sequence[EchoEngine]:
+        return engines
+
+    return Rollouts(serving, "model", media, lambda: "epoch")
 
 
 def call(*texts: str, **config: Any) -> InferCall:

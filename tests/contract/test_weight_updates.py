@@ -8,6 +8,7 @@ import pytest
 
 from learner.operate.server_process import free_ports
 from rollout_server.engine_types import EngineDead, WeightPhaseFailed
+from rollout_server.problems import refusal
 from rollout_server.weight_updates import WeightUpdates, init_info, update_info
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
@@ -63,6 +64,22 @@ async def hangs() -> None:
     await asyncio.sleep(60)
 
 
+class ScriptedEngines(list[ScriptedEngine]):
+    """Two engines; `lost` holds the indices of those that are gone."""
+
+    def __init__(self) -> None:
+        super().__init__([ScriptedEngine(), ScriptedEngine()])
+        self.lost: set[int] = set()
+
+    def all(self) -> list[ScriptedEngine]:
+        if self.lost:
+            raise refusal("not-ready", "an engine is gone", f"replicas[{min(self.lost)}]")
+        return list(self)
+
+    def alive(self) -> list[ScriptedEngine]:
+        return [engine for index, engine in enumerate(self) if index not in self.lost]
+
+
 class Bench:
     """Two scripted engines and the updates over them."""
 
@@ -72,9 +89,9 @@ class Bench:
         tensor_parallel_size: int = 1,
         worker_margin_s: float = 0.1,
     ) -> None:
-        self.engines = [ScriptedEngine(), ScriptedEngine()]
+        self.engines = ScriptedEngines()
         self.updates = WeightUpdates(
-            self.engines, tensor_parallel_size, transport, "epoch", worker_margin_s
+            self.engines, tensor_parallel_size, transport, lambda: "epoch", worker_margin_s
         )
         self.transport = transport
         self.world_size = 1 + 2 * tensor_parallel_size
