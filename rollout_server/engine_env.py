@@ -2,6 +2,7 @@
 
 import os
 
+from rollout_server.logs import JSON_LOGGING_FILE
 from rollout_server.settings import ServerSettings
 
 
@@ -27,11 +28,19 @@ def engine_environment(settings: ServerSettings) -> dict[str, str]:
         # Prompts are tokenized in threads of one process; the Rust pool would warn on spawn.
         "TOKENIZERS_PARALLELISM": "false",
     }
+    variables |= _json_logs() if settings.log_format == "json" else {}
     return variables | (_cpu(settings) if settings.device == "cpu" else _gpu())
 
 
 def apply_engine_environment(settings: ServerSettings) -> None:
     os.environ.update(engine_environment(settings))
+
+
+def _json_logs() -> dict[str, str]:
+    return {
+        # vLLM sets up logging by itself, here and in each engine process: this is how.
+        "VLLM_LOGGING_CONFIG_PATH": str(JSON_LOGGING_FILE),
+    }
 
 
 def _cpu(settings: ServerSettings) -> dict[str, str]:
