@@ -51,6 +51,9 @@ class UpdatableEngine(Protocol):
     async def weight_phase(self, name: str, **arguments: Any) -> None: ...
 
 
+EngineCall = Callable[[UpdatableEngine], Awaitable[None]]
+
+
 class UpdatableEngines(Protocol):
     """The engines of all replicas (see `replicas.Replicas`)."""
 
@@ -261,15 +264,23 @@ class WeightUpdates:
             await self._within(group.timeout_s, "start: drain", pauses, group)
         except ProblemError:
             if before == "READY":
-                await self._on_all("start: resume", lambda e: e.resume())
+                await self._on(self._engines.alive(), "start: resume", lambda e: e.resume())
             self._enter(before)
             raise
 
-    async def _on_all(self, phase: str, call: Callable[[UpdatableEngine], Awaitable[None]]) -> None:
+    async def _on_all(self, phase: str, call: EngineCall) -> None:
         """Run a phase that changes weights on every engine; a failure poisons."""
+        try:
+            engines = self._engines.all()
+        except ProblemError as error:
+            await self._poison(str(error))
+            raise
+        await self._on(engines, phase, call)
+
+    async def _on(self, engines: Sequence[UpdatableEngine], phase: str, call: EngineCall) -> None:
         init = self._require_group(phase)
         try:
-            await self._together(phase, [call(engine) for engine in self._engines.all()], init)
+            await self._together(phase, [call(engine) for engine in engines], init)
         except Exception as error:
             await self._poison(str(error))
             raise
@@ -410,7 +421,7 @@ def poisoned() -> ProblemError:
     return refusal("weights-poisoned", "the last update broke half way", "weights")
 
 
-def _worker_phase(name: str, **arguments: Any) -> Callable[[UpdatableEngine], Awaitable[None]]:
+def _worker_phase(name: str, **arguments: Any) -> EngineCall:
     return lambda engine: engine.weight_phase(name, **arguments)
 
 

@@ -296,3 +296,63 @@ def test_closing_the_group_ends_an_open_update() -> None:
         assert all(e.calls[-1] == "shutdown_weight_transfer_engine" for e in bench.engines)
 
     run(work())
+
+
+@pytest.mark.req("SRV-05", "SYNC-07")
+def test_a_lost_replica_breaks_the_group_and_the_others_leave_it() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        await bench.push(3)
+        bench.engines.lost = {1}
+        await bench.updates.replica_lost("replica 1 is lost")
+        assert (bench.state, bench.updates.version) == ("READY", 3)
+        assert bench.engines[0].calls[-1] == "shutdown_weight_transfer_engine"
+        await bench.updates.wait_until_ready()
+        with pytest.raises(ProblemError) as missing:
+            await bench.init()
+        assert (missing.value.problem.status, missing.value.problem.where) == (503, "replicas[1]")
+        bench.engines.lost = set()
+        with pytest.raises(ProblemError, match="no weight group"):
+            await bench.push(4)
+        await bench.init()
+        await bench.push(4)
+        assert (bench.state, bench.updates.version) == ("READY", 4)
+
+    run(work())
+
+
+@pytest.mark.req("SRV-05", "SYNC-05")
+def test_a_replica_lost_between_the_phases_of_an_update_poisons() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        await bench.updates.start(StartWeightUpdate(version=1))
+        bench.engines.lost = {0}
+        with pytest.raises(ProblemError, match="an engine is gone"):
+            await bench.updates.receive(UpdateWeights(parameters=[PARAMETER]))
+        assert bench.state == "POISONED"
+        await bench.updates.replica_lost("replica 0 is lost")
+        assert bench.state == "POISONED"
+        assert bench.engines[1].calls[-1] == "shutdown_weight_transfer_engine"
+
+    run(work())
+
+
+@pytest.mark.req("SRV-05", "SYNC-05")
+def test_a_replica_lost_while_the_update_drains_leaves_the_old_weights_serving() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+
+        async def dies() -> None:
+            bench.engines.lost = {1}
+            raise EngineDead("replica 1 is dead")
+
+        bench.engines[1].script["pause"] = dies
+        with pytest.raises(ProblemError, match="replica 1 is dead"):
+            await bench.updates.start(StartWeightUpdate(version=1))
+        assert bench.state == "READY"
+        assert bench.engines[0].calls[-1] == "resume"
+
+    run(work())

@@ -1,0 +1,177 @@
+"""The life of a replica, with scripted engines: lost, hung, built again, in need of weights."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from rollout_server.engine_types import GuardInactive
+from rollout_server.replicas import Replicas
+from shared_contracts.errors import ProblemError
+
+HANG_S = 0.4
+
+
+class ScriptedEngine:
+    """hung: gives no sign of life any more."""
+
+    def __init__(self, index: int, guard_fails: bool = False) -> None:
+        self.index = index
+        self.alive = True
+        self.hung = False
+        self.weights_version = 0
+        self.given_up = False
+        self.ended = False
+        self._guard_fails = guard_fails
+        self._last_sign = time.monotonic()
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        return time.monotonic() - self._last_sign
+
+    async def heartbeat(self) -> None:
+        while self.hung:
+            await asyncio.sleep(0.01)
+        self._last_sign = time.monotonic()
+
+    async def prove_guard(self) -> None:
+        if self._guard_fails:
+            raise GuardInactive("the guard does not answer")
+
+    def declare_dead(self) -> None:
+        self.given_up = True
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+class Bench:
+    """Two replicas; `failures` are raised by the next builds, `hold` delays them."""
+
+    def __init__(self) -> None:
+        self.built: list[ScriptedEngine] = []
+        self.failures: list[Exception] = []
+        self.events: list[str] = []
+        self.hold = threading.Event()
+        self.hold.set()
+        self.replicas = Replicas(2, self._build, self._on_lost, HANG_S)
+
+    def _build(self, index: int) -> ScriptedEngine:
+        self.hold.wait(10)
+        if self.failures:
+            raise self.failures.pop(0)
+        self.events.append(f"built {index}")
+        self.built.append(ScriptedEngine(index))
+        return self.built[-1]
+
+    async def _on_lost(self, reason: str) -> None:
+        self.events.append(reason)
+
+    def states(self, version: int = 0) -> list[str]:
+        return [status.state for status in self.replicas.statuses(version)]
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds():
+                await asyncio.sleep(0.01)
+
+
+def run(scenario: Callable[[Bench], Awaitable[None]]) -> Bench:
+    """Play `scenario` on replicas that have started; they are closed afterwards."""
+
+    async def play() -> Bench:
+        bench = Bench()
+        await bench.replicas.start()
+        bench.built.sort(key=lambda engine: engine.index)
+        try:
+            await scenario(bench)
+        finally:
+            bench.hold.set()
+            await bench.replicas.close()
+        return bench
+
+    return asyncio.run(asyncio.wait_for(play(), 30))
+
+
+@pytest.mark.req("SRV-05")
+def test_a_dead_replica_is_named_at_once_and_built_again() -> None:
+    async def scenario(bench: Bench) -> None:
+        first, second = bench.built
+        bench.hold.clear()
+        second.alive = False
+        assert bench.states() == ["serving", "dead"]
+        assert bench.replicas.current(0) == bench.replicas.alive() == [first]
+        await bench.until(lambda: bench.states() == ["serving", "starting"])
+        assert (second.given_up, second.ended) == (True, True)
+        with pytest.raises(ProblemError) as error:
+            bench.replicas.all()
+        assert error.value.problem.where == "replicas[1]"
+        bench.hold.set()
+        await bench.until(lambda: bench.states() == ["serving", "serving"])
+        assert [status.restarts for status in bench.replicas.statuses(0)] == [0, 1]
+        assert bench.replicas.all() == [first, bench.built[2]]
+
+    bench = run(scenario)
+    assert bench.events[2:] == ["replica 1 is lost: its process died", "built 1"]
+    assert all(engine.ended for engine in bench.built)
+
+
+@pytest.mark.req("SRV-05")
+def test_a_hung_replica_is_given_up_and_built_again() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.built[0].hung = True
+        await bench.until(lambda: len(bench.built) == 3)
+        await bench.until(lambda: bench.states() == ["serving", "serving"])
+
+    bench = run(scenario)
+    assert bench.built[0].given_up
+    assert not bench.built[1].given_up
+    assert bench.events[2] == f"replica 0 is lost: it gave no sign of life for {HANG_S:g} s"
+
+
+@pytest.mark.req("SRV-05")
+def test_a_replica_that_cannot_be_built_is_tried_again_and_says_why() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.failures = [RuntimeError("no memory")]
+        bench.built[0].alive = False
+        await bench.until(lambda: "no memory" in bench.replicas.statuses(0)[0].detail)
+        assert bench.states() == ["dead", "serving"]
+        await bench.until(lambda: bench.states() == ["serving", "serving"])
+
+    run(scenario)
+
+
+@pytest.mark.req("SRV-05")
+def test_a_replica_serves_only_with_the_current_weights() -> None:
+    async def scenario(bench: Bench) -> None:
+        first, second = bench.built
+        first.weights_version = second.weights_version = 4
+        first.alive = False
+        await bench.until(lambda: bench.states(version=4) == ["needs-push", "serving"])
+        assert bench.replicas.current(4) == [second]
+        assert len(bench.replicas.all()) == 2
+        with pytest.raises(ProblemError) as error:
+            bench.replicas.current(5)
+        assert error.value.problem.status == 503
+        bench.built[2].weights_version = 4
+        assert bench.states(version=4) == ["serving", "serving"]
+
+    run(scenario)
+
+
+@pytest.mark.req("REP-06")
+def test_an_engine_whose_guard_fails_its_proof_never_serves() -> None:
+    ended: list[ScriptedEngine] = []
+
+    def build(index: int) -> ScriptedEngine:
+        ended.append(ScriptedEngine(index, guard_fails=index == 1))
+        return ended[-1]
+
+    async def nobody(_: str) -> None:
+        raise AssertionError("nothing was lost")
+
+    with pytest.raises(GuardInactive):
+        asyncio.run(Replicas(2, build, nobody, HANG_S).start())
+    assert [engine.ended for engine in ended] == [True, True]
