@@ -60,14 +60,18 @@ def _read(path: Path) -> str:
 
 def _parse(variable: str, text: str) -> RepeatTerminateConfig:
     try:
-        return RepeatTerminateConfig.model_validate(json.loads(text))
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         raise ContractError(variable, f"it is not JSON ({error})", "Correct it") from None
+    return validated(variable, content)
+
+
+def validated(where: str, content: object) -> RepeatTerminateConfig:
+    """`content` as settings; raises ContractErrors naming every fault below `where`."""
+    try:
+        return RepeatTerminateConfig.model_validate(content)
     except ValidationError as error:
-        faults = contract_errors(error, RepeatTerminateConfig)
+        found = contract_errors(error, RepeatTerminateConfig)
         raise ContractErrors(
-            [
-                ContractError(joined(variable, fault.where), fault.found, fault.do)
-                for fault in faults
-            ]
+            [ContractError(joined(where, fault.where), fault.found, fault.do) for fault in found]
         ) from None

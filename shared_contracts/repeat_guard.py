@@ -1,13 +1,16 @@
 """When a sequence being generated has started to repeat itself (REP-01 to REP-03).
 
 RepeatTerminateConfig    `rollout_matching.repeat_terminate`, for HF and vLLM alike
+object_key_token_ids     what of an object's key a tokenizer always writes alike
 RepeatGuard              the state of one sequence: ids in, verdict out
 
 The logits processors that force the end of a sequence are shells around `RepeatGuard`.
 """
 
+import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from pydantic import Field, field_validator
 
@@ -39,6 +42,19 @@ class RepeatTerminateConfig(StrictModel):
         return repeats
 
 
+def object_key_token_ids(encode: Callable[[str], Sequence[int]]) -> list[int]:
+    """The ids that `"object_` ends in wherever an answer writes it.
+
+    A BPE fuses the quote with what stands before it (`{"`, ` "`), so the ids of `"object_`
+    by itself may never occur; those behind the quote do. Qwen: `object`, `_`.
+
+    encode: text to ids, without special tokens.
+    """
+    backwards = [encode(text)[::-1] for text in ('"object_', '{"object_', '}, "object_')]
+    alike = takewhile(lambda ids: len(set(ids)) == 1, zip(*backwards, strict=False))
+    return [token_id for token_id, *_ in alike][::-1]
+
+
 class RepeatGuard:
     """Verdict over the generated tokens of one sequence, amortized O(1) per token.
 
@@ -50,77 +66,98 @@ class RepeatGuard:
     (b) keeps `ngram_size` ids and one number: the last r blocks of n ids are equal exactly
     when each of the last n * (r - 1) ids equals the one n before it.
 
+    `push` runs for every row of every decode step and is written for speed: slots, locals,
+    and a rule that is off has a limit nothing reaches.
+
     object_key_token_ids: ids of `"object_`; ContractError when empty though (c) is on.
     """
 
+    __slots__ = (
+        "_block_limit",
+        "_block_run",
+        "_generated",
+        "_keys",
+        "_last",
+        "_min_new_tokens",
+        "_ngram_size",
+        "_recent",
+        "_run",
+        "_run_limit",
+        "_settled",
+        "_triggered",
+    )
+
     def __init__(self, config: RepeatTerminateConfig, object_key_token_ids: Sequence[int]) -> None:
-        self._config = config
+        self._min_new_tokens = config.min_new_tokens
+        self._run_limit = config.max_consecutive_token_repeats or sys.maxsize
+        self._run = 0
+        self._last: int | None = None
+        blocks = config.ngram_size * (config.ngram_repeats - 1)
+        self._block_limit = blocks if blocks > 0 else sys.maxsize
+        self._block_run = 0
+        self._ngram_size = config.ngram_size or 1
+        self._recent: deque[int] = deque(maxlen=self._ngram_size)
         self._keys: _OccurrenceCounter | None = None
         if config.enabled and config.max_object_keys is not None:
-            self._keys = _OccurrenceCounter(object_key_token_ids)
-        self._recent: deque[int] = deque(maxlen=config.ngram_size)
-        self._last: int | None = None
+            self._keys = _OccurrenceCounter(object_key_token_ids, config.max_object_keys)
         self._generated = 0
-        self._same_token_run = 0
-        self._same_block_run = 0
         self._triggered = False
+        self._settled = not config.enabled
 
     def push(self, token_id: int) -> bool:
         """Take the next generated id; whether the sequence has triggered, now or before."""
-        if self._config.enabled and not self._triggered:
-            self._count(token_id)
-            reached = self._generated >= self._config.min_new_tokens
-            self._triggered = reached and self._repeats()
-        return self._triggered
-
-    def _count(self, token_id: int) -> None:
-        self._generated += 1
-        self._same_token_run = self._same_token_run + 1 if token_id == self._last else 1
+        if self._settled:
+            return self._triggered
+        generated = self._generated = self._generated + 1
+        run = self._run = self._run + 1 if token_id == self._last else 1
         self._last = token_id
-        if self._config.ngram_size:
-            block_before = len(self._recent) == self._config.ngram_size
-            same = block_before and self._recent[0] == token_id
-            self._same_block_run = self._same_block_run + 1 if same else 0
-            self._recent.append(token_id)
-        if self._keys is not None:
-            self._keys.push(token_id)
-
-    def _repeats(self) -> bool:
-        config = self._config
-        if 0 < config.max_consecutive_token_repeats <= self._same_token_run:
-            return True
-        if 0 < config.ngram_size * (config.ngram_repeats - 1) <= self._same_block_run:
-            return True
-        return (
-            self._keys is not None
-            and config.max_object_keys is not None
-            and self._keys.count >= config.max_object_keys
-        )
+        recent = self._recent
+        same = generated > self._ngram_size and recent[0] == token_id
+        block_run = self._block_run = self._block_run + 1 if same else 0
+        recent.append(token_id)
+        keys = self._keys
+        if keys is not None and (keys.matched or token_id == keys.head):
+            keys.push(token_id)
+        if (
+            run >= self._run_limit
+            or block_run >= self._block_limit
+            or (keys is not None and keys.reached)
+        ):
+            self._triggered = self._settled = generated >= self._min_new_tokens
+        return self._triggered
 
 
 class _OccurrenceCounter:
-    """How often a pattern has occurred in a stream, overlaps included (Knuth-Morris-Pratt)."""
+    """Whether a pattern has occurred `limit` times, overlaps included (Knuth-Morris-Pratt).
 
-    def __init__(self, pattern: Sequence[int]) -> None:
+    While `matched` is 0 only the id `head` changes anything.
+    """
+
+    __slots__ = ("_border", "_left", "_pattern", "head", "matched", "reached")
+
+    def __init__(self, pattern: Sequence[int], limit: int) -> None:
         if not pattern:
             raise ContractError(
                 "object_key_token_ids",
                 "the list is empty and max_object_keys is set",
                 'Give the token ids of `"object_`',
             )
-        self.count = 0
+        self.head = pattern[0]
+        self.matched = 0
+        self.reached = False
+        self._left = limit
         self._pattern = tuple(pattern)
-        self._matched = 0
         # Length of the longest proper prefix of pattern[: i + 1] that is its suffix too.
         self._border = [0]
         for token_id in self._pattern[1:]:
             self._border.append(self._advance(self._border[-1], token_id))
 
     def push(self, token_id: int) -> None:
-        self._matched = self._advance(self._matched, token_id)
-        if self._matched == len(self._pattern):
-            self.count += 1
-            self._matched = self._border[-1]
+        self.matched = self._advance(self.matched, token_id)
+        if self.matched == len(self._pattern):
+            self._left -= 1
+            self.reached = self._left <= 0
+            self.matched = self._border[-1]
 
     def _advance(self, matched: int, token_id: int) -> int:
         """Length of the longest prefix that ends with `token_id`, given that of before it."""

@@ -1,0 +1,206 @@
+"""The repeat guard inside vLLM: a V1 logits processor around `RepeatGuard` (REP-03, REP-04).
+
+    rollout-server      activates it when `repeat_terminate.enabled` is true
+    vllm serve --logits-processors rollout_server.repeat_processor:RepeatProcessor
+    LLM(logits_processors=["rollout_server.repeat_processor:RepeatProcessor"])
+
+Its settings come from the environment (`repeat_config`); a request may bring its own in
+`SamplingParams.extra_args["repeat_terminate"]`, or False to be left alone.
+
+A sequence that triggers can only continue with the sentinel where that is among its stop
+ids, and with the end-of-sequence token where it is not.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from vllm.config import ModelConfig, VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from rollout_server.repeat_config import repeat_config_from_environment, validated
+from rollout_server.sentinel import choose_sentinel
+from shared_contracts.errors import ContractError
+from shared_contracts.repeat_guard import (
+    RepeatGuard,
+    RepeatTerminateConfig,
+    object_key_token_ids,
+)
+
+EXTRA_ARG = "repeat_terminate"
+
+
+class RepeatProcessor(LogitsProcessor):
+    """One guard per sequence; rows of `logits` follow the persistent batch.
+
+    config: of the sequences that bring none.
+    sentinel: see `sentinel`; None where the vocabulary has none.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        model_config = vllm_config.model_config
+        tokenizer = _tokenizer(model_config)
+        self.config = repeat_config_from_environment(os.environ) or RepeatTerminateConfig()
+        self.sentinel = choose_sentinel(tokenizer, model_config.get_vocab_size())
+        self._eos_token_id = _eos_token_id(model_config, tokenizer)
+        self._object_key = object_key_token_ids(
+            lambda text: tokenizer.encode(text, add_special_tokens=False)
+        )
+        self._device = device
+        self._pin_memory = is_pin_memory
+        self._rows: dict[int, _Sequence] = {}
+        self._guarded: list[tuple[int, _Sequence]] = []
+        # Rows where the sentinel is hidden: all of them, these, or none.
+        self._hidden: slice | torch.Tensor | None = None
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raises VLLMValidationError for settings of a request that are none."""
+        try:
+            _own_config(sampling_params)
+        except ContractError as error:
+            raise VLLMValidationError(str(error), parameter="extra_args") from error
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the batch; what was sampled is taken in `apply`, when it is known.
+
+        Under asynchronous scheduling the output ids still end in -1 here.
+        """
+        if batch_update is None:
+            return
+        rows = self._rows
+        for row in batch_update.removed:
+            rows.pop(row, None)
+        for row, params, _, output_ids in batch_update.added:
+            rows[row] = self._sequence(params, output_ids)
+        for source, target, direction in batch_update.moved:
+            moved, replaced = rows.pop(source, None), rows.pop(target, None)
+            if moved is not None:
+                rows[target] = moved
+            if replaced is not None and direction is MoveDirectionality.SWAP:
+                rows[source] = replaced
+        self._guarded = [(row, each) for row, each in rows.items() if each.guarded]
+        self._hidden = self._rows_to_hide()
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits: rows x vocabulary, changed in place."""
+        if self._hidden is not None:
+            logits[self._hidden, self.sentinel] = -torch.inf
+        for row, sequence in self._guarded:
+            if sequence.repeats():
+                logits[row] = -torch.inf
+                logits[row, sequence.last_id] = 0.0
+        return logits
+
+    def _sequence(self, params: SamplingParams, output_ids: list[int]) -> "_Sequence":
+        own = _own_config(params)
+        config = self.config if own is None else own
+        last_id = self._eos_token_id if params.eos_token_id is None else params.eos_token_id
+        if self.sentinel is not None and self.sentinel in (params.stop_token_ids or ()):
+            last_id = self.sentinel
+        make_guard = partial(RepeatGuard, config, self._object_key)
+        return _Sequence(make_guard, output_ids, last_id, config.enabled)
+
+    def _rows_to_hide(self) -> slice | torch.Tensor | None:
+        rows = [row for row, each in self._rows.items() if each.last_id == self.sentinel]
+        if not rows:
+            return None
+        if len(rows) == len(self._rows):
+            return slice(None)
+        chosen = torch.tensor(rows, pin_memory=self._pin_memory)
+        return chosen.to(self._device, non_blocking=True)
+
+
+class _Sequence:
+    """A guard, and how much of its sequence it has taken.
+
+    output_ids: vLLM's own list, which grows as the sequence does. It may end in -1, for
+        ids that are not known yet, and ids may be discarded from its end.
+    last_id: what the sequence can only continue with once it has triggered.
+    guarded: whether it can trigger.
+    """
+
+    __slots__ = (
+        "_make_guard",
+        "_output_ids",
+        "_push",
+        "_taken",
+        "_triggered",
+        "guarded",
+        "last_id",
+    )
+
+    def __init__(
+        self,
+        make_guard: Callable[[], RepeatGuard],
+        output_ids: list[int],
+        last_id: int,
+        guarded: bool,
+    ) -> None:
+        self.last_id = last_id
+        self.guarded = guarded
+        self._make_guard = make_guard
+        self._push = make_guard().push
+        self._output_ids = output_ids
+        self._taken = 0
+        self._triggered = False
+
+    def repeats(self) -> bool:
+        """Take what was generated since the last call; whether the sequence has triggered."""
+        output_ids = self._output_ids
+        taken = self._taken + 1
+        if len(output_ids) == taken and output_ids[-1] >= 0:
+            self._taken = taken
+            self._triggered = self._push(output_ids[-1])
+        elif len(output_ids) != self._taken:
+            self._catch_up()
+        return self._triggered
+
+    def _catch_up(self) -> None:
+        """Take every known id: of a resumed sequence, or from the first after a discard."""
+        if len(self._output_ids) < self._taken:
+            self._push, self._taken, self._triggered = self._make_guard().push, 0, False
+        for token_id in self._output_ids[self._taken :]:
+            if token_id < 0:
+                break
+            self._triggered = self._push(token_id)
+            self._taken += 1
+
+
+def _own_config(params: SamplingParams) -> RepeatTerminateConfig | None:
+    """What a request says about itself; None where it says nothing."""
+    own = (params.extra_args or {}).get(EXTRA_ARG)
+    if own is None:
+        return None
+    return RepeatTerminateConfig() if own is False else validated(EXTRA_ARG, own)
+
+
+def _tokenizer(model_config: ModelConfig) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase | None = cached_tokenizer_from_config(model_config)
+    if tokenizer is None:
+        raise ContractError(
+            "skip_tokenizer_init", "the repeat guard needs the tokenizer", "Leave it out"
+        )
+    return tokenizer
+
+
+def _eos_token_id(model_config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """For requests that carry none: those that ignore the end of a sequence."""
+    configured = model_config.try_get_generation_config().get("eos_token_id")
+    first = configured[0] if isinstance(configured, list) else configured
+    found = first if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if found is None:
+        raise ContractError(
+            str(model_config.model),
+            "it has no end-of-sequence token, which the repeat guard needs",
+            "Name one in its tokenizer_config.json or generation_config.json",
+        )
+    return int(found)
