@@ -24,6 +24,9 @@ def rollout_server() -> None:
 def serve(
     model: Annotated[Path | None, typer.Option(help="Checkpoint directory.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of these options.")] = None,
+    run_config: Annotated[
+        Path | None, typer.Option(help="Training YAML whose rollouts are served.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="gpu (default) or cpu.")] = None,
     gpus: Annotated[str | None, typer.Option(help="GPU ids, such as 0,1,2.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Engines on the CPU [1].")] = None,
@@ -106,20 +109,20 @@ def serve(
 ) -> None:
     """Start the replicas and serve them on one port."""
     options = dict(locals())
-    options.pop("config")
+    del options["config"], options["run_config"]
     options["gpus"] = _gpu_list(gpus)
     options["allowed_media_dirs"] = options.pop("allowed_media_dir")
     options["allowed_media_hosts"] = options.pop("allowed_media_host")
-    _serve(config, options)
+    _serve(config, run_config, options)
 
 
-def _serve(config: Path | None, options: dict[str, Any]) -> None:
+def _serve(config: Path | None, run_config: Path | None, options: dict[str, Any]) -> None:
     from rollout_server.engine_env import apply_engine_environment
     from rollout_server.orphans import stop_with
     from rollout_server.preflight import bind, check_settings
     from rollout_server.settings import load_settings
 
-    settings = load_settings(config, options)
+    settings = load_settings(config, options, run_config)
     check_settings(settings)
     if settings.parent_pid is not None:
         stop_with(settings.parent_pid)

@@ -1,13 +1,18 @@
 """The server's settings: one typed class; every field is an option and a YAML key."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from rollout_server.repeat_config import INJECTION, repeat_config_from_environment
+from rollout_server.run_config import read_run_config
+from rollout_server.yaml_file import read_yaml
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.rollout_config import RepeatTerminate, SharedRolloutConfig
 from shared_contracts.strict_model import Refusal, StrictModel, contract_errors
 
 Device = Literal["cpu", "gpu"]
@@ -70,7 +75,7 @@ class ServerSettings(StrictModel):
     max_body_mib: float = Field(default=256.0, gt=0.0)
     max_requests_per_call: int = Field(default=4096, ge=1)
     max_concurrent_calls: int = Field(default=64, ge=1)
-    repeat_terminate: RepeatTerminateConfig = RepeatTerminateConfig()
+    repeat_terminate: RepeatTerminate = RepeatTerminateConfig()
     weight_transport: Literal["gloo", "nccl"] | None = None
     grace_seconds: float = Field(default=10.0, ge=0.0)
     hang_seconds: float = Field(default=60.0, gt=0.0)
@@ -130,28 +135,51 @@ class ServerSettings(StrictModel):
         return list(self.gpus[replica * size : (replica + 1) * size])
 
 
-def load_settings(config: Path | None, options: dict[str, Any]) -> ServerSettings:
-    """Merge a YAML file of settings with command-line options (options win) and validate.
+def load_settings(
+    config: Path | None,
+    options: dict[str, Any],
+    run_config: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> ServerSettings:
+    """Command-line options over a YAML file of settings over a training YAML, validated.
 
+    The environment may bring the repeat guard's settings too; it must not contradict.
     Raises ContractErrors naming every bad field.
     """
-    from_file = _read_yaml(config) if config is not None else {}
-    given = {name: value for name, value in options.items() if value is not None}
+    from_file = read_yaml(config, "--config") if config is not None else {}
+    given = from_file | {name: value for name, value in options.items() if value is not None}
+    if run_config is not None:
+        given = _settings_of_run(read_run_config(run_config), given) | given
+    environment = repeat_config_from_environment(environ)
+    if environment is not None:
+        given = {"repeat_terminate": environment} | given
     try:
-        return ServerSettings.model_validate(from_file | given)
+        settings = ServerSettings.model_validate(given)
     except ValidationError as error:
         raise ContractErrors(contract_errors(error, ServerSettings)) from None
+    if environment is not None and environment != settings.repeat_terminate:
+        source = "--config" if "repeat_terminate" in from_file else "--run-config"
+        raise _contradiction(environment, settings.repeat_terminate, source)
+    return settings
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ContractError(
-            "--config", f"{path} cannot be read ({error.strerror})", "Name a readable file"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ContractError("--config", f"{path} is not YAML ({error})", "Correct it") from None
-    if not isinstance(content, dict):
-        raise ContractError("--config", f"{path} holds no mapping", "Write `field: value` lines")
-    return content
+def _settings_of_run(run: SharedRolloutConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """What a training YAML says to a server whose other settings are `given`."""
+    gpus = given.get("tensor_parallel_size")
+    transport = run.vllm.sync.transport
+    return {
+        "max_num_seqs": run.decode_batch_size * (gpus if isinstance(gpus, int) else 1),
+        "repeat_terminate": run.repeat_terminate,
+        "weight_transport": None if transport == "auto" else transport,
+    }
+
+
+def _contradiction(
+    environment: RepeatTerminateConfig, settings: RepeatTerminateConfig, source: str
+) -> ContractError:
+    return ContractError(
+        INJECTION,
+        f"with it the environment says {environment.model_dump_json()}, but {source} says "
+        f"{settings.model_dump_json()}",
+        "Unset it, or say the same in both",
+    )

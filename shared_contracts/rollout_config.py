@@ -1,10 +1,12 @@
 """The part of a training YAML that the rollout server reads too (CFG-09).
 
-rollout_matching.decode_batch_size    DecodeBatchSize
-rollout_matching.vllm                 VllmConfig
-    .server                           ServerConfig
-        .servers[]                    ServerAddress
-    .sync                             SyncConfig
+rollout_matching                      SharedRolloutConfig, and keys of the learner alone
+    .decode_batch_size
+    .repeat_terminate                 RepeatTerminate
+    .vllm                             VllmConfig
+        .server                       ServerConfig
+            .servers[]                ServerAddress
+        .sync                         SyncConfig
 """
 
 from typing import Annotated, Literal
@@ -12,9 +14,28 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator
 
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.strict_model import Refusal, StrictModel
 
-DecodeBatchSize = Annotated[int, Field(ge=1)]
+
+def _can_fire(config: RepeatTerminateConfig) -> RepeatTerminateConfig:
+    ends = (
+        config.max_consecutive_token_repeats > 0,
+        config.ngram_size > 0 and config.ngram_repeats > 0,
+        config.max_object_keys is not None,
+    )
+    if config.enabled and not any(ends):
+        raise Refusal(
+            "is true, and nothing is set that would end a sequence",
+            "Set max_consecutive_token_repeats, ngram_size with ngram_repeats, or "
+            "max_object_keys; or enabled to false",
+            "enabled",
+        )
+    return config
+
+
+# A guard that never fires is a mistake of whoever switched it on.
+RepeatTerminate = Annotated[RepeatTerminateConfig, AfterValidator(_can_fire)]
 
 
 def _http_url(url: str) -> str:
@@ -86,3 +107,16 @@ class VllmConfig(StrictModel):
     mode: Literal["server"] = Field(description="where vLLM runs: `server`, started beforehand")
     server: ServerConfig = Field(description="how to reach the rollout servers")
     sync: SyncConfig = Field(default=SyncConfig(), description="how weights are pushed")
+
+
+class SharedRolloutConfig(StrictModel):
+    """Keys of `rollout_matching` that say what both the learner and its servers do."""
+
+    decode_batch_size: int = Field(
+        default=1, ge=1, description="most sequences decoded at once per rollout GPU"
+    )
+    repeat_terminate: RepeatTerminate = Field(
+        default=RepeatTerminateConfig(),
+        description="when an answer that repeats itself is ended; the servers have the same",
+    )
+    vllm: VllmConfig = Field(description="vLLM's placement, servers and weight push")

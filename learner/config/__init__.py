@@ -1,8 +1,9 @@
 """The typed configuration of a training run (section 6 of the contract)."""
 
-from learner.config.load import dump_resolved, load_config, load_mapping, merge, parse_config
+from learner.config.load import dump_resolved, load_config, load_mapping, parse_config
 from learner.config.schema import Config
 from learner.config.yaml12 import dump_mapping
+from shared_contracts.extends import merge
 
 __all__ = [
     "Config",

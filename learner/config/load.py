@@ -20,6 +20,7 @@ from learner.config.profiles import is_canonical_leaf, leaf_errors
 from learner.config.schema import Config
 from learner.config.yaml12 import dump_mapping, read_mapping
 from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.extends import merge_chain, read_chain
 from shared_contracts.strict_model import contract_errors
 
 
@@ -30,24 +31,10 @@ def load_config(path: str | Path) -> Config:
 
 def load_mapping(path: str | Path) -> dict[str, Any]:
     """The mapping of a YAML file on top of the files it extends; its values are unchecked."""
-    chain, mappings = _read_chain(Path(path))
+    chain, mappings = read_chain(Path(path), read_mapping)
     if is_canonical_leaf(chain[0]) and (errors := list(leaf_errors(mappings[0], chain))):
         raise ContractErrors(errors)
-    merged: dict[str, Any] = {}
-    for mapping in reversed(mappings):
-        merged = merge(merged, {k: v for k, v in mapping.items() if k != "extends"})
-    return merged
-
-
-def merge(mapping: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A new mapping: mappings merge key by key, everything else is replaced whole."""
-    merged = dict(mapping)
-    for key, value in overrides.items():
-        below = merged.get(key)
-        if isinstance(below, dict) and isinstance(value, dict):
-            value = merge(below, value)
-        merged[key] = value
-    return merged
+    return merge_chain(mappings)
 
 
 def parse_config(mapping: dict[str, Any]) -> Config:
@@ -66,35 +53,6 @@ def parse_config(mapping: dict[str, Any]) -> Config:
 def dump_resolved(config: Config) -> str:
     """YAML text of every key with its effective value."""
     return dump_mapping(config.model_dump())
-
-
-def _read_chain(path: Path) -> tuple[list[Path], list[dict[str, Any]]]:
-    """The file and the files it extends, one after another, as written."""
-    chain, mappings = [path], [read_mapping(path)]
-    while "extends" in mappings[-1]:
-        parent = _extended(chain[-1], mappings[-1]["extends"])
-        if parent.resolve() in [known.resolve() for known in chain]:
-            shown = " -> ".join(str(known) for known in [*chain, parent])
-            raise ContractError(
-                f"{chain[-1]}: extends", f"the chain is a circle: {shown}", "Break the circle"
-            )
-        if not parent.is_file():
-            raise ContractError(
-                f"{chain[-1]}: extends", f"there is no file {parent}", "Correct the path"
-            )
-        chain.append(parent)
-        mappings.append(read_mapping(parent))
-    return chain, mappings
-
-
-def _extended(path: Path, extends: Any) -> Path:
-    if not isinstance(extends, str) or not extends.strip():
-        raise ContractError(
-            f"{path}: extends",
-            f"{extends!r} is not one file",
-            "Name one file, relative to this one, and write the other overrides here",
-        )
-    return path.parent / extends
 
 
 def _without_ignored(mapping: dict[str, Any]) -> dict[str, Any]:

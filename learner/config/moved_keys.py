@@ -109,7 +109,6 @@ RETIRED_KEYS: dict[str, Retired] = {
         "moved", "Use rollout_matching.vllm.server.servers[].group_port"
     ),
     "rollout_matching.num_beams": _not_served("Remove it: decode_mode is greedy or sampling"),
-    "rollout_matching.repeat_terminate": _not_served("Remove it: max_new_tokens ends an answer"),
     "rollout_matching.offload": _not_served("Remove it: it belongs to vllm.mode colocate"),
     "rollout_matching.async_rollout": _not_served("Remove it: channel B runs in step mode"),
     "rollout_matching.eval_detection": _not_served(

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from shared_contracts.rollout_config import DecodeBatchSize, VllmConfig
+from shared_contracts.rollout_config import SharedRolloutConfig
 from shared_contracts.strict_model import Refusal, StrictModel
 
 
@@ -33,18 +33,14 @@ class MatchingConfig(StrictModel):
     fn_cost: float = Field(default=1.0, ge=0, description="of leaving a ground truth unmatched")
 
 
-class RolloutMatchingConfig(StrictModel):
+class RolloutMatchingConfig(SharedRolloutConfig):
     rollout_backend: Literal["vllm"] = Field(default="vllm", description="who generates")
-    decode_batch_size: DecodeBatchSize = Field(
-        default=1, description="most sequences decoded at once per rollout GPU"
-    )
     decode_mode: Literal["greedy", "sampling"] = Field(
         default="greedy", description="must agree with `decoding.temperature`"
     )
     max_new_tokens: int = Field(ge=1, description="longest answer in tokens")
     decoding: DecodingConfig = Field(default=DecodingConfig(), description="sampling parameters")
     repetition_penalty: float = Field(default=1.0, gt=0, description="1 is none")
-    vllm: VllmConfig = Field(description="vLLM's placement, servers and weight push")
     matching: MatchingConfig = Field(
         default=MatchingConfig(), description="how predictions meet ground truths"
     )

@@ -1,33 +1,16 @@
-"""YAML in and out with the scalars of YAML 1.2's core schema.
+"""YAML in and out with the scalars of YAML 1.2's core schema (`shared_contracts.yaml12`)."""
 
-Plain PyYAML follows YAML 1.1, where `eval_strategy: no` is false, `1e-4` a string, `010`
-eight and `12:30` seven hundred and fifty. Here they are `"no"`, 0.0001, 10 and `"12:30"`.
-Duplicate keys, keys that are not strings and mappings that contain themselves are errors.
-"""
-
-import re
 from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
 
 from shared_contracts.errors import ContractError
-
-_SCALARS = (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+0123456789."),
-    ),
-)
+from shared_contracts.yaml12 import know_core_scalars, use_core_schema
 
 
 class _Loader(yaml.SafeLoader):
-    """Knows the scalars above and no others."""
+    """Knows the scalars of the core schema and no others."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -37,37 +20,8 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Loader.yaml_implicit_resolvers = {}
-for _name, _pattern, _first in _SCALARS:
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(
-            f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), _first
-        )
-
-
-def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    text = loader.construct_scalar(node)
-    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-
-
-def _construct_list(loader: _Loader, node: yaml.SequenceNode) -> list[Any]:
-    return loader.construct_sequence(node, deep=True)
-
-
-def _construct_dict(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} is not a string", key_node.start_mark
-            )
-        if key in mapping:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key '{key}' is written twice", key_node.start_mark
-            )
-        mapping[key] = loader.construct_object(value_node, deep=True)
-    return mapping
+use_core_schema(_Loader, yaml.constructor.ConstructorError)
+know_core_scalars(_Dumper)
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
@@ -76,9 +30,6 @@ def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-_Loader.add_constructor("tag:yaml.org,2002:seq", _construct_list)
-_Loader.add_constructor("tag:yaml.org,2002:map", _construct_dict)
 _Dumper.add_representer(str, _represent_text)
 _Dumper.add_multi_representer(PurePath, lambda dumper, path: _represent_text(dumper, str(path)))
 

@@ -230,6 +230,52 @@ def test_two_servers_share_neither_an_address_nor_a_port(second: dict[str, Any])
     assert error.where == "rollout_matching.vllm.server.servers"
 
 
+@pytest.mark.req("REP-01", "CFG-05")
+def test_the_repeat_guard_is_off_until_it_is_configured() -> None:
+    guard = parse_config(WARMUP).rollout_matching.repeat_terminate
+    assert guard.model_dump() == {
+        "enabled": False,
+        "min_new_tokens": 0,
+        "max_consecutive_token_repeats": 0,
+        "ngram_size": 0,
+        "ngram_repeats": 0,
+        "max_object_keys": None,
+    }
+
+
+@pytest.mark.req("REP-01", "CFG-02")
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ({"max_object_key": 3}, "max_object_key"),
+        ({"enabled": True, "ngram_size": 2, "ngram_repeats": 1}, "ngram_repeats"),
+        ({"enabled": "yes"}, "enabled"),
+        ({"enabled": True}, "enabled"),
+        ({"enabled": True, "min_new_tokens": 64, "ngram_repeats": 2}, "enabled"),
+        ({"enabled": True, "max_consecutive_token_repeats": 0}, "enabled"),
+    ],
+)
+def test_a_wrong_or_idle_repeat_guard_is_refused(written: dict[str, Any], key: str) -> None:
+    error = only_error(changed("rollout_matching.repeat_terminate", written))
+    assert error.where == f"rollout_matching.repeat_terminate.{key}"
+
+
+@pytest.mark.req("REP-01")
+@pytest.mark.parametrize(
+    "switched_on",
+    [
+        {"max_consecutive_token_repeats": 4},
+        {"ngram_size": 2, "ngram_repeats": 3},
+        {"max_object_keys": 1},
+    ],
+)
+def test_any_one_trigger_is_enough_for_a_repeat_guard(switched_on: dict[str, int]) -> None:
+    written = {"enabled": True, **switched_on}
+    config = parse_config(changed("rollout_matching.repeat_terminate", written))
+    guard = config.rollout_matching.repeat_terminate
+    assert guard.model_dump(include=set(written)) == written
+
+
 @pytest.mark.req("CFG-05")
 def test_rollout_defaults_are_those_of_the_contract() -> None:
     mapping = copy.deepcopy(WARMUP)
@@ -555,6 +601,7 @@ def test_a_config_cannot_be_changed() -> None:
 def test_the_server_reads_the_same_types_as_the_learner() -> None:
     config = parse_config(WARMUP)
     assert type(config.rollout_matching.vllm) is rollout_config.VllmConfig
+    assert isinstance(config.rollout_matching, rollout_config.SharedRolloutConfig)
 
 
 def test_loading_a_config_imports_nothing_heavy() -> None:

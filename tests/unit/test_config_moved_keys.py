@@ -66,6 +66,7 @@ def test_no_retired_key_is_a_key_that_is_served() -> None:
         ("rollout_backend", "rollout_matching.rollout_backend"),
         ("vllm.server.servers", "rollout_matching.vllm.server.servers"),
         ("decoding.temperature", "rollout_matching.decoding.temperature"),
+        ("repeat_terminate.enabled", "rollout_matching.repeat_terminate.enabled"),
         ("temperature", "rollout_matching.decoding.temperature"),
         ("top_p", "rollout_matching.decoding.top_p"),
         ("rollout_infer_batch_size", "rollout_matching.decode_batch_size"),
@@ -199,7 +200,6 @@ def test_custom_coord_loss_is_ignored_in_silence(value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rollout_matching.repeat_terminate", {"enabled": True}),
         ("rollout_matching.offload", {"enabled": False}),
         ("rollout_matching.async_rollout", {"enabled": True}),
         ("rollout_matching.vllm.enable_lora", False),

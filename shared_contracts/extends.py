@@ -1,0 +1,66 @@
+"""`extends: FILE` in a training YAML: one rule for the learner and the rollout server (CFG-04).
+
+Mappings merge key by key, everything else is replaced whole. The named file is relative to
+the one that names it. Who calls brings what reads a file.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shared_contracts.errors import ContractError
+
+
+def read_chain(
+    path: Path, read: Callable[[Path], dict[str, Any]]
+) -> tuple[list[Path], list[dict[str, Any]]]:
+    """The file and the files it extends, one after another, and their mappings as written.
+
+    Raises:
+        ContractError: `extends` is no file, or the chain is a circle; and whatever `read`
+            raises.
+    """
+    chain, mappings = [path], [read(path)]
+    while "extends" in mappings[-1]:
+        parent = _extended(chain[-1], mappings[-1]["extends"])
+        if parent.resolve() in [known.resolve() for known in chain]:
+            shown = " -> ".join(str(known) for known in [*chain, parent])
+            raise ContractError(
+                f"{chain[-1]}: extends", f"the chain is a circle: {shown}", "Break the circle"
+            )
+        if not parent.is_file():
+            raise ContractError(
+                f"{chain[-1]}: extends", f"there is no file {parent}", "Correct the path"
+            )
+        chain.append(parent)
+        mappings.append(read(parent))
+    return chain, mappings
+
+
+def merge_chain(mappings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One mapping of a chain's: each on top of the ones after it, without `extends`."""
+    merged: dict[str, Any] = {}
+    for mapping in reversed(mappings):
+        merged = merge(merged, {k: v for k, v in mapping.items() if k != "extends"})
+    return merged
+
+
+def merge(mapping: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """A new mapping: mappings merge key by key, everything else is replaced whole."""
+    merged = dict(mapping)
+    for key, value in overrides.items():
+        below = merged.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            value = merge(below, value)
+        merged[key] = value
+    return merged
+
+
+def _extended(path: Path, extends: Any) -> Path:
+    if not isinstance(extends, str) or not extends.strip():
+        raise ContractError(
+            f"{path}: extends",
+            f"{extends!r} is not one file",
+            "Name one file, relative to this one, and write the other overrides here",
+        )
+    return path.parent / extends
