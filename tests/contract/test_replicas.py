@@ -1,16 +1,20 @@
-"""Two replicas behind one port, with untied heads; they end with one killed engine."""
+"""Two replicas behind one port, with untied heads: load, pushes, deaths and hangs."""
 
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from random import Random
 
+import httpx
 import pytest
 
 from learner.operate.server_process import free_ports
 from tests.contract.running_server import (
+    START_TIMEOUT_S,
     RunningServer,
     children,
     cpu_seconds,
@@ -23,6 +27,8 @@ from tests.contract.test_fresh_engine import answers
 from tests.contract.toy_checkpoints import make_checkpoint, read_weights
 from tests.contract.weight_sender import push, weight_group
 
+HANG_S = 15.0
+
 
 @pytest.fixture(scope="module")
 def replicas(
@@ -30,7 +36,8 @@ def replicas(
 ) -> Iterator[RunningServer]:
     untied = make_checkpoint(checkpoints / "untied", seed=3, tie=False)
     folder = tmp_path_factory.mktemp("replicas") / "server"
-    with running_server(untied, folder, "--replicas", "2") as replicas:
+    options = ("--replicas", "2", "--hang-seconds", str(HANG_S))
+    with running_server(untied, folder, *options) as replicas:
         yield replicas
 
 
@@ -78,20 +85,111 @@ def _stop_while_it_answers(server: RunningServer) -> None:
     assert wait_until_gone(everything, timeout_s=20) == []
 
 
+@pytest.mark.req("SRV-05", "SYNC-07")
+def test_a_killed_engine_is_named_built_again_and_serves_after_a_push(
+    replicas: RunningServer, checkpoints: Path
+) -> None:
+    before = replicas.http.get("/info/").json()
+    answer = _call_while(replicas, partial(_kill, replicas, "engine"))
+    assert answer.status_code == 503
+    lost = answer.json()["where"]
+    assert lost in ("replicas[0]", "replicas[1]")
+    health = replicas.http.get("/health/")
+    assert (health.status_code, health.json()["where"]) == (503, lost)
+    assert replicas.http.get("/live/").status_code == 200
+    _others_answer(replicas, before["weights_version"])
+    assert replicas.http.get("/info/").json()["server_epoch"] != before["server_epoch"]
+
+    _wait_for_states(replicas, {"serving", "needs-push"})
+    health = replicas.http.get("/health/")
+    assert (health.status_code, health.json()["where"]) == (503, lost)
+    assert "needs-push" in health.json()["detail"]
+    _others_answer(replicas, before["weights_version"])
+    _push_both(replicas, checkpoints)
+    assert replicas.http.get("/health/").status_code == 200
+    together = replicas.infer([text_request()] * 8)
+    assert len({tuple(response_ids(envelope)) for envelope in together}) == 1
+
+
 @pytest.mark.req("SRV-05")
-def test_a_killed_engine_is_named_and_its_calls_are_answered(replicas: RunningServer) -> None:
-    engine = replicas.processes()["engine 1"]
+def test_a_hung_engine_is_noticed_by_its_silence_and_built_again(
+    replicas: RunningServer, checkpoints: Path
+) -> None:
+    def hang() -> None:
+        os.kill(replicas.processes()["engine 0"], signal.SIGSTOP)
+
+    answer = _call_while(replicas, hang, timeout_s=HANG_S + 20)
+    assert answer.status_code == 503
+    assert replicas.http.get("/live/").status_code == 200
+    problem = replicas.http.get("/health/").json()
+    assert problem["where"] == answer.json()["where"]
+    _wait_for_states(replicas, {"serving", "needs-push"})
+    _push_both(replicas, checkpoints)
+    assert replicas.http.get("/health/").status_code == 200
+
+
+@pytest.mark.req("SRV-05", "DIST-05")
+def test_whatever_child_is_killed_under_load_every_call_is_answered(
+    replicas: RunningServer, checkpoints: Path
+) -> None:
+    random = Random(7)
+    for victim in ("resource tracker", "engine", "engine"):
+        kill = partial(_kill, replicas, victim)
+        answer = _call_while(replicas, kill, delay_s=random.uniform(0.0, 0.8))
+        assert answer.status_code == (200 if victim == "resource tracker" else 503)
+        _others_answer(replicas)
+        if victim == "engine":
+            _wait_for_states(replicas, {"serving", "needs-push"})
+            _push_both(replicas, checkpoints)
+        assert replicas.http.get("/health/").status_code == 200
+    assert {s["state"] for s in replicas.http.get("/info/").json()["replicas"]} == {"serving"}
+
+
+def _call_while(
+    server: RunningServer, happens: Callable[[], None], delay_s: float = 0.3, timeout_s: float = 5
+) -> httpx.Response:
+    """The answer of a long call over both replicas, in which `happens` falls.
+
+    timeout_s: within which the answer must come after that.
+    """
     with ThreadPoolExecutor() as threads:
         running = threads.submit(
-            replicas.post_infer, [text_request()] * 16, temperature=1.0, max_tokens=480
+            server.post_infer, [text_request()] * 64, temperature=1.0, max_tokens=400
         )
-        time.sleep(0.3)
-        os.kill(engine, signal.SIGKILL)
-        answer = running.result(timeout=5)
-    assert answer.status_code == 503
-    assert answer.json()["where"].startswith("replicas[")
-    health = replicas.http.get("/health/")
-    assert health.status_code == 503
-    assert health.json()["where"] == answer.json()["where"]
-    assert replicas.http.get("/live/").status_code == 200
-    assert replicas.post_infer([text_request()]).status_code == 503
+        time.sleep(delay_s)
+        happens()
+        return running.result(timeout=timeout_s)
+
+
+def _kill(server: RunningServer, kind: str) -> None:
+    of_that_kind = {
+        "engine": [pid for name, pid in server.processes().items() if "engine" in name],
+        "resource tracker": [
+            pid
+            for pid in children(server.process.pid)
+            if b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ],
+    }
+    os.kill(of_that_kind[kind][-1], signal.SIGKILL)
+
+
+def _others_answer(server: RunningServer, version: int | None = None) -> None:
+    for envelope in server.infer([text_request()] * 4):
+        if version is not None:
+            assert envelope["coordexp"]["weights_version"] == [version, version]
+
+
+def _wait_for_states(server: RunningServer, states: set[str]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if {r["state"] for r in server.http.get("/info/").json()["replicas"]} == states:
+            return
+        time.sleep(0.2)
+    raise AssertionError(server.http.get("/info/").json()["replicas"])
+
+
+def _push_both(server: RunningServer, checkpoints: Path) -> None:
+    (port,) = free_ports(1)
+    version = server.http.get("/info/").json()["weights_version"] + 1
+    with weight_group(server.http, port, world_size=3) as sender:
+        push(server.http, sender, read_weights(checkpoints / "untied"), version)
