@@ -1,11 +1,11 @@
-"""One vLLM engine: the only module of the server's own process that imports vLLM.
+"""One vLLM engine: with `guard_check`, what of the server's own process imports vLLM.
 
     Engine.build(settings, index)     blocking: call it in a thread
     render(messages) -> Prompt        chat template, tokens, image features
     check_sampling(config)            before anything is generated
     generate(prompt, ...) -> [Completion]
     pause, weight_phase, publish, resume, abort_all
-    heartbeat, declare_dead, shutdown
+    prove_guard, heartbeat, declare_dead, shutdown
 
 Errors of vLLM leave this module as those of `engine_types`.
 """
@@ -37,7 +37,9 @@ from rollout_server.engine_types import (
     PromptRefused,
     WeightPhaseFailed,
 )
+from rollout_server.guard_check import EngineGuard
 from rollout_server.race import unless
+from rollout_server.repeat_config import PROCESSOR
 from rollout_server.routing import Load
 from rollout_server.settings import ServerSettings
 from shared_contracts.infer import RequestConfig
@@ -54,8 +56,9 @@ FIRST_VERSION = 0
 
 
 class Engine:
-    def __init__(self, llm: AsyncLLM, index: int) -> None:
+    def __init__(self, llm: AsyncLLM, index: int, guard: EngineGuard | None) -> None:
         self._llm = llm
+        self._guard = guard
         self.index = index
         self.load = Load()
         self.weights_version = FIRST_VERSION
@@ -65,9 +68,13 @@ class Engine:
 
     @classmethod
     def build(cls, settings: ServerSettings, index: int) -> "Engine":
-        """Start the engine process of replica `index` and load the model (seconds)."""
+        """Start the engine process of replica `index` and load the model (seconds).
+
+        Raises GuardInactive when the model leaves the repeat guard no sentinel.
+        """
         config = engine_args(settings, index).create_engine_config()
-        return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), index)
+        guard = EngineGuard.of(settings.repeat_terminate, config.model_config)
+        return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), index, guard)
 
     @property
     def max_model_len(self) -> int:
@@ -124,7 +131,7 @@ class Engine:
 
         Raises PromptRefused for what only the engine can tell, EngineDead and Aborted.
         """
-        sampling = sampling_params(config, seed, max_tokens)
+        sampling = sampling_params(config, seed, max_tokens, self._sentinel)
         final = await self._reached(self._final(prompt.engine_input, sampling, request_id))
         return [self._completion(output) for output in final.outputs]
 
@@ -138,11 +145,15 @@ class Engine:
             raise PromptRefused(str(error)) from error
         return final
 
+    @property
+    def _sentinel(self) -> int | None:
+        return None if self._guard is None else self._guard.sentinel
+
     def _completion(self, output: CompletionOutput) -> Completion:
         finish = _FINISHES.get(output.finish_reason)
         if finish is None:
             raise Aborted(f"replica {self.index} ended a sequence: {output.finish_reason}")
-        token_ids, text = list(output.token_ids), output.text
+        token_ids, text, sentinel = list(output.token_ids), output.text, self._sentinel
         # A stop string ends inside the text; anything else that stops is one last token.
         if not isinstance(output.stop_reason, str):
             if finish == "stop":
@@ -154,7 +165,7 @@ class Engine:
             text=text,
             token_ids=token_ids,
             finish=finish,
-            repeat_terminated=False,
+            repeat_terminated=sentinel is not None and output.stop_reason == sentinel,
             weights_version=(versions[0], versions[-1]),
         )
 
@@ -176,10 +187,16 @@ class Engine:
 
     @property
     def guard_active(self) -> bool:
-        return False
+        """Whether the repeat guard is asked for and proven."""
+        return self._guard is not None and self._guard.proven
 
     async def prove_guard(self) -> None:
-        """Nothing to prove: no guard is wired yet."""
+        """Have the engine show that its repeat guard works; nothing where it has none.
+
+        Raises GuardInactive and EngineDead.
+        """
+        if self._guard is not None:
+            await self._reached(self._guard.prove(self._llm))
 
     async def weight_phase(self, name: str, **arguments: Any) -> None:
         """Run a weight phase of vLLM's worker (`start_weight_update`, ...) on each worker.
@@ -236,7 +253,8 @@ def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
         "mm_processor_cache_gb": 0,
         "limit_mm_per_prompt": {"video": 0},
         "weight_transfer_config": WeightTransferConfig(backend=settings.transport),
-        "worker_extension_cls": "rollout_server.worker_extension.WeightPhases",
+        "logits_processors": [PROCESSOR] if settings.repeat_terminate.enabled else None,
+        "worker_extension_cls": "rollout_server.worker_extension.WorkerExtension",
     }
     extra = _cpu_args(settings) if settings.device == "cpu" else _gpu_args(settings, index)
     return AsyncEngineArgs(**common | extra)
@@ -273,9 +291,12 @@ def _gpu_args(settings: ServerSettings, index: int) -> dict[str, Any]:
     }
 
 
-def sampling_params(config: RequestConfig, seed: int | None, max_tokens: int) -> SamplingParams:
+def sampling_params(
+    config: RequestConfig, seed: int | None, max_tokens: int, sentinel: int | None = None
+) -> SamplingParams:
     """Every sampling parameter explicitly, so that none comes from the checkpoint.
 
+    sentinel: id with which the repeat guard ends the sequence.
     Raises PromptRefused for a combination vLLM does not take.
     """
     try:
@@ -290,6 +311,7 @@ def sampling_params(config: RequestConfig, seed: int | None, max_tokens: int) ->
             presence_penalty=config.presence_penalty,
             frequency_penalty=config.frequency_penalty,
             stop=config.stop or [],
+            stop_token_ids=None if sentinel is None else [sentinel],
             seed=seed,
             # Needed to find stop strings; coordinate tokens may be declared special.
             detokenize=bool(config.stop),

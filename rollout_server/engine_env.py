@@ -3,6 +3,7 @@
 import os
 
 from rollout_server.logs import JSON_LOGGING_FILE
+from rollout_server.repeat_config import repeat_environment
 from rollout_server.settings import ServerSettings
 
 
@@ -28,6 +29,8 @@ def engine_environment(settings: ServerSettings) -> dict[str, str]:
         # Prompts are tokenized in threads of one process; the Rust pool would warn on spawn.
         "TOKENIZERS_PARALLELISM": "false",
     }
+    # The repeat guard is configured where it runs: in the engine's process.
+    variables |= repeat_environment(settings.repeat_terminate)
     variables |= _json_logs() if settings.log_format == "json" else {}
     return variables | (_cpu(settings) if settings.device == "cpu" else _gpu())
 

@@ -21,6 +21,10 @@ INJECTION = "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
 CONFIG_JSON = "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON"
 CONFIG_JSON_PATH = "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH"
 
+# The class vLLM is given, by name, and the key of a request's own settings.
+PROCESSOR = "rollout_server.repeat_processor:RepeatProcessor"
+EXTRA_ARG = "repeat_terminate"
+
 
 def repeat_environment(config: RepeatTerminateConfig) -> dict[str, str]:
     """The variables that say `config`, whatever the environment said before."""

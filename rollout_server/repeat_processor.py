@@ -23,7 +23,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from rollout_server.repeat_config import repeat_config_from_environment, validated
+from rollout_server.repeat_config import EXTRA_ARG, repeat_config_from_environment, validated
 from rollout_server.sentinel import choose_sentinel
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import (
@@ -31,8 +31,6 @@ from shared_contracts.repeat_guard import (
     RepeatTerminateConfig,
     object_key_token_ids,
 )
-
-EXTRA_ARG = "repeat_terminate"
 
 
 class RepeatProcessor(LogitsProcessor):
