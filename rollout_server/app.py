@@ -1,18 +1,29 @@
 """The HTTP face of a pool: routes in, typed bodies out (WIRE-06); no vLLM here."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import os
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, Header, Query, Request, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
 from starlette.types import Lifespan
 
+from rollout_server.access_log import AccessLog
+from rollout_server.answers import Answers
+from rollout_server.auth import BearerToken, declare_token
+from rollout_server.call_record import CallRecord
+from rollout_server.limits import BodyLimit, CallLimit, check_size
 from rollout_server.pool import Pool
 from rollout_server.problems import install_problem_handlers
+from rollout_server.race import unless
+from rollout_server.secret import read_token
+from rollout_server.settings import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, PROBLEM_TITLES, Problem
 from shared_contracts.infer import ChatCompletionResponse, InferCall, RolloutEnvelope
-from shared_contracts.server_info import Health, Live, WorldSize
+from shared_contracts.server_info import Health, Info, Live, WorldSize
 from shared_contracts.weights import (
     CommunicatorReady,
     FinishWeightUpdate,
@@ -23,17 +34,27 @@ from shared_contracts.weights import (
     WeightStatus,
 )
 
-T = TypeVar("T")
-
 PROBE_PROBLEMS = ("not-ready", "weights-poisoned")
-INFER_PROBLEMS = ("bad-request", "invalid-request", "not-ready", "weights-poisoned")
+BODY_PROBLEMS = (
+    "bad-request",
+    "body-too-large",
+    "invalid-request",
+    "not-ready",
+    "weights-poisoned",
+)
+INFER_PROBLEMS = (*BODY_PROBLEMS, "other-weights", "too-many-calls")
 WEIGHT_PROBLEMS = (
-    *INFER_PROBLEMS,
+    *BODY_PROBLEMS,
     "weight-update-order",
     "group-port-taken",
     "weight-transfer-failed",
     "weight-transfer-timeout",
 )
+
+Envelopes = list[RolloutEnvelope]
+Bare = list[ChatCompletionResponse]
+ENVELOPES = TypeAdapter(Envelopes)
+BARE = TypeAdapter(Bare)
 
 
 def create_app(pool: Pool, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
@@ -48,9 +69,21 @@ def create_app(pool: Pool, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI
     install_problem_handlers(app)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     _add_probes(app, pool)
-    _add_infer(app, pool)
+    _add_infer(app, pool, Answers())
     _add_weight_updates(app, pool)
+    _guard(app, pool.settings)
+    app.add_middleware(AccessLog, telemetry=pool.telemetry)
     return app
+
+
+def _guard(app: FastAPI, settings: ServerSettings) -> None:
+    """Put the bounds and the token around all routes; what is added last looks first."""
+    app.add_middleware(CallLimit, max_calls=settings.max_concurrent_calls)
+    app.add_middleware(BodyLimit, max_bytes=int(settings.max_body_mib * 2**20))
+    token = read_token(settings, os.environ)
+    if token is not None:
+        app.add_middleware(BearerToken, token=token)
+        declare_token(app.openapi(), _problem_responses(("unauthorized",))[401])
 
 
 def _add_probes(app: FastAPI, pool: Pool) -> None:
@@ -67,15 +100,45 @@ def _add_probes(app: FastAPI, pool: Pool) -> None:
     async def get_world_size() -> WorldSize:
         return pool.world_size()
 
+    @_route(app, "GET", "/info/")
+    async def info() -> Info:
+        """What this server is; while its engines start, too."""
+        return pool.info()
 
-def _add_infer(app: FastAPI, pool: Pool) -> None:
-    @_route(app, "POST", "/infer/", INFER_PROBLEMS)
+    @_route(app, "GET", "/metrics/", response_class=PlainTextResponse)
+    async def metrics() -> PlainTextResponse:
+        """Counters, seconds and gauges in Prometheus' text format."""
+        return PlainTextResponse(pool.telemetry.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_infer(app: FastAPI, pool: Pool, answers: Answers) -> None:
+    @_route(app, "POST", "/infer/", INFER_PROBLEMS, response_model=Envelopes | Bare)
     async def infer(
-        call: InferCall, request: Request, envelope: Annotated[bool, Query()] = True
-    ) -> list[RolloutEnvelope] | list[ChatCompletionResponse]:
-        """One rollout per request, in order; `?envelope=0` leaves ours off."""
-        rollouts = await until_disconnect(pool.infer(call), request)
-        return rollouts if envelope else [rollout.response for rollout in rollouts]
+        call: InferCall,
+        request: Request,
+        envelope: Annotated[bool, Query()] = True,
+        rollout_envelope: Annotated[bool, Header()] = True,
+    ) -> Response:
+        """One rollout per request, in order.
+
+        `?envelope=0`, or the header `Rollout-Envelope: 0`, leaves ours off.
+        """
+        record: CallRecord = request.state.call_record
+        record.request_id, record.requests = call.request_id, len(call.infer_requests)
+        check_size(call, pool.settings)
+
+        async def generate() -> bytes:
+            envelopes = await pool.infer(call, record)
+            pool.telemetry.count_answers(record)
+            return ENVELOPES.dump_json(envelopes)
+
+        body, record.repeated = await unless(
+            _disconnected(request), answers.give(call, generate), ClientDisconnect()
+        )
+        if not (envelope and rollout_envelope):
+            body = BARE.dump_json([answer.response for answer in ENVELOPES.validate_json(body)])
+        # Serialized above, and validated when it was built: FastAPI need not do so again.
+        return Response(body, media_type="application/json")
 
 
 def _add_weight_updates(app: FastAPI, pool: Pool) -> None:
@@ -93,7 +156,9 @@ def _add_weight_updates(app: FastAPI, pool: Pool) -> None:
 
     @_route(app, "POST", "/finish_weight_update/", WEIGHT_PROBLEMS)
     async def finish_weight_update(body: FinishWeightUpdate) -> SyncReport:
-        return await pool.weights.finish(body)
+        report = await pool.weights.finish(body)
+        pool.telemetry.count_push(report)
+        return report
 
     @_route(app, "POST", "/close_communicator/", WEIGHT_PROBLEMS)
     async def close_communicator() -> WeightStatus:
@@ -104,9 +169,12 @@ Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
 def _route(
-    app: FastAPI, method: str, path: str, problems: tuple[str, ...] = ()
+    app: FastAPI, method: str, path: str, problems: tuple[str, ...] = (), **options: Any
 ) -> Callable[[Handler], Handler]:
-    """Serve `path` with and without its trailing slash; the schema shows it once."""
+    """Serve `path` with and without its trailing slash; the schema shows it once.
+
+    options: of FastAPI's route, beside the answers that are problems.
+    """
     responses = _problem_responses(problems)
 
     def add(handler: Handler) -> Handler:
@@ -117,6 +185,7 @@ def _route(
                 methods=[method],
                 responses=responses,
                 include_in_schema=in_schema,
+                **options,
             )
         return handler
 
@@ -132,22 +201,8 @@ def _problem_responses(problems: tuple[str, ...]) -> dict[int | str, dict[str, A
     return responses
 
 
-async def until_disconnect(work: Coroutine[Any, Any, T], request: Request) -> T:
-    """Run `work`; cancel it and raise ClientDisconnect when the client goes (SRV-07)."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        gone.cancel()
-        task.cancel()
-
-
 async def _disconnected(request: Request) -> None:
-    """Wait for the end of the connection: its body has been read already."""
+    """Wait for the end of the connection (SRV-07): its body has been read already."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

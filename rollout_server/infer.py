@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
+from rollout_server.call_record import CallRecord
 from rollout_server.chat import ChatMessage, read_conversation
 from rollout_server.engine_types import Aborted, Completion, EngineDead, Prompt, PromptRefused
 from rollout_server.media import MediaLoader
@@ -31,6 +32,8 @@ class RolloutEngine(Protocol):
     def index(self) -> int: ...
     @property
     def load(self) -> Load: ...
+    @property
+    def weights_version(self) -> int: ...
     @property
     def max_model_len(self) -> int: ...
     async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt: ...
@@ -66,20 +69,30 @@ class Rollouts:
         self._media = media
         self._server_epoch = server_epoch
 
-    async def answer(self, call: wire.InferCall) -> list[wire.RolloutEnvelope]:
-        """One envelope per request, in order.
+    async def answer(self, call: wire.InferCall, record: CallRecord) -> list[wire.RolloutEnvelope]:
+        """One envelope per request, in order; `record` is told what the call amounts to.
 
         Raises the `invalid-request` problem, listing every bad request, before anything
-        is generated, and `not-ready` when an engine dies or its weights break meanwhile.
+        is generated, `not-ready` when an engine dies or its weights break meanwhile, and
+        `other-weights` when other weights than the expected ones would answer, or did in
+        the end because an update came in between.
         Cancelling the call aborts its sequences.
         """
         config = call.request_config or wire.RequestConfig()
-        (engine, *_) = await self._serving()
-        self._check_sampling(engine, config)
-        prompts = await self._prepare(engine, call.infer_requests)
-        return await all_or_cancel(
-            [self._roll_out(prompt, config, index) for index, prompt in enumerate(prompts)]
-        )
+        with record.phase("wait"):
+            (engine, *_) = await self._serving()
+        require_weights(call, engine.weights_version)
+        with record.phase("prepare"):
+            self._check_sampling(engine, config)
+            prompts = await self._prepare(engine, call.infer_requests, record)
+        with record.phase("generate"):
+            envelopes = await all_or_cancel(
+                [self._roll_out(prompt, call, config, i) for i, prompt in enumerate(prompts)]
+            )
+        for envelope in envelopes:
+            require_weights(call, *envelope.coordexp.weights_version)
+        record.add_answers(envelopes)
+        return envelopes
 
     def _check_sampling(self, engine: RolloutEngine, config: wire.RequestConfig) -> None:
         try:
@@ -88,11 +101,15 @@ class Rollouts:
             raise refusal("invalid-request", str(error), "request_config") from error
 
     async def _prepare(
-        self, engine: RolloutEngine, requests: Sequence[wire.RolloutInferRequest]
+        self,
+        engine: RolloutEngine,
+        requests: Sequence[wire.RolloutInferRequest],
+        record: CallRecord,
     ) -> list[Prompt]:
         """Render every request or refuse them all."""
         outcomes = await asyncio.gather(
-            *(self._render(engine, request) for request in requests), return_exceptions=True
+            *(self._render(engine, request, record) for request in requests),
+            return_exceptions=True,
         )
         faults: dict[int, BadRequest] = {}
         prompts: list[Prompt] = []
@@ -107,9 +124,12 @@ class Rollouts:
             raise refuse_requests(faults)
         return prompts
 
-    async def _render(self, engine: RolloutEngine, request: wire.RolloutInferRequest) -> Prompt:
+    async def _render(
+        self, engine: RolloutEngine, request: wire.RolloutInferRequest, record: CallRecord
+    ) -> Prompt:
         """Rendering happens in this process, so any engine's renderer serves all."""
         conversation = read_conversation(request)
+        record.images += len(conversation.sources)
         images = await self._media.load(conversation.sources)
         try:
             prompt = await engine.render(conversation.messages, images)
@@ -122,13 +142,15 @@ class Rollouts:
                 f"the prompt has {length} tokens, which leaves no room for an answer in a "
                 f"context of {engine.max_model_len} (max_model_len)",
             )
+        record.prompt_tokens += length
         return prompt
 
     async def _roll_out(
-        self, prompt: Prompt, config: wire.RequestConfig, index: int
+        self, prompt: Prompt, call: wire.InferCall, config: wire.RequestConfig, index: int
     ) -> wire.RolloutEnvelope:
         seed = None if config.seed is None else config.seed + index
         engine = least_loaded(await self._serving())
+        require_weights(call, engine.weights_version)
         room = engine.max_model_len - len(prompt.token_ids)
         max_tokens = min(config.max_tokens or room, room)
         tokens = len(prompt.token_ids) + config.n * max_tokens
@@ -186,6 +208,18 @@ def _choice(completion: Completion, details: bool) -> wire.Choice:
         finish_reason=completion.finish,
         token_ids=completion.token_ids if details else None,
     )
+
+
+def require_weights(call: wire.InferCall, *versions: int) -> None:
+    """Raises the `other-weights` problem for a version that is not the expected one."""
+    expected = call.expected_weights_version
+    for version in versions:
+        if expected not in (None, version):
+            raise refusal(
+                "other-weights",
+                f"version {expected} is expected, and the server's is {version}",
+                "expected_weights_version",
+            )
 
 
 async def all_or_cancel(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from rollout_server.call_record import CallRecord
 from rollout_server.infer import Rollouts
 from rollout_server.media import MediaLoader
 from rollout_server.problems import refusal
@@ -84,11 +85,11 @@ class Pool:
         self._require_started()
         return self._weights
 
-    async def infer(self, call: InferCall) -> list[RolloutEnvelope]:
+    async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
         """Answer a call; one that comes during a weight update waits for its end."""
         self._require_started()
         stopping = refusal("not-ready", "the server is stopping", "server")
-        return await unless(self._stopping.wait(), self._rollouts.answer(call), stopping)
+        return await unless(self._stopping.wait(), self._rollouts.answer(call, record), stopping)
 
     # --- probes
 

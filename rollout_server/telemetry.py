@@ -1,43 +1,22 @@
-"""What the server counts and what it logs of every call (`/metrics/`, SRV-08).
+"""The metrics of a server, in Prometheus' terms (`GET /metrics/`).
 
-CallRecord    filled while a call runs, by those who know; ends in the metrics and the log
-Telemetry     the Prometheus metrics of one server, with a registry of its own
-log_call      the access line
-
-Metrics, requests and seconds never hold a prompt, an image or a token of auth.
+Counters follow the calls; gauges look at the server at every scrape.
 """
 
-import logging
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from dataclasses import dataclass
+from typing import Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from rollout_server.call_record import CallRecord, Outcome
 from shared_contracts.errors import ProblemError
-from shared_contracts.infer import RolloutEnvelope
 from shared_contracts.server_info import Health, ReplicaState, ReplicaStatus
 from shared_contracts.weights import SyncReport, WeightState, WeightStatus
 
-access_log = logging.getLogger("rollout_server.access")
-
-# wait       for the end of a weight update
-# prepare    images, chat template, tokens
-# generate   from the first request handed to an engine to the last answer
-Phase = Literal["wait", "prepare", "generate"]
-
-# answered    200, generated for this call
-# repeated    200, the answer of an earlier call with the same request id
-# refused     4xx
-# failed      5xx
-# gone        the client closed the connection
-Outcome = Literal["answered", "repeated", "refused", "failed", "gone"]
-
-CLIENT_GONE = 499
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -48,55 +27,6 @@ class ReplicaLoad:
     index: int
     running: int
     waiting: int
-
-
-@dataclass
-class CallRecord:
-    """What is known of one call.
-
-    seconds: by phase; weights_version: (lowest, highest) the answers are stamped with.
-    repeated: answered with what an earlier call generated.
-    problem: the kind of problem it was refused with.
-    """
-
-    route: str
-    request_id: str | None = None
-    requests: int = 0
-    images: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    guard_triggers: int = 0
-    weights_version: tuple[int, int] | None = None
-    repeated: bool = False
-    status: int = CLIENT_GONE
-    problem: str | None = None
-    seconds: dict[Phase, float] = field(default_factory=dict)
-    began: float = field(default_factory=time.monotonic)
-
-    @contextmanager
-    def phase(self, name: Phase) -> Iterator[None]:
-        """Times a `with` block, also one that fails."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
-
-    def add_answers(self, envelopes: Sequence[RolloutEnvelope]) -> None:
-        stamps = [envelope.coordexp for envelope in envelopes]
-        self.generated_tokens += sum(e.response.usage.completion_tokens for e in envelopes)
-        self.guard_triggers += sum(len(stamp.repeat_terminated_choices) for stamp in stamps)
-        if stamps:
-            versions = [version for stamp in stamps for version in stamp.weights_version]
-            self.weights_version = (min(versions), max(versions))
-
-    @property
-    def outcome(self) -> Outcome:
-        if self.status == CLIENT_GONE:
-            return "gone"
-        if self.status < 400:
-            return "repeated" if self.repeated else "answered"
-        return "refused" if self.status < 500 else "failed"
 
 
 class Watched(Protocol):
@@ -121,10 +51,8 @@ class Telemetry:
         self._in_flight = Gauge(
             "rollout_calls_in_flight", "Calls of /infer/ that are running.", registry=registry
         )
-        self._requests = Counter(
-            "rollout_requests", "Conversations in answered calls.", registry=registry
-        )
-        self._images = Counter("rollout_images", "Images in those.", registry=registry)
+        self._requests = Counter("rollout_requests", "Conversations answered.", registry=registry)
+        self._images = Counter("rollout_images", "Images in them.", registry=registry)
         self._prompt_tokens = Counter(
             "rollout_prompt_tokens", "Prompt tokens, images expanded.", registry=registry
         )
@@ -173,19 +101,21 @@ class Telemetry:
             yield
 
     def count_call(self, record: CallRecord) -> None:
-        """Count a call of /infer/ that has ended; what was repeated is not counted twice."""
-        self._calls.labels(record.outcome).inc()
-        if record.outcome == "answered":
-            self._requests.inc(record.requests)
-            self._images.inc(record.images)
+        """Count a call that has ended, and what it was refused with."""
+        if record.problem is not None:
+            self._refused.labels(record.route, record.problem).inc()
+        if record.route == "/infer/":
+            self._calls.labels(record.outcome).inc()
+            for phase, seconds in record.seconds.items():
+                self._phase_seconds.labels(phase).observe(seconds)
+
+    def count_answers(self, record: CallRecord) -> None:
+        """Count what was generated, once, whoever may be answered with it."""
+        self._requests.inc(record.requests)
+        self._images.inc(record.images)
         self._prompt_tokens.inc(record.prompt_tokens)
         self._generated_tokens.inc(record.generated_tokens)
         self._guard_triggers.inc(record.guard_triggers)
-        for phase, seconds in record.seconds.items():
-            self._phase_seconds.labels(phase).observe(seconds)
-
-    def count_refusal(self, route: str, kind: str) -> None:
-        self._refused.labels(route, kind).inc()
 
     def count_push(self, report: SyncReport) -> None:
         self._pushes.inc()
@@ -249,37 +179,3 @@ def _gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
 
 def _by_replica(name: str, documentation: str) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, documentation, labels=["replica"])
-
-
-def log_call(record: CallRecord) -> None:
-    """One line of a call that has ended; as JSON its fields stand beside the message."""
-    fields: dict[str, object] = {
-        "route": record.route,
-        "status": record.status,
-        "seconds": round(time.monotonic() - record.began, 4),
-    }
-    if record.problem is not None:
-        fields["problem"] = record.problem
-    if record.route == "/infer/":
-        fields |= _infer_fields(record)
-    text = " ".join(f"{name}={value}" for name, value in fields.items())
-    access_log.info("%s", text, extra=fields)
-
-
-def _infer_fields(record: CallRecord) -> dict[str, object]:
-    fields: dict[str, object] = {
-        f"{phase}_seconds": round(seconds, 4) for phase, seconds in record.seconds.items()
-    }
-    fields |= {
-        "outcome": record.outcome,
-        "requests": record.requests,
-        "images": record.images,
-        "prompt_tokens": record.prompt_tokens,
-        "generated_tokens": record.generated_tokens,
-        "guard_triggers": record.guard_triggers,
-    }
-    if record.weights_version is not None:
-        fields["weights_version"] = "-".join(map(str, sorted(set(record.weights_version))))
-    if record.request_id is not None:
-        fields["request_id"] = record.request_id
-    return fields

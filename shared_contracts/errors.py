@@ -96,6 +96,11 @@ class Problem(BaseModel):
             errors=errors,
         )
 
+    @property
+    def kind(self) -> str:
+        """The word of `PROBLEM_TITLES` it was built of."""
+        return self.type.rpartition(":")[2]
+
 
 class RunError(Exception):
     """What was running cannot go on, for a reason outside of this program."""

@@ -12,7 +12,7 @@ from rollout_server.pool import Pool
 from rollout_server.settings import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 
-GET_PATHS = ("/health", "/live", "/get_world_size")
+GET_PATHS = ("/health", "/live", "/get_world_size", "/info", "/metrics")
 POST_PATHS = (
     "/infer",
     "/init_communicator",
