@@ -1,0 +1,73 @@
+"""The repeat guard inside transformers' `generate`, as it is inside vLLM (REP-03)."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
+from shared_contracts.repeat_guard import (
+    RepeatGuard,
+    RepeatTerminateConfig,
+    object_key_token_ids,
+)
+
+
+class RepeatProcessor(LogitsProcessor):
+    """Ends the rows of one `generate` call that repeat themselves.
+
+    A row that triggers can only continue with the first of `eos_token_ids`; the other rows
+    are left as they are. One object serves one call.
+
+    prompt_length: width of the prompts, padding included; only what follows is guarded.
+    eos_token_ids: what ends a row; nothing behind it is taken.
+    triggered: for each row, whether the guard ended it. Under beam search rows are the
+        hypotheses that still run, which trade places, and not the answers.
+    """
+
+    def __init__(
+        self,
+        config: RepeatTerminateConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_length: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        object_key = object_key_token_ids(partial(tokenizer.encode, add_special_tokens=False))
+        self._make_guard = partial(RepeatGuard, config, object_key)
+        self._prompt_length = prompt_length
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._seen: torch.Tensor | None = None
+        self._guards: list[RepeatGuard] = []
+        self._ended: list[bool] = []
+        self.triggered: list[bool] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """input_ids: rows x tokens so far. scores: rows x vocabulary, returned changed."""
+        for row, token_ids in enumerate(self._new_ids(input_ids)):
+            self._take(row, token_ids)
+        forced = [row for row, ended in enumerate(self._ended) if self.triggered[row] and not ended]
+        if forced:
+            scores = scores.clone()
+            scores[forced] = -torch.inf
+            scores[forced, self._eos_token_ids[0]] = 0.0
+        return scores
+
+    def _new_ids(self, input_ids: torch.Tensor) -> list[list[int]]:
+        """What each row has gained since the last call; all of it when rows traded places."""
+        seen = self._seen
+        if seen is None or not torch.equal(seen, input_ids[:, : seen.shape[1]]):
+            rows = len(input_ids)
+            self._guards = [self._make_guard() for _ in range(rows)]
+            self._ended, self.triggered = [False] * rows, [False] * rows
+            taken = self._prompt_length
+        else:
+            taken = seen.shape[1]
+        self._seen = input_ids
+        new_ids: list[list[int]] = input_ids[:, taken:].tolist()
+        return new_ids
+
+    def _take(self, row: int, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            self._ended[row] |= token_id in self._eos_token_ids
+            if not self._ended[row]:
+                self.triggered[row] = self._guards[row].push(token_id)
