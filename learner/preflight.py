@@ -1,10 +1,11 @@
 """What can be found wrong before torch is imported or a model is loaded.
 
 check_inputs(config)   data files, images, checkpoint folder, coordinate tokens
-reach_servers(config)  every server answers `/health/` with 200
+reach_servers(config)  every server answers, and has the settings of the config
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from learner.data.jsonl import read_samples
 from learner.rollout.client import RolloutClient
 from learner.tokens import IM_END
 from learner.types import Sample
-from shared_contracts.errors import ContractError
+from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,11 @@ def needs_servers(config: Config) -> bool:
 
 
 def reach_servers(config: Config) -> list[RolloutClient]:
-    """Clients of the configured servers, each healthy.
+    """Clients of the configured servers, each healthy and with the settings of the config.
 
     Raises:
-        ContractError: a server is not there, or not ready within `timeout_s`.
+        ContractError: a server is not there, or not ready within `timeout_s`; or has
+            settings of its own (all servers are told at once).
     """
     server = config.rollout_matching.vllm.server
     clients = [
@@ -136,4 +139,37 @@ def reach_servers(config: Config) -> list[RolloutClient]:
     ]
     for client in clients:
         client.wait_until_pushable()
+    errors = [error for client in clients for error in _differences(config, client)]
+    if errors:
+        raise ContractErrors(errors)
     return clients
+
+
+def _differences(config: Config, client: RolloutClient) -> Iterator[ContractError]:
+    """What a server has otherwise than the part of the config that it shares (REP-06)."""
+    rollout, info = config.rollout_matching, client.info()
+    where = f"GET {client.base_url}/info/"
+    ours, theirs = rollout.repeat_terminate, info.repeat_terminate
+    if ours.enabled != theirs.active or (ours.enabled and ours != theirs.config):
+        yield ContractError(
+            f"{where} repeat_terminate",
+            f"the server's guard is {_guard(theirs.active, theirs.config)}, and "
+            f"rollout_matching.repeat_terminate is {_guard(ours.enabled, ours)}",
+            "Start it with `rollout-server serve --run-config` and the YAML of this run",
+        )
+    if rollout.decode_batch_size * info.world_size > info.max_num_seqs * len(info.replicas):
+        yield ContractError(
+            f"{where} max_num_seqs",
+            f"each of {len(info.replicas)} replicas decodes {info.max_num_seqs} sequences at "
+            f"once, fewer than rollout_matching.decode_batch_size {rollout.decode_batch_size} "
+            f"on each of {info.world_size} devices",
+            "Start it with `rollout-server serve --run-config` and the YAML of this run, or "
+            "lower decode_batch_size",
+        )
+
+
+def _guard(active: bool, config: RepeatTerminateConfig) -> str:
+    """A repeat guard in a message: the keys that are not at their defaults, if it runs."""
+    if not active:
+        return "configured but inactive" if config.enabled else "off"
+    return config.model_dump_json(exclude_defaults=True)

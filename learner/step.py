@@ -90,6 +90,7 @@ class StepRunner:
         report.metrics |= {
             "rollout/per_second": len(samples) / clock.seconds("rollout"),
             "rollout/seed_base": seed_base,
+            "rollout/repeat_terminate_active": float(self._policy.repeat_terminate_active),
             "sync/weights_version": self._policy.version,
         }
         return segments

@@ -145,7 +145,8 @@ def connect_policy(config: Config, model: nn.Module, clients: list[RolloutClient
         for client, entry in zip(clients, server.servers, strict=True)
     ]
     backend = ServerBackend(clients, pushers, config.rollout_matching.decode_batch_size)
-    return Policy(backend, backend.connect(), asking_of(config))
+    guarded = all(client.info().repeat_terminate.active for client in clients)
+    return Policy(backend, backend.connect(), asking_of(config), guarded)
 
 
 def _transport_for(model: nn.Module) -> Transport:

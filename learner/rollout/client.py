@@ -1,8 +1,10 @@
 """One rollout server over HTTP: typed bodies out and in, foreign errors translated here.
 
-Environment proxies are ignored: servers are addressed directly, often on loopback.
+Environment proxies are ignored: servers are addressed directly, often on loopback. The
+token of the servers comes from the environment alone, and is never shown.
 """
 
+import os
 import socket
 import time
 from types import TracebackType
@@ -14,7 +16,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_expone
 
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RolloutEnvelope
-from shared_contracts.server_info import Health, WorldSize
+from shared_contracts.server_info import Health, Info, WorldSize
 from shared_contracts.weights import (
     CommunicatorReady,
     FinishWeightUpdate,
@@ -25,12 +27,16 @@ from shared_contracts.weights import (
     WeightStatus,
 )
 
+TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
+
 _PROBE_TIMEOUT_S = 10.0
 # The server bounds the phases of a weight update itself; so much longer it may say so.
 _PHASE_MARGIN_S = 30.0
 # What a gateway or a server that is starting says; anything else will not change by waiting.
 _NOT_READY = (502, 503, 504)
 _POISONED = Problem.of("weights-poisoned", "", "").type
+_OTHER_WEIGHTS = Problem.of("other-weights", "", "").type
+_UNAUTHORIZED = 401
 _ENVELOPES = TypeAdapter(list[RolloutEnvelope])
 
 # A dead peer is noticed on an idle connection after about a minute (CFG-06).
@@ -48,11 +54,25 @@ class ServerUnreachable(RunError):
     """A call did not reach the server, or its answer did not come back."""
 
 
+class OtherWeights(ProblemError):
+    """A server would have answered with other weights than it was asked for (WIRE-03)."""
+
+    def __str__(self) -> str:
+        return (
+            f"{super().__str__()}. The server was started anew, or another learner pushes to it: "
+            "end that one, then start this run again"
+        )
+
+
 SERVER_ERRORS = (ServerUnreachable, ProblemError)
 
 
 class RolloutClient:
-    """Calls of one server. `infer_timeout_s` None or <= 0 sets no limit on `/infer/`."""
+    """Calls of one server. `infer_timeout_s` None or <= 0 sets no limit on `/infer/`.
+
+    Every call carries the token of ROLLOUT_SERVER_TOKEN, where that is set; a token that no
+    header can carry, and one that the server refuses, is a ContractError.
+    """
 
     def __init__(
         self, base_url: str, timeout_s: float = 240.0, infer_timeout_s: float | None = None
@@ -62,6 +82,7 @@ class RolloutClient:
         self._infer_timeout = infer_timeout_s if infer_timeout_s and infer_timeout_s > 0 else None
         self._http = httpx.Client(
             transport=httpx.HTTPTransport(socket_options=_KEEP_ALIVE),
+            headers=_authorization(),
             trust_env=False,
             timeout=timeout_s,
         )
@@ -109,6 +130,9 @@ class RolloutClient:
 
     def health(self) -> Health:
         return self._get("/health/", Health)
+
+    def info(self) -> Info:
+        return self._get("/info/", Info)
 
     def world_size(self) -> int:
         return self._get("/get_world_size/", WorldSize).world_size
@@ -158,12 +182,40 @@ class RolloutClient:
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(f"{where}: {reason}") from error
+        if response.status_code == _UNAUTHORIZED:
+            raise _unauthorized(where)
         if not response.is_success:
-            raise ProblemError(_problem_of(response, where))
+            raise _refusal(_problem_of(response, where))
         try:
             return answer.validate_json(response.content)
         except ValidationError:
             raise ProblemError(_foreign(response, where)) from None
+
+
+def _authorization() -> dict[str, str]:
+    """The header of the token in the environment; empty without one."""
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not token:
+        return {}
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ContractError(
+            TOKEN_VARIABLE,
+            "holds a blank or a character that no HTTP header can carry",
+            "Use a token of plain letters and digits, here and at the server",
+        )
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _unauthorized(where: str) -> ContractError:
+    if _authorization():
+        found, do = f"the server refuses the token of {TOKEN_VARIABLE}", "Set it to"
+    else:
+        found, do = "the server wants a token, and there is none", f"Set {TOKEN_VARIABLE} to"
+    return ContractError(where, found, f"{do} the token the server was started with")
+
+
+def _refusal(problem: Problem) -> ProblemError:
+    return OtherWeights(problem) if problem.type == _OTHER_WEIGHTS else ProblemError(problem)
 
 
 def _problem_of(response: httpx.Response, where: str) -> Problem:

@@ -22,13 +22,21 @@ class Policy:
     """A backend, the version it holds, and whether training has moved on since (SYNC-07).
 
     version: of the newest weights the backend has; each push makes the next one.
+    repeat_terminate_active: the backend ends answers that repeat themselves.
     """
 
-    def __init__(self, backend: RolloutBackend, version: int, asking: Asking) -> None:
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        version: int,
+        asking: Asking,
+        repeat_terminate_active: bool = False,
+    ) -> None:
         self._backend = backend
         self._asking = asking
         self._stale = True
         self.version = version
+        self.repeat_terminate_active = repeat_terminate_active
 
     def mark_updated(self) -> None:
         """The training weights have changed; the next `answer` needs a push first."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from uuid import uuid4
 
 from learner.rollout.backend import WeightChannel
 from learner.rollout.client import RolloutClient
@@ -13,6 +14,8 @@ from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, Ro
 
 class ServerBackend:
     """Spreads rollouts over servers in contiguous chunks and keeps their order and seeds.
+
+    Once weights were pushed, the servers are asked for answers of these weights and no others.
 
     clients, weights: one per server, in the order of `servers[]`.
     decode_batch_size: most sequences decoded at once per rollout GPU (DIST-04).
@@ -26,6 +29,7 @@ class ServerBackend:
     ) -> None:
         self._clients = clients
         self._weights = weights
+        self._pushed: int | None = None
         self._world_sizes = [client.world_size() for client in clients]
         self._round = rank_chunk_size(decode_batch_size, self._world_sizes, learner_world_size=1)
 
@@ -45,6 +49,7 @@ class ServerBackend:
     def push_weights(self, version: int) -> None:
         """Push to all servers at the same time."""
         in_parallel([partial(channel.push, version) for channel in self._weights])
+        self._pushed = version
 
     def close(self) -> None:
         for channel in self._weights:
@@ -63,6 +68,8 @@ class ServerBackend:
                 body = InferCall(
                     infer_requests=list(requests[chunk.start : chunk.stop]),
                     request_config=_seeded(config, first + chunk.start),
+                    request_id=uuid4().hex,
+                    expected_weights_version=self._pushed,
                 )
                 calls.append(partial(client.infer, body))
         return [_output(envelope) for answer in in_parallel(calls) for envelope in answer]
@@ -85,7 +92,7 @@ def _output(envelope: RolloutEnvelope) -> RolloutOutput:
         response_token_ids=choice.token_ids,
         text=choice.message.content,
         finish_reason=choice.finish_reason,
-        repeat_terminated=stamp.repeat_terminate_triggered == 1,
+        repeat_terminated=choice.index in stamp.repeat_terminated_choices,
         weights_version=stamp.weights_version,
         seed=stamp.seed,
     )

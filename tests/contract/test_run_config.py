@@ -16,7 +16,7 @@ from shared_contracts.repeat_guard import RepeatTerminateConfig
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(CONFIGS.rglob("*.yaml"))
 CPU = {"model": Path("/m"), "device": "cpu"}
-GUARD = {"enabled": True, "min_new_tokens": 8, "max_object_keys": 40}
+GUARD: dict[str, Any] = {"enabled": True, "min_new_tokens": 8, "max_object_keys": 40}
 
 
 def training_yaml(folder: Path, name: str = "run.yaml", **rollout_matching: Any) -> Path:

@@ -19,7 +19,14 @@ from shared_contracts.infer import (
     RolloutStamp,
     Usage,
 )
-from shared_contracts.server_info import Health, ReplicaHealth, WorldSize
+from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.server_info import (
+    Health,
+    Info,
+    RepeatTerminateStatus,
+    ReplicaStatus,
+    WorldSize,
+)
 
 # What a route answers: a body alone (200), or a status with a body; text goes out as it is.
 Reply = Any
@@ -30,6 +37,7 @@ class ScriptedServer:
     """Routes by `METHOD /path/`, each a function of the JSON body; notes every call.
 
     calls: (route, body) in the order of arrival.
+    authorizations: the header of each call, in the same order.
     """
 
     def __init__(self, base_url: str) -> None:
@@ -37,8 +45,10 @@ class ScriptedServer:
         self.routes: dict[str, Route] = {
             "GET /health/": lambda _: health(),
             "GET /get_world_size/": lambda _: WorldSize(world_size=1),
+            "GET /info/": lambda _: info(),
         }
         self.calls: list[tuple[str, Any]] = []
+        self.authorizations: list[str | None] = []
 
     def bodies(self, route: str) -> list[Any]:
         return [body for called, body in self.calls if called == route]
@@ -76,6 +86,7 @@ def scripted_server() -> Iterator[ScriptedServer]:
         def _serve(self) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             body = json.loads(content) if content else None
+            server.authorizations.append(self.headers.get("Authorization"))
             status, reply = server.answer(f"{self.command} {self.path}", body)
             payload = _payload(reply)
             self.send_response(status)
@@ -130,7 +141,40 @@ def health(version: int = 0) -> Health:
         state="READY",
         weights_version=version,
         server_epoch="epoch-1",
-        replicas=[ReplicaHealth(index=0, alive=True, detail="serving")],
+        replicas=[replica(0)],
+    )
+
+
+def replica(index: int) -> ReplicaStatus:
+    return ReplicaStatus(
+        index=index, state="serving", detail="serving", heartbeat_age_s=0.1, restarts=0
+    )
+
+
+def info(
+    guard: RepeatTerminateConfig | None = None,
+    max_num_seqs: int = 64,
+    world_size: int = 1,
+    replicas: int = 1,
+    active: bool | None = None,
+) -> Info:
+    """guard: of the server, and active unless `active` says otherwise; None: off."""
+    status = RepeatTerminateStatus(
+        active=guard is not None if active is None else active,
+        config=guard or RepeatTerminateConfig(),
+    )
+    return Info(
+        model="toy",
+        world_size=world_size,
+        replicas=[replica(index) for index in range(replicas)],
+        max_model_len=1024,
+        max_num_seqs=max_num_seqs,
+        weights_state="READY",
+        weights_version=0,
+        weight_transport="gloo",
+        server_epoch="epoch-1",
+        repeat_terminate=status,
+        versions={"rollmatch": "0"},
     )
 
 
@@ -157,6 +201,7 @@ def envelope(
         ),
         coordexp=RolloutStamp(
             repeat_terminate_triggered=0,
+            repeat_terminated_choices=[],
             weights_version=(1, 1),
             server_epoch="epoch-1",
             seed=seed,

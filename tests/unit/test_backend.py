@@ -142,7 +142,11 @@ def test_an_output_carries_what_the_envelope_says() -> None:
     def answer(_: object) -> list[Any]:
         made = envelope([5, 6], [1, 2, 3], seed=9, text="{}")
         stamp = made.coordexp.model_copy(
-            update={"repeat_terminate_triggered": 1, "weights_version": (3, 4)}
+            update={
+                "repeat_terminate_triggered": 1,
+                "repeat_terminated_choices": [0],
+                "weights_version": (3, 4),
+            }
         )
         return [made.model_copy(update={"coordexp": stamp})]
 
@@ -158,6 +162,75 @@ def test_an_output_carries_what_the_envelope_says() -> None:
         weights_version=(3, 4),
         seed=9,
     )
+
+
+@pytest.mark.req("REP-05")
+@pytest.mark.parametrize(
+    ("ended", "used"), [([], False), ([1], False), ([0], True), ([0, 2], True)]
+)
+def test_an_output_was_ended_by_the_guard_when_its_own_choice_was(
+    ended: list[int], used: bool
+) -> None:
+    def answer(_: object) -> list[Any]:
+        made = envelope([5], [1])
+        stamp = made.coordexp.model_copy(
+            update={
+                "repeat_terminate_triggered": int(bool(ended)),
+                "repeat_terminated_choices": ended,
+            }
+        )
+        return [made.model_copy(update={"coordexp": stamp})]
+
+    with backend_over([1]) as (backend, servers):
+        servers[0].routes[ROUTE] = answer
+        (output,) = backend.rollout(requests(1), RequestConfig(n=3))
+    assert output.repeat_terminated is used
+
+
+@pytest.mark.req("DIST-05")
+def test_every_call_has_an_id_of_its_own() -> None:
+    with backend_over([1, 1], decode_batch_size=1) as (backend, servers):
+        backend.rollout(requests(4), RequestConfig())
+        backend.rollout(requests(2), RequestConfig())
+        ids = [body["request_id"] for server in servers for body in server.bodies(ROUTE)]
+    assert len(ids) == 6
+    assert len(set(ids)) == 6
+
+
+class Pushes:
+    """A weight channel that takes every version, or breaks from `last` on."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+
+    def connect(self) -> int:
+        return 0
+
+    def push(self, version: int) -> None:
+        if version > self._last:
+            raise RuntimeError("the push broke")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.req("WIRE-03", "SYNC-09")
+def test_a_call_expects_the_weights_that_were_pushed_last() -> None:
+    with scripted_server() as server:
+        server.routes[ROUTE] = echo
+        backend = ServerBackend([RolloutClient(server.base_url)], [Pushes(last=8)], 4)
+        backend.connect()
+        backend.rollout(requests(1), RequestConfig())
+        backend.push_weights(7)
+        backend.rollout(requests(1), RequestConfig())
+        backend.push_weights(8)
+        backend.rollout(requests(1), RequestConfig())
+        with pytest.raises(RuntimeError, match="the push broke"):
+            backend.push_weights(9)
+        backend.rollout(requests(1), RequestConfig())
+        backend.close()
+        expected = [body.get("expected_weights_version") for body in server.bodies(ROUTE)]
+    assert expected == [None, 7, 8, 8]
 
 
 @pytest.mark.req("WIRE-05")

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from learner.rollout.client import RolloutClient, ServerUnreachable
-from shared_contracts.errors import ContractError, ProblemError
+from learner.rollout.client import TOKEN_VARIABLE, OtherWeights, RolloutClient, ServerUnreachable
+from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.infer import InferCall
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 from tests.unit.scripted_server import (
     ScriptedServer,
     envelope,
     health,
+    info,
     problem,
     scripted_server,
 )
@@ -35,6 +37,11 @@ CALL = InferCall.model_validate(
         "request_config": {"max_tokens": 8, "temperature": 0.0, "seed": 7, "return_details": True},
     }
 )
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -207,3 +214,107 @@ def test_a_call_travels_with_the_peers_field_names_and_without_nulls(
     assert answer.response.prompt_token_ids == [1, 2]
     assert answer.response.choices[0].token_ids == [5, 6]
     assert answer.coordexp.seed == 7
+
+
+# --- The token --------------------------------------------------------------------------
+
+
+@pytest.mark.req("SRV-06")
+def test_every_call_carries_the_token_of_the_environment(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret\n")
+    server.routes["POST /infer/"] = lambda _: [envelope([5], [1])]
+    with RolloutClient(server.base_url) as client:
+        client.wait_until_pushable()
+        client.world_size()
+        client.info()
+        client.infer(CALL)
+    assert server.authorizations == ["Bearer s3cret"] * 4
+
+
+@pytest.mark.req("SRV-06")
+@pytest.mark.parametrize("empty", [None, "", " \n"])
+def test_without_a_token_no_call_carries_one(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, empty: str | None
+) -> None:
+    if empty is not None:
+        monkeypatch.setenv(TOKEN_VARIABLE, empty)
+    with RolloutClient(server.base_url) as client:
+        client.info()
+    assert server.authorizations == [None]
+
+
+@pytest.mark.req("SRV-06")
+@pytest.mark.parametrize(
+    ("token", "found"),
+    [(None, "there is none"), ("s3cret", f"refuses the token of {TOKEN_VARIABLE}")],
+)
+def test_a_missing_or_wrong_token_is_told_with_what_to_set(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, token: str | None, found: str
+) -> None:
+    if token is not None:
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
+    server.routes["GET /info/"] = lambda _: problem("unauthorized", "no valid token", "header")
+    with RolloutClient(server.base_url) as client, pytest.raises(ContractError) as caught:
+        client.info()
+    assert caught.value.where == f"GET {server.base_url}/info/"
+    assert found in caught.value.found
+    assert f"{TOKEN_VARIABLE}" in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.req("SRV-06")
+@pytest.mark.parametrize("token", ["two words", "s3crét", "s3cret\x00"])
+def test_a_token_no_header_can_carry_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setattr("os.environ", {TOKEN_VARIABLE: token})
+    with pytest.raises(ContractError) as caught:
+        RolloutClient("http://127.0.0.1:9")
+    assert caught.value.where == TOKEN_VARIABLE
+    assert token not in str(caught.value)
+
+
+@pytest.mark.req("SRV-06", "SRV-08")
+def test_the_token_is_in_no_log(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    with caplog.at_level("DEBUG"), RolloutClient(server.base_url) as client:
+        client.info()
+    assert server.authorizations == ["Bearer s3cret"]
+    assert caplog.records, "the HTTP library logs at this level"
+    assert "s3cret" not in caplog.text
+
+
+# --- What a server is -------------------------------------------------------------------
+
+
+@pytest.mark.req("WIRE-06")
+def test_a_server_tells_what_it_is(server: ScriptedServer) -> None:
+    guard = RepeatTerminateConfig(enabled=True, max_object_keys=3)
+    server.routes["GET /info/"] = lambda _: info(guard, max_num_seqs=7)
+    with RolloutClient(server.base_url) as client:
+        assert client.info() == info(guard, max_num_seqs=7)
+
+
+@pytest.mark.req("WIRE-03")
+def test_a_server_of_other_weights_ends_the_run_plainly(server: ScriptedServer) -> None:
+    server.routes["POST /infer/"] = lambda _: problem(
+        "other-weights", "version 3 is held, 5 is expected", "expected_weights_version"
+    )
+    with RolloutClient(server.base_url) as client, pytest.raises(OtherWeights) as caught:
+        client.infer(CALL)
+    assert isinstance(caught.value, RunError)
+    assert caught.value.problem.status == 409
+    assert f"POST {server.base_url}/infer/" in str(caught.value)
+    assert "version 3 is held, 5 is expected" in str(caught.value)
+    assert "started anew" in str(caught.value)
+
+
+def test_other_conflicts_are_not_taken_for_other_weights(server: ScriptedServer) -> None:
+    server.routes["POST /infer/"] = lambda _: problem("weight-update-order", "no start", "state")
+    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
+        client.infer(CALL)
+    assert not isinstance(caught.value, OtherWeights)

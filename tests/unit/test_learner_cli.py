@@ -15,7 +15,9 @@ import pytest
 import learner.cli
 from learner.config import dump_mapping
 from learner.data.toy import ToyData
-from tests.unit.scripted_server import problem, scripted_server
+from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.server_info import Info
+from tests.unit.scripted_server import info, problem, scripted_server
 from tests.unit.small_run import small_mapping
 
 ROOT = Path(__file__).parents[2]
@@ -261,6 +263,89 @@ def test_a_server_that_is_not_ready_tells_why(run: Run) -> None:
         ended = run.train()
     assert ended.code == 2
     assert "the engines are starting" in ended.parts[1]
+
+
+GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=8, max_object_keys=40)
+OTHER_GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=8, max_object_keys=30)
+
+
+def against(run: Run, answer: Info) -> tuple[Ended, str]:
+    """What the learner says to a server with this `/info/`, and the server's address."""
+    with scripted_server() as server:
+        server.routes["GET /info/"] = lambda _: answer
+        with_server(run, server.base_url, timeout_s=20.0)
+        return run.train(), server.base_url
+
+
+@pytest.mark.req("REP-06")
+@pytest.mark.parametrize(
+    ("ours", "answer", "there"),
+    [
+        (GUARD, info(), "guard is off"),
+        (GUARD, info(GUARD, active=False), "configured but inactive"),
+        (GUARD, info(OTHER_GUARD), '"max_object_keys":30'),
+        (RepeatTerminateConfig(), info(GUARD), '"max_object_keys":40'),
+    ],
+    ids=["without", "inactive", "other settings", "ours is off"],
+)
+def test_a_server_whose_repeat_guard_is_not_ours_is_refused(
+    run: Run, ours: RepeatTerminateConfig, answer: Info, there: str
+) -> None:
+    run.mapping["rollout_matching"]["repeat_terminate"] = ours.model_dump()
+    ended, base_url = against(run, answer)
+    assert ended.code == 2
+    where, found, do = ended.parts
+    assert where == f"GET {base_url}/info/ repeat_terminate"
+    assert there in found
+    assert ("repeat_terminate is off" in found) != ours.enabled
+    assert "--run-config" in do
+    assert not ended.heavy & {"torch", "transformers"}
+
+
+@pytest.mark.req("SRV-03")
+def test_a_server_that_decodes_fewer_than_the_batch_is_refused(run: Run) -> None:
+    run.mapping["rollout_matching"]["decode_batch_size"] = 12
+    ended, base_url = against(run, info(max_num_seqs=11))
+    assert ended.code == 2
+    where, found, do = ended.parts
+    assert where == f"GET {base_url}/info/ max_num_seqs"
+    assert "11" in found
+    assert "decode_batch_size 12" in found
+    assert "--run-config" in do
+
+
+@pytest.mark.req("REP-06")
+def test_every_server_with_other_settings_is_told_at_once(run: Run) -> None:
+    with scripted_server() as first, scripted_server() as second, scripted_server() as same:
+        first.routes["GET /info/"] = lambda _: info(GUARD)
+        second.routes["GET /info/"] = lambda _: info(OTHER_GUARD, max_num_seqs=1)
+        with_server(run, first.base_url, timeout_s=20.0)
+        run.mapping["rollout_matching"]["vllm"]["server"]["servers"] = [
+            {"base_url": server.base_url, "group_port": 51216 + i}
+            for i, server in enumerate([first, second, same])
+        ]
+        ended = run.train()
+    assert ended.code == 2
+    told = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert told == [
+        f"error: GET {first.base_url}/info/ repeat_terminate",
+        f"error: GET {second.base_url}/info/ repeat_terminate",
+        f"error: GET {second.base_url}/info/ max_num_seqs",
+    ]
+
+
+@pytest.mark.req("SRV-06")
+def test_a_server_that_wants_a_token_is_told_before_the_model_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROLLOUT_SERVER_TOKEN", raising=False)
+    with scripted_server() as server:
+        server.routes["GET /info/"] = lambda _: problem("unauthorized", "no token", "header")
+        with_server(run, server.base_url, timeout_s=20.0)
+        ended = run.train()
+    assert ended.code == 2
+    assert "ROLLOUT_SERVER_TOKEN" in ended.parts[2]
+    assert not ended.heavy & {"torch", "transformers"}
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://127.0.0.1:port"])

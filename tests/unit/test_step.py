@@ -244,6 +244,17 @@ def test_a_b_step_reports_what_became_of_its_rollouts(
     assert any(g.abs().sum() > 0 for g in gradients.values())
 
 
+@pytest.mark.req("MET-02")
+@pytest.mark.parametrize("active", [False, True])
+def test_a_b_step_says_whether_the_repeat_guard_was_active(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf, active: bool
+) -> None:
+    asking = Asking("", None, RequestConfig())
+    policy = Policy(Scripted(samples, parts), 0, asking, repeat_terminate_active=active)
+    _, report, _ = parts.step(parts.runner(config_of(b_ratio=1), policy), samples[:2])
+    assert report.metrics["rollout/repeat_terminate_active"] == (1.0 if active else 0.0)
+
+
 @pytest.mark.req("PACK-05")
 def test_packing_is_reported(parts: Parts, samples: list[Sample], config_of: ConfigOf) -> None:
     _, report, _ = parts.step(parts.runner(config_of(capacity=210)), samples)
