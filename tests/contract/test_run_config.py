@@ -1,6 +1,8 @@
 """`--run-config`: one training YAML says the same to the learner and to its servers."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +237,21 @@ def test_an_environment_whose_guard_can_never_fire_is_refused() -> None:
     with pytest.raises(ContractError) as caught:
         settings_of(None, environ=environment(enabled=True))
     assert caught.value.where == "repeat_terminate.enabled"
+
+
+@pytest.mark.req("SRV-04", "REP-04")
+def test_the_command_takes_a_training_yaml_and_ends_on_a_bad_one(tmp_path: Path) -> None:
+    run = training_yaml(tmp_path, repeat_terminate={"enabled": True})
+    options = f"serve --device cpu --model {tmp_path} --run-config {run}".split()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "rollout_server", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    told = [line for line in done.stderr.splitlines() if not line.startswith("import time")]
+    assert told[0] == "error: rollout_matching.repeat_terminate.enabled"
+    assert len(told) == 3
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert imported.isdisjoint({"torch", "vllm", "fastapi", "transformers"})
