@@ -1,109 +1,110 @@
-"""Images of a request: a local path, a data URL or base64 text (WIRE-04)."""
+"""Images of a request: a local path, a data URL, base64 text or a URL (WIRE-04).
+
+source -> encoded bytes, bounded -> format and pixels looked at -> decoded, upright, RGB
+
+Whatever may be large happens in threads; only URLs are fetched on the event loop.
+"""
 
 import asyncio
 import base64
 import binascii
 import io
-import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rollout_server.chat import ImageSource
+from rollout_server.media_files import read_media_file, too_large
+from rollout_server.media_urls import MediaFetcher
 from rollout_server.problems import BadRequest
 from rollout_server.settings import ServerSettings
 
-MAX_PIXELS = 64 * 10**6
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 # How base64 of each format begins: \x89PNG, \xff\xd8\xff, RIFF, BM, GIF8, II*/MM*.
 _BASE64_MAGIC = ("iVBORw", "/9j/", "UklGR", "Qk", "R0lGOD", "SUkq", "TU0AK")
+_NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/=\s]", re.ASCII)
 
 
 class MediaLoader:
     """Loads the images of a conversation, within the bounds of the settings."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._dirs = [directory.resolve() for directory in settings.allowed_media_dirs]
+        self._directories = [directory.resolve() for directory in settings.allowed_media_dirs]
+        self._max_images = settings.max_images_per_request
+        self._max_bytes = int(settings.max_image_mib * 2**20)
+        self._max_pixels = int(settings.max_image_megapixels * 10**6)
+        self._fetcher = (
+            MediaFetcher(settings.allowed_media_hosts, self._max_bytes)
+            if settings.allow_media_urls
+            else None
+        )
 
     async def load(self, sources: Sequence[ImageSource]) -> list[Image.Image]:
         """Each image as RGB, upright, in order. Raises BadRequest for the first bad one."""
-        return await asyncio.to_thread(self._load, sources)
-
-    def _load(self, sources: Sequence[ImageSource]) -> list[Image.Image]:
-        return [load_image(source, self._dirs) for source in sources]
+        if len(sources) > self._max_images:
+            raise BadRequest(
+                "images",
+                f"{len(sources)} are more than {self._max_images} (max_images_per_request)",
+            )
+        return [await self._load(source) for source in sources]
 
     async def close(self) -> None:
         """Nothing is loaded after this."""
+        if self._fetcher is not None:
+            await self._fetcher.close()
+
+    async def _load(self, source: ImageSource) -> Image.Image:
+        if not source.image[:8].lower().startswith(("http://", "https://")):
+            return await asyncio.to_thread(self._read_and_decode, source)
+        if self._fetcher is None:
+            raise BadRequest(
+                source.where,
+                "image URLs are not fetched (--allow-media-urls); send a data URL or a path",
+            )
+        content = await self._fetcher.fetch(source)
+        return await asyncio.to_thread(decode_image, content, source, self._max_pixels)
+
+    def _read_and_decode(self, source: ImageSource) -> Image.Image:
+        return decode_image(self._read(source), source, self._max_pixels)
+
+    def _read(self, source: ImageSource) -> bytes:
+        """The encoded image that is in the text or in the file it names."""
+        image = source.image
+        if image.startswith("data:"):
+            _, found, payload = image.partition(";base64,")
+            if not found:
+                raise BadRequest(source.where, "the data URL is not base64")
+            return _decode_base64(payload, source, self._max_bytes)
+        if image.startswith(_BASE64_MAGIC) and not _NOT_BASE64.search(image):
+            return _decode_base64(image, source, self._max_bytes)
+        return read_media_file(source, self._directories, self._max_bytes)
 
 
-def load_image(source: ImageSource, allowed_dirs: list[Path]) -> Image.Image:
-    """Read and decode one image to RGB, upright; blocking.
-
-    allowed_dirs: resolved directories local paths may point into.
-    Raises BadRequest for anything but a readable image of bounded size.
-    """
+def decode_image(content: bytes, source: ImageSource, max_pixels: int) -> Image.Image:
+    """The first frame as RGB, upright; blocking. Raises BadRequest."""
     try:
-        return _decode(_open(source, allowed_dirs))
-    except BadRequest:
-        raise
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        # Decoders of Pillow raise any of these for broken files.
-        raise BadRequest(source.where, f"the image cannot be read ({error})") from error
-
-
-def _open(source: ImageSource, allowed_dirs: list[Path]) -> Image.Image:
-    image = source.image
-    if image.startswith("data:"):
-        _, found, payload = image.partition(";base64,")
-        if not found:
-            raise BadRequest(source.where, "the data URL is not base64")
-        return _from_base64(payload, source)
-    if image.startswith(("http://", "https://")):
-        raise BadRequest(source.where, "image URLs are not served; send a data URL or a path")
-    if image.startswith(_BASE64_MAGIC) and _BASE64.fullmatch(image):
-        return _from_base64(image, source)
-    return _from_path(Path(image.removeprefix("file://")), source, allowed_dirs)
-
-
-def _from_base64(payload: str, source: ImageSource) -> Image.Image:
-    try:
-        content = base64.b64decode(payload, validate=False)
-    except binascii.Error as error:
-        raise BadRequest(source.where, f"the base64 text is broken ({error})") from None
-    return _identify(io.BytesIO(content), source)
-
-
-def _from_path(path: Path, source: ImageSource, allowed_dirs: list[Path]) -> Image.Image:
-    if not path.is_absolute():
-        raise BadRequest(
-            source.where, "neither an absolute path, a data URL nor base64 of an image"
-        )
-    real = Path(os.path.realpath(path))
-    if not any(real.is_relative_to(directory) for directory in allowed_dirs):
-        raise BadRequest(
-            source.where, f"{path} is in no directory the server was given (--allowed-media-dir)"
-        )
-    if not real.is_file():
-        raise BadRequest(source.where, f"there is no file {path}")
-    return _identify(io.BytesIO(real.read_bytes()), source)
-
-
-def _identify(file: io.BytesIO, source: ImageSource) -> Image.Image:
-    try:
-        image = Image.open(file, formats=FORMATS)
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+        if 0 < image.width * image.height <= max_pixels:
+            return ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError:
         raise BadRequest(source.where, f"not an image of a known format {FORMATS}") from None
-    if image.width * image.height > MAX_PIXELS:
-        raise BadRequest(
-            source.where, f"{image.width}x{image.height} pixels are more than {MAX_PIXELS}"
-        )
-    return image
+    except Exception as error:  # Pillow's decoders raise nearly anything for broken files
+        raise BadRequest(source.where, f"the image cannot be read ({error})") from error
+    raise BadRequest(
+        source.where,
+        f"{image.width}x{image.height} pixels are none or more than "
+        f"{max_pixels / 10**6:g} million (max_image_megapixels)",
+    )
 
 
-def _decode(image: Image.Image) -> Image.Image:
-    """As transformers loads images: turned upright, then RGB."""
-    return ImageOps.exif_transpose(image).convert("RGB")
+def _decode_base64(text: str, source: ImageSource, max_bytes: int) -> bytes:
+    if len(text) * 3 // 4 > max_bytes + 2:  # up to two characters pad
+        raise BadRequest(source.where, too_large(max_bytes))
+    if _NOT_BASE64.search(text):
+        raise BadRequest(source.where, "the base64 text holds other characters")
+    try:
+        return base64.b64decode(text)
+    except binascii.Error as error:
+        raise BadRequest(source.where, f"the base64 text is broken ({error})") from None

@@ -1,29 +1,63 @@
 """What can be known to fail before anything expensive starts (SRV-04)."""
 
 import errno
+import importlib.util
 import json
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from rollout_server.gpu_use import check_unused, query_gpu_use
+from rollout_server.secret import check_access
 from rollout_server.settings import ServerSettings
 from shared_contracts.errors import ContractError
 
 GPU_DEVICES = Path("/proc/driver/nvidia/gpus")
+# Pillow takes larger images for an attack, whatever the setting says.
+DECODER_MEGAPIXELS = 178.0
 
 
 def check_settings(settings: ServerSettings) -> None:
-    """Raises ContractError for a model, a GPU or memory that is not there."""
+    """Raises ContractError for a model, a GPU, memory or a token that is not there."""
     check_checkpoint(settings.model)
+    check_access(settings)
+    check_media(settings)
+    if settings.distributed_executor_backend == "ray":
+        check_ray()
+    elif settings.device == "gpu":
+        check_gpus(settings.gpus)
+        use = None if settings.share_gpus else query_gpu_use()
+        if use is not None:
+            check_unused(settings.gpus, use)
+    else:
+        check_memory(settings.kv_cache_gib * settings.num_replicas)
+
+
+def check_media(settings: ServerSettings) -> None:
+    """What images may be must be possible, and lie where there is something."""
     for directory in settings.allowed_media_dirs:
         if not directory.is_dir():
             raise ContractError(
                 "allowed_media_dirs", f"{directory} is no directory", "Name existing directories"
             )
-    if settings.device == "gpu":
-        check_gpus(settings.gpus)
-    else:
-        check_memory(settings.kv_cache_gib * settings.num_replicas)
+    if settings.allowed_media_hosts and not settings.allow_media_urls:
+        raise ContractError(
+            "allowed_media_hosts", "no URL is fetched", "Give --allow-media-urls, or leave it out"
+        )
+    if settings.max_image_megapixels > DECODER_MEGAPIXELS:
+        raise ContractError(
+            "max_image_megapixels",
+            f"{settings.max_image_megapixels:g} are more than the decoder takes",
+            f"Give at most {DECODER_MEGAPIXELS:g}",
+        )
+
+
+def check_ray() -> None:
+    """Ray places the replicas on GPUs of its own cluster; here it must only be installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ContractError(
+            "distributed_executor_backend", "ray is not installed", "Install ray, or use mp"
+        )
 
 
 def check_checkpoint(model: Path) -> None:

@@ -12,7 +12,7 @@ from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem, ProblemError
 
 logger = logging.getLogger(__name__)
 
-_KIND_OF_STATUS = {404: "not-found", 405: "method-not-allowed"}
+_KIND_OF_STATUS = {404: "not-found", 405: "method-not-allowed", 413: "body-too-large"}
 
 
 class BadRequest(Exception):
