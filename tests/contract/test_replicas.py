@@ -89,6 +89,7 @@ def _stop_while_it_answers(server: RunningServer) -> None:
 def test_a_killed_engine_is_named_built_again_and_serves_after_a_push(
     replicas: RunningServer, checkpoints: Path
 ) -> None:
+    _push_both(replicas, checkpoints)
     before = replicas.http.get("/info/").json()
     answer = _call_while(replicas, partial(_kill, replicas, "engine"))
     assert answer.status_code == 503
