@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
 from rollout_server.problems import refusal
 
@@ -16,16 +16,22 @@ def group_store(host: str, port: int, timeout_s: float) -> Iterator[None]:
     """Keep a store open on exactly `host:port`.
 
     Raises the `group-port-taken` problem when the port is not free, `invalid-request` when
-    the address is none of this machine.
+    the address is none of this machine, `weight-transfer-timeout` when the time is too short
+    even to open it.
     """
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=_listen(host, port).detach(),
-    )
+    listener = _listen(host, port)
+    try:
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+    except DistError:
+        found = f"server: could not open its store at {host}:{port} within {timeout_s:g} s"
+        raise refusal("weight-transfer-timeout", found, "timeout_s") from None
     try:
         yield
     finally:
@@ -45,5 +51,8 @@ def _listen(host: str, port: int) -> socket.socket:
             raise refusal("group-port-taken", f"{found}; {do}", "port") from None
         do = "name an address of the server"
         raise refusal("invalid-request", f"{found}; {do}", "host") from None
+    except TypeError as error:  # it cannot even be looked up
+        listener.close()
+        raise refusal("invalid-request", f"server: no address ({error})", "host") from None
     listener.listen()
     return listener
