@@ -3,6 +3,7 @@
 import pickle
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from transformers import PreTrainedTokenizerFast
 
+from learner.serialize import serialize_objects
+from learner.types import GroundTruthObject, Shape
 from shared_contracts import repeat_guard
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, object_key_token_ids
 
 KEY = (7, 8)
 OFF: dict[str, Any] = {
@@ -37,9 +41,11 @@ def verdicts(
     return [guard.push(token_id) for token_id in token_ids]
 
 
-def first_trigger(config: RepeatTerminateConfig, token_ids: Sequence[int]) -> int | None:
+def first_trigger(
+    config: RepeatTerminateConfig, token_ids: Sequence[int], key: Sequence[int] = KEY
+) -> int | None:
     """How many tokens were generated when the guard triggered."""
-    found = verdicts(config, token_ids)
+    found = verdicts(config, token_ids, key)
     return found.index(True) + 1 if True in found else None
 
 
@@ -236,6 +242,23 @@ def test_settings_cannot_be_changed_afterwards() -> None:
     config = enabled()
     with pytest.raises(ValidationError, match="frozen"):
         config.ngram_size = 3
+
+
+@pytest.mark.req("REP-02")
+@pytest.mark.parametrize("separator", ["", " ", "\n  "])
+def test_the_keys_of_real_answers_are_counted_each_once(
+    tokenizer: PreTrainedTokenizerFast, separator: str
+) -> None:
+    """Both tokenizers fuse the quote of a key with what stands before it."""
+
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    box = GroundTruthObject("red square", Shape("bbox_2d", (1, 2, 3, 4)))
+    answer = serialize_objects([box] * 12, "desc_first").replace('"object_', separator + '"object_')
+    config = enabled(max_object_keys=12)
+    triggered_at = first_trigger(config, encode(answer), object_key_token_ids(encode))
+    assert triggered_at is not None
+    before = str(tokenizer.decode(encode(answer)[:triggered_at]))
+    assert before == answer[: answer.index('"object_12') + len('"object_')]
 
 
 def test_counting_object_keys_needs_their_token_ids() -> None:

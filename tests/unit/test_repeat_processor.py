@@ -1,0 +1,461 @@
+"""The guard's two shells: vLLM's logits processor and the one of transformers."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from learner.rollout.repeat_processor import RepeatProcessor as HfProcessor
+from rollout_server.repeat_config import EXTRA_ARG, INJECTION, repeat_environment
+from shared_contracts.errors import ContractError
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, object_key_token_ids
+
+# Ids of the toy tokenizer: two of text, and `object_`, which is all of the key's pattern.
+A, B = 65, 66
+LONG_RUN = RepeatTerminateConfig(enabled=True, max_consecutive_token_repeats=3)
+
+
+@pytest.fixture(scope="module")
+def vllm_config(toy_checkpoint: Path) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(model=str(toy_checkpoint), max_model_len=512, enforce_eager=True)
+    return args.create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(toy_checkpoint: Path) -> Any:
+    return AutoTokenizer.from_pretrained(toy_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def key(tokenizer: Any) -> list[int]:
+    return object_key_token_ids(lambda text: tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard is on, for runs of three tokens."""
+    for name, value in repeat_environment(LONG_RUN).items():
+        monkeypatch.setenv(name, value)
+
+
+def make_processor(vllm_config: Any) -> Any:
+    from rollout_server.repeat_processor import RepeatProcessor
+
+    return RepeatProcessor(vllm_config, torch.device("cpu"), False)
+
+
+@pytest.fixture
+def processor(vllm_config: Any, environment: None) -> Any:
+    return make_processor(vllm_config)
+
+
+def params(**options: Any) -> Any:
+    from vllm.sampling_params import SamplingParams
+
+    return SamplingParams(**options)
+
+
+def own(config: RepeatTerminateConfig | dict[str, Any] | bool) -> dict[str, Any]:
+    said = config.model_dump() if isinstance(config, RepeatTerminateConfig) else config
+    return {EXTRA_ARG: said}
+
+
+@dataclass
+class Row:
+    """A sequence of the batch: what it has generated, and vLLM's list of that."""
+
+    params: Any
+    stream: list[int]
+    ids: list[int] = field(default_factory=list)
+    forced: list[bool] = field(default_factory=list)
+
+
+class Batch:
+    """vLLM's persistent batch around one processor, with vLLM's own update builder.
+
+    deferred: ids become known after `update_state`, as under asynchronous scheduling.
+    """
+
+    def __init__(self, processor: Any, deferred: bool = False) -> None:
+        from vllm.v1.sample.logits_processor.state import BatchUpdateBuilder
+
+        self.processor = processor
+        self.deferred = deferred
+        self.rows: list[Row] = []
+        self.builder = BatchUpdateBuilder()
+
+    def change(
+        self,
+        leave: Sequence[Row] = (),
+        join: Sequence[Row] = (),
+        swap: tuple[int, int] | None = None,
+    ) -> None:
+        """Rows leave, others take their places or come behind, gaps close, two trade places."""
+        slots: list[Row | None] = list(self.rows)
+        for row in leave:
+            index = next(i for i, each in enumerate(self.rows) if each is row)
+            self.builder.removed_append(index)
+            slots[index] = None
+        for row in join:
+            freed = self.builder.pop_removed()
+            index = len(slots) if freed is None else freed
+            slots[index : index + 1] = [row]
+            row.ids = list(row.ids)  # a resumed sequence has a new list
+            self.builder.added.append((index, row.params, [1], row.ids))
+        self._close_gaps(slots)
+        self.rows = [row for row in slots if row is not None]
+        if swap is not None and max(swap) < len(self.rows):
+            self._swap(*swap)
+
+    def _close_gaps(self, slots: list[Row | None]) -> None:
+        from vllm.v1.sample.logits_processor import MoveDirectionality
+
+        while None in slots:
+            if slots[-1] is None:
+                slots.pop()
+                continue
+            gap = slots.index(None)
+            self.builder.moved.append((len(slots) - 1, gap, MoveDirectionality.UNIDIRECTIONAL))
+            slots[gap] = slots.pop()
+
+    def _swap(self, one: int, other: int) -> None:
+        from vllm.v1.sample.logits_processor import MoveDirectionality
+
+        self.builder.moved.append((one, other, MoveDirectionality.SWAP))
+        self.rows[one], self.rows[other] = self.rows[other], self.rows[one]
+
+    def step(self, advance: bool = True) -> torch.Tensor:
+        """One forward: note which rows are forced, then give each the next id of its stream."""
+        known = [row.ids[-1:] for row in self.rows]
+        if self.deferred:
+            for row in self.rows:
+                row.ids[-1:] = [-1] * len(row.ids[-1:])
+        self.processor.update_state(self.builder.get_and_reset(len(self.rows)))
+        for row, last in zip(self.rows, known, strict=True):
+            row.ids[len(row.ids) - len(last) :] = last
+        before = torch.arange(len(self.rows) * 2000.0).reshape(-1, 2000)[:, :1342]
+        after: torch.Tensor = self.processor.apply(before.clone())
+        for index, row in enumerate(self.rows):
+            forced = bool((after[index].isfinite().sum() == 1).item())
+            row.forced.append(forced)
+            if not forced:
+                assert torch.equal(after[index], before[index])
+        for row in self.rows if advance else []:
+            row.ids.append(row.stream[len(row.ids)])
+        return after
+
+
+def verdicts(config: RepeatTerminateConfig, key: list[int], stream: Sequence[int]) -> list[bool]:
+    """Of the guard before each token of `stream`, and behind the last."""
+    guard = RepeatGuard(config, key)
+    return [False, *(guard.push(token_id) for token_id in stream)]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> RepeatTerminateConfig:
+    return RepeatTerminateConfig(
+        enabled=draw(st.sampled_from([True, True, False])),
+        min_new_tokens=draw(st.integers(0, 6)),
+        max_consecutive_token_repeats=draw(st.integers(0, 4)),
+        ngram_size=draw(st.integers(0, 3)),
+        ngram_repeats=draw(st.sampled_from([0, 2, 3])),
+        max_object_keys=draw(st.none() | st.integers(1, 4)),
+    )
+
+
+@pytest.mark.req("REP-03")
+@given(data=st.data(), config=configs(), rows=st.integers(1, 4), deferred=st.booleans())
+def test_both_shells_agree_with_the_guard_at_every_token(
+    vllm_config: Any,
+    tokenizer: Any,
+    key: list[int],
+    data: st.DataObject,
+    config: RepeatTerminateConfig,
+    rows: int,
+    deferred: bool,
+) -> None:
+    ids = st.lists(st.sampled_from([A, B, *key]), min_size=20, max_size=20)
+    streams = [data.draw(ids) for _ in range(rows)]
+    batch = Batch(make_processor(vllm_config), deferred)
+    batch.change(join=[Row(params(extra_args=own(config)), [*each, A]) for each in streams])
+    hf = HfProcessor(config, tokenizer, prompt_length=2, eos_token_ids=[tokenizer.eos_token_id])
+    hf_forced = []
+    for length in range(21):
+        batch.step()
+        tokens = torch.tensor([[A, A, *each[:length]] for each in streams])
+        scores = hf(tokens, torch.zeros(rows, len(tokenizer)))
+        hf_forced.append([bool(row.isneginf().any()) for row in scores])
+    expected = [verdicts(config, key, stream) for stream in streams]
+    assert [row.forced for row in batch.rows] == expected
+    assert [list(row) for row in zip(*hf_forced, strict=True)] == expected
+    assert hf.triggered == [row[-1] for row in expected]
+
+
+@pytest.mark.req("REP-04")
+@given(data=st.data(), deferred=st.booleans())
+def test_rows_may_come_go_return_and_trade_places(
+    vllm_config: Any, key: list[int], data: st.DataObject, deferred: bool
+) -> None:
+    """Preempted rows are left out for some steps and come back with what they had."""
+    ids = st.lists(st.sampled_from([A, B, *key]), min_size=31, max_size=31)
+    everyone = [Row(params(extra_args=own(data.draw(configs()))), data.draw(ids)) for _ in range(5)]
+    batch = Batch(make_processor(vllm_config), deferred)
+    for _ in range(30):
+        inside = [any(row is each for each in batch.rows) for row in everyone]
+        turn = data.draw(st.lists(st.booleans(), min_size=5, max_size=5))
+        changed = list(zip(everyone, inside, turn, strict=True))
+        batch.change(
+            leave=[row for row, there, turns in changed if there and turns],
+            join=[row for row, there, turns in changed if not there and turns],
+            swap=data.draw(st.none() | st.tuples(st.integers(0, 1), st.integers(2, 4))),
+        )
+        batch.step()
+    for row in everyone:
+        config = RepeatTerminateConfig.model_validate(row.params.extra_args[EXTRA_ARG])
+        assert row.forced == verdicts(config, key, row.ids)[:-1]
+
+
+@pytest.mark.req("REP-04")
+def test_a_row_that_does_not_grow_keeps_its_verdict(processor: Any) -> None:
+    """A prompt that is read in chunks has logits which nobody samples from."""
+    batch = Batch(processor)
+    batch.change(join=[Row(params(), [A] * 9)])
+    for advance in (False, True, True, False, False, True, False, False):
+        batch.step(advance)
+    assert batch.rows[0].forced == [False] * 6 + [True, True]
+
+
+@pytest.mark.req("REP-04")
+def test_ids_that_are_not_known_are_not_taken(processor: Any) -> None:
+    batch = Batch(processor)
+    batch.change(join=[Row(params(), [])])
+    (row,) = batch.rows
+    for ids, forced in (([A, A, -1], False), ([A, A, B, -1], False), ([A, A, B, B, B], True)):
+        row.ids[:] = ids
+        batch.step(advance=False)
+        assert row.forced[-1] is forced
+
+
+@pytest.mark.req("REP-04")
+def test_discarded_ids_do_not_count(processor: Any) -> None:
+    batch = Batch(processor)
+    batch.change(join=[Row(params(), [])])
+    (row,) = batch.rows
+    history: list[list[int]] = [[A, A], [A], [A, B], [A, B, B], [A, B, B, B], [A, B, B], [], [A]]
+    for ids in history:
+        row.ids[:] = ids
+        batch.step(advance=False)
+    assert row.forced == [len(ids) == 4 for ids in history]
+
+
+@pytest.mark.req("REP-02", "REP-05")
+def test_the_sentinel_is_hidden_and_forced_where_the_request_stops_at_it(processor: Any) -> None:
+    sentinel, eos = processor.sentinel, processor.config and 7
+    stops = {"stop_token_ids": [sentinel, eos]}
+    rows = [params(**stops), params(), params(**stops, extra_args=own(False)), params()]
+    streams = ([A] * 3, [B] * 3, [A] * 3, [A, B, A])
+    update(processor, list(zip(rows, streams, strict=True)))
+    logits = torch.randn(4, 1342)
+    logits[0, sentinel] = -torch.inf
+    before = logits.clone()
+    after = processor.apply(logits)
+    assert after[0].isfinite().nonzero().flatten().tolist() == [sentinel]
+    (forced,) = after[1].isfinite().nonzero().flatten().tolist()
+    assert forced not in (sentinel, eos)
+    before[2, sentinel] = -torch.inf
+    assert torch.equal(after[2:], before[2:])
+
+
+def update(processor: Any, rows: Sequence[tuple[Any, list[int]]]) -> None:
+    """A batch of its own: (sampling parameters, generated ids) of each row."""
+    from vllm.v1.sample.logits_processor import BatchUpdate
+
+    added = [(index, given, [1], list(ids)) for index, (given, ids) in enumerate(rows)]
+    processor.update_state(BatchUpdate(len(rows), [], added, []))
+
+
+@pytest.mark.req("REP-02")
+def test_where_every_row_stops_at_the_sentinel_it_is_hidden_in_all(processor: Any) -> None:
+    stops = params(stop_token_ids=[processor.sentinel])
+    update(processor, [(stops, [A]), (stops, [B])])
+    after = processor.apply(torch.zeros(2, 1342))
+    assert after.isneginf().nonzero().tolist() == [[0, processor.sentinel], [1, processor.sentinel]]
+
+
+@pytest.mark.req("REP-04")
+def test_without_a_sentinel_the_end_of_sequence_token_is_forced(
+    processor: Any, tokenizer: Any
+) -> None:
+    """The one vLLM resolved for the request, or the tokenizer's where it is to be ignored."""
+    resolved = params()
+    resolved.update_from_generation_config({}, B)
+    update(processor, [(resolved, [A] * 3), (params(ignore_eos=True), [A] * 3)])
+    after = processor.apply(torch.full((2, 1342), -torch.inf))
+    assert after.isfinite().nonzero().tolist() == [[0, B], [1, tokenizer.eos_token_id]]
+
+
+@pytest.mark.req("REP-02")
+def test_vllm_must_not_skip_the_processor_when_it_is_greedy(processor: Any) -> None:
+    assert processor.is_argmax_invariant() is False
+
+
+@pytest.mark.req("REP-01", "REP-04")
+def test_a_request_may_bring_its_own_settings_or_none(processor: Any) -> None:
+    later = {"enabled": True, "max_consecutive_token_repeats": 5}
+    said = (None, own(False), own(later), own(later))
+    streams = ([A] * 3, [A] * 9, [A] * 4, [A] * 5)
+    given = [params(extra_args=extra) for extra in said]
+    update(processor, list(zip(given, streams, strict=True)))
+    after = processor.apply(torch.zeros(4, 1342))
+    assert after.isneginf().any(dim=1).tolist() == [True, False, False, True]
+
+
+@pytest.mark.req("REP-04")
+@pytest.mark.parametrize("said", [True, 1, "off", {"ngram_repeats": 1}, {"ngrams": 2}])
+def test_wrong_settings_of_a_request_are_refused_before_it_runs(said: Any) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    from rollout_server.repeat_processor import RepeatProcessor
+
+    with pytest.raises(VLLMValidationError, match="repeat_terminate"):
+        RepeatProcessor.validate_params(params(extra_args={EXTRA_ARG: said}))
+
+
+@pytest.mark.req("REP-04")
+def test_a_wrong_environment_is_told_when_the_engine_loads_the_processor(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INJECTION, "maybe")
+    with pytest.raises(ContractError, match=INJECTION):
+        make_processor(vllm_config)
+
+
+@pytest.mark.req("REP-04")
+def test_without_the_environment_nothing_is_guarded(vllm_config: Any) -> None:
+    assert INJECTION not in os.environ
+    processor = make_processor(vllm_config)
+    update(processor, [(params(), [A] * 50)])
+    assert torch.equal(processor.apply(torch.zeros(1, 1342)), torch.zeros(1, 1342))
+
+
+@pytest.mark.req("REP-03")
+def test_a_step_costs_the_same_whatever_was_generated_before(processor: Any) -> None:
+    batch = Batch(processor)
+    rows = [Row(params(extra_args=own(limits())), [A, A, B] * 500) for _ in range(8)]
+    batch.change(join=rows)
+    batch.step()
+    early = [lines_of_apply(batch) for _ in range(30)]
+    for _ in range(1_000):
+        batch.step()
+    assert min(early) > 0
+    assert max(lines_of_apply(batch) for _ in range(30)) <= max(early)
+
+
+def limits() -> RepeatTerminateConfig:
+    never = 10**6
+    return RepeatTerminateConfig(
+        enabled=True,
+        max_consecutive_token_repeats=never,
+        ngram_size=4,
+        ngram_repeats=never,
+        max_object_keys=never,
+    )
+
+
+def lines_of_apply(batch: Batch) -> int:
+    """Lines of Python that run in one `apply`, after a step in which every row grew."""
+    batch.step()
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        batch.processor.apply(torch.zeros(len(batch.rows), 1342))
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def model(tied: Path, one_thread: None) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(tied).eval()
+
+
+def generate(
+    model: Any, tokenizer: Any, prompts: list[str], processor: Any = None
+) -> list[list[int]]:
+    """Greedy answers of 40 tokens to left-padded prompts, padding included."""
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+    processors = [] if processor is None else [processor(inputs.input_ids.shape[1])]
+    ids = model.generate(
+        **inputs,
+        max_new_tokens=40,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+        logits_processor=processors,
+    )
+    answers: list[list[int]] = ids[:, inputs.input_ids.shape[1] :].tolist()
+    return answers
+
+
+@pytest.mark.req("REP-02", "REP-03")
+def test_transformers_ends_a_row_one_step_after_the_verdict_and_no_other(
+    model: Any, tokenizer: Any, key: list[int]
+) -> None:
+    """A real model; the guard replayed over its free answers says where each must end."""
+    prompts = ["Detect every object.", "cat", "object", "the red square the red square"]
+    free = generate(model, tokenizer, prompts)
+    config = RepeatTerminateConfig(
+        enabled=True,
+        min_new_tokens=4,
+        max_consecutive_token_repeats=4,
+        ngram_size=2,
+        ngram_repeats=3,
+    )
+    made: list[HfProcessor] = []
+
+    def processor(prompt_length: int) -> HfProcessor:
+        made.append(HfProcessor(config, tokenizer, prompt_length, [tokenizer.eos_token_id]))
+        return made[0]
+
+    guarded = generate(model, tokenizer, prompts, processor)
+    ends = [verdicts(config, key, answer) for answer in free]
+    assert made[0].triggered == [end[-1] for end in ends]
+    assert {True, False} == set(made[0].triggered)
+    for answer, whole, end in zip(guarded, free, ends, strict=True):
+        kept = end.index(True) if end[-1] else len(whole)
+        assert answer[:kept] == whole[:kept]
+        if end[-1]:
+            assert answer[kept] == tokenizer.eos_token_id
+            assert set(answer[kept + 1 :]) <= {tokenizer.pad_token_id}
+
+
+def test_padding_behind_the_end_of_a_row_does_not_repeat(tokenizer: Any) -> None:
+    hf = HfProcessor(LONG_RUN, tokenizer, prompt_length=1, eos_token_ids=[tokenizer.eos_token_id])
+    ended = [A, B, tokenizer.eos_token_id, *[tokenizer.pad_token_id] * 5]
+    hf(torch.tensor([ended]), torch.zeros(1, len(tokenizer)))
+    assert hf.triggered == [False]
+
+
+def test_rows_of_a_beam_search_trade_places_with_their_histories(tokenizer: Any) -> None:
+    hf = HfProcessor(LONG_RUN, tokenizer, prompt_length=1, eos_token_ids=[tokenizer.eos_token_id])
+    scores = torch.zeros(2, len(tokenizer))
+    hf(torch.tensor([[9, A, A], [9, B, A]]), scores)
+    hf(torch.tensor([[9, B, A, A], [9, A, A, A]]), scores)
+    assert hf.triggered == [False, True]
