@@ -94,8 +94,11 @@ class MediaFetcher:
             raise BadRequest(source.where, "only http and https URLs with a host are fetched")
         if url.userinfo:
             raise BadRequest(source.where, "URLs with a user name are not fetched")
+        port = _port_of(url)
+        if not 0 < port < 2**16:
+            raise BadRequest(source.where, "the URL's port is none")
         try:
-            addresses = await self._resolve(url.host, url.port or _port_of(url))
+            addresses = await self._resolve(url.host, port)
         except (OSError, UnicodeError):
             raise BadRequest(source.where, "the URL's host has no address") from None
         if _host_key(url.host) not in self._allowed_hosts and not all(map(is_public, addresses)):
@@ -179,6 +182,8 @@ def _client(deadline_s: float) -> httpx.AsyncClient:
 
 
 def _port_of(url: httpx.URL) -> int:
+    if url.port is not None:
+        return url.port
     return 443 if url.scheme == "https" else 80
 
 
