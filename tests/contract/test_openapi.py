@@ -79,7 +79,7 @@ def _at_most(bound: int, value: Any) -> Any:
 @pytest.mark.req("WIRE-07")
 @schema.parametrize()
 @settings(
-    max_examples=20,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     database=None,
