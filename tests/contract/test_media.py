@@ -18,6 +18,9 @@ from rollout_server.media import MediaLoader, decode_image
 from rollout_server.media_files import read_media_file
 from rollout_server.problems import BadRequest
 from rollout_server.settings import ServerSettings
+from shared_contracts.errors import ProblemError
+from shared_contracts.infer import InferCall
+from tests.contract.test_rollouts import EchoEngine, answer, run
 
 RED = Image.new("RGB", (6, 4), (255, 0, 0))
 NOISE = Image.effect_noise((64, 64), 50)
@@ -228,6 +231,34 @@ def test_more_images_than_served_are_refused() -> None:
     with pytest.raises(BadRequest, match="max_images_per_request") as error:
         asyncio.run(loader.load([source] * 3))
     assert error.value.where == "images"
+
+
+@pytest.mark.req("WIRE-04", "WIRE-05")
+def test_every_refusal_names_its_request(tmp_path: Path) -> None:
+    red = as_base64(encoded(RED))
+
+    def request(*images: str) -> dict[str, Any]:
+        marks = "<image>" * len(images)
+        return {"messages": [{"role": "user", "content": marks}], "images": images}
+
+    own = {"type": "image", "image": "http://127.0.0.1/a.png"}
+    requests = [
+        request(red),
+        request(red, str(tmp_path / "a.png")),
+        request(*[red] * 17),
+        {"messages": [{"role": "user", "content": [own]}]},
+        request("data:image/png;base64,aGVsbG8="),
+    ]
+    with pytest.raises(ProblemError) as error:
+        run(answer(InferCall.model_validate({"infer_requests": requests}), EchoEngine()))
+    problem = error.value.problem
+    assert problem.status == 422
+    assert [(fault["index"], fault["where"]) for fault in problem.errors or []] == [
+        (1, "infer_requests[1].images[1]"),
+        (2, "infer_requests[2].images"),
+        (3, "infer_requests[3].messages[0].content[0].image"),
+        (4, "infer_requests[4].images[0]"),
+    ]
 
 
 # --- broken images
