@@ -29,74 +29,77 @@ def serve(
     ] = None,
     device: Annotated[str | None, typer.Option(help="gpu (default) or cpu.")] = None,
     gpus: Annotated[str | None, typer.Option(help="GPU ids, such as 0,1,2.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Engines on the CPU [1].")] = None,
-    tensor_parallel_size: Annotated[int | None, typer.Option(help="GPUs per replica [1].")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Engines on the CPU (1).")] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(help="GPUs per replica (1).")] = None,
     distributed_executor_backend: Annotated[
-        str | None, typer.Option(help="mp, or ray for replicas that span nodes [vLLM's choice].")
+        str | None, typer.Option(help="mp, or ray for replicas that span nodes (vLLM's choice).")
     ] = None,
     share_gpus: Annotated[
         bool | None,
-        typer.Option("--share-gpus/--no-share-gpus", help="Take GPUs others use [no]."),
+        typer.Option("--share-gpus/--no-share-gpus", help="Take GPUs others use (no)."),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on [8000].")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (8000).")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="auto (default), float32, bfloat16 or float16.")
     ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Context, in tokens [model's].")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Context, in tokens (model's).")] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Most sequences decoded at once per replica [64].")
+        int | None, typer.Option(help="Most sequences decoded at once per replica (64).")
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens in one forward [fits].")
+        int | None, typer.Option(help="Most tokens in one forward (fits).")
     ] = None,
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of a GPU's memory to use [0.9].")
+        float | None, typer.Option(help="Share of a GPU's memory to use (0.9).")
     ] = None,
     enable_prefix_caching: Annotated[
         bool | None,
-        typer.Option("--enable-prefix-caching/--no-prefix-caching", help="[enabled]"),
+        typer.Option(
+            "--enable-prefix-caching/--no-prefix-caching",
+            help="Reuse the KV cache of equal beginnings (enabled).",
+        ),
     ] = None,
     kv_cache_gib: Annotated[
-        float | None, typer.Option(help="KV cache of a CPU replica, in GiB [1.0].")
+        float | None, typer.Option(help="KV cache of a CPU replica, in GiB (1.0).")
     ] = None,
     max_images_per_request: Annotated[
-        int | None, typer.Option(help="Images in one conversation [16].")
+        int | None, typer.Option(help="Images in one conversation (16).")
     ] = None,
     allowed_media_dir: Annotated[
         list[Path] | None, typer.Option(help="Directory of local images; repeatable.")
     ] = None,
     allow_media_urls: Annotated[
         bool | None,
-        typer.Option("--allow-media-urls/--no-media-urls", help="Fetch images by URL [no]."),
+        typer.Option("--allow-media-urls/--no-media-urls", help="Fetch images by URL (no)."),
     ] = None,
     allowed_media_host: Annotated[
         list[str] | None, typer.Option(help="Host with a private address; repeatable.")
     ] = None,
-    max_image_mib: Annotated[float | None, typer.Option(help="Bound of one image [32].")] = None,
+    max_image_mib: Annotated[float | None, typer.Option(help="Bound of one image (32).")] = None,
     max_image_megapixels: Annotated[
-        float | None, typer.Option(help="Bound of one decoded image [64].")
+        float | None, typer.Option(help="Bound of one decoded image (64).")
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="File of the token calls must carry [none].")
+        Path | None, typer.Option(help="File of the token calls must carry (none).")
     ] = None,
-    max_body_mib: Annotated[float | None, typer.Option(help="Bound of one body [256].")] = None,
+    max_body_mib: Annotated[float | None, typer.Option(help="Bound of one body (256).")] = None,
     max_requests_per_call: Annotated[
-        int | None, typer.Option(help="Requests in one /infer/ call [4096].")
+        int | None, typer.Option(help="Requests in one /infer/ call (4096).")
     ] = None,
     max_concurrent_calls: Annotated[
-        int | None, typer.Option(help="/infer/ calls running at once [64].")
+        int | None, typer.Option(help="/infer/ calls running at once (64).")
     ] = None,
     weight_transport: Annotated[
         str | None, typer.Option(help="gloo (CPU default) or nccl (GPU default).")
     ] = None,
     grace_seconds: Annotated[
-        float | None, typer.Option(help="Time running calls have after SIGTERM [10].")
+        float | None, typer.Option(help="Time running calls have after SIGTERM (10).")
     ] = None,
     hang_seconds: Annotated[
-        float | None, typer.Option(help="Silence after which an engine is rebuilt [60].")
+        float | None, typer.Option(help="Silence after which an engine is rebuilt (60).")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of requests without one [0].")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of requests without one (0).")] = None,
     parent_pid: Annotated[
         int | None, typer.Option(help="Stop when this process, our parent, has ended.")
     ] = None,
