@@ -12,6 +12,9 @@ from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem, ProblemError
 
 logger = logging.getLogger(__name__)
 
+# A caller's own key, however long, is a part of the path to it.
+MAX_WHERE = 200
+
 _KIND_OF_STATUS = {404: "not-found", 405: "method-not-allowed", 413: "body-too-large"}
 
 
@@ -76,7 +79,8 @@ def _fault(item: dict[str, Any]) -> dict[str, Any]:
     loc = tuple(item["loc"])
     loc = loc[1:] if loc and loc[0] in ("body", "query") else loc
     message = str(item["msg"]).removeprefix("Value error, ")
-    fault: dict[str, Any] = {"where": dotted(loc) or "body", "detail": message}
+    where = dotted(loc)[:MAX_WHERE] or "body"
+    fault: dict[str, Any] = {"where": where, "detail": message}
     if loc[:1] == ("infer_requests",) and len(loc) > 1 and isinstance(loc[1], int):
         fault["index"] = loc[1]
     return fault

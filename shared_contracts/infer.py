@@ -4,15 +4,28 @@ ms-swift's `RolloutInferRequest`, `RequestConfig` and `ChatCompletionResponse` a
 model; a test holds these classes against `swift.infer_engine.protocol`.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Role = Literal["system", "user", "assistant"]
 
+# Every fault of a call costs memory: more requests or fields are not even looked through,
+# and below a request the first bad item of a list stands for all.
+MAX_REQUESTS = 2**16
+MAX_FIELDS = 64
+
 
 class _Wire(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    # The bound makes pydantic look at the characters: half of a surrogate pair is no text.
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, str_max_length=2**30)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"{len(value)} fields are more than any object has")
+        return value
 
 
 class TextPart(_Wire):
@@ -30,7 +43,7 @@ ContentPart = TextPart | ImagePart
 
 class Message(_Wire):
     role: Role
-    content: str | list[ContentPart]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 def _refuse_unserved(model: BaseModel, names: tuple[str, ...]) -> None:
@@ -49,10 +62,10 @@ class RolloutInferRequest(_Wire):
     uuid: the caller's id of this request.
     """
 
-    messages: list[Message] = Field(min_length=1)
-    images: list[str] = Field(default_factory=list)
-    audios: list[str] | None = None
-    videos: list[str] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    images: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
+    audios: Annotated[list[str], Field(fail_fast=True)] | None = None
+    videos: Annotated[list[str], Field(fail_fast=True)] | None = None
     tools: list[Any] | None = None
     objects: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -86,14 +99,14 @@ class RequestConfig(_Wire):
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0.0)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     repetition_penalty: float | None = Field(default=None, gt=0.0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     length_penalty: float = 1.0
     num_beams: int = 1
-    stop: list[str] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: int | None = Field(default=None, ge=0, le=2**62)
     n: int = Field(default=1, ge=1)
     stream: bool = False
@@ -132,7 +145,7 @@ class InferCall(_Wire):
     expected_weights_version: refuse the call unless these are the weights that answer it.
     """
 
-    infer_requests: list[RolloutInferRequest]
+    infer_requests: list[RolloutInferRequest] = Field(max_length=MAX_REQUESTS)
     request_config: RequestConfig | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     expected_weights_version: int | None = Field(default=None, ge=0)

@@ -141,7 +141,7 @@ class StartWeightUpdate(_Wire):
 
 
 class UpdateWeights(_Wire):
-    parameters: list[ParameterMeta] = Field(min_length=1)
+    parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
 
 
 class FinishWeightUpdate(_Wire):
