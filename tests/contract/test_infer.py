@@ -172,6 +172,7 @@ def test_the_envelope_is_stamped(server: RunningServer) -> None:
     version = health["weights_version"]
     assert envelope["coordexp"] == {
         "repeat_terminate_triggered": 0,
+        "repeat_terminated_choices": [],
         "weights_version": [version, version],
         "server_epoch": health["server_epoch"],
         "seed": None,
@@ -340,7 +341,9 @@ def test_an_idle_server_leaves_the_cores_alone(server: RunningServer) -> None:
 def test_the_probes_of_a_ready_server(server: RunningServer) -> None:
     health = server.http.get("/health").json()
     assert (health["status"], health["state"]) == ("ok", "READY")
-    assert health["replicas"] == [{"index": 0, "alive": True, "detail": "serving"}]
+    (replica,) = health["replicas"]
+    assert (replica["index"], replica["state"], replica["restarts"]) == (0, "serving", 0)
+    assert 0 <= replica["heartbeat_age_s"] < 10
     live = server.http.get("/live").json()
     assert live["server_epoch"] == health["server_epoch"]
     (age,) = live["heartbeat_age_s"]

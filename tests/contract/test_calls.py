@@ -1,0 +1,191 @@
+"""Calls around the generation, on a real server: ids, expected weights, log and metrics."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from learner.operate.server_process import free_ports
+from tests.contract.running_server import PROMPT, RunningServer, image_request, text_request
+from tests.contract.toy_checkpoints import read_weights
+from tests.contract.weight_sender import push, weight_group
+
+SAMPLED = {"temperature": 1.0, "max_tokens": 16}  # without a seed: never the same twice
+
+
+def post(
+    server: RunningServer, timeout_s: float = 120, requests: int = 1, **body: Any
+) -> httpx.Response:
+    body = {"infer_requests": [text_request()] * requests, "request_config": SAMPLED} | body
+    return server.http.post("/infer/", json=body, timeout=timeout_s)
+
+
+def metrics(server: RunningServer) -> dict[str, float]:
+    """Values by name, those with labels by name and the values of their labels."""
+    answer = server.http.get("/metrics")
+    return {
+        " ".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+class Grown(dict[str, float]):
+    """How much each counter has grown over a block."""
+
+
+@contextmanager
+def growth(server: RunningServer) -> Iterator[Grown]:
+    before, grown = metrics(server), Grown()
+    yield grown
+    grown |= {name: value - before.get(name, 0.0) for name, value in metrics(server).items()}
+
+
+def access_lines(server: RunningServer) -> list[str]:
+    log = server.process.log.read_text(encoding="utf-8")
+    return [line for line in log.splitlines() if " rollout_server.access: " in line]
+
+
+# --- request ids
+
+
+@pytest.mark.req("DIST-05")
+def test_a_retried_call_gets_its_answer_and_nothing_is_generated(server: RunningServer) -> None:
+    first = post(server, request_id="retried")
+    assert first.status_code == 200, first.text
+    with growth(server) as grown:
+        assert post(server, request_id="retried").content == first.content
+    assert grown["rollout_calls_total repeated"] == 1
+    assert grown["rollout_generated_tokens_total"] == 0
+    assert post(server, request_id="another").content != first.content
+
+
+@pytest.mark.req("DIST-05")
+def test_an_id_is_refused_for_another_body(server: RunningServer) -> None:
+    assert post(server, request_id="taken").status_code == 200
+    refused = post(server, request_id="taken", requests=2)
+    assert (refused.status_code, refused.json()["where"]) == (422, "request_id")
+
+
+@pytest.mark.req("DIST-05", "SRV-07")
+def test_a_call_goes_on_for_the_retry_when_the_first_client_has_gone(
+    server: RunningServer,
+) -> None:
+    long: dict[str, Any] = {"request_config": SAMPLED | {"max_tokens": 400}, "requests": 16}
+    with ThreadPoolExecutor() as threads, growth(server) as grown:
+        first = threads.submit(post, server, timeout_s=0.6, request_id="left", **long)
+        time.sleep(0.2)
+        retry = threads.submit(post, server, request_id="left", **long)
+        with pytest.raises(httpx.ReadTimeout):
+            first.result()
+        assert not retry.done()
+        assert len(retry.result().json()) == 16
+    assert grown["rollout_requests_total"] == 16
+    assert grown["rollout_calls_total gone"] == 1
+    assert grown["rollout_calls_total repeated"] == 1
+
+
+# --- weights
+
+
+@pytest.mark.req("WIRE-03", "DIST-05")
+def test_a_call_is_refused_by_other_weights_and_a_kept_answer_is_not(
+    server: RunningServer, tied: Path
+) -> None:
+    old = server.http.get("/health/").json()["weights_version"]
+    expecting = {"expected_weights_version": old}
+    kept = post(server, request_id="before the push", **expecting)
+    assert kept.status_code == 200, kept.text
+    (port,) = free_ports(1)
+    with weight_group(server.http, port) as sender, growth(server) as grown:
+        report = push(server.http, sender, read_weights(tied), old + 1)
+    assert grown["rollout_weight_pushes_total"] == 1
+    assert grown["rollout_weight_push_bytes_total"] == report["bytes"]
+    assert grown["rollout_weights_version"] == 1
+
+    refused = post(server, **expecting)
+    assert (refused.status_code, refused.json()["type"]) == (409, "urn:rollmatch:other-weights")
+    assert refused.json()["where"] == "expected_weights_version"
+    assert post(server, expected_weights_version=old + 1).status_code == 200
+    assert post(server, request_id="before the push", **expecting).content == kept.content
+
+
+# --- forms of an answer
+
+
+@pytest.mark.req("WIRE-02")
+def test_a_query_or_a_header_leaves_the_envelope_off(server: RunningServer) -> None:
+    body = {"infer_requests": [text_request()], "request_config": SAMPLED, "request_id": "forms"}
+    (enveloped,) = server.http.post("/infer", json=body).json()
+    for query, headers in (("?envelope=0", {}), ("", {"Rollout-Envelope": "0"})):
+        answer = server.http.post(f"/infer/{query}", json=body, headers=headers)
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.json() == [enveloped["response"]]
+
+
+# --- probes, metrics, log
+
+
+@pytest.mark.req("WIRE-06")
+def test_info_says_what_the_server_is(server: RunningServer) -> None:
+    info = server.http.get("/info").json()
+    health = server.http.get("/health").json()
+    assert info["model"] == str(server.checkpoint)
+    assert (info["world_size"], info["max_model_len"], info["max_num_seqs"]) == (1, 512, 64)
+    assert info["weights_version"] == health["weights_version"]
+    assert info["server_epoch"] == health["server_epoch"]
+    assert info["repeat_terminate"]["config"]["enabled"] is info["repeat_terminate"]["active"]
+    assert {"rollmatch", "torch", "transformers"} < set(info["versions"])
+
+
+@pytest.mark.req("WIRE-06")
+def test_metrics_count_what_is_answered_and_show_what_runs(
+    server: RunningServer, scene: Path
+) -> None:
+    requests = [text_request(), image_request(str(scene))]
+    with growth(server) as grown:
+        envelopes = server.infer(requests, max_tokens=8)
+    usages = [envelope["response"]["usage"] for envelope in envelopes]
+    assert grown["rollout_calls_total answered"] == 1
+    assert (grown["rollout_requests_total"], grown["rollout_images_total"]) == (2, 1)
+    prompt_tokens = sum(usage["prompt_tokens"] for usage in usages)
+    assert grown["rollout_prompt_tokens_total"] == prompt_tokens
+    assert grown["rollout_generated_tokens_total"] == 16
+    assert grown["rollout_phase_seconds_count generate"] == 1
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(
+            server.infer, [text_request()] * 70, temperature=1.0, seed=1, max_tokens=200
+        )
+        running: list[float] = []
+        while not call.done():
+            now = metrics(server)
+            running.append(now["rollout_running_sequences 0"])
+            assert now["rollout_ready"] == now["rollout_replica_state 0 serving"] == 1
+        call.result()
+    assert max(running) == 64
+    assert metrics(server)["rollout_running_sequences 0"] == 0
+
+
+@pytest.mark.req("SRV-08")
+def test_the_log_has_a_line_for_the_call_and_nothing_of_what_was_said(
+    server: RunningServer, scene: Path
+) -> None:
+    secret = "a-secret-word"
+    body = {
+        "infer_requests": [image_request(str(scene), f"{PROMPT} {secret}")],
+        "request_config": {"max_tokens": 8},
+        "request_id": "logged",
+    }
+    headers = {"authorization": f"Bearer {secret}"}
+    assert server.http.post("/infer/", json=body, headers=headers).status_code == 200
+    line = access_lines(server)[-1]
+    for field in ("route=/infer/", "status=200", "requests=1", "images=1", "generated_tokens=8"):
+        assert f" {field} " in line
+    assert line.endswith("request_id=logged")
+    assert secret not in server.process.log.read_text(encoding="utf-8")
