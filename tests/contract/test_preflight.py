@@ -1,0 +1,213 @@
+"""What is refused before anything starts: GPUs others use, Ray, media, open addresses."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_server.engine_env import engine_environment
+from rollout_server.gpu_use import (
+    IDLE_MIB,
+    GpuMemory,
+    GpuProcess,
+    GpuUse,
+    check_unused,
+    parse_gpus,
+    parse_processes,
+    query_gpu_use,
+)
+from rollout_server.preflight import check_media, check_ray, check_settings
+from rollout_server.secret import TOKEN_VARIABLE
+from rollout_server.settings import ServerSettings
+from shared_contracts.errors import ContractError
+
+ROOT = Path(__file__).parents[2]
+PICKLES = {"cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+
+FIRST = "GPU-8f6d2c1e-0b5a-4a64-9f0e-3d1f6f8f1a11"
+SECOND = "GPU-1c9e7b52-7d3f-4b8c-8a55-6c2f0e9d4b22"
+GPUS = f"0, {FIRST}, 4, 81559\n1, {SECOND}, 41984, 81559\n"
+PROCESSES = f"{SECOND}, 4242, /usr/bin/python3, 40960\n"
+
+
+def settings(**options: Any) -> ServerSettings:
+    return ServerSettings(model=Path("/m"), device="cpu", **options)
+
+
+def refused(gpus: list[int], use: GpuUse) -> ContractError:
+    with pytest.raises(ContractError) as error:
+        check_unused(gpus, use)
+    assert error.value.where == "gpus"
+    assert "--share-gpus" in error.value.do
+    return error.value
+
+
+# --- GPUs
+
+
+def test_what_nvidia_smi_prints_is_read() -> None:
+    assert parse_gpus(GPUS) == [
+        GpuMemory(0, FIRST, 4, 81559),
+        GpuMemory(1, SECOND, 41984, 81559),
+    ]
+    assert parse_processes(PROCESSES) == [GpuProcess(SECOND, 4242, "/usr/bin/python3", 40960)]
+    assert parse_processes("\n") == []
+    assert parse_gpus("") == []
+    odd = f"{FIRST}, 17, tool --ids=1,2, [N/A]\n{FIRST}, 18, [Not Found], [N/A]\n"
+    assert parse_processes(odd) == [
+        GpuProcess(FIRST, 17, "tool --ids=1,2", None),
+        GpuProcess(FIRST, 18, "[Not Found]", None),
+    ]
+
+
+@pytest.mark.req("SRV-04")
+def test_a_gpu_in_use_is_refused_and_its_users_are_named() -> None:
+    use = GpuUse(parse_gpus(GPUS), parse_processes(PROCESSES))
+    assert refused([0, 1], use).found == ("GPU 1 is used by /usr/bin/python3 (pid 4242, 40.0 GiB)")
+    check_unused([0], use)
+    both = PROCESSES + f"{SECOND}, 77, trainer, [N/A]\n"
+    use = GpuUse(parse_gpus(GPUS), parse_processes(both))
+    assert refused([1], use).found.endswith("40.0 GiB) and trainer (pid 77)")
+
+
+@pytest.mark.req("SRV-04")
+def test_memory_nobody_visible_holds_is_refused_too() -> None:
+    hidden = GpuUse(parse_gpus(GPUS), [])
+    assert "41.0 GiB of GPU 1" in refused([1], hidden).found
+    assert "cannot be seen" in refused([1], hidden).found
+    check_unused([0], hidden)
+    check_unused([0], GpuUse([GpuMemory(0, FIRST, IDLE_MIB, 81559)], []))
+    refused([0], GpuUse([GpuMemory(0, FIRST, IDLE_MIB + 1, 81559)], []))
+
+
+def fake_smi(folder: Path, script: str) -> str:
+    """A program that answers the two queries as `script` says."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o700)
+    return str(program)
+
+
+@pytest.mark.req("SRV-04")
+def test_it_is_asked_for_plain_numbers(tmp_path: Path) -> None:
+    (tmp_path / "gpus").write_text(GPUS)
+    (tmp_path / "apps").write_text(PROCESSES)
+    program = fake_smi(
+        tmp_path,
+        f"""test "$2" = --format=csv,noheader,nounits || exit 1
+case "$1" in
+    --query-gpu=index,uuid,memory.used,memory.total) cat {tmp_path}/gpus ;;
+    --query-compute-apps=gpu_uuid,pid,process_name,used_memory) cat {tmp_path}/apps ;;
+    *) exit 1 ;;
+esac""",
+    )
+    assert query_gpu_use(program) == GpuUse(parse_gpus(GPUS), parse_processes(PROCESSES))
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo No devices were found", "echo 0, GPU-1, [N/A]"])
+def test_where_it_does_not_tell_that_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, script: str
+) -> None:
+    assert query_gpu_use(fake_smi(tmp_path, script)) is None
+    assert query_gpu_use(str(tmp_path / "missing")) is None
+    assert len(caplog.messages) == 2
+    assert "does not tell who uses the GPUs" in caplog.messages[0]
+
+
+# --- the rest
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory that passes for a checkpoint until it is loaded."""
+    (tmp_path / "config.json").write_text('{"architectures": ["X"]}')
+    (tmp_path / "model.safetensors").touch()
+    return tmp_path
+
+
+@pytest.mark.req("SRV-04")
+def test_ray_must_be_installed_to_be_used(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = ServerSettings(model=model, distributed_executor_backend="ray")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ContractError, match="ray is not installed"):
+        check_settings(ray)
+    monkeypatch.delitem(sys.modules, "ray")
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check_ray()
+    check_settings(ray)  # asks for no GPU of this machine
+
+
+@pytest.mark.req("SRV-04")
+def test_media_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    for name, odd in {
+        "allowed_media_dirs": settings(allowed_media_dirs=(tmp_path / "gone",)),
+        "allowed_media_hosts": settings(allowed_media_hosts=("images.example",)),
+        "max_image_megapixels": settings(max_image_megapixels=500.0),
+    }.items():
+        with pytest.raises(ContractError) as error:
+            check_media(odd)
+        assert error.value.where == name
+    check_media(settings(allow_media_urls=True, allowed_media_hosts=("images.example",)))
+
+
+@pytest.mark.req("SRV-04", "SRV-06")
+@pytest.mark.parametrize(
+    ("options", "token", "found"),
+    [
+        (("--host", "0.0.0.0"), None, "there is no token"),
+        (("--host", "0.0.0.0"), "", "the token is empty"),
+        (("--token-file", "gone"), None, "gone cannot be read"),
+        (("--token-file", "config.json"), "other", "the token holds white space"),
+    ],
+)
+def test_the_command_refuses_an_open_door_before_it_starts_anything(
+    model: Path, options: tuple[str, ...], token: str | None, found: str
+) -> None:
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+    environment |= {} if token is None else {TOKEN_VARIABLE: token}
+    command = ["-m", "rollout_server", "serve", "--device", "cpu", "--model", str(model)]
+    done = subprocess.run(
+        [sys.executable, *command, *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=model,
+        env=environment,
+    )
+    assert done.returncode == 2
+    assert found in done.stderr
+
+
+# --- no pickle crosses a socket
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+@pytest.mark.req("SRV-06")
+@pytest.mark.parametrize("package", ["rollout_server", "shared_contracts"])
+def test_nothing_here_reads_or_writes_pickles(package: str) -> None:
+    files = list((ROOT / package).rglob("*.py"))
+    assert files
+    for path in files:
+        assert PICKLES.isdisjoint(imported(path)), path
+
+
+@pytest.mark.req("SRV-06")
+def test_vllm_is_told_to_serialize_without_pickle() -> None:
+    for chosen in (settings(), ServerSettings(model=Path("/m"), gpus=(0,))):
+        assert engine_environment(chosen)["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
