@@ -1,8 +1,9 @@
 """How the server logs: readable lines, or one JSON object a line (SRV-08).
 
-vLLM sets up its own loggers, in this process and in each engine process; where the lines
-are JSON it is told to do so by `json_logging.json` (see `engine_env`), which names
-`JsonFormatter`. So nothing heavy is imported here.
+vLLM sets up logging by itself, in this process and in each engine process; where the lines
+are JSON it does so by `json_logging.json` (see `engine_env`), which names `json_handler`.
+So nothing heavy is imported here. What an engine process says before that, while it
+imports, and what C++ code prints stays text.
 """
 
 import json
@@ -38,15 +39,20 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+def json_handler() -> logging.Handler:
+    """To stderr; the warnings of this process become lines of it, too."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter())
+    logging.captureWarnings(True)
+    return handler
+
+
 def set_up_logging(level: str, log_format: Literal["text", "json"]) -> None:
     """Log to stderr from now on."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        JsonFormatter() if log_format == "json" else logging.Formatter(TEXT_FORMAT)
-    )
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-    if log_format == "json":
-        logging.captureWarnings(True)
-        # torch is imported by now and would print its own lines.
-        logging.getLogger("torch").handlers.clear()
-        logging.getLogger("torch").propagate = True
+    if log_format == "text":
+        logging.basicConfig(level=level.upper(), format=TEXT_FORMAT)
+        return
+    logging.basicConfig(level=level.upper(), handlers=[json_handler()])
+    # torch is imported by now and would print its own lines.
+    logging.getLogger("torch").handlers.clear()
+    logging.getLogger("torch").propagate = True

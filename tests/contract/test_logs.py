@@ -26,6 +26,8 @@ import transformers
 from vllm.config.logging import LoggingConfig
 from vllm.logger import configure_logging, init_logger
 
+if {log_format!r} == "json":
+    logging.captureWarnings(False)  # as in a fresh engine process
 configure_logging(LoggingConfig())
 init_logger("vllm.engine").info("first\\nsecond \\x1b %s", "é")
 init_logger("vllm.engine").debug("hidden")
