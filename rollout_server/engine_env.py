@@ -23,6 +23,8 @@ def engine_environment(settings: ServerSettings) -> dict[str, str]:
         # Engine processes talk to each other on this machine only.
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_LOOPBACK_IP": "127.0.0.1",
+        # And without pickle, which would run whatever it is sent.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         # stdout belongs to whoever started the server.
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": settings.log_level.upper(),
