@@ -46,9 +46,14 @@ class Result:
 
 
 def median_of(
-    name: str, values: Sequence[float], goal: float, at_least: bool, detail: str = ""
+    name: str,
+    values: Sequence[float],
+    goal: float,
+    at_least: bool,
+    unit: str = "",
+    detail: str = "",
 ) -> Result:
-    return Result(name, statistics.median(values), tuple(values), goal, at_least, "", detail)
+    return Result(name, statistics.median(values), tuple(values), goal, at_least, unit, detail)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 import yaml
 
 from benchmarks.checkpoint import make_checkpoint
-from benchmarks.guard import guard_results
+from benchmarks.guard import guard_results, guarded_settings
 from benchmarks.http_client import HttpClient
 from benchmarks.processes import Peer, PeerFailed
 from benchmarks.results import Result, table, write_json
@@ -41,6 +41,7 @@ from benchmarks.throughput import (
 from benchmarks.workload import engine_settings
 from learner.operate.server_process import ServerProcess, free_ports
 from rollout_server.engine_env import engine_environment
+from rollout_server.settings import ServerSettings
 from shared_contracts.errors import ContractError
 
 IN_PROCESS_GOAL = 0.97
@@ -83,30 +84,34 @@ class Bench:
     def peer(self, name: str, health: str) -> Iterator[str]:
         """Base URL of the HTTP server `benchmarks.peers.NAME` while the block runs."""
         (port,) = free_ports(1)
-        with self._start(name, [str(port)], piped=False) as peer:
+        settings = engine_settings(self.checkpoint)
+        with self._start(name, settings, [str(port)], piped=False) as peer:
             peer.wait_until_healthy(f"http://127.0.0.1:{port}{health}")
             yield f"http://127.0.0.1:{port}"
 
     @contextmanager
-    def piped_peer(self, name: str) -> Iterator[Peer]:
-        """`benchmarks.peers.NAME`, which has said that it is ready, while the block runs."""
-        with self._start(name, [], piped=True) as peer:
+    def piped_peer(self, name: str, settings: ServerSettings) -> Iterator[Peer]:
+        """`benchmarks.peers.NAME`, which has said that it is ready, while the block runs.
+
+        settings: whose environment it gets.
+        """
+        with self._start(name, settings, [], piped=True) as peer:
             peer.hear()
             yield peer
 
-    def _start(self, name: str, args: list[str], piped: bool) -> Peer:
+    def _start(self, name: str, settings: ServerSettings, args: list[str], piped: bool) -> Peer:
         return Peer(
             f"benchmarks.peers.{name}",
             [str(self.checkpoint), *args],
             self._folder / f"{name}.log",
-            engine_environment(engine_settings(self.checkpoint)),
+            engine_environment(settings),
             piped,
         )
 
 
 def in_process(bench: Bench) -> list[Result]:
     ours = rollout_side(bench.client, bench.server.base_url)
-    with bench.piped_peer("in_process") as peer:
+    with bench.piped_peer("in_process", engine_settings(bench.checkpoint)) as peer:
         theirs = in_process_side(peer)
         return [
             compare(
@@ -147,7 +152,8 @@ def openai(bench: Bench) -> list[Result]:
 
 
 def guard(bench: Bench) -> list[Result]:
-    with bench.piped_peer("guard_steps") as peer:
+    settings = guarded_settings(bench.checkpoint)
+    with bench.piped_peer("guard_steps", settings) as peer:
         return guard_results(peer, bench.rounds)
 
 

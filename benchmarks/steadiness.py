@@ -69,7 +69,6 @@ def hold_nothing_back(base_url: str, server_pid: int) -> list[Result]:
     growth = {pid: 100 * (after[pid].resident_kib / before[pid].resident_kib - 1) for pid in before}
     files = sum(after[pid].files - before[pid].files for pid in before)
     threads = sum(after[pid].threads - before[pid].threads for pid in before)
-    running = _calls_in_flight(base_url)
     processes = ", ".join(
         f"{_role(pid)} {before[pid].resident_kib / 1024:.0f} MiB {growth[pid]:+.2f} %"
         for pid in before
@@ -86,7 +85,7 @@ def hold_nothing_back(base_url: str, server_pid: int) -> list[Result]:
         ),
         _none_left("open files", files, f"{sum(h.files for h in after.values())} open"),
         _none_left("threads", threads, f"{sum(h.threads for h in after.values())} running"),
-        *([] if running is None else [_none_left("calls in flight", running, "by `/metrics/`")]),
+        _none_left("calls in flight", _calls_in_flight(base_url), "by `/metrics/`"),
     ]
 
 
@@ -130,8 +129,11 @@ def _role(pid: int) -> str:
     return "engine" if "EngineCore" in name_of(pid) else "server"
 
 
-def _calls_in_flight(base_url: str) -> float | None:
-    return None
+def _calls_in_flight(base_url: str) -> float:
+    with _client(base_url) as client:
+        lines = client.get("/metrics/").raise_for_status().text.splitlines()
+    (line,) = (line for line in lines if line.startswith("rollout_calls_in_flight "))
+    return float(line.split()[1])
 
 
 def _client(base_url: str) -> httpx.Client:
