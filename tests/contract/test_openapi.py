@@ -28,13 +28,13 @@ schema = schemathesis.openapi.from_dict(DOCUMENT)
 GATEWAY = ("/init_communicator/",)
 
 
-def no_server_error(_: CheckContext, response: Response, case: Case) -> None:
+def no_server_error(_: CheckContext, response: Response, case: Case[Any]) -> None:
     """The shared server is ready, so nothing excuses a 5xx but a learner that is missing."""
     allowed = {502, 504} if case.operation.path in GATEWAY else set()
     assert response.status_code < 500 or response.status_code in allowed, response.text
 
 
-def errors_are_problems(_: CheckContext, response: Response, case: Case) -> None:
+def errors_are_problems(_: CheckContext, response: Response, case: Case[Any]) -> None:
     if response.status_code >= 400:
         assert response.headers["content-type"] == [PROBLEM_MEDIA_TYPE]
 
@@ -77,6 +77,12 @@ def _at_most(bound: int, value: Any) -> Any:
 
 
 @pytest.mark.req("WIRE-07")
+def test_the_document_is_openapi() -> None:
+    schema.validate()
+    assert DOCUMENT["openapi"].startswith("3.1")
+
+
+@pytest.mark.req("WIRE-07")
 @schema.parametrize()
 @settings(
     max_examples=60,
@@ -86,7 +92,7 @@ def _at_most(bound: int, value: Any) -> Any:
     suppress_health_check=list(HealthCheck),
 )
 def test_no_call_breaks_the_server_and_no_answer_is_undeclared(
-    case: Case, server: RunningServer
+    case: Case[Any], server: RunningServer
 ) -> None:
     case.body = made_short(case.body)
     case.call_and_validate(base_url=server.process.base_url, checks=CHECKS, timeout=60)
