@@ -251,7 +251,7 @@ def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
         # Both ends of the image cache would have to agree on requests that are rendered
         # and then refused because another one in their call is bad.
         "mm_processor_cache_gb": 0,
-        "limit_mm_per_prompt": {"video": 0},
+        "limit_mm_per_prompt": {"image": settings.max_images_per_request, "video": 0},
         "weight_transfer_config": WeightTransferConfig(backend=settings.transport),
         "logits_processors": [PROCESSOR] if settings.repeat_terminate.enabled else None,
         "worker_extension_cls": "rollout_server.worker_extension.WorkerExtension",
@@ -272,7 +272,8 @@ def _cpu_args(settings: ServerSettings) -> dict[str, Any]:
         "enforce_eager": True,
         "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
         # The worker lives in the engine process: one process less to start.
-        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "distributed_executor_backend": settings.distributed_executor_backend
+        or ("uni" if settings.tensor_parallel_size == 1 else "mp"),
     }
 
 
@@ -285,8 +286,10 @@ def _cpu_dtype(settings: ServerSettings) -> str:
 
 
 def _gpu_args(settings: ServerSettings, index: int) -> dict[str, Any]:
+    by_ray = settings.distributed_executor_backend == "ray"
     return {
-        "device_ids": settings.gpus_of(index),
+        "device_ids": None if by_ray else settings.gpus_of(index),
+        "distributed_executor_backend": settings.distributed_executor_backend,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
     }
 

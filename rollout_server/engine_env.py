@@ -20,10 +20,7 @@ def engine_environment(settings: ServerSettings) -> dict[str, str]:
         "VLLM_PLUGINS": "rollmatch_weight_transfer",
         # The server has threads by the time it starts an engine: forking would be unsafe.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # Engine processes talk to each other on this machine only.
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_LOOPBACK_IP": "127.0.0.1",
-        # And without pickle, which would run whatever it is sent.
+        # Processes talk to each other without pickle, which would run whatever it is sent.
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         # stdout belongs to whoever started the server.
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -34,11 +31,20 @@ def engine_environment(settings: ServerSettings) -> dict[str, str]:
     # The repeat guard is configured where it runs: in the engine's process.
     variables |= repeat_environment(settings.repeat_terminate)
     variables |= _json_logs() if settings.log_format == "json" else {}
+    variables |= _this_machine_only() if settings.distributed_executor_backend != "ray" else {}
     return variables | (_cpu(settings) if settings.device == "cpu" else _gpu())
 
 
 def apply_engine_environment(settings: ServerSettings) -> None:
     os.environ.update(engine_environment(settings))
+
+
+def _this_machine_only() -> dict[str, str]:
+    return {
+        # The workers of a replica listen where nobody else can reach them.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOOPBACK_IP": "127.0.0.1",
+    }
 
 
 def _json_logs() -> dict[str, str]:

@@ -11,8 +11,7 @@ from pydantic import SecretStr
 
 from rollout_server.settings import ServerSettings
 from shared_contracts.errors import ContractError
-
-TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
+from shared_contracts.server_info import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 

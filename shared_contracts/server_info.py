@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.weights import WeightState
 
+# The environment variable in which both programs look for the server's token.
+TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
+
 # serving       answers calls
 # starting      its engine is being built, for the first time or again
 # needs-push    built again with the checkpoint's weights, which are no longer the current ones

@@ -16,7 +16,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_expone
 
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RolloutEnvelope
-from shared_contracts.server_info import Health, Info, WorldSize
+from shared_contracts.server_info import TOKEN_VARIABLE, Health, Info, WorldSize
 from shared_contracts.weights import (
     CommunicatorReady,
     FinishWeightUpdate,
@@ -26,8 +26,6 @@ from shared_contracts.weights import (
     UpdateWeights,
     WeightStatus,
 )
-
-TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 
 _PROBE_TIMEOUT_S = 10.0
 # The server bounds the phases of a weight update itself; so much longer it may say so.

@@ -14,9 +14,10 @@ from starlette.types import Message, Scope
 
 from rollout_server.app import create_app
 from rollout_server.pool import Pool
-from rollout_server.secret import TOKEN_VARIABLE, check_access, is_loopback, read_token
+from rollout_server.secret import check_access, is_loopback, read_token
 from rollout_server.settings import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, ContractError, Problem
+from shared_contracts.server_info import TOKEN_VARIABLE
 
 TOKEN = "f00d-cafe_0123456789~"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rollout_server.engine_env import engine_environment
 from rollout_server.engine_types import PromptRefused
 from rollout_server.settings import ServerSettings
 from shared_contracts.infer import RequestConfig
@@ -38,6 +39,34 @@ def test_each_replica_sees_only_its_own_gpus(engine: Any, model: Path) -> None:
     assert [a.device_ids for a in args] == [[3, 4], [5, 6]]
     assert [a.tensor_parallel_size for a in args] == [2, 2]
     assert [a.weight_transfer_config.backend for a in args] == ["nccl", "nccl"]
+
+
+@pytest.mark.req("SRV-01")
+def test_ray_places_a_replica_that_spans_nodes(engine: Any, model: Path) -> None:
+    settings = ServerSettings(
+        model=model, distributed_executor_backend="ray", replicas=2, tensor_parallel_size=16
+    )
+    args = [engine.engine_args(settings, index) for index in range(settings.num_replicas)]
+    assert [a.distributed_executor_backend for a in args] == ["ray", "ray"]
+    assert [a.device_ids for a in args] == [None, None]
+    assert settings.num_workers == 32
+    assert "VLLM_HOST_IP" not in engine_environment(settings)
+
+
+def test_the_settings_of_the_engine_reach_it(engine: Any, model: Path) -> None:
+    settings = ServerSettings(
+        model=model,
+        gpus=(0,),
+        distributed_executor_backend="mp",
+        enable_prefix_caching=False,
+        max_images_per_request=3,
+        gpu_memory_utilization=0.5,
+    )
+    args = engine.engine_args(settings, 0)
+    assert args.distributed_executor_backend == "mp"
+    assert args.enable_prefix_caching is False
+    assert args.limit_mm_per_prompt == {"image": 3, "video": 0}
+    assert args.gpu_memory_utilization == 0.5
 
 
 def test_the_cpu_engine_takes_seeds_and_whole_prompts(engine: Any, model: Path) -> None:

@@ -22,9 +22,9 @@ from rollout_server.gpu_use import (
     query_gpu_use,
 )
 from rollout_server.preflight import check_media, check_ray, check_settings
-from rollout_server.secret import TOKEN_VARIABLE
 from rollout_server.settings import ServerSettings
 from shared_contracts.errors import ContractError
+from shared_contracts.server_info import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 PICKLES = {"cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}

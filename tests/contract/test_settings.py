@@ -98,6 +98,7 @@ def test_the_engine_is_cut_off_from_the_network_and_from_threads_it_does_not_nee
     gpu = engine_environment(ServerSettings(model=Path("/m"), gpus=(0,)))
     assert gpu["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert "OMP_NUM_THREADS" not in gpu
+    assert cpu["VLLM_HOST_IP"] == gpu["VLLM_HOST_IP"] == "127.0.0.1"
 
 
 # --- start-up that cannot succeed

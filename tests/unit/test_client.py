@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from learner.rollout.client import TOKEN_VARIABLE, OtherWeights, RolloutClient, ServerUnreachable
+from learner.rollout.client import OtherWeights, RolloutClient, ServerUnreachable
 from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.infer import InferCall
 from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.server_info import TOKEN_VARIABLE
 from tests.unit.scripted_server import (
     ScriptedServer,
     envelope,
