@@ -66,12 +66,19 @@ async def _answer_refusal(_: Request, error: Exception) -> JSONResponse:
     return problem_response(error.problem)
 
 
-async def _answer_invalid(_: Request, error: Exception) -> JSONResponse:
+async def _answer_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    if error.errors()[0]["type"] == "model_attributes_type" and not _sent_as_json(request):
+        detail = "it is not sent as JSON; give the header `content-type: application/json`"
+        return problem_response(Problem.of("bad-request", detail, "body"))
     errors = [_fault(item) for item in error.errors()]
     kind = "bad-request" if error.errors()[0]["type"] == "json_invalid" else "invalid-request"
     first = errors[0]
     return problem_response(Problem.of(kind, first["detail"], first["where"], errors))
+
+
+def _sent_as_json(request: Request) -> bool:
+    return "json" in request.headers.get("content-type", "")
 
 
 def _fault(item: dict[str, Any]) -> dict[str, Any]:
