@@ -2,8 +2,6 @@
 
 import errno
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
@@ -11,9 +9,8 @@ from torch.distributed import DistError, TCPStore
 from rollout_server.problems import refusal
 
 
-@contextmanager
-def group_store(host: str, port: int, timeout_s: float) -> Iterator[None]:
-    """Keep a store open on exactly `host:port`.
+def open_group_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A store on exactly `host:port`, open for as long as the object lives; blocking.
 
     Raises the `group-port-taken` problem when the port is not free, `invalid-request` when
     the address is none of this machine, `weight-transfer-timeout` when the time is too short
@@ -21,7 +18,7 @@ def group_store(host: str, port: int, timeout_s: float) -> Iterator[None]:
     """
     listener = _listen(host, port)
     try:
-        store = TCPStore(
+        return TCPStore(
             host,
             port,
             is_master=True,
@@ -32,10 +29,6 @@ def group_store(host: str, port: int, timeout_s: float) -> Iterator[None]:
     except DistError:
         found = f"server: could not open its store at {host}:{port} within {timeout_s:g} s"
         raise refusal("weight-transfer-timeout", found, "timeout_s") from None
-    try:
-        yield
-    finally:
-        del store  # closes it
 
 
 def _listen(host: str, port: int) -> socket.socket:

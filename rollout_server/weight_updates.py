@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollout_server.engine_types import EngineDead, WeightPhaseFailed
-from rollout_server.group_store import group_store
+from rollout_server.group_store import open_group_store
 from rollout_server.problems import refusal
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
@@ -121,9 +121,7 @@ class WeightUpdates:
             await self._abandon_update("a new weight group was asked for")
             await self._drop_group()
             if self._transport == "gloo":
-                # Open only until all have met, so that nobody meets a former group's store.
-                with group_store(init.host, init.port, init.timeout_s):
-                    await self._join_group(init)
+                await self._meet_at_a_store(init)
             else:
                 await self._join_group(init)
             self._group = init
@@ -207,6 +205,14 @@ class WeightUpdates:
                 f"is {init.transport}, but the server was started with {self._transport}",
                 "transport",
             )
+
+    async def _meet_at_a_store(self, init: InitCommunicator) -> None:
+        """Open only until all have met, so that nobody meets a former group's store."""
+        store = await asyncio.to_thread(open_group_store, init.host, init.port, init.timeout_s)
+        try:
+            await self._join_group(init)
+        finally:
+            del store  # closes it
 
     async def _join_group(self, init: InitCommunicator) -> None:
         async def join(numbered: tuple[int, UpdatableEngine]) -> None:

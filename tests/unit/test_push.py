@@ -17,7 +17,7 @@ from learner.rollout.client import RolloutClient
 from learner.sync.abandonable import REASON_GRACE_S, run_together
 from learner.sync.push import WeightPusher, WeightSyncError
 from learner.sync.source import MergedWeights
-from rollout_server.group_store import group_store
+from rollout_server.group_store import open_group_store
 from shared_contracts.weights import (
     GLOO_STORE_PREFIX,
     CommunicatorReady,
@@ -75,16 +75,17 @@ class Worker:
         asked = InitCommunicator.model_validate(body)
         self._bucket_bytes = asked.bucket_bytes
         timeout = timedelta(seconds=asked.timeout_s)
-        with group_store(asked.host, asked.port, asked.timeout_s):
-            store = TCPStore(
-                asked.host, asked.port, is_master=False, wait_for_workers=False, timeout=timeout
-            )
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timeout
-            options._devices = [ProcessGroupGloo.create_device(hostname=asked.host)]
-            prefixed = PrefixStore(GLOO_STORE_PREFIX, store)
-            self._group = ProcessGroupGloo(prefixed, 1, asked.world_size, options)
-            self._group.barrier().wait()  # type: ignore[attr-defined]
+        held = open_group_store(asked.host, asked.port, asked.timeout_s)
+        store = TCPStore(
+            asked.host, asked.port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        options._devices = [ProcessGroupGloo.create_device(hostname=asked.host)]
+        prefixed = PrefixStore(GLOO_STORE_PREFIX, store)
+        self._group = ProcessGroupGloo(prefixed, 1, asked.world_size, options)
+        self._group.barrier().wait()  # type: ignore[attr-defined]
+        del held
         self.groups_formed += 1
         return CommunicatorReady(
             weights_version=0, world_size=2, transport="gloo", server_epoch="epoch-1"
@@ -261,8 +262,9 @@ def test_a_worker_that_never_joins_ends_by_the_deadline(server: ScriptedServer) 
 
     def store_without_worker(body: object) -> Reply:
         asked = InitCommunicator.model_validate(body)
-        with group_store(asked.host, asked.port, asked.timeout_s):
-            released.wait(20.0)
+        held = open_group_store(asked.host, asked.port, asked.timeout_s)
+        released.wait(20.0)
+        del held
         return {}
 
     server.routes["POST /init_communicator/"] = store_without_worker
