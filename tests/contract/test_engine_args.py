@@ -8,8 +8,10 @@ import pytest
 
 from rollout_server.engine_env import engine_environment
 from rollout_server.engine_types import PromptRefused
+from rollout_server.repeat_config import PROCESSOR
 from rollout_server.settings import ServerSettings
 from shared_contracts.infer import RequestConfig
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,19 @@ def test_the_cpu_engine_takes_seeds_and_whole_prompts(engine: Any, model: Path) 
     assert args.kv_cache_memory_bytes == 2**29
     assert args.dtype == "float32"
     assert args.weight_transfer_config.backend == "gloo"
+
+
+@pytest.mark.req("REP-04")
+def test_vllm_is_given_the_repeat_guard_only_where_it_is_asked_for(
+    engine: Any, model: Path
+) -> None:
+    off = ServerSettings(model=model, device="cpu")
+    guard = RepeatTerminateConfig(enabled=True, max_object_keys=9)
+    on = off.model_copy(update={"repeat_terminate": guard})
+    assert engine.engine_args(off, 0).logits_processors is None
+    assert engine.engine_args(on, 0).logits_processors == [PROCESSOR]
+    assert engine.sampling_params(RequestConfig(), None, 8).stop_token_ids == []
+    assert engine.sampling_params(RequestConfig(), None, 8, sentinel=5).stop_token_ids == [5]
 
 
 def params(engine: Any, **config: Any) -> Any:
