@@ -17,7 +17,10 @@ LIVE_GOAL_MS = 50.0
 LIVE_TOKENS = 512
 GROWTH_GOAL_PERCENT = 2.0
 CALLS = 1000
-WARM_UP_CALLS = 300
+
+# oneDNN keeps a compiled kernel for each size of batch the engine has met, up to a limit:
+# the memory of an engine on the CPU grows until it has met most of them.
+WARM_UP_CALLS = 2000
 CLIENTS = 4
 SETTLE_S = 3.0
 
