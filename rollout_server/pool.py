@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 class Pool:
     """Until `start` is done calls are refused; the probes answer at any time.
 
-    server_epoch: changes whenever a replica is lost: its part of the weight group is gone.
+    server_epoch: changes the moment a replica is lost: its part of the weight group is gone.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        self.server_epoch = uuid.uuid4().hex
+        self._start_id = uuid.uuid4().hex
         self.telemetry = Telemetry()
         self._media = MediaLoader(settings)
         self._replicas: Replicas[Engine] = Replicas(
@@ -90,6 +90,10 @@ class Pool:
         self._require_started()
         stopping = refusal("not-ready", "the server is stopping", "server")
         return await unless(self._stopping.wait(), self._rollouts.answer(call, record), stopping)
+
+    @property
+    def server_epoch(self) -> str:
+        return f"{self._start_id}-{self._replicas.losses}"
 
     # --- probes
 
@@ -169,7 +173,6 @@ class Pool:
         return self._replicas.current(self._weights.version)
 
     async def _replica_lost(self, reason: str) -> None:
-        self.server_epoch = uuid.uuid4().hex
         await self._weights.replica_lost(reason)
 
     def _require_started(self) -> None:

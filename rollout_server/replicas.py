@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, wait_exponential
 
+from rollout_server.engine_types import GuardInactive
 from rollout_server.problems import refusal
 from shared_contracts.server_info import ReplicaState, ReplicaStatus
 
@@ -56,10 +57,16 @@ class _Slot(Generic[E]):
     state: ReplicaState = "starting"
     detail: str = "its engine is being built"
     restarts: int = 0
+    lost: int = 0
 
     @property
     def live_engine(self) -> E | None:
         return self.engine if self.engine is not None and self.engine.alive else None
+
+    @property
+    def losses(self) -> int:
+        """Engines lost so far, also one that the watch has not noticed yet."""
+        return self.lost + (self.engine is not None and not self.engine.alive)
 
 
 class Replicas(Generic[E]):
@@ -68,6 +75,7 @@ class Replicas(Generic[E]):
     build: makes the engine of an index; blocking, called in a thread.
     on_lost: told, before a lost replica is built again, why it was lost.
     hang_s: silence after which an engine is given up.
+    proof_s: within which a new engine must have proven its repeat guard.
     """
 
     def __init__(
@@ -76,11 +84,13 @@ class Replicas(Generic[E]):
         build: Callable[[int], E],
         on_lost: Callable[[str], Awaitable[None]],
         hang_s: float,
+        proof_s: float = 120.0,
     ) -> None:
         self._slots: list[_Slot[E]] = [_Slot(index) for index in range(count)]
         self._build = build
         self._on_lost = on_lost
         self._hang_s = hang_s
+        self._proof_s = proof_s
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="replica")
         self._builds: list[Future[E]] = []
         self._watches: list[asyncio.Task[None]] = []
@@ -111,6 +121,11 @@ class Replicas(Generic[E]):
     def building(self) -> bool:
         """Whether a thread builds an engine now; nothing can stop it but its end."""
         return any(not build.done() for build in self._builds)
+
+    @property
+    def losses(self) -> int:
+        """How many engines were lost so far; grows the moment one dies."""
+        return sum(slot.losses for slot in self._slots)
 
     # --- who is there
 
@@ -164,6 +179,7 @@ class Replicas(Generic[E]):
     async def _lose(self, slot: _Slot[E], engine: E, reason: str) -> None:
         logger.error("replica %d is lost: %s", slot.index, reason)
         slot.engine, slot.state, slot.detail = None, "dead", reason
+        slot.lost += 1
         engine.declare_dead()
         told, ended = await asyncio.gather(
             self._on_lost(f"replica {slot.index} is lost: {reason}"),
@@ -200,11 +216,19 @@ class Replicas(Generic[E]):
         self._builds.append(build)
         engine = await asyncio.wrap_future(build)
         try:
-            await engine.prove_guard()
+            await self._prove(engine)
         except BaseException:
             await self._shut_down(engine)
             raise
         slot.engine, slot.state, slot.detail = engine, "serving", ""
+
+    async def _prove(self, engine: E) -> None:
+        try:
+            async with asyncio.timeout(self._proof_s):
+                await engine.prove_guard()
+        except TimeoutError:
+            found = f"the engine was not done with the guard's test within {self._proof_s:g} s"
+            raise GuardInactive(found) from None
 
     async def _shut_down(self, engine: E) -> None:
         await asyncio.wrap_future(self._threads.submit(engine.shutdown))

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from typing import Literal
 
 import pytest
 
@@ -17,14 +18,14 @@ HANG_S = 0.4
 class ScriptedEngine:
     """hung: gives no sign of life any more."""
 
-    def __init__(self, index: int, guard_fails: bool = False) -> None:
+    def __init__(self, index: int, guard: Literal["works", "fails", "hangs"] = "works") -> None:
         self.index = index
         self.alive = True
         self.hung = False
         self.weights_version = 0
         self.given_up = False
         self.ended = False
-        self._guard_fails = guard_fails
+        self._guard = guard
         self._last_sign = time.monotonic()
 
     @property
@@ -37,8 +38,10 @@ class ScriptedEngine:
         self._last_sign = time.monotonic()
 
     async def prove_guard(self) -> None:
-        if self._guard_fails:
-            raise GuardInactive("the guard does not answer")
+        if self._guard == "fails":
+            raise GuardInactive("a rigged sequence was not ended")
+        if self._guard == "hangs":
+            await asyncio.sleep(60)
 
     def declare_dead(self) -> None:
         self.given_up = True
@@ -102,6 +105,7 @@ def test_a_dead_replica_is_named_at_once_and_built_again() -> None:
         bench.hold.clear()
         second.alive = False
         assert bench.states() == ["serving", "dead"]
+        assert bench.replicas.losses == 1
         assert bench.replicas.current(0) == bench.replicas.alive() == [first]
         await bench.until(lambda: bench.states() == ["serving", "starting"])
         assert (second.given_up, second.ended) == (True, True)
@@ -111,6 +115,7 @@ def test_a_dead_replica_is_named_at_once_and_built_again() -> None:
         bench.hold.set()
         await bench.until(lambda: bench.states() == ["serving", "serving"])
         assert [status.restarts for status in bench.replicas.statuses(0)] == [0, 1]
+        assert bench.replicas.losses == 1
         assert bench.replicas.all() == [first, bench.built[2]]
 
     bench = run(scenario)
@@ -162,16 +167,19 @@ def test_a_replica_serves_only_with_the_current_weights() -> None:
 
 
 @pytest.mark.req("REP-06")
-def test_an_engine_whose_guard_fails_its_proof_never_serves() -> None:
+@pytest.mark.parametrize("guard", ["fails", "hangs"])
+def test_an_engine_whose_guard_is_not_proven_never_serves(
+    guard: Literal["fails", "hangs"],
+) -> None:
     ended: list[ScriptedEngine] = []
 
     def build(index: int) -> ScriptedEngine:
-        ended.append(ScriptedEngine(index, guard_fails=index == 1))
+        ended.append(ScriptedEngine(index, guard if index == 1 else "works"))
         return ended[-1]
 
     async def nobody(_: str) -> None:
         raise AssertionError("nothing was lost")
 
     with pytest.raises(GuardInactive):
-        asyncio.run(Replicas(2, build, nobody, HANG_S).start())
+        asyncio.run(Replicas(2, build, nobody, HANG_S, proof_s=0.2).start())
     assert [engine.ended for engine in ended] == [True, True]
