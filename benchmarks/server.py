@@ -192,13 +192,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="write the results as JSON, too")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    # Either signal, also where the shell ignores Ctrl-C for us, ends what has been started.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     results: list[Result] = []
     failure = None
     try:
         results.extend(measure(options.only, options.rounds))
     except (ContractError, PeerFailed, UnequalWork) as error:
         failure = f"error: {error}"
+    except KeyboardInterrupt:
+        failure = "stopped"
     finally:
         print(f"\n`python -m benchmarks.server {' '.join(sys.argv[1:])}`:\n\n{table(results)}")
         if options.out:

@@ -36,7 +36,7 @@ def replicas(
 ) -> Iterator[RunningServer]:
     untied = make_checkpoint(checkpoints / "untied", seed=3, tie=False)
     folder = tmp_path_factory.mktemp("replicas") / "server"
-    options = ("--replicas", "2", "--hang-seconds", str(HANG_S))
+    options = ("--replicas", "2", "--hang-seconds", str(HANG_S), "--grace-seconds", "1")
     with running_server(untied, folder, *options) as replicas:
         yield replicas
 
@@ -143,6 +143,23 @@ def test_whatever_child_is_killed_under_load_every_call_is_answered(
             _wait_for_states(replicas, {"serving", "needs-push"})
             _push_both(replicas, checkpoints)
         assert replicas.http.get("/health/").status_code == 200
+
+
+@pytest.mark.req("SRV-05")
+def test_a_call_that_outlives_the_grace_period_is_answered_and_nothing_is_left(
+    replicas: RunningServer,
+) -> None:
+    """The last test: it stops the server."""
+    everything = [replicas.process.pid, *children(replicas.process.pid)]
+    many = [text_request()] * 1024
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(replicas.post_infer, many, temperature=1.0, max_tokens=480)
+        _wait_until_both_decode(replicas)
+        os.kill(replicas.process.pid, signal.SIGTERM)
+        answer = running.result(timeout=60)
+    assert answer.status_code == 503
+    assert answer.json()["detail"] == "the server is stopping"
+    assert wait_until_gone(everything, timeout_s=30) == []
 
 
 def _call_while(
