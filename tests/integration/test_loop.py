@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WARMUP_STEPS = 80
 TWO_CHANNEL_STEPS = 6
 CHANNEL_B = "stage2_ab/channel_b"
+GUARD = {"enabled": True, "max_consecutive_token_repeats": 24, "max_object_keys": 12}
 
 
 @dataclass(frozen=True)
@@ -62,25 +63,32 @@ class Loop:
                 "val_jsonl": str(self.data.val_jsonl),
             },
             "training": {"output_dir": str(self.folder / run), **training},
-            "rollout_matching": {"vllm": {"server": {"servers": [address]}}},
+            "rollout_matching": {
+                "repeat_terminate": GUARD,
+                "vllm": {"server": {"servers": [address]}},
+            },
         }
         return merge(load_mapping(ROOT / "configs" / "demo" / f"{name}.yaml"), overrides)
 
     def train(self, config: dict[str, Any]) -> Path:
-        """Run `learner train` as a user does; returns the run folder."""
+        """A run of `learner train` that succeeds; returns the run folder."""
+        result = self.try_to_train(config)
+        assert result.returncode == 0, result.stderr
+        return Path(config["training"]["output_dir"])
+
+    def try_to_train(self, config: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        """Run `learner train` as a user does."""
         run = Path(config["training"]["output_dir"])
         file = run.with_suffix(".yaml")
         file.write_text(dump_mapping(config))
         command = [sys.executable, "-c", "from learner.cli import main; main()"]
-        result = subprocess.run(
+        return subprocess.run(
             [*command, "train", "--config", str(file)],
             capture_output=True,
             text=True,
             timeout=280,
             check=False,
         )
-        assert result.returncode == 0, result.stderr
-        return run
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +96,23 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
     folder = tmp_path_factory.mktemp("loop")
     model = folder / "model"
     make_model(model, seed=0)
-    server = start_server(model, folder / "server")
+    server = start_server(model, folder / "server", *guarded_as_the_run(folder))
     try:
         data = make_data(server.media / "toy", train=512, val=16, seed=0)
         server.process.wait_until_healthy(START_TIMEOUT_S)
         yield Loop(server, data, model, folder)
     finally:
         stop_server(server)
+
+
+def guarded_as_the_run(folder: Path) -> tuple[str, ...]:
+    """The options of a server that has the repeat guard of the runs here."""
+    run_config = folder / "run.yaml"
+    demo = load_mapping(ROOT / "configs" / "demo" / "two_channel.yaml")
+    run_config.write_text(
+        dump_mapping(merge(demo, {"rollout_matching": {"repeat_terminate": GUARD}}))
+    )
+    return ("--run-config", str(run_config))
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +161,23 @@ def test_channel_b_matches_and_appends_every_ground_truth(two_channel: Path) -> 
         assert line["rollout/per_second"] > 0
     assert sum(line[f"{CHANNEL_B}/N_valid_pred"] for line in steps_of(two_channel, "B")) > 0
     assert sum(line[f"{CHANNEL_B}/fn_appended"] for line in steps_of(two_channel, "B")) > 0
+
+
+@pytest.mark.req("REP-04", "MET-02")
+def test_the_guard_of_the_runs_yaml_is_active_in_its_servers(two_channel: Path) -> None:
+    for line in steps_of(two_channel, "B"):
+        assert line["rollout/repeat_terminate_active"] == 1.0
+
+
+@pytest.mark.req("REP-06")
+def test_a_run_refuses_a_server_whose_guard_is_set_differently(loop: Loop, warm: Path) -> None:
+    config = loop.config("two_channel", "other_guard", warm, **short_run())
+    config["rollout_matching"]["repeat_terminate"] = GUARD | {"max_object_keys": 11}
+    result = loop.try_to_train(config)
+    assert result.returncode == 2
+    assert f"GET {loop.server.process.base_url}/info/ repeat_terminate" in result.stderr
+    assert '"max_object_keys":12' in result.stderr
+    assert "--run-config" in result.stderr
 
 
 @pytest.mark.req("SYNC-07", "SYNC-09")
@@ -218,7 +253,8 @@ def test_after_every_push_the_server_answers_like_a_fresh_engine(loop: Loop, war
     assert answers[0] != answers[1]
     for checkpoint, said in recorder.said.items():
         readable = ("--allowed-media-dir", str(loop.server.media))
-        fresh = start_server(checkpoint, checkpoint / "server", *readable)
+        guarded = guarded_as_the_run(checkpoint)
+        fresh = start_server(checkpoint, checkpoint / "server", *readable, *guarded)
         try:
             fresh.process.wait_until_healthy(START_TIMEOUT_S)
             assert probe(fresh, loop.server.media / "toy") == said
