@@ -6,6 +6,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_server.call_record import CallRecord
+from rollout_server.paths import route_of
 from rollout_server.telemetry import Telemetry
 from shared_contracts.errors import Problem
 
@@ -32,7 +33,7 @@ class AccessLog:
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = scope["path"].rstrip("/") + "/" if scope["type"] == "http" else ""
+        route = route_of(scope)
         if route == INFER:
             with self._telemetry.in_flight():
                 await self._noted(CallRecord(route), scope, receive, send)

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_server.problems import refusal
-from shared_contracts.infer import InferCall
 
 MOST_ANSWERS = 256
 MOST_BYTES = 256 * 2**20
 LONGEST_S = 900.0
+LARGE_BODY = 2**20
 
 
 @dataclass
@@ -63,26 +63,29 @@ class Answers:
         self._bytes = 0
 
     async def give(
-        self, call: InferCall, generate: Callable[[], Coroutine[Any, Any, bytes]]
+        self,
+        request_id: str | None,
+        body: bytes,
+        generate: Callable[[], Coroutine[Any, Any, bytes]],
     ) -> tuple[bytes, bool]:
-        """The answer to `call`, and whether an earlier call had it generated.
+        """The answer to the call `body`, and whether an earlier one had it generated.
 
         Cancelling it cancels the generation, unless another caller waits for the same one.
         Raises what `generate` raises, and the `invalid-request` problem when the id belongs
         to another body.
         """
-        if call.request_id is None:
+        if request_id is None:
             return await generate(), False
-        fingerprint = _fingerprint(call)
-        if (kept := self._look_up(call.request_id)) is not None:
+        fingerprint = await _fingerprint(body)
+        if (kept := self._look_up(request_id)) is not None:
             _require_same(fingerprint, kept.fingerprint)
             return kept.body, True
-        running = self._running.get(call.request_id)
+        running = self._running.get(request_id)
         repeated = running is not None
         if running is None:
-            running = self._begin(call.request_id, fingerprint, generate())
+            running = self._begin(request_id, fingerprint, generate())
         _require_same(fingerprint, running.fingerprint)
-        return await self._wait_for(call.request_id, running), repeated
+        return await self._wait_for(request_id, running), repeated
 
     def _begin(
         self, request_id: str, fingerprint: bytes, generation: Coroutine[Any, Any, bytes]
@@ -136,9 +139,11 @@ class Answers:
         self._bytes -= len(self._kept.pop(request_id).body)
 
 
-def _fingerprint(call: InferCall) -> bytes:
-    """Equal for equal calls, whatever their id."""
-    return hashlib.sha256(call.model_dump_json(exclude={"request_id"}).encode()).digest()
+async def _fingerprint(body: bytes) -> bytes:
+    """A large body, which takes a while, is read in a thread."""
+    if len(body) < LARGE_BODY:
+        return hashlib.sha256(body).digest()
+    return (await asyncio.to_thread(hashlib.sha256, body)).digest()
 
 
 def _require_same(fingerprint: bytes, earlier: bytes) -> None:

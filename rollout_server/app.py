@@ -16,6 +16,7 @@ from rollout_server.answers import Answers
 from rollout_server.auth import BearerToken, declare_token
 from rollout_server.call_record import CallRecord
 from rollout_server.limits import BodyLimit, CallLimit, check_size
+from rollout_server.paths import PlainPaths
 from rollout_server.pool import Pool
 from rollout_server.problems import install_problem_handlers
 from rollout_server.race import unless
@@ -34,12 +35,13 @@ from shared_contracts.weights import (
     WeightStatus,
 )
 
-PROBE_PROBLEMS = ("not-ready", "weights-poisoned")
+PROBE_PROBLEMS = ("not-ready", "push-needed", "weights-poisoned")
 BODY_PROBLEMS = (
     "bad-request",
     "body-too-large",
     "invalid-request",
     "not-ready",
+    "push-needed",
     "weights-poisoned",
 )
 INFER_PROBLEMS = (*BODY_PROBLEMS, "other-weights", "too-many-calls")
@@ -73,6 +75,7 @@ def create_app(pool: Pool, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI
     _add_weight_updates(app, pool)
     _guard(app, pool.settings)
     app.add_middleware(AccessLog, telemetry=pool.telemetry)
+    app.add_middleware(PlainPaths)
     return app
 
 
@@ -133,7 +136,9 @@ def _add_infer(app: FastAPI, pool: Pool, answers: Answers) -> None:
             return ENVELOPES.dump_json(envelopes)
 
         body, record.repeated = await unless(
-            _disconnected(request), answers.give(call, generate), ClientDisconnect()
+            _disconnected(request),
+            answers.give(call.request_id, await request.body(), generate),
+            ClientDisconnect(),
         )
         if not (envelope and rollout_envelope):
             body = BARE.dump_json([answer.response for answer in ENVELOPES.validate_json(body)])

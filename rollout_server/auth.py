@@ -7,6 +7,7 @@ from pydantic import SecretStr
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rollout_server.paths import route_of
 from rollout_server.problems import problem_response
 from shared_contracts.errors import Problem
 
@@ -24,7 +25,7 @@ class BearerToken:
         self._token = token.get_secret_value().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope["path"]) or self._is_known(scope):
+        if scope["type"] != "http" or route_of(scope) in OPEN_PATHS or self._is_known(scope):
             await self._app(scope, receive, send)
             return
         where = f"{scope['method']} {scope['path']}"
@@ -50,11 +51,7 @@ def declare_token(document: dict[str, Any], response: dict[str, Any]) -> None:
     schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
     schemes["token"] = {"type": "http", "scheme": "bearer"}
     for path, operations in document["paths"].items():
-        if not _is_open(path):
+        if path not in OPEN_PATHS:
             for operation in operations.values():
                 operation["security"] = [{"token": []}]
                 operation["responses"]["401"] = response
-
-
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or f"{path}/" in OPEN_PATHS

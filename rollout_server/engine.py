@@ -226,8 +226,9 @@ class Engine:
 
     def shutdown(self) -> None:
         """End the engine's processes (blocking, seconds at most)."""
-        # vLLM's output loop would report the end we ask for as a death, with a traceback.
-        logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
+        if not self._given_up.is_set():
+            # vLLM's output loop would report the end we ask for as a death, with a traceback.
+            logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
         self._llm.shutdown()
 
     async def _reached(self, call: Coroutine[Any, Any, T]) -> T:

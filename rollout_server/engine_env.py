@@ -63,6 +63,9 @@ def _cpu(settings: ServerSettings) -> dict[str, str]:
         # One thread per engine: with `uni` a step of a small model takes 20 ms with it and
         # 100 ms with one thread per core, and replicas must not fight for the cores.
         "OMP_NUM_THREADS": "1",
+        # Each new shape of a batch adds a kernel to oneDNN's cache: the default of 1024 lets
+        # the engine's memory grow for thousands of calls.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     }
 
 

@@ -16,7 +16,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout_server.engine_types import GuardInactive
-from rollout_server.repeat_config import CONFIG_JSON, EXTRA_ARG, INJECTION, PROCESSOR
+from rollout_server.repeat_config import EXTRA_ARG
 from rollout_server.sentinel import RESERVED_TOKENS, choose_sentinel
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
@@ -47,7 +47,7 @@ class EngineGuard:
         return cls(config, sentinel)
 
     async def prove(self, llm: AsyncLLM) -> None:
-        """Raises GuardInactive, which says how the guard is activated."""
+        """Raises GuardInactive, which says what is missing."""
         await self._require_same_settings(llm)
         rule = RepeatTerminateConfig(enabled=True, max_consecutive_token_repeats=RIGGED_RUN)
         rigged, control = await asyncio.gather(
@@ -89,8 +89,4 @@ class EngineGuard:
 
 
 def _inactive(found: str) -> GuardInactive:
-    return GuardInactive(
-        f"repeat_terminate is enabled and the guard does not work in the engine: {found}. "
-        f"It is activated by the logits processor {PROCESSOR} (vLLM's logits_processors), "
-        f"with {INJECTION}=1 and {CONFIG_JSON} in the engine's environment"
-    )
+    return GuardInactive(f"it is enabled, and the guard does not work in the engine: {found}")

@@ -24,6 +24,9 @@ from shared_contracts import infer as wire
 
 T = TypeVar("T")
 
+# Requests whose images are held decoded at the same time, over all calls.
+MOST_PREPARED = 16
+
 
 class RolloutEngine(Protocol):
     """What answering needs of an engine (see `engine.Engine`)."""
@@ -68,6 +71,7 @@ class Rollouts:
         self._model = model
         self._media = media
         self._server_epoch = server_epoch
+        self._preparing = asyncio.Semaphore(MOST_PREPARED)
 
     async def answer(self, call: wire.InferCall, record: CallRecord) -> list[wire.RolloutEnvelope]:
         """One envelope per request, in order; `record` is told what the call amounts to.
@@ -130,9 +134,10 @@ class Rollouts:
         """Rendering happens in this process, so any engine's renderer serves all."""
         conversation = read_conversation(request)
         record.images += len(conversation.sources)
-        images = await self._media.load(conversation.sources)
         try:
-            prompt = await engine.render(conversation.messages, images)
+            async with self._preparing:
+                images = await self._media.load(conversation.sources)
+                prompt = await engine.render(conversation.messages, images)
         except PromptRefused as error:
             raise BadRequest("messages", str(error)) from error
         length = len(prompt.token_ids)

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_server.paths import route_of
 from rollout_server.problems import problem_response, refusal
 from rollout_server.settings import ServerSettings
 from shared_contracts.errors import PROBLEM_TITLES, Problem
@@ -64,7 +65,7 @@ class CallLimit:
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in ("/infer", "/infer/"):
+        if route_of(scope) != "/infer/":
             await self._app(scope, receive, send)
             return
         if self._running >= self._max_calls:

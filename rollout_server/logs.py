@@ -49,6 +49,9 @@ def json_handler() -> logging.Handler:
 
 def set_up_logging(level: str, log_format: Literal["text", "json"]) -> None:
     """Log to stderr from now on."""
+    # They write whole URLs, and those of images may be signed.
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     if log_format == "text":
         logging.basicConfig(level=level.upper(), format=TEXT_FORMAT)
         return

@@ -100,12 +100,13 @@ class Pool:
     def health(self) -> Health:
         """Raises the problem that says what is missing."""
         self._require_started()
-        status = self.weights_status()
+        status, replicas = self.weights_status(), self.replica_statuses()
+        if missing := [replica for replica in replicas if replica.state in ("starting", "dead")]:
+            raise not_serving(missing)
         if status.state == "POISONED":
             raise poisoned()
-        replicas = self.replica_statuses()
-        if missing := [replica for replica in replicas if replica.state != "serving"]:
-            raise not_serving(missing)
+        if stale := [replica for replica in replicas if replica.state == "needs-push"]:
+            raise not_serving(stale)
         return Health(
             state=status.state,
             weights_version=status.weights_version,

@@ -25,6 +25,13 @@ CONFIG_JSON_PATH = "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH"
 PROCESSOR = "rollout_server.repeat_processor:RepeatProcessor"
 EXTRA_ARG = "repeat_terminate"
 
+# What to look at where the guard does not work.
+ACTIVATION = (
+    f"It is activated by the logits processor {PROCESSOR} (vLLM's logits_processors), with "
+    f"{INJECTION}=1 and {CONFIG_JSON} in the engine's environment: see to it that all three "
+    "reach the engine, or set repeat_terminate.enabled to false"
+)
+
 
 def repeat_environment(config: RepeatTerminateConfig) -> dict[str, str]:
     """The variables that say `config`, whatever the environment said before."""

@@ -131,7 +131,9 @@ class Replicas(Generic[E]):
 
     def all(self) -> list[E]:
         """Every engine, by index; raises the `not-ready` problem when one is missing."""
-        self._require_each(lambda slot: slot.live_engine is not None)
+        missing = [_status(slot, None) for slot in self._slots if slot.live_engine is None]
+        if missing:
+            raise not_serving(missing)
         return self.alive()
 
     def alive(self) -> list[E]:
@@ -139,20 +141,15 @@ class Replicas(Generic[E]):
         return [engine for engine in engines if engine is not None]
 
     def current(self, version: int) -> list[E]:
-        """The engines that hold `version`; raises the `not-ready` problem without any."""
+        """The engines that hold `version`; raises the problem that says why there are none."""
         engines = [engine for engine in self.alive() if engine.weights_version == version]
         if not engines:
-            self._require_each(lambda _: False)
+            raise not_serving(self.statuses(version))
         return engines
 
     def statuses(self, version: int | None) -> list[ReplicaStatus]:
         """version: of the weights that may answer; None when no engine's are in doubt."""
         return [_status(slot, version) for slot in self._slots]
-
-    def _require_each(self, holds: Callable[[_Slot[E]], bool]) -> None:
-        missing = [_status(slot, None) for slot in self._slots if not holds(slot)]
-        if missing:
-            raise not_serving(missing)
 
     # --- one replica's life
 
@@ -172,7 +169,7 @@ class Replicas(Generic[E]):
                 if engine.heartbeat_age_s > self._hang_s:
                     return f"it gave no sign of life for {self._hang_s:g} s"
                 await asyncio.wait((beating,), timeout=LOOK_S)
-            return "its process died" if not engine.alive else f"{beating.exception()!r}"
+            return "its heartbeat failed" if engine.alive else "its process died"
         finally:
             beating.cancel()
 
@@ -259,7 +256,11 @@ def _status(slot: _Slot[E], version: int | None) -> ReplicaStatus:
 
 
 def not_serving(statuses: list[ReplicaStatus]) -> Exception:
-    """The `not-ready` problem that names each of these replicas and what it lacks."""
+    """The problem that names each of these replicas and what it lacks.
+
+    It is `push-needed` when nothing but a push is, else `not-ready`.
+    """
+    needs_push = all(status.state == "needs-push" for status in statuses)
     where = ", ".join(f"replicas[{status.index}]" for status in statuses)
     detail = "; ".join(f"replica {s.index} is {s.state}: {s.detail}" for s in statuses)
-    return refusal("not-ready", detail, where)
+    return refusal("push-needed" if needs_push else "not-ready", detail, where)

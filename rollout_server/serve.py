@@ -1,7 +1,8 @@
 """Run the server: the port answers at once, the engines start behind it.
 
 `/live/` says 200 from the start; `/health/` and `/infer/` say 503 until every engine is
-ready. An engine that cannot be built at the start ends the process with exit code 1.
+ready. An engine that cannot be built at the start ends the process with exit code 1, and
+one whose repeat guard cannot be activated with 2.
 
 SIGTERM closes the port; calls that run have `grace_seconds` to finish and are answered
 with a problem after that. Then every child process is ended.
@@ -23,10 +24,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from rollout_server.app import create_app
+from rollout_server.engine_types import GuardInactive
 from rollout_server.logs import set_up_logging
 from rollout_server.pool import Pool
+from rollout_server.repeat_config import ACTIVATION
 from rollout_server.settings import ServerSettings
-from shared_contracts.cli import RUN_FAILED
+from shared_contracts.cli import BAD_INPUT, RUN_FAILED, describe
+from shared_contracts.errors import ContractError
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +42,13 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
     """Serve on `listener` until SIGTERM or SIGINT, then end the process.
 
     The engine's environment must be in place (`apply_engine_environment`). When an engine
-    cannot start, the process says so and ends with exit code 1.
+    cannot start, the process says so and ends with exit code 1 or 2.
     """
     set_up_logging(settings.log_level, settings.log_format)
-    # uvicorn hands a signal on when it is done; by then everything is stopped.
+    # Before uvicorn listens to signals nothing is started yet; it hands one on when it is done,
+    # and by then everything is stopped.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, lambda *_: _leave(0))
     engines = EngineLife(Pool(settings), settings.grace_seconds)
     config = uvicorn.Config(
         create_app(engines.pool, engines.lifespan),
@@ -58,13 +63,21 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
     engines.server = DrainingServer(config, engines.pool, settings.grace_seconds)
     engines.server.run(sockets=[listener])
     if engines.failure is not None:
-        reason = " ".join(str(engines.failure).split())
-        print(
-            f"error: an engine could not start with {settings.model}; its log is above ({reason})",
-            file=sys.stderr,
-        )
-        _leave(RUN_FAILED)
+        _leave(tell(engines.failure, settings))
     _leave(0)
+
+
+def tell(failure: BaseException, settings: ServerSettings) -> int:
+    """Say why no engine could start; the exit code."""
+    reason = " ".join(str(failure).split())
+    if isinstance(failure, GuardInactive):
+        print(describe(ContractError("repeat_terminate", reason, ACTIVATION)), file=sys.stderr)
+        return BAD_INPUT
+    print(
+        f"error: an engine could not start with {settings.model}; its log is above ({reason})",
+        file=sys.stderr,
+    )
+    return RUN_FAILED
 
 
 def _leave(code: int) -> NoReturn:

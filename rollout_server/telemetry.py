@@ -34,7 +34,7 @@ class Watched(Protocol):
 
     def health(self) -> Health: ...
     def replica_statuses(self) -> list[ReplicaStatus]: ...
-    def weights_status(self) -> WeightStatus | None: ...
+    def weights_status(self) -> WeightStatus: ...
     def loads(self) -> list[ReplicaLoad]: ...
 
 
@@ -162,8 +162,6 @@ class _Gauges(Collector):
 
     def _weights(self) -> Iterator[GaugeMetricFamily]:
         status = self._server.weights_status()
-        if status is None:
-            return
         yield _gauge("rollout_weights_version", "Of the weights served.", status.weights_version)
         state = GaugeMetricFamily(
             "rollout_weights_state", "1 for the state they are in.", labels=["state"]

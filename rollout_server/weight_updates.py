@@ -139,6 +139,9 @@ class WeightUpdates:
             self._engines.all()
             if self.state == "UPDATING":
                 raise refusal("weight-update-order", "an update is in progress already", "weights")
+            if body.version <= self.version:
+                found = f"version {body.version} does not come after the server's, {self.version}"
+                raise refusal("weight-update-order", found, "version")
             before = self.state
             self._update = Update(body.version)
             self._enter("UPDATING")
@@ -304,24 +307,35 @@ class WeightUpdates:
         calls: Sequence[Awaitable[None]],
         init: InitCommunicator,
     ) -> None:
-        """Await one call per engine.
+        """Await one call per engine; when one fails, the others have little time left.
 
+        There may be no engine left to call.
         Raises the problem that names the side, the address of the group and the phase.
         """
         began = time.monotonic()
         where = f"{phase} at {init.host}:{init.port}"
-        joint = asyncio.gather(*calls, return_exceptions=True)
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        if not tasks:
+            return
         try:
-            outcomes = await asyncio.wait_for(joint, deadline_s)
-        except TimeoutError:
+            done, pending = await asyncio.wait(
+                tasks, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION
+            )
+            outcomes = await asyncio.gather(*done, return_exceptions=True)
+            failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+            if failures and pending:
+                await asyncio.wait(pending, timeout=self._worker_margin_s)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if failures:
+            raise _as_problem(failures[0], where, time.monotonic() - began, init.timeout_s)
+        if pending:
             raise refusal(
                 "weight-transfer-timeout",
                 f"server: the engines were not done within {deadline_s:g} s",
                 where,
-            ) from None
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if failures:
-            raise _as_problem(failures[0], where, time.monotonic() - began, init.timeout_s)
+            )
 
     # --- states
 
@@ -347,8 +361,11 @@ class WeightUpdates:
             for call in (engine.weight_phase("abandon_weight_update"), engine.abort_all())
         ]
         joint = asyncio.gather(*clean_up, return_exceptions=True)
-        done, _ = await asyncio.wait([asyncio.ensure_future(joint)], timeout=self._worker_margin_s)
-        outcomes = done.pop().result() if done else ["an engine hangs"]
+        try:  # a call that is given up is cancelled, so that the engine is watched again
+            outcomes = await asyncio.wait_for(joint, self._worker_margin_s)
+        except TimeoutError:
+            logger.error("an engine hangs after a broken update")
+            return
         for outcome in outcomes:
             if outcome is not None:
                 logger.error("while cleaning up after a broken update: %s", outcome)

@@ -29,6 +29,7 @@ PROBLEM_TITLES: dict[str, tuple[int, str]] = {
     "internal": (500, "The server failed"),
     "weight-transfer-failed": (502, "A weight transfer broke"),
     "not-ready": (503, "The server cannot answer now"),
+    "push-needed": (503, "A replica was built again and needs a full push of weights"),
     "weights-poisoned": (503, "The server needs a full push of weights"),
     "weight-transfer-timeout": (504, "A phase of the weight transfer ran out of time"),
 }

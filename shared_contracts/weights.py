@@ -135,7 +135,7 @@ def plan_buckets(parameters: Sequence[ParameterMeta], bucket_bytes: int) -> list
 
 
 class StartWeightUpdate(_Wire):
-    """version: the version the server will have after this push."""
+    """version: the version the server will have after this push; higher than before it."""
 
     version: int = Field(ge=0)
 

@@ -32,7 +32,8 @@ _PROBE_TIMEOUT_S = 10.0
 _PHASE_MARGIN_S = 30.0
 # What a gateway or a server that is starting says; anything else will not change by waiting.
 _NOT_READY = (502, 503, 504)
-_POISONED = Problem.of("weights-poisoned", "", "").type
+# What only a full push can change.
+_NEEDS_PUSH = {Problem.of(kind, "", "").type for kind in ("weights-poisoned", "push-needed")}
 _OTHER_WEIGHTS = Problem.of("other-weights", "", "").type
 _UNAUTHORIZED = 401
 _ENVELOPES = TypeAdapter(list[RolloutEnvelope])
@@ -116,7 +117,7 @@ class RolloutClient:
         try:
             retry(self.health)
         except SERVER_ERRORS as error:
-            if _is_poisoned(error):
+            if _needs_push(error):
                 return
             waited = time.monotonic() - started
             raise ContractError(
@@ -177,7 +178,7 @@ class RolloutClient:
             response = self._http.request(
                 method, f"{self.base_url}{path}", json=body, timeout=timeout_s
             )
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(f"{where}: {reason}") from error
         if response.status_code == _UNAUTHORIZED:
@@ -240,9 +241,9 @@ def _foreign(response: httpx.Response, where: str) -> Problem:
 def _may_pass(error: BaseException) -> bool:
     """True for what ends when a server has started."""
     if isinstance(error, ProblemError):
-        return error.problem.status in _NOT_READY and not _is_poisoned(error)
+        return error.problem.status in _NOT_READY and not _needs_push(error)
     return isinstance(error, ServerUnreachable)
 
 
-def _is_poisoned(error: BaseException) -> bool:
-    return isinstance(error, ProblemError) and error.problem.type == _POISONED
+def _needs_push(error: BaseException) -> bool:
+    return isinstance(error, ProblemError) and error.problem.type in _NEEDS_PUSH

@@ -1,6 +1,7 @@
 """Calls with a request id: generated once, answered as often as asked."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 
 from rollout_server.answers import Answers
 from shared_contracts.errors import ProblemError
-from shared_contracts.infer import InferCall
 
 
 class Generator:
@@ -34,11 +34,11 @@ class Generator:
         return b"%d" % number * self.size
 
 
-def call(request_id: str | None, text: str = "x", **fields: Any) -> InferCall:
+def call(request_id: str | None, text: str = "x", **fields: Any) -> tuple[str | None, bytes]:
+    """A call's id and its body."""
     requests = [{"messages": [{"role": "user", "content": text}]}]
-    return InferCall.model_validate(
-        {"infer_requests": requests, "request_id": request_id, **fields}
-    )
+    body = {"infer_requests": requests, "request_id": request_id, **fields}
+    return request_id, json.dumps(body).encode()
 
 
 def run(test: Callable[[Generator], Awaitable[None]]) -> None:
@@ -54,9 +54,9 @@ def test_a_retry_gets_the_answer_of_the_first_call() -> None:
     async def test(generate: Generator) -> None:
         generate.free.set()
         answers = Answers()
-        assert await answers.give(call("a"), generate) == (b"1", False)
-        assert await answers.give(call("a"), generate) == (b"1", True)
-        assert await answers.give(call("b"), generate) == (b"2", False)
+        assert await answers.give(*call("a"), generate) == (b"1", False)
+        assert await answers.give(*call("a"), generate) == (b"1", True)
+        assert await answers.give(*call("b"), generate) == (b"2", False)
 
     run(test)
 
@@ -65,8 +65,8 @@ def test_calls_without_an_id_are_generated_each() -> None:
     async def test(generate: Generator) -> None:
         generate.free.set()
         answers = Answers()
-        assert await answers.give(call(None), generate) == (b"1", False)
-        assert await answers.give(call(None), generate) == (b"2", False)
+        assert await answers.give(*call(None), generate) == (b"1", False)
+        assert await answers.give(*call(None), generate) == (b"2", False)
 
     run(test)
 
@@ -75,8 +75,8 @@ def test_calls_without_an_id_are_generated_each() -> None:
 def test_a_retry_while_the_first_call_runs_joins_it() -> None:
     async def test(generate: Generator) -> None:
         answers = Answers()
-        first = asyncio.ensure_future(answers.give(call("a"), generate))
-        retry = asyncio.ensure_future(answers.give(call("a"), generate))
+        first = asyncio.ensure_future(answers.give(*call("a"), generate))
+        retry = asyncio.ensure_future(answers.give(*call("a"), generate))
         await asyncio.sleep(0)
         generate.free.set()
         assert (await first, await retry) == ((b"1", False), (b"1", True))
@@ -90,14 +90,14 @@ def test_a_retry_while_the_first_call_runs_joins_it() -> None:
 def test_an_id_belongs_to_one_body(finished: bool) -> None:
     async def test(generate: Generator) -> None:
         answers = Answers()
-        first = asyncio.ensure_future(answers.give(call("a"), generate))
+        first = asyncio.ensure_future(answers.give(*call("a"), generate))
         await asyncio.sleep(0)
         if finished:
             generate.free.set()
             await first
         for other in (call("a", "y"), call("a", expected_weights_version=1)):
             with pytest.raises(ProblemError) as error:
-                await answers.give(other, generate)
+                await answers.give(*other, generate)
             problem = error.value.problem
             assert (problem.status, problem.where) == (422, "request_id")
         generate.free.set()
@@ -111,13 +111,13 @@ def test_failures_are_told_to_all_who_wait_and_not_kept() -> None:
     async def test(generate: Generator) -> None:
         answers = Answers()
         generate.error = ValueError("broken")
-        waiting = [asyncio.ensure_future(answers.give(call("a"), generate)) for _ in range(2)]
+        waiting = [asyncio.ensure_future(answers.give(*call("a"), generate)) for _ in range(2)]
         await asyncio.sleep(0)
         generate.free.set()
         for outcome in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(outcome, ValueError)
         generate.error = None
-        assert await answers.give(call("a"), generate) == (b"2", False)
+        assert await answers.give(*call("a"), generate) == (b"2", False)
 
     run(test)
 
@@ -126,8 +126,8 @@ def test_failures_are_told_to_all_who_wait_and_not_kept() -> None:
 def test_the_last_client_to_leave_ends_the_generation() -> None:
     async def test(generate: Generator) -> None:
         answers = Answers()
-        first = asyncio.ensure_future(answers.give(call("a"), generate))
-        retry = asyncio.ensure_future(answers.give(call("a"), generate))
+        first = asyncio.ensure_future(answers.give(*call("a"), generate))
+        retry = asyncio.ensure_future(answers.give(*call("a"), generate))
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.sleep(0.01)
@@ -143,10 +143,10 @@ def test_the_last_client_to_leave_ends_the_generation() -> None:
 def test_a_retry_right_after_the_last_client_left_begins_anew() -> None:
     async def test(generate: Generator) -> None:
         answers = Answers()
-        first = asyncio.ensure_future(answers.give(call("a"), generate))
+        first = asyncio.ensure_future(answers.give(*call("a"), generate))
         await asyncio.sleep(0)
         first.cancel()
-        retry = asyncio.ensure_future(answers.give(call("a"), generate))
+        retry = asyncio.ensure_future(answers.give(*call("a"), generate))
         await asyncio.sleep(0.01)
         generate.free.set()
         assert await retry == (b"2", False)
@@ -159,12 +159,12 @@ def test_kept_answers_are_bounded_in_number_and_the_least_asked_for_go_first() -
     async def test(generate: Generator) -> None:
         generate.free.set()
         answers = Answers(most=2)
-        await answers.give(call("a"), generate)
-        await answers.give(call("b"), generate)
-        assert await answers.give(call("a"), generate) == (b"1", True)
-        await answers.give(call("c"), generate)
-        assert await answers.give(call("a"), generate) == (b"1", True)
-        assert await answers.give(call("b"), generate) == (b"4", False)
+        await answers.give(*call("a"), generate)
+        await answers.give(*call("b"), generate)
+        assert await answers.give(*call("a"), generate) == (b"1", True)
+        await answers.give(*call("c"), generate)
+        assert await answers.give(*call("a"), generate) == (b"1", True)
+        assert await answers.give(*call("b"), generate) == (b"4", False)
 
     run(test)
 
@@ -175,14 +175,14 @@ def test_kept_answers_are_bounded_in_bytes() -> None:
         generate.free.set()
         answers = Answers(most_bytes=10)
         generate.size = 6
-        await answers.give(call("a"), generate)
-        await answers.give(call("b"), generate)  # 12 bytes
-        assert await answers.give(call("b"), generate) == (b"2" * 6, True)
-        assert await answers.give(call("a"), generate) == (b"3" * 6, False)
+        await answers.give(*call("a"), generate)
+        await answers.give(*call("b"), generate)  # 12 bytes
+        assert await answers.give(*call("b"), generate) == (b"2" * 6, True)
+        assert await answers.give(*call("a"), generate) == (b"3" * 6, False)
         generate.size = 11
-        await answers.give(call("huge"), generate)
+        await answers.give(*call("huge"), generate)
         generate.size = 1
-        assert await answers.give(call("huge"), generate) == (b"5", False)
+        assert await answers.give(*call("huge"), generate) == (b"5", False)
 
     run(test)
 
@@ -193,10 +193,10 @@ def test_kept_answers_grow_old() -> None:
         generate.free.set()
         now = 0.0
         answers = Answers(longest_s=10.0, clock=lambda: now)
-        await answers.give(call("a"), generate)
+        await answers.give(*call("a"), generate)
         now = 9.0
-        assert await answers.give(call("a"), generate) == (b"1", True)
+        assert await answers.give(*call("a"), generate) == (b"1", True)
         now = 10.0
-        assert await answers.give(call("a"), generate) == (b"2", False)
+        assert await answers.give(*call("a"), generate) == (b"2", False)
 
     run(test)

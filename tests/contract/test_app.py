@@ -73,6 +73,8 @@ def test_errors_of_the_framework_are_problems_too(client: TestClient) -> None:
     assert wrong_method.headers["allow"] == "POST"
     no_json = client.post("/infer/", content=b"{", headers={"content-type": "application/json"})
     assert problem_of(no_json).type == "urn:rollmatch:bad-request"
+    line_feed = client.post("/infer/%0A", json={"infer_requests": []})
+    assert problem_of(line_feed).type == "urn:rollmatch:not-found"
     as_form = client.post("/infer/", content=b"{}", headers={"content-type": "text/plain"})
     assert problem_of(as_form).type == "urn:rollmatch:bad-request"
     assert "content-type" in problem_of(as_form).detail

@@ -1,5 +1,6 @@
 """What vLLM is told: engine arguments and sampling parameters."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,29 @@ def test_vllm_is_given_the_repeat_guard_only_where_it_is_asked_for(
     assert engine.engine_args(on, 0).logits_processors == [PROCESSOR]
     assert engine.sampling_params(RequestConfig(), None, 8).stop_token_ids == []
     assert engine.sampling_params(RequestConfig(), None, 8, sentinel=5).stop_token_ids == [5]
+
+
+class SilentLlm:
+    """An engine that answers nothing."""
+
+    async def collective_rpc(self, *_: Any, **__: Any) -> list[Any]:
+        await asyncio.sleep(60)
+        return []
+
+
+@pytest.mark.req("SRV-05")
+def test_an_engine_is_watched_again_once_a_weight_phase_was_given_up(engine: Any) -> None:
+    async def work() -> None:
+        silent = engine.Engine(SilentLlm(), 0, None)
+        phase = asyncio.create_task(silent.weight_phase("update_weights"))
+        await asyncio.sleep(0.05)
+        assert silent.heartbeat_age_s == 0.0
+        phase.cancel()
+        await asyncio.gather(phase, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        assert silent.heartbeat_age_s > 0.0
+
+    asyncio.run(work())
 
 
 def params(engine: Any, **config: Any) -> Any:

@@ -315,7 +315,7 @@ def test_no_other_kind_of_body_is_read(client: TestClient) -> None:
     ):
         for body in bodies:
             answer = client.post("/infer/", content=body, headers={"Content-Type": kind})
-            assert problem_of(answer).status == 422, kind
+            assert problem_of(answer).status == 400, kind
 
 
 @pytest.mark.req("WIRE-05")

@@ -21,6 +21,8 @@ from rollout_server.logs import set_up_logging
 set_up_logging("info", {log_format!r})
 logging.getLogger("rollout_server.access").info("a call", extra={{"route": "/infer/"}})
 logging.getLogger("rollout_server.serve").debug("hidden")
+for library in ("httpx", "httpcore.connection"):  # as they write of an image's signed URL
+    logging.getLogger(library).info("GET http://images/cat.png?signature=hidden")
 
 import transformers
 from vllm.config.logging import LoggingConfig
@@ -67,6 +69,7 @@ def test_every_line_of_every_library_is_one_json_object() -> None:
     assert by_logger["transformers.x"]["message"] == "from transformers"
     assert by_logger["torch.x"]["level"] == "WARNING"
     assert "a warning" in by_logger["py.warnings"]["message"]
+    assert not {"httpx", "httpcore.connection"} & set(by_logger)
     failure = by_logger["rollout_server.serve"]
     assert failure["message"] == "it failed"
     assert failure["exception"].endswith("ZeroDivisionError: division by zero")

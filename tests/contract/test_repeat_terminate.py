@@ -179,17 +179,17 @@ def test_info_says_what_is_guarded(server: RunningServer, guarded: RunningServer
 
 
 def assert_refuses_to_start(server: RunningServer, told: str) -> None:
-    """It ends with code 1, has never been healthy, and says how the guard is activated."""
+    """It ends with code 2, has never been healthy, and says how the guard is activated."""
     try:
-        with pytest.raises(ContractError, match="it ended with code 1"):
+        with pytest.raises(ContractError, match="it ended with code 2"):
             server.process.wait_until_healthy(START_TIMEOUT_S)
     finally:
         stop_server(server)
-    last = server.process.log.read_text().splitlines()[-1]
-    assert last.startswith("error: ")
-    assert told in last
+    where, found, do = server.process.log.read_text().splitlines()[-3:]
+    assert where == "error: repeat_terminate"
+    assert told in found
     for name in (PROCESSOR, INJECTION, CONFIG_JSON):
-        assert name in last
+        assert name in do
 
 
 @pytest.mark.req("REP-06", "SRV-04")

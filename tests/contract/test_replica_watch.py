@@ -32,6 +32,14 @@ class ScriptedEngine:
     def heartbeat_age_s(self) -> float:
         return time.monotonic() - self._last_sign
 
+    @property
+    def guard_active(self) -> bool:
+        return False
+
+    @property
+    def max_model_len(self) -> int:
+        return 512
+
     async def heartbeat(self) -> None:
         while self.hung:
             await asyncio.sleep(0.01)

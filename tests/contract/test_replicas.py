@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from learner.operate.server_process import free_ports
+from learner.rollout.client import RolloutClient
 from tests.contract.running_server import (
     START_TIMEOUT_S,
     RunningServer,
@@ -105,6 +106,9 @@ def test_a_killed_engine_is_named_built_again_and_serves_after_a_push(
     health = replicas.http.get("/health/")
     assert (health.status_code, health.json()["where"]) == (503, lost)
     assert "needs-push" in health.json()["detail"]
+    assert health.json()["type"] == "urn:rollmatch:push-needed"
+    with RolloutClient(replicas.process.base_url, timeout_s=5) as client:
+        client.wait_until_pushable()
     _others_answer(replicas, before["weights_version"])
     _push_both(replicas, checkpoints)
     assert replicas.http.get("/health/").status_code == 200

@@ -12,7 +12,7 @@ from PIL import Image
 from rollout_server.call_record import CallRecord
 from rollout_server.chat import ChatMessage
 from rollout_server.engine_types import Completion, EngineDead, Prompt, PromptRefused
-from rollout_server.infer import Rollouts
+from rollout_server.infer import MOST_PREPARED, Rollouts
 from rollout_server.media import MediaLoader
 from rollout_server.routing import Load
 from rollout_server.settings import ServerSettings
@@ -38,9 +38,15 @@ class EchoEngine:
     ends_with: int | None = None
     max_model_len: int = CONTEXT
     generated: list[tuple[int, int | None, int]] = field(default_factory=list)
+    rendering: int = 0
+    most_rendering: int = 0
     cancelled: int = 0
 
     async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt:
+        self.rendering += 1
+        self.most_rendering = max(self.most_rendering, self.rendering)
+        await asyncio.sleep(0)
+        self.rendering -= 1
         text = "".join(part or "#" for message in messages for part in message.parts)
         if "!" in text:
             raise PromptRefused("the template cannot take '!'")
@@ -205,3 +211,10 @@ def test_a_cancelled_call_cancels_its_sequences() -> None:
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(asyncio.wait_for(answer(call("a", "b"), engine), 0.2))
     assert engine.cancelled == 2
+
+
+@pytest.mark.req("WIRE-04", "SRV-06")
+def test_a_call_of_many_images_holds_few_of_them_decoded() -> None:
+    engine = EchoEngine()
+    run(answer(call(*["a"] * 100), engine))
+    assert 1 < engine.most_rendering <= MOST_PREPARED

@@ -64,6 +64,19 @@ async def hangs() -> None:
     await asyncio.sleep(60)
 
 
+class Hang:
+    """Something that hangs, and whether it was given up."""
+
+    given_up = False
+
+    async def __call__(self) -> None:
+        try:
+            await hangs()
+        except asyncio.CancelledError:
+            self.given_up = True
+            raise
+
+
 class ScriptedEngines(list[ScriptedEngine]):
     """Two engines; `lost` holds the indices of those that are gone."""
 
@@ -217,13 +230,16 @@ def test_an_engine_that_never_answers_is_given_up() -> None:
     async def work() -> None:
         bench = Bench()
         await bench.init(timeout_s=0.2)
-        bench.engines[0].script["update_weights"] = hangs
-        bench.engines[0].script["abandon_weight_update"] = hangs
+        transfer, clean_up = Hang(), Hang()
+        bench.engines[0].script["update_weights"] = transfer
+        bench.engines[0].script["abandon_weight_update"] = clean_up
         with pytest.raises(ProblemError) as caught:
             await bench.push(7)
         assert caught.value.problem.status == 504
         assert caught.value.problem.where.startswith("transfer at 127.0.0.1:")
         assert bench.state == "POISONED"
+        assert transfer.given_up
+        assert clean_up.given_up
 
     run(work())
 
@@ -354,5 +370,51 @@ def test_a_replica_lost_while_the_update_drains_leaves_the_old_weights_serving()
             await bench.updates.start(StartWeightUpdate(version=1))
         assert bench.state == "READY"
         assert bench.engines[0].calls[-1] == "resume"
+
+    run(work())
+
+
+@pytest.mark.req("SRV-05", "SYNC-04")
+def test_the_loss_of_one_engine_does_not_wait_for_another_that_hangs() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init(timeout_s=60.0)
+        hang = Hang()
+        bench.engines[0].script["update_weights"] = hang
+        bench.engines[1].script["update_weights"] = fails(EngineDead("replica 1 is dead"))
+        with pytest.raises(ProblemError, match="replica 1 is dead"):
+            await bench.push(1)
+        assert hang.given_up
+
+    run(work())
+
+
+@pytest.mark.req("SRV-05", "SYNC-07")
+def test_the_group_of_a_server_that_lost_its_last_engine_is_given_up() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        bench.engines.lost = {0, 1}
+        await bench.updates.replica_lost("the last replica is lost")
+        bench.engines.lost = set()
+        with pytest.raises(ProblemError, match="no weight group"):
+            await bench.push(1)
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-05")
+def test_a_version_never_comes_again() -> None:
+    """Else an engine built anew, at version 0, could pass for one with those weights."""
+
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        await bench.push(3)
+        for version in (0, 3):
+            with pytest.raises(ProblemError, match="does not come after the server's, 3"):
+                await bench.push(version)
+            assert bench.state == "READY"
+        await bench.push(4)
 
     run(work())

@@ -124,11 +124,10 @@ def test_a_server_that_is_starting_is_waited_for(server: ScriptedServer) -> None
     assert len(server.calls) == 4
 
 
-@pytest.mark.req("SYNC-05")
-def test_a_poisoned_server_is_reached_since_only_a_push_can_heal_it(server: ScriptedServer) -> None:
-    server.routes["GET /health/"] = lambda _: problem(
-        "weights-poisoned", "the last update broke half way", "weights"
-    )
+@pytest.mark.req("SYNC-05", "SYNC-07")
+@pytest.mark.parametrize("kind", ["weights-poisoned", "push-needed"])
+def test_a_server_that_only_a_push_can_heal_is_reached(kind: str, server: ScriptedServer) -> None:
+    server.routes["GET /health/"] = lambda _: problem(kind, "it has other weights", "weights")
     with RolloutClient(server.base_url, timeout_s=60.0) as client:
         client.wait_until_pushable()
     assert len(server.calls) == 1
