@@ -32,6 +32,9 @@ from shared_contracts.repeat_guard import (
     object_key_token_ids,
 )
 
+# Steps a sequence whose guard has slack may pass without being looked at.
+LONGEST_REST = 32
+
 
 class RepeatProcessor(LogitsProcessor):
     """One guard per sequence; rows of `logits` follow the persistent batch.
@@ -78,7 +81,7 @@ class RepeatProcessor(LogitsProcessor):
         for row in batch_update.removed:
             rows.pop(row, None)
         for row, params, _, output_ids in batch_update.added:
-            rows[row] = self._sequence(params, output_ids)
+            rows[row] = self._sequence(row, params, output_ids)
         for source, target, direction in batch_update.moved:
             moved, replaced = rows.pop(source, None), rows.pop(target, None)
             if moved is not None:
@@ -98,14 +101,14 @@ class RepeatProcessor(LogitsProcessor):
                 logits[row, sequence.last_id] = 0.0
         return logits
 
-    def _sequence(self, params: SamplingParams, output_ids: list[int]) -> "_Sequence":
+    def _sequence(self, row: int, params: SamplingParams, output_ids: list[int]) -> "_Sequence":
         own = _own_config(params)
         config = self.config if own is None else own
         last_id = self._eos_token_id if params.eos_token_id is None else params.eos_token_id
         if self.sentinel is not None and self.sentinel in (params.stop_token_ids or ()):
             last_id = self.sentinel
         make_guard = partial(RepeatGuard, config, self._object_key)
-        return _Sequence(make_guard, output_ids, last_id, config.enabled)
+        return _Sequence(make_guard, output_ids, last_id, config.enabled, row % LONGEST_REST)
 
     def _rows_to_hide(self) -> slice | torch.Tensor | None:
         rows = [row for row, each in self._rows.items() if each.last_id == self.sentinel]
@@ -120,6 +123,10 @@ class RepeatProcessor(LogitsProcessor):
 class _Sequence:
     """A guard, and how much of its sequence it has taken.
 
+    The guard need not look at every step: while it has slack the ids wait, and are taken
+    together. Sequences that begin together begin with different rests (`first_rest`), so
+    that they are not all looked at in the same step ever after.
+
     output_ids: vLLM's own list, which grows as the sequence does. It may end in -1, for
         ids that are not known yet, and ids may be discarded from its end.
     last_id: what the sequence can only continue with once it has triggered.
@@ -127,9 +134,11 @@ class _Sequence:
     """
 
     __slots__ = (
+        "_due",
+        "_guard",
         "_make_guard",
         "_output_ids",
-        "_push",
+        "_rest",
         "_taken",
         "_triggered",
         "guarded",
@@ -142,35 +151,36 @@ class _Sequence:
         output_ids: list[int],
         last_id: int,
         guarded: bool,
+        first_rest: int,
     ) -> None:
         self.last_id = last_id
         self.guarded = guarded
         self._make_guard = make_guard
-        self._push = make_guard().push
+        self._guard = make_guard()
         self._output_ids = output_ids
+        self._rest = first_rest
         self._taken = 0
+        self._due = 0
         self._triggered = False
 
     def repeats(self) -> bool:
-        """Take what was generated since the last call; whether the sequence has triggered."""
-        output_ids = self._output_ids
-        taken = self._taken + 1
-        if len(output_ids) == taken and output_ids[-1] >= 0:
-            self._taken = taken
-            self._triggered = self._push(output_ids[-1])
-        elif len(output_ids) != self._taken:
-            self._catch_up()
+        """Whether the sequence, as far as it is known now, has triggered."""
+        if not self._taken <= len(self._output_ids) < self._due:
+            self._look()
         return self._triggered
 
-    def _catch_up(self) -> None:
-        """Take every known id: of a resumed sequence, or from the first after a discard."""
+    def _look(self) -> None:
+        """Take every known id: those since the last look, or all of them after a discard."""
         if len(self._output_ids) < self._taken:
-            self._push, self._taken, self._triggered = self._make_guard().push, 0, False
+            self._guard, self._taken, self._triggered = self._make_guard(), 0, False
+        push = self._guard.push
         for token_id in self._output_ids[self._taken :]:
             if token_id < 0:
                 break
-            self._triggered = self._push(token_id)
+            self._triggered = push(token_id)
             self._taken += 1
+        self._due = self._taken + 1 + min(self._guard.slack, self._rest)
+        self._rest = LONGEST_REST
 
 
 def _own_config(params: SamplingParams) -> RepeatTerminateConfig | None:

@@ -126,6 +126,16 @@ class RepeatGuard:
             self._triggered = self._settled = generated >= self._min_new_tokens
         return self._triggered
 
+    @property
+    def slack(self) -> int:
+        """So many more ids cannot trigger, whatever they are; 0 for one that has triggered."""
+        if self._settled:
+            return 0 if self._triggered else sys.maxsize
+        needed = min(self._run_limit - self._run, self._block_limit - self._block_run)
+        if self._keys is not None:
+            needed = min(needed, self._keys.needed)
+        return max(needed, self._min_new_tokens - self._generated, 1) - 1
+
 
 class _OccurrenceCounter:
     """Whether a pattern has occurred `limit` times, overlaps included (Knuth-Morris-Pratt).
@@ -151,6 +161,11 @@ class _OccurrenceCounter:
         self._border = [0]
         for token_id in self._pattern[1:]:
             self._border.append(self._advance(self._border[-1], token_id))
+
+    @property
+    def needed(self) -> int:
+        """No fewer ids can reach the limit; occurrences may overlap."""
+        return max(self._left - 1 + len(self._pattern) - self.matched, 0)
 
     def push(self, token_id: int) -> None:
         self.matched = self._advance(self.matched, token_id)

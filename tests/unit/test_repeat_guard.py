@@ -94,6 +94,38 @@ def test_the_guard_agrees_with_a_scan_of_the_whole_sequence_at_every_token(
     assert verdicts(config, token_ids, key) == expected
 
 
+@pytest.mark.req("REP-03")
+@settings(max_examples=300)
+@given(
+    config=configs(),
+    token_ids=st.lists(st.integers(0, 2), max_size=40),
+    key=st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple),
+)
+def test_nothing_triggers_within_the_slack(
+    config: RepeatTerminateConfig, token_ids: list[int], key: tuple[int, ...]
+) -> None:
+    guard = RepeatGuard(config, key)
+    safe_until = guard.slack
+    for taken, token_id in enumerate(token_ids, 1):
+        triggered = guard.push(token_id)
+        assert not (triggered and taken <= safe_until)
+        if triggered:
+            assert guard.slack == 0
+            return
+        safe_until = max(safe_until, taken + guard.slack)
+
+
+@pytest.mark.req("REP-03")
+def test_the_slack_of_a_rule_is_what_it_still_lacks() -> None:
+    config = enabled(max_consecutive_token_repeats=6)
+    guard = RepeatGuard(config, (1,))
+    assert guard.slack == 5
+    for token_id, slack in ((7, 4), (7, 3), (8, 4), (8, 3), (8, 2), (8, 1), (8, 0)):
+        assert not guard.push(token_id)
+        assert guard.slack == slack
+    assert guard.push(8)
+
+
 @pytest.mark.req("ARCH-02")
 def test_a_run_of_one_token_triggers_at_its_limit() -> None:
     config = enabled(max_consecutive_token_repeats=3)

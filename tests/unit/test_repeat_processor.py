@@ -350,16 +350,15 @@ def test_without_the_environment_nothing_is_guarded(vllm_config: Any) -> None:
 
 
 @pytest.mark.req("REP-03")
-def test_a_step_costs_the_same_whatever_was_generated_before(processor: Any) -> None:
+def test_a_step_does_not_look_at_what_was_generated_long_before(processor: Any) -> None:
+    """A scan of these sequences would run 1,500 times as many lines."""
     batch = Batch(processor)
     rows = [Row(params(extra_args=own(limits())), [A, A, B] * 500) for _ in range(8)]
     batch.change(join=rows)
     batch.step()
-    early = [lines_of_apply(batch) for _ in range(30)]
-    for _ in range(1_000):
-        batch.step()
-    assert min(early) > 0
-    assert max(lines_of_apply(batch) for _ in range(30)) <= max(early)
+    steps = 100
+    lines = sum(lines_of_apply(batch) for _ in range(steps))
+    assert 0 < lines < 20 * steps * len(rows)
 
 
 def limits() -> RepeatTerminateConfig:
