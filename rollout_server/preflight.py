@@ -30,7 +30,7 @@ def check_settings(settings: ServerSettings) -> None:
         if use is not None:
             check_unused(settings.gpus, use)
     else:
-        check_memory(settings.kv_cache_gib * settings.num_replicas)
+        check_memory(settings)
 
 
 def check_media(settings: ServerSettings) -> None:
@@ -94,16 +94,19 @@ def check_gpus(gpus: Sequence[int]) -> None:
         )
 
 
-def check_memory(kv_cache_gib: float) -> None:
-    """The KV caches of all replicas must fit into the memory that is free now."""
+def check_memory(settings: ServerSettings) -> None:
+    """The weights and KV caches of all replicas must fit into the memory that is free now."""
+    weights_gib = sum(file.stat().st_size for file in settings.model.glob("*.safetensors")) / 2**30
+    needed_gib = (weights_gib + settings.kv_cache_gib) * settings.num_replicas
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
     free_gib = int(available) / 2**20
-    if kv_cache_gib > free_gib:
+    if needed_gib > free_gib:
         raise ContractError(
             "kv_cache_gib",
-            f"the KV caches take {kv_cache_gib:g} GiB and {free_gib:.1f} GiB are free",
-            "Lower kv_cache_gib or replicas",
+            f"weights and KV caches of {settings.num_replicas} replica(s) take "
+            f"{needed_gib:.1f} GiB, and {free_gib:.1f} GiB are free",
+            "Lower kv_cache_gib or replicas, or free memory",
         )
 
 

@@ -1,7 +1,7 @@
 """A real rollout server under test, and short ways to ask it something."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,21 @@ class RunningServer:
             "request_config": {"max_tokens": 16, "return_details": True} | config,
         }
         return self.http.post("/infer/", json=body)
+
+    def running_sequences(self) -> list[float]:
+        """What each replica decodes now, by its metrics."""
+        return [
+            float(line.split()[-1])
+            for line in self.http.get("/metrics/").text.splitlines()
+            if line.startswith("rollout_running_sequences{")
+        ]
+
+    def wait_for_sequences(self, holds: Callable[[float], bool]) -> None:
+        """Until `holds` is true of the number of sequences each replica decodes."""
+        deadline = time.monotonic() + 60
+        while not all(map(holds, self.running_sequences())):
+            assert time.monotonic() < deadline, self.running_sequences()
+            time.sleep(0.02)
 
     def processes(self) -> dict[str, int]:
         """Pid of the server and of each engine process below it, by role."""

@@ -77,16 +77,16 @@ def test_an_id_is_refused_for_another_body(server: RunningServer) -> None:
 def test_a_call_goes_on_for_the_retry_when_the_first_client_has_gone(
     server: RunningServer,
 ) -> None:
-    long: dict[str, Any] = {"request_config": SAMPLED | {"max_tokens": 400}, "requests": 16}
+    long: dict[str, Any] = {"request_config": SAMPLED | {"max_tokens": 400}, "requests": 48}
     with ThreadPoolExecutor() as threads, growth(server) as grown:
-        first = threads.submit(post, server, timeout_s=0.6, request_id="left", **long)
-        time.sleep(0.2)
+        first = threads.submit(post, server, timeout_s=1.5, request_id="left", **long)
+        time.sleep(0.5)
         retry = threads.submit(post, server, request_id="left", **long)
         with pytest.raises(httpx.ReadTimeout):
             first.result()
         assert not retry.done()
-        assert len(retry.result().json()) == 16
-    assert grown["rollout_requests_total"] == 16
+        assert len(retry.result().json()) == 48
+    assert grown["rollout_requests_total"] == 48
     assert grown["rollout_calls_total gone"] == 1
     assert grown["rollout_calls_total repeated"] == 1
 

@@ -184,17 +184,8 @@ def _call_while(
 
 
 def _wait_until_both_decode(server: RunningServer) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        decoding = [
-            float(line.split()[-1])
-            for line in server.http.get("/metrics/").text.splitlines()
-            if line.startswith("rollout_running_sequences{")
-        ]
-        if len(decoding) == 2 and min(decoding) > 0:
-            return
-        time.sleep(0.02)
-    raise AssertionError("the replicas never shared the call")
+    assert len(server.running_sequences()) == 2
+    server.wait_for_sequences(lambda running: running > 0)
 
 
 def _kill(server: RunningServer, kind: str) -> None:

@@ -129,11 +129,21 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.req("SRV-04")
-def test_a_cache_larger_than_the_free_memory_is_refused() -> None:
-    check_memory(0.001)
-    with pytest.raises(ContractError) as error:
-        check_memory(10**6)
-    assert error.value.where == "kv_cache_gib"
+def test_weights_and_caches_must_fit_into_memory(tmp_path: Path) -> None:
+    def settings(kv_cache_gib: float, replicas: int) -> ServerSettings:
+        return ServerSettings(
+            model=tmp_path, device="cpu", kv_cache_gib=kv_cache_gib, replicas=replicas
+        )
+
+    check_memory(settings(0.001, replicas=2))
+    for too_much in (settings(10**6, replicas=1), settings(1.0, replicas=10**6)):
+        with pytest.raises(ContractError) as error:
+            check_memory(too_much)
+        assert error.value.where == "kv_cache_gib"
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(2**43)  # a sparse file
+    with pytest.raises(ContractError, match="weights and KV caches of 1 replica"):
+        check_memory(settings(0.001, replicas=1))
 
 
 @pytest.mark.req("SRV-04")
@@ -219,5 +229,5 @@ def test_sigterm_during_start_up_ends_at_once_and_leaves_nothing(
     began = time.monotonic()
     os.kill(server.process.pid, 15)
     stop_server(server)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 25
     assert wait_until_gone(everything, timeout_s=5) == []

@@ -218,7 +218,7 @@ def test_a_learner_that_never_joins_is_named_in_time(pushing: Pushing) -> None:
     answer = pushing.server.http.post(
         "/init_communicator/", json=init_body(pushing.port, timeout_s=2.0)
     )
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 60
     assert answer.status_code == 504
     problem = answer.json()
     assert problem["where"] == f"rendezvous at 127.0.0.1:{pushing.port}"
@@ -319,7 +319,7 @@ def test_a_learner_that_hangs_mid_transfer_is_given_up(pushing: Pushing) -> None
         sender.send(pushing.others, buckets=1)
         began = time.monotonic()
         answer = transfer.answer()
-        assert time.monotonic() - began < 12
+        assert time.monotonic() - began < 60
     assert answer.status_code == 504
     assert answer.json()["detail"].startswith("learner (rank 0)")
     _assert_poisoned(pushing)
