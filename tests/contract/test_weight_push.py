@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from socket import create_server
 from typing import Any
@@ -49,11 +49,10 @@ class Pushing:
     port: int
     weights: Weights
     others: Weights
-    last_version: list[int] = field(default_factory=lambda: [0])
 
     def next_version(self) -> int:
-        self.last_version[0] += 1
-        return self.last_version[0]
+        version: int = self.server.http.get("/info/").json()["weights_version"]
+        return version + 1
 
     def answer(self) -> list[int]:
         return response_ids(self.server.infer([text_request()])[0])
@@ -73,14 +72,11 @@ class Pushing:
         return "POISONED" if answer.status_code == 503 else answer.json()["state"]
 
 
-VERSIONS = [0]
-
-
 @pytest.fixture
 def pushing(server: RunningServer, tied: Path, other_tied: Path) -> Iterator[Pushing]:
     """Ends with the weights the server began with."""
     (port,) = free_ports(1)
-    pushing = Pushing(server, port, read_weights(tied), read_weights(other_tied), VERSIONS)
+    pushing = Pushing(server, port, read_weights(tied), read_weights(other_tied))
     before = pushing.answer()
     yield pushing
     if pushing.state() != "READY" or pushing.answer() != before:
@@ -114,7 +110,7 @@ def test_the_version_changes_only_at_the_end(pushing: Pushing) -> None:
     server = pushing.server
     old = server.http.get("/health/").json()["weights_version"]
     with pushing.group() as sender:
-        assert start(server.http, 77).json()["weights_version"] == old
+        assert start(server.http, old + 7).json()["weights_version"] == old
         transfer = begin_transfer(server.http, pushing.weights)
         sender.send(pushing.weights)
         assert transfer.answer().json() == {
@@ -122,11 +118,11 @@ def test_the_version_changes_only_at_the_end(pushing: Pushing) -> None:
             "weights_version": old,
             "server_epoch": server.http.get("/live/").json()["server_epoch"],
         }
-        status = finish(server.http, 77).json()["status"]
-    assert (status["state"], status["weights_version"]) == ("READY", 77)
-    assert server.http.get("/health/").json()["weights_version"] == 77
+        status = finish(server.http, old + 7).json()["status"]
+    assert (status["state"], status["weights_version"]) == ("READY", old + 7)
+    assert server.http.get("/health/").json()["weights_version"] == old + 7
     (envelope,) = server.infer([text_request()])
-    assert envelope["coordexp"]["weights_version"] == [77, 77]
+    assert envelope["coordexp"]["weights_version"] == [old + 7, old + 7]
 
 
 @pytest.mark.req("SYNC-03")
