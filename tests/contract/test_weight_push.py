@@ -250,23 +250,25 @@ def _resources(server: RunningServer) -> dict[str, int]:
 def test_phases_out_of_order_are_refused(pushing: Pushing) -> None:
     http = pushing.server.http
     http.post("/close_communicator/")
+    new = pushing.next_version()
     body = {"parameters": [p.model_dump() for p in manifest(pushing.weights)]}
     for answer in (
-        start(http, 5),
+        start(http, new),
         http.post("/update_weights/", json=body),
-        finish(http, 5),
+        finish(http, new),
     ):
         assert answer.status_code == 409
         assert answer.json()["type"] == "urn:rollmatch:weight-update-order"
     with pushing.group() as sender:
-        assert start(http, 5).status_code == 200
-        assert start(http, 6).status_code == 409
-        assert finish(http, 5).status_code == 409, "nothing was sent"
+        assert start(http, new - 1).status_code == 409, "the server has that version"
+        assert start(http, new).status_code == 200
+        assert start(http, new + 1).status_code == 409
+        assert finish(http, new).status_code == 409, "nothing was sent"
         transfer = begin_transfer(http, pushing.weights)
         sender.send(pushing.weights)
         assert transfer.answer().status_code == 200
-        assert finish(http, 6).status_code == 409, "another version was started"
-        assert finish(http, 5).status_code == 200
+        assert finish(http, new + 1).status_code == 409, "another version was started"
+        assert finish(http, new).status_code == 200
 
 
 # --- updates that break
