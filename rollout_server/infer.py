@@ -25,7 +25,7 @@ from shared_contracts import infer as wire
 T = TypeVar("T")
 
 # Requests whose images are held decoded at the same time, over all calls.
-MOST_PREPARED = 16
+MOST_PREPARED = 64
 
 
 class RolloutEngine(Protocol):
