@@ -5,11 +5,12 @@ holds a prompt, an image or a token of auth.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollout_server.stopwatch import timed
 from shared_contracts.infer import RolloutEnvelope
 
 # wait       for the end of a weight update
@@ -50,14 +51,9 @@ class CallRecord:
     status: int = CLIENT_GONE
     problem: str | None = None
 
-    @contextmanager
-    def phase(self, name: Phase) -> Iterator[None]:
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
         """Times a `with` block, also one that fails."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+        return timed(self.seconds, name)
 
     def add_answers(self, envelopes: Sequence[RolloutEnvelope]) -> None:
         stamps = [envelope.coordexp for envelope in envelopes]

@@ -17,13 +17,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollout_server.engine_types import EngineDead, WeightPhaseFailed
 from rollout_server.group_store import open_group_store
 from rollout_server.problems import refusal
+from rollout_server.stopwatch import timed
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
     CommunicatorReady,
@@ -382,24 +383,9 @@ class WeightUpdates:
             if self.state == "UPDATING" and self._phases_begun == phases_begun:
                 await self._poison(f"no next phase of the update within {idle_s:g} s")
 
-    def _timed(self, name: str) -> "_Stopwatch":
+    def _timed(self, name: str) -> AbstractContextManager[None]:
         assert self._update is not None
-        return _Stopwatch(self._update.seconds, name)
-
-
-class _Stopwatch:
-    """Adds the seconds of a `with` block to `seconds[name]`."""
-
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds = seconds
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._began = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        elapsed = time.monotonic() - self._began
-        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + elapsed
+        return timed(self._update.seconds, name)
 
 
 def init_info(init: InitCommunicator, transport: Transport, rank_offset: int) -> dict[str, Any]:

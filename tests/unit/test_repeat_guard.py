@@ -77,13 +77,17 @@ def configs(draw: st.DrawFn) -> RepeatTerminateConfig:
     )
 
 
-@pytest.mark.req("ARCH-02")
-@settings(max_examples=300)
-@given(
+# Any settings with any short stream of few ids, which often triggers.
+any_stream = given(
     config=configs(),
     token_ids=st.lists(st.integers(0, 2), max_size=40),
     key=st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple),
 )
+
+
+@pytest.mark.req("ARCH-02")
+@settings(max_examples=300)
+@any_stream
 def test_the_guard_agrees_with_a_scan_of_the_whole_sequence_at_every_token(
     config: RepeatTerminateConfig, token_ids: list[int], key: tuple[int, ...]
 ) -> None:
@@ -96,11 +100,7 @@ def test_the_guard_agrees_with_a_scan_of_the_whole_sequence_at_every_token(
 
 @pytest.mark.req("REP-03")
 @settings(max_examples=300)
-@given(
-    config=configs(),
-    token_ids=st.lists(st.integers(0, 2), max_size=40),
-    key=st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple),
-)
+@any_stream
 def test_nothing_triggers_within_the_slack(
     config: RepeatTerminateConfig, token_ids: list[int], key: tuple[int, ...]
 ) -> None:
