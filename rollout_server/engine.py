@@ -18,6 +18,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from PIL import Image
+from pydantic import TypeAdapter
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
@@ -43,6 +44,7 @@ from rollout_server.repeat_config import PROCESSOR
 from rollout_server.routing import Load
 from rollout_server.settings import ServerSettings
 from shared_contracts.infer import RequestConfig
+from shared_contracts.weights import DtypeName
 
 T = TypeVar("T")
 
@@ -79,6 +81,12 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         return int(self._llm.model_config.max_model_len)
+
+    @property
+    def dtype(self) -> DtypeName:
+        """In which the model's weights are held."""
+        name = str(self._llm.model_config.dtype).removeprefix("torch.")
+        return TypeAdapter[DtypeName](DtypeName).validate_python(name)
 
     @property
     def alive(self) -> bool:

@@ -28,6 +28,7 @@ from rollout_server.stopwatch import timed
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
     CommunicatorReady,
+    DtypeName,
     FinishWeightUpdate,
     InitCommunicator,
     ParameterMeta,
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 class UpdatableEngine(Protocol):
     """What a weight update needs of an engine (see `engine.Engine`)."""
 
+    @property
+    def dtype(self) -> DtypeName: ...
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
     async def abort_all(self) -> None: ...
@@ -67,9 +70,10 @@ class UpdatableEngines(Protocol):
 
 @dataclass
 class Update:
-    """The update in progress; seconds by phase, bytes of one replica."""
+    """The update in progress; seconds by phase, bytes of one replica that came."""
 
     version: int
+    parameters: Sequence[ParameterMeta]
     bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -131,6 +135,7 @@ class WeightUpdates:
             world_size=init.world_size,
             transport=self._transport,
             server_epoch=self._server_epoch(),
+            dtype=self._engines.all()[0].dtype,
         )
 
     async def start(self, body: StartWeightUpdate) -> WeightStatus:
@@ -144,7 +149,7 @@ class WeightUpdates:
                 found = f"version {body.version} does not come after the server's, {self.version}"
                 raise refusal("weight-update-order", found, "version")
             before = self.state
-            self._update = Update(body.version)
+            self._update = Update(body.version, body.parameters)
             self._enter("UPDATING")
             with self._timed("pause"):
                 await self._drain(before)
@@ -152,11 +157,14 @@ class WeightUpdates:
         return self.status
 
     async def receive(self, body: UpdateWeights) -> WeightStatus:
-        """Receive the parameters of `body` from the learner and load them."""
+        """Receive the parameters of the manifest from the learner and load them."""
         async with self._phase():
             update = self._require_update("/update_weights/")
-            info = update_info(self._transport, body.parameters)
-            update.bytes += sum(p.num_bytes for p in body.parameters)
+            if body.version != update.version:
+                found = f"version {update.version} was started, not {body.version}"
+                raise refusal("weight-update-order", found, "version")
+            info = update_info(self._transport, update.parameters)
+            update.bytes = sum(p.num_bytes for p in update.parameters)
             with self._timed("transfer"):
                 await self._on_all("transfer", _worker_phase("update_weights", update_info=info))
         return self.status
@@ -178,7 +186,9 @@ class WeightUpdates:
                 await self._on_all("finish: resume", lambda e: e.resume())
             self.version = update.version
             self._enter("READY")
-        return SyncReport(status=self.status, seconds=update.seconds, bytes=update.bytes)
+        return SyncReport(
+            status=self.status, seconds=update.seconds, bytes=update.bytes, verified=0
+        )
 
     async def close_communicator(self) -> WeightStatus:
         async with self._phase():

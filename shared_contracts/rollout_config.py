@@ -12,7 +12,7 @@ rollout_matching                      SharedRolloutConfig, and keys of the learn
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.strict_model import Refusal, StrictModel
@@ -96,17 +96,77 @@ class ServerConfig(StrictModel):
 
 
 class SyncConfig(StrictModel):
-    mode: Literal["full"] = Field(default="full", description="merged weights, all of them")
-    transport: Literal["auto", "gloo", "nccl"] = Field(
-        default="auto", description="`auto`: `nccl` when the learner has a GPU, else `gloo`"
+    mode: Literal["full", "adapter", "auto"] = Field(
+        default="full",
+        description="`full`: merged weights, all of them; `adapter`: the LoRA adapter alone; "
+        "`auto`: `adapter` with `enable_lora`, else `full`",
+    )
+    fallback_to_full: bool = Field(
+        default=True,
+        description="after a failed push of the adapter push full weights for the rest of the run",
+    )
+    transport: Literal["auto", "gloo", "nccl", "ipc"] = Field(
+        default="auto",
+        description="`auto`: `gloo` without a GPU; with one `nccl`, and `ipc` for `colocate`",
+    )
+    verify: Literal["off", "sample", "full"] = Field(
+        default="sample", description="which weights are read back from the engines after a push"
     )
     bucket_mib: int = Field(default=64, ge=1, description="size of one packed bucket in MiB")
 
 
 class VllmConfig(StrictModel):
-    mode: Literal["server"] = Field(description="where vLLM runs: `server`, started beforehand")
-    server: ServerConfig = Field(description="how to reach the rollout servers")
+    mode: Literal["colocate", "server"] = Field(
+        default="colocate",
+        description="where vLLM runs: `server`, started beforehand; `colocate`, a server of the "
+        "learner's own on the devices it trains on",
+    )
+    gpu_memory_utilization: float | None = Field(
+        default=None, gt=0, le=1, description="of a colocated server; null: 0.45"
+    )
+    tensor_parallel_size: int | None = Field(
+        default=None, ge=1, description="of a colocated server; null: 4, or as many as there are"
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="longest prompt with its answer; null: the model's"
+    )
+    enable_lora: bool = Field(default=False, description="engines serve a LoRA adapter")
+    enable_prefix_caching: bool = Field(default=True, description="reuse equal prompts' caches")
+    server: ServerConfig | None = Field(
+        default=None, description="how to reach the rollout servers; with `mode: server`"
+    )
     sync: SyncConfig = Field(default=SyncConfig(), description="how weights are pushed")
+
+    @model_validator(mode="after")
+    def _mode_has_its_keys(self) -> "VllmConfig":
+        if self.mode == "server" and self.server is None:
+            raise Refusal("is missing with mode: server", "Name the rollout servers", "server")
+        if self.mode == "colocate":
+            if self.server is not None:
+                raise Refusal(
+                    "is given, and mode is colocate",
+                    "Set rollout_matching.vllm.mode to server, or remove it",
+                    "server",
+                )
+            return self
+        for key in ("gpu_memory_utilization", "tensor_parallel_size"):
+            if getattr(self, key) is not None:
+                raise Refusal(
+                    "belongs to mode: colocate",
+                    f"Remove it, and give the server --{key.replace('_', '-')}",
+                    key,
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_are_served(self) -> "VllmConfig":
+        if self.sync.mode == "adapter" and not self.enable_lora:
+            raise Refusal(
+                "adapter, and the engines serve no adapters",
+                "Set rollout_matching.vllm.enable_lora to true, or use full or auto",
+                "sync.mode",
+            )
+        return self
 
 
 class SharedRolloutConfig(StrictModel):
@@ -119,4 +179,6 @@ class SharedRolloutConfig(StrictModel):
         default=RepeatTerminateConfig(),
         description="when an answer that repeats itself is ended; the servers have the same",
     )
-    vllm: VllmConfig = Field(description="vLLM's placement, servers and weight push")
+    vllm: VllmConfig = Field(
+        default=VllmConfig(), description="vLLM's placement, servers and weight push"
+    )

@@ -3,10 +3,13 @@
 One push, in order; each call answers when its phase is over on every replica:
 
     POST /init_communicator/     InitCommunicator -> CommunicatorReady   (once)
-    POST /start_weight_update/   StartWeightUpdate -> WeightStatus       pause, drain
+    POST /start_weight_update/   StartWeightUpdate -> WeightStatus       manifest; pause, drain
     POST /update_weights/        UpdateWeights -> WeightStatus           buckets arrive
-    POST /finish_weight_update/  FinishWeightUpdate -> SyncReport        rebuild, reset, resume
+    POST /finish_weight_update/  FinishWeightUpdate -> SyncReport        verify, reset, resume
     POST /close_communicator/    -> WeightStatus
+
+A push sends the full weights of the checkpoint's layout, or with `adapter` a LoRA adapter
+over the weights the server was started with.
 
 `/init_communicator/` and `/update_weights/` answer only when the learner has done its
 half, so the learner posts them from a thread and meanwhile, with `gloo`,
@@ -90,12 +93,16 @@ class InitCommunicator(_Wire):
 
 
 class CommunicatorReady(_Wire):
-    """weights_version: the server's; the learner's pushes count on from it."""
+    """weights_version: the server's; the learner's pushes count on from it.
+
+    dtype: in which the engines hold their weights, and the learner sends them.
+    """
 
     weights_version: int
     world_size: int
     transport: Transport
     server_epoch: str
+    dtype: DtypeName
 
 
 class ParameterMeta(_Wire):
@@ -134,18 +141,51 @@ def plan_buckets(parameters: Sequence[ParameterMeta], bucket_bytes: int) -> list
     return buckets
 
 
+class AdapterMeta(_Wire):
+    """A LoRA adapter, in peft's words (`LoraConfig`)."""
+
+    r: int = Field(ge=1)
+    lora_alpha: float = Field(gt=0)
+    target_modules: Annotated[list[str], Field(fail_fast=True)] = Field(min_length=1)
+    use_dora: bool = False
+    use_rslora: bool = False
+
+
 class StartWeightUpdate(_Wire):
-    """version: the version the server will have after this push; higher than before it."""
+    """The manifest of a push.
+
+    version: the version the server will have after it; higher than before, or the same where
+        a replica does not have the server's version.
+    parameters: all that will be sent, in the order it travels.
+    adapter: the parameters are those of an adapter over the checkpoint's weights.
+    """
 
     version: int = Field(ge=0)
+    parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
+    adapter: AdapterMeta | None = None
 
 
 class UpdateWeights(_Wire):
-    parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
+    version: int = Field(ge=0)
+
+
+class ParameterDigest(_Wire):
+    """What `shared_contracts.digests` makes of a parameter.
+
+    columns: those it was made of, ascending; None for all.
+    digest: 16 hexadecimal digits.
+    """
+
+    name: str
+    columns: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = None
+    digest: str = Field(pattern="^[0-9a-f]{16}$")
 
 
 class FinishWeightUpdate(_Wire):
+    """digests: of parameters as they were sent; the engines must hold the same."""
+
     version: int = Field(ge=0)
+    digests: Annotated[list[ParameterDigest], Field(fail_fast=True)] = []
 
 
 class WeightStatus(_Wire):
@@ -155,8 +195,13 @@ class WeightStatus(_Wire):
 
 
 class SyncReport(_Wire):
-    """seconds: by phase (pause, transfer, finish); bytes: payload of one replica."""
+    """seconds: by phase, of the slowest worker: `pause`, `transfer` (waiting for buckets),
+        `load`, `verify`, `caches`; transfer and load overlap.
+    bytes: payload of one replica.
+    verified: parameters whose digest was compared.
+    """
 
     status: WeightStatus
     seconds: dict[str, float]
     bytes: int
+    verified: int

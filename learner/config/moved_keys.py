@@ -45,7 +45,6 @@ def _not_served(do: str) -> Retired:
 _DECODE_BATCH = Retired("moved", "Use rollout_matching.decode_batch_size")
 _CHANNEL_B_STEP = _removed("Remove it: channel B always runs in step mode")
 _NO_POLYGONS = _not_served("Remove it: it belongs to polygons, and only boxes are served")
-_COLOCATE_ONLY = _not_served("Remove it: it belongs to vllm.mode colocate; the server has its own")
 
 RETIRED_KEYS: dict[str, Retired] = {
     "extra": _removed("Move its keys to custom.extra, the only free section"),
@@ -108,22 +107,11 @@ RETIRED_KEYS: dict[str, Retired] = {
     "rollout_matching.vllm.server.group_port": Retired(
         "moved", "Use rollout_matching.vllm.server.servers[].group_port"
     ),
-    "rollout_matching.num_beams": _not_served("Remove it: decode_mode is greedy or sampling"),
-    "rollout_matching.offload": _not_served("Remove it: it belongs to vllm.mode colocate"),
     "rollout_matching.async_rollout": _not_served("Remove it: channel B runs in step mode"),
     "rollout_matching.eval_detection": _not_served(
         "Remove it: training.eval_strategy and eval_steps rule the evaluation"
     ),
     "rollout_matching.pipeline": _not_served("Use stage2_ab.pipeline"),
-    "rollout_matching.vllm.gpu_memory_utilization": _COLOCATE_ONLY,
-    "rollout_matching.vllm.tensor_parallel_size": _COLOCATE_ONLY,
-    "rollout_matching.vllm.max_model_len": _COLOCATE_ONLY,
-    "rollout_matching.vllm.enable_prefix_caching": _COLOCATE_ONLY,
-    "rollout_matching.vllm.enable_lora": _not_served("Remove it: merged weights are pushed"),
-    "rollout_matching.vllm.sync.fallback_to_full": _not_served(
-        "Remove it: sync.mode is always full"
-    ),
-    "rollout_matching.vllm.sync.verify": _not_served("Remove it: there is no verification to tune"),
     "rollout_matching.matching.ot_cost": _NO_POLYGONS,
     "rollout_matching.matching.ot_epsilon": _NO_POLYGONS,
     "rollout_matching.matching.ot_iters": _NO_POLYGONS,
@@ -140,14 +128,6 @@ RETIRED_VALUES: dict[str, dict[str, Retired]] = {
     "stage2_ab.pipeline.diagnostics[].name": {
         "coord_diag": _not_served("Write `diagnostics: []`"),
     },
-    "rollout_matching.rollout_backend": {"hf": _not_served("Use vllm")},
-    "rollout_matching.decode_mode": {"beam": _not_served("Use greedy or sampling")},
-    "rollout_matching.vllm.mode": {"colocate": _not_served("Use server and start one beforehand")},
-    "rollout_matching.vllm.sync.mode": {
-        "adapter": _not_served("Use full"),
-        "auto": _not_served("Use full"),
-    },
-    "rollout_matching.vllm.sync.transport": {"ipc": _not_served("Use auto, gloo or nccl")},
 }
 
 

@@ -33,10 +33,25 @@ class MatchingConfig(StrictModel):
     fn_cost: float = Field(default=1.0, ge=0, description="of leaving a ground truth unmatched")
 
 
+class OffloadConfig(StrictModel):
+    enabled: bool = Field(
+        default=False, description="free device memory while a colocated server works"
+    )
+    offload_model: bool = Field(default=False, description="the model's weights go to the host")
+    offload_optimizer: bool = Field(default=False, description="its state goes to the host")
+
+
 class RolloutMatchingConfig(SharedRolloutConfig):
-    rollout_backend: Literal["vllm"] = Field(default="vllm", description="who generates")
-    decode_mode: Literal["greedy", "sampling"] = Field(
-        default="greedy", description="must agree with `decoding.temperature`"
+    rollout_backend: Literal["vllm", "hf"] = Field(
+        default="vllm", description="who generates: vLLM, or transformers in the learner itself"
+    )
+    decode_mode: Literal["greedy", "sampling", "beam"] = Field(
+        default="greedy",
+        description="greedy and beam want `decoding.temperature` 0; beam is for `hf` alone",
+    )
+    num_beams: int | None = Field(default=None, ge=2, description="with `decode_mode: beam`")
+    offload: OffloadConfig = Field(
+        default=OffloadConfig(), description="what makes room for a colocated server"
     )
     max_new_tokens: int = Field(ge=1, description="longest answer in tokens")
     decoding: DecodingConfig = Field(default=DecodingConfig(), description="sampling parameters")
@@ -48,10 +63,23 @@ class RolloutMatchingConfig(SharedRolloutConfig):
     @model_validator(mode="after")
     def _mode_agrees_with_temperature(self) -> "RolloutMatchingConfig":
         temperature = self.decoding.temperature
-        if (self.decode_mode == "greedy") != (temperature == 0):
+        if (self.decode_mode == "sampling") != (temperature > 0):
             raise Refusal(
                 f"{temperature} with decode_mode: {self.decode_mode}",
-                "Use temperature 0 with greedy, above 0 with sampling",
+                "Use temperature 0 with greedy and beam, above 0 with sampling",
                 "decoding.temperature",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _beams_are_searched(self) -> "RolloutMatchingConfig":
+        beam = self.decode_mode == "beam"
+        if beam and self.rollout_backend != "hf":
+            raise Refusal(
+                "beam, and rollout_backend is vllm", "Use greedy, or the hf backend", "decode_mode"
+            )
+        if beam != (self.num_beams is not None):
+            found = "is missing with" if beam else "is given without"
+            do = "Say how many" if beam else "Remove it"
+            raise Refusal(f"{found} decode_mode: beam", do, "num_beams")
         return self

@@ -144,4 +144,10 @@ class Config(StrictModel):
                 "Lower it, or raise global_max_length",
                 "rollout_matching.max_new_tokens",
             )
+        if self.rollout_matching.vllm.sync.mode == "adapter" and self.tuner.train_type != "lora":
+            raise Refusal(
+                f"adapter, and tuner.train_type is {self.tuner.train_type}",
+                "Use full, or train with tuner.train_type: lora",
+                "rollout_matching.vllm.sync.mode",
+            )
         return self

@@ -5,16 +5,20 @@ from typing import Protocol
 
 from learner.types import RolloutOutput
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.weights import CommunicatorReady, SyncReport
 
 
 class WeightChannel(Protocol):
     """Puts the training weights into one server."""
 
-    def connect(self) -> int:
-        """Form the weight group, once; the version of the server's weights."""
+    def connect(self) -> CommunicatorReady:
+        """Form the weight group, once, with what the server says of itself then."""
 
-    def push(self, version: int) -> object:
+    def push(self, version: int) -> SyncReport:
         """Make `version` the server's weights."""
+
+    def abandon(self) -> None:
+        """Let go of the group of a server that was lost; the next push forms it anew."""
 
     def close(self) -> None:
         """Leave the group; idempotent."""

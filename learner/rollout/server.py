@@ -35,7 +35,7 @@ class ServerBackend:
 
     def connect(self) -> int:
         """Form the weight group with every server; returns their newest weights version."""
-        return max(channel.connect() for channel in self._weights)
+        return max(channel.connect().weights_version for channel in self._weights)
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.sync.abandonable import run_together
 from learner.sync.groups import WeightGroup, join_group
-from learner.sync.source import MergedWeights
+from learner.sync.source import WeightSource
 from shared_contracts.errors import RunError
 from shared_contracts.weights import (
     CommunicatorReady,
@@ -56,7 +56,7 @@ class WeightPusher:
         self,
         client: RolloutClient,
         group_port: int,
-        weights: MergedWeights,
+        weights: WeightSource,
         transport: Transport,
         bucket_bytes: int,
     ) -> None:
@@ -66,16 +66,16 @@ class WeightPusher:
         self._transport = transport
         self._bucket_bytes = bucket_bytes
         self._group: WeightGroup | None = None
-        self._version = 0
+        self._ready: CommunicatorReady | None = None
 
-    def connect(self) -> int:
-        """Form the weight group, once; the version of the server's weights.
+    def connect(self) -> CommunicatorReady:
+        """Form the weight group, once.
 
         Raises:
             WeightSyncError: the server refused or a side did not join in time.
         """
-        if self._group is not None:
-            return self._version
+        if self._group is not None and self._ready is not None:
+            return self._ready
         body = InitCommunicator(
             host=self._rendezvous_host(),
             port=self._port,
@@ -95,8 +95,8 @@ class WeightPusher:
             )
         finally:
             given_up.set()
-        self._group, self._version = joined[0], ready[0].weights_version
-        return self._version
+        self._group, self._ready = joined[0], ready[0]
+        return self._ready
 
     def push(self, version: int) -> SyncReport:
         """Make `version` the server's weights.
@@ -104,25 +104,29 @@ class WeightPusher:
         Raises:
             WeightSyncError: names the phase that broke; the group is closed.
         """
-        self.connect()
+        dtype = self.connect().dtype
         assert self._group is not None
         group, started = self._group, time.monotonic()
-        parameters = self._weights.metadata()
-        self._phase(
-            "start", lambda: self._client.start_weight_update(StartWeightUpdate(version=version))
-        )
+        parameters = self._weights.metadata(dtype)
+        manifest = StartWeightUpdate(version=version, parameters=parameters)
+        self._phase("start", lambda: self._client.start_weight_update(manifest))
         self._together(
             "transfer",
-            lambda: self._client.update_weights(UpdateWeights(parameters=parameters)),
-            lambda: group.send(parameters, self._weights),
+            lambda: self._client.update_weights(UpdateWeights(version=version)),
+            lambda: group.send(parameters, self._weights.tensors(dtype)),
         )
         report = self._phase(
             "finish",
             lambda: self._client.finish_weight_update(FinishWeightUpdate(version=version)),
         )
-        self._version = version
         report.seconds["total"] = time.monotonic() - started
         return report
+
+    def abandon(self) -> None:
+        """Let go of the group of a server that was lost; the next push forms it anew."""
+        if self._group is not None:
+            self._group.abandon()
+            self._group = None
 
     def close(self) -> None:
         """Leave the group and tell the server; a server that is gone is no error."""
@@ -149,9 +153,7 @@ class WeightPusher:
         raise self._broken(side, phase, error) from error
 
     def _broken(self, side: str, phase: str, reason: BaseException) -> WeightSyncError:
-        if self._group is not None:
-            self._group.abandon()
-            self._group = None
+        self.abandon()
         return WeightSyncError(side, self._client.base_url, phase, reason)
 
     def _rendezvous_host(self) -> str:

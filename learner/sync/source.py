@@ -3,37 +3,58 @@
 Plain parameters are passed through; the base weight of a LoRA or DoRA layer is merged in
 a copy of that one layer, so the training model is never touched and only one layer's
 weights exist twice at a time. Tied weights appear once, under their first name. Names are
-those of the Hugging Face checkpoint.
+those of the Hugging Face checkpoint; the type is the one the engines hold.
 """
 
 import copy
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from shared_contracts.weights import DTYPE_BYTES, DtypeName, ParameterMeta
+from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta
+
+
+class WeightSource(Protocol):
+    """What one push sends; the same order in `metadata` and in every pass of `tensors`.
+
+    adapter: of a source that yields an adapter's tensors instead of full weights.
+    """
+
+    @property
+    def adapter(self) -> AdapterMeta | None: ...
+
+    def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
+        """Name, type and shape of what `tensors` yields, without making any of it."""
+
+    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        """(name, detached tensor of `dtype`), one after another."""
 
 
 class MergedWeights:
-    """Iterable of (name, tensor) with the same order in every pass."""
+    """All weights of a model, LoRA and DoRA merged."""
+
+    adapter = None
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model.get_base_model() if isinstance(model, PeftModel) else model
 
-    def metadata(self) -> list[ParameterMeta]:
-        """Name, dtype and shape of what iteration yields, without merging anything."""
+    def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
+        """Name, type and shape of what `tensors` yields, without merging anything."""
         return [
-            ParameterMeta(name=name, dtype=_dtype_name(weight), shape=list(weight.shape))
+            ParameterMeta(name=name, dtype=dtype, shape=list(weight.shape))
             for name, weight, _ in self._entries()
         ]
 
     @torch.no_grad()
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, weight); a weight that needs neither merge nor cast is the model's."""
         for name, weight, layer in self._entries():
-            yield name, weight.detach() if layer is None else _merged_weight(layer)
+            merged = weight.detach() if layer is None else _merged_weight(layer)
+            yield name, merged.to(getattr(torch, dtype))
 
     def _entries(self) -> Iterator[tuple[str, Tensor, LoraLayer | None]]:
         """(checkpoint name, parameter, its LoRA layer when it has to be merged)."""
@@ -56,12 +77,3 @@ def _merged_weight(layer: LoraLayer) -> Tensor:
     weight = merged.get_base_layer().weight
     assert isinstance(weight, Tensor)
     return weight.detach()
-
-
-def _dtype_name(tensor: Tensor) -> DtypeName:
-    """`torch.bfloat16` -> `bfloat16`."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    for known in DTYPE_BYTES:
-        if known == name:
-            return known
-    raise AssertionError(f"no checkpoint holds {name}")

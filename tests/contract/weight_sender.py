@@ -97,13 +97,13 @@ def weight_group(
     sender.leave()
 
 
-def start(http: httpx.Client, version: int) -> httpx.Response:
-    return http.post("/start_weight_update/", json={"version": version})
-
-
-def begin_transfer(http: httpx.Client, weights: Weights) -> Posting:
+def start(http: httpx.Client, version: int, weights: Weights) -> httpx.Response:
     parameters = [parameter.model_dump() for parameter in manifest(weights)]
-    return Posting(http, "/update_weights/", {"parameters": parameters})
+    return http.post("/start_weight_update/", json={"version": version, "parameters": parameters})
+
+
+def begin_transfer(http: httpx.Client, version: int) -> Posting:
+    return Posting(http, "/update_weights/", {"version": version})
 
 
 def finish(http: httpx.Client, version: int) -> httpx.Response:
@@ -112,8 +112,8 @@ def finish(http: httpx.Client, version: int) -> httpx.Response:
 
 def push(http: httpx.Client, sender: Sender, weights: Weights, version: int) -> dict[str, Any]:
     """A whole push that must succeed; the server's report."""
-    assert start(http, version).status_code == 200
-    transfer = begin_transfer(http, weights)
+    assert start(http, version, weights).status_code == 200
+    transfer = begin_transfer(http, version)
     sender.send(weights)
     assert transfer.answer().status_code == 200, transfer.answer().text
     answer = finish(http, version)
