@@ -14,10 +14,6 @@ answers greedily; a round is one batch of new prompts on each side in turn. Prin
 of docs/benchmarks.md.
 """
 
-import argparse
-import signal
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -26,10 +22,11 @@ from pathlib import Path
 import yaml
 
 from benchmarks.checkpoint import make_checkpoint
+from benchmarks.command import run
 from benchmarks.guard import guard_results, guarded_settings
 from benchmarks.http_client import HttpClient
 from benchmarks.processes import Peer, PeerFailed
-from benchmarks.results import Result, table, write_json
+from benchmarks.results import Result
 from benchmarks.steadiness import hold_nothing_back, probe_under_load
 from benchmarks.throughput import (
     UnequalWork,
@@ -175,39 +172,10 @@ PARTS = {
 }
 
 
-def measure(names: list[str], rounds: int) -> Iterator[Result]:
-    """The results of the parts, in order, each as soon as it is there."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bench = Bench(folder, rounds, stack)
-        for name in names:
-            yield from PARTS[name](bench)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="write the results as JSON, too")
-    options = parser.parse_args()
-    # Either signal, also where the shell ignores Ctrl-C for us, ends what has been started.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    results: list[Result] = []
-    failure = None
-    try:
-        results.extend(measure(options.only, options.rounds))
-    except (ContractError, PeerFailed, UnequalWork) as error:
-        failure = f"error: {error}"
-    except KeyboardInterrupt:
-        failure = "stopped"
-    finally:
-        print(f"\n`python -m benchmarks.server {' '.join(sys.argv[1:])}`:\n\n{table(results)}")
-        if options.out:
-            write_json(results, options.out)
-    sys.exit(failure)
+    assert __doc__ is not None
+    errors = (ContractError, PeerFailed, UnequalWork)
+    run("server", __doc__, PARTS, Bench, rounds=7, errors=errors)
 
 
 if __name__ == "__main__":
