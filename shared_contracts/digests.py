@@ -5,8 +5,8 @@ engine keeps it in. Its digest is a sum over the elements (r, c) that were asked
 
     sum of bits(r, c) * multiplier(r * columns + c)   modulo 2**64
 
-`bits` is the element's bit pattern as a signed integer of its width. The multipliers are
-odd and scattered (the finalizer of SplitMix64, Steele, Lea and Flood, "Fast splittable
+`bits` is the element's bit pattern as a signed integer of its width (`countable_bits`: zero
+for what a matrix product does not keep). The multipliers are odd and scattered (the finalizer of SplitMix64, Steele, Lea and Flood, "Fast splittable
 pseudorandom number generators", OOPSLA 2014), so an element that differs and elements that
 trade places are seen, and a sum over parts of a parameter can be put together.
 
@@ -21,11 +21,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from shared_contracts.weights import ParameterMeta
+from shared_contracts.weights import DtypeName, ParameterMeta
 
 Int64Array = TypeVar("Int64Array", bound=Any)
 
 SAMPLED_COLUMNS = 4
+
+_EXPONENT_BITS: dict[DtypeName, int] = {
+    "float64": 0x7FF0000000000000,
+    "float32": 0x7F800000,
+    "float16": 0x7C00,
+    "bfloat16": 0x7F80,
+}
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -41,6 +48,16 @@ def multipliers(positions: Int64Array) -> Int64Array:
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
     return (x ^ _shifted(x, 31)) | 1
+
+
+def countable_bits(bits: Int64Array, dtype: DtypeName) -> Int64Array:
+    """`bits` of elements of type `dtype`, with 0 for zeros of either sign and denormals.
+
+    An engine may keep a matrix in a form that can only be read by multiplying with it, which
+    need not preserve those.
+    """
+    exponent = _EXPONENT_BITS.get(dtype)
+    return bits if exponent is None else bits * ((bits & exponent) != 0)
 
 
 def written(total: int) -> str:
