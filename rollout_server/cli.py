@@ -90,6 +90,13 @@ def serve(
     max_concurrent_calls: Annotated[
         int | None, typer.Option(help="/infer/ calls running at once (64).")
     ] = None,
+    enable_lora: Annotated[
+        bool | None,
+        typer.Option("--enable-lora/--no-lora", help="Take LoRA adapters as weights (no)."),
+    ] = None,
+    max_lora_rank: Annotated[
+        int | None, typer.Option(help="Largest rank of an adapter (16).")
+    ] = None,
     weight_transport: Annotated[
         str | None, typer.Option(help="gloo (CPU default) or nccl (GPU default).")
     ] = None,

@@ -263,6 +263,11 @@ def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
         "limit_mm_per_prompt": {"image": settings.max_images_per_request, "video": 0},
         "weight_transfer_config": WeightTransferConfig(backend=settings.transport),
         "logits_processors": [PROCESSOR] if settings.repeat_terminate.enabled else None,
+        # One adapter at a time; its tensors have the type of the model's.
+        "enable_lora": settings.enable_lora,
+        "max_loras": 1,
+        "max_lora_rank": settings.max_lora_rank,
+        "lora_dtype": "auto",
         "worker_extension_cls": "rollout_server.worker_extension.WorkerExtension",
     }
     extra = _cpu_args(settings) if settings.device == "cpu" else _gpu_args(settings, index)

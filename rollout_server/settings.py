@@ -5,18 +5,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rollout_server.repeat_config import INJECTION, repeat_config_from_environment
-from rollout_server.run_config import read_run_config
+from rollout_server.run_config import RunConfig, read_run_config
 from rollout_server.yaml_file import read_yaml
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.repeat_guard import RepeatTerminateConfig
-from shared_contracts.rollout_config import RepeatTerminate, SharedRolloutConfig
+from shared_contracts.rollout_config import RepeatTerminate
 from shared_contracts.strict_model import Refusal, StrictModel, contract_errors
 
 Device = Literal["cpu", "gpu"]
 AnyPath = Annotated[Path, Field(strict=False)]
+
+# The ranks vLLM has room for; an adapter takes the next one.
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class ServerSettings(StrictModel):
@@ -42,6 +45,9 @@ class ServerSettings(StrictModel):
     max_body_mib: bound of one HTTP body.
     max_requests_per_call, max_concurrent_calls: bounds of `/infer/`.
     repeat_terminate: when a sequence that repeats itself is ended.
+    enable_lora: a LoRA adapter may be pushed instead of full weights; answers take longer
+        with it, whatever was pushed.
+    max_lora_rank: the largest rank of such an adapter, one of LORA_RANKS.
     weight_transport: null means `gloo` on the CPU and `nccl` on GPUs.
     grace_seconds: how long running calls may take to finish after SIGTERM.
     hang_seconds: an engine that gives no sign of life for so long is killed and rebuilt.
@@ -76,6 +82,8 @@ class ServerSettings(StrictModel):
     max_requests_per_call: int = Field(default=4096, ge=1)
     max_concurrent_calls: int = Field(default=64, ge=1)
     repeat_terminate: RepeatTerminate = RepeatTerminateConfig()
+    enable_lora: bool = False
+    max_lora_rank: int = 16
     weight_transport: Literal["gloo", "nccl"] | None = None
     grace_seconds: float = Field(default=10.0, ge=0.0)
     hang_seconds: float = Field(default=60.0, gt=0.0)
@@ -83,6 +91,13 @@ class ServerSettings(StrictModel):
     parent_pid: int | None = Field(default=None, ge=1)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
+
+    @field_validator("max_lora_rank")
+    @classmethod
+    def _is_a_rank_of_vllm(cls, rank: int) -> int:
+        if rank not in LORA_RANKS:
+            raise Refusal(f"{rank}", f"Use one of {', '.join(map(str, LORA_RANKS))}")
+        return rank
 
     @model_validator(mode="after")
     def _devices_fit(self) -> "ServerSettings":
@@ -163,15 +178,32 @@ def load_settings(
     return settings
 
 
-def _settings_of_run(run: SharedRolloutConfig, given: dict[str, Any]) -> dict[str, Any]:
+def _settings_of_run(run: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
     """What a training YAML says to a server whose other settings are `given`."""
     gpus = given.get("tensor_parallel_size")
-    transport = run.vllm.sync.transport
-    return {
-        "max_num_seqs": run.decode_batch_size * (gpus if isinstance(gpus, int) else 1),
-        "repeat_terminate": run.repeat_terminate,
+    vllm, transport = run.rollout.vllm, run.rollout.vllm.sync.transport
+    settings = {
+        "max_num_seqs": run.rollout.decode_batch_size * (gpus if isinstance(gpus, int) else 1),
+        "repeat_terminate": run.rollout.repeat_terminate,
         "weight_transport": None if transport == "auto" else transport,
+        "max_model_len": vllm.max_model_len,
+        "enable_prefix_caching": vllm.enable_prefix_caching,
+        "enable_lora": vllm.enable_lora,
     }
+    if vllm.enable_lora and run.lora_rank is not None and "max_lora_rank" not in given:
+        settings["max_lora_rank"] = _room_for(run.lora_rank)
+    return settings
+
+
+def _room_for(lora_rank: int) -> int:
+    for rank in LORA_RANKS:
+        if rank >= lora_rank:
+            return rank
+    raise ContractError(
+        "tuner.lora_rank",
+        f"is {lora_rank}, and vLLM serves adapters up to rank {LORA_RANKS[-1]}",
+        "Lower it, or set rollout_matching.vllm.enable_lora to false",
+    )
 
 
 def _contradiction(

@@ -67,6 +67,7 @@ class Info(_Wire):
 
     world_size: engine workers over all replicas.
     max_model_len: tokens of a context; null until an engine has told.
+    enable_lora: an adapter may be pushed instead of full weights.
     server_epoch: changes when the server or one of its replicas has been started anew.
     versions: of this server and of what it stands on, by distribution name.
     """
@@ -76,6 +77,7 @@ class Info(_Wire):
     replicas: list[ReplicaStatus]
     max_model_len: int | None
     max_num_seqs: int
+    enable_lora: bool
     weights_state: WeightState
     weights_version: int
     weight_transport: Literal["gloo", "nccl"]

@@ -3,14 +3,14 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from rollout_server.engine_env import engine_environment
 from rollout_server.engine_types import PromptRefused
 from rollout_server.repeat_config import PROCESSOR
-from rollout_server.settings import ServerSettings
+from rollout_server.settings import LORA_RANKS, ServerSettings
 from shared_contracts.infer import RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
@@ -93,6 +93,24 @@ def test_vllm_is_given_the_repeat_guard_only_where_it_is_asked_for(
     assert engine.engine_args(on, 0).logits_processors == [PROCESSOR]
     assert engine.sampling_params(RequestConfig(), None, 8).stop_token_ids == []
     assert engine.sampling_params(RequestConfig(), None, 8, sentinel=5).stop_token_ids == [5]
+
+
+@pytest.mark.req("SYNC-01")
+def test_an_engine_has_room_for_one_adapter_only_where_it_is_asked_for(
+    engine: Any, model: Path
+) -> None:
+    off = ServerSettings(model=model, device="cpu")
+    on = off.model_copy(update={"enable_lora": True, "max_lora_rank": 64})
+    assert engine.engine_args(off, 0).enable_lora is False
+    args = engine.engine_args(on, 0)
+    assert (args.enable_lora, args.max_loras, args.max_lora_rank) == (True, 1, 64)
+
+
+@pytest.mark.req("SYNC-01")
+def test_the_ranks_of_the_settings_are_those_of_vllm() -> None:
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == LORA_RANKS
 
 
 class SilentLlm:

@@ -59,7 +59,7 @@ def test_a_training_yaml_gives_the_guard_and_the_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_server_and_learner_read_the_same_of_every_shipped_config(path: Path) -> None:
     learner = load_config(path).rollout_matching
-    server = read_run_config(path)
+    server = read_run_config(path).rollout
     for name in type(server).model_fields:
         assert getattr(server, name) == getattr(learner, name)
 
@@ -255,3 +255,50 @@ def test_the_command_takes_a_training_yaml_and_ends_on_a_bad_one(tmp_path: Path)
     assert len(told) == 3
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert imported.isdisjoint({"torch", "vllm", "fastapi", "transformers"})
+
+
+@pytest.mark.req("CFG-05", "CFG-09")
+def test_what_the_engine_is_in_the_training_yaml_holds_for_its_servers(tmp_path: Path) -> None:
+    run = training_yaml(tmp_path, vllm={"max_model_len": 777, "enable_prefix_caching": False})
+    settings = settings_of(run)
+    assert (settings.max_model_len, settings.enable_prefix_caching) == (777, False)
+    assert settings.enable_lora is False
+    given = settings_of(run, max_model_len=99, enable_prefix_caching=True)
+    assert (given.max_model_len, given.enable_prefix_caching) == (99, True)
+
+
+def adapter_yaml(folder: Path, lora_rank: int, enable_lora: bool = True) -> Path:
+    run = training_yaml(folder, vllm={"enable_lora": enable_lora})
+    tuner = {"train_type": "lora", "lora_rank": lora_rank, "lora_alpha": 8}
+    run.write_text(dump_mapping(merge(load_mapping(run), {"tuner": tuner})))
+    return run
+
+
+@pytest.mark.req("SYNC-01", "CFG-09")
+@pytest.mark.parametrize(("lora_rank", "room"), [(1, 1), (2, 8), (8, 8), (65, 128), (512, 512)])
+def test_the_rank_that_is_trained_is_rounded_up_to_one_of_vllm(
+    tmp_path: Path, lora_rank: int, room: int
+) -> None:
+    run = adapter_yaml(tmp_path, lora_rank)
+    settings = settings_of(run)
+    assert (settings.enable_lora, settings.max_lora_rank) == (True, room)
+    assert settings_of(run, max_lora_rank=320).max_lora_rank == 320
+    assert settings_of(run, enable_lora=False).enable_lora is False
+
+
+@pytest.mark.req("SYNC-01", "CFG-09")
+def test_the_rank_counts_only_with_adapters_and_where_it_is_one(tmp_path: Path) -> None:
+    default = ServerSettings.model_fields["max_lora_rank"].default
+    assert settings_of(adapter_yaml(tmp_path, 128, enable_lora=False)).max_lora_rank == default
+    assert settings_of(adapter_yaml(tmp_path, -1)).max_lora_rank == default
+    full = training_yaml(tmp_path, vllm={"enable_lora": True})
+    assert settings_of(full).max_lora_rank == default
+
+
+@pytest.mark.req("SYNC-01")
+def test_a_rank_beyond_all_of_vllm_is_refused(tmp_path: Path) -> None:
+    run = adapter_yaml(tmp_path, 513)
+    with pytest.raises(ContractError) as caught:
+        settings_of(run)
+    assert caught.value.where == "tuner.lora_rank"
+    assert "up to rank 512" in caught.value.found

@@ -70,6 +70,15 @@ def test_what_does_not_fit_together_is_refused() -> None:
     assert faults(model=model, device="cpu", weight_transport="nccl")[0][0] == "weight_transport"
 
 
+@pytest.mark.req("SYNC-01")
+def test_a_rank_that_vllm_does_not_take_is_refused_with_those_it_takes() -> None:
+    with pytest.raises(ContractErrors) as caught:
+        load_settings(None, {"model": Path("/m"), "device": "cpu", "max_lora_rank": 24})
+    (error,) = caught.value.errors
+    assert (error.where, error.found) == ("max_lora_rank", "24")
+    assert error.do == "Use one of 1, 8, 16, 32, 64, 128, 256, 320, 512"
+
+
 @pytest.mark.req("SRV-04")
 def test_every_bad_key_of_a_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"

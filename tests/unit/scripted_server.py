@@ -157,6 +157,7 @@ def info(
     world_size: int = 1,
     replicas: int = 1,
     active: bool | None = None,
+    enable_lora: bool = False,
 ) -> Info:
     """guard: of the server, and active unless `active` says otherwise; None: off."""
     status = RepeatTerminateStatus(
@@ -169,6 +170,7 @@ def info(
         replicas=[replica(index) for index in range(replicas)],
         max_model_len=1024,
         max_num_seqs=max_num_seqs,
+        enable_lora=enable_lora,
         weights_state="READY",
         weights_version=0,
         weight_transport="gloo",
