@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 GeometryKind = Literal["bbox_2d", "poly"]
 FieldOrder = Literal["desc_first", "geometry_first"]
 Channel = Literal["A", "B"]
+BackendName = Literal["server", "colocate", "hf"]
 
 
 class Shape(NamedTuple):

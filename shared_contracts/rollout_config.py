@@ -144,7 +144,7 @@ class VllmConfig(StrictModel):
         if self.mode == "colocate":
             if self.server is not None:
                 raise Refusal(
-                    "is given, and mode is colocate",
+                    "is given, and mode is colocate, where the learner starts its own server",
                     "Set rollout_matching.vllm.mode to server, or remove it",
                     "server",
                 )
@@ -156,6 +156,16 @@ class VllmConfig(StrictModel):
                     f"Remove it, and give the server --{key.replace('_', '-')}",
                     key,
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _ipc_stays_on_a_device(self) -> "VllmConfig":
+        if self.sync.transport == "ipc" and self.mode != "colocate":
+            raise Refusal(
+                "ipc, and mode is server",
+                "ipc needs a learner and an engine on the same GPU: use auto, nccl or gloo",
+                "sync.transport",
+            )
         return self
 
     @model_validator(mode="after")

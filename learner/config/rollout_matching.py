@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from learner.types import BackendName
 from shared_contracts.rollout_config import SharedRolloutConfig
 from shared_contracts.strict_model import Refusal, StrictModel
 
@@ -51,7 +52,8 @@ class RolloutMatchingConfig(SharedRolloutConfig):
     )
     num_beams: int | None = Field(default=None, ge=2, description="with `decode_mode: beam`")
     offload: OffloadConfig = Field(
-        default=OffloadConfig(), description="what makes room for a colocated server"
+        default=OffloadConfig(),
+        description="what makes room for a colocated server; without one it changes nothing",
     )
     max_new_tokens: int = Field(ge=1, description="longest answer in tokens")
     decoding: DecodingConfig = Field(default=DecodingConfig(), description="sampling parameters")
@@ -59,6 +61,11 @@ class RolloutMatchingConfig(SharedRolloutConfig):
     matching: MatchingConfig = Field(
         default=MatchingConfig(), description="how predictions meet ground truths"
     )
+
+    @property
+    def backend(self) -> BackendName:
+        """Which of the three implementations of the rollout backend the run uses (ARCH-03)."""
+        return "hf" if self.rollout_backend == "hf" else self.vllm.mode
 
     @model_validator(mode="after")
     def _mode_agrees_with_temperature(self) -> "RolloutMatchingConfig":
@@ -76,10 +83,12 @@ class RolloutMatchingConfig(SharedRolloutConfig):
         beam = self.decode_mode == "beam"
         if beam and self.rollout_backend != "hf":
             raise Refusal(
-                "beam, and rollout_backend is vllm", "Use greedy, or the hf backend", "decode_mode"
+                "beam, and rollout_backend is vllm",
+                "Use greedy, or set rollout_matching.rollout_backend to hf",
+                "decode_mode",
             )
         if beam != (self.num_beams is not None):
             found = "is missing with" if beam else "is given without"
-            do = "Say how many" if beam else "Remove it"
+            do = "Say how many, 2 or more" if beam else "Remove it, or set decode_mode to beam"
             raise Refusal(f"{found} decode_mode: beam", do, "num_beams")
         return self

@@ -144,7 +144,14 @@ class Config(StrictModel):
                 "Lower it, or raise global_max_length",
                 "rollout_matching.max_new_tokens",
             )
-        if self.rollout_matching.vllm.sync.mode == "adapter" and self.tuner.train_type != "lora":
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_are_trained(self) -> "Config":
+        rollout = self.rollout_matching
+        if rollout.rollout_backend == "hf" or rollout.vllm.sync.mode != "adapter":
+            return self
+        if self.tuner.train_type != "lora":
             raise Refusal(
                 f"adapter, and tuner.train_type is {self.tuner.train_type}",
                 "Use full, or train with tuner.train_type: lora",

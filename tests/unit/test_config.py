@@ -17,6 +17,7 @@ from shared_contracts.errors import ContractError, ContractErrors
 
 ROOT = Path(__file__).parents[2]
 WARMUP = load_mapping(ROOT / "configs/demo/warmup.yaml")
+BARE = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
 TOKEN_CE, BBOX_GEO, COORD_REG = 0, 1, 2
 
 
@@ -95,7 +96,7 @@ def test_all_faults_of_all_sections_are_told_at_once() -> None:
             "modle": {},
             "model": {"modle": 1, "torch_dtype": "float16"},
             "training": {"learning_rate": "fast", "max_step": 3},
-            "rollout_matching": {"vllm": {"mode": "colocate", "sync": {"bucket_mib": 0}}},
+            "rollout_matching": {"vllm": {"mode": "colocated", "sync": {"bucket_mib": 0}}},
         },
     )
     assert set(errors_of(mapping)) == {
@@ -148,8 +149,6 @@ def test_custom_extra_is_free() -> None:
         "stage2_ab.pipeline",
         "rollout_matching",
         "rollout_matching.max_new_tokens",
-        "rollout_matching.vllm",
-        "rollout_matching.vllm.mode",
         "rollout_matching.vllm.server.servers",
     ],
 )
@@ -214,7 +213,7 @@ def test_a_base_url_loses_its_trailing_slash() -> None:
     config = parse_config(
         changed("rollout_matching.vllm.server.servers.0.base_url", "http://host:8000/prefix/")
     )
-    assert config.rollout_matching.vllm.server.servers[0].base_url == "http://host:8000/prefix"
+    assert server_of(config).servers[0].base_url == "http://host:8000/prefix"
 
 
 @pytest.mark.parametrize(
@@ -278,21 +277,34 @@ def test_any_one_trigger_is_enough_for_a_repeat_guard(switched_on: dict[str, int
 
 @pytest.mark.req("CFG-05")
 def test_rollout_defaults_are_those_of_the_contract() -> None:
-    mapping = copy.deepcopy(WARMUP)
-    servers = [{"base_url": "http://127.0.0.1:8000", "group_port": 51216}]
-    mapping["rollout_matching"] = {
-        "max_new_tokens": 64,
-        "vllm": {"mode": "server", "server": {"servers": servers}},
-    }
-    rollout = parse_config(mapping).rollout_matching
-    assert (rollout.rollout_backend, rollout.decode_batch_size) == ("vllm", 1)
-    assert (rollout.decode_mode, rollout.repetition_penalty) == ("greedy", 1.0)
-    decoding, matching = rollout.decoding, rollout.matching
+    rollout = parse_config(
+        merge(BARE, {"rollout_matching": {"max_new_tokens": 64}})
+    ).rollout_matching
+    assert (rollout.rollout_backend, rollout.vllm.mode) == ("vllm", "colocate")
+    assert (rollout.decode_batch_size, rollout.repetition_penalty) == (1, 1.0)
+    assert (rollout.decode_mode, rollout.num_beams) == ("greedy", None)
+    decoding, matching, vllm = rollout.decoding, rollout.matching, rollout.vllm
     assert (decoding.temperature, decoding.top_p, decoding.top_k) == (0.0, 1.0, -1)
-    assert (rollout.vllm.server.timeout_s, rollout.vllm.server.infer_timeout_s) == (240.0, None)
-    assert (rollout.vllm.sync.mode, rollout.vllm.sync.transport) == ("full", "auto")
+    assert (vllm.max_model_len, vllm.enable_lora, vllm.enable_prefix_caching) == (None, False, True)
+    assert (vllm.sync.mode, vllm.sync.fallback_to_full) == ("full", True)
+    assert (vllm.sync.transport, vllm.sync.verify, vllm.sync.bucket_mib) == ("auto", "sample", 64)
+    assert not any(rollout.offload.model_dump().values())
     assert (matching.candidate_top_k, matching.maskiou_gate) == (10, 0.3)
     assert (matching.maskiou_resolution, matching.fp_cost, matching.fn_cost) == (256, 1.0, 1.0)
+
+
+@pytest.mark.req("CFG-05")
+def test_server_defaults_are_those_of_the_contract() -> None:
+    servers = [{"base_url": "http://127.0.0.1:8000", "group_port": 51216}]
+    section = {"max_new_tokens": 64, "vllm": {"mode": "server", "server": {"servers": servers}}}
+    server = server_of(parse_config(merge(BARE, {"rollout_matching": section})))
+    assert (server.timeout_s, server.infer_timeout_s) == (240.0, None)
+
+
+def server_of(config: Config) -> rollout_config.ServerConfig:
+    server = config.rollout_matching.vllm.server
+    assert server is not None
+    return server
 
 
 @pytest.mark.req("CFG-06")
@@ -303,7 +315,7 @@ def test_an_infer_timeout_that_is_not_positive_is_none(
     written: float | None, timeout: float | None
 ) -> None:
     config = parse_config(changed("rollout_matching.vllm.server.infer_timeout_s", written))
-    assert config.rollout_matching.vllm.server.infer_timeout_s == timeout
+    assert server_of(config).infer_timeout_s == timeout
 
 
 @pytest.mark.req("CFG-05")

@@ -119,13 +119,6 @@ def test_the_paired_list_form_of_servers_fails_fast() -> None:
     assert all("servers[]" in error.do for error in caught.value.errors)
 
 
-@pytest.mark.req("RES-04")
-@pytest.mark.parametrize("mode", ["adapter", "auto"])
-def test_weights_are_pushed_in_full_only(mode: str) -> None:
-    error = only_error("rollout_matching.vllm.sync.mode", mode)
-    assert error.do == "Use full"
-
-
 @pytest.mark.req("RES-05")
 @pytest.mark.parametrize("key", ["stop_neutral", "stop_neutral_ce", "mask_stop_tokens"])
 def test_stop_neutral_keys_fail_fast(key: str) -> None:
@@ -200,12 +193,7 @@ def test_custom_coord_loss_is_ignored_in_silence(value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rollout_matching.offload", {"enabled": False}),
         ("rollout_matching.async_rollout", {"enabled": True}),
-        ("rollout_matching.vllm.enable_lora", False),
-        ("rollout_matching.rollout_backend", "hf"),
-        ("rollout_matching.decode_mode", "beam"),
-        ("rollout_matching.vllm.mode", "colocate"),
         ("stage2_ab.n_softctx_iter", 2),
         ("custom.trainer_variant", "stage2_rollout_aligned"),
     ],

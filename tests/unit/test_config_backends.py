@@ -1,0 +1,165 @@
+"""Which backend a config asks for, and the combinations that cannot work (CFG-05, SYNC-01)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.config import load_mapping, merge, parse_config
+from learner.config.sync_mode import resolved_sync_mode
+from shared_contracts.errors import ContractError, ContractErrors
+
+WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
+SERVER = WARMUP["rollout_matching"]["vllm"]["server"]
+LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
+VLLM = "rollout_matching.vllm"
+
+
+def mapping(rollout: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """The warm-up with another `rollout_matching`."""
+    bare = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
+    return merge(bare, {"rollout_matching": {"max_new_tokens": 64, **rollout}, **sections})
+
+
+def only_error(rollout: dict[str, Any], **sections: Any) -> ContractError:
+    with pytest.raises(ContractErrors) as caught:
+        parse_config(mapping(rollout, **sections))
+    (error,) = caught.value.errors
+    return error
+
+
+@pytest.mark.req("CFG-05", "ARCH-03")
+@pytest.mark.parametrize(
+    ("rollout", "backend"),
+    [
+        ({}, "colocate"),
+        ({"vllm": {"mode": "colocate", "tensor_parallel_size": 2}}, "colocate"),
+        ({"vllm": {"mode": "server", "server": SERVER}}, "server"),
+        ({"rollout_backend": "hf"}, "hf"),
+        ({"rollout_backend": "hf", "vllm": {"mode": "server", "server": SERVER}}, "hf"),
+    ],
+)
+def test_a_config_says_who_generates(rollout: dict[str, Any], backend: str) -> None:
+    assert parse_config(mapping(rollout)).rollout_matching.backend == backend
+
+
+@pytest.mark.req("CFG-05")
+@pytest.mark.parametrize(
+    ("rollout", "where", "do"),
+    [
+        ({"vllm": {"mode": "server"}}, f"{VLLM}.server", "Name the rollout servers"),
+        ({"vllm": {"server": SERVER}}, f"{VLLM}.server", "vllm.mode to server"),
+        (
+            {"vllm": {"mode": "server", "server": SERVER, "gpu_memory_utilization": 0.5}},
+            f"{VLLM}.gpu_memory_utilization",
+            "--gpu-memory-utilization",
+        ),
+        (
+            {"vllm": {"mode": "server", "server": SERVER, "tensor_parallel_size": 2}},
+            f"{VLLM}.tensor_parallel_size",
+            "--tensor-parallel-size",
+        ),
+        ({"vllm": {"gpu_memory_utilization": 1.1}}, f"{VLLM}.gpu_memory_utilization", "less"),
+        ({"vllm": {"tensor_parallel_size": 0}}, f"{VLLM}.tensor_parallel_size", "greater"),
+        ({"vllm": {"sync": {"verify": "some"}}}, f"{VLLM}.sync.verify", "sample"),
+        (
+            {"vllm": {"mode": "server", "server": SERVER, "sync": {"transport": "ipc"}}},
+            f"{VLLM}.sync.transport",
+            "same GPU",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_the_mode_are_refused(
+    rollout: dict[str, Any], where: str, do: str
+) -> None:
+    error = only_error(rollout)
+    assert error.where == where
+    assert do in error.do
+
+
+@pytest.mark.req("CFG-05", "ROLL-02")
+@pytest.mark.parametrize(
+    ("rollout", "where"),
+    [
+        ({"decode_mode": "beam", "num_beams": 4}, "decode_mode"),
+        ({"rollout_backend": "hf", "decode_mode": "beam"}, "num_beams"),
+        ({"rollout_backend": "hf", "num_beams": 4}, "num_beams"),
+        ({"rollout_backend": "hf", "decode_mode": "beam", "num_beams": 1}, "num_beams"),
+        (
+            {
+                "rollout_backend": "hf",
+                "decode_mode": "beam",
+                "num_beams": 4,
+                "decoding": {"temperature": 0.5},
+            },
+            "decoding.temperature",
+        ),
+    ],
+)
+def test_a_beam_search_states_its_beams_and_needs_hf(rollout: dict[str, Any], where: str) -> None:
+    assert only_error(rollout).where == f"rollout_matching.{where}"
+
+
+@pytest.mark.req("CFG-05", "ROLL-02")
+def test_hf_searches_beams() -> None:
+    asked = {"rollout_backend": "hf", "decode_mode": "beam", "num_beams": 4}
+    assert parse_config(mapping(asked)).rollout_matching.num_beams == 4
+
+
+@pytest.mark.req("CFG-05", "ROLL-03")
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {},
+        {"rollout_backend": "hf"},
+        {"vllm": {"mode": "server", "server": SERVER}},
+    ],
+)
+def test_offload_is_accepted_everywhere(rollout: dict[str, Any]) -> None:
+    offload = {"enabled": True, "offload_model": True, "offload_optimizer": True}
+    config = parse_config(mapping({**rollout, "offload": offload}))
+    assert config.rollout_matching.offload.model_dump() == offload
+
+
+@pytest.mark.req("SYNC-01")
+def test_adapters_are_pushed_only_where_they_are_served_and_trained() -> None:
+    adapter = {"sync": {"mode": "adapter"}}
+    error = only_error({"vllm": adapter}, tuner=LORA)
+    assert error.where == f"{VLLM}.sync.mode"
+    assert "enable_lora" in error.do
+    error = only_error({"vllm": {**adapter, "enable_lora": True}})
+    assert error.where == f"{VLLM}.sync.mode"
+    assert "train_type: lora" in error.do
+
+
+@pytest.mark.req("SYNC-01")
+@pytest.mark.parametrize(
+    ("mode", "enable_lora", "tuner", "resolved"),
+    [
+        ("full", False, {}, "full"),
+        ("full", True, LORA, "full"),
+        ("auto", False, {}, "full"),
+        ("auto", False, LORA, "full"),
+        ("auto", True, {}, "full"),
+        ("auto", True, LORA, "adapter"),
+        ("adapter", True, LORA, "adapter"),
+    ],
+)
+def test_auto_pushes_adapters_where_they_are_served_and_trained(
+    mode: str, enable_lora: bool, tuner: dict[str, Any], resolved: str
+) -> None:
+    vllm = {"enable_lora": enable_lora, "sync": {"mode": mode}}
+    config = parse_config(mapping({"vllm": vllm}, tuner=tuner))
+    assert resolved_sync_mode(config, learner_world_size=1) == resolved
+
+
+@pytest.mark.req("SYNC-01", "RES-04")
+@pytest.mark.parametrize("mode", ["auto", "adapter"])
+def test_several_learner_processes_push_full_weights_only(mode: str) -> None:
+    vllm = {"enable_lora": True, "sync": {"mode": mode}}
+    config = parse_config(mapping({"vllm": vllm}, tuner=LORA))
+    with pytest.raises(ContractError, match="2 learner processes") as caught:
+        resolved_sync_mode(config, learner_world_size=2)
+    assert caught.value.where == f"{VLLM}.sync.mode"
+    full = parse_config(mapping({"vllm": {"enable_lora": True}}, tuner=LORA))
+    assert resolved_sync_mode(full, learner_world_size=2) == "full"
