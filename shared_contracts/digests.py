@@ -5,10 +5,11 @@ engine keeps it in. Its digest is a sum over the elements (r, c) that were asked
 
     sum of bits(r, c) * multiplier(r * columns + c)   modulo 2**64
 
-`bits` is the element's bit pattern as a signed integer of its width (`countable_bits`: zero
-for what a matrix product does not keep). The multipliers are odd and scattered (the finalizer of SplitMix64, Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014), so an element that differs and elements that
-trade places are seen, and a sum over parts of a parameter can be put together.
+`bits` is the element's bit pattern as a signed integer of its width, and 0 for what a matrix
+product need not keep (`countable_bits`). The multipliers are odd and scattered (the finalizer
+of SplitMix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014), so an element that differs and elements that trade places are seen, and a sum
+over parts of a parameter can be put together.
 
 This module imports no array library: `multipliers` works on any array of signed 64-bit
 integers whose arithmetic wraps around, such as torch's.
