@@ -17,6 +17,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.strict_model import Refusal, StrictModel
 
+Verify = Literal["off", "sample", "full"]
+
 
 def _can_fire(config: RepeatTerminateConfig) -> RepeatTerminateConfig:
     ends = (
@@ -109,7 +111,7 @@ class SyncConfig(StrictModel):
         default="auto",
         description="`auto`: `gloo` without a GPU; with one `nccl`, and `ipc` for `colocate`",
     )
-    verify: Literal["off", "sample", "full"] = Field(
+    verify: Verify = Field(
         default="sample", description="which weights are read back from the engines after a push"
     )
     bucket_mib: int = Field(default=64, ge=1, description="size of one packed bucket in MiB")

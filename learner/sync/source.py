@@ -34,6 +34,29 @@ class WeightSource(Protocol):
         """(name, detached tensor of `dtype`), one after another."""
 
 
+class SourceChoice(Protocol):
+    """Which weights a push sends; one choice may serve pushes to several servers at once."""
+
+    def current(self) -> WeightSource:
+        """What to send now."""
+
+    def failed(self, source: WeightSource, error: Exception) -> bool:
+        """Told that a push of `source` failed; true: push what is `current` then instead."""
+
+
+class OneSource:
+    """Always the same weights; a push that failed is not tried with others."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def current(self) -> WeightSource:
+        return self._source
+
+    def failed(self, source: WeightSource, error: Exception) -> bool:
+        return False
+
+
 class MergedWeights:
     """All weights of a model, LoRA and DoRA merged."""
 
