@@ -6,15 +6,15 @@ proves it on every rollout.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from PIL import Image, ImageOps
 from transformers import ProcessorMixin
 
 from learner.model.packed_forward import EncodedPrompt
-from learner.rollout.requests import build_messages
+from learner.rollout.requests import build_request
 from learner.types import Sample
+from shared_contracts.infer import RolloutInferRequest
 
 
 class PromptEncoder:
@@ -47,27 +47,25 @@ class PromptEncoder:
         return encoded
 
     def _encode(self, sample: Sample) -> EncodedPrompt:
-        messages = [
-            message.model_dump(exclude_none=True)
-            for message in build_messages(sample, self._prompt, self._system)
-        ]
-        text = self._processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        )
-        batch = self._processor(
-            text=[text], images=_open_images(sample.images) or None, return_tensors="pt"
-        )
-        ids: torch.Tensor = batch["input_ids"][0]
-        types = batch.get("mm_token_type_ids")
-        return EncodedPrompt(
-            ids=ids,
-            mm_token_types=torch.zeros_like(ids) if types is None else types[0],
-            pixel_values=batch.get("pixel_values"),
-            image_grid_thw=batch.get("image_grid_thw"),
-        )
+        return encode_request(self._processor, build_request(sample, self._prompt, self._system))
 
 
-def _open_images(paths: Sequence[Path]) -> list[Image.Image]:
+def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> EncodedPrompt:
+    """The prompt of a request whose images are paths, one for each image part."""
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    batch = processor(text=[text], images=_open_images(request.images) or None, return_tensors="pt")
+    ids: torch.Tensor = batch["input_ids"][0]
+    types = batch.get("mm_token_type_ids")
+    return EncodedPrompt(
+        ids=ids,
+        mm_token_types=torch.zeros_like(ids) if types is None else types[0],
+        pixel_values=batch.get("pixel_values"),
+        image_grid_thw=batch.get("image_grid_thw"),
+    )
+
+
+def _open_images(paths: Sequence[str]) -> list[Image.Image]:
     """RGB images, upright as their camera says, as the server opens them."""
     images = []
     for path in paths:

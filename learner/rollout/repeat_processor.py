@@ -39,6 +39,7 @@ class RepeatProcessor(LogitsProcessor):
         self._seen: torch.Tensor | None = None
         self._guards: list[RepeatGuard] = []
         self._ended: list[bool] = []
+        self._forced: set[tuple[int, ...]] = set()
         self.triggered: list[bool] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -50,7 +51,16 @@ class RepeatProcessor(LogitsProcessor):
             scores = scores.clone()
             scores[forced] = -torch.inf
             scores[forced, self._eos_token_ids[0]] = 0.0
+        for row in forced:
+            self._forced.add(tuple(input_ids[row, self._prompt_length :].tolist()))
         return scores
+
+    def ended(self, generated: Sequence[int]) -> bool:
+        """Whether the guard ended the answer `generated`, which lacks the id that ended it.
+
+        Verdicts depend on an answer's ids alone, so this holds for any row and any beam.
+        """
+        return tuple(generated) in self._forced
 
     def _new_ids(self, input_ids: torch.Tensor) -> list[list[int]]:
         """What each row has gained since the last call; all of it when rows traded places."""

@@ -1,0 +1,226 @@
+"""The `hf` backend: transformers' own `generate` on the model in training (ARCH-03).
+
+    requests -> prompts -> left-padded batches -> generate -> RolloutOutput
+
+The model answers with the weights it has, so a push only notes their version. Greedy and
+beam decoding take `decode_batch_size` sequences at once. Sampling takes one request at a
+time, with the request's own seed: an answer does not depend on what was asked beside it.
+
+As on a server, no parameter of decoding comes from the checkpoint. Its generation config
+says one thing: which tokens end an answer, beside the tokenizer's end of sequence.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from learner.rollout.repeat_processor import RepeatProcessor
+from learner.types import RolloutOutput
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.repeat_guard import RepeatTerminateConfig
+
+
+class Prompt(Protocol):
+    """A prompt as the model's processor encodes it, image placeholders expanded.
+
+    ids: (P,); mm_token_types: (P,) 0 text, 1 image; pixel_values: (patches, dim) or None;
+    image_grid_thw: (images, 3) or None.
+    """
+
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def mm_token_types(self) -> Tensor: ...
+    @property
+    def pixel_values(self) -> Tensor | None: ...
+    @property
+    def image_grid_thw(self) -> Tensor | None: ...
+
+
+class HfBackend:
+    """Generates in the learner's own process.
+
+    model: in training, in any mode; it is as before after every call.
+    encode: a request's prompt, as the server would render it.
+    num_beams: above 1 the best beam of a search, in place of the greedy answer.
+    compute_dtype: what the forward computes in where it is not that of the weights.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        encode: Callable[[RolloutInferRequest], Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        guard: RepeatTerminateConfig,
+        decode_batch_size: int,
+        num_beams: int = 1,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model = model
+        self._encode = encode
+        self._tokenizer = tokenizer
+        self._guard = guard
+        self._rows = max(1, decode_batch_size // num_beams)
+        self._num_beams = num_beams
+        self._compute_dtype = compute_dtype
+        self._ends = _end_token_ids(model, tokenizer)
+        self._context = int(model.config.get_text_config().max_position_embeddings)
+        self._version = 0
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        _require_served(request_config)
+        rows = 1 if request_config.temperature else self._rows
+        outputs: list[RolloutOutput] = []
+        with _answering(self._model), self._computing():
+            for start in range(0, len(requests), rows):
+                prompts = [self._encode(request) for request in requests[start : start + rows]]
+                seed = None if request_config.seed is None else request_config.seed + start
+                outputs += self._batch(prompts, request_config, seed)
+        return outputs
+
+    def push_weights(self, version: int) -> None:
+        self._version = version
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _batch(
+        self, prompts: Sequence[Prompt], config: RequestConfig, seed: int | None
+    ) -> list[RolloutOutput]:
+        """Answers of one `generate` call; prompt i has the seed `seed + i`."""
+        lengths = [prompt.ids.numel() for prompt in prompts]
+        rooms = [_room(config.max_tokens, self._context - length) for length in lengths]
+        guard = RepeatProcessor(self._guard, self._tokenizer, max(lengths), self._ends)
+        device = self._model.device
+        with _seeded(seed if config.temperature else None, device):
+            rows: list[list[int]] = self._model.generate(  # type: ignore[operator]
+                **{name: tensor.to(device) for name, tensor in _padded(prompts).items()},
+                generation_config=self._decoding(config, max(rooms)),
+                logits_processor=LogitsProcessorList([guard] if self._guard.enabled else []),
+            ).tolist()
+        return [
+            self._output(
+                prompt.ids.tolist(),
+                row[max(lengths) :][:room],
+                guard,
+                None if seed is None else seed + index,
+            )
+            for index, (prompt, row, room) in enumerate(zip(prompts, rows, rooms, strict=True))
+        ]
+
+    def _output(
+        self, prompt: list[int], generated: list[int], guard: RepeatProcessor, seed: int | None
+    ) -> RolloutOutput:
+        end = next((i for i, token in enumerate(generated) if token in self._ends), None)
+        ids = generated[:end]
+        return RolloutOutput(
+            prompt_token_ids=prompt,
+            response_token_ids=ids,
+            text=str(self._tokenizer.decode(ids, skip_special_tokens=False)),
+            finish_reason="length" if end is None else "stop",
+            repeat_terminated=end is not None and guard.ended(ids),
+            weights_version=(self._version, self._version),
+            seed=seed,
+        )
+
+    def _decoding(self, config: RequestConfig, max_new_tokens: int) -> GenerationConfig:
+        sampling = {
+            "do_sample": True,
+            "temperature": config.temperature,
+            "top_p": 1.0 if config.top_p is None else config.top_p,
+            "top_k": max(config.top_k or 0, 0),
+            "min_p": config.min_p,
+        }
+        return GenerationConfig(
+            **(sampling if config.temperature else {"do_sample": False}),
+            max_new_tokens=max_new_tokens,
+            repetition_penalty=config.repetition_penalty or 1.0,
+            num_beams=self._num_beams,
+            eos_token_id=self._ends,
+            pad_token_id=self._ends[0],
+            use_cache=True,
+        )
+
+    def _computing(self) -> "torch.autocast | nullcontext[None]":
+        if self._compute_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._model.device.type, self._compute_dtype)
+
+
+def _end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends an answer, as vLLM reads it from a checkpoint; the tokenizer's comes first."""
+    config = model.generation_config
+    named = None if config is None else config.eos_token_id
+    others = named if isinstance(named, list) else [] if named is None else [named]
+    return list(dict.fromkeys([tokenizer.eos_token_id, *others]))
+
+
+def _require_served(config: RequestConfig) -> None:
+    """The learner's own requests have none of these."""
+    assert config.n == 1, "one answer per request"
+    assert not config.stop, "stop strings belong to servers"
+    assert config.presence_penalty == config.frequency_penalty == 0.0
+
+
+def _room(max_tokens: int | None, context: int) -> int:
+    """Longest answer behind a prompt that leaves `context` tokens."""
+    return context if max_tokens is None else min(max_tokens, context)
+
+
+def _padded(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    """Inputs of one forward; B prompts of at most L ids -> (B, L), padded on the left.
+
+    A row is padded with its own first id, which the attention mask hides: a repetition
+    penalty looks at all ids, and must find none that the prompt does not have.
+    """
+    width = max(prompt.ids.numel() for prompt in prompts)
+    ids, types, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in range(3))
+    for row, prompt in enumerate(prompts):
+        start = width - prompt.ids.numel()
+        ids[row, :start] = prompt.ids[0]
+        ids[row, start:] = prompt.ids
+        types[row, start:] = prompt.mm_token_types
+        mask[row, start:] = 1
+    inputs = {"input_ids": ids, "mm_token_type_ids": types, "attention_mask": mask}
+    pixels = [p.pixel_values for p in prompts if p.pixel_values is not None]
+    grids = [p.image_grid_thw for p in prompts if p.image_grid_thw is not None]
+    if pixels:
+        inputs |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
+    return inputs
+
+
+@contextmanager
+def _answering(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode, no gradients, none of the checkpoint's defaults of decoding."""
+    training = {module: module.training for module in model.modules()}
+    of_checkpoint, model.generation_config = model.generation_config, GenerationConfig()
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.generation_config = of_checkpoint
+        for module, mode in training.items():
+            module.training = mode
+
+
+@contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Random numbers from `seed` on, and afterwards those of before; None leaves them."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

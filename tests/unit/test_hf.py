@@ -1,0 +1,336 @@
+"""The hf backend: plain transformers is the reference, on a toy model that says much."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoProcessor,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3VLForConditionalGeneration,
+)
+
+from learner.model.prompt import encode_request
+from learner.rollout.hf import HfBackend
+from learner.rollout.requests import build_request
+from learner.types import RolloutOutput, Sample
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, object_key_token_ids
+from tests.contract import reference
+from tests.contract.running_server import draw_scene
+from tests.contract.toy_checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NEW_TOKENS = 24
+GREEDY = RequestConfig(max_tokens=NEW_TOKENS)
+SAMPLED = RequestConfig(max_tokens=NEW_TOKENS, temperature=0.7, top_p=0.9, top_k=50, seed=5)
+TEXTS = ("Detect every object.", "red", "What is in the image? Name every square.", "7 8")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("hf") / "model", seed=1)
+
+
+@pytest.fixture(scope="module")
+def processor(checkpoint: Path) -> Any:
+    return AutoProcessor.from_pretrained(checkpoint)
+
+
+@pytest.fixture
+def model(checkpoint: Path) -> PreTrainedModel:
+    return Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw_scene(tmp_path_factory.mktemp("hf_scene") / "scene.png", 3)
+
+
+def backend_of(
+    model: PreTrainedModel,
+    processor: Any,
+    guard: RepeatTerminateConfig | None = None,
+    decode_batch_size: int = 8,
+    num_beams: int = 1,
+) -> HfBackend:
+    return HfBackend(
+        model,
+        lambda request: encode_request(processor, request),
+        processor.tokenizer,
+        guard or RepeatTerminateConfig(),
+        decode_batch_size,
+        num_beams,
+    )
+
+
+def request(text: str, images: Sequence[Path] = ()) -> RolloutInferRequest:
+    return build_request(Sample(text, tuple(images), 64, 64, ()), text, None)
+
+
+@pytest.fixture(scope="module")
+def requests(scene: Path) -> list[RolloutInferRequest]:
+    return [*(request(text) for text in TEXTS), request(TEXTS[0], [scene])]
+
+
+def ids(outputs: Sequence[RolloutOutput]) -> list[list[int]]:
+    return [output.response_token_ids for output in outputs]
+
+
+@pytest.mark.req("ROLL-01", "ARCH-03")
+@pytest.mark.parametrize("decode_batch_size", [1, 2, 8])
+def test_greedy_answers_are_those_of_plain_transformers_in_any_batch(
+    model: PreTrainedModel,
+    processor: Any,
+    checkpoint: Path,
+    scene: Path,
+    requests: list[RolloutInferRequest],
+    decode_batch_size: int,
+) -> None:
+    backend = backend_of(model, processor, decode_batch_size=decode_batch_size)
+    backend.push_weights(7)
+    outputs = backend.rollout(requests, GREEDY)
+    asked: list[tuple[str, list[Path]]] = [*((text, []) for text in TEXTS), (TEXTS[0], [scene])]
+    expected = [reference.greedy_ids(checkpoint, *each, NEW_TOKENS) for each in asked]
+    assert ids(outputs) == expected
+    assert len({tuple(each) for each in expected}) > 3, "a model that always says the same"
+    for output, each in zip(outputs, asked, strict=True):
+        assert output.prompt_token_ids == reference.prompt_ids(checkpoint, *each)
+        assert output.text == reference.decode(checkpoint, output.response_token_ids)
+        whole = len(output.response_token_ids) == NEW_TOKENS
+        assert output.finish_reason == ("length" if whole else "stop")
+        assert (output.weights_version, output.seed, output.repeat_terminated) == (
+            (7, 7),
+            None,
+            False,
+        )
+
+
+@pytest.mark.req("SEED-01")
+def test_a_sampled_answer_depends_on_its_own_seed_alone(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
+) -> None:
+    outputs = backend_of(model, processor).rollout(requests, SAMPLED)
+    assert [output.seed for output in outputs] == [5, 6, 7, 8, 9]
+    alone = SAMPLED.model_copy(update={"seed": 7})
+    assert backend_of(model, processor).rollout(requests[2:3], alone) == outputs[2:3]
+    twice = [requests[2], requests[2]]
+    first, second = ids(backend_of(model, processor).rollout(twice, alone))
+    assert first != second
+
+
+@pytest.mark.req("RUN-01")
+def test_sampling_leaves_the_random_numbers_of_training_alone(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
+) -> None:
+    before = torch.get_rng_state()
+    backend_of(model, processor).rollout(requests[:1], SAMPLED)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_default_of_the_checkpoint_reaches_the_decoding(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
+) -> None:
+    plain = backend_of(model, processor).rollout(requests, GREEDY)
+    of_checkpoint = GenerationConfig(
+        do_sample=True,
+        temperature=2.0,
+        top_k=3,
+        repetition_penalty=9.0,
+        no_repeat_ngram_size=2,
+        suppress_tokens=plain[0].response_token_ids[:1],
+        num_beams=2,
+    )
+    model.generation_config = of_checkpoint
+    assert backend_of(model, processor).rollout(requests, GREEDY) == plain
+    assert model.generation_config is of_checkpoint
+
+
+def test_tokens_that_end_an_answer_come_from_the_checkpoint(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
+) -> None:
+    """A server stops at them, too: vLLM reads them from the generation config."""
+    (plain,) = backend_of(model, processor).rollout(requests[:1], GREEDY)
+    end = plain.response_token_ids[-1]
+    model.generation_config = GenerationConfig(eos_token_id=[end])
+    (ended,) = backend_of(model, processor).rollout(requests[:1], GREEDY)
+    first = plain.response_token_ids.index(end)
+    assert ended.response_token_ids == plain.response_token_ids[:first]
+    assert ended.finish_reason == "stop"
+
+
+def test_a_repetition_penalty_does_not_see_the_padding(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
+) -> None:
+    penalized = GREEDY.model_copy(update={"repetition_penalty": 1.6})
+    together = backend_of(model, processor).rollout(requests, penalized)
+    assert together == backend_of(model, processor, decode_batch_size=1).rollout(
+        requests, penalized
+    )
+    assert ids(together) != ids(backend_of(model, processor).rollout(requests, GREEDY))
+
+
+def test_an_answer_ends_with_the_context(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
+) -> None:
+    free = backend_of(model, processor).rollout(requests, GREEDY)
+    longest = max(len(output.prompt_token_ids) for output in free)
+    model.config.get_text_config().max_position_embeddings = longest + 3
+    for config in (GREEDY, RequestConfig()):
+        for output, whole in zip(
+            backend_of(model, processor).rollout(requests[3:], config), free[3:], strict=True
+        ):
+            room = longest + 3 - len(output.prompt_token_ids)
+            kept = min(room, NEW_TOKENS)
+            assert output.response_token_ids[:kept] == whole.response_token_ids[:kept]
+            assert len(output.response_token_ids) <= room
+
+
+GUARD = RepeatTerminateConfig(
+    enabled=True, min_new_tokens=2, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=2
+)
+
+
+def triggers_at(tokenizer: Any, answer: Sequence[int]) -> int | None:
+    """How many tokens of an answer it takes until the guard triggers."""
+    key = object_key_token_ids(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    guard = RepeatGuard(GUARD, key)
+    return next((taken for taken, each in enumerate(answer, 1) if guard.push(each)), None)
+
+
+@pytest.mark.req("REP-02", "REP-05")
+@pytest.mark.parametrize("config", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_guard_ends_a_row_where_it_triggers_and_says_so(
+    model: PreTrainedModel, processor: Any, config: RequestConfig
+) -> None:
+    asked = [request(f"{text} {n}") for n in range(3) for text in TEXTS]
+    free = backend_of(model, processor).rollout(asked, config)
+    kept = backend_of(model, processor, GUARD).rollout(asked, config)
+    ends = [triggers_at(processor.tokenizer, output.response_token_ids) for output in free]
+    ended = [end is not None and end < NEW_TOKENS for end in ends]
+    assert {True, False} == set(ended)
+    assert [output.repeat_terminated for output in kept] == ended
+    for before, after, end in zip(free, kept, ends, strict=True):
+        assert after.response_token_ids == before.response_token_ids[:end]
+        assert after.finish_reason == ("stop" if after.repeat_terminated else before.finish_reason)
+
+
+@pytest.mark.req("ROLL-02")
+def test_a_beam_search_gives_its_best_beam(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
+) -> None:
+    outputs = backend_of(model, processor, num_beams=3).rollout(requests, GREEDY)
+    for asked, output in zip(requests, outputs, strict=True):
+        prompt = encode_request(processor, asked)
+        assert output.response_token_ids == best_beam(model, processor, prompt, beams=3)
+    assert ids(outputs) != ids(backend_of(model, processor).rollout(requests, GREEDY))
+
+
+@torch.no_grad()
+def best_beam(model: PreTrainedModel, processor: Any, prompt: Any, beams: int) -> list[int]:
+    """What `generate` returns first of all beams it found."""
+    images = {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
+    model.eval()
+    found = model.generate(  # type: ignore[operator]
+        input_ids=prompt.ids[None],
+        attention_mask=torch.ones_like(prompt.ids[None]),
+        mm_token_type_ids=prompt.mm_token_types[None],
+        **{name: tensor for name, tensor in images.items() if tensor is not None},
+        max_new_tokens=NEW_TOKENS,
+        num_beams=beams,
+        num_return_sequences=beams,
+        do_sample=False,
+    )
+    answer: list[int] = found[0, prompt.ids.numel() :].tolist()
+    end = processor.tokenizer.eos_token_id
+    return answer[: answer.index(end)] if end in answer else answer
+
+
+@pytest.mark.req("REP-05", "ROLL-02")
+def test_a_best_beam_that_the_guard_ended_says_so(model: PreTrainedModel, processor: Any) -> None:
+    asked = [request(f"{text} {n}") for n in range(3) for text in TEXTS]
+    outputs = backend_of(model, processor, GUARD, num_beams=2).rollout(asked, GREEDY)
+    for output in outputs:
+        end = triggers_at(processor.tokenizer, output.response_token_ids)
+        assert end in (None, len(output.response_token_ids)), "nothing follows a trigger"
+        assert output.repeat_terminated == (end is not None and output.finish_reason == "stop")
+    assert any(output.repeat_terminated for output in outputs)
+
+
+def adapted(model: PreTrainedModel) -> Any:
+    lora = LoraConfig(r=2, lora_alpha=8, lora_dropout=0.5, target_modules=["q_proj", "up_proj"])
+    peft = get_peft_model(model, lora)
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in peft.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(0.0, 0.2, generator=generator)
+    return peft
+
+
+def test_adapters_answer_without_their_dropout_as_merged_weights_do(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
+) -> None:
+    plain = ids(backend_of(model, processor).rollout(requests, GREEDY))
+    peft = adapted(model).train()
+    answers = ids(backend_of(peft.get_base_model(), processor).rollout(requests, GREEDY))
+    merged = peft.merge_and_unload()
+    assert answers == ids(backend_of(merged, processor).rollout(requests, GREEDY))
+    assert answers != plain
+
+
+def test_a_model_in_training_is_as_before_after_a_rollout(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
+) -> None:
+    """With gradient checkpointing, adapters, a part in evaluation mode, gradients pending."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    peft = adapted(model).train()
+    model.model.visual.eval()
+    modes = {name: module.training for name, module in peft.named_modules()}
+    wants = {name: weight.requires_grad for name, weight in peft.named_parameters()}
+    prompt = encode_request(processor, requests[0]).ids[None]
+    peft(input_ids=prompt, labels=prompt, use_cache=False).loss.backward()
+    gradients = {name: w.grad.clone() for name, w in peft.named_parameters() if w.grad is not None}
+    answers = backend_of(peft.get_base_model(), processor).rollout(requests, GREEDY)
+    assert {name: module.training for name, module in peft.named_modules()} == modes
+    assert {name: weight.requires_grad for name, weight in peft.named_parameters()} == wants
+    assert gradients
+    after = dict(peft.named_parameters())
+    for name, gradient in gradients.items():
+        grad = after[name].grad
+        assert grad is not None
+        assert torch.equal(grad, gradient)
+    peft.zero_grad()
+    peft(input_ids=prompt, labels=prompt, use_cache=False).loss.backward()
+    assert answers == backend_of(peft.get_base_model(), processor).rollout(requests, GREEDY)
+
+
+def test_it_computes_in_the_type_it_is_told(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
+) -> None:
+    seen: set[torch.dtype] = set()
+    model.model.language_model.layers[0].mlp.up_proj.register_forward_hook(
+        lambda _module, _inputs, output: seen.add(output.dtype)
+    )
+    low = HfBackend(
+        model,
+        lambda request: encode_request(processor, request),
+        processor.tokenizer,
+        RepeatTerminateConfig(),
+        decode_batch_size=4,
+        compute_dtype=torch.bfloat16,
+    )
+    low.rollout(requests[:1], GREEDY)
+    assert seen == {torch.bfloat16}
+
+
+def test_nothing_asked_is_nothing_answered(model: PreTrainedModel, processor: Any) -> None:
+    backend = backend_of(model, processor)
+    assert backend.rollout([], GREEDY) == []
+    backend.close()
+    backend.close()
