@@ -39,7 +39,7 @@ from learner.rollout.server import ServerBackend
 from learner.runlog import JsonlLog, open_run_folder
 from learner.step import StepRunner
 from learner.sync.push import WeightPusher
-from learner.sync.source import MergedWeights
+from learner.sync.source import MergedWeights, OneSource
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig
@@ -139,9 +139,10 @@ def connect_policy(config: Config, model: nn.Module, clients: list[RolloutClient
     """Form the weight groups; the policy starts at the servers' newest version."""
     sync, server = config.rollout_matching.vllm.sync, config.rollout_matching.vllm.server
     transport: Transport = sync.transport if sync.transport != "auto" else _transport_for(model)
-    weights = MergedWeights(model)
+    choice = OneSource(MergedWeights(model))
+    bucket = sync.bucket_mib * 2**20
     pushers = [
-        WeightPusher(client, entry.group_port, weights, transport, sync.bucket_mib * 2**20)
+        WeightPusher(client, entry.group_port, choice, transport, bucket, sync.verify)
         for client, entry in zip(clients, server.servers, strict=True)
     ]
     backend = ServerBackend(clients, pushers, config.rollout_matching.decode_batch_size)

@@ -1,53 +1,89 @@
-"""Run the two sides of a handshake at once, and let go of the one that hangs.
+"""Run what may hang for ever with a deadline, and let go of it when that has passed.
+
+    run_within     one call                      run_together   a call and our half of a collective
 
 A thread that sits in a collective cannot be cancelled. It is a daemon, so that it can be
-left behind: the caller raises, tears the group down, and the process can still end.
+left behind: the caller raises, lets go of the group, and the process can still end.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Empty, Queue
+from typing import Literal, TypeVar
+
+Answer = TypeVar("Answer")
+Part = Literal["call", "collective"]
 
 # So long a call may still say why, when the collective beside it has broken.
 REASON_GRACE_S = 3.0
 
 
+@dataclass(frozen=True)
+class Broken:
+    """Which of the two broke, or was still going on at the deadline, and why."""
+
+    part: Part
+    error: BaseException
+
+
+def run_within(call: Callable[[], Answer], deadline_s: float) -> Answer:
+    """The answer of a call that has `deadline_s` for it.
+
+    Raises TimeoutError when there is none by then, and what the call raises.
+    """
+    answers: list[Answer] = []
+    broken = run_together(lambda: answers.append(call()), None, deadline_s)
+    if broken is not None:
+        raise broken.error
+    return answers[0]
+
+
 def run_together(
-    call: Callable[[], object], collective: Callable[[], object], deadline_s: float
-) -> BaseException | None:
+    call: Callable[[], object], collective: Callable[[], object] | None, deadline_s: float
+) -> Broken | None:
     """Run a call of the other side and our half of a collective in daemon threads.
 
-    Returns None when both ended well, else the error; what still runs is abandoned. When
-    the collective breaks, the call has `REASON_GRACE_S` to fail too, and its error is the
-    one returned: the other side knows why it hung up. A `TimeoutError` is returned when
-    `deadline_s` passed first.
+    Returns None when both ended well, else what broke; what still runs is abandoned. When
+    the collective breaks, the call has `REASON_GRACE_S` to fail too, and is the one returned:
+    the other side knows why it hung up. When `deadline_s` has passed, the error is a
+    TimeoutError, of the call if that has not ended.
     """
-    outcomes: Queue[tuple[bool, BaseException | None]] = Queue()
+    works: dict[Part, Callable[[], object]] = {"call": call}
+    if collective is not None:
+        works["collective"] = collective
+    outcomes: Queue[tuple[Part, BaseException | None]] = Queue()
+    for part, work in works.items():
+        threading.Thread(target=_report, args=(part, work, outcomes), daemon=True).start()
     deadline = time.monotonic() + deadline_s
-
-    def run(work: Callable[[], object], is_call: bool) -> None:
+    running = list(works)
+    while running:
         try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
-            outcomes.put((is_call, error))
-        else:
-            outcomes.put((is_call, None))
-
-    for work in (call, collective):
-        threading.Thread(target=run, args=(work, work is call), daemon=True).start()
-    for left in (1, 0):
-        try:
-            is_call, error = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
+            part, error = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
         except Empty:
-            return TimeoutError(f"no answer within {deadline_s:g} s")
+            return Broken(running[0], TimeoutError(f"no end within {deadline_s:g} s"))
+        running.remove(part)
         if error is not None:
-            return error if is_call or not left else _reason(outcomes) or error
+            return (_reason(outcomes) if running == ["call"] else None) or Broken(part, error)
     return None
 
 
-def _reason(outcomes: Queue[tuple[bool, BaseException | None]]) -> BaseException | None:
+def _report(
+    part: Part, work: Callable[[], object], outcomes: Queue[tuple[Part, BaseException | None]]
+) -> None:
     try:
-        return outcomes.get(timeout=REASON_GRACE_S)[1]
+        work()
+    except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        outcomes.put((part, error))
+    else:
+        outcomes.put((part, None))
+
+
+def _reason(outcomes: Queue[tuple[Part, BaseException | None]]) -> Broken | None:
+    """Why the call failed, when it does so in time."""
+    try:
+        part, error = outcomes.get(timeout=REASON_GRACE_S)
     except Empty:
         return None
+    return None if error is None else Broken(part, error)

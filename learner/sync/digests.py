@@ -38,9 +38,7 @@ class Outgoing:
     newest: name of the last one that was taken; None before the first.
     """
 
-    def __init__(
-        self, weights: Iterable[tuple[str, Tensor]], columns: dict[str, Columns]
-    ) -> None:
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], columns: dict[str, Columns]) -> None:
         self._weights = weights
         self._columns = columns
         self._sums: dict[str, Tensor] = {}

@@ -8,13 +8,14 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work
 
 from shared_contracts.errors import ContractError
 from shared_contracts.weights import (
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 _STORE_PROBE_S = 2.0
 _STORE_POLL_S = 0.02
 
+# Buckets that are sent at the same time.
+_IN_FLIGHT = 2
+
 
 class WeightGroup(Protocol):
     """Sends one pass of the weights to every worker of a server."""
@@ -43,7 +47,7 @@ class WeightGroup(Protocol):
         """Leave the group in order."""
 
     def abandon(self) -> None:
-        """Leave a group whose other side may hang."""
+        """Leave a group whose other side may hang, at once; a `send` of it ends by itself."""
 
 
 def join_group(body: InitCommunicator, given_up: threading.Event) -> WeightGroup:
@@ -89,6 +93,9 @@ def _wait_for_store(body: InitCommunicator, given_up: threading.Event) -> None:
 class GlooGroup:
     """Rank 0 over gloo, outside torch's default group.
 
+    While one bucket is on its way the next is packed, so two buffers of a bucket's size are
+    kept. A parameter that travels alone is sent from where it lies.
+
     Raises RuntimeError (torch's) when a rank is missing after `timeout_s`.
     """
 
@@ -104,20 +111,51 @@ class GlooGroup:
         self._group = ProcessGroupGloo(prefixed, 0, body.world_size, options)
         self._group.barrier().wait()  # type: ignore[attr-defined]
         self._bucket_bytes = body.bucket_bytes
+        self._buffers = deque(torch.empty(0, dtype=torch.uint8) for _ in range(_IN_FLIGHT))
+        self._abandoned = threading.Event()
 
     def send(
         self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
     ) -> None:
-        stream = iter(weights)
+        stream, group = iter(weights), self._group
+        sending: deque[Work] = deque()
         for indices in plan_buckets(parameters, self._bucket_bytes):
-            bucket = pack_bucket([parameters[i] for i in indices], stream)
-            self._group.broadcast(bucket, 0).wait()  # type: ignore[attr-defined]
+            if len(sending) == _IN_FLIGHT:
+                sending.popleft().wait()
+            if self._abandoned.is_set():
+                raise ConnectionAbortedError("the group was given up")
+            bucket = self._packed([parameters[i] for i in indices], stream)
+            sending.append(group.broadcast(bucket, 0))  # type: ignore[attr-defined]
+        for work in sending:
+            work.wait()
 
     def close(self) -> None:
         self._group.shutdown()
 
     def abandon(self) -> None:
-        self._group.abort()
+        """The group ends where its last collective does: within `timeout_s`, in a thread.
+
+        Nothing can interrupt a collective of gloo, and the end of its group waits for it.
+        """
+        self._abandoned.set()
+        held = [self._group]
+        del self._group
+        threading.Thread(target=held.clear, daemon=True).start()
+
+    def _packed(
+        self, parameters: Sequence[ParameterMeta], stream: Iterator[tuple[str, Tensor]]
+    ) -> Tensor:
+        """The next bucket; what it lies in is free again `_IN_FLIGHT` buckets later."""
+        first = parameters[0]
+        if len(parameters) == 1 and first.num_bytes == first.wire_bytes:
+            return _next_bytes(first, stream)
+        size = sum(p.wire_bytes for p in parameters)
+        self._buffers.rotate()
+        if self._buffers[0].numel() < size:
+            self._buffers[0] = torch.empty(size, dtype=torch.uint8)
+        bucket = self._buffers[0][:size]
+        pack_bucket(parameters, stream, bucket)
+        return bucket
 
 
 def _device(host: str) -> "ProcessGroupGloo.Device":
@@ -127,17 +165,25 @@ def _device(host: str) -> "ProcessGroupGloo.Device":
 
 
 def pack_bucket(
-    parameters: Sequence[ParameterMeta], stream: Iterable[tuple[str, Tensor]]
-) -> Tensor:
-    """The next tensors of `stream` as one uint8 tensor, each padded to its `wire_bytes`."""
-    bucket = torch.zeros(sum(p.wire_bytes for p in parameters), dtype=torch.uint8)
+    parameters: Sequence[ParameterMeta], stream: Iterator[tuple[str, Tensor]], bucket: Tensor
+) -> None:
+    """Fill `bucket` (uint8) with the next tensors, each padded to its `wire_bytes`."""
     offset = 0
-    for parameter, (name, tensor) in zip(parameters, stream, strict=False):
-        assert name == parameter.name, f"the manifest says {parameter.name}, the model {name}"
-        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        bucket[offset : offset + data.numel()] = data
+    for parameter in parameters:
+        data = _next_bytes(parameter, stream)
+        end = offset + data.numel()
+        bucket[offset:end] = data
         offset += parameter.wire_bytes
-    return bucket
+        bucket[end:offset] = 0
+
+
+def _next_bytes(parameter: ParameterMeta, stream: Iterator[tuple[str, Tensor]]) -> Tensor:
+    """The next tensor, which must be `parameter`, as flat uint8; in place where that can be."""
+    name, tensor = next(stream)
+    assert name == parameter.name, f"the manifest says {parameter.name}, the model {name}"
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    assert data.numel() == parameter.num_bytes, f"{name} is not what the manifest says"
+    return data
 
 
 class NcclGroup:
@@ -176,4 +222,4 @@ class NcclGroup:
         self._group.destroy()
 
     def abandon(self) -> None:
-        self._group.destroy()
+        threading.Thread(target=self._group.destroy, daemon=True).start()

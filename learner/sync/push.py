@@ -1,72 +1,145 @@
-"""One push of full weights to one server, phase by phase.
+"""One push of weights to one server, phase by phase.
 
-    connect   POST /init_communicator/    |  join the group as rank 0
-    push      POST /start_weight_update/     server pauses and drains
-              POST /update_weights/       |  broadcast bucket after bucket
-              POST /finish_weight_update/    server rebuilds, resets caches, resumes
+    reach       GET  /get_world_size/
+    rendezvous  POST /init_communicator/     |  join the group as rank 0
+    start       POST /start_weight_update/      manifest; the server pauses and drains
+    transfer    POST /update_weights/        |  broadcast bucket after bucket, digest
+    finish      POST /finish_weight_update/     digests; the server verifies, resets, resumes
 
 Calls beside a bar run at the same time. Every phase has a deadline; a broken phase is
-reported with side, address and phase, and closes the group, which the next push forms anew.
+reported with side, address, phase and parameters, and the group is let go of: the next push
+forms it anew.
 """
 
+import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
-from learner.sync.abandonable import run_together
+from learner.sync.abandonable import run_together, run_within
+from learner.sync.digests import Outgoing, verified_columns
 from learner.sync.groups import WeightGroup, join_group
-from learner.sync.source import WeightSource
-from shared_contracts.errors import RunError
+from learner.sync.source import SourceChoice, WeightSource
+from shared_contracts.errors import ContractError, ProblemError, RunError
+from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import (
     CommunicatorReady,
+    DtypeName,
     FinishWeightUpdate,
     InitCommunicator,
+    ParameterDigest,
+    ParameterMeta,
     StartWeightUpdate,
     SyncReport,
     Transport,
     UpdateWeights,
 )
 
+_LOG = logging.getLogger(__name__)
+
 Answer = TypeVar("Answer")
+Phase = Literal["reach", "rendezvous", "start", "transfer", "finish", "verify"]
+Side = Literal["learner", "server"]
+
+# Problems whose `errors` are about one parameter each.
+_NAMES_PARAMETERS = ("manifest-mismatch", "weights-differ")
+# Parameters that a message names; the error has them all.
+_MOST_NAMED = 5
+# The server bounds its part of every phase itself; so much longer it has to say what broke.
+_ANSWER_MARGIN_S = 60.0
+# To tell a server that the group is left; it finds out by itself, too.
+_FAREWELL_S = 10.0
+
+
+@dataclass(frozen=True)
+class PhaseTimeouts:
+    """Seconds after which a phase is given up.
+
+    server: within which the server gives up its part of a phase, and gloo a collective.
+    """
+
+    server: float
+    reach: float
+    rendezvous: float
+    start: float
+    transfer: float
+    finish: float
+
+    @classmethod
+    def of(cls, timeout_s: float) -> "PhaseTimeouts":
+        """All phases alike: the server has `timeout_s`, and the learner hears why it failed."""
+        longer = timeout_s + _ANSWER_MARGIN_S
+        return cls(timeout_s, timeout_s, longer, longer, longer, longer)
 
 
 class WeightSyncError(RunError):
-    """A weight push broke; the server is poisoned until a full push succeeds."""
+    """A push broke; unless it was refused at its start, the server needs a full push now.
 
-    def __init__(self, side: str, address: str, phase: str, reason: object) -> None:
+    parameters: those it is about; with `transfer` the last one that was on its way.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        address: str,
+        phase: Phase,
+        reason: object,
+        parameters: Sequence[str] = (),
+    ) -> None:
         text = str(reason) or type(reason).__name__
-        super().__init__(f"weight sync failed at the {side} ({address}) in phase {phase}: {text}")
+        super().__init__(
+            f"weight sync failed at the {side} ({address}) in phase {phase}{_about(parameters)}: "
+            f"{text}"
+        )
         self.side = side
         self.address = address
         self.phase = phase
+        self.parameters = tuple(parameters)
+
+
+def _about(parameters: Sequence[str]) -> str:
+    """Parameters in a message."""
+    if not parameters:
+        return ""
+    more = len(parameters) - _MOST_NAMED
+    named = ", ".join(parameters[:_MOST_NAMED])
+    return f" at {named} and {more} more" if more > 0 else f" at {named}"
 
 
 class WeightPusher:
     """Holds rank 0 of one server's weight group and pushes through it.
 
-    group_port: port of the rendezvous. timeout_s: bounds each phase.
+    Pushes are made one at a time; `abandon` may come from another thread in the middle of one.
+
+    group_port: port of the rendezvous. verify: which parameters the server compares.
+    timeouts: by default those of the client's `timeout_s`.
     """
 
     def __init__(
         self,
         client: RolloutClient,
         group_port: int,
-        weights: WeightSource,
+        choice: SourceChoice,
         transport: Transport,
         bucket_bytes: int,
+        verify: Verify,
+        timeouts: PhaseTimeouts | None = None,
     ) -> None:
         self._client = client
         self._port = group_port
-        self._weights = weights
+        self._choice = choice
         self._transport = transport
         self._bucket_bytes = bucket_bytes
-        self._group: WeightGroup | None = None
-        self._ready: CommunicatorReady | None = None
+        self._verify = verify
+        self._timeouts = timeouts or PhaseTimeouts.of(client.timeout_s)
+        self._joined: tuple[WeightGroup, CommunicatorReady] | None = None
+        self._leaving = threading.Lock()
 
     def connect(self) -> CommunicatorReady:
         """Form the weight group, once.
@@ -74,87 +147,172 @@ class WeightPusher:
         Raises:
             WeightSyncError: the server refused or a side did not join in time.
         """
-        if self._group is not None and self._ready is not None:
-            return self._ready
-        body = InitCommunicator(
-            host=self._rendezvous_host(),
-            port=self._port,
-            world_size=1 + self._phase("reach", self._client.world_size),
-            transport=self._transport,
-            bucket_bytes=self._bucket_bytes,
-            timeout_s=self._client.timeout_s,
-        )
-        ready: list[CommunicatorReady] = []
-        joined: list[WeightGroup] = []
-        given_up = threading.Event()
-        try:
-            self._together(
-                "rendezvous",
-                lambda: ready.append(self._client.init_communicator(body)),
-                lambda: joined.append(join_group(body, given_up)),
-            )
-        finally:
-            given_up.set()
-        self._group, self._ready = joined[0], ready[0]
-        return self._ready
+        return self._join()[1]
 
     def push(self, version: int) -> SyncReport:
         """Make `version` the server's weights.
 
         Raises:
-            WeightSyncError: names the phase that broke; the group is closed.
+            WeightSyncError: names the phase that broke; the group is let go of.
         """
-        dtype = self.connect().dtype
-        assert self._group is not None
-        group, started = self._group, time.monotonic()
-        parameters = self._weights.metadata(dtype)
-        manifest = StartWeightUpdate(version=version, parameters=parameters)
-        self._phase("start", lambda: self._client.start_weight_update(manifest))
-        self._together(
-            "transfer",
-            lambda: self._client.update_weights(UpdateWeights(version=version)),
-            lambda: group.send(parameters, self._weights.tensors(dtype)),
-        )
-        report = self._phase(
-            "finish",
-            lambda: self._client.finish_weight_update(FinishWeightUpdate(version=version)),
-        )
-        report.seconds["total"] = time.monotonic() - started
-        return report
+        while True:
+            source = self._choice.current()
+            try:
+                return self._push(source, version)
+            except Exception as error:
+                if not self._choice.failed(source, error):
+                    raise
 
     def abandon(self) -> None:
         """Let go of the group of a server that was lost; the next push forms it anew."""
-        if self._group is not None:
-            self._group.abandon()
-            self._group = None
+        if joined := self._leave():
+            joined.abandon()
 
     def close(self) -> None:
         """Leave the group and tell the server; a server that is gone is no error."""
-        if self._group is None:
-            return
-        self._group.close()
-        self._group = None
-        with suppress(*SERVER_ERRORS):
-            self._client.close_communicator()
+        if joined := self._leave():
+            joined.close()
+            with suppress(TimeoutError, *SERVER_ERRORS):
+                run_within(self._client.close_communicator, _FAREWELL_S)
 
-    def _phase(self, phase: str, call: Callable[[], Answer]) -> Answer:
+    def _leave(self) -> WeightGroup | None:
+        with self._leaving:
+            joined, self._joined = self._joined, None
+        return None if joined is None else joined[0]
+
+    def _join(self) -> tuple[WeightGroup, CommunicatorReady]:
+        if self._joined is not None:
+            return self._joined
+        body = InitCommunicator(
+            host=self._phase("reach", self._rendezvous_host),
+            port=self._port,
+            world_size=1 + self._phase("reach", self._client.world_size),
+            transport=self._transport,
+            bucket_bytes=self._bucket_bytes,
+            timeout_s=self._timeouts.server,
+        )
+        ready: list[CommunicatorReady] = []
+        group: list[WeightGroup] = []
+        given_up = threading.Event()
         try:
-            return call()
-        except SERVER_ERRORS as error:
+            self._together(
+                "rendezvous",
+                lambda: ready.append(self._client.init_communicator(body)),
+                lambda: group.append(join_group(body, given_up)),
+            )
+        finally:
+            given_up.set()
+        self._joined = joined = (group[0], ready[0])
+        return joined
+
+    def _push(self, source: WeightSource, version: int) -> SyncReport:
+        """One try; an error or an interrupt of any kind leaves no group behind."""
+        group, ready = self._join()
+        began = time.monotonic()
+        try:
+            parameters = source.metadata(ready.dtype)
+            manifest = StartWeightUpdate(
+                version=version, parameters=parameters, adapter=source.adapter
+            )
+            self._phase("start", lambda: self._client.start_weight_update(manifest))
+            started = time.monotonic()
+            digests = self._transfer(group, source, ready.dtype, parameters, version)
+            sent = time.monotonic()
+            report = self._finish(version, digests)
+        except BaseException:
+            self.abandon()
+            raise
+        report.seconds |= {
+            "start": started - began,
+            "send": sent - started,
+            "finish": time.monotonic() - sent,
+            "total": time.monotonic() - began,
+        }
+        self._tell(report)
+        return report
+
+    def _transfer(
+        self,
+        group: WeightGroup,
+        source: WeightSource,
+        dtype: DtypeName,
+        parameters: list[ParameterMeta],
+        version: int,
+    ) -> list[ParameterDigest]:
+        columns = verified_columns(self._verify, parameters, version)
+        outgoing = Outgoing(source.tensors(dtype), columns)
+        self._together(
+            "transfer",
+            lambda: self._client.update_weights(UpdateWeights(version=version)),
+            lambda: group.send(parameters, outgoing),
+            lambda: outgoing.newest,
+        )
+        return outgoing.digests()
+
+    def _finish(self, version: int, digests: list[ParameterDigest]) -> SyncReport:
+        body = FinishWeightUpdate(version=version, digests=digests)
+        return self._phase("finish", lambda: self._client.finish_weight_update(body))
+
+    def _tell(self, report: SyncReport) -> None:
+        rate = report.bytes / report.seconds["send"] / 1e9
+        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.seconds.items())
+        _LOG.info(
+            "weights %d are at %s: %d bytes, %.2f GB/s, %d parameters verified (%s)",
+            report.status.weights_version,
+            self._client.base_url,
+            report.bytes,
+            rate,
+            report.verified,
+            phases,
+        )
+
+    # --- phases
+
+    def _phase(self, phase: Phase, call: Callable[[], Answer]) -> Answer:
+        try:
+            return run_within(call, self._deadline_s(phase))
+        except (TimeoutError, *SERVER_ERRORS) as error:
             raise self._broken("server", phase, error) from error
+        except OSError as error:
+            raise self._broken("learner", phase, error) from error
 
     def _together(
-        self, phase: str, call: Callable[[], object], collective: Callable[[], object]
+        self,
+        phase: Phase,
+        call: Callable[[], object],
+        collective: Callable[[], object],
+        newest: Callable[[], str | None] = lambda: None,
     ) -> None:
-        error = run_together(call, collective, self._client.timeout_s + 60)
-        if error is None:
+        broken = run_together(call, collective, self._deadline_s(phase))
+        if broken is None:
             return
-        side = "server" if isinstance(error, SERVER_ERRORS) else "learner"
-        raise self._broken(side, phase, error) from error
+        if isinstance(broken.error, ContractError):
+            raise broken.error
+        side: Side = "server" if broken.part == "call" else "learner"
+        raise self._broken(side, phase, broken.error, newest()) from broken.error
 
-    def _broken(self, side: str, phase: str, reason: BaseException) -> WeightSyncError:
-        self.abandon()
-        return WeightSyncError(side, self._client.base_url, phase, reason)
+    def _deadline_s(self, phase: Phase) -> float:
+        timeouts = self._timeouts
+        match phase:
+            case "reach":
+                return timeouts.reach
+            case "rendezvous":
+                return timeouts.rendezvous
+            case "start":
+                return timeouts.start
+            case "transfer":
+                return timeouts.transfer
+            case "finish" | "verify":
+                return timeouts.finish
+
+    def _broken(
+        self, side: Side, phase: Phase, reason: BaseException, newest: str | None = None
+    ) -> WeightSyncError:
+        parameters = [] if newest is None else [newest]
+        if isinstance(reason, ProblemError) and reason.problem.kind in _NAMES_PARAMETERS:
+            parameters = [fault["where"] for fault in reason.problem.errors or []]
+            phase = "verify" if phase == "finish" else phase
+        return WeightSyncError(side, self._client.base_url, phase, reason, parameters)
 
     def _rendezvous_host(self) -> str:
         """IP address of the group's store: the server's with gloo, our own with nccl.
@@ -163,10 +321,7 @@ class WeightPusher:
         """
         host = urlsplit(self._client.base_url).hostname
         assert host is not None, f"{self._client.base_url} was validated with the config"
-        try:
-            server = socket.gethostbyname(host)
-        except OSError as error:
-            raise self._broken("learner", "reach", error) from error
+        server = socket.gethostbyname(host)
         if self._transport == "gloo":
             return server
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -23,7 +23,7 @@ from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Policy
 from learner.rollout.server import ServerBackend
 from learner.sync.push import WeightPusher
-from learner.sync.source import MergedWeights
+from learner.sync.source import MergedWeights, OneSource
 from learner.train import asking_of, build_trainer
 from learner.types import RolloutOutput
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -269,7 +269,8 @@ def run_recorded(loop: Loop, config: Config) -> Recorder:
     loaded = load_model(config)
     client = RolloutClient(loop.server.process.base_url, timeout_s=60)
     port = config.rollout_matching.vllm.server.servers[0].group_port
-    pusher = WeightPusher(client, port, MergedWeights(loaded.model), "gloo", 2**20)
+    choice = OneSource(MergedWeights(loaded.model))
+    pusher = WeightPusher(client, port, choice, "gloo", 2**20, "full")
     recorder = Recorder(ServerBackend([client], [pusher], 32), loaded, loop.server, folder)
     policy = Policy(recorder, recorder.backend.connect(), asking_of(config))
     display = ProgressDisplay(Console(quiet=True), config.training.run_name)

@@ -12,7 +12,7 @@ from learner.rollout.policy import Asking, Policy
 from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
 from learner.sync.push import WeightPusher
-from learner.sync.source import MergedWeights
+from learner.sync.source import MergedWeights, OneSource
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ProblemError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -53,8 +53,8 @@ def backend_over(
             server.routes["GET /get_world_size/"] = says(WorldSize(world_size=size))
             server.routes[ROUTE] = echo
             client = RolloutClient(server.base_url, timeout_s=20.0)
-            weights = MergedWeights(nn.Linear(1, 1))
-            pushers.append(WeightPusher(client, 1, weights, "gloo", 2**20))
+            choice = OneSource(MergedWeights(nn.Linear(1, 1)))
+            pushers.append(WeightPusher(client, 1, choice, "gloo", 2**20, "sample"))
             servers.append(server)
             clients.append(client)
         backend = ServerBackend(clients, pushers, decode_batch_size)
