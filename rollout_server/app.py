@@ -49,7 +49,9 @@ WEIGHT_PROBLEMS = (
     *BODY_PROBLEMS,
     "weight-update-order",
     "group-port-taken",
+    "manifest-mismatch",
     "weight-transfer-failed",
+    "weights-differ",
     "weight-transfer-timeout",
 )
 

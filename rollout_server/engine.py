@@ -206,8 +206,8 @@ class Engine:
         if self._guard is not None:
             await self._reached(self._guard.prove(self._llm))
 
-    async def weight_phase(self, name: str, **arguments: Any) -> None:
-        """Run a weight phase of vLLM's worker (`start_weight_update`, ...) on each worker.
+    async def weight_phase(self, name: str, **arguments: Any) -> list[Any]:
+        """Run a phase of `worker_extension` on each worker; what each returned.
 
         Raises WeightPhaseFailed with what every failing worker says.
         """
@@ -219,9 +219,10 @@ class Engine:
         finally:
             self._phases -= 1
             self._last_sign = time.monotonic()
-        failures = [answer for answer in answers if answer is not None]
+        failures = [failure for failure, _ in answers if failure is not None]
         if failures:
             raise WeightPhaseFailed(f"replica {self.index}, {'; '.join(failures)}")
+        return [value for _, value in answers]
 
     async def publish(self, version: int) -> None:
         """Drop every cache of the old weights and stamp what follows with `version`."""

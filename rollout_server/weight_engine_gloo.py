@@ -15,8 +15,8 @@ as in its NCCL engine, with two differences:
 
 import ipaddress
 import socket
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from typing import Any, Protocol, cast
@@ -38,6 +38,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from rollout_server.orphans import die_with_parent
+from rollout_server.placement import LoadableModel
+from rollout_server.stopwatch import timed
 from shared_contracts.weights import GLOO_STORE_PREFIX, ParameterMeta, plan_buckets
 
 BACKEND = "gloo"
@@ -69,10 +71,31 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     parameters: list[dict[str, Any]]
 
 
-class LoadableModel(Protocol):
-    """What every model of vLLM is."""
+class Arriving(Protocol):
+    """A broadcast under way (torch's `Work`)."""
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
+    def wait(self) -> object: ...
+
+
+@dataclass
+class Bucket:
+    """Parameters that travel together, their bytes, and the broadcast that fills these."""
+
+    parameters: list[ParameterMeta]
+    data: torch.Tensor
+    arriving: Arriving
+
+
+@dataclass
+class Progress:
+    """How far a transfer is.
+
+    seconds: spent on waiting for buckets (`transfer`) and on loading them (`load`).
+    parameter: the one loaded last.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    parameter: str = "the first parameter"
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
@@ -89,6 +112,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         super().__init__(config, vllm_config, device, model)
         self._group: ProcessGroupGloo | None = None
         self._bucket_bytes = 0
+        self.progress = Progress()
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the weight group; returns once every rank of it has joined.
@@ -103,14 +127,23 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Receive every bucket and load it.
+        """Receive bucket after bucket; while one is loaded, the next is under way.
 
         Raises RuntimeError when the group is not formed, the learner is gone or a bucket
-        does not come in time, and whatever `load_weights` raises for a foreign parameter.
+        does not come in time, and when a parameter cannot be loaded, which it names.
         """
+        self.progress = progress = Progress()
         parameters = [ParameterMeta.model_validate(p) for p in update_info.parameters]
-        for bucket in plan_buckets(parameters, self._bucket_bytes):
-            self._receive_bucket([parameters[i] for i in bucket])
+        plan = [parameters[b.start : b.stop] for b in plan_buckets(parameters, self._bucket_bytes)]
+        coming = self._begin(plan[0])
+        for following in [*plan[1:], None]:
+            bucket = coming
+            with timed(progress.seconds, "transfer"):
+                bucket.arriving.wait()
+            if following is not None:
+                coming = self._begin(following)
+            with timed(progress.seconds, "load"):
+                self._load(bucket)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -122,13 +155,25 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             self._group.shutdown()
             self._group = None
 
-    def _receive_bucket(self, parameters: list[ParameterMeta]) -> None:
+    def _begin(self, parameters: list[ParameterMeta]) -> Bucket:
         if self._group is None:
             raise RuntimeError("the weight group is not formed; call /init_communicator/ first")
         # A fresh buffer each time: the reload keeps views of it until a layer is complete.
-        bucket = torch.empty(sum(p.wire_bytes for p in parameters), dtype=torch.uint8)
-        self._group.broadcast(bucket, 0).wait()  # type: ignore[attr-defined]
-        cast(LoadableModel, self.model).load_weights(unpack(bucket, parameters, self.device))
+        data = torch.empty(sum(p.wire_bytes for p in parameters), dtype=torch.uint8)
+        arriving = self._group.broadcast(data, 0)  # type: ignore[attr-defined]
+        return Bucket(parameters, data, arriving)
+
+    def _load(self, bucket: Bucket) -> None:
+        try:
+            cast(LoadableModel, self.model).load_weights(self._noted(bucket))
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"{self.progress.parameter} cannot be loaded: {failure}") from error
+
+    def _noted(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in unpack(bucket.data, bucket.parameters, self.device):
+            self.progress.parameter = name
+            yield name, tensor
 
 
 def join_group(info: GlooInitInfo, rank: int) -> ProcessGroupGloo:
@@ -155,7 +200,7 @@ def group_device(host: str) -> "ProcessGroupGloo.Device":
 
 
 def unpack(
-    bucket: torch.Tensor, parameters: list[ParameterMeta], device: torch.device
+    bucket: torch.Tensor, parameters: Sequence[ParameterMeta], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Cut a uint8 bucket into its named tensors (views of it on the CPU)."""
     offset = 0

@@ -9,8 +9,10 @@
 
 Every phase runs on all replicas at once and has a deadline. From `start` on the engines
 are paused, and they resume only in READY: a mixture of weights never answers anything.
-Only a drain that takes too long leads back from `start` to READY(v). The loss of a replica
-breaks the group, and with it an update that runs.
+Two things lead back from `start` to where it came from, with nothing changed: a drain that
+takes too long, and a manifest that is not what the model expects. `finish` ends in READY
+only when what the engines hold is what was sent. The loss of a replica breaks the group,
+and with it an update that runs.
 """
 
 import asyncio
@@ -19,18 +21,23 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from rollout_server.coverage import Fault, mismatch
 from rollout_server.engine_types import EngineDead, WeightPhaseFailed
 from rollout_server.group_store import open_group_store
+from rollout_server.joint import all_of
 from rollout_server.problems import refusal
 from rollout_server.stopwatch import timed
+from rollout_server.transfer_info import init_info, update_info
+from rollout_server.verification import differ, differences, unknown_digests
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
     CommunicatorReady,
     DtypeName,
     FinishWeightUpdate,
     InitCommunicator,
+    ParameterDigest,
     ParameterMeta,
     StartWeightUpdate,
     SyncReport,
@@ -42,20 +49,28 @@ from shared_contracts.weights import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+# Phases in which the workers wait for the learner.
+WITH_THE_LEARNER = ("rendezvous", "transfer")
+
 
 class UpdatableEngine(Protocol):
     """What a weight update needs of an engine (see `engine.Engine`)."""
 
     @property
     def dtype(self) -> DtypeName: ...
+    @property
+    def weights_version(self) -> int: ...
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
     async def abort_all(self) -> None: ...
     async def publish(self, version: int) -> None: ...
-    async def weight_phase(self, name: str, **arguments: Any) -> None: ...
+    async def weight_phase(self, name: str, **arguments: Any) -> list[Any]:
+        """What each worker of the engine returned."""
 
 
-EngineCall = Callable[[UpdatableEngine], Awaitable[None]]
+EngineCall = Callable[[UpdatableEngine], Awaitable[T]]
 
 
 class UpdatableEngines(Protocol):
@@ -76,6 +91,25 @@ class Update:
     parameters: Sequence[ParameterMeta]
     bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def by_name(self) -> dict[str, ParameterMeta]:
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    def add_slowest(self, answers: Sequence[Sequence[dict[str, float]]]) -> None:
+        """Add to each phase what its slowest worker needed, of any engine."""
+        of_workers = [seconds for engine in answers for seconds in engine]
+        for phase in {phase for seconds in of_workers for phase in seconds}:
+            slowest = max(seconds.get(phase, 0.0) for seconds in of_workers)
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + slowest
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.seconds.items())
+        rate = self.bytes / 1e9 / max(sum(self.seconds.values()), 1e-9)
+        return (
+            f"weights {self.version}: {self.bytes} bytes of {len(self.parameters)} parameters; "
+            f"{shown}; {rate:.3f} GB/s"
+        )
 
 
 class WeightUpdates:
@@ -139,21 +173,16 @@ class WeightUpdates:
         )
 
     async def start(self, body: StartWeightUpdate) -> WeightStatus:
-        """Drain and pause every engine and make its layers loadable."""
+        """Drain and pause every engine, make its layers loadable, check the manifest."""
         async with self._phase():
             self._require_group("/start_weight_update/")
-            self._engines.all()
-            if self.state == "UPDATING":
-                raise refusal("weight-update-order", "an update is in progress already", "weights")
-            if body.version <= self.version:
-                found = f"version {body.version} does not come after the server's, {self.version}"
-                raise refusal("weight-update-order", found, "version")
+            self._check_order(body.version)
             before = self.state
             self._update = Update(body.version, body.parameters)
             self._enter("UPDATING")
             with self._timed("pause"):
                 await self._drain(before)
-                await self._on_all("start", _worker_phase("start_weight_update"))
+                await self._open(body.parameters, before)
         return self.status
 
     async def receive(self, body: UpdateWeights) -> WeightStatus:
@@ -165,29 +194,30 @@ class WeightUpdates:
                 raise refusal("weight-update-order", found, "version")
             info = update_info(self._transport, update.parameters)
             update.bytes = sum(p.num_bytes for p in update.parameters)
-            with self._timed("transfer"):
-                await self._on_all("transfer", _worker_phase("update_weights", update_info=info))
+            call = _worker_phase("receive_weights", update_info=info)
+            update.add_slowest(await self._on_all("transfer", call))
         return self.status
 
     async def finish(self, body: FinishWeightUpdate) -> SyncReport:
-        """Complete the load, drop what old weights cached, resume under the new version."""
+        """Complete and verify the load, drop what old weights cached, resume as new version."""
         async with self._phase():
             update = self._require_update("/finish_weight_update/")
-            if body.version != update.version or update.bytes == 0:
-                raise refusal(
-                    "weight-update-order",
-                    f"version {update.version} was started and {update.bytes} bytes came; "
-                    f"it cannot be finished as version {body.version}",
-                    "version",
-                )
-            with self._timed("finish"):
-                await self._on_all("finish", _worker_phase("finish_weight_update"))
+            self._check_finish(body, update)
+            loaded = await self._on_all("finish: load", _worker_phase("complete_load"))
+            update.add_slowest(loaded)
+            with self._timed("verify"):
+                await self._verify(update, body.digests)
+            with self._timed("caches"):
                 await self._on_all("finish: caches", lambda e: e.publish(update.version))
                 await self._on_all("finish: resume", lambda e: e.resume())
             self.version = update.version
             self._enter("READY")
+        logger.info("%s", update)
         return SyncReport(
-            status=self.status, seconds=update.seconds, bytes=update.bytes, verified=0
+            status=self.status,
+            seconds=update.seconds,
+            bytes=update.bytes,
+            verified=len(body.digests),
         )
 
     async def close_communicator(self) -> WeightStatus:
@@ -261,6 +291,63 @@ class WeightUpdates:
             )
         return self._update
 
+    # --- what the phases are made of
+
+    def _check_order(self, version: int) -> None:
+        """A version comes once, so that an engine built anew cannot pass for one that has it.
+
+        It may come again to replicas that do not have it, or to weights that are a mixture.
+        """
+        engines = self._engines.all()
+        if self.state == "UPDATING":
+            raise refusal("weight-update-order", "an update is in progress already", "weights")
+        behind = any(engine.weights_version != self.version for engine in engines)
+        again = self.version > 0 and (behind or self.state == "POISONED")
+        if version < self.version + (not again):
+            found = f"version {version} does not come after the server's, {self.version}"
+            raise refusal("weight-update-order", found, "version")
+
+    async def _open(self, parameters: Sequence[ParameterMeta], before: WeightState) -> None:
+        """Make every layer loadable; a manifest that does not fit takes `start` back."""
+        arguments = {
+            "parameters": [parameter.model_dump() for parameter in parameters],
+            "dtype": self._engines.all()[0].dtype,
+        }
+        answers = await self._on_all("start", _worker_phase("open_weight_update", **arguments))
+        faults = [Fault(**fault) for engine in answers for worker in engine for fault in worker]
+        if faults:
+            await self._on_all("start: undo", _worker_phase("abandon_weight_update"))
+            await self._back_to(before)
+            raise mismatch(faults)
+
+    def _check_finish(self, body: FinishWeightUpdate, update: Update) -> None:
+        if body.version != update.version or update.bytes == 0:
+            raise refusal(
+                "weight-update-order",
+                f"version {update.version} was started and {update.bytes} bytes came; "
+                f"it cannot be finished as version {body.version}",
+                "version",
+            )
+        fault = unknown_digests(body.digests, update.by_name)
+        if fault is not None:
+            raise refusal("invalid-request", fault, "digests")
+
+    async def _verify(self, update: Update, digests: Sequence[ParameterDigest]) -> None:
+        """Compare what every worker holds with what was sent; a difference poisons."""
+        if not digests:
+            return
+        asked = [(digest.name, digest.columns) for digest in digests]
+        answers = await self._on_all("verify", _worker_phase("read_back", asked=asked))
+        found = [
+            difference
+            for replica, workers in enumerate(answers)
+            for difference in differences(replica, digests, update.by_name, workers)
+        ]
+        if found:
+            problem = differ(found, len(digests), _where("verify", self._require_group("verify")))
+            await self._poison(str(problem))
+            raise problem
+
     # --- phases
 
     @asynccontextmanager
@@ -283,70 +370,53 @@ class WeightUpdates:
             pauses = [engine.pause() for engine in self._engines.all()]
             await self._within(group.timeout_s, "start: drain", pauses, group)
         except ProblemError:
-            if before == "READY":
-                await self._on(self._engines.alive(), "start: resume", lambda e: e.resume())
-            self._enter(before)
+            await self._back_to(before)
             raise
 
-    async def _on_all(self, phase: str, call: EngineCall) -> None:
+    async def _back_to(self, before: WeightState) -> None:
+        """End an update that changed nothing."""
+        if before == "READY":
+            await self._on(self._engines.alive(), "start: resume", lambda e: e.resume())
+        self._enter(before)
+
+    async def _on_all(self, phase: str, call: EngineCall[T]) -> list[T]:
         """Run a phase that changes weights on every engine; a failure poisons."""
         try:
             engines = self._engines.all()
         except ProblemError as error:
             await self._poison(str(error))
             raise
-        await self._on(engines, phase, call)
+        return await self._on(engines, phase, call)
 
-    async def _on(self, engines: Sequence[UpdatableEngine], phase: str, call: EngineCall) -> None:
+    async def _on(
+        self, engines: Sequence[UpdatableEngine], phase: str, call: EngineCall[T]
+    ) -> list[T]:
         init = self._require_group(phase)
         try:
-            await self._together(phase, [call(engine) for engine in engines], init)
+            return await self._together(phase, [call(engine) for engine in engines], init)
         except Exception as error:
             await self._poison(str(error))
             raise
 
     async def _together(
-        self, phase: str, calls: Sequence[Awaitable[None]], init: InitCommunicator
-    ) -> None:
+        self, phase: str, calls: Sequence[Awaitable[T]], init: InitCommunicator
+    ) -> list[T]:
         """Await one call to the workers of each engine."""
-        await self._within(init.timeout_s + self._worker_margin_s, phase, calls, init)
+        return await self._within(init.timeout_s + self._worker_margin_s, phase, calls, init)
 
     async def _within(
-        self,
-        deadline_s: float,
-        phase: str,
-        calls: Sequence[Awaitable[None]],
-        init: InitCommunicator,
-    ) -> None:
-        """Await one call per engine; when one fails, the others have little time left.
-
-        There may be no engine left to call.
-        Raises the problem that names the side, the address of the group and the phase.
-        """
+        self, deadline_s: float, phase: str, calls: Sequence[Awaitable[T]], init: InitCommunicator
+    ) -> list[T]:
+        """Raises the problem that names the side, the address of the group and the phase."""
         began = time.monotonic()
-        where = f"{phase} at {init.host}:{init.port}"
-        tasks = [asyncio.ensure_future(call) for call in calls]
-        if not tasks:
-            return
+        where = _where(phase, init)
         try:
-            done, pending = await asyncio.wait(
-                tasks, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION
+            return await all_of(calls, where, deadline_s, self._worker_margin_s)
+        except (EngineDead, WeightPhaseFailed) as failure:
+            missing = phase in WITH_THE_LEARNER and (
+                time.monotonic() - began >= 0.95 * init.timeout_s
             )
-            outcomes = await asyncio.gather(*done, return_exceptions=True)
-            failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-            if failures and pending:
-                await asyncio.wait(pending, timeout=self._worker_margin_s)
-        finally:
-            for task in tasks:
-                task.cancel()
-        if failures:
-            raise _as_problem(failures[0], where, time.monotonic() - began, init.timeout_s)
-        if pending:
-            raise refusal(
-                "weight-transfer-timeout",
-                f"server: the engines were not done within {deadline_s:g} s",
-                where,
-            )
+            raise _as_problem(failure, where, init.timeout_s if missing else None) from failure
 
     # --- states
 
@@ -398,60 +468,24 @@ class WeightUpdates:
         return timed(self._update.seconds, name)
 
 
-def init_info(init: InitCommunicator, transport: Transport, rank_offset: int) -> dict[str, Any]:
-    """What a worker's transfer engine is told to join the group.
-
-    rank_offset: rank of the engine's first worker; the learner is rank 0.
-    """
-    if transport == "gloo":
-        return {
-            "host": init.host,
-            "port": init.port,
-            "rank_offset": rank_offset,
-            "world_size": init.world_size,
-            "bucket_bytes": init.bucket_bytes,
-            "timeout_s": init.timeout_s,
-        }
-    assert transport == "nccl"
-    return {
-        "master_address": init.host,
-        "master_port": init.port,
-        "rank_offset": rank_offset,
-        "world_size": init.world_size,
-        "packed": True,
-        "packed_buffer_size_bytes": init.bucket_bytes,
-    }
-
-
-def update_info(transport: Transport, parameters: Sequence[ParameterMeta]) -> dict[str, Any]:
-    """What a worker's transfer engine is told to receive."""
-    if transport == "gloo":
-        return {"parameters": [parameter.model_dump() for parameter in parameters]}
-    assert transport == "nccl"
-    return {
-        "names": [parameter.name for parameter in parameters],
-        "dtype_names": [parameter.dtype for parameter in parameters],
-        "shapes": [parameter.shape for parameter in parameters],
-    }
-
-
 def poisoned() -> ProblemError:
     """The refusal of a server whose last update broke."""
     return refusal("weights-poisoned", "the last update broke half way", "weights")
 
 
-def _worker_phase(name: str, **arguments: Any) -> EngineCall:
+def _worker_phase(name: str, **arguments: Any) -> EngineCall[list[Any]]:
     return lambda engine: engine.weight_phase(name, **arguments)
 
 
-def _as_problem(
-    failure: BaseException, where: str, elapsed_s: float, timeout_s: float
-) -> BaseException:
+def _where(phase: str, init: InitCommunicator) -> str:
+    return f"{phase} at {init.host}:{init.port}"
+
+
+def _as_problem(failure: Exception, where: str, waited_s: float | None) -> ProblemError:
+    """waited_s: for the learner, in vain; None when it is not to blame."""
     if isinstance(failure, EngineDead):
         return refusal("not-ready", f"server: {failure}", where)
-    if isinstance(failure, WeightPhaseFailed) and elapsed_s >= 0.95 * timeout_s:
-        detail = f"learner (rank 0): missing for {timeout_s:g} s; {failure}"
+    if waited_s is not None:
+        detail = f"learner (rank 0): missing for {waited_s:g} s; {failure}"
         return refusal("weight-transfer-timeout", detail, where)
-    if isinstance(failure, WeightPhaseFailed):
-        return refusal("weight-transfer-failed", f"server: {failure}", where)
-    return failure
+    return refusal("weight-transfer-failed", f"server: {failure}", where)

@@ -20,11 +20,11 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 from shared_contracts.weights import DtypeName, ParameterMeta
 
-Int64Array = TypeVar("Int64Array", bound=Any)
+Int64Array: TypeAlias = Any
 
 SAMPLED_COLUMNS = 4
 

@@ -1,0 +1,318 @@
+"""Where the parameters of a manifest land in a worker's model: a dry run of its own loaders.
+
+    trace(model, parameters, dtype, ties) -> Plan
+
+vLLM's loaders fuse, shard and pad. The dry run gives them parameters without data (on the
+meta device) and writes down every copy they would make, so that the plan holds for whatever
+they do: which part of which parameter lands where, what of the model nobody fills, and what
+of the manifest nobody reads. Parts are boxes of matrices (`shared_contracts.digests`).
+"""
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollout_server.coverage import Box, Fault
+from shared_contracts.digests import matrix_shape
+from shared_contracts.weights import DtypeName, ParameterMeta
+
+# Refused parameters after which the dry run stops.
+MOST_FAILURES = 16
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+_ZEROING = ("aten.fill_", "aten.zero_")
+
+
+class LoadableModel(Protocol):
+    """What every model of vLLM is."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parameter of the engine's model, as a matrix, in the form loaders fill.
+
+    name: of the module that has it, dotted; tensor: what it is called there.
+    """
+
+    name: str
+    tensor: str
+    rows: int
+    columns: int
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name}.{self.tensor}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A box of a parameter of the manifest, and the box of the model it lands in."""
+
+    source: Box
+    target: Target
+    box: Box
+
+
+@dataclass
+class Plan:
+    """placements: by the manifest's names; a parameter whose target is tied has one for each
+    module that reads it. faults: why the manifest cannot be loaded; empty when it can.
+    """
+
+    placements: dict[str, list[Placement]] = field(default_factory=lambda: defaultdict(list))
+    faults: list[Fault] = field(default_factory=list)
+
+
+# Parameters that are one tensor: full name -> full names of the others.
+Ties = Mapping[str, Sequence[str]]
+
+
+def shared_parameters(model: nn.Module) -> Ties:
+    """Which parameters of a model at rest (not being reloaded) are one tensor."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {
+        name: [other for other in group if other != name]
+        for group in names.values()
+        if len(group) > 1
+        for name in group
+    }
+
+
+def trace(
+    model: nn.Module, parameters: Sequence[ParameterMeta], dtype: DtypeName, ties: Ties
+) -> Plan:
+    """Plan the load of `parameters` into a model prepared by vLLM's layerwise reload.
+
+    Loads nothing and leaves the model as it was. dtype: in which the model holds its weights.
+    """
+    targets = _targets(model)
+    with _plain_loaders(model):
+        run = _DryRun(targets)
+        run.load(cast(LoadableModel, model), parameters)
+    plan = Plan()
+    plan.faults += run.faults
+    if len(run.faults) < MOST_FAILURES:
+        plan.faults += _unread(run, parameters) + _wrong_types(run, parameters, dtype)
+        plan.faults += _unfilled(run, ties)
+    by_name = {target.full_name: target for target in run.targets}
+    for source, placement in run.placements:
+        readers = [placement.target.full_name, *ties.get(placement.target.full_name, ())]
+        plan.placements[source] += [
+            Placement(placement.source, by_name[reader], placement.box) for reader in readers
+        ]
+    return plan
+
+
+def _targets(model: nn.Module) -> dict[StorageWeakRef, tuple[Target, Tensor]]:
+    targets = {}
+    for name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            rows, columns = matrix_shape(parameter.shape)
+            storage = StorageWeakRef(parameter.untyped_storage())
+            targets[storage] = (Target(name, leaf, rows, columns), parameter)
+    return targets
+
+
+@contextmanager
+def _plain_loaders(model: nn.Module) -> Iterator[None]:
+    """Take the layerwise reload's wrappers off the loaders while the block runs."""
+    wrapped: list[tuple[Any, Callable[..., Any]]] = []
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            owner: Any = tensor
+            if hasattr(owner, "weight_loader"):
+                wrapped.append((owner, owner.weight_loader))
+                owner.weight_loader = inspect.unwrap(owner.weight_loader, stop=_is_original)
+    try:
+        yield
+    finally:
+        for owner, loader in wrapped:
+            owner.weight_loader = loader
+
+
+def _is_original(loader: Callable[..., Any]) -> bool:
+    return loader.__name__ != "online_process_loader"
+
+
+class _DryRun(TorchDispatchMode):
+    """Writes down the copies into the targets, and makes none of them."""
+
+    def __init__(self, targets: Mapping[StorageWeakRef, tuple[Target, Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._by_storage = targets
+        self._sources: dict[StorageWeakRef, tuple[ParameterMeta, Tensor]] = {}
+        self.targets = dict(targets.values())
+        self.filled: dict[Target, int] = dict.fromkeys(self.targets, 0)
+        self.placements: list[tuple[str, Placement]] = []
+        self.faults: list[Fault] = []
+        self._last = ""
+
+    def load(self, model: LoadableModel, parameters: Sequence[ParameterMeta]) -> None:
+        """Let the model load `parameters`; one that it refuses is a fault, and the rest goes on."""
+        stream = self._stream(parameters)
+        while len(self.faults) < MOST_FAILURES:
+            try:
+                with self:
+                    model.load_weights(stream)
+                return
+            except Exception as error:  # noqa: BLE001  whatever the model's loader raises
+                self.faults.append(_refused(self._last, error))
+
+    def _stream(self, parameters: Sequence[ParameterMeta]) -> Iterator[tuple[str, Tensor]]:
+        seen: set[str] = set()
+        for parameter in parameters:
+            if parameter.name in seen:
+                self.faults.append(Fault(parameter.name, "duplicate", "it is listed twice"))
+                continue
+            seen.add(parameter.name)
+            dtype = getattr(torch, parameter.dtype)
+            tensor = torch.empty(parameter.shape, dtype=dtype, device="meta")
+            # Kept with the storage: another tensor must not get the same one.
+            self._sources[StorageWeakRef(tensor.untyped_storage())] = (parameter, tensor)
+            self._last = parameter.name
+            yield parameter.name, tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = (
+            self._by_storage.get(StorageWeakRef(args[0].untyped_storage()))
+            if (args and isinstance(args[0], Tensor))
+            else None
+        )
+        if known is not None and func is torch.ops.aten.copy_.default:
+            self._note(known[0], known[1], args[0], args[1])
+            return args[0]
+        if known is not None and str(func).startswith(_ZEROING):
+            self.filled[known[0]] += args[0].numel()
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, target: Target, whole: Tensor, part: Tensor, source: Tensor) -> None:
+        found = self._sources.get(StorageWeakRef(source.untyped_storage()))
+        into = box_of(part, target.columns) if whole.is_contiguous() else None
+        origin = None if found is None else box_of(source, matrix_shape(found[0].shape)[1])
+        if found is None or origin is None or into is None or origin.shape != into.shape:
+            detail = f"how it is loaded into {target.full_name} cannot be followed"
+            self.faults.append(Fault(self._last, "untraceable", detail))
+            return
+        self.filled[target] += part.numel()
+        self.placements.append((found[0].name, Placement(origin, target, into)))
+
+
+def box_of(view: Tensor, columns: int) -> Box | None:
+    """The box that `view` is of a contiguous matrix of so many columns; None if it is none."""
+    if view.numel() == 0:
+        return None
+    row, column = divmod(int(view.storage_offset()), columns)
+    match _runs(view):
+        case []:
+            return Box(row, column, 1, 1)
+        case [(count, 1)] if column == 0 and count % columns == 0:
+            return Box(row, 0, count // columns, columns)
+        case [(count, 1)] if column + count <= columns:
+            return Box(row, column, 1, count)
+        case [(rows, stride)] if stride == columns:
+            return Box(row, column, rows, 1)
+        case [(rows, stride), (width, 1)] if stride == columns and column + width <= columns:
+            return Box(row, column, rows, width)
+        case _:
+            return None
+
+
+def _runs(view: Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of the dimensions, outermost first, with those merged that are one run."""
+    runs: list[tuple[int, int]] = []
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == size * stride:
+            runs[-1] = (runs[-1][0] * size, stride)
+        else:
+            runs.append((size, stride))
+    return runs
+
+
+# --- faults
+
+
+def _refused(name: str, error: Exception) -> Fault:
+    """vLLM's models look a name up (ValueError, KeyError) before they look at a shape."""
+    detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, ValueError | KeyError):
+        return Fault(name, "unexpected", f"the model has no place for it ({detail})")
+    return Fault(name, "shape", f"it does not fit ({detail})")
+
+
+def _unread(run: _DryRun, parameters: Sequence[ParameterMeta]) -> list[Fault]:
+    accounted = {name for name, _ in run.placements} | {fault.name for fault in run.faults}
+    return [
+        Fault(parameter.name, "unexpected", "the model does not read it")
+        for parameter in parameters
+        if parameter.name not in accounted
+    ]
+
+
+def _wrong_types(
+    run: _DryRun, parameters: Sequence[ParameterMeta], dtype: DtypeName
+) -> list[Fault]:
+    """A parameter travels in the model's type, or in the type of the tensor it lands in."""
+    fitting: dict[str, set[str]] = defaultdict(lambda: {dtype})
+    for name, placement in run.placements:
+        held = run.targets[placement.target].dtype
+        fitting[name].add(str(held).removeprefix("torch."))
+    return [
+        Fault(p.name, "dtype", f"it is {p.dtype}, and the model holds {dtype}")
+        for p in parameters
+        if p.dtype not in fitting[p.name]
+    ]
+
+
+def _unfilled(run: _DryRun, ties: Ties) -> list[Fault]:
+    """Targets of which the manifest fills not everything, or some of it twice."""
+    full = {target.full_name for target in run.targets if _is_full(run, target)}
+    told = {fault.name for fault in run.faults}
+    faults: list[Fault] = []
+    for target, tensor in run.targets.items():
+        if full.intersection([target.full_name, *ties.get(target.full_name, ())]):
+            continue
+        full.add(target.full_name)  # a tensor that several share is reported once
+        size, filled = tensor.numel(), run.filled[target]
+        if filled > size:
+            names = sorted({n for n, placed in run.placements if placed.target == target})
+            detail = f"{' and '.join(names)} fill the same part of it"
+            faults.append(Fault(target.full_name, "duplicate", detail))
+            continue
+        detail = f"{filled} of {size} elements of {target.full_name} are filled"
+        names = _likely_names(run, target) or [target.full_name]
+        faults += [Fault(name, "missing", detail) for name in names if name not in told]
+    return faults
+
+
+def _is_full(run: _DryRun, target: Target) -> bool:
+    return run.filled[target] == target.rows * target.columns
+
+
+def _likely_names(run: _DryRun, target: Target) -> list[str]:
+    """What fills the empty boxes of `target` in the manifest, as in the other layers."""
+    kind, here = _INDEX.sub("*", target.full_name), _INDEX.findall(target.full_name)
+    own = {placement.box for _, placement in run.placements if placement.target == target}
+    names = {
+        _INDEX.sub("*", name)
+        for name, placement in run.placements
+        if _INDEX.sub("*", placement.target.full_name) == kind and placement.box not in own
+    }
+    return sorted(
+        name.replace("*", "{}").format(*here) for name in names if name.count("*") == len(here)
+    )
