@@ -3,8 +3,9 @@
 Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Scores
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from learner.matching import MatchConfig, match_objects
 from learner.parsing import parse_rollout
@@ -47,10 +48,24 @@ class Scores:
         return {f"{prefix}/{name}": float(getattr(self, name)) for name in names}
 
 
-def evaluate(policy: Policy, samples: Sequence[Sample], seed: int, tokenizer: Tokenizer) -> Scores:
-    """Roll out every sample with the newest weights and score the answers."""
-    policy.push_if_stale()
-    outputs = policy.answer(samples, seed)
+def evaluate(
+    policy: Policy,
+    samples: Sequence[Sample],
+    seed: int,
+    tokenizer: Tokenizer,
+    log_calls: Callable[[dict[str, Any]], None] | None = None,
+) -> Scores:
+    """Roll out every sample with the newest weights and score the answers.
+
+    log_calls: takes the record of the calls.
+    """
+    try:
+        policy.push_if_stale()
+        outputs = policy.answer(samples, seed)
+    finally:
+        record, _ = policy.take_notes()
+        if log_calls is not None:
+            log_calls({"evaluation_seed": seed, **record})
     parsed = [parse_rollout(o.response_token_ids, tokenizer, allow_poly=False) for o in outputs]
     return score(zip(samples, parsed, strict=True))
 

@@ -3,6 +3,7 @@
 <output_dir>/resolved_config.yaml   the config as it was understood
 <output_dir>/run.json               versions, commit, command, servers
 <output_dir>/metrics.jsonl          one JSON object per logged step
+<output_dir>/rollout_calls.jsonl    one per step with rollouts, and per evaluation
 <output_dir>/tensorboard/           the same numbers for TensorBoard
 """
 
@@ -55,6 +56,16 @@ def _commit() -> str | None:
     return result.stdout.strip() or None
 
 
+class CallLog:
+    """Appends what it took to get rollouts to `rollout_calls.jsonl` (SEED-02, DIST-05)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "rollout_calls.jsonl"
+
+    def write(self, record: dict[str, Any]) -> None:
+        _append(self._path, record)
+
+
 class JsonlLog(TrainerCallback):
     """Appends every log event to `metrics.jsonl`."""
 
@@ -70,9 +81,13 @@ class JsonlLog(TrainerCallback):
         **_: Any,
     ) -> None:
         values = {key: _finite(value) for key, value in (logs or {}).items()}
-        line = json.dumps({"step": state.global_step, **values}, allow_nan=False)
-        with self._path.open("a") as file:
-            file.write(line + "\n")
+        _append(self._path, {"step": state.global_step, **values})
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    line = json.dumps(record, allow_nan=False)
+    with path.open("a") as file:
+        file.write(line + "\n")
 
 
 def _finite(value: Any) -> Any:

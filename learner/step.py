@@ -8,6 +8,7 @@ forwards they need is free; the caller makes one optimizer update of them (STEP-
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ class StepRunner:
     """Runs the forwards and backwards of one optimizer step.
 
     policy: who answers in channel B; None in a run without channel B.
+    log_calls: takes one record of each channel-B step (SEED-02).
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class StepRunner:
         channel_b: ChannelB,
         pipeline: Pipeline,
         policy: Policy | None,
+        log_calls: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._training = config.training
         self._capacity = config.global_max_length
@@ -48,6 +51,7 @@ class StepRunner:
         self._channel_b = channel_b
         self._pipeline = pipeline
         self._policy = policy
+        self._log_calls = log_calls
         self._warned = False
 
     def run(
@@ -80,10 +84,13 @@ class StepRunner:
         """Channel B: newest weights out, answers in, segments of what they got wrong."""
         assert self._policy is not None, "a run with channel B has a policy"
         seed_base = rollout_seed_base(self._training.seed, report.step)
-        with clock.phase("push"):
-            self._policy.push_if_stale()
-        with clock.phase("rollout"):
-            rollouts = self._policy.answer(samples, request_seed(seed_base, 0, 0))
+        try:
+            with clock.phase("push"):
+                self._policy.push_if_stale()
+            with clock.phase("rollout"):
+                rollouts = self._policy.answer(samples, request_seed(seed_base, 0, 0))
+        finally:
+            self._note_calls(self._policy, seed_base, report)
         with clock.phase("target"):
             segments, stats = self._channel_b.segments(samples, rollouts)
         report.metrics |= stats.metrics()
@@ -94,6 +101,13 @@ class StepRunner:
             "sync/weights_version": self._policy.version,
         }
         return segments
+
+    def _note_calls(self, policy: Policy, seed_base: int, report: StepReport) -> None:
+        """What it took to get the rollouts, also when there are none in the end."""
+        record, metrics = policy.take_notes()
+        report.metrics |= metrics
+        if self._log_calls is not None:
+            self._log_calls({"step": report.step, "rollout_seed_base": seed_base, **record})
 
     def _packs(self, segments: list[Segment], report: StepReport) -> list[Pack]:
         """Packs of the step's segments; without packing one each, however long."""

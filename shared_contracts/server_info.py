@@ -17,6 +17,14 @@ TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 ReplicaState = Literal["serving", "starting", "needs-push", "dead"]
 
 
+def process_of(server_epoch: str) -> str:
+    """The part of an epoch that changes only with the server's process.
+
+    An epoch is that, a dash, and how many replicas the process has lost.
+    """
+    return server_epoch.rpartition("-")[0]
+
+
 class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

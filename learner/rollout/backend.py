@@ -15,7 +15,15 @@ class WeightChannel(Protocol):
         """Form the weight group, once, with what the server says of itself then."""
 
     def push(self, version: int) -> SyncReport:
-        """Make `version` the server's weights."""
+        """Make `version` the server's weights, in a group formed anew if there is none.
+
+        The report has the learner's seconds too: `send` (until the server has everything)
+        and `total`.
+
+        Raises:
+            RunError: the push broke. Another one may succeed, unless the cause is a
+                ProblemError with status 422: the server will never take what is pushed.
+        """
 
     def abandon(self) -> None:
         """Let go of the group of a server that was lost; the next push forms it anew."""

@@ -1,9 +1,13 @@
 """One rollout server over HTTP: typed bodies out and in, foreign errors translated here.
 
+    probes, phases of a push   one blocking call each, within a limit
+    infer                      as long as it takes, while `/live/` says that the server is there
+
 Environment proxies are ignored: servers are addressed directly, often on loopback. The
 token of the servers comes from the environment alone, and is never shown.
 """
 
+import asyncio
 import os
 import socket
 import time
@@ -16,7 +20,14 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_expone
 
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RolloutEnvelope
-from shared_contracts.server_info import TOKEN_VARIABLE, Health, Info, WorldSize
+from shared_contracts.server_info import (
+    TOKEN_VARIABLE,
+    Health,
+    Info,
+    Live,
+    WorldSize,
+    process_of,
+)
 from shared_contracts.weights import (
     CommunicatorReady,
     FinishWeightUpdate,
@@ -27,11 +38,17 @@ from shared_contracts.weights import (
     WeightStatus,
 )
 
+_CONNECT_TIMEOUT_S = 10.0
 _PROBE_TIMEOUT_S = 10.0
+# While a call runs, a server that is silent for so many looks in a row is gone.
+LIVE_INTERVAL_S = 2.0
+_LIVE_TIMEOUT_S = 5.0
+_LIVE_FAILURES = 3
 # The server bounds the phases of a weight update itself; so much longer it may say so.
 _PHASE_MARGIN_S = 30.0
-# What a gateway or a server that is starting says; anything else will not change by waiting.
-_NOT_READY = (502, 503, 504)
+# What a busy server, a gateway or a server that is starting says; nothing else passes.
+_TOO_MANY = 429
+_PASSING = (_TOO_MANY, 502, 503, 504)
 # What only a full push can change.
 _NEEDS_PUSH = {Problem.of(kind, "", "").type for kind in ("weights-poisoned", "push-needed")}
 _OTHER_WEIGHTS = Problem.of("other-weights", "", "").type
@@ -58,12 +75,32 @@ class OtherWeights(ProblemError):
 
     def __str__(self) -> str:
         return (
-            f"{super().__str__()}. The server was started anew, or another learner pushes to it: "
-            "end that one, then start this run again"
+            f"{super().__str__()}. Unless the server was started anew, another learner pushes "
+            "to it: end that one, then start this run again"
         )
 
 
+class TooManyCalls(ProblemError):
+    """The server is busy. `retry_after_s`: the pause it asks for, if it says so in seconds."""
+
+    def __init__(self, problem: Problem, retry_after_s: float | None) -> None:
+        super().__init__(problem)
+        self.retry_after_s = retry_after_s
+
+
 SERVER_ERRORS = (ServerUnreachable, ProblemError)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same call may succeed later, without anything being done about it."""
+    if isinstance(error, ProblemError):
+        return error.problem.status in _PASSING and not needs_push(error)
+    return isinstance(error, ServerUnreachable)
+
+
+def needs_push(error: BaseException) -> bool:
+    """Whether the server is well but for its weights, which only a full push can change."""
+    return isinstance(error, ProblemError) and error.problem.type in _NEEDS_PUSH
 
 
 class RolloutClient:
@@ -71,19 +108,27 @@ class RolloutClient:
 
     Every call carries the token of ROLLOUT_SERVER_TOKEN, where that is set; a token that no
     header can carry, and one that the server refuses, is a ContractError.
+
+    live_interval_s: between two looks at a server that generates.
     """
 
     def __init__(
-        self, base_url: str, timeout_s: float = 240.0, infer_timeout_s: float | None = None
+        self,
+        base_url: str,
+        timeout_s: float = 240.0,
+        infer_timeout_s: float | None = None,
+        live_interval_s: float = LIVE_INTERVAL_S,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.timeout_s = timeout_s
         self._infer_timeout = infer_timeout_s if infer_timeout_s and infer_timeout_s > 0 else None
+        self._live_interval_s = live_interval_s
+        self._headers = _authorization()
+        self._tls = httpx.create_ssl_context()
         self._http = httpx.Client(
-            transport=httpx.HTTPTransport(socket_options=_KEEP_ALIVE),
-            headers=_authorization(),
+            transport=httpx.HTTPTransport(verify=self._tls, socket_options=_KEEP_ALIVE),
+            headers=self._headers,
             trust_env=False,
-            timeout=timeout_s,
         )
 
     def __enter__(self) -> Self:
@@ -101,24 +146,22 @@ class RolloutClient:
         self._http.close()
 
     def wait_until_pushable(self) -> None:
-        """Poll `/health/` until it says 200, or that only a full push is missing.
+        """Poll until the server is `check_pushable`.
 
         Raises:
             ContractError: the server was not there or not ready within `timeout_s`, or
                 what answers is no rollout server.
         """
         retry = Retrying(
-            retry=retry_if_exception(_may_pass),
+            retry=retry_if_exception(may_pass),
             stop=stop_after_delay(self.timeout_s),
             wait=wait_exponential(multiplier=0.1, max=2.0),
             reraise=True,
         )
         started = time.monotonic()
         try:
-            retry(self.health)
+            retry(self.check_pushable)
         except SERVER_ERRORS as error:
-            if _needs_push(error):
-                return
             waited = time.monotonic() - started
             raise ContractError(
                 f"GET {self.base_url}/health/",
@@ -127,8 +170,19 @@ class RolloutClient:
                 "rollout_matching.vllm.server.servers[].base_url",
             ) from error
 
+    def check_pushable(self) -> None:
+        """Returns when `/health/` says 200, or that only a full push is missing; else raises."""
+        try:
+            self.health()
+        except ProblemError as error:
+            if not needs_push(error):
+                raise
+
     def health(self) -> Health:
         return self._get("/health/", Health)
+
+    def live(self) -> Live:
+        return self._get("/live/", Live)
 
     def info(self) -> Info:
         return self._get("/info/", Info)
@@ -136,10 +190,23 @@ class RolloutClient:
     def world_size(self) -> int:
         return self._get("/get_world_size/", WorldSize).world_size
 
-    def infer(self, call: InferCall) -> list[RolloutEnvelope]:
-        """Generate; one envelope per request, in order."""
-        body = call.model_dump(mode="json", exclude_none=True)
-        return self._send("POST", "/infer/", body, self._infer_timeout, _ENVELOPES)
+    def infer(self, call: InferCall, server_epoch: str | None = None) -> list[RolloutEnvelope]:
+        """Generate; one envelope per request, in order.
+
+        The server may be slow, but not gone: it is when `/live/` fails several times in a
+        row, or another process than that of `server_epoch` (else of the first look) answers.
+
+        Raises:
+            ServerUnreachable: the server is gone, or not done within `infer_timeout_s`.
+            ProblemError: it refused, or its answer breaks the contract.
+        """
+        where = self._where("POST", "/infer/")
+        response = asyncio.run(self._infer_while_live(where, call, server_epoch))
+        envelopes = _read(response, where, _ENVELOPES)
+        if len(envelopes) != len(call.infer_requests):
+            found = f"{len(envelopes)} envelopes for {len(call.infer_requests)} requests"
+            raise ProblemError(_foreign(response, where, found))
+        return envelopes
 
     def init_communicator(self, body: InitCommunicator) -> CommunicatorReady:
         return self._phase("/init_communicator/", body, CommunicatorReady)
@@ -156,6 +223,47 @@ class RolloutClient:
     def close_communicator(self) -> WeightStatus:
         return self._phase("/close_communicator/", None, WeightStatus)
 
+    async def _infer_while_live(
+        self, where: str, call: InferCall, server_epoch: str | None
+    ) -> httpx.Response:
+        body = call.model_dump(mode="json", exclude_none=True)
+        transport = httpx.AsyncHTTPTransport(verify=self._tls, socket_options=_KEEP_ALIVE)
+        async with httpx.AsyncClient(
+            transport=transport, headers=self._headers, trust_env=False
+        ) as http:
+            answer = asyncio.ensure_future(
+                http.post(
+                    f"{self.base_url}/infer/", json=body, timeout=self._limits(self._infer_timeout)
+                )
+            )
+            gone = asyncio.ensure_future(self._until_gone(http, server_epoch))
+            try:
+                await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+                if not answer.done():
+                    raise ServerUnreachable(f"{where}: {gone.result()}")
+                return answer.result()
+            except httpx.RequestError as error:
+                raise _unreachable(where, error) from error
+            finally:  # cancelled, a call closes its connection, and the server ends it too
+                await _cancel(answer, gone)
+
+    async def _until_gone(self, http: httpx.AsyncClient, server_epoch: str | None) -> str:
+        """Look at the server again and again; returns why it will not answer any more."""
+        process = None if server_epoch is None else process_of(server_epoch)
+        failures = 0
+        while failures < _LIVE_FAILURES:
+            await asyncio.sleep(self._live_interval_s)
+            try:
+                response = await http.get(f"{self.base_url}/live/", timeout=_LIVE_TIMEOUT_S)
+                live = Live.model_validate_json(response.content)
+            except (httpx.RequestError, ValidationError) as error:
+                failures, reason = failures + 1, _reason(error)
+                continue
+            failures, process = 0, process or process_of(live.server_epoch)
+            if process_of(live.server_epoch) != process:
+                return "the server was started anew meanwhile"
+        return f"the server is gone: GET /live/ failed {failures} times in a row ({reason})"
+
     def _get(self, path: str, answer: type[Answer]) -> Answer:
         timeout_s = min(self.timeout_s, _PROBE_TIMEOUT_S)
         return self._send("GET", path, None, timeout_s, TypeAdapter(answer))
@@ -170,25 +278,53 @@ class RolloutClient:
         method: str,
         path: str,
         body: dict[str, Any] | None,
-        timeout_s: float | None,
+        timeout_s: float,
         answer: TypeAdapter[Answer],
     ) -> Answer:
-        where = f"{method} {self.base_url}{path}"
+        where = self._where(method, path)
         try:
             response = self._http.request(
-                method, f"{self.base_url}{path}", json=body, timeout=timeout_s
+                method, f"{self.base_url}{path}", json=body, timeout=self._limits(timeout_s)
             )
         except httpx.RequestError as error:
-            reason = str(error) or type(error).__name__
-            raise ServerUnreachable(f"{where}: {reason}") from error
-        if response.status_code == _UNAUTHORIZED:
-            raise _unauthorized(where)
-        if not response.is_success:
-            raise _refusal(_problem_of(response, where))
-        try:
-            return answer.validate_json(response.content)
-        except ValidationError:
-            raise ProblemError(_foreign(response, where)) from None
+            raise _unreachable(where, error) from error
+        return _read(response, where, answer)
+
+    def _where(self, method: str, path: str) -> str:
+        return f"{method} {self.base_url}{path}"
+
+    def _limits(self, answer_s: float | None) -> httpx.Timeout:
+        """Until the connection stands, and then for the answer; None: no limit."""
+        return httpx.Timeout(answer_s, connect=min(self.timeout_s, _CONNECT_TIMEOUT_S))
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _unreachable(where: str, error: httpx.RequestError) -> ServerUnreachable:
+    return ServerUnreachable(f"{where}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "not an answer of a rollout server"
+    if isinstance(error, httpx.TimeoutException):
+        return "timed out"
+    return str(error) or type(error).__name__
+
+
+def _read(response: httpx.Response, where: str, answer: TypeAdapter[Answer]) -> Answer:
+    if response.status_code == _UNAUTHORIZED:
+        raise _unauthorized(where)
+    if not response.is_success:
+        raise _refusal(_problem_of(response, where), response)
+    try:
+        return answer.validate_json(response.content)
+    except ValidationError:
+        raise ProblemError(_foreign(response, where, response.text[:200])) from None
 
 
 def _authorization() -> dict[str, str]:
@@ -213,8 +349,13 @@ def _unauthorized(where: str) -> ContractError:
     return ContractError(where, found, f"{do} the token the server was started with")
 
 
-def _refusal(problem: Problem) -> ProblemError:
-    return OtherWeights(problem) if problem.type == _OTHER_WEIGHTS else ProblemError(problem)
+def _refusal(problem: Problem, response: httpx.Response) -> ProblemError:
+    if problem.type == _OTHER_WEIGHTS:
+        return OtherWeights(problem)
+    if problem.status == _TOO_MANY:
+        pause = response.headers.get("Retry-After", "")
+        return TooManyCalls(problem, float(pause) if pause.isdecimal() else None)
+    return ProblemError(problem)
 
 
 def _problem_of(response: httpx.Response, where: str) -> Problem:
@@ -222,28 +363,17 @@ def _problem_of(response: httpx.Response, where: str) -> Problem:
     try:
         problem = Problem.model_validate_json(response.content)
     except ValidationError:
-        return _foreign(response, where)
+        return _foreign(response, where, response.text[:200])
     return problem.model_copy(update={"where": f"{where} {problem.where}"})
 
 
-def _foreign(response: httpx.Response, where: str) -> Problem:
-    """An answer that the contract does not know, as a problem that shows its first words."""
+def _foreign(response: httpx.Response, where: str, detail: str) -> Problem:
+    """An answer that the contract does not know, as a problem."""
     title = response.reason_phrase or "Error"
     return Problem(
         type="about:blank",
         title="Not an answer of a rollout server" if response.is_success else title,
         status=response.status_code,
-        detail=response.text[:200],
+        detail=detail,
         where=where,
     )
-
-
-def _may_pass(error: BaseException) -> bool:
-    """True for what ends when a server has started."""
-    if isinstance(error, ProblemError):
-        return error.problem.status in _NOT_READY and not _needs_push(error)
-    return isinstance(error, ServerUnreachable)
-
-
-def _needs_push(error: BaseException) -> bool:
-    return isinstance(error, ProblemError) and error.problem.type in _NEEDS_PUSH

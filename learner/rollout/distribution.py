@@ -1,7 +1,7 @@
 """How requests are spread over servers (DIST-01 to DIST-04): pure functions."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from shared_contracts.errors import ContractError
 
@@ -51,3 +51,18 @@ def rank_chunk_size(
             "Use more rollout devices, fewer learner processes or a larger decode_batch_size",
         )
     return decode_batch_size * devices // learner_world_size
+
+
+def rank_caps(
+    decode_batch_size: int, world_sizes: Sequence[int], learner_world_size: int, rank: int
+) -> list[int]:
+    """Most requests that one learner rank may have in flight at each server (DIST-03).
+
+    The places of all servers, `decode_batch_size` a device, stand in a row, and every rank
+    has a stretch of `rank_chunk_size` of them: however many ranks there are, together they
+    never overfill a server.
+    """
+    share = rank_chunk_size(decode_batch_size, world_sizes, learner_world_size)
+    first, last = rank * share, (rank + 1) * share
+    bounds = [0, *accumulate(decode_batch_size * size for size in world_sizes)]
+    return [max(0, min(end, last) - max(start, first)) for start, end in pairwise(bounds)]

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from learner.rollout.backend import RolloutBackend
+from learner.rollout.journal import Journal
 from learner.rollout.requests import build_request
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig
@@ -23,6 +25,7 @@ class Policy:
 
     version: of the newest weights the backend has; each push makes the next one.
     repeat_terminate_active: the backend ends answers that repeat themselves.
+    journal: what the backend notes of its calls and pushes.
     """
 
     def __init__(
@@ -31,9 +34,11 @@ class Policy:
         version: int,
         asking: Asking,
         repeat_terminate_active: bool = False,
+        journal: Journal | None = None,
     ) -> None:
         self._backend = backend
         self._asking = asking
+        self._journal = journal or Journal()
         self._stale = True
         self.version = version
         self.repeat_terminate_active = repeat_terminate_active
@@ -56,6 +61,12 @@ class Policy:
         requests = [build_request(sample, asking.prompt, asking.system) for sample in samples]
         config = asking.config.model_copy(update={"seed": seed})
         return self._backend.rollout(requests, config)
+
+    def take_notes(self) -> tuple[dict[str, Any], dict[str, float]]:
+        """What answers and pushes have taken since the last notes: for the log, and metrics."""
+        record, metrics = self._journal.take()
+        decoding = self._asking.config.model_dump(exclude_defaults=True)
+        return {"weights_version": self.version, "decoding": decoding, **record}, metrics
 
     def close(self) -> None:
         self._backend.close()

@@ -1,85 +1,175 @@
-"""The `server` backend: rollouts from servers reached by URL."""
+"""The `server` backend: rollouts from servers reached by URL.
 
-from collections.abc import Sequence
+push_weights   to every server that is there; at least one must have them
+rollout        take back who was lost -> Handout over those that may be asked
+"""
+
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from uuid import uuid4
+
+from tenacity import RetryCallState, Retrying, retry_if_result, stop_after_delay, wait_exponential
 
 from learner.rollout.backend import WeightChannel
 from learner.rollout.client import RolloutClient
-from learner.rollout.distribution import plan_chunks, rank_chunk_size
+from learner.rollout.handout import Handout, Job
+from learner.rollout.journal import Journal
+from learner.rollout.member import Member, Sleep
 from learner.rollout.parallel import in_parallel
 from learner.types import RolloutOutput
-from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
+from shared_contracts.errors import ProblemError, RunError
+from shared_contracts.infer import RequestConfig, RolloutEnvelope, RolloutInferRequest
+
+_REFUSED = 422
 
 
 class ServerBackend:
     """Spreads rollouts over servers in contiguous chunks and keeps their order and seeds.
 
-    Once weights were pushed, the servers are asked for answers of these weights and no others.
+    Once weights were pushed, the servers are asked for answers of these weights and no
+    others. A server that is lost is left out, and looked at before every push and rollout;
+    when no other is left, it is waited for, up to `timeout_s` of the clients.
 
-    clients, weights: one per server, in the order of `servers[]`.
-    decode_batch_size: most sequences decoded at once per rollout GPU (DIST-04).
+    clients, channels: one per server, in the order of `servers[]`.
+    decode_batch_size: most sequences decoded at once per rollout GPU (DIST-03).
+    journal: gets notes of every call and push. sleep: pauses between attempts.
     """
 
     def __init__(
         self,
         clients: Sequence[RolloutClient],
-        weights: Sequence[WeightChannel],
+        channels: Sequence[WeightChannel],
         decode_batch_size: int,
+        journal: Journal | None = None,
+        sleep: Sleep = time.sleep,
     ) -> None:
-        self._clients = clients
-        self._weights = weights
-        self._pushed: int | None = None
-        self._world_sizes = [client.world_size() for client in clients]
-        self._round = rank_chunk_size(decode_batch_size, self._world_sizes, learner_world_size=1)
+        self._journal = journal or Journal()
+        self._decode_batch_size = decode_batch_size
+        self._timeout_s = max(client.timeout_s for client in clients)
+        self._sleep = sleep
+        self._version: int | None = None
+        self._members = [
+            Member(client, channel, self._journal, sleep)
+            for client, channel in zip(clients, channels, strict=True)
+        ]
 
     def connect(self) -> int:
         """Form the weight group with every server; returns their newest weights version."""
-        return max(channel.connect().weights_version for channel in self._weights)
+        return max(in_parallel([member.connect for member in self._members]))
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
-        """Generate in rounds of at most `decode_batch_size` sequences per GPU."""
-        outputs: list[RolloutOutput] = []
-        for start in range(0, len(requests), self._round):
-            outputs += self._round_of(requests[start : start + self._round], request_config, start)
-        return outputs
+        """Outputs in the order of the requests.
+
+        Raises:
+            RunError: no server is left and none came back in time, or a request was refused.
+        """
+        if not requests:
+            return []
+        self._take_back_lost()
+        job = Job(requests, request_config, self._version)
+        handout = Handout(
+            job,
+            self._members,
+            self._decode_batch_size,
+            self._journal,
+            lambda: self._wait_for(self._take_back_lost),
+            self._timeout_s,
+        )
+        envelopes = handout.run()
+        self._journal.healthy = len(self._askable())
+        return [_output(envelope) for envelope in envelopes]
 
     def push_weights(self, version: int) -> None:
-        """Push to all servers at the same time."""
-        in_parallel([partial(channel.push, version) for channel in self._weights])
-        self._pushed = version
+        """Push to all servers at the same time; one that fails is lost.
+
+        When all fail, they are waited for and pushed to once more.
+
+        Raises:
+            RunError: no server took the push.
+        """
+        for last_attempt in (False, True):
+            members = self._wait_for(self._pushable)
+            outcomes = in_parallel([partial(_bring_to, version, member) for member in members])
+            errors = [outcome for outcome in outcomes if outcome is not None]
+            if len(errors) < len(members):
+                self._version = version
+                return
+            if last_attempt:
+                raise errors[0]
 
     def close(self) -> None:
-        for channel in self._weights:
-            channel.close()
-        for client in self._clients:
-            client.close()
+        for member in self._members:
+            member.close()
 
-    def _round_of(
-        self, requests: Sequence[RolloutInferRequest], config: RequestConfig, first: int
-    ) -> list[RolloutOutput]:
-        calls = []
-        for client, chunk in zip(
-            self._clients, plan_chunks(len(requests), self._world_sizes), strict=True
-        ):
-            if chunk:
-                body = InferCall(
-                    infer_requests=list(requests[chunk.start : chunk.stop]),
-                    request_config=_seeded(config, first + chunk.start),
-                    request_id=uuid4().hex,
-                    expected_weights_version=self._pushed,
-                )
-                calls.append(partial(client.infer, body))
-        return [_output(envelope) for answer in in_parallel(calls) for envelope in answer]
+    def _askable(self) -> list[Member]:
+        return [member for member in self._members if member.lost is None]
+
+    def _lost(self) -> list[Member]:
+        return [member for member in self._members if member.lost is not None]
+
+    def _pushable(self) -> list[Member]:
+        """Who may be asked, and who is lost but could take a push now."""
+        lost = self._lost()
+        found = zip(lost, in_parallel([member.look for member in lost]), strict=True)
+        back = [member for member, pushable in found if pushable]
+        return [member for member in self._members if member.lost is None or member in back]
+
+    def _take_back_lost(self) -> list[Member]:
+        """Look at every lost server once; those that are back get the weights first (SYNC-07)."""
+        in_parallel([partial(self._take_back, member) for member in self._lost()])
+        return self._askable()
+
+    def _take_back(self, member: Member) -> None:
+        if member.look():
+            _bring_to(self._version, member)
+
+    def _wait_for(self, look: Callable[[], list[Member]]) -> list[Member]:
+        """Look until there is someone.
+
+        Raises:
+            RunError: nobody within `timeout_s`.
+        """
+        retry = Retrying(
+            retry=retry_if_result(lambda found: not found),
+            stop=stop_after_delay(self._timeout_s),
+            wait=wait_exponential(multiplier=0.1, max=2.0),
+            sleep=self._sleep,
+            retry_error_callback=self._nobody,
+        )
+        return retry(look)
+
+    def _nobody(self, _: RetryCallState) -> list[Member]:
+        reasons = "; ".join(f"{member.url}: {member.lost}" for member in self._members)
+        raise RunError(
+            f"no rollout server can be pushed to and asked; waited {self._timeout_s:.0f} s "
+            f"(rollout_matching.vllm.server.timeout_s) for one to come back. {reasons}"
+        )
 
 
-def _seeded(config: RequestConfig, offset: int) -> RequestConfig:
-    """The config of a chunk: its seed is that of its first request (SEED-01)."""
-    if config.seed is None:
-        return config
-    return config.model_copy(update={"seed": config.seed + offset})
+def _bring_to(version: int | None, member: Member) -> RunError | None:
+    """Make `version` the member's weights; it is lost when that fails, for the error returned.
+
+    Raises what would fail again.
+    """
+    try:
+        if member.lost is None and version is not None:
+            member.push(version)
+        else:
+            member.take_back(version)
+    except RunError as error:
+        if _is_final(error):
+            raise
+        member.lose(str(error))
+        return error
+    return None
+
+
+def _is_final(error: RunError) -> bool:
+    """Whether a server has refused what was pushed to it."""
+    cause = error.__cause__
+    return isinstance(cause, ProblemError) and cause.problem.status == _REFUSED
 
 
 def _output(envelope: RolloutEnvelope) -> RolloutOutput:

@@ -1,0 +1,162 @@
+"""One rollout over several servers: requests out, answers in, each exactly once (DIST-01..05).
+
+share    a chunk for every server that may be asked
+send     each server works through its chunk in slices of at most its cap, on its own
+take     an answer, or a server that was lost: its chunk is shared among the others
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from uuid import uuid4
+
+from learner.rollout.distribution import plan_chunks, rank_caps
+from learner.rollout.journal import Journal
+from learner.rollout.member import Member, Part, ServerLost
+from learner.rollout.parallel import Calls
+from shared_contracts.errors import RunError
+from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
+
+# Servers that come back and are lost again without one answer end the run.
+FRUITLESS_RETURNS = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """The requests of one rollout; request i is sampled with `seed + i` (SEED-01).
+
+    version: of the weights that must answer; None: any.
+    """
+
+    requests: Sequence[RolloutInferRequest]
+    config: RequestConfig
+    version: int | None
+    job_id: str = field(default_factory=lambda: uuid4().hex)
+
+    def call(self, requests: range) -> InferCall:
+        """The same requests make the same call, id included: a retry is known as one."""
+        config = self.config
+        if config.seed is not None:
+            config = config.model_copy(update={"seed": config.seed + requests.start})
+        return InferCall(
+            infer_requests=list(self.requests[requests.start : requests.stop]),
+            request_config=config,
+            request_id=f"{self.job_id}-{requests.start}-{requests.stop}",
+            expected_weights_version=self.version,
+        )
+
+
+class Handout:
+    """Runs a job.
+
+    wait_for_one: blocks until a lost member may be asked again; raises when none will be.
+    patience_s: how long members may come back in vain.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        members: Sequence[Member],
+        decode_batch_size: int,
+        journal: Journal,
+        wait_for_one: Callable[[], object],
+        patience_s: float,
+    ) -> None:
+        self._job = job
+        self._members = members
+        self._decode_batch_size = decode_batch_size
+        self._journal = journal
+        self._wait_for_one = wait_for_one
+        self._patience_s = patience_s
+        self._envelopes: dict[int, RolloutEnvelope] = {}
+        self._shares: dict[Member, deque[Part]] = {member: deque() for member in members}
+        self._caps: dict[Member, int] = {}
+        self._busy: set[Member] = set()
+        self._calls: Calls[tuple[Member, Part], list[RolloutEnvelope]] = Calls()
+        self._returns: list[float] = []
+
+    def run(self) -> list[RolloutEnvelope]:
+        """One envelope per request, in order.
+
+        Raises:
+            RunError: no server answers any more, or a request was refused.
+        """
+        count = len(self._job.requests)
+        self._share(Part(range(count)), owner=None)
+        while len(self._envelopes) < count:
+            self._send()
+            self._take()
+        return [self._envelopes[index] for index in range(count)]
+
+    def _share(self, part: Part, owner: Member | None) -> None:
+        """owner: who lost the part; None: nobody had it yet."""
+        members = self._askable()
+        caps = rank_caps(
+            self._decode_batch_size, [m.world_size for m in members], learner_world_size=1, rank=0
+        )
+        self._caps |= zip(members, caps, strict=True)
+        chunks = plan_chunks(len(part.requests), caps)
+        for member, chunk in zip(members, chunks, strict=True):
+            requests = part.requests[chunk.start : chunk.stop]
+            if not requests:
+                continue
+            self._shares[member].append(Part(requests, part.tried))
+            if owner not in (None, member):
+                self._journal.split(member.url, requests)
+
+    def _askable(self) -> list[Member]:
+        """The members that may be asked; waits when there is none."""
+        if all(member.lost is not None for member in self._members):
+            self._returns.append(time.monotonic())
+            self._end_if_fruitless()
+            self._wait_for_one()
+        return [member for member in self._members if member.lost is None]
+
+    def _end_if_fruitless(self) -> None:
+        in_vain_s = self._returns[-1] - self._returns[0]
+        if len(self._returns) > FRUITLESS_RETURNS and in_vain_s > self._patience_s:
+            reasons = "; ".join(f"{member.url}: {member.lost}" for member in self._members)
+            raise RunError(
+                f"no rollout server answers, though some came back {len(self._returns) - 1} "
+                f"times in {in_vain_s:.0f} s ({reasons})"
+            )
+
+    def _send(self) -> None:
+        for member, share in self._shares.items():
+            if share and member not in self._busy:
+                part = self._next_slice(member)
+                self._busy.add(member)
+                call = self._job.call(part.requests)
+                self._calls.start((member, part), partial(member.answer, call, part))
+
+    def _next_slice(self, member: Member) -> Part:
+        """The first requests of a member's share, at most as many as it decodes at once."""
+        share = self._shares[member]
+        requests, tried = share.popleft()
+        most = max(1, self._caps[member] // self._job.config.n)
+        if rest := requests[most:]:
+            share.appendleft(Part(rest, tried))
+        return Part(requests[:most], tried)
+
+    def _take(self) -> None:
+        (member, part), outcome = self._calls.take()
+        self._busy.discard(member)
+        try:
+            envelopes = outcome.result()
+        except ServerLost as error:
+            self._shares[member].appendleft(Part(part.requests, error.tried))
+            self._lose(member, str(error))
+            return
+        self._envelopes |= zip(part.requests, envelopes, strict=True)
+        self._returns.clear()
+        if member.restarted(envelopes):
+            self._lose(member, "the server or one of its replicas was started anew")
+
+    def _lose(self, member: Member, reason: str) -> None:
+        member.lose(reason)
+        share = list(self._shares[member])
+        self._shares[member].clear()
+        for part in share:
+            self._share(part, member)

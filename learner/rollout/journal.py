@@ -1,0 +1,150 @@
+"""What happened between the learner and its servers, for the log and the metrics.
+
+backend  -> call(), push(), lost(), split()     while it happens, from any thread
+step     -> take()                              after the rollouts; the next page is empty
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from shared_contracts.rollout_config import ServerAddress
+from shared_contracts.weights import SyncReport
+
+
+class SyncState(Protocol):
+    """mode: what is pushed now. fallback: why that is no longer the adapter, if it was."""
+
+    @property
+    def mode(self) -> str: ...
+    @property
+    def fallback(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attempt of a server call (SEED-02).
+
+    server: base URL. first, count: of the requests among those of the rollout.
+    seed: of the first request; request `first + i` has `seed + i`.
+    attempt: from 1, over all servers. outcome: `answered`, or why not.
+    """
+
+    server: str
+    first: int
+    count: int
+    seed: int | None
+    attempt: int
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Push:
+    """A push that a server has taken; `again`: to take it back after it was lost."""
+
+    server: str
+    again: bool
+    report: SyncReport
+
+    @property
+    def seconds(self) -> float:
+        return self.report.seconds["total"]
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "server": self.server,
+            "version": self.report.status.weights_version,
+            "again": self.again,
+            "seconds": self.report.seconds,
+            "bytes": self.report.bytes,
+            "verified": self.report.verified,
+        }
+
+
+@dataclass
+class Page:
+    """What was noted since the last page.
+
+    lost: (server, reason) each time one could not be asked any more.
+    splits: (server, first request, count) of what it took over from another one.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    pushes: list[Push] = field(default_factory=list)
+    lost: list[tuple[str, str]] = field(default_factory=list)
+    splits: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """As a line of the log."""
+        return {
+            "pushes": [push.record() for push in self.pushes],
+            "lost": self.lost,
+            "splits": self.splits,
+            "calls": [asdict(call) for call in self.calls],
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Counts of the page; seconds, bytes and GB/s of its slowest push, if there was one."""
+        values: dict[str, float] = {
+            "rollout/retries": sum(call.attempt > 1 for call in self.calls),
+            "rollout/splits": len(self.splits),
+            "rollout/servers_lost": len(self.lost),
+            "sync/pushes": len(self.pushes),
+            "sync/repushes": sum(push.again for push in self.pushes),
+        }
+        if self.pushes:
+            values |= _push_metrics(max(self.pushes, key=lambda push: push.seconds).report)
+        return values
+
+
+def _push_metrics(report: SyncReport) -> dict[str, float]:
+    """SYNC-10."""
+    values = {f"sync/{phase}_s": seconds for phase, seconds in report.seconds.items()}
+    values["sync/bytes"] = report.bytes
+    values["sync/gb_per_s"] = report.bytes / 1e9 / report.seconds["send"]
+    return values
+
+
+class Journal:
+    """Notes of one backend, page by page; calls of several threads may come at once.
+
+    servers: with their group ports; none where the learner generates by itself.
+    sync: how weights are pushed to them.
+    healthy: servers that may be asked now.
+    """
+
+    def __init__(
+        self, servers: Sequence[ServerAddress] = (), sync: SyncState | None = None
+    ) -> None:
+        self.healthy = len(servers)
+        self._servers = servers
+        self._sync = sync
+        self._page = Page()
+
+    def call(self, call: Call) -> None:
+        self._page.calls.append(call)
+
+    def push(self, server: str, again: bool, report: SyncReport) -> None:
+        self._page.pushes.append(Push(server, again, report))
+
+    def lost(self, server: str, reason: str) -> None:
+        self._page.lost.append((server, reason))
+
+    def split(self, server: str, part: range) -> None:
+        self._page.splits.append((server, part.start, len(part)))
+
+    def take(self) -> tuple[dict[str, Any], dict[str, float]]:
+        """The page as a line of the log and as metrics; the next one is empty."""
+        page, self._page = self._page, Page()
+        fallback = None if self._sync is None else self._sync.fallback
+        state = {
+            "servers": [server.model_dump() for server in self._servers],
+            "servers_healthy": self.healthy,
+            "sync_mode": None if self._sync is None else self._sync.mode,
+            "sync_fallback": fallback,
+        }
+        metrics = {
+            "rollout/servers_healthy": self.healthy,
+            "sync/fell_back": float(fallback is not None),
+        }
+        return state | page.record(), metrics | page.metrics()

@@ -1,0 +1,221 @@
+"""One server of the backend: asked, pushed to, lost and taken back (DIST-05, SYNC-07).
+
+may be asked --- an answer fails for good, or comes of another epoch ---> lost
+     ^                                                                     |
+     +--- its group is formed anew, and the weights are pushed again <-----+
+"""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_exponential,
+)
+
+from learner.rollout.backend import WeightChannel
+from learner.rollout.client import (
+    SERVER_ERRORS,
+    OtherWeights,
+    RolloutClient,
+    TooManyCalls,
+    may_pass,
+    needs_push,
+)
+from learner.rollout.journal import Call, Journal
+from shared_contracts.errors import Problem, RunError
+from shared_contracts.infer import InferCall, RolloutEnvelope
+from shared_contracts.server_info import Info
+
+_LOG = logging.getLogger(__name__)
+
+Sleep = Callable[[float], None]
+
+# Of one call at one server, before it is lost.
+ATTEMPTS = 4
+_BACKOFF = wait_exponential(multiplier=0.5, max=8.0)
+_LONGEST_PAUSE_S = 60.0
+# Not the global generator, whose state belongs to the training.
+_JITTER = random.Random()
+
+
+class Part(NamedTuple):
+    """Requests of a rollout that lie together, and how often they were tried before."""
+
+    requests: range
+    tried: int = 0
+
+
+class ServerLost(Exception):
+    """A server cannot answer now, however often it is asked; another one may.
+
+    tried: attempts at its part so far.
+    """
+
+    def __init__(self, reason: str, tried: int) -> None:
+        super().__init__(reason)
+        self.tried = tried
+
+
+class Member:
+    """A server with its weight channel.
+
+    url: names it in logs. sleep: pauses between attempts.
+    world_size: its engine workers; asked once, and known anew with every group.
+    lost: why it may not be asked now; None: it may.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        channel: WeightChannel,
+        journal: Journal,
+        sleep: Sleep = time.sleep,
+    ) -> None:
+        self.url = client.base_url
+        self.world_size = client.world_size()
+        self.lost: str | None = None
+        self._client = client
+        self._channel = channel
+        self._journal = journal
+        self._sleep = sleep
+        self._epoch: str | None = None
+
+    def connect(self) -> int:
+        """Form the weight group; returns the server's weights version."""
+        ready = self._channel.connect()
+        self._epoch, self.world_size = ready.server_epoch, ready.world_size - 1
+        return ready.weights_version
+
+    def push(self, version: int, again: bool = False) -> None:
+        """Make `version` the server's weights; it may be asked from then on.
+
+        Raises:
+            RunError: the push broke, or did not reach every replica.
+        """
+        self.connect()
+        report = self._channel.push(version)
+        self.connect()  # it may have formed the group anew
+        if report.status.server_epoch != self._epoch:
+            raise RunError(f"{self.url} lost a replica while weights were pushed")
+        self._journal.push(self.url, again, report)
+        self.lost = None
+
+    def answer(self, call: InferCall, part: Part) -> list[RolloutEnvelope]:
+        """One envelope per request, of the expected weights.
+
+        Raises:
+            ServerLost: every attempt failed, or the server needs a push.
+            RunError, ContractError: what would fail at any server.
+        """
+        tried = part.tried
+
+        def ask() -> list[RolloutEnvelope]:
+            nonlocal tried
+            tried += 1
+            return self._ask(call, part.requests, tried)
+
+        retry = Retrying(
+            retry=retry_if_exception(may_pass),
+            stop=stop_after_attempt(ATTEMPTS),
+            wait=_pause_s,
+            sleep=self._sleep,
+            reraise=True,
+        )
+        try:
+            return retry(ask)
+        except SERVER_ERRORS as error:
+            if may_pass(error) or needs_push(error) or self._lost_weights(error):
+                raise ServerLost(str(error), tried) from error
+            raise
+
+    def restarted(self, envelopes: Sequence[RolloutEnvelope]) -> bool:
+        """Whether answers tell that the server, or a replica, was started anew."""
+        epochs = {envelope.coordexp.server_epoch for envelope in envelopes}
+        return self._epoch is not None and epochs != {self._epoch}
+
+    def lose(self, reason: str) -> None:
+        """Ask it no more until it is taken back."""
+        _LOG.warning("rollout server %s is lost: %s", self.url, reason)
+        self._journal.lost(self.url, reason)
+        self.lost = reason
+        self._channel.abandon()
+
+    def look(self) -> bool:
+        """Whether a lost server could take a push now; one quick call."""
+        try:
+            self._client.check_pushable()
+        except SERVER_ERRORS as error:
+            self.lost = str(error)
+            return False
+        return True
+
+    def take_back(self, version: int | None) -> None:
+        """Ask it again, once it has the weights `version`; None: any will do.
+
+        A push whose answer was lost is not made twice, which the server would refuse.
+        Raises what `push` raises, and SERVER_ERRORS.
+        """
+        info = self._client.info()
+        if version is not None and not self._holds(version, info):
+            self.push(version, again=True)
+        elif self._epoch is not None:
+            self._epoch, self.world_size = info.server_epoch, info.world_size
+        self.lost = None
+        _LOG.warning("rollout server %s is back", self.url)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._client.close()
+
+    def _ask(self, call: InferCall, requests: range, attempt: int) -> list[RolloutEnvelope]:
+        seed = None if call.request_config is None else call.request_config.seed
+        note = partial(Call, self.url, requests.start, len(requests), seed, attempt)
+        try:
+            envelopes = self._client.infer(call, self._epoch)
+            _require_weights(call, envelopes, self.url)
+        except SERVER_ERRORS as error:
+            self._journal.call(note(outcome=str(error)))
+            raise
+        self._journal.call(note(outcome="answered"))
+        return envelopes
+
+    def _lost_weights(self, error: BaseException) -> bool:
+        """Whether other weights than expected come from a new start, and not a new learner."""
+        if not isinstance(error, OtherWeights):
+            return False
+        try:
+            return self._client.live().server_epoch != self._epoch
+        except SERVER_ERRORS:
+            return True
+
+    def _holds(self, version: int, info: Info) -> bool:
+        """Whether nothing was started anew since the last group, and the push got through."""
+        held = (info.server_epoch, info.weights_state, info.weights_version)
+        return held == (self._epoch, "READY", version)
+
+
+def _pause_s(state: RetryCallState) -> float:
+    """Longer after every attempt, and at least what a busy server asks for."""
+    assert state.outcome is not None
+    error = state.outcome.exception()
+    asked_s = error.retry_after_s if isinstance(error, TooManyCalls) else None
+    pause_s = max(_BACKOFF(state), min(asked_s or 0.0, _LONGEST_PAUSE_S))
+    return pause_s * _JITTER.uniform(1.0, 1.5)
+
+
+def _require_weights(call: InferCall, envelopes: Sequence[RolloutEnvelope], url: str) -> None:
+    """Raises OtherWeights for an answer that other weights than expected had a part in."""
+    expected = call.expected_weights_version
+    for envelope in envelopes:
+        versions = set(envelope.coordexp.weights_version)
+        if expected is not None and versions != {expected}:
+            found = f"version {expected} is expected, and {sorted(versions)} answered"
+            raise OtherWeights(Problem.of("other-weights", found, f"POST {url}/infer/"))
