@@ -24,8 +24,11 @@ POST_PATHS = (
 BODIES: dict[str, Any] = {
     "/infer": {"infer_requests": []},
     "/init_communicator": {"host": "127.0.0.1", "port": 5000, "world_size": 4},
-    "/start_weight_update": {"version": 1},
-    "/update_weights": {"parameters": [{"name": "a", "dtype": "float32", "shape": [1]}]},
+    "/start_weight_update": {
+        "version": 1,
+        "parameters": [{"name": "a", "dtype": "float32", "shape": [1]}],
+    },
+    "/update_weights": {"version": 1},
     "/finish_weight_update": {"version": 1},
     "/close_communicator": None,
 }

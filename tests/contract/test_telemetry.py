@@ -177,11 +177,12 @@ def test_calls_are_counted_by_outcome(status: int, repeated: bool, outcome: Outc
     }
 
 
+@pytest.mark.req("SYNC-10")
 def test_pushes_are_counted_with_their_phases() -> None:
     telemetry = Telemetry()
     status = WeightStatus(state="READY", weights_version=1, server_epoch="e")
     telemetry.count_push(
-        SyncReport(status=status, seconds={"pause": 0.5, "transfer": 1.5}, bytes=300)
+        SyncReport(status=status, seconds={"pause": 0.5, "transfer": 1.5}, bytes=300, verified=2)
     )
     found = samples(telemetry.exposition().decode())
     assert found["rollout_weight_pushes_total"] == 1
@@ -190,6 +191,9 @@ def test_pushes_are_counted_with_their_phases() -> None:
 
 
 # --- refusals and the access log
+
+
+START = {"version": 1, "parameters": [{"name": "a", "dtype": "float32", "shape": [1]}]}
 
 
 @pytest.mark.req("SRV-08")
@@ -201,7 +205,7 @@ def test_a_refused_call_is_logged_and_counted_with_its_problem(
     client.post("/infer", json=body | {"surprise": SECRET}, headers={"authorization": SECRET})
     client.post("/infer/", json=body, headers={"authorization": SECRET})
     client.get("/infer/")
-    client.post("/start_weight_update/", json={"version": 1})
+    client.post("/start_weight_update/", json=START)
     client.get("/health/")
     assert [(r.route, r.status, r.problem) for r in access_lines(caplog)] == [
         ("/infer/", 422, "invalid-request"),

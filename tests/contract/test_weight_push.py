@@ -11,6 +11,7 @@ from pathlib import Path
 from socket import create_server
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -29,11 +30,15 @@ from tests.contract.weight_sender import (
     Sender,
     Weights,
     begin_transfer,
+    digest,
+    digests,
     finish,
     init_body,
+    load,
     manifest,
     push,
     start,
+    start_manifest,
     weight_group,
 )
 
@@ -84,7 +89,7 @@ def pushing(server: RunningServer, tied: Path, other_tied: Path) -> Iterator[Pus
     assert pushing.answer() == before
 
 
-@pytest.mark.req("SYNC-03", "SYNC-02")
+@pytest.mark.req("SYNC-03", "SYNC-02", "SYNC-06", "SYNC-10")
 def test_after_a_push_text_and_image_answers_are_those_of_the_new_weights(
     pushing: Pushing, other_tied: Path, scene: Path
 ) -> None:
@@ -102,7 +107,8 @@ def test_after_a_push_text_and_image_answers_are_those_of_the_new_weights(
         push(server.http, sender, pushing.weights, pushing.next_version())
     assert [response_ids(e) for e in server.infer(requests, max_tokens=24)] == before
     assert report["bytes"] == sum(w.numel() * w.element_size() for w in pushing.others.values())
-    assert set(report["seconds"]) == {"pause", "transfer", "finish"}
+    assert report["verified"] == len(pushing.others)
+    assert set(report["seconds"]) == {"pause", "transfer", "load", "verify", "caches"}
 
 
 @pytest.mark.req("WIRE-03")
@@ -110,8 +116,8 @@ def test_the_version_changes_only_at_the_end(pushing: Pushing) -> None:
     server = pushing.server
     old = server.http.get("/health/").json()["weights_version"]
     with pushing.group() as sender:
-        assert start(server.http, old + 7).json()["weights_version"] == old
-        transfer = begin_transfer(server.http, pushing.weights)
+        assert start(server.http, old + 7, pushing.weights).json()["weights_version"] == old
+        transfer = begin_transfer(server.http, old + 7)
         sender.send(pushing.weights)
         assert transfer.answer().json() == {
             "state": "UPDATING",
@@ -123,19 +129,6 @@ def test_the_version_changes_only_at_the_end(pushing: Pushing) -> None:
     assert server.http.get("/health/").json()["weights_version"] == old + 7
     (envelope,) = server.infer([text_request()])
     assert envelope["coordexp"]["weights_version"] == [old + 7, old + 7]
-
-
-@pytest.mark.req("SYNC-03")
-def test_weights_in_another_type_are_cast(pushing: Pushing) -> None:
-    """A learner may train in another precision than the server decodes in."""
-    exact = {name: w.bfloat16().float() for name, w in pushing.weights.items()}
-    with pushing.group() as sender:
-        push(pushing.server.http, sender, exact, pushing.next_version())
-        expected = pushing.answer()
-        push(pushing.server.http, sender, pushing.others, pushing.next_version())
-        halves = {name: w.to(torch.float64) for name, w in exact.items()}
-        push(pushing.server.http, sender, halves, pushing.next_version())
-        assert pushing.answer() == expected
 
 
 @pytest.mark.req("SYNC-03")
@@ -159,9 +152,9 @@ def test_a_call_during_an_update_waits_for_the_new_weights(pushing: Pushing) -> 
     server = pushing.server
     new = pushing.next_version()
     with pushing.group() as sender, ThreadPoolExecutor() as threads:
-        assert start(server.http, new).status_code == 200
+        assert start(server.http, new, pushing.others).status_code == 200
         waiting = threads.submit(server.infer, [text_request()])
-        transfer = begin_transfer(server.http, pushing.others)
+        transfer = begin_transfer(server.http, new)
         sender.send(pushing.others)
         assert transfer.answer().status_code == 200
         assert not waiting.done()
@@ -251,24 +244,171 @@ def test_phases_out_of_order_are_refused(pushing: Pushing) -> None:
     http = pushing.server.http
     http.post("/close_communicator/")
     new = pushing.next_version()
-    body = {"parameters": [p.model_dump() for p in manifest(pushing.weights)]}
     for answer in (
-        start(http, new),
-        http.post("/update_weights/", json=body),
+        start(http, new, pushing.weights),
+        http.post("/update_weights/", json={"version": new}),
         finish(http, new),
     ):
         assert answer.status_code == 409
         assert answer.json()["type"] == "urn:rollmatch:weight-update-order"
     with pushing.group() as sender:
-        assert start(http, new - 1).status_code == 409, "the server has that version"
-        assert start(http, new).status_code == 200
-        assert start(http, new + 1).status_code == 409
+        again = start(http, new - 1, pushing.weights)
+        assert again.status_code == 409, "the server has that version"
+        assert start(http, new, pushing.weights).status_code == 200
+        assert start(http, new + 1, pushing.weights).status_code == 409
         assert finish(http, new).status_code == 409, "nothing was sent"
-        transfer = begin_transfer(http, pushing.weights)
+        assert begin_transfer(http, new + 1).answer().status_code == 409, "it was not started"
+        transfer = begin_transfer(http, new)
         sender.send(pushing.weights)
         assert transfer.answer().status_code == 200
         assert finish(http, new + 1).status_code == 409, "another version was started"
+        unknown = finish(http, new, [{"name": "nothing", "digest": "0" * 16}])
+        assert (unknown.status_code, unknown.json()["where"]) == (422, "digests")
         assert finish(http, new).status_code == 200
+
+
+# --- manifests that do not fit
+
+
+def faulty_manifests(weights: Weights) -> dict[str, tuple[Weights, list[tuple[str, str]]]]:
+    """What each lists, and the faults it has: (parameter, what is wrong with it)."""
+    layer = "model.language_model.layers.1"
+    key, down = f"{layer}.self_attn.k_proj.weight", f"{layer}.mlp.down_proj.weight"
+    foreign = "model.language_model.layers.9.nothing"
+    embedding = "model.language_model.embed_tokens.weight"
+    return {
+        "a part of a fused matrix is missing": (without(weights, key), [(key, "missing")]),
+        "a whole matrix is missing": (without(weights, down), [(down, "missing")]),
+        "the embedding is missing": (
+            without(weights, embedding),
+            [("language_model.model.embed_tokens.weight", "missing")],
+        ),
+        "one is unknown": (weights | {foreign: torch.zeros(4)}, [(foreign, "unexpected")]),
+        "a tied head is never read": (
+            weights | {"lm_head.weight": weights[embedding]},
+            [("lm_head.weight", "unexpected")],
+        ),
+        "shapes differ": (
+            weights | {key: weights[key][:64], down: weights[down].t().contiguous()},
+            [(down, "shape"), (key, "shape")],
+        ),
+        "a type differs": (weights | {down: weights[down].double()}, [(down, "dtype")]),
+    }
+
+
+def without(weights: Weights, name: str) -> Weights:
+    return {each: weight for each, weight in weights.items() if each != name}
+
+
+@pytest.mark.req("SYNC-05")
+def test_a_manifest_that_does_not_fit_is_refused_and_the_old_weights_serve_on(
+    pushing: Pushing,
+) -> None:
+    http, new, before = pushing.server.http, pushing.next_version(), pushing.answer()
+    with pushing.group() as sender:
+        for case, (listed, faults) in faulty_manifests(pushing.weights).items():
+            answer = start(http, new, listed)
+            _assert_mismatch(answer, faults, case)
+            assert pushing.state() == "READY", case
+        listed_twice = [*manifest(pushing.weights), manifest(pushing.weights)[3]]
+        answer = start_manifest(http, new, listed_twice)
+        _assert_mismatch(answer, [(listed_twice[3].name, "duplicate")], "twice")
+        assert pushing.answer() == before
+        assert pushing.next_version() == new
+        push(http, sender, pushing.weights, new)
+
+
+def _assert_mismatch(answer: httpx.Response, faults: list[tuple[str, str]], case: str) -> None:
+    assert answer.status_code == 422, case
+    problem = answer.json()
+    assert problem["type"] == "urn:rollmatch:manifest-mismatch", case
+    assert [(each["where"], each["fault"]) for each in problem["errors"]] == faults, case
+
+
+@pytest.mark.req("SYNC-05")
+def test_a_poisoned_server_refuses_a_wrong_manifest_and_stays_poisoned(pushing: Pushing) -> None:
+    http, new = pushing.server.http, pushing.next_version()
+    with pushing.group() as sender:
+        assert start(http, new, pushing.others).status_code == 200
+        transfer = begin_transfer(http, new)
+        sender.send(pushing.others)
+        assert transfer.answer().status_code == 200
+        assert http.post("/close_communicator/").json()["state"] == "POISONED"
+    with pushing.group() as sender:
+        few = dict(list(pushing.weights.items())[:-1])
+        assert start(http, new, few).status_code == 422
+        _assert_poisoned(pushing)
+        push(http, sender, pushing.weights, new)
+    assert pushing.state() == "READY"
+
+
+# --- weights that arrive otherwise than they were sent
+
+
+LAYER = "model.language_model.layers"
+EMBEDDING = "model.language_model.embed_tokens.weight"
+
+
+def broken_transfers(weights: Weights, stale: Weights) -> dict[str, Weights]:
+    """What arrives in place of some of `weights`."""
+
+    def swapped(a: str, b: str) -> Weights:
+        return {a: weights[b], b: weights[a]}
+
+    down = f"{LAYER}.2.mlp.down_proj.weight"
+    flipped = weights[down].clone()
+    flipped[5, 7] = -flipped[5, 7]
+    patches = "model.visual.patch_embed.proj.weight"
+    return {
+        "stale norm": {f"{LAYER}.0.input_layernorm.weight": torch.full((128,), 0.5)},
+        "stale embedding": {EMBEDDING: stale[EMBEDDING]},
+        "stale vision tower": {patches: stale[patches]},
+        "query and key": swapped(
+            f"{LAYER}.0.self_attn.q_proj.weight", f"{LAYER}.0.self_attn.k_proj.weight"
+        ),
+        "gate and up": swapped(f"{LAYER}.1.mlp.gate_proj.weight", f"{LAYER}.1.mlp.up_proj.weight"),
+        "two layers": swapped(f"{LAYER}.1.mlp.down_proj.weight", f"{LAYER}.3.mlp.down_proj.weight"),
+        "one element": {down: flipped},
+        "two rows": {down: weights[down].roll(1, dims=0)},
+    }
+
+
+@pytest.mark.req("SYNC-06", "SYNC-05")
+def test_what_is_not_held_as_it_was_sent_poisons_until_a_full_push(pushing: Pushing) -> None:
+    http, new = pushing.server.http, pushing.next_version()
+    with pushing.group() as sender:
+        for case, wrong in broken_transfers(pushing.others, pushing.weights).items():
+            load(http, sender, pushing.others | wrong, new)
+            answer = finish(http, new, digests(pushing.others))
+            assert answer.status_code == 502, case
+            problem = answer.json()
+            assert problem["type"] == "urn:rollmatch:weights-differ"
+            assert problem["where"] == f"verify at 127.0.0.1:{pushing.port}"
+            found = {(each["where"], each["replica"]) for each in problem["errors"]}
+            assert found == {(name, 0) for name in wrong}, case
+            _assert_poisoned(pushing)
+        assert push(http, sender, pushing.others, new)["status"]["weights_version"] == new
+        assert pushing.server.infer([text_request()])
+
+
+@pytest.mark.req("SYNC-06")
+def test_some_columns_can_be_compared(pushing: Pushing) -> None:
+    http, new = pushing.server.http, pushing.next_version()
+    value, down = f"{LAYER}.0.self_attn.v_proj.weight", f"{LAYER}.0.mlp.down_proj.weight"
+    asked = {value: [0, 5, 127], down: [383], EMBEDDING: [1, 2, 3, 64]}
+    brought = [
+        {"name": name, "columns": columns, "digest": digest(pushing.others[name], columns)}
+        for name, columns in asked.items()
+    ]
+    elsewhere, there = pushing.others[value].clone(), pushing.others[value].clone()
+    elsewhere[3, 4] += 1
+    there[3, 5] += 1
+    with pushing.group() as sender:
+        load(http, sender, pushing.others | {value: there}, new)
+        (error,) = finish(http, new, brought).json()["errors"]
+        assert error["where"] == value
+        load(http, sender, pushing.others | {value: elsewhere}, new)
+        assert finish(http, new, brought).json()["verified"] == 3
 
 
 # --- updates that break
@@ -293,8 +433,8 @@ def test_a_learner_killed_mid_transfer_poisons_until_a_full_push(
         [*command, str(pushing.port), str(other_tied), "2"], stdout=subprocess.PIPE
     )
     assert forming.answer().status_code == 200
-    assert start(http, pushing.next_version()).status_code == 200
-    transfer = begin_transfer(http, pushing.others)
+    assert start(http, pushing.next_version(), pushing.others).status_code == 200
+    transfer = begin_transfer(http, pushing.next_version())
     assert learner.stdout is not None
     assert learner.stdout.readline() == b"sent\n"
     learner.kill()
@@ -312,8 +452,8 @@ def test_a_learner_killed_mid_transfer_poisons_until_a_full_push(
 def test_a_learner_that_hangs_mid_transfer_is_given_up(pushing: Pushing) -> None:
     http = pushing.server.http
     with pushing.group(timeout_s=2.0) as sender:
-        assert start(http, pushing.next_version()).status_code == 200
-        transfer = begin_transfer(http, pushing.others)
+        assert start(http, pushing.next_version(), pushing.others).status_code == 200
+        transfer = begin_transfer(http, pushing.next_version())
         sender.send(pushing.others, buckets=1)
         began = time.monotonic()
         answer = transfer.answer()
@@ -328,7 +468,7 @@ def test_a_learner_that_hangs_mid_transfer_is_given_up(pushing: Pushing) -> None
 def test_a_learner_that_falls_silent_between_phases_is_given_up(pushing: Pushing) -> None:
     http = pushing.server.http
     with pushing.group(timeout_s=2.0), ThreadPoolExecutor() as threads:
-        assert start(http, pushing.next_version()).status_code == 200
+        assert start(http, pushing.next_version(), pushing.others).status_code == 200
         waiting = threads.submit(pushing.server.post_infer, [text_request()])
         assert waiting.result(timeout=30).status_code == 503
         _assert_poisoned(pushing)
@@ -339,24 +479,8 @@ def test_a_learner_that_falls_silent_between_phases_is_given_up(pushing: Pushing
 def test_a_new_group_ends_an_update_that_was_left_open(pushing: Pushing) -> None:
     http = pushing.server.http
     with pushing.group():
-        assert start(http, pushing.next_version()).status_code == 200
+        assert start(http, pushing.next_version(), pushing.others).status_code == 200
     pushing.recover()
-    assert pushing.state() == "READY"
-
-
-@pytest.mark.req("SYNC-04")
-def test_a_parameter_the_model_does_not_have_poisons(pushing: Pushing) -> None:
-    http = pushing.server.http
-    foreign = pushing.weights | {"model.language_model.layers.9.nothing": torch.zeros(4)}
-    with pushing.group() as sender:
-        assert start(http, pushing.next_version()).status_code == 200
-        transfer = begin_transfer(http, foreign)
-        sender.send(foreign)
-        answer = transfer.answer()
-        assert answer.status_code == 502
-        assert "worker 0" in answer.json()["detail"]
-        _assert_poisoned(pushing)
-        push(http, sender, pushing.weights, pushing.next_version())
     assert pushing.state() == "READY"
 
 
@@ -369,7 +493,7 @@ def test_a_drain_that_takes_too_long_leaves_the_old_weights_serving(pushing: Pus
         long = [text_request(f"{PROMPT} {i}") for i in range(64)]  # greedy rarely ends early
         running = threads.submit(server.infer, long, max_tokens=None)
         time.sleep(0.3)
-        answer = start(server.http, old + 1)
+        answer = start(server.http, old + 1, pushing.others)
         assert answer.status_code == 504, "the call was over too soon"
         assert answer.json()["where"].startswith("start: drain at")
         stamps = [envelope["coordexp"] for envelope in running.result()]

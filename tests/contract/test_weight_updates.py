@@ -9,31 +9,53 @@ import pytest
 from learner.operate.server_process import free_ports
 from rollout_server.engine_types import EngineDead, WeightPhaseFailed
 from rollout_server.problems import refusal
-from rollout_server.weight_updates import WeightUpdates, init_info, update_info
+from rollout_server.transfer_info import init_info, update_info
+from rollout_server.weight_updates import WeightUpdates
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
+    DtypeName,
     FinishWeightUpdate,
     InitCommunicator,
+    ParameterDigest,
     ParameterMeta,
     StartWeightUpdate,
+    SyncReport,
     UpdateWeights,
 )
 
 PARAMETER = ParameterMeta(name="a", dtype="float32", shape=[2])
+DIGEST = ParameterDigest(name="a", digest=f"{7:016x}")
+
+# Of the one worker, where nothing else is scripted.
+ANSWERS: dict[str, list[Any]] = {
+    "open_weight_update": [[]],
+    "receive_weights": [{"transfer": 1.0, "load": 2.0}],
+    "complete_load": [{"load": 4.0}],
+    "read_back": [[[("m", 0, 0, 2, 1, 7)]]],
+}
+
+
+Happening = Callable[[], Awaitable[list[Any] | None]]
 
 
 class ScriptedEngine:
-    """Writes down what it is told; `script` maps a phase to what happens in it."""
+    """Writes down what it is told; `script` maps a phase to what happens in it.
+
+    What happens may give the answers of the engine's workers, of which there is one.
+    """
+
+    dtype: DtypeName = "float32"
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.script: dict[str, Callable[[], Awaitable[None]]] = {}
+        self.script: dict[str, Happening] = {}
         self.inits: list[dict[str, Any]] = []
+        self.weights_version = 0
 
-    async def _do(self, name: str) -> None:
+    async def _do(self, name: str) -> list[Any]:
         self.calls.append(name)
-        if name in self.script:
-            await self.script[name]()
+        answers = await self.script[name]() if name in self.script else None
+        return ANSWERS.get(name, [None]) if answers is None else answers
 
     async def pause(self) -> None:
         await self._do("pause")
@@ -46,18 +68,26 @@ class ScriptedEngine:
 
     async def publish(self, version: int) -> None:
         await self._do(f"publish {version}")
+        self.weights_version = version
 
-    async def weight_phase(self, name: str, **arguments: Any) -> None:
+    async def weight_phase(self, name: str, **arguments: Any) -> list[Any]:
         if name == "init_weight_transfer_engine":
             self.inits.append(arguments["init_info"])
-        await self._do(name)
+        return await self._do(name)
 
 
-def fails(error: Exception) -> Callable[[], Awaitable[None]]:
+def fails(error: Exception) -> Happening:
     async def fail() -> None:
         raise error
 
     return fail
+
+
+def answers(*of_workers: Any) -> Happening:
+    async def answer() -> list[Any]:
+        return list(of_workers)
+
+    return answer
 
 
 async def hangs() -> None:
@@ -125,10 +155,13 @@ class Bench:
     def state(self) -> str:
         return self.updates.state
 
-    async def push(self, version: int) -> None:
-        await self.updates.start(StartWeightUpdate(version=version))
-        await self.updates.receive(UpdateWeights(parameters=[PARAMETER]))
-        await self.updates.finish(FinishWeightUpdate(version=version))
+    async def start(self, version: int) -> None:
+        await self.updates.start(StartWeightUpdate(version=version, parameters=[PARAMETER]))
+
+    async def push(self, version: int) -> SyncReport:
+        await self.start(version)
+        await self.updates.receive(UpdateWeights(version=version))
+        return await self.updates.finish(FinishWeightUpdate(version=version, digests=[DIGEST]))
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -145,9 +178,10 @@ def test_a_push_runs_its_phases_in_order_on_every_engine() -> None:
             assert engine.calls == [
                 "init_weight_transfer_engine",
                 "pause",
-                "start_weight_update",
-                "update_weights",
-                "finish_weight_update",
+                "open_weight_update",
+                "receive_weights",
+                "complete_load",
+                "read_back",
                 "publish 7",
                 "resume",
             ]
@@ -189,12 +223,13 @@ def test_nccl_is_told_in_the_words_of_vllms_own_engine() -> None:
 
 
 BREAKS = [
-    ("start_weight_update", WeightPhaseFailed("no"), 502),
-    ("update_weights", WeightPhaseFailed("no"), 502),
-    ("finish_weight_update", WeightPhaseFailed("no"), 502),
+    ("open_weight_update", WeightPhaseFailed("no"), 502),
+    ("receive_weights", WeightPhaseFailed("no"), 502),
+    ("complete_load", WeightPhaseFailed("no"), 502),
+    ("read_back", WeightPhaseFailed("no"), 502),
     ("publish 7", WeightPhaseFailed("no"), 502),
-    ("update_weights", EngineDead("gone"), 503),
-    ("update_weights", KeyError("a bug"), None),
+    ("receive_weights", EngineDead("gone"), 503),
+    ("receive_weights", KeyError("a bug"), None),
 ]
 
 
@@ -231,7 +266,7 @@ def test_an_engine_that_never_answers_is_given_up() -> None:
         bench = Bench()
         await bench.init(timeout_s=0.2)
         transfer, clean_up = Hang(), Hang()
-        bench.engines[0].script["update_weights"] = transfer
+        bench.engines[0].script["receive_weights"] = transfer
         bench.engines[0].script["abandon_weight_update"] = clean_up
         with pytest.raises(ProblemError) as caught:
             await bench.push(7)
@@ -254,7 +289,7 @@ def test_a_failed_rendezvous_leaves_weights_and_state_alone() -> None:
         assert caught.value.problem.where.startswith("rendezvous at")
         assert bench.state == "READY"
         with pytest.raises(ProblemError, match="no weight group"):
-            await bench.updates.start(StartWeightUpdate(version=1))
+            await bench.start(1)
 
     run(work())
 
@@ -266,17 +301,17 @@ def test_a_slow_drain_takes_the_start_back_and_a_poisoned_server_stays_poisoned(
         await bench.init(timeout_s=0.1)
         bench.engines[0].script["pause"] = hangs
         with pytest.raises(ProblemError):
-            await bench.updates.start(StartWeightUpdate(version=1))
+            await bench.start(1)
         assert bench.state == "READY"
         assert all(engine.calls[-1] == "resume" for engine in bench.engines)
 
         del bench.engines[0].script["pause"]
-        bench.engines[0].script["update_weights"] = fails(WeightPhaseFailed("no"))
+        bench.engines[0].script["receive_weights"] = fails(WeightPhaseFailed("no"))
         with pytest.raises(ProblemError):
             await bench.push(1)
         bench.engines[0].script = {"pause": hangs}
         with pytest.raises(ProblemError):
-            await bench.updates.start(StartWeightUpdate(version=1))
+            await bench.start(1)
         assert bench.state == "POISONED"
         assert bench.engines[0].calls.count("resume") == 1
 
@@ -288,9 +323,13 @@ def test_silence_between_phases_poisons_but_a_long_phase_does_not() -> None:
     async def work() -> None:
         bench = Bench(worker_margin_s=5.0)
         await bench.init(timeout_s=0.2)
-        await bench.updates.start(StartWeightUpdate(version=1))
-        bench.engines[0].script["update_weights"] = lambda: asyncio.sleep(0.4)
-        await bench.updates.receive(UpdateWeights(parameters=[PARAMETER]))
+        await bench.start(1)
+
+        async def slow() -> None:
+            await asyncio.sleep(0.4)
+
+        bench.engines[0].script["receive_weights"] = slow
+        await bench.updates.receive(UpdateWeights(version=1))
         assert bench.state == "UPDATING"
         await asyncio.sleep(0.5)
         assert bench.state == "POISONED"
@@ -303,7 +342,7 @@ def test_closing_the_group_ends_an_open_update() -> None:
     async def work() -> None:
         bench = Bench()
         await bench.init()
-        await bench.updates.start(StartWeightUpdate(version=1))
+        await bench.start(1)
         waiting = asyncio.ensure_future(bench.updates.wait_until_ready())
         status = await bench.updates.close_communicator()
         assert status.state == "POISONED"
@@ -343,10 +382,10 @@ def test_a_replica_lost_between_the_phases_of_an_update_poisons() -> None:
     async def work() -> None:
         bench = Bench()
         await bench.init()
-        await bench.updates.start(StartWeightUpdate(version=1))
+        await bench.start(1)
         bench.engines.lost = {0}
         with pytest.raises(ProblemError, match="an engine is gone"):
-            await bench.updates.receive(UpdateWeights(parameters=[PARAMETER]))
+            await bench.updates.receive(UpdateWeights(version=1))
         assert bench.state == "POISONED"
         await bench.updates.replica_lost("replica 0 is lost")
         assert bench.state == "POISONED"
@@ -367,7 +406,7 @@ def test_a_replica_lost_while_the_update_drains_leaves_the_old_weights_serving()
 
         bench.engines[1].script["pause"] = dies
         with pytest.raises(ProblemError, match="replica 1 is dead"):
-            await bench.updates.start(StartWeightUpdate(version=1))
+            await bench.start(1)
         assert bench.state == "READY"
         assert bench.engines[0].calls[-1] == "resume"
 
@@ -380,8 +419,8 @@ def test_the_loss_of_one_engine_does_not_wait_for_another_that_hangs() -> None:
         bench = Bench()
         await bench.init(timeout_s=60.0)
         hang = Hang()
-        bench.engines[0].script["update_weights"] = hang
-        bench.engines[1].script["update_weights"] = fails(EngineDead("replica 1 is dead"))
+        bench.engines[0].script["receive_weights"] = hang
+        bench.engines[1].script["receive_weights"] = fails(EngineDead("replica 1 is dead"))
         with pytest.raises(ProblemError, match="replica 1 is dead"):
             await bench.push(1)
         assert hang.given_up
@@ -416,5 +455,178 @@ def test_a_version_never_comes_again() -> None:
                 await bench.push(version)
             assert bench.state == "READY"
         await bench.push(4)
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-05", "SYNC-07")
+def test_a_version_comes_again_to_a_replica_that_does_not_have_it_or_to_a_mixture() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        await bench.push(3)
+        bench.engines[1].weights_version = 0
+        with pytest.raises(ProblemError, match="does not come after"):
+            await bench.push(2)
+        await bench.push(3)
+        assert [engine.weights_version for engine in bench.engines] == [3, 3]
+        with pytest.raises(ProblemError, match="does not come after"):
+            await bench.push(3)
+        bench.engines[0].script["receive_weights"] = fails(WeightPhaseFailed("no"))
+        with pytest.raises(ProblemError, match="broke"):
+            await bench.push(4)
+        del bench.engines[0].script["receive_weights"]
+        await bench.push(3)
+        assert (bench.state, bench.updates.version) == ("READY", 3)
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-05")
+def test_what_a_checkpoint_starts_with_is_never_pushed() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        bench.engines[0].script["receive_weights"] = fails(WeightPhaseFailed("no"))
+        with pytest.raises(ProblemError, match="broke"):
+            await bench.push(1)
+        with pytest.raises(ProblemError, match="does not come after the server's, 0"):
+            await bench.push(0)
+
+    run(work())
+
+
+# --- the manifest and the comparison
+
+
+FAULT = {"name": "a", "kind": "missing", "detail": "1 of 2 elements are filled"}
+
+
+@pytest.mark.req("SYNC-05")
+def test_a_manifest_that_does_not_fit_takes_the_start_back() -> None:
+    async def work() -> None:
+        bench = Bench(tensor_parallel_size=2)
+        await bench.init()
+        bench.engines[1].script["open_weight_update"] = answers([], [FAULT])
+        with pytest.raises(ProblemError) as caught:
+            await bench.start(1)
+        problem = caught.value.problem
+        assert (problem.status, problem.kind) == (422, "manifest-mismatch")
+        assert problem.errors == [{"where": "a", "fault": "missing", "detail": FAULT["detail"]}]
+        assert (bench.state, bench.updates.version) == ("READY", 0)
+        for engine in bench.engines:
+            assert engine.calls[-2:] == ["abandon_weight_update", "resume"]
+        await bench.updates.wait_until_ready()
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-05")
+def test_a_manifest_that_does_not_fit_leaves_a_poisoned_server_paused() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        bench.engines[0].script["complete_load"] = fails(WeightPhaseFailed("no"))
+        with pytest.raises(ProblemError):
+            await bench.push(1)
+        bench.engines[0].script = {"open_weight_update": answers([FAULT] * 2)}
+        with pytest.raises(ProblemError, match="1 fault"):
+            await bench.start(1)
+        assert bench.state == "POISONED"
+        assert all("resume" not in engine.calls for engine in bench.engines)
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-05")
+def test_a_start_that_cannot_be_taken_back_poisons() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        bench.engines[0].script["open_weight_update"] = answers([FAULT])
+        bench.engines[1].script["abandon_weight_update"] = fails(WeightPhaseFailed("no"))
+        with pytest.raises(ProblemError) as caught:
+            await bench.start(1)
+        assert caught.value.problem.where.startswith("start: undo at")
+        assert bench.state == "POISONED"
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-06", "SYNC-05")
+def test_weights_that_are_not_those_that_were_sent_poison_before_any_cache_is_reset() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        bench.engines[1].script["read_back"] = answers([[("m", 0, 0, 2, 1, 8)]])
+        with pytest.raises(ProblemError) as caught:
+            await bench.push(1)
+        problem = caught.value.problem
+        assert (problem.status, problem.kind) == (502, "weights-differ")
+        assert problem.where.startswith("verify at 127.0.0.1:")
+        detail = f"{7:016x} was sent, {8:016x} is held"
+        assert problem.errors == [{"where": "a", "replica": 1, "detail": detail}]
+        assert (bench.state, bench.updates.version) == ("POISONED", 0)
+        for engine in bench.engines:
+            assert not {"publish 1", "resume"} & set(engine.calls)
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-04", "SYNC-06")
+def test_a_comparison_that_hangs_is_given_up_and_the_learner_is_not_blamed() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init(timeout_s=0.2)
+        bench.engines[0].script["read_back"] = hangs
+        with pytest.raises(ProblemError) as caught:
+            await bench.push(1)
+        assert caught.value.problem.kind == "weight-transfer-timeout"
+        assert caught.value.problem.detail.startswith("server:")
+        assert caught.value.problem.where.startswith("verify at")
+        assert bench.state == "POISONED"
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-06")
+def test_digests_of_what_is_not_in_the_manifest_are_refused_and_the_update_goes_on() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        await bench.start(1)
+        await bench.updates.receive(UpdateWeights(version=1))
+        for digests, complaint in (
+            ([DIGEST.model_copy(update={"name": "b"})], "b is not in the manifest"),
+            ([DIGEST, DIGEST], "two digests"),
+            ([DIGEST.model_copy(update={"columns": [1]})], "a has 1 column"),
+            ([DIGEST.model_copy(update={"columns": []})], "ascending"),
+        ):
+            with pytest.raises(ProblemError, match=complaint) as caught:
+                await bench.updates.finish(FinishWeightUpdate(version=1, digests=digests))
+            assert caught.value.problem.status == 422
+        report = await bench.updates.finish(FinishWeightUpdate(version=1, digests=[DIGEST]))
+        assert report.status.state == "READY"
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-10")
+def test_a_report_has_the_seconds_of_the_slowest_worker_and_what_was_compared() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        bench.engines[1].script["receive_weights"] = answers(
+            {"transfer": 0.5, "load": 3.0}, {"transfer": 5.0, "load": 1.0}
+        )
+        report = await bench.push(1)
+        assert set(report.seconds) == {"pause", "transfer", "load", "verify", "caches"}
+        assert (report.seconds["transfer"], report.seconds["load"]) == (5.0, 7.0)
+        assert (report.bytes, report.verified) == (8, 1)
+        await bench.start(2)
+        await bench.updates.receive(UpdateWeights(version=2))
+        unverified = await bench.updates.finish(FinishWeightUpdate(version=2))
+        assert unverified.verified == 0
+        assert "read_back" not in bench.engines[0].calls[-5:]
 
     run(work())

@@ -1,12 +1,13 @@
 """Rank 0 of a gloo weight group in plain torch, written from the wire format alone."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
@@ -15,6 +16,8 @@ from shared_contracts.weights import GLOO_STORE_PREFIX, ParameterMeta, plan_buck
 BUCKET_BYTES = 2**20
 
 Weights = dict[str, torch.Tensor]
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Posting:
@@ -97,26 +100,66 @@ def weight_group(
     sender.leave()
 
 
+def digest(weight: torch.Tensor, columns: Sequence[int] | None = None) -> str:
+    """Of `weight`, or of some of its columns, in numpy, from the definition alone."""
+    matrix = weight.reshape(weight.shape[0], -1).contiguous()
+    bits = matrix.view(_SIGNED[weight.element_size()]).numpy().astype(np.int64)
+    if weight.is_floating_point():
+        tiny = torch.finfo(weight.dtype).tiny
+        bits[(matrix.double().abs() < tiny).numpy()] = 0
+    positions = np.arange(bits.size, dtype=np.uint64).reshape(bits.shape)
+    terms = bits.astype(np.uint64) * _scattered(positions)
+    chosen = terms if columns is None else terms[:, list(columns)]
+    return f"{int(chosen.sum(dtype=np.uint64)):016x}"
+
+
+def _scattered(positions: Any) -> Any:
+    """SplitMix64's finalizer of the positions times its increment, made odd."""
+    x = positions * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) | np.uint64(1)
+
+
+def digests(weights: Weights) -> list[dict[str, Any]]:
+    """Of everything, as `/finish_weight_update/` takes them."""
+    return [{"name": name, "digest": digest(weight)} for name, weight in weights.items()]
+
+
 def start(http: httpx.Client, version: int, weights: Weights) -> httpx.Response:
-    parameters = [parameter.model_dump() for parameter in manifest(weights)]
-    return http.post("/start_weight_update/", json={"version": version, "parameters": parameters})
+    return start_manifest(http, version, manifest(weights))
+
+
+def start_manifest(
+    http: httpx.Client, version: int, parameters: Sequence[ParameterMeta]
+) -> httpx.Response:
+    body = {"version": version, "parameters": [p.model_dump() for p in parameters]}
+    return http.post("/start_weight_update/", json=body)
 
 
 def begin_transfer(http: httpx.Client, version: int) -> Posting:
     return Posting(http, "/update_weights/", {"version": version})
 
 
-def finish(http: httpx.Client, version: int) -> httpx.Response:
-    return http.post("/finish_weight_update/", json={"version": version})
+def finish(
+    http: httpx.Client, version: int, digests: Sequence[dict[str, Any]] = ()
+) -> httpx.Response:
+    body = {"version": version, "digests": list(digests)}
+    return http.post("/finish_weight_update/", json=body)
 
 
-def push(http: httpx.Client, sender: Sender, weights: Weights, version: int) -> dict[str, Any]:
-    """A whole push that must succeed; the server's report."""
+def load(http: httpx.Client, sender: Sender, weights: Weights, version: int) -> None:
+    """A push up to its last call."""
     assert start(http, version, weights).status_code == 200
     transfer = begin_transfer(http, version)
     sender.send(weights)
     assert transfer.answer().status_code == 200, transfer.answer().text
-    answer = finish(http, version)
+
+
+def push(http: httpx.Client, sender: Sender, weights: Weights, version: int) -> dict[str, Any]:
+    """A whole push that must succeed, with every parameter verified; the server's report."""
+    load(http, sender, weights, version)
+    answer = finish(http, version, digests(weights))
     assert answer.status_code == 200, answer.text
     report: dict[str, Any] = answer.json()
     return report
