@@ -82,4 +82,5 @@ def _all(flat: Tensor) -> Tensor:
 def _terms(weight: Tensor, positions: Tensor) -> Tensor:
     bits = weight.contiguous().view(_SIGNED[weight.element_size()]).to(torch.int64)
     dtype = cast(DtypeName, str(weight.dtype).removeprefix("torch."))
-    return countable_bits(bits, dtype) * multipliers(positions)
+    terms: Tensor = countable_bits(bits, dtype) * multipliers(positions)
+    return terms

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from learner.model.toy import build_toy_model, toy_config
 from learner.model.toy_tokenizer import make_toy_tokenizer
 from learner.sync.groups import pack_bucket
-from learner.sync.source import MergedWeights
-from shared_contracts.weights import plan_buckets
+from learner.sync.source import MergedWeights, OneSource
+from shared_contracts.weights import DtypeName, plan_buckets
 
 
 def toy(tie: bool) -> PreTrainedModel:
@@ -36,7 +36,7 @@ def adapted(base: PreTrainedModel, use_dora: bool) -> PeftModel:
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_plain_model_sends_every_parameter_once_tied_ones_too(tie: bool) -> None:
     model = toy(tie)
-    names = [name for name, _ in MergedWeights(model)]
+    names = [name for name, _ in MergedWeights(model).tensors("float32")]
     assert names == [name for name, _ in model.named_parameters()]
     assert ("lm_head.weight" in names) == (not tie)
     assert any(".visual." in name for name in names)
@@ -48,7 +48,7 @@ def test_adapters_are_merged_on_the_fly_without_touching_the_model(use_dora: boo
     base = toy(tie=True)
     model = adapted(base, use_dora)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    sent = dict(MergedWeights(model))
+    sent = dict(MergedWeights(model).tensors("float32"))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
     merged: nn.Module = copy.deepcopy(model).merge_and_unload()
@@ -63,25 +63,44 @@ def test_adapters_are_merged_on_the_fly_without_touching_the_model(use_dora: boo
 
 
 @pytest.mark.req("SYNC-02")
-def test_metadata_declares_exactly_what_iteration_yields() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_metadata_declares_exactly_what_is_sent_in_the_type_of_the_engines(
+    dtype: DtypeName,
+) -> None:
     weights = MergedWeights(adapted(toy(tie=True), use_dora=False))
-    declared = [(m.name, m.dtype, m.shape) for m in weights.metadata()]
-    yielded = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in weights]
-    assert declared == yielded
+    declared = [(m.name, m.dtype, m.shape) for m in weights.metadata(dtype)]
+    sent = [
+        (name, str(t.dtype).removeprefix("torch."), list(t.shape))
+        for name, t in weights.tensors(dtype)
+    ]
+    assert declared == sent
+    assert {dtype for _, dtype, _ in declared} == {dtype}
+
+
+def test_one_source_is_the_same_before_and_after_a_failure() -> None:
+    weights = MergedWeights(toy(tie=True))
+    choice = OneSource(weights)
+    assert choice.current() is weights
+    assert not choice.failed(weights, RuntimeError("broken"))
+    assert choice.current() is weights
 
 
 @pytest.mark.req("SYNC-03")
 def test_buckets_carry_every_byte_in_manifest_order() -> None:
     weights = MergedWeights(toy(tie=True))
-    parameters = weights.metadata()
-    stream = iter(weights)
-    sent = dict(weights)
+    parameters = weights.metadata("bfloat16")
+    stream = iter(weights.tensors("bfloat16"))
+    sent = dict(weights.tensors("bfloat16"))
     buckets = plan_buckets(parameters, 2**20)
     assert len(buckets) > 2
     for indices in buckets:
         chosen = [parameters[i] for i in indices]
-        bucket, offset = pack_bucket(chosen, stream), 0
+        bucket = torch.full((sum(p.wire_bytes for p in chosen),), 255, dtype=torch.uint8)
+        pack_bucket(chosen, stream, bucket)
+        offset = 0
         for parameter in chosen:
             raw = bucket[offset : offset + parameter.num_bytes]
-            assert torch.equal(raw.view(torch.float32).view(parameter.shape), sent[parameter.name])
+            assert torch.equal(raw.view(torch.bfloat16).view(parameter.shape), sent[parameter.name])
+            padding = bucket[offset + parameter.num_bytes : offset + parameter.wire_bytes]
+            assert not padding.any(), parameter.name
             offset += parameter.wire_bytes
