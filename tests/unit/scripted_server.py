@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -23,14 +24,23 @@ from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import (
     Health,
     Info,
+    Live,
     RepeatTerminateStatus,
     ReplicaStatus,
     WorldSize,
 )
 
-# What a route answers: a body alone (200), or a status with a body; text goes out as it is.
+# What a route answers: a body alone (200), or a status with a body and perhaps with headers;
+# text goes out as it is.
 Reply = Any
 Route = Callable[[Any], Reply]
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """In place of a reply: the connection is closed, or half way through the reply `after`."""
+
+    after: Reply = None
 
 
 class ScriptedServer:
@@ -44,6 +54,7 @@ class ScriptedServer:
         self.base_url = base_url
         self.routes: dict[str, Route] = {
             "GET /health/": lambda _: health(),
+            "GET /live/": lambda _: live(),
             "GET /get_world_size/": lambda _: WorldSize(world_size=1),
             "GET /info/": lambda _: info(),
         }
@@ -53,12 +64,11 @@ class ScriptedServer:
     def bodies(self, route: str) -> list[Any]:
         return [body for called, body in self.calls if called == route]
 
-    def answer(self, route: str, body: Any) -> tuple[int, Any]:
+    def answer(self, route: str, body: Any) -> Reply:
         self.calls.append((route, body))
         if route not in self.routes:
             return 404, Problem.of("not-found", "no such route in this script", route)
-        reply = self.routes[route](body)
-        return reply if isinstance(reply, tuple) else (200, reply)
+        return self.routes[route](body)
 
 
 class _QuietServer(ThreadingHTTPServer):
@@ -76,6 +86,7 @@ def scripted_server() -> Iterator[ScriptedServer]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else an answer waits 40 ms for its last packet
 
         def do_GET(self) -> None:
             self._serve()
@@ -87,13 +98,26 @@ def scripted_server() -> Iterator[ScriptedServer]:
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             body = json.loads(content) if content else None
             server.authorizations.append(self.headers.get("Authorization"))
-            status, reply = server.answer(f"{self.command} {self.path}", body)
+            reply = server.answer(f"{self.command} {self.path}", body)
+            if reply == HangUp():
+                self.close_connection = True
+            elif isinstance(reply, HangUp):
+                self._send(*_whole(reply.after), share=0.5)
+                self.close_connection = True
+            else:
+                self._send(*_whole(reply))
+
+        def _send(
+            self, status: int, reply: Reply, headers: dict[str, str], share: float = 1.0
+        ) -> None:
             payload = _payload(reply)
             self.send_response(status)
             self.send_header("Content-Type", _content_type(reply))
             self.send_header("Content-Length", str(len(payload)))
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(payload)
+            self.wfile.write(payload[: int(share * len(payload))])
 
         def log_message(self, *_: object) -> None:
             """Keep the output of the tests clean."""
@@ -108,6 +132,14 @@ def scripted_server() -> Iterator[ScriptedServer]:
         http.shutdown()
         thread.join()
         http.socket.close()
+
+
+def _whole(reply: Reply) -> tuple[int, Any, dict[str, str]]:
+    """Status, body and headers."""
+    if not isinstance(reply, tuple):
+        return 200, reply, {}
+    status, body, *headers = reply
+    return status, body, headers[0] if headers else {}
 
 
 def _payload(reply: Any) -> bytes:
@@ -143,6 +175,10 @@ def health(version: int = 0) -> Health:
         server_epoch="epoch-1",
         replicas=[replica(0)],
     )
+
+
+def live(epoch: str = "epoch-1") -> Live:
+    return Live(server_epoch=epoch, heartbeat_age_s=[0.1])
 
 
 def replica(index: int) -> ReplicaStatus:
