@@ -155,7 +155,9 @@ class _DryRun(TorchDispatchMode):
         self._by_storage = targets
         self._sources: dict[StorageWeakRef, tuple[ParameterMeta, Tensor]] = {}
         self.targets = dict(targets.values())
-        self.filled: dict[Target, int] = dict.fromkeys(self.targets, 0)
+        self.copied: dict[Target, int] = dict.fromkeys(self.targets, 0)
+        # What loaders set to a constant, (where, how much): several may pad the same.
+        self.padded: dict[Target, set[tuple[int, int]]] = defaultdict(set)
         self.placements: list[tuple[str, Placement]] = []
         self.faults: list[Fault] = []
         self._last = ""
@@ -195,9 +197,12 @@ class _DryRun(TorchDispatchMode):
             self._note(known[0], known[1], args[0], args[1])
             return args[0]
         if known is not None and str(func).startswith(_ZEROING):
-            self.filled[known[0]] += args[0].numel()
+            self.padded[known[0]].add((args[0].storage_offset(), args[0].numel()))
             return args[0]
         return func(*args, **(kwargs or {}))
+
+    def filled(self, target: Target) -> int:
+        return self.copied[target] + sum(size for _, size in self.padded[target])
 
     def _note(self, target: Target, whole: Tensor, part: Tensor, source: Tensor) -> None:
         found = self._sources.get(StorageWeakRef(source.untyped_storage()))
@@ -207,7 +212,7 @@ class _DryRun(TorchDispatchMode):
             detail = f"how it is loaded into {target.full_name} cannot be followed"
             self.faults.append(Fault(self._last, "untraceable", detail))
             return
-        self.filled[target] += part.numel()
+        self.copied[target] += part.numel()
         self.placements.append((found[0].name, Placement(origin, target, into)))
 
 
@@ -281,27 +286,28 @@ def _wrong_types(
 
 def _unfilled(run: _DryRun, ties: Ties) -> list[Fault]:
     """Targets of which the manifest fills not everything, or some of it twice."""
-    full = {target.full_name for target in run.targets if _is_full(run, target)}
+    full = {target.full_name for target in run.targets if _is_right(run, target)}
     told = {fault.name for fault in run.faults}
     faults: list[Fault] = []
     for target, tensor in run.targets.items():
         if full.intersection([target.full_name, *ties.get(target.full_name, ())]):
             continue
         full.add(target.full_name)  # a tensor that several share is reported once
-        size, filled = tensor.numel(), run.filled[target]
-        if filled > size:
+        if run.copied[target] > tensor.numel():
             names = sorted({n for n, placed in run.placements if placed.target == target})
             detail = f"{' and '.join(names)} fill the same part of it"
             faults.append(Fault(target.full_name, "duplicate", detail))
             continue
-        detail = f"{filled} of {size} elements of {target.full_name} are filled"
+        counts = f"{run.filled(target)} of {tensor.numel()} elements"
+        detail = f"{counts} of {target.full_name} are filled"
         names = _likely_names(run, target) or [target.full_name]
         faults += [Fault(name, "missing", detail) for name in names if name not in told]
     return faults
 
 
-def _is_full(run: _DryRun, target: Target) -> bool:
-    return run.filled[target] == target.rows * target.columns
+def _is_right(run: _DryRun, target: Target) -> bool:
+    size = target.rows * target.columns
+    return run.copied[target] <= size <= run.filled(target)
 
 
 def _likely_names(run: _DryRun, target: Target) -> list[str]:
