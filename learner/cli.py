@@ -26,15 +26,15 @@ def train(
     from rich.console import Console
 
     from learner.config import load_config
-    from learner.preflight import check_inputs, needs_servers, reach_servers
+    from learner.preflight import check_inputs, generates, reach_servers
+    from learner.rollout.describe import describe_backend
 
     console = Console()
     parsed = load_config(config)
     inputs = check_inputs(parsed)
     clients = []
-    if needs_servers(parsed):
-        servers = parsed.rollout_matching.vllm.server.servers
-        console.print(f"Reaching {', '.join(server.base_url for server in servers)}")
+    if generates(parsed):
+        console.print(f"Rollouts: {describe_backend(parsed, os.environ)}")
         clients = reach_servers(parsed)
 
     _share_cores()

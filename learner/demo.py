@@ -20,7 +20,7 @@ from learner.data.toy import ToyData, make_data
 from learner.evaluate import Scores
 from learner.model.toy import make_model
 from learner.operate.server_process import ServerProcess, free_ports
-from learner.preflight import check_inputs, needs_servers, reach_servers
+from learner.preflight import check_inputs, generates, reach_servers
 from learner.publish import require_free
 from learner.train import score_checkpoint, train
 from learner.types import Sample
@@ -113,7 +113,7 @@ def _config(
 
 def _train(config: Config, console: Console) -> None:
     inputs = check_inputs(config)
-    clients = reach_servers(config) if needs_servers(config) else []
+    clients = reach_servers(config) if generates(config) else []
     train(config, inputs, clients, console)
 
 

@@ -1,20 +1,23 @@
 """What can be found wrong before torch is imported or a model is loaded.
 
-check_inputs(config)   data files, images, checkpoint folder, coordinate tokens
+check_inputs(config)   data files, images, checkpoint folder, coordinate tokens, the backend
 reach_servers(config)  every server answers, and has the settings of the config
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from learner.config.schema import Config
+from learner.config.sync_mode import resolved_sync_mode
 from learner.coords import COORD_BINS, coord_token
 from learner.data.jsonl import read_samples
 from learner.rollout.client import RolloutClient
+from learner.rollout.colocate import place, visible_gpus
 from learner.tokens import IM_END
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
@@ -35,6 +38,8 @@ def check_inputs(config: Config) -> RunInputs:
     Raises:
         ContractError: names the file, line or key.
     """
+    if generates(config):
+        check_backend(config, os.environ)
     _check_single_process()
     _check_output(config)
     inputs = read_inputs(config)
@@ -52,9 +57,63 @@ def read_inputs(config: Config) -> RunInputs:
     )
 
 
+def check_backend(config: Config, environment: Mapping[str, str]) -> None:
+    """What the backend needs besides its servers; see `learner.backends` for the backends.
+
+    Raises:
+        ContractError: names the key or the variable.
+    """
+    rollout = config.rollout_matching
+    if rollout.backend != "hf":
+        resolved_sync_mode(config, learner_processes(environment))
+    if rollout.backend == "colocate":
+        place(rollout.vllm, visible_gpus(environment))
+        _check_own_server(config)
+        _check_offload(config, environment)
+
+
+def _check_own_server(config: Config) -> None:
+    """What a server that the learner starts itself would refuse after its imports."""
+    if find_spec("vllm") is None:
+        raise ContractError(
+            "rollout_matching.vllm.mode",
+            "colocate, and vllm is not installed here",
+            "Install it (the extra cpu or gpu), or set rollout_matching.rollout_backend to hf",
+        )
+    if not any(config.model.model.glob("*.safetensors")):
+        raise ContractError(
+            "model.model",
+            f"{config.model.model} holds no *.safetensors file, which the colocated server loads",
+            "Save the weights as safetensors",
+        )
+
+
+def _check_offload(config: Config, environment: Mapping[str, str]) -> None:
+    """Moves whole tensors: what shards them itself cannot be moved (ROLL-03)."""
+    sharded = environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true", "yes")
+    if config.rollout_matching.offload.enabled and sharded:
+        raise ContractError(
+            "rollout_matching.offload.enabled",
+            "is true, and the learner was launched with DeepSpeed, which places weights and "
+            "optimizer state itself",
+            "Set it to false, or launch without DeepSpeed",
+        )
+
+
+def learner_processes(environment: Mapping[str, str]) -> int:
+    """How many learner processes there are, as torchrun says.
+
+    Raises ContractError for a WORLD_SIZE that is no number.
+    """
+    said = environment.get("WORLD_SIZE", "1")
+    if not said.isdecimal() or said == "0":
+        raise ContractError("WORLD_SIZE", f"{said!r} is no number of processes", "Unset it")
+    return int(said)
+
+
 def _check_single_process() -> None:
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1":
+    ranks = learner_processes(os.environ)
+    if ranks > 1:
         raise ContractError(
             "WORLD_SIZE",
             f"{ranks} learner processes; one is served yet",
@@ -120,19 +179,23 @@ def check_checkpoint(folder: Path) -> None:
         )
 
 
-def needs_servers(config: Config) -> bool:
-    """True when the run generates: in channel B or to evaluate."""
+def generates(config: Config) -> bool:
+    """True when the run asks for rollouts: in channel B or to evaluate."""
     return config.stage2_ab.schedule.b_ratio > 0 or config.training.eval_strategy != "no"
 
 
 def reach_servers(config: Config) -> list[RolloutClient]:
     """Clients of the configured servers, each healthy and with the settings of the config.
 
+    None for a backend that needs no servers.
+
     Raises:
         ContractError: a server is not there, or not ready within `timeout_s`; or has
             settings of its own (all servers are told at once).
     """
     server = config.rollout_matching.vllm.server
+    if config.rollout_matching.backend != "server" or server is None:
+        return []
     clients = [
         RolloutClient(entry.base_url, server.timeout_s, server.infer_timeout_s)
         for entry in server.servers

@@ -1,7 +1,7 @@
 """The run folder: what was asked, with what, and a line of numbers per logged step.
 
 <output_dir>/resolved_config.yaml   the config as it was understood
-<output_dir>/run.json               versions, commit, command, servers
+<output_dir>/run.json               versions, commit, command, who generates
 <output_dir>/metrics.jsonl          one JSON object per logged step
 <output_dir>/rollout_calls.jsonl    one per step with rollouts, and per evaluation
 <output_dir>/tensorboard/           the same numbers for TensorBoard
@@ -9,6 +9,7 @@
 
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from learner.config import Config, dump_resolved
+from learner.config.sync_mode import resolved_sync_mode
 from learner.publish import publish_text
+from learner.rollout.describe import describe_backend
 
 _LIBRARIES = ("rollmatch", "torch", "transformers", "accelerate", "peft")
 
@@ -34,14 +37,17 @@ def open_run_folder(config: Config) -> Path:
 
 
 def _run_facts(config: Config) -> dict[str, Any]:
-    servers = config.rollout_matching.vllm.server.servers
+    rollout = config.rollout_matching
+    server = rollout.vllm.server if rollout.backend == "server" else None
     return {
         "command": sys.argv,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in _LIBRARIES},
         "commit": _commit(),
-        "servers": [server.model_dump() for server in servers],
-        "sync_mode": config.rollout_matching.vllm.sync.mode,
+        "rollout_backend": rollout.backend,
+        "rollouts": describe_backend(config, os.environ),
+        "servers": [entry.model_dump() for entry in server.servers] if server else [],
+        "sync_mode": None if rollout.backend == "hf" else resolved_sync_mode(config, 1),
     }
 
 

@@ -1,6 +1,6 @@
 """One run of the learner, from a config to a run folder.
 
-    train()   preflight's findings -> model -> weight groups -> TwoChannelTrainer -> folder
+    train()   preflight's findings -> model -> backend -> TwoChannelTrainer -> folder
 
 The Trainer of transformers owns the optimizer, the schedule, checkpoints and trackers;
 ours only hands it whole steps of raw samples (RUN-02).
@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.tensorboard import SummaryWriter
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.utils.logging import disable_progress_bar
 
+from learner.backends import OpenBackend, open_backend
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
 from learner.config.schema import Config
@@ -30,20 +32,16 @@ from learner.model.load import LoadedModel, load_model
 from learner.model.packed_forward import check_packing
 from learner.model.prompt import PromptEncoder
 from learner.optim import build_optimizer
-from learner.preflight import RunInputs
+from learner.preflight import RunInputs, generates
 from learner.progress import ProgressDisplay
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.seeds import request_seed, rollout_seed_base
-from learner.rollout.server import ServerBackend
-from learner.runlog import JsonlLog, open_run_folder
+from learner.runlog import CallLog, JsonlLog, open_run_folder
 from learner.step import StepRunner
-from learner.sync.push import WeightPusher
-from learner.sync.source import MergedWeights, OneSource
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig
-from shared_contracts.weights import Transport
 
 
 class TwoChannelTrainer(Trainer):
@@ -91,7 +89,7 @@ def train(
 ) -> Path:
     """Run the training that `config` describes; returns the run folder.
 
-    inputs, clients: what preflight found; no clients in a run that never generates.
+    inputs, clients: what preflight found; no clients in a run that asks no servers.
     """
     _require_one_gpu()
     disable_progress_bar()
@@ -100,14 +98,17 @@ def train(
     loaded = load_model(config)
     if config.training.packing:
         check_packing(loaded.model)
+    optimizer = build_optimizer(loaded.model, config.training)
     with ExitStack() as stack:
         policy = None
-        if clients:
-            policy = connect_policy(config, loaded.model, clients)
+        if generates(config):
+            samples = [*inputs.train, *inputs.val]
+            opened = open_backend(config, loaded, clients, folder, samples, optimizer)
+            policy = policy_over(opened, config)
             stack.callback(policy.close)
         display = ProgressDisplay(console, config.training.run_name)
         stack.callback(display.stop)
-        build_trainer(config, loaded, inputs, policy, folder, display).train()
+        build_trainer(config, loaded, optimizer, inputs, policy, folder, display).train()
     return folder
 
 
@@ -122,9 +123,10 @@ def _require_one_gpu() -> None:
 
 
 def score_checkpoint(config: Config, samples: list[Sample], clients: list[RolloutClient]) -> Scores:
-    """Push the weights of `model.model` to the servers and score their answers."""
+    """Score the answers of `model.model`, by the backend of `config`."""
     loaded = load_model(config)
-    policy = connect_policy(config, loaded.model, clients)
+    folder = Path(config.training.output_dir)
+    policy = policy_over(open_backend(config, loaded, clients, folder, samples), config)
     try:
         return evaluate(policy, samples, _evaluation_seed(config), loaded.tokenizer)
     finally:
@@ -135,23 +137,14 @@ def _evaluation_seed(config: Config) -> int:
     return request_seed(rollout_seed_base(config.training.seed, 0), 0, 0)
 
 
-def connect_policy(config: Config, model: nn.Module, clients: list[RolloutClient]) -> Policy:
-    """Form the weight groups; the policy starts at the servers' newest version."""
-    sync, server = config.rollout_matching.vllm.sync, config.rollout_matching.vllm.server
-    transport: Transport = sync.transport if sync.transport != "auto" else _transport_for(model)
-    choice = OneSource(MergedWeights(model))
-    bucket = sync.bucket_mib * 2**20
-    pushers = [
-        WeightPusher(client, entry.group_port, choice, transport, bucket, sync.verify)
-        for client, entry in zip(clients, server.servers, strict=True)
-    ]
-    backend = ServerBackend(clients, pushers, config.rollout_matching.decode_batch_size)
-    guarded = all(client.info().repeat_terminate.active for client in clients)
-    return Policy(backend, backend.connect(), asking_of(config), guarded)
-
-
-def _transport_for(model: nn.Module) -> Transport:
-    return "nccl" if next(model.parameters()).is_cuda else "gloo"
+def policy_over(opened: OpenBackend, config: Config) -> Policy:
+    return Policy(
+        opened.backend,
+        opened.weights_version,
+        asking_of(config),
+        opened.repeat_terminate_active,
+        opened.journal,
+    )
 
 
 def asking_of(config: Config) -> Asking:
@@ -170,6 +163,7 @@ def asking_of(config: Config) -> Asking:
 def build_trainer(
     config: Config,
     loaded: LoadedModel,
+    optimizer: Optimizer,
     inputs: RunInputs,
     policy: Policy | None,
     folder: Path,
@@ -179,17 +173,20 @@ def build_trainer(
     order = config.custom.object_field_order
     encode = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     matching = MatchConfig(**config.rollout_matching.matching.model_dump())
+    calls = CallLog(folder)
     runner = StepRunner(
         config,
         ChannelA(loaded.inner, encode, loaded.tokenizer, order),
         ChannelB(loaded.inner, encode, loaded.tokenizer, order, matching),
         Pipeline(config.stage2_ab.pipeline.objective, loaded.vocab.ids),
         policy,
+        calls.write,
     )
 
     def scores() -> Scores:
         assert policy is not None, "a run that evaluates has a policy"
-        return evaluate(policy, inputs.val, _evaluation_seed(config), loaded.tokenizer)
+        seed = _evaluation_seed(config)
+        return evaluate(policy, inputs.val, seed, loaded.tokenizer, calls.write)
 
     trainer = TwoChannelTrainer(
         runner,
@@ -200,7 +197,7 @@ def build_trainer(
         eval_dataset=inputs.val or None,
         data_collator=list,
         processing_class=loaded.processor,
-        optimizers=(build_optimizer(loaded.model, config.training), None),
+        optimizers=(optimizer, None),
         callbacks=[
             JsonlLog(folder),
             TensorBoardCallback(SummaryWriter(config.training.logging_dir)),

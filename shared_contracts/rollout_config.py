@@ -107,9 +107,9 @@ class SyncConfig(StrictModel):
         default=True,
         description="after a failed push of the adapter push full weights for the rest of the run",
     )
-    transport: Literal["auto", "gloo", "nccl", "ipc"] = Field(
+    transport: Literal["auto", "gloo", "nccl"] = Field(
         default="auto",
-        description="`auto`: `gloo` without a GPU; with one `nccl`, and `ipc` for `colocate`",
+        description="`auto`: `nccl` to servers on GPUs, else `gloo`",
     )
     verify: Verify = Field(
         default="sample", description="which weights are read back from the engines after a push"
@@ -161,11 +161,11 @@ class VllmConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _ipc_stays_on_a_device(self) -> "VllmConfig":
-        if self.sync.transport == "ipc" and self.mode != "colocate":
+    def _colocated_ranks_share_devices(self) -> "VllmConfig":
+        if self.mode == "colocate" and self.sync.transport == "nccl":
             raise Refusal(
-                "ipc, and mode is server",
-                "ipc needs a learner and an engine on the same GPU: use auto, nccl or gloo",
+                "nccl, and mode is colocate",
+                "nccl needs a GPU for each rank: use auto or gloo",
                 "sync.transport",
             )
         return self

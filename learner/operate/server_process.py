@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,22 +28,32 @@ def free_ports(count: int) -> list[int]:
 
 
 class ServerProcess:
-    """`rollout-server serve` on loopback, with its output in a log file.
+    """`rollout-server serve` on loopback, with its output at the end of a log file.
 
-    The server ends with this process, however this process ends.
+    The server ends with the thread that started it, and so with this process, however that
+    ends.
+
+    port: a free one unless given. environment: this process's own unless given.
     """
 
-    def __init__(self, options: list[str], log: Path) -> None:
-        (port,) = free_ports(1)
+    def __init__(
+        self,
+        options: list[str],
+        log: Path,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        port = port or free_ports(1)[0]
         self.base_url = f"http://127.0.0.1:{port}"
         self.log = log
         command = [sys.executable, "-m", "rollout_server", "serve", "--port", str(port)]
-        with log.open("wb") as output:
+        with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, "--parent-pid", str(os.getpid()), *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env=environment,
             )
 
     def __enter__(self) -> Self:
@@ -78,6 +89,10 @@ class ServerProcess:
                 time.sleep(0.2)
         raise self._failure(f"it was not ready within {timeout_s:.0f} s")
 
+    def wait(self) -> int:
+        """Wait for its end; returns the exit code."""
+        return self._process.wait()
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL after a grace time; idempotent."""
         if self._process.poll() is not None:
@@ -89,10 +104,10 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
 
-    def _failure(self, found: str) -> ContractError:
+    def log_tail(self) -> str:
+        """Where the log is, and its last lines."""
         lines = self.log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        return ContractError(
-            f"the rollout server at {self.base_url}",
-            found,
-            f"Read {self.log}; its last lines:\n  " + "\n  ".join(lines),
-        )
+        return f"Read {self.log}; its last lines:\n  " + "\n  ".join(lines)
+
+    def _failure(self, found: str) -> ContractError:
+        return ContractError(f"the rollout server at {self.base_url}", found, self.log_tail())

@@ -4,7 +4,7 @@
     infer                      as long as it takes, while `/live/` says that the server is there
 
 Environment proxies are ignored: servers are addressed directly, often on loopback. The
-token of the servers comes from the environment alone, and is never shown.
+token of configured servers comes from the environment alone; none is ever shown.
 """
 
 import asyncio
@@ -110,6 +110,7 @@ class RolloutClient:
     header can carry, and one that the server refuses, is a ContractError.
 
     live_interval_s: between two looks at a server that generates.
+    token: of a server of the learner's own, in place of the environment's.
     """
 
     def __init__(
@@ -118,12 +119,13 @@ class RolloutClient:
         timeout_s: float = 240.0,
         infer_timeout_s: float | None = None,
         live_interval_s: float = LIVE_INTERVAL_S,
+        token: str | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.timeout_s = timeout_s
         self._infer_timeout = infer_timeout_s if infer_timeout_s and infer_timeout_s > 0 else None
         self._live_interval_s = live_interval_s
-        self._headers = _authorization()
+        self._headers = _authorization() if token is None else _bearer(token)
         self._tls = httpx.create_ssl_context()
         self._http = httpx.Client(
             transport=httpx.HTTPTransport(verify=self._tls, socket_options=_KEEP_ALIVE),
@@ -338,6 +340,10 @@ def _authorization() -> dict[str, str]:
             "holds a blank or a character that no HTTP header can carry",
             "Use a token of plain letters and digits, here and at the server",
         )
+    return _bearer(token)
+
+
+def _bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,17 @@ import pytest
 from rich.console import Console
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from learner.backends import open_backend
 from learner.config import Config, dump_mapping, load_mapping, merge, parse_config
 from learner.data.toy import ToyData, make_data
 from learner.model.load import LoadedModel, load_model
 from learner.model.toy import make_model
 from learner.operate.server_process import free_ports
-from learner.preflight import read_inputs
+from learner.optim import build_optimizer
+from learner.preflight import reach_servers, read_inputs
 from learner.progress import ProgressDisplay
-from learner.rollout.client import RolloutClient
-from learner.rollout.policy import Policy
-from learner.rollout.server import ServerBackend
-from learner.sync.push import WeightPusher
-from learner.sync.source import MergedWeights, OneSource
-from learner.train import asking_of, build_trainer
+from learner.rollout.backend import RolloutBackend
+from learner.train import build_trainer, policy_over
 from learner.types import RolloutOutput
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.contract.running_server import (
@@ -211,7 +209,7 @@ def without_clock(line: dict[str, Any]) -> dict[str, Any]:
 class Recorder:
     """A backend that, after every push, keeps the checkpoint and what the server says."""
 
-    backend: ServerBackend
+    backend: RolloutBackend
     loaded: LoadedModel
     server: RunningServer
     folder: Path
@@ -246,7 +244,11 @@ def probe(server: RunningServer, toy: Path) -> list[list[int]]:
 def test_after_every_push_the_server_answers_like_a_fresh_engine(loop: Loop, warm: Path) -> None:
     strides = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
     mapping = loop.config("two_channel", "pushes", warm, **strides, max_steps=2, save_strategy="no")
-    config = parse_config(merge(mapping, {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}))
+    always = {
+        "stage2_ab": {"schedule": {"b_ratio": 1.0}},
+        "rollout_matching": {"vllm": {"sync": {"verify": "full"}}},
+    }
+    config = parse_config(merge(mapping, always))
     recorder = run_recorded(loop, config)
     assert len(recorder.said) == 2
     answers = list(recorder.said.values())
@@ -266,15 +268,13 @@ def run_recorded(loop: Loop, config: Config) -> Recorder:
     """Train in this process with a recording backend."""
     folder = Path(config.training.output_dir)
     folder.mkdir()
-    loaded = load_model(config)
-    client = RolloutClient(loop.server.process.base_url, timeout_s=60)
-    port = config.rollout_matching.vllm.server.servers[0].group_port
-    choice = OneSource(MergedWeights(loaded.model))
-    pusher = WeightPusher(client, port, choice, "gloo", 2**20, "full")
-    recorder = Recorder(ServerBackend([client], [pusher], 32), loaded, loop.server, folder)
-    policy = Policy(recorder, recorder.backend.connect(), asking_of(config))
+    loaded, inputs = load_model(config), read_inputs(config)
+    opened = open_backend(config, loaded, reach_servers(config), folder, inputs.train)
+    recorder = Recorder(opened.backend, loaded, loop.server, folder)
+    policy = policy_over(replace(opened, backend=recorder), config)
+    optimizer = build_optimizer(loaded.model, config.training)
     display = ProgressDisplay(Console(quiet=True), config.training.run_name)
-    build_trainer(config, loaded, read_inputs(config), policy, folder, display).train()
+    build_trainer(config, loaded, optimizer, inputs, policy, folder, display).train()
     policy.close()
     return recorder
 

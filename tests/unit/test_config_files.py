@@ -334,9 +334,11 @@ def test_the_demo_fills_in_ports_and_paths(tmp_path: Path) -> None:
     filled = merge(load_mapping(CONFIGS / "demo/two_channel.yaml"), overrides)
     config = load_config(written(tmp_path / "run/config.yaml", dump_mapping(filled)))
     assert config.model.model == tmp_path / "model"
-    (server,) = config.rollout_matching.vllm.server.servers
+    section = config.rollout_matching.vllm.server
+    assert section is not None
+    (server,) = section.servers
     assert (server.base_url, server.group_port) == ("http://127.0.0.1:9", 10)
-    assert config.rollout_matching.vllm.server.timeout_s == 240.0
+    assert section.timeout_s == 240.0
 
 
 def test_channel_a_alone_warms_up_and_both_channels_follow() -> None:

@@ -1,0 +1,194 @@
+"""Which backend a run has: the one place that knows (ARCH-03).
+
+server     clients -> weight channels -> ServerBackend
+colocate   a server process -> the same over it alone -> ColocatedBackend
+hf         HfBackend on the model in training
+"""
+
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from learner.config import Config, dump_mapping, dump_resolved
+from learner.config.sync_mode import resolved_sync_mode
+from learner.model.load import LoadedModel
+from learner.model.offload import Offload
+from learner.model.prompt import encode_request
+from learner.operate.kept_server import KeptServer
+from learner.operate.server_process import ServerProcess, free_ports
+from learner.publish import publish_text
+from learner.rollout.backend import RolloutBackend
+from learner.rollout.client import RolloutClient
+from learner.rollout.colocate import (
+    CUDA_VISIBLE,
+    ColocatedBackend,
+    Placement,
+    media_dirs,
+    place,
+    server_settings,
+    visible_gpus,
+)
+from learner.rollout.hf import HfBackend
+from learner.rollout.journal import Journal
+from learner.rollout.server import ServerBackend
+from learner.sync.mode import SyncMode
+from learner.sync.push import WeightPusher
+from learner.types import Sample
+from shared_contracts.rollout_config import ServerAddress
+from shared_contracts.server_info import TOKEN_VARIABLE
+from shared_contracts.weights import Transport
+
+# Imports, weights, and on GPUs the capture of graphs.
+COLOCATED_START_S = 900.0
+COLOCATED_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class OpenBackend:
+    """A backend that can be pushed to.
+
+    weights_version: of what it holds now; pushes count on from it.
+    repeat_terminate_active: it ends answers that repeat themselves.
+    journal: what it notes of its calls and pushes.
+    """
+
+    backend: RolloutBackend
+    weights_version: int
+    repeat_terminate_active: bool
+    journal: Journal
+
+
+def open_backend(
+    config: Config,
+    loaded: LoadedModel,
+    clients: Sequence[RolloutClient],
+    folder: Path,
+    samples: Sequence[Sample],
+    optimizer: Optimizer | None = None,
+) -> OpenBackend:
+    """The backend that `config` asks for, ready for its first push; whoever opens it closes it.
+
+    clients: of the configured servers, in the order of the config; none without servers.
+    folder: of the run; a colocated server's settings and log go there.
+    samples: all that will be asked; a colocated server may read their images.
+    optimizer: of the model, whose state may be moved out of a colocated server's way.
+
+    Raises:
+        ContractError: what preflight could not find yet, such as a server that does not start.
+    """
+    match config.rollout_matching.backend:
+        case "hf":
+            return _hf(config, loaded)
+        case "server":
+            server = config.rollout_matching.vllm.server
+            assert server is not None, "checked with the config"
+            return _over_servers(config, loaded, clients, server.servers)
+        case "colocate":
+            return _colocate(config, loaded, folder, samples, optimizer)
+
+
+def _hf(config: Config, loaded: LoadedModel) -> OpenBackend:
+    rollout, model = config.rollout_matching, loaded.model
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(plain, PreTrainedModel)
+    backend = HfBackend(
+        plain,
+        partial(encode_request, loaded.processor),
+        loaded.processor.tokenizer,
+        rollout.repeat_terminate,
+        rollout.decode_batch_size,
+        rollout.num_beams or 1,
+        torch.bfloat16 if config.model.torch_dtype == "bfloat16" else None,
+    )
+    return OpenBackend(backend, 0, rollout.repeat_terminate.enabled, Journal())
+
+
+def _over_servers(
+    config: Config,
+    loaded: LoadedModel,
+    clients: Sequence[RolloutClient],
+    servers: Sequence[ServerAddress],
+) -> OpenBackend:
+    """Form the weight groups; the pushes count on from the servers' newest version."""
+    sync = config.rollout_matching.vllm.sync
+    mode = SyncMode.of(
+        loaded.model, resolved_sync_mode(config, learner_world_size=1), sync.fallback_to_full
+    )
+    journal = Journal(servers, mode)
+    transport, bucket_bytes = _transport(config), sync.bucket_mib * 2**20
+    channels = [
+        WeightPusher(client, entry.group_port, mode, transport, bucket_bytes, sync.verify)
+        for client, entry in zip(clients, servers, strict=True)
+    ]
+    batch = config.rollout_matching.decode_batch_size
+    backend = ServerBackend(clients, channels, batch, journal)
+    guarded = all(client.info().repeat_terminate.active for client in clients)
+    return OpenBackend(backend, backend.connect(), guarded, journal)
+
+
+def _transport(config: Config) -> Transport:
+    """`auto` is `nccl` where learner and server have GPUs of their own, else `gloo`."""
+    asked = config.rollout_matching.vllm.sync.transport
+    if asked != "auto":
+        return asked
+    own_gpus = config.rollout_matching.backend == "server" and torch.cuda.is_available()
+    return "nccl" if own_gpus else "gloo"
+
+
+def _colocate(
+    config: Config,
+    loaded: LoadedModel,
+    folder: Path,
+    samples: Sequence[Sample],
+    optimizer: Optimizer | None,
+) -> OpenBackend:
+    placement = place(config.rollout_matching.vllm, visible_gpus(os.environ))
+    offload = _offload(config, loaded, optimizer)
+    token = secrets.token_urlsafe(32)
+    with ExitStack() as stack:
+        with offload.room():
+            own = _start_server(config, placement, folder, samples, token)
+            stack.callback(own.stop)
+            client = RolloutClient(own.base_url, COLOCATED_TIMEOUT_S, token=token)
+            address = ServerAddress(base_url=own.base_url, group_port=free_ports(1)[0])
+            opened = _over_servers(config, loaded, [client], [address])
+        stack.pop_all()
+    return OpenBackend(
+        ColocatedBackend(opened.backend, own, offload.room),
+        opened.weights_version,
+        opened.repeat_terminate_active,
+        opened.journal,
+    )
+
+
+def _offload(config: Config, loaded: LoadedModel, optimizer: Optimizer | None) -> Offload:
+    wanted = config.rollout_matching.offload
+    return Offload(
+        model=loaded.model if wanted.enabled and wanted.offload_model else None,
+        optimizer=optimizer if wanted.enabled and wanted.offload_optimizer else None,
+    )
+
+
+def _start_server(
+    config: Config, placement: Placement, folder: Path, samples: Sequence[Sample], token: str
+) -> KeptServer:
+    """Start the learner's own server and wait until it is healthy."""
+    settings, run = folder / "rollout_server.yaml", folder / "rollout_server_run.yaml"
+    publish_text(settings, dump_mapping(server_settings(config, placement, media_dirs(samples))))
+    publish_text(run, dump_resolved(config))
+    options = ["--config", str(settings), "--run-config", str(run)]
+    environment = os.environ | {TOKEN_VARIABLE: token}
+    if placement.gpus:
+        environment.pop(CUDA_VISIBLE, None)  # the settings name GPUs by their ids on this machine
+    (port,) = free_ports(1)
+    log = folder / "rollout_server.log"
+    return KeptServer(lambda: ServerProcess(options, log, port, environment), COLOCATED_START_S)

@@ -1,0 +1,90 @@
+"""A rollout server of the learner's own, which is started again when it dies (ROLL-03)."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from learner.operate.server_process import ServerProcess
+from shared_contracts.errors import RunError
+
+_LOG = logging.getLogger(__name__)
+
+# Seconds before each new start; after the last one a server that dies stays dead.
+PAUSES_S = (0.0, 2.0, 10.0, 30.0, 60.0)
+
+
+class KeptServer:
+    """Keeps one process running until `stop`; who calls it sees a server that restarts.
+
+    start: starts the process, each time on the same port.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], ServerProcess],
+        start_timeout_s: float,
+        pauses_s: Sequence[float] = PAUSES_S,
+    ) -> None:
+        """Wait for the first start.
+
+        Raises:
+            ContractError: it ended, or was not ready in time; nothing is left running.
+        """
+        self._start = start
+        self._pauses_s = pauses_s
+        self._stopped = threading.Event()
+        self._changing = threading.Lock()
+        self._given_up: RunError | None = None
+        self._process = start()
+        try:
+            self._process.wait_until_healthy(start_timeout_s)
+        except BaseException:
+            self._process.stop()
+            raise
+        # The kernel ends a child with the thread that started it: this one waits for it.
+        threading.Thread(target=self._keep, daemon=True).start()
+
+    @property
+    def base_url(self) -> str:
+        return self._process.base_url
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raises RunError, with the end of the log, when the server died too often."""
+        if self._given_up is not None:
+            raise self._given_up
+
+    def stop(self) -> None:
+        """End the process and what keeps it; idempotent."""
+        with self._changing:
+            self._stopped.set()
+        self._process.stop()
+
+    def _keep(self) -> None:
+        for pause_s in self._pauses_s:
+            code = self._process.wait()
+            if self._stopped.is_set():
+                return
+            _LOG.warning(
+                "the colocated rollout server ended with code %d and is started again in %g s",
+                code,
+                pause_s,
+            )
+            if self._stopped.wait(pause_s) or not self._start_again():
+                return
+        code = self._process.wait()
+        if not self._stopped.is_set():
+            self._given_up = RunError(
+                f"the colocated rollout server ended {len(self._pauses_s) + 1} times, the last "
+                f"time with code {code}. {self._process.log_tail()}"
+            )
+
+    def _start_again(self) -> bool:
+        with self._changing:
+            if self._stopped.is_set():
+                return False
+            self._process = self._start()
+            return True

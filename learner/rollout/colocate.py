@@ -1,0 +1,171 @@
+"""The `colocate` backend: a rollout server of the learner's own, on its own devices (ROLL-03).
+
+    visible_gpus -> place -> server_settings -> a server process -> ColocatedBackend
+
+Behind its address it is a server like any other, so the backend is that of servers; here
+is where it is placed, and what is done around its work. Imports no torch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from learner.config.schema import Config
+from learner.rollout.backend import RolloutBackend
+from learner.types import RolloutOutput, Sample
+from shared_contracts.errors import ContractError, RunError
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.rollout_config import VllmConfig
+
+GPU_MEMORY_UTILIZATION = 0.45
+TENSOR_PARALLEL_SIZE = 4
+
+CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
+GPU_DEVICES = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the server runs.
+
+    gpus: ids on this machine; empty: the CPU.
+    adapted: how it differs from the defaults of the contract, and why; empty if it does not.
+    """
+
+    gpus: tuple[int, ...]
+    tensor_parallel_size: int
+    gpu_memory_utilization: float
+    adapted: str
+
+    def __str__(self) -> str:
+        device = f"GPU {', '.join(map(str, self.gpus))}" if self.gpus else "the CPU"
+        shape = f"tensor_parallel_size {self.tensor_parallel_size}"
+        memory = f", gpu_memory_utilization {self.gpu_memory_utilization:g}" if self.gpus else ""
+        return f"{device}, {shape}{memory}{f' ({self.adapted})' if self.adapted else ''}"
+
+
+def visible_gpus(environment: Mapping[str, str], devices: Path = GPU_DEVICES) -> list[int]:
+    """Ids of the GPUs this process may use, without asking CUDA.
+
+    Raises ContractError for a CUDA_VISIBLE_DEVICES that names GPUs otherwise than by number.
+    """
+    present = list(range(len(list(devices.iterdir())))) if devices.is_dir() else []
+    if not present or (named := environment.get(CUDA_VISIBLE)) is None:
+        return present
+    try:
+        wanted = [int(name) for name in named.split(",") if name.strip()]
+    except ValueError:
+        raise ContractError(
+            CUDA_VISIBLE, f"{named!r} is no list of numbers", "Name GPUs by number, as in 0,1"
+        ) from None
+    return [gpu for gpu in wanted if gpu in present]
+
+
+def place(vllm: VllmConfig, gpus: Sequence[int]) -> Placement:
+    """The server's place among the GPUs the learner sees.
+
+    Raises ContractError for a `tensor_parallel_size` that asks for more of them.
+    """
+    asked, there = vllm.tensor_parallel_size, max(len(gpus), 1)
+    if asked is not None and asked > there:
+        seen = "no GPU is" if not gpus else f"{len(gpus)} of them are"
+        raise ContractError(
+            "rollout_matching.vllm.tensor_parallel_size",
+            f"{asked} GPUs are asked for, and {seen} visible to the learner",
+            f"Lower it to {there} or leave it out, or make more visible ({CUDA_VISIBLE})",
+        )
+    size = asked or min(TENSOR_PARALLEL_SIZE, there)
+    adapted = ""
+    if size < TENSOR_PARALLEL_SIZE and asked is None:
+        found = "no GPU is visible" if not gpus else f"{len(gpus)} visible"
+        adapted = f"tensor_parallel_size {TENSOR_PARALLEL_SIZE} by default, but {found}"
+    return Placement(
+        gpus=tuple(gpus[:size]),
+        tensor_parallel_size=size,
+        gpu_memory_utilization=vllm.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
+        adapted=adapted,
+    )
+
+
+def server_settings(
+    config: Config, placement: Placement, media_dirs: Sequence[Path]
+) -> dict[str, Any]:
+    """What the server is told beside the training YAML (`--run-config`)."""
+    settings = {
+        "model": str(config.model.model),
+        "dtype": config.model.torch_dtype,
+        "allowed_media_dirs": [str(folder) for folder in media_dirs],
+        "weight_transport": "gloo",
+    }
+    if not placement.gpus:
+        return settings | {"device": "cpu"}
+    return settings | {
+        "device": "gpu",
+        "gpus": list(placement.gpus),
+        "share_gpus": True,
+        "tensor_parallel_size": placement.tensor_parallel_size,
+        "gpu_memory_utilization": placement.gpu_memory_utilization,
+    }
+
+
+def media_dirs(samples: Iterable[Sample]) -> list[Path]:
+    """The folders of all images, which the server must be allowed to read."""
+    return sorted({image.parent for sample in samples for image in sample.images})
+
+
+class OwnServer(Protocol):
+    """The process behind the backend (see `operate.kept_server`)."""
+
+    def check(self) -> None:
+        """Raises RunError when it will not come back."""
+
+    def stop(self) -> None:
+        """End it; idempotent."""
+
+
+class ColocatedBackend:
+    """Backend of servers over one that is the learner's own.
+
+    room: what makes room on the device while the server works.
+    """
+
+    def __init__(
+        self,
+        servers: RolloutBackend,
+        own: OwnServer,
+        room: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._servers = servers
+        self._own = own
+        self._room = room
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        with self._working():
+            return self._servers.rollout(requests, request_config)
+
+    def push_weights(self, version: int) -> None:
+        with self._working():
+            self._servers.push_weights(version)
+
+    def close(self) -> None:
+        try:
+            self._servers.close()
+        finally:
+            self._own.stop()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Room is made; an error tells why the server is gone for good, if it is."""
+        with self._room():
+            try:
+                yield
+            except RunError as error:
+                try:
+                    self._own.check()
+                except RunError as reason:
+                    raise reason from error
+                raise

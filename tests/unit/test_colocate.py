@@ -1,0 +1,444 @@
+"""The colocated server without vLLM: its place, its settings, its life, room on the device."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from learner.config import dump_mapping, dump_resolved, load_mapping, merge, parse_config
+from learner.config.schema import Config
+from learner.model.offload import Offload
+from learner.operate.kept_server import KeptServer
+from learner.operate.server_process import ServerProcess, free_ports
+from learner.preflight import check_backend
+from learner.rollout.colocate import (
+    CUDA_VISIBLE,
+    ColocatedBackend,
+    media_dirs,
+    place,
+    server_settings,
+    visible_gpus,
+)
+from learner.rollout.describe import describe_backend
+from learner.types import RolloutOutput, Sample
+from rollout_server.settings import load_settings
+from shared_contracts.errors import ContractError, RunError
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.rollout_config import VllmConfig
+
+WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
+BARE = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
+
+
+def config_of(rollout: dict[str, Any] | None = None, **sections: Any) -> Config:
+    section = {"max_new_tokens": 16, **(rollout or {})}
+    return parse_config(merge(BARE, {"rollout_matching": section, **sections}))
+
+
+# --- Where it runs ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def four_gpus(tmp_path: Path) -> Path:
+    """What the driver shows of a machine with four."""
+    for name in ("0000:01", "0000:02", "0000:03", "0000:04"):
+        (tmp_path / "gpus" / name).mkdir(parents=True)
+    return tmp_path / "gpus"
+
+
+@pytest.mark.req("ROLL-03")
+@pytest.mark.parametrize(
+    ("environment", "gpus"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({CUDA_VISIBLE: "2,1"}, [2, 1]),
+        ({CUDA_VISIBLE: ""}, []),
+        ({CUDA_VISIBLE: "-1"}, []),
+        ({CUDA_VISIBLE: "3,7"}, [3]),
+    ],
+)
+def test_the_learner_sees_the_gpus_that_cuda_would_show_it(
+    four_gpus: Path, environment: dict[str, str], gpus: list[int]
+) -> None:
+    assert visible_gpus(environment, four_gpus) == gpus
+    assert visible_gpus(environment, four_gpus / "none") == []
+
+
+def test_gpus_are_named_by_number(four_gpus: Path) -> None:
+    with pytest.raises(ContractError) as caught:
+        visible_gpus({CUDA_VISIBLE: "GPU-1b2c"}, four_gpus)
+    assert caught.value.where == CUDA_VISIBLE
+
+
+@pytest.mark.req("ROLL-03", "CFG-05")
+def test_by_default_it_takes_four_gpus_and_less_than_half_of_their_memory() -> None:
+    placement = place(VllmConfig(), [4, 5, 6, 7, 8])
+    assert (placement.gpus, placement.tensor_parallel_size) == ((4, 5, 6, 7), 4)
+    assert placement.gpu_memory_utilization == 0.45
+    assert placement.adapted == ""
+
+
+@pytest.mark.req("ROLL-03")
+@pytest.mark.parametrize(("gpus", "said"), [([0], "1 visible"), ([], "no GPU is visible")])
+def test_fewer_gpus_change_the_default_and_are_mentioned(gpus: list[int], said: str) -> None:
+    placement = place(VllmConfig(), gpus)
+    assert (placement.gpus, placement.tensor_parallel_size) == (tuple(gpus), 1)
+    assert said in str(placement)
+    assert "tensor_parallel_size 4 by default" in str(placement)
+
+
+@pytest.mark.req("ROLL-03")
+@pytest.mark.parametrize(("asked", "gpus"), [(2, [0]), (5, [0, 1, 2, 3]), (2, [])])
+def test_more_gpus_than_there_are_fail_fast(asked: int, gpus: list[int]) -> None:
+    with pytest.raises(ContractError) as caught:
+        place(VllmConfig(tensor_parallel_size=asked), gpus)
+    assert caught.value.where == "rollout_matching.vllm.tensor_parallel_size"
+    assert f"{asked} GPUs are asked for" in caught.value.found
+    assert CUDA_VISIBLE in caught.value.do
+
+
+def test_a_stated_size_is_not_an_adaption() -> None:
+    placement = place(VllmConfig(tensor_parallel_size=2, gpu_memory_utilization=0.3), [0, 1, 2])
+    assert (placement.gpus, placement.tensor_parallel_size) == ((0, 1), 2)
+    assert (placement.gpu_memory_utilization, placement.adapted) == (0.3, "")
+
+
+@pytest.mark.req("ROLL-03", "CFG-09")
+@pytest.mark.parametrize("gpus", [[], [3, 5]])
+def test_its_settings_are_a_servers(tmp_path: Path, gpus: list[int]) -> None:
+    """Together with the training YAML, as the server itself reads both."""
+    guard = {"enabled": True, "max_object_keys": 9}
+    config = config_of(
+        {
+            "decode_batch_size": 6,
+            "repeat_terminate": guard,
+            "vllm": {"max_model_len": 640, "enable_prefix_caching": False},
+        },
+        model={"torch_dtype": "bfloat16"},
+    )
+    told, run = tmp_path / "told.yaml", tmp_path / "run.yaml"
+    placement = place(config.rollout_matching.vllm, gpus)
+    told.write_text(dump_mapping(server_settings(config, placement, [tmp_path])))
+    run.write_text(dump_resolved(config))
+    settings = load_settings(told, {}, run)
+    assert (settings.host, settings.dtype) == ("127.0.0.1", "bfloat16")
+    assert settings.max_num_seqs == 6 * max(len(gpus), 1)
+    assert (settings.max_model_len, settings.enable_prefix_caching) == (640, False)
+    assert settings.repeat_terminate.max_object_keys == 9
+    assert (settings.allowed_media_dirs, settings.transport) == ((tmp_path,), "gloo")
+    assert (settings.device, settings.gpus) == ("gpu" if gpus else "cpu", tuple(gpus))
+    assert (settings.num_replicas, settings.num_workers) == (1, max(len(gpus), 1))
+    if gpus:
+        assert settings.share_gpus
+        assert settings.gpu_memory_utilization == 0.45
+
+
+@pytest.mark.req("WIRE-04")
+def test_it_may_read_the_folders_of_the_datas_images() -> None:
+    paths = ["/data/b/1.png", "/data/a/2.png", "/data/b/3.png"]
+    samples = [Sample(path, (Path(path),), 64, 64, ()) for path in paths]
+    assert media_dirs(samples) == [Path("/data/a"), Path("/data/b")]
+
+
+def test_a_run_says_who_generates() -> None:
+    nowhere = {CUDA_VISIBLE: ""}
+    assert "transformers" in describe_backend(config_of({"rollout_backend": "hf"}), nowhere)
+    assert "the CPU" in describe_backend(config_of(), nowhere)
+    server = WARMUP["rollout_matching"]["vllm"]
+    assert describe_backend(config_of({"vllm": server}), nowhere) == "http://127.0.0.1:8000"
+
+
+# --- What is found before anything is started -------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> dict[str, Any]:
+    """A section for a checkpoint with weights."""
+    (tmp_path / "model.safetensors").touch()
+    return {"model": str(tmp_path)}
+
+
+@pytest.mark.req("ROLL-03")
+def test_offload_beside_deepspeed_fails_fast(checkpoint: dict[str, Any]) -> None:
+    offload = {"offload": {"enabled": True, "offload_model": True}}
+    deepspeed = {CUDA_VISIBLE: "", "ACCELERATE_USE_DEEPSPEED": "true"}
+    with pytest.raises(ContractError, match="DeepSpeed") as caught:
+        check_backend(config_of(offload, model=checkpoint), deepspeed)
+    assert caught.value.where == "rollout_matching.offload.enabled"
+    check_backend(config_of(model=checkpoint), deepspeed)
+    check_backend(config_of({**offload, "rollout_backend": "hf"}, model=checkpoint), deepspeed)
+
+
+@pytest.mark.req("SYNC-01", "RES-04")
+def test_adapters_of_several_processes_fail_fast(checkpoint: dict[str, Any]) -> None:
+    tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
+    vllm = {"enable_lora": True, "sync": {"mode": "auto"}}
+    config = config_of({"vllm": vllm}, model=checkpoint, tuner=tuner)
+    with pytest.raises(ContractError) as caught:
+        check_backend(config, {CUDA_VISIBLE: "", "WORLD_SIZE": "2"})
+    assert caught.value.where == "rollout_matching.vllm.sync.mode"
+    check_backend(config, {CUDA_VISIBLE: ""})
+
+
+def test_a_world_size_is_a_number(checkpoint: dict[str, Any]) -> None:
+    with pytest.raises(ContractError) as caught:
+        check_backend(config_of(model=checkpoint), {"WORLD_SIZE": "two"})
+    assert caught.value.where == "WORLD_SIZE"
+
+
+def test_a_checkpoint_that_its_server_cannot_load_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="safetensors") as caught:
+        check_backend(config_of(model={"model": str(tmp_path)}), {CUDA_VISIBLE: ""})
+    assert caught.value.where == "model.model"
+
+
+# --- Its life ---------------------------------------------------------------------------
+
+# A process that answers /health/ until it is killed, or ends at once from its third start on.
+STAND_IN = """
+import http.server, pathlib, sys
+starts = pathlib.Path(sys.argv[1])
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+print("start", len(starts.read_text()), flush=True)
+if len(starts.read_text()) > int(sys.argv[3]):
+    sys.exit("no more of this")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b'{"status":"ok","state":"READY","weights_version":0,"server_epoch":"e-0",'
+        body += b'"replicas":[]}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+class StandIn(ServerProcess):
+    """Another program in the place of the server's."""
+
+    def __init__(self, folder: Path, port: int, lives: int) -> None:
+        self.base_url = f"http://127.0.0.1:{port}"
+        self.log = folder / "server.log"
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", STAND_IN, str(folder / "starts"), str(port), str(lives)],
+                stdout=output,
+                stderr=output,
+            )
+
+
+@contextmanager
+def kept(folder: Path, lives: int, pauses_s: Sequence[float]) -> Iterator[KeptServer]:
+    (port,) = free_ports(1)
+    server = KeptServer(lambda: StandIn(folder, port, lives), 30.0, pauses_s)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def starts(folder: Path) -> int:
+    return len((folder / "starts").read_text())
+
+
+@pytest.mark.req("ROLL-03")
+def test_a_server_that_dies_is_started_again_at_its_address(tmp_path: Path) -> None:
+    with kept(tmp_path, lives=9, pauses_s=(0.0, 0.0, 0.0)) as server:
+        address = server.base_url
+        for lives in (2, 3):
+            before = server.pid
+            os.kill(before, signal.SIGKILL)
+            wait_for(lambda before=before: server.pid != before)
+            wait_for(lambda lives=lives: starts(tmp_path) == lives)
+            assert server.base_url == address
+            server.check()
+
+
+@pytest.mark.req("ROLL-03")
+def test_a_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
+    def given_up() -> bool:
+        try:
+            server.check()
+        except RunError:
+            return True
+        return False
+
+    with kept(tmp_path, lives=1, pauses_s=(0.0, 0.01)) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for(given_up)
+        with pytest.raises(RunError, match=r"ended 3 times(?s:.)*no more of this"):
+            server.check()
+    assert starts(tmp_path) == 3
+
+
+@pytest.mark.req("ROLL-03")
+def test_a_stopped_server_is_not_started_again(tmp_path: Path) -> None:
+    with kept(tmp_path, lives=9, pauses_s=(0.0,)) as server:
+        server.stop()
+        server.stop()
+    assert starts(tmp_path) == 1
+    server.check()
+
+
+def test_a_server_that_does_not_start_is_an_error_and_gone(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="no more of this"), kept(tmp_path, 0, (0.0,)):
+        pass
+    assert starts(tmp_path) == 1
+
+
+# --- Room on the device -----------------------------------------------------------------
+
+
+class Trained:
+    """A small model after an optimizer step, with gradients of the next one."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.backward()
+        self.optimizer.step()
+        self.backward()
+
+    def backward(self) -> None:
+        self.model(torch.arange(15.0).view(5, 3)).square().sum().backward()
+
+    def tensors(self) -> list[torch.Tensor]:
+        state = [v for s in self.optimizer.state.values() for v in s.values()]
+        gradients = [p.grad for p in self.model.parameters()]
+        return [*self.model.parameters(), *self.model.buffers(), *state, *gradients]
+
+
+def emptied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor whose own memory then holds nothing of worth."""
+    copy = tensor.clone()
+    tensor.fill_(77)
+    return copy
+
+
+@pytest.mark.req("ROLL-03")
+def test_what_was_moved_away_comes_back_as_it_was() -> None:
+    trained, twin = Trained(), Trained()
+    objects = [id(tensor) for tensor in trained.tensors()]
+    own_memory = {tensor.data_ptr() for tensor in trained.tensors()}
+    with Offload(trained.model, trained.optimizer, to_host=emptied).room():
+        inside = {tensor.data_ptr() for tensor in trained.tensors()}
+        assert not inside & own_memory
+        for moved, kept_ in zip(trained.tensors(), twin.tensors(), strict=True):
+            assert torch.equal(moved, kept_), "a push sends what is in host memory"
+    assert [id(tensor) for tensor in trained.tensors()] == objects
+    for moved, kept_ in zip(trained.tensors(), twin.tensors(), strict=True):
+        assert torch.equal(moved, kept_)
+        assert (moved.dtype, moved.device) == (kept_.dtype, kept_.device)
+    for each in (trained, twin):
+        each.optimizer.step()
+    assert all(map(torch.equal, trained.tensors(), twin.tensors()))
+
+
+@pytest.mark.req("ROLL-03")
+def test_only_what_is_asked_for_is_moved_and_an_error_brings_it_back() -> None:
+    trained = Trained()
+    before = [tensor.data_ptr() for tensor in trained.tensors()]
+    with Offload(None, None, to_host=emptied).room():
+        assert [tensor.data_ptr() for tensor in trained.tensors()] == before
+    weights = [weight.clone() for weight in trained.model.parameters()]
+    with pytest.raises(RunError), Offload(trained.model, None, to_host=emptied).room():
+        raise RunError("the push broke")
+    assert all(map(torch.equal, trained.model.parameters(), weights))
+    states = [v for s in trained.optimizer.state.values() for v in s.values()]
+    assert {state.data_ptr() for state in states} <= set(before)
+
+
+# --- The backend ------------------------------------------------------------------------
+
+
+class Scene:
+    """Notes, in order, what the backend does and has done around it."""
+
+    def __init__(self, fails: bool = False, gone: bool = False) -> None:
+        self.told: list[str] = []
+        self.fails = fails
+        self.gone = gone
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        self.told.append("room")
+        try:
+            yield
+        finally:
+            self.told.append("restored")
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        self.told.append("rollout")
+        if self.fails:
+            raise RunError("nobody answers")
+        return []
+
+    def push_weights(self, version: int) -> None:
+        self.told.append(f"push {version}")
+
+    def close(self) -> None:
+        self.told.append("close")
+        if self.fails:
+            raise RunError("nobody to say goodbye to")
+
+    def check(self) -> None:
+        if self.gone:
+            raise RunError("the server died too often")
+
+    def stop(self) -> None:
+        self.told.append("stop")
+
+
+def colocated(scene: Scene) -> ColocatedBackend:
+    return ColocatedBackend(scene, scene, scene.room)
+
+
+@pytest.mark.req("ROLL-03")
+def test_room_is_made_for_every_push_and_rollout_and_restored_before_a_forward() -> None:
+    scene = Scene()
+    backend = colocated(scene)
+    backend.push_weights(3)
+    backend.rollout([], RequestConfig())
+    backend.close()
+    assert scene.told == [
+        *("room", "push 3", "restored"),
+        *("room", "rollout", "restored"),
+        *("close", "stop"),
+    ]
+
+
+@pytest.mark.req("ROLL-03")
+@pytest.mark.parametrize(("gone", "said"), [(True, "died too often"), (False, "nobody answers")])
+def test_a_failed_rollout_says_whether_the_server_is_gone(gone: bool, said: str) -> None:
+    scene = Scene(fails=True, gone=gone)
+    with pytest.raises(RunError, match=said):
+        colocated(scene).rollout([], RequestConfig())
+    assert scene.told[-1] == "restored"
+
+
+@pytest.mark.req("ROLL-03")
+def test_the_server_is_stopped_even_when_it_cannot_be_left_in_order() -> None:
+    scene = Scene(fails=True)
+    with pytest.raises(RunError):
+        colocated(scene).close()
+    assert scene.told[-1] == "stop"
