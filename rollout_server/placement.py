@@ -11,7 +11,7 @@ of the manifest nobody reads. Parts are boxes of matrices (`shared_contracts.dig
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -106,7 +106,7 @@ def trace(
     plan.faults += run.faults
     if len(run.faults) < MOST_FAILURES:
         plan.faults += _unread(run, parameters) + _wrong_types(run, parameters, dtype)
-        plan.faults += _unfilled(run, ties)
+        plan.faults += _filled_twice(run, ties) + _unfilled(run, ties)
     by_name = {target.full_name: target for target in run.targets}
     for source, placement in run.placements:
         readers = [placement.target.full_name, *ties.get(placement.target.full_name, ())]
@@ -284,41 +284,54 @@ def _wrong_types(
     ]
 
 
+def _filled_twice(run: _DryRun, ties: Ties) -> list[Fault]:
+    """Parameters that fill what another fills, in a tensor or in one that is tied to it."""
+    sources: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for name, placement in run.placements:
+        shared = min([placement.target.full_name, *ties.get(placement.target.full_name, ())])
+        sources[shared].append((name, placement.box.size))
+    sizes = {target.full_name: target.rows * target.columns for target in run.targets}
+    return [
+        Fault(filled[-1][0], "duplicate", f"what it fills, {filled[0][0]} or another fills, too")
+        for shared, filled in sources.items()
+        if sum(size for _, size in filled) > sizes[shared]
+    ]
+
+
 def _unfilled(run: _DryRun, ties: Ties) -> list[Fault]:
-    """Targets of which the manifest fills not everything, or some of it twice."""
-    full = {target.full_name for target in run.targets if _is_right(run, target)}
+    """Targets of which the manifest does not fill everything."""
+    full = {t.full_name for t in run.targets if run.filled(t) >= t.rows * t.columns}
     told = {fault.name for fault in run.faults}
+    usual = _usual_names(run)
     faults: list[Fault] = []
-    for target, tensor in run.targets.items():
+    for target in run.targets:
         if full.intersection([target.full_name, *ties.get(target.full_name, ())]):
             continue
         full.add(target.full_name)  # a tensor that several share is reported once
-        if run.copied[target] > tensor.numel():
-            names = sorted({n for n, placed in run.placements if placed.target == target})
-            detail = f"{' and '.join(names)} fill the same part of it"
-            faults.append(Fault(target.full_name, "duplicate", detail))
-            continue
-        counts = f"{run.filled(target)} of {tensor.numel()} elements"
+        counts = f"{run.filled(target)} of {target.rows * target.columns} elements"
         detail = f"{counts} of {target.full_name} are filled"
-        names = _likely_names(run, target) or [target.full_name]
+        names = _likely_names(run, target, usual) or [target.full_name]
         faults += [Fault(name, "missing", detail) for name in names if name not in told]
     return faults
 
 
-def _is_right(run: _DryRun, target: Target) -> bool:
-    size = target.rows * target.columns
-    return run.copied[target] <= size <= run.filled(target)
+# Names of targets -> what fills them, box by box; numbers of layers are left out of all names.
+UsualNames = Mapping[str, Collection[tuple[Box, str]]]
 
 
-def _likely_names(run: _DryRun, target: Target) -> list[str]:
-    """What fills the empty boxes of `target` in the manifest, as in the other layers."""
+def _usual_names(run: _DryRun) -> UsualNames:
+    usual: dict[str, set[tuple[Box, str]]] = defaultdict(set)
+    for name, placement in run.placements:
+        kind = _INDEX.sub("*", placement.target.full_name)
+        usual[kind].add((placement.box, _INDEX.sub("*", name)))
+    return usual
+
+
+def _likely_names(run: _DryRun, target: Target, usual: UsualNames) -> list[str]:
+    """What would fill the empty boxes of `target`, as in the other layers."""
     kind, here = _INDEX.sub("*", target.full_name), _INDEX.findall(target.full_name)
     own = {placement.box for _, placement in run.placements if placement.target == target}
-    names = {
-        _INDEX.sub("*", name)
-        for name, placement in run.placements
-        if _INDEX.sub("*", placement.target.full_name) == kind and placement.box not in own
-    }
+    names = {name for box, name in usual.get(kind, ()) if box not in own}
     return sorted(
         name.replace("*", "{}").format(*here) for name in names if name.count("*") == len(here)
     )

@@ -71,6 +71,8 @@ class Model(nn.Module):
                     layer.load(part, weight)
                 case ["embed"]:
                     self.embed.weight.data.copy_(weight)
+                case ["head"]:
+                    self.head.weight.data.copy_(weight)
                 case ["odd"]:
                     self.embed.weight.data.copy_(weight * 2)
                 case ["ignored"]:
@@ -142,6 +144,7 @@ def but(name: str, *others: ParameterMeta) -> list[ParameterMeta]:
         ([*WHOLE, meta("ignored", 1)], [("ignored", "unexpected")]),
         ([*WHOLE, meta("nowhere", 1)], [("nowhere", "unexpected")]),
         ([*WHOLE, WHOLE[0]], [("layers.0.a", "duplicate")]),
+        ([*WHOLE, meta("head", 5, 4)], [("head", "duplicate")]),
         (but("layers.0.bias", meta("layers.0.bias", 4)), [("layers.0.bias", "shape")]),
         (but("embed", meta("embed", 5, 4, dtype="float64")), [("embed", "dtype")]),
         (but("embed", meta("odd", 5, 4)), [("odd", "untraceable")]),
@@ -160,8 +163,8 @@ def test_two_names_for_one_place_are_a_fault() -> None:
             super().load_weights(renamed)
 
     plan = planned([*WHOLE, meta("again", 5, 4)], Twice())
-    detail = "again and embed fill the same part of it"
-    assert plan.faults == [Fault("embed.weight", "duplicate", detail)]
+    detail = "what it fills, embed or another fills, too"
+    assert plan.faults == [Fault("again", "duplicate", detail)]
 
 
 @pytest.mark.req("SYNC-05")

@@ -284,9 +284,9 @@ def faulty_manifests(weights: Weights) -> dict[str, tuple[Weights, list[tuple[st
             [("language_model.model.embed_tokens.weight", "missing")],
         ),
         "one is unknown": (weights | {foreign: torch.zeros(4)}, [(foreign, "unexpected")]),
-        "a tied head is never read": (
+        "a tied head comes twice": (
             weights | {"lm_head.weight": weights[embedding]},
-            [("lm_head.weight", "unexpected")],
+            [("lm_head.weight", "duplicate")],
         ),
         "shapes differ": (
             weights | {key: weights[key][:64], down: weights[down].t().contiguous()},
