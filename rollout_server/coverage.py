@@ -42,6 +42,14 @@ class Fault:
     detail: str
 
 
+def adapter_refused(faults: Iterable[str]) -> ProblemError:
+    """The refusal of an adapter, with why it cannot be served, whoever found it."""
+    found = list(dict.fromkeys(faults))
+    errors = [{"where": "adapter", "detail": fault} for fault in found[:MOST_LISTED]]
+    detail = f"server: {found[0]} ({len(found)} fault(s)); the weights are what they were"
+    return ProblemError(Problem.of("adapter-refused", detail, "adapter", errors))
+
+
 def mismatch(faults: Iterable[Fault]) -> ProblemError:
     """The refusal of a manifest, with each of its faults once, whoever found it."""
     found = sorted(set(faults), key=lambda fault: (fault.name, fault.kind, fault.detail))

@@ -5,7 +5,7 @@
     check_sampling(config)            before anything is generated
     generate(prompt, ...) -> [Completion]
     pause, weight_phase, publish, resume, abort_all
-    prove_guard, heartbeat, declare_dead, shutdown
+    prepare, heartbeat, declare_dead, shutdown
 
 Errors of vLLM leave this module as those of `engine_types`.
 """
@@ -22,12 +22,14 @@ from pydantic import TypeAdapter
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers.params import ChatParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rollout_server.adapter import SERVED
 from rollout_server.chat import ChatMessage
 from rollout_server.engine_types import (
     Aborted,
@@ -58,9 +60,18 @@ FIRST_VERSION = 0
 
 
 class Engine:
-    def __init__(self, llm: AsyncLLM, index: int, guard: EngineGuard | None) -> None:
+    """adapter: what every sequence names, whatever the weights are; None where none is served."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        index: int,
+        guard: EngineGuard | None,
+        adapter: LoRARequest | None = None,
+    ) -> None:
         self._llm = llm
         self._guard = guard
+        self._adapter = adapter
         self.index = index
         self.load = Load()
         self.weights_version = FIRST_VERSION
@@ -76,7 +87,9 @@ class Engine:
         """
         config = engine_args(settings, index).create_engine_config()
         guard = EngineGuard.of(settings.repeat_terminate, config.model_config)
-        return cls(AsyncLLM.from_vllm_config(config, disable_log_stats=True), index, guard)
+        adapter = SERVED if settings.enable_lora else None
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        return cls(llm, index, guard, adapter)
 
     @property
     def max_model_len(self) -> int:
@@ -146,7 +159,7 @@ class Engine:
     async def _final(
         self, engine_input: Any, sampling: SamplingParams, request_id: str
     ) -> RequestOutput:
-        outputs = self._llm.generate(engine_input, sampling, request_id)
+        outputs = self._llm.generate(engine_input, sampling, request_id, lora_request=self._adapter)
         try:
             (final,) = [output async for output in outputs]  # FINAL_ONLY yields once
         except VLLMClientError as error:
@@ -198,11 +211,13 @@ class Engine:
         """Whether the repeat guard is asked for and proven."""
         return self._guard is not None and self._guard.proven
 
-    async def prove_guard(self) -> None:
-        """Have the engine show that its repeat guard works; nothing where it has none.
+    async def prepare(self) -> None:
+        """What comes before the first sequence; the engine shows that its repeat guard works.
 
-        Raises GuardInactive and EngineDead.
+        Raises WeightPhaseFailed, GuardInactive and EngineDead.
         """
+        if self._adapter is not None:
+            await self.weight_phase("serve_no_adapter")
         if self._guard is not None:
             await self._reached(self._guard.prove(self._llm))
 
@@ -269,6 +284,8 @@ def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
         "max_loras": 1,
         "max_lora_rank": settings.max_lora_rank,
         "lora_dtype": "auto",
+        # The learner's adapters may reach into the vision tower.
+        "enable_tower_connector_lora": settings.enable_lora,
         "worker_extension_cls": "rollout_server.worker_extension.WorkerExtension",
     }
     extra = _cpu_args(settings) if settings.device == "cpu" else _gpu_args(settings, index)

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from rollout_server.coverage import Fault, mismatch
+from rollout_server.coverage import Fault, adapter_refused, mismatch
 from rollout_server.engine_types import EngineDead, WeightPhaseFailed
 from rollout_server.group_store import open_group_store
 from rollout_server.joint import all_of
@@ -178,11 +178,13 @@ class WeightUpdates:
             self._require_group("/start_weight_update/")
             self._check_order(body.version)
             before = self.state
+            if body.adapter is not None and before == "POISONED":
+                raise refusal("adapter-refused", "server: only full weights can mend it", "adapter")
             self._update = Update(body.version, body.parameters)
             self._enter("UPDATING")
             with self._timed("pause"):
                 await self._drain(before)
-                await self._open(body.parameters, before)
+                await self._open(body, before)
         return self.status
 
     async def receive(self, body: UpdateWeights) -> WeightStatus:
@@ -307,18 +309,36 @@ class WeightUpdates:
             found = f"version {version} does not come after the server's, {self.version}"
             raise refusal("weight-update-order", found, "version")
 
-    async def _open(self, parameters: Sequence[ParameterMeta], before: WeightState) -> None:
-        """Make every layer loadable; a manifest that does not fit takes `start` back."""
+    async def _open(self, body: StartWeightUpdate, before: WeightState) -> None:
+        """Make every worker ready for what comes; what does not fit takes `start` back."""
+        problem = await (
+            self._open_full(body) if body.adapter is None else self._open_adapter(body)
+        )
+        if problem is not None:
+            await self._on_all("start: undo", _worker_phase("abandon_weight_update"))
+            await self._back_to(before)
+            raise problem
+
+    async def _open_full(self, body: StartWeightUpdate) -> ProblemError | None:
+        """Make every layer loadable; the problem of a manifest that does not fit."""
         arguments = {
-            "parameters": [parameter.model_dump() for parameter in parameters],
+            "parameters": [parameter.model_dump() for parameter in body.parameters],
             "dtype": self._engines.all()[0].dtype,
         }
         answers = await self._on_all("start", _worker_phase("open_weight_update", **arguments))
         faults = [Fault(**fault) for engine in answers for worker in engine for fault in worker]
-        if faults:
-            await self._on_all("start: undo", _worker_phase("abandon_weight_update"))
-            await self._back_to(before)
-            raise mismatch(faults)
+        return mismatch(faults) if faults else None
+
+    async def _open_adapter(self, body: StartWeightUpdate) -> ProblemError | None:
+        """Have the layers left alone; the problem of an adapter that cannot be served."""
+        assert body.adapter is not None
+        arguments = {
+            "adapter": body.adapter.model_dump(),
+            "parameters": [parameter.model_dump() for parameter in body.parameters],
+        }
+        answers = await self._on_all("start", _worker_phase("open_adapter_update", **arguments))
+        faults = [fault for engine in answers for worker in engine for fault in worker]
+        return adapter_refused(faults) if faults else None
 
     def _check_finish(self, body: FinishWeightUpdate, update: Update) -> None:
         if body.version != update.version or update.bytes == 0:

@@ -1,8 +1,9 @@
 """Methods vLLM mixes into each worker (`worker_extension_cls`).
 
 weight_phase    runs a phase of a weight update, by its name, and reports how it ended:
-    open_weight_update, receive_weights, complete_load, read_back, abandon_weight_update,
-    and vLLM's own init_weight_transfer_engine, shutdown_weight_transfer_engine
+    open_weight_update (or open_adapter_update), receive_weights, complete_load, read_back,
+    abandon_weight_update, and vLLM's own init_weight_transfer_engine and
+    shutdown_weight_transfer_engine; serve_no_adapter, before an engine's first sequence
 repeat_guard    what guards this worker's sequences
 
 A worker call that raises is a dead end in vLLM: with tensor parallelism the executor
@@ -18,13 +19,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
+from vllm.lora.model_manager import LoRAModelManager
 
+from rollout_server.adapter import AdapterSlot, Arriving
 from rollout_server.placement import Plan, shared_parameters, trace
 from rollout_server.readback import Asked, subtotals
 from rollout_server.repeat_processor import RepeatProcessor
 from rollout_server.verification import RawPart
 from rollout_server.weight_engine_gloo import GlooWeightTransferEngine
-from shared_contracts.weights import DtypeName, ParameterMeta
+from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -38,6 +41,10 @@ Planned = tuple[list[ParameterMeta], Plan]
 class WorkerExtension(Worker):
     # vLLM mixes this class in without calling its constructor.
     _planned: Planned | None = None
+    # The adapter of the update in progress, or of the last one; None where that was of all.
+    _arriving: Arriving | None = None
+    # Whether a push has changed the weights that the engine read from the checkpoint.
+    _base_replaced = False
 
     def weight_phase(self, name: str, arguments: dict[str, Any]) -> tuple[str | None, Any]:
         """Run the worker's method `name`; (None, what it returned) or (why it failed, None)."""
@@ -57,6 +64,7 @@ class WorkerExtension(Worker):
         """
         manifest = [ParameterMeta.model_validate(parameter) for parameter in parameters]
         model = self.model_runner.get_model()
+        self._arriving = None
         if self._planned is not None and self._planned[0] == manifest:
             self.start_weight_update()
             return []
@@ -68,11 +76,34 @@ class WorkerExtension(Worker):
             self._planned = (manifest, plan)
         return [asdict(fault) for fault in plan.faults]
 
+    def open_adapter_update(
+        self, adapter: dict[str, Any], parameters: list[dict[str, Any]]
+    ) -> list[str]:
+        """Have what comes collected beside the model; why the adapter cannot be served.
+
+        An adapter with faults has to be abandoned; nothing has changed then.
+        """
+        engine = self.weight_transfer_engine
+        assert engine is not None
+        manifest = [ParameterMeta.model_validate(parameter) for parameter in parameters]
+        self._arriving = Arriving(AdapterMeta.model_validate(adapter), manifest)
+        engine.set_weight_update_target(self._arriving.collector, engine.model_config)
+        self.start_weight_update()
+        slot = self._adapter_slot()
+        if slot is None:
+            return ["the server was started without --enable-lora"]
+        faults = slot.faults(self._arriving.meta, manifest)
+        if self._base_replaced:
+            faults.append("full weights were pushed: the checkpoint's, which it is for, are gone")
+        return faults
+
     def receive_weights(self, update_info: dict[str, Any]) -> dict[str, float]:
         """Receive and load what the manifest lists; the seconds of `transfer` and `load`.
 
         Only the gloo engine tells them apart.
         """
+        if self._arriving is None:
+            self._base_replaced = True
         began = time.monotonic()
         self.update_weights(update_info)
         if isinstance(self.weight_transfer_engine, GlooWeightTransferEngine):
@@ -80,13 +111,31 @@ class WorkerExtension(Worker):
         return {"transfer": time.monotonic() - began}
 
     def complete_load(self) -> dict[str, float]:
-        """Finish the layers that wait for it and rebuild packed copies; the seconds of it."""
+        """Finish the layers that wait for it and rebuild packed copies; the seconds of it.
+
+        An adapter is put to use; after anything else none is left in use.
+        """
         began = time.monotonic()
         self.finish_weight_update()
+        slot = self._adapter_slot()
+        if slot is not None and self._arriving is not None:
+            slot.fill(self._arriving.meta, self._arriving.collector.tensors)
+        elif slot is not None:
+            slot.clear()
         return {"load": time.monotonic() - began}
+
+    def serve_no_adapter(self) -> None:
+        """Fill the place of the adapter, which every sequence names, with one of zeros."""
+        slot = self._adapter_slot()
+        assert slot is not None
+        slot.clear()
 
     def read_back(self, asked: Sequence[tuple[str, Sequence[int] | None]]) -> list[list[RawPart]]:
         """What this worker holds of parameters of the manifest (`verification`)."""
+        if self._arriving is not None:
+            slot = self._adapter_slot()
+            assert slot is not None
+            return self._arriving.read_back(slot, asked)
         assert self._planned is not None
         manifest, plan = self._planned
         by_name = {parameter.name: parameter for parameter in manifest}
@@ -94,6 +143,13 @@ class WorkerExtension(Worker):
         on_cpu = self.vllm_config.device_config.device_type == "cpu"
         with set_current_vllm_config(self.vllm_config):
             return subtotals(self.model_runner.get_model(), plan, questions, on_cpu)
+
+    def _adapter_slot(self) -> AdapterSlot | None:
+        """None where the engine has no room for an adapter."""
+        if self.vllm_config.lora_config is None:
+            return None
+        manager: LoRAModelManager = self.model_runner.get_model().lora_manager  # type: ignore[assignment]
+        return AdapterSlot(self.model_runner.lora_manager, manager)
 
     def abandon_weight_update(self) -> None:
         """End an update that broke: put every layer back so that it can be reloaded.

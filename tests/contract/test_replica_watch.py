@@ -45,7 +45,7 @@ class ScriptedEngine:
             await asyncio.sleep(0.01)
         self._last_sign = time.monotonic()
 
-    async def prove_guard(self) -> None:
+    async def prepare(self) -> None:
         if self._guard == "fails":
             raise GuardInactive("a rigged sequence was not ended")
         if self._guard == "hangs":

@@ -1,0 +1,334 @@
+"""A LoRA adapter pushed into a real engine answers as its merged weights would (SYNC-01)."""
+
+import copy
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import Qwen3VLForConditionalGeneration
+
+from learner.operate.server_process import free_ports
+from learner.rollout.client import RolloutClient
+from learner.sync.adapter_source import AdapterWeights
+from learner.sync.mode import SyncMode
+from learner.sync.push import WeightPusher, WeightSyncError
+from learner.sync.source import MergedWeights, OneSource, SourceChoice
+from shared_contracts.errors import ContractError, ProblemError
+from shared_contracts.weights import (
+    AdapterMeta,
+    FinishWeightUpdate,
+    ParameterDigest,
+    ParameterMeta,
+    StartWeightUpdate,
+    SyncReport,
+)
+from tests.contract import reference
+from tests.contract.running_server import (
+    PROMPT,
+    RunningServer,
+    draw_scene,
+    image_request,
+    response_ids,
+    running_server,
+    text_request,
+)
+from tests.contract.weight_sender import begin_transfer, manifest, weight_group
+
+RANK, ALPHA, ROOM = 4, 12, 8
+MAX_TOKENS = 16
+
+
+def adapted(checkpoint: Path, seed: int, **config: Any) -> PeftModel:
+    """A model under training whose adapter does something; peft starts it at zero."""
+    base = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+    given: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}
+    model = get_peft_model(base, LoraConfig(**given | config))
+    assert isinstance(model, PeftModel)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@dataclass
+class Adapting:
+    """A server that takes adapters, and what transformers says to the same requests.
+
+    scenes: images it may read.
+    """
+
+    server: RunningServer
+    client: RolloutClient
+    port: int
+    folder: Path
+    scenes: list[Path]
+    merged: dict[int, Path] = field(default_factory=dict)
+
+    def pusher(self, choice: SourceChoice) -> WeightPusher:
+        return WeightPusher(self.client, self.port, choice, "gloo", 2**16, "full")
+
+    def push(self, choice: SourceChoice) -> SyncReport:
+        pusher = self.pusher(choice)
+        try:
+            return pusher.push(self.version + 1)
+        finally:
+            pusher.close()
+
+    @property
+    def version(self) -> int:
+        return self.client.info().weights_version
+
+    def answers(self) -> list[list[int]]:
+        """To a prompt, the same with an image, and with two; all in one call."""
+        one, two = (str(scene) for scene in self.scenes)
+        both = text_request(f"<image><image>{PROMPT}") | {"images": [one, two]}
+        requests = [text_request(), image_request(one), both]
+        envelopes = self.server.infer(requests, max_tokens=MAX_TOKENS)
+        return [response_ids(envelope) for envelope in envelopes]
+
+    def expected(self, model: PeftModel | None) -> list[list[int]]:
+        """Of a model with its adapter merged; None: of the checkpoint."""
+        checkpoint = self.server.checkpoint if model is None else self._merged(model)
+        return [
+            reference.greedy_ids(checkpoint, PROMPT, self.scenes[:images], MAX_TOKENS)
+            for images in range(3)
+        ]
+
+    def _merged(self, model: PeftModel) -> Path:
+        folder = self.merged.setdefault(id(model), self.folder / f"merged-{len(self.merged)}")
+        if not folder.exists():
+            shutil.copytree(self.server.checkpoint, folder)
+            merged: Any = copy.deepcopy(model).merge_and_unload()
+            merged.save_pretrained(folder)
+        return folder
+
+    def rebuild(self) -> None:
+        """Kill the engine; built again, it has the checkpoint's weights."""
+        restarts = self.client.info().replicas[0].restarts
+        os.kill(self.server.processes()["engine 0"], signal.SIGKILL)
+        deadline = time.monotonic() + 120
+        while self.client.info().replicas[0].restarts == restarts:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def lora_server(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapting]:
+    folder = tmp_path_factory.mktemp("adapters")
+    (port,) = free_ports(1)
+    options = ("--enable-lora", "--max-lora-rank", str(ROOM), "--max-num-seqs", "4")
+    with (
+        running_server(tied, folder / "server", *options) as server,
+        RolloutClient(server.process.base_url, timeout_s=30) as client,
+    ):
+        scenes = [draw_scene(server.media / f"{number}.png", number) for number in (1, 6)]
+        yield Adapting(server, client, port, folder, scenes)
+
+
+@pytest.fixture
+def adapting(lora_server: Adapting) -> Adapting:
+    """With the checkpoint's weights, and an adapter over them that changes nothing."""
+    idle = adapted(lora_server.server.checkpoint, seed=0)
+    with torch.no_grad():
+        for name, parameter in idle.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    try:
+        lora_server.push(OneSource(AdapterWeights(idle)))
+    except WeightSyncError:
+        lora_server.rebuild()
+        lora_server.push(OneSource(AdapterWeights(idle)))
+    return lora_server
+
+
+def adapter_choice(model: PeftModel) -> OneSource:
+    return OneSource(AdapterWeights(model))
+
+
+@pytest.mark.req("SYNC-01", "SYNC-06")
+def test_an_adapter_answers_as_its_merged_weights_and_a_second_one_replaces_it(
+    adapting: Adapting,
+) -> None:
+    """The same prompts again and again, so that nothing cached may answer for other weights."""
+    assert adapting.client.info().enable_lora
+    before = adapting.answers()
+    assert before == adapting.expected(None)
+    said = [before]
+    for seed, alpha in ((1, ALPHA), (2, 7)):
+        model = adapted(adapting.server.checkpoint, seed, lora_alpha=alpha)
+        training = {name: p.detach().clone() for name, p in model.named_parameters()}
+        report = adapting.push(adapter_choice(model))
+        assert all(torch.equal(p, training[name]) for name, p in model.named_parameters())
+        assert report.verified == len(AdapterWeights(model).metadata("float32"))
+        assert report.bytes == sum(t.nbytes for _, t in AdapterWeights(model).tensors("float32"))
+        said.append(adapting.answers())
+        assert said[-1] == adapting.expected(model)
+    for earlier, later in pairwise(said):
+        assert all(then != now for then, now in zip(earlier, later, strict=True))
+
+
+@pytest.mark.req("SYNC-01")
+def test_several_continuations_of_a_prompt_are_all_of_the_adapter(adapting: Adapting) -> None:
+    """Sampling among one token is greedy, which vLLM refuses to do several times."""
+    model = adapted(adapting.server.checkpoint, seed=3)
+    adapting.push(adapter_choice(model))
+    requests = [text_request(), image_request(str(adapting.scenes[0]))]
+    envelopes = adapting.server.infer(
+        requests, n=3, temperature=1.0, top_k=1, seed=1, max_tokens=MAX_TOKENS
+    )
+    for envelope, expected in zip(envelopes, adapting.expected(model)[:2], strict=True):
+        choices = envelope["response"]["choices"]
+        assert [choice["token_ids"] for choice in choices] == [expected] * 3
+
+
+@pytest.mark.req("SYNC-01", "SYNC-05")
+def test_a_sequence_that_waits_in_the_engine_meanwhile_has_the_new_adapter(
+    adapting: Adapting,
+) -> None:
+    old, new = (adapted(adapting.server.checkpoint, seed) for seed in (4, 5))
+    adapting.push(adapter_choice(old))
+    push_while_sequences_wait(adapting, old, new, adapter_choice(new))
+
+
+def push_while_sequences_wait(
+    adapting: Adapting, old: PeftModel, new: PeftModel, choice: SourceChoice
+) -> None:
+    """Four at once are decoded, so that most wait inside the engine when the push begins."""
+    version = adapting.version
+    expected = {version: adapting.expected(old)[0], version + 1: adapting.expected(new)[0]}
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(
+            adapting.server.infer, [text_request()] * 48, max_tokens=MAX_TOKENS
+        )
+        adapting.server.wait_for_sequences(lambda number: number == 4)
+        adapting.push(choice)
+        envelopes = running.result()
+    seen = set()
+    for envelope in envelopes:
+        first, last = envelope["coordexp"]["weights_version"]
+        assert first == last
+        assert response_ids(envelope) == expected[first]
+        seen.add(first)
+    assert seen == expected.keys()
+
+
+# --- what cannot be served
+
+
+@pytest.mark.req("SYNC-01", "SYNC-05")
+def test_an_adapter_that_cannot_be_served_is_refused_and_changes_nothing(
+    adapting: Adapting,
+) -> None:
+    model = adapted(adapting.server.checkpoint, seed=6)
+    adapting.push(adapter_choice(model))
+    version, before = adapting.version, adapting.answers()
+    meta, parameters = AdapterWeights(model).adapter, AdapterWeights(model).metadata("float32")
+    stranger = ParameterMeta(
+        name="base_model.model.model.layers.0.q_proj.lora_A.weight", dtype="float32", shape=[4, 8]
+    )
+    saved = ParameterMeta(name="base_model.model.lm_head.weight", dtype="float32", shape=[4, 8])
+    wide = parameters[0].model_copy(update={"shape": [RANK, 7]})
+    bad: list[tuple[AdapterMeta, list[ParameterMeta], str]] = [
+        (meta.model_copy(update={"r": 16}), parameters, "rank 16 is greater than"),
+        (meta.model_copy(update={"use_dora": True}), parameters, "DoRA"),
+        (meta, [*parameters, stranger], "no LoRA layer there"),
+        (meta, [*parameters, saved], "no A or B"),
+        (meta, parameters[1:], "one half of two"),
+        (meta, [wide, *parameters[1:]], f"not [{RANK}, "),
+        (meta.model_copy(update={"r": 2}), parameters, "not [2, "),
+    ]
+    pusher = adapting.pusher(adapter_choice(model))
+    pusher.connect()
+    for adapter, listed, reason in bad:
+        body = StartWeightUpdate(version=version + 1, parameters=listed, adapter=adapter)
+        with pytest.raises(ProblemError) as caught:
+            adapting.client.start_weight_update(body)
+        problem = caught.value.problem
+        assert (problem.status, problem.kind) == (422, "adapter-refused")
+        assert reason in problem.detail
+        health = adapting.client.health()
+        assert (health.state, health.weights_version) == ("READY", version)
+    assert adapting.answers() == before
+    pusher.close()
+
+
+# --- full weights
+
+
+@pytest.mark.req("SYNC-01", "SYNC-05")
+def test_full_weights_end_the_adapter_and_no_other_follows_until_a_restart(
+    adapting: Adapting,
+) -> None:
+    first, second = (adapted(adapting.server.checkpoint, seed) for seed in (8, 9))
+    adapting.push(adapter_choice(first))
+    push_while_sequences_wait(adapting, first, second, OneSource(MergedWeights(second)))
+    assert adapting.answers() == adapting.expected(second)
+    with pytest.raises(WeightSyncError, match="full weights were pushed"):
+        adapting.push(adapter_choice(first))
+    assert adapting.answers() == adapting.expected(second)
+
+    mode = SyncMode.of(first, "adapter", fallback_to_full=True)
+    adapting.push(mode)
+    assert mode.mode == "full"
+    assert "full weights were pushed" in str(mode.fallback)
+    assert adapting.answers() == adapting.expected(first)
+
+    adapting.rebuild()
+    adapting.push(adapter_choice(second))
+    assert adapting.answers() == adapting.expected(second)
+
+
+@pytest.mark.req("SYNC-06", "SYNC-05")
+def test_an_adapter_that_arrives_otherwise_poisons_until_full_weights_come(
+    adapting: Adapting,
+) -> None:
+    model = adapted(adapting.server.checkpoint, seed=7)
+    source, version = AdapterWeights(model), adapting.version + 1
+    weights = dict(source.tensors("float32"))
+    lie = [ParameterDigest(name=next(iter(weights)), digest="0" * 16)]
+    with weight_group(adapting.server.http, adapting.port) as sender:
+        adapting.client.start_weight_update(
+            StartWeightUpdate(version=version, parameters=manifest(weights), adapter=source.adapter)
+        )
+        transfer = begin_transfer(adapting.server.http, version)
+        sender.send(weights)
+        assert transfer.answer().status_code == 200
+        with pytest.raises(ProblemError) as caught:
+            adapting.client.finish_weight_update(FinishWeightUpdate(version=version, digests=lie))
+    assert caught.value.problem.kind == "weights-differ"
+    assert lie[0].name in caught.value.problem.detail
+    assert adapting.server.http.get("/health/").status_code == 503
+    with pytest.raises(WeightSyncError, match="only full weights"):
+        adapting.push(adapter_choice(model))
+    adapting.push(OneSource(MergedWeights(model)))
+    assert adapting.answers() == adapting.expected(model)
+
+
+@pytest.mark.req("SYNC-01", "SYNC-02")
+def test_a_learner_with_dora_falls_back_to_full_weights_or_says_why_not(
+    lora_server: Adapting,
+) -> None:
+    model = adapted(lora_server.server.checkpoint, seed=10, use_dora=True)
+    version, before = lora_server.version, lora_server.answers()
+    with pytest.raises(ContractError, match="DoRA"):
+        lora_server.push(SyncMode.of(model, "adapter", fallback_to_full=False))
+    assert (lora_server.version, lora_server.answers()) == (version, before)
+    mode = SyncMode.of(model, "adapter", fallback_to_full=True)
+    pusher = lora_server.pusher(mode)
+    for _ in range(2):
+        pusher.push(lora_server.version + 1)
+        assert lora_server.answers() == lora_server.expected(model)
+    pusher.close()
+    assert "DoRA" in str(mode.fallback)
