@@ -129,8 +129,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         """Receive bucket after bucket; while one is loaded, the next is under way.
 
-        Raises RuntimeError when the group is not formed, the learner is gone or a bucket
-        does not come in time, and when a parameter cannot be loaded, which it names.
+        Raises RuntimeError when the group is not formed, and with the names of what the
+        learner did not send (in time) or what cannot be loaded.
         """
         self.progress = progress = Progress()
         parameters = [ParameterMeta.model_validate(p) for p in update_info.parameters]
@@ -139,7 +139,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         for following in [*plan[1:], None]:
             bucket = coming
             with timed(progress.seconds, "transfer"):
-                bucket.arriving.wait()
+                self._await(bucket)
             if following is not None:
                 coming = self._begin(following)
             with timed(progress.seconds, "load"):
@@ -162,6 +162,13 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         data = torch.empty(sum(p.wire_bytes for p in parameters), dtype=torch.uint8)
         arriving = self._group.broadcast(data, 0)  # type: ignore[attr-defined]
         return Bucket(parameters, data, arriving)
+
+    def _await(self, bucket: Bucket) -> None:
+        try:
+            bucket.arriving.wait()
+        except RuntimeError as error:
+            names = f"{bucket.parameters[0].name} to {bucket.parameters[-1].name}"
+            raise RuntimeError(f"the bucket of {names} did not come: {error}") from error
 
     def _load(self, bucket: Bucket) -> None:
         try:
