@@ -124,7 +124,7 @@ def _over_servers(
         loaded.model, resolved_sync_mode(config, learner_world_size=1), sync.fallback_to_full
     )
     journal = Journal(servers, mode)
-    transport, bucket_bytes = _transport(config), sync.bucket_mib * 2**20
+    transport, bucket_bytes = transport_of(config), sync.bucket_mib * 2**20
     channels = [
         WeightPusher(client, entry.group_port, mode, transport, bucket_bytes, sync.verify)
         for client, entry in zip(clients, servers, strict=True)
@@ -135,7 +135,7 @@ def _over_servers(
     return OpenBackend(backend, backend.connect(), guarded, journal)
 
 
-def _transport(config: Config) -> Transport:
+def transport_of(config: Config) -> Transport:
     """`auto` is `nccl` where learner and server have GPUs of their own, else `gloo`."""
     asked = config.rollout_matching.vllm.sync.transport
     if asked != "auto":

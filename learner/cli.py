@@ -45,6 +45,28 @@ def train(
 
 
 @app.command()
+def probe(
+    config: Annotated[Path, typer.Option(help="Training YAML: the checkpoint and its servers.")],
+) -> None:
+    """Push the checkpoint to the servers and compare their answers with its own."""
+    from rich.console import Console
+
+    from learner.config import load_config
+    from learner.preflight import check_checkpoint, reach_servers
+
+    parsed = load_config(config)
+    check_checkpoint(Path(parsed.model.model))
+    _share_cores()
+    from learner.probe import probe_servers, require_servers, table
+
+    require_servers(parsed)
+    findings = probe_servers(parsed, reach_servers(parsed))
+    Console().print(table(findings))
+    if any(finding.difference is not None for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
 def demo(
     out: Annotated[Path | None, typer.Option(help="New folder for the run.")] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same numbers.", min=0)] = 0,

@@ -4,6 +4,8 @@ The server encodes with the same processor, so the ids agree by construction; RO
 proves it on every rollout.
 """
 
+import base64
+import io
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -51,7 +53,7 @@ class PromptEncoder:
 
 
 def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> EncodedPrompt:
-    """The prompt of a request whose images are paths, one for each image part."""
+    """The prompt of a request whose images are paths or data URLs, one for each image part."""
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     batch = processor(text=[text], images=_open_images(request.images) or None, return_tensors="pt")
@@ -65,10 +67,16 @@ def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> E
     )
 
 
-def _open_images(paths: Sequence[str]) -> list[Image.Image]:
+def _open_images(sources: Sequence[str]) -> list[Image.Image]:
     """RGB images, upright as their camera says, as the server opens them."""
     images = []
-    for path in paths:
-        with Image.open(path) as image:
+    for source in sources:
+        with Image.open(_file(source)) as image:
             images.append(ImageOps.exif_transpose(image).convert("RGB"))
     return images
+
+
+def _file(source: str) -> str | io.BytesIO:
+    if not source.startswith("data:"):
+        return source
+    return io.BytesIO(base64.b64decode(source.partition(",")[2]))

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -72,7 +72,7 @@ class HfBackend:
         self._rows = max(1, decode_batch_size // num_beams)
         self._num_beams = num_beams
         self._compute_dtype = compute_dtype
-        self._ends = _end_token_ids(model, tokenizer)
+        self._ends = end_token_ids(model, tokenizer)
         self._context = int(model.config.get_text_config().max_position_embeddings)
         self._version = 0
 
@@ -158,7 +158,7 @@ class HfBackend:
         return torch.autocast(self._model.device.type, self._compute_dtype)
 
 
-def _end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What ends an answer, as vLLM reads it from a checkpoint; the tokenizer's comes first."""
     config = model.generation_config
     named = None if config is None else config.eos_token_id
@@ -202,15 +202,24 @@ def _padded(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
 
 @contextmanager
 def _answering(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode, no gradients, none of the checkpoint's defaults of decoding."""
-    training = {module: module.training for module in model.modules()}
+    """Evaluation, and none of the checkpoint's defaults of decoding."""
     of_checkpoint, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        with evaluating(model):
+            yield
+    finally:
+        model.generation_config = of_checkpoint
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients; every module has its own mode again afterwards."""
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.generation_config = of_checkpoint
         for module, mode in training.items():
             module.training = mode
 

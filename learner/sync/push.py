@@ -46,6 +46,7 @@ _LOG = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 Phase = Literal["reach", "rendezvous", "start", "transfer", "finish", "verify"]
 Side = Literal["learner", "server"]
+Join = Callable[[InitCommunicator, threading.Event], WeightGroup]
 
 # Problems whose `errors` are about one parameter each.
 _NAMES_PARAMETERS = ("manifest-mismatch", "weights-differ")
@@ -118,7 +119,7 @@ class WeightPusher:
     Pushes are made one at a time; `abandon` may come from another thread in the middle of one.
 
     group_port: port of the rendezvous. verify: which parameters the server compares.
-    timeouts: by default those of the client's `timeout_s`.
+    timeouts: by default those of the client's `timeout_s`. join: how the group is joined.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class WeightPusher:
         bucket_bytes: int,
         verify: Verify,
         timeouts: PhaseTimeouts | None = None,
+        join: Join = join_group,
     ) -> None:
         self._client = client
         self._port = group_port
@@ -138,6 +140,7 @@ class WeightPusher:
         self._bucket_bytes = bucket_bytes
         self._verify = verify
         self._timeouts = timeouts or PhaseTimeouts.of(client.timeout_s)
+        self._join_group = join
         self._joined: tuple[WeightGroup, CommunicatorReady] | None = None
         self._leaving = threading.Lock()
 
@@ -198,7 +201,7 @@ class WeightPusher:
             self._together(
                 "rendezvous",
                 lambda: ready.append(self._client.init_communicator(body)),
-                lambda: group.append(join_group(body, given_up)),
+                lambda: group.append(self._join_group(body, given_up)),
             )
         finally:
             given_up.set()
@@ -251,7 +254,11 @@ class WeightPusher:
 
     def _finish(self, version: int, digests: list[ParameterDigest]) -> SyncReport:
         body = FinishWeightUpdate(version=version, digests=digests)
-        return self._phase("finish", lambda: self._client.finish_weight_update(body))
+        report = self._phase("finish", lambda: self._client.finish_weight_update(body))
+        if report.verified < len(digests):
+            found = f"it compared {report.verified} of {len(digests)} parameters"
+            raise WeightSyncError("server", self._client.base_url, "verify", found)
+        return report
 
     def _tell(self, report: SyncReport) -> None:
         rate = report.bytes / report.seconds["send"] / 1e9
