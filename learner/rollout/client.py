@@ -10,7 +10,9 @@ token of configured servers comes from the environment alone; none is ever shown
 import asyncio
 import os
 import socket
+import ssl
 import time
+from functools import cache
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -126,9 +128,8 @@ class RolloutClient:
         self._infer_timeout = infer_timeout_s if infer_timeout_s and infer_timeout_s > 0 else None
         self._live_interval_s = live_interval_s
         self._headers = _authorization() if token is None else _bearer(token)
-        self._tls = httpx.create_ssl_context()
         self._http = httpx.Client(
-            transport=httpx.HTTPTransport(verify=self._tls, socket_options=_KEEP_ALIVE),
+            transport=httpx.HTTPTransport(verify=_tls(), socket_options=_KEEP_ALIVE),
             headers=self._headers,
             trust_env=False,
         )
@@ -229,7 +230,7 @@ class RolloutClient:
         self, where: str, call: InferCall, server_epoch: str | None
     ) -> httpx.Response:
         body = call.model_dump(mode="json", exclude_none=True)
-        transport = httpx.AsyncHTTPTransport(verify=self._tls, socket_options=_KEEP_ALIVE)
+        transport = httpx.AsyncHTTPTransport(verify=_tls(), socket_options=_KEEP_ALIVE)
         async with httpx.AsyncClient(
             transport=transport, headers=self._headers, trust_env=False
         ) as http:
@@ -298,6 +299,12 @@ class RolloutClient:
     def _limits(self, answer_s: float | None) -> httpx.Timeout:
         """Until the connection stands, and then for the answer; None: no limit."""
         return httpx.Timeout(answer_s, connect=min(self.timeout_s, _CONNECT_TIMEOUT_S))
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Made once: reading the certificates takes longer than a call."""
+    return httpx.create_ssl_context()
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:

@@ -176,12 +176,15 @@ class ScriptedChannel:
 
     failures: errors of the next pushes, raised before the weights arrive, or with
         `answer_lost` after that.
+    loses_a_replica: at the end of the next push. forms_anew: the next push begins with that.
     pushed: versions that arrived. groups: how often the group was formed.
     """
 
     def __init__(self, rollouts: ScriptedRollouts) -> None:
         self.failures: deque[Exception] = deque()
         self.answer_lost = False
+        self.loses_a_replica = False
+        self.forms_anew = False
         self.pushed: list[int] = []
         self.groups = 0
         self.closed = False
@@ -203,6 +206,8 @@ class ScriptedChannel:
         return self._ready
 
     def push(self, version: int) -> SyncReport:
+        if self.forms_anew:
+            self.abandon()
         ready, rollouts = self.connect(), self._rollouts
         if ready.server_epoch != rollouts.epoch:
             raise RunError("there is no weight group")
@@ -216,6 +221,9 @@ class ScriptedChannel:
         if self.answer_lost:
             self.answer_lost = False
             raise RunError("the answer was lost")
+        if self.loses_a_replica:
+            self.loses_a_replica = False
+            rollouts.losses, rollouts.stale = rollouts.losses + 1, True
         return report(version, rollouts.epoch)
 
     def abandon(self) -> None:

@@ -5,18 +5,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from torch import nn
 
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
-from learner.sync.push import WeightPusher
-from learner.sync.source import MergedWeights, OneSource
 from learner.types import RolloutOutput, Sample
-from shared_contracts.errors import ProblemError
+from shared_contracts.errors import ProblemError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.server_info import WorldSize
+from shared_contracts.weights import CommunicatorReady, SyncReport
+from tests.unit.scripted_rollouts import ScriptedChannel, ScriptedRollouts
 from tests.unit.scripted_server import (
     Route,
     ScriptedServer,
@@ -41,23 +40,37 @@ def says(answer: WorldSize) -> Route:
     return lambda _: answer
 
 
+class NoPushes:
+    """The channel of a server that nobody pushes to."""
+
+    def connect(self) -> CommunicatorReady:
+        raise AssertionError("nobody connects")
+
+    def push(self, version: int) -> SyncReport:
+        raise AssertionError("nobody pushes")
+
+    def abandon(self) -> None:
+        raise AssertionError("no server is lost")
+
+    def close(self) -> None: ...
+
+
 @contextmanager
 def backend_over(
     world_sizes: Sequence[int], decode_batch_size: int = 100
 ) -> Iterator[tuple[ServerBackend, list[ScriptedServer]]]:
     """A backend over as many scripted servers, without pushing anything."""
     with ExitStack() as stack:
-        servers, clients, pushers = [], [], []
+        servers, clients, channels = [], [], []
         for size in world_sizes:
             server = stack.enter_context(scripted_server())
             server.routes["GET /get_world_size/"] = says(WorldSize(world_size=size))
             server.routes[ROUTE] = echo
             client = RolloutClient(server.base_url, timeout_s=20.0)
-            choice = OneSource(MergedWeights(nn.Linear(1, 1)))
-            pushers.append(WeightPusher(client, 1, choice, "gloo", 2**20, "sample"))
+            channels.append(NoPushes())
             servers.append(server)
             clients.append(client)
-        backend = ServerBackend(clients, pushers, decode_batch_size)
+        backend = ServerBackend(clients, channels, decode_batch_size)
         stack.callback(backend.close)
         yield backend, servers
 
@@ -105,11 +118,19 @@ def test_a_larger_server_gets_the_larger_share() -> None:
         assert [asked(server) for server in servers] == [[[0, 1]], [[2, 3, 4, 5, 6, 7]]]
 
 
-@pytest.mark.req("DIST-04")
-def test_rounds_are_bounded_by_what_the_servers_decode_at_once() -> None:
+@pytest.mark.req("DIST-03")
+def test_a_server_works_through_its_chunk_in_slices_of_what_it_decodes_at_once() -> None:
     with backend_over([1, 1], decode_batch_size=2) as (backend, servers):
         assert tokens(backend.rollout(requests(9), RequestConfig(seed=1))) == list(range(9))
-        assert [asked(server) for server in servers] == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]
+        assert [asked(server) for server in servers] == [[[0, 1], [2, 3], [4]], [[5, 6], [7, 8]]]
+
+
+@pytest.mark.req("DIST-03")
+@pytest.mark.parametrize(("n", "slices"), [(2, [[0, 1], [2]]), (3, [[0], [1], [2]])])
+def test_a_slice_counts_every_sequence_of_a_request(n: int, slices: list[list[int]]) -> None:
+    with backend_over([2], decode_batch_size=2) as (backend, servers):
+        backend.rollout(requests(3), RequestConfig(n=n))
+        assert asked(servers[0]) == slices
 
 
 @pytest.mark.req("SEED-01")
@@ -197,40 +218,25 @@ def test_every_call_has_an_id_of_its_own() -> None:
     assert len(set(ids)) == 6
 
 
-class Pushes:
-    """A weight channel that takes every version, or breaks from `last` on."""
-
-    def __init__(self, last: int) -> None:
-        self._last = last
-
-    def connect(self) -> int:
-        return 0
-
-    def push(self, version: int) -> None:
-        if version > self._last:
-            raise RuntimeError("the push broke")
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.mark.req("WIRE-03", "SYNC-09")
 def test_a_call_expects_the_weights_that_were_pushed_last() -> None:
     with scripted_server() as server:
-        server.routes[ROUTE] = echo
-        backend = ServerBackend([RolloutClient(server.base_url)], [Pushes(last=8)], 4)
-        backend.connect()
+        channel = ScriptedChannel(ScriptedRollouts(server))
+        client = RolloutClient(server.base_url)
+        backend = ServerBackend([client], [channel], 4, sleep=lambda _: None)
         backend.rollout(requests(1), RequestConfig())
-        backend.push_weights(7)
-        backend.rollout(requests(1), RequestConfig())
-        backend.push_weights(8)
-        backend.rollout(requests(1), RequestConfig())
-        with pytest.raises(RuntimeError, match="the push broke"):
+        assert backend.connect() == 0
+        for version in (7, 8):
+            backend.push_weights(version)
+            backend.rollout(requests(1), RequestConfig())
+        channel.failures.extend([RunError("the push broke")] * 2)
+        with pytest.raises(RunError, match="the push broke"):
             backend.push_weights(9)
         backend.rollout(requests(1), RequestConfig())
         backend.close()
         expected = [body.get("expected_weights_version") for body in server.bodies(ROUTE)]
     assert expected == [None, 7, 8, 8]
+    assert channel.closed
 
 
 @pytest.mark.req("WIRE-05")

@@ -2,21 +2,32 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import pytest
 
-from learner.rollout.client import OtherWeights, RolloutClient, ServerUnreachable
-from shared_contracts.errors import ContractError, ProblemError, RunError
+from learner.rollout.client import (
+    OtherWeights,
+    RolloutClient,
+    ServerUnreachable,
+    TooManyCalls,
+    may_pass,
+    needs_push,
+)
+from shared_contracts.errors import PROBLEM_TITLES, ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import TOKEN_VARIABLE
 from tests.unit.scripted_server import (
+    HangUp,
+    Reply,
     ScriptedServer,
     envelope,
     health,
     info,
+    live,
     problem,
     scripted_server,
 )
@@ -94,10 +105,8 @@ def test_a_success_with_a_foreign_body_is_a_problem_too(server: ScriptedServer) 
 @pytest.mark.req("SYNC-04")
 def test_a_server_that_is_not_there_fails_in_time_and_says_what_to_do() -> None:
     url = nobodys_url()
-    started = time.monotonic()
     with RolloutClient(url, timeout_s=0.5) as client, pytest.raises(ContractError) as caught:
         client.wait_until_pushable()
-    assert time.monotonic() - started < 3.0
     assert caught.value.where == f"GET {url}/health/"
     assert "Connection refused" in caught.value.found
     assert "rollout-server serve" in caught.value.do
@@ -107,13 +116,11 @@ def test_a_server_that_is_not_there_fails_in_time_and_says_what_to_do() -> None:
 def test_a_server_that_accepts_and_stays_silent_fails_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        started = time.monotonic()
         with (
             RolloutClient(url, timeout_s=0.5) as client,
             pytest.raises(ContractError, match="timed out"),
         ):
             client.wait_until_pushable()
-        assert time.monotonic() - started < 3.0
 
 
 def test_a_server_that_is_starting_is_waited_for(server: ScriptedServer) -> None:
@@ -164,8 +171,10 @@ def test_proxies_of_the_environment_are_ignored(
         monkeypatch.setenv(name, nobodys_url())
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
+    server.routes["POST /infer/"] = lambda _: [envelope([5], [1])]
     with RolloutClient(server.base_url, timeout_s=5.0) as client:
         assert client.health().status == "ok"
+        assert len(client.infer(CALL)) == 1
 
 
 @pytest.mark.req("CFG-06")
@@ -178,16 +187,159 @@ def test_a_positive_infer_timeout_bounds_the_call(server: ScriptedServer) -> Non
     ended.set()
 
 
-@pytest.mark.req("CFG-06")
-@pytest.mark.parametrize("limit", [None, 0, -1])
-def test_no_infer_timeout_outlasts_the_others(server: ScriptedServer, limit: float | None) -> None:
-    def slow(_: object) -> object:
-        time.sleep(0.6)
+# --- A server that is slow, and one that is gone ----------------------------------------
+
+
+@dataclass
+class Looks:
+    """Replies of `/live/`, the last one again and again; `/infer/` answers after `enough`."""
+
+    replies: list[Reply]
+    enough: int
+    seen: int = 0
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def script(self, server: ScriptedServer) -> None:
+        server.routes |= {"GET /live/": self.look, "POST /infer/": self.answer}
+
+    def look(self, _: object) -> Reply:
+        reply = self.replies[min(self.seen, len(self.replies) - 1)]
+        self.seen += 1
+        if self.seen == self.enough:
+            self.done.set()
+        return reply
+
+    def answer(self, _: object) -> Reply:
+        assert self.done.wait(20)
         return [envelope([5], [1])]
 
-    server.routes["POST /infer/"] = slow
-    with RolloutClient(server.base_url, timeout_s=0.2, infer_timeout_s=limit) as client:
-        assert len(client.infer(CALL)) == 1
+
+GONE = problem("not-ready", "no upstream", "gateway")
+
+
+def watching(server: ScriptedServer, limit: float | None = None) -> RolloutClient:
+    return RolloutClient(
+        server.base_url, timeout_s=0.2, infer_timeout_s=limit, live_interval_s=0.01
+    )
+
+
+@pytest.mark.req("CFG-06")
+@pytest.mark.parametrize("limit", [None, 0, -1])
+def test_a_slow_server_is_waited_for_while_it_lives(
+    server: ScriptedServer, limit: float | None
+) -> None:
+    looks = Looks([live("a-0"), live("a-1"), GONE, HangUp(), live("a-1"), GONE, live("a-2")], 40)
+    looks.script(server)
+    with watching(server, limit) as client:
+        assert len(client.infer(CALL, server_epoch="a-0")) == 1
+
+
+@pytest.mark.req("CFG-06")
+@pytest.mark.parametrize("reply", [GONE, HangUp(), "<html>a web site</html>"])
+def test_a_server_that_stops_living_is_given_up(server: ScriptedServer, reply: Reply) -> None:
+    looks = Looks([live("a-0"), reply], enough=100)
+    looks.script(server)
+    with watching(server) as client, pytest.raises(ServerUnreachable) as caught:
+        client.infer(CALL)
+    looks.done.set()
+    assert looks.seen == 4
+    assert f"POST {server.base_url}/infer/: the server is gone" in str(caught.value)
+    assert "GET /live/ failed 3 times in a row" in str(caught.value)
+
+
+@pytest.mark.req("CFG-06", "SYNC-07")
+@pytest.mark.parametrize(
+    ("epoch", "epochs"), [("a-0", ["b-0"]), (None, ["a-0", "a-1", "b-0"]), ("a-0", ["a-3", "b-3"])]
+)
+def test_a_call_is_given_up_when_another_process_answers(
+    server: ScriptedServer, epoch: str | None, epochs: list[str]
+) -> None:
+    looks = Looks([live(one) for one in epochs], enough=100)
+    looks.script(server)
+    with watching(server) as client, pytest.raises(ServerUnreachable, match="started anew"):
+        client.infer(CALL, epoch)
+    looks.done.set()
+    assert looks.seen == len(epochs)
+
+
+@pytest.mark.req("CFG-06", "SRV-07")
+def test_a_call_that_is_given_up_closes_its_connection() -> None:
+    """Then the server ends what it generates for it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        held: list[socket.socket] = []
+        closed = threading.Event()
+
+        def hold_the_first() -> None:
+            held.append(listening.accept()[0])
+            with suppress(OSError):
+                while True:
+                    listening.accept()[0].close()
+
+        def read_to_the_end() -> None:
+            with held[0] as connection:
+                while connection.recv(4096):
+                    pass
+            closed.set()
+
+        threading.Thread(target=hold_the_first, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with (
+            RolloutClient(url, live_interval_s=0.01) as client,
+            pytest.raises(ServerUnreachable, match="is gone"),
+        ):
+            client.infer(CALL)
+        threading.Thread(target=read_to_the_end, daemon=True).start()
+        assert closed.wait(20)
+
+
+@pytest.mark.req("DIST-05")
+def test_an_answer_that_is_cut_off_is_a_server_out_of_reach(server: ScriptedServer) -> None:
+    server.routes["POST /infer/"] = lambda _: HangUp(after=[envelope([5], [1])])
+    with RolloutClient(server.base_url) as client, pytest.raises(ServerUnreachable):
+        client.infer(CALL)
+
+
+@pytest.mark.req("WIRE-02")
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_answer_of_another_length_is_none(server: ScriptedServer, count: int) -> None:
+    server.routes["POST /infer/"] = lambda _: [envelope([5], [1])] * count
+    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
+        client.infer(CALL)
+    assert caught.value.problem.detail == f"{count} envelopes for 1 requests"
+    assert not may_pass(caught.value)
+
+
+# --- What a refusal means ---------------------------------------------------------------
+
+
+@pytest.mark.req("DIST-05")
+@pytest.mark.parametrize(
+    ("said", "seconds"), [("7", 7.0), ("Fri, 31 Dec 1999 23:59:59 GMT", None), (None, None)]
+)
+def test_a_busy_server_says_when_to_come_back(
+    server: ScriptedServer, said: str | None, seconds: float | None
+) -> None:
+    headers = {} if said is None else {"Retry-After": said}
+    busy = (*problem("too-many-calls", "try again", "POST /infer/"), headers)
+    server.routes["POST /infer/"] = lambda _: busy
+    with RolloutClient(server.base_url) as client, pytest.raises(TooManyCalls) as caught:
+        client.infer(CALL)
+    assert caught.value.retry_after_s == seconds
+
+
+@pytest.mark.req("DIST-05")
+@pytest.mark.parametrize("kind", PROBLEM_TITLES)
+def test_only_what_passes_by_itself_may_be_asked_again(kind: str) -> None:
+    error = ProblemError(Problem.of(kind, "", ""))
+    healed_by_a_push = kind in ("push-needed", "weights-poisoned")
+    assert needs_push(error) is healed_by_a_push
+    assert may_pass(error) is (
+        error.problem.status in (429, 502, 503, 504) and not healed_by_a_push
+    )
+    assert may_pass(ServerUnreachable("no"))
+
+
+# --- The wire ---------------------------------------------------------------------------
 
 
 @pytest.mark.req("WIRE-01", "WIRE-02")

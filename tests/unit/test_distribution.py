@@ -1,10 +1,10 @@
 """Requests over servers (section 7 of the contract)."""
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from learner.rollout.distribution import plan_chunks, rank_chunk_size
+from learner.rollout.distribution import plan_chunks, rank_caps, rank_chunk_size
 from shared_contracts.errors import ContractError
 
 WORLD_SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
@@ -102,3 +102,33 @@ def test_fewer_decoded_sequences_than_learner_ranks_fail_fast_with_three_ways_ou
     assert error.value.where == "rollout_matching.decode_batch_size"
     for way_out in ("more rollout devices", "fewer learner processes", "larger decode_batch_size"):
         assert way_out in error.value.do
+
+
+@pytest.mark.req("DIST-03", "RES-04")
+@pytest.mark.parametrize(
+    ("decode_batch_size", "world_sizes", "ranks", "caps"),
+    [
+        (4, [1, 2], 1, [[4, 8]]),
+        (1, [1, 1], 2, [[1, 0], [0, 1]]),
+        (3, [2, 1], 2, [[4, 0], [2, 2]]),
+        (2, [1, 1], 3, [[1, 0], [1, 0], [0, 1]]),
+    ],
+)
+def test_ranks_share_the_places_of_the_servers(
+    decode_batch_size: int, world_sizes: list[int], ranks: int, caps: list[list[int]]
+) -> None:
+    found = [rank_caps(decode_batch_size, world_sizes, ranks, rank) for rank in range(ranks)]
+    assert found == caps
+
+
+@pytest.mark.req("DIST-03", "DIST-04", "RES-04")
+@given(st.integers(1, 8), WORLD_SIZES, st.integers(1, 9))
+def test_however_many_ranks_there_are_no_server_is_overfilled(
+    decode_batch_size: int, world_sizes: list[int], ranks: int
+) -> None:
+    assume(decode_batch_size * sum(world_sizes) >= ranks)
+    caps = [rank_caps(decode_batch_size, world_sizes, ranks, rank) for rank in range(ranks)]
+    share = rank_chunk_size(decode_batch_size, world_sizes, ranks)
+    assert [sum(of_rank) for of_rank in caps] == [share] * ranks
+    for size, of_server in zip(world_sizes, zip(*caps, strict=True), strict=True):
+        assert sum(of_server) <= decode_batch_size * size
