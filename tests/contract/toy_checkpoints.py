@@ -25,3 +25,10 @@ def make_checkpoint(out: Path, seed: int, tie: bool = True) -> Path:
 
 def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint / WEIGHTS)
+
+
+def set_weights(model: torch.nn.Module, checkpoint: Path) -> None:
+    """Give a model in memory the weights of another checkpoint."""
+    missing, unexpected = model.load_state_dict(read_weights(checkpoint), strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}, "tied to the embedding"

@@ -237,6 +237,35 @@ def with_server(run: Run, base_url: str, timeout_s: float) -> None:
     }
 
 
+def colocated(run: Run, **vllm: Any) -> None:
+    run.mapping["stage2_ab"]["schedule"]["b_ratio"] = 0.5
+    run.mapping["rollout_matching"]["vllm"] = vllm
+
+
+@pytest.mark.req("ROLL-03")
+def test_a_colocated_server_on_more_gpus_than_there_are_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    colocated(run, tensor_parallel_size=2)
+    ended = run.train()
+    assert ended.code == 2
+    assert ended.parts[0] == "rollout_matching.vllm.tensor_parallel_size"
+    assert not ended.heavy & {"torch", "transformers"}
+
+
+@pytest.mark.req("SYNC-01", "RES-04")
+def test_adapters_of_several_learner_processes_are_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run.mapping["tuner"] = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
+    colocated(run, enable_lora=True, sync={"mode": "auto"})
+    ended = run.train()
+    assert (ended.code, ended.parts[0]) == (2, "rollout_matching.vllm.sync.mode")
+    assert not ended.heavy & {"torch", "transformers"}
+
+
 @pytest.mark.req("SYNC-04")
 def test_a_server_that_is_not_there_is_named_in_time(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -1,0 +1,45 @@
+"""A learner of its own for the tests: `python -m ... CONFIG WEIGHTS`, answers on request.
+
+For every line on stdin it pushes its weights if need be, answers all samples greedily, and
+prints one JSON line of the outputs. It closes its backend at the end of stdin.
+"""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from learner.backends import open_backend
+from learner.config import Config, load_config
+from learner.model.load import load_model
+from learner.preflight import check_backend, read_inputs
+from learner.train import policy_over
+from learner.types import Sample
+from tests.contract.toy_checkpoints import set_weights
+
+
+def samples_of(config: Config) -> list[Sample]:
+    """Those of the config's data, and one without an image."""
+    scenes = read_inputs(config).train
+    return [*scenes, replace(scenes[0], images=())]
+
+
+def main() -> None:
+    config, weights = load_config(sys.argv[1]), Path(sys.argv[2])
+    check_backend(config, {})
+    samples = samples_of(config)
+    loaded = load_model(config)
+    set_weights(loaded.model, weights)
+    folder = Path(config.training.output_dir)
+    policy = policy_over(open_backend(config, loaded, [], folder, samples), config)
+    try:
+        for _ in sys.stdin:
+            policy.push_if_stale()
+            outputs = policy.answer(samples, seed=7)
+            print(json.dumps([asdict(output) for output in outputs]), flush=True)
+    finally:
+        policy.close()
+
+
+if __name__ == "__main__":
+    main()
