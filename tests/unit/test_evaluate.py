@@ -1,12 +1,14 @@
 """Scores of a policy's answers, counted by hand."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from learner.evaluate import Scores, evaluate, score
 from learner.parsing import parse_rollout
+from learner.rollout.journal import Call, Journal
 from learner.rollout.policy import Asking, Policy
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -125,3 +127,19 @@ def test_evaluation_asks_the_newest_weights_and_polygons_are_no_predictions(
     found = evaluate(policy, [sample(CAT, roof_box)], seed=7, tokenizer=toy_tokenizer)
     assert backend.done == ["push 1", "rollout 1 seed 7"]
     assert found == Scores(predicted=1, ground_truths=2, hits=1, located=1, dropped=1)
+
+
+@pytest.mark.req("SEED-02", "MET-01")
+def test_the_calls_of_an_evaluation_are_logged_with_it_and_not_with_the_next_step(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    journal = Journal()
+    journal.call(Call("http://a:1", 0, 1, 7, 2, "answered"))
+    backend = Scripted([encode(toy_tokenizer, "{}")])
+    policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()), journal=journal)
+    logged: list[dict[str, Any]] = []
+    evaluate(policy, [sample(CAT)], 7, toy_tokenizer, logged.append)
+    (record,) = logged
+    assert record["evaluation_seed"] == 7
+    assert [call["attempt"] for call in record["calls"]] == [2]
+    assert policy.take_notes()[1]["rollout/retries"] == 0

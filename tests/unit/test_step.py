@@ -20,11 +20,12 @@ from learner.model.load import LoadedModel, load_model
 from learner.model.packed_forward import Segment, make_pack, packed_logits
 from learner.model.prompt import PromptEncoder
 from learner.packing import plan_packs
+from learner.rollout.journal import Call, Journal
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.step import StepRunner
 from learner.types import RolloutOutput, Sample
-from shared_contracts.errors import ContractError
+from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
 from tests.unit.small_run import rollout, small_config, written
@@ -224,6 +225,54 @@ def test_a_steps_rollouts_have_the_seed_of_the_step(
     base = rollout_seed_base(11, 5)
     assert backend.seeds == [request_seed(base, 0, 0)]
     assert report.metrics["rollout/seed_base"] == base
+
+
+@pytest.mark.req("SEED-02", "DIST-05", "MET-01")
+def test_a_b_step_logs_its_calls_and_counts_no_others(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    journal = Journal()
+
+    class Noting(Scripted):
+        def rollout(
+            self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+        ) -> list[RolloutOutput]:
+            first = 0 if request_config.seed is None else request_config.seed
+            journal.call(Call("http://a:1", 0, len(requests), first, 2, "answered"))
+            return super().rollout(requests, request_config)
+
+    asking = Asking("Detect.", None, RequestConfig(max_tokens=5))
+    policy = Policy(Noting(samples, parts), 0, asking, journal=journal)
+    logged: list[dict[str, Any]] = []
+    channel_a, channel_b = parts.channel_a, parts.channel_b
+    config = config_of(b_ratio=0.5)
+    runner = StepRunner(config, channel_a, channel_b, parts.pipeline, policy, logged.append)
+    reports = [parts.step(runner, samples[:2], step)[1] for step in range(4)]
+    assert [report.metrics.get("rollout/retries") for report in reports] == [None, 1, None, 1]
+    assert [record["step"] for record in logged] == [1, 3]
+    for record in logged:
+        base = rollout_seed_base(11, record["step"])
+        assert record["rollout_seed_base"] == base
+        assert record["decoding"] == {"max_tokens": 5}
+        assert [call["seed"] for call in record["calls"]] == [request_seed(base, 0, 0)]
+
+
+@pytest.mark.req("DIST-05")
+def test_a_step_whose_rollouts_fail_logs_its_calls_all_the_same(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    class Broken(Scripted):
+        def push_weights(self, version: int) -> None:
+            raise RunError("nobody is there")
+
+    policy = Policy(Broken(samples, parts), 0, Asking("", None, RequestConfig()))
+    logged: list[dict[str, Any]] = []
+    channel_a, channel_b = parts.channel_a, parts.channel_b
+    config = config_of(b_ratio=1)
+    runner = StepRunner(config, channel_a, channel_b, parts.pipeline, policy, logged.append)
+    with pytest.raises(RunError, match="nobody is there"):
+        parts.step(runner, samples[:2])
+    assert [record["step"] for record in logged] == [0]
 
 
 @pytest.mark.req("CHB-01", "MET-02")
