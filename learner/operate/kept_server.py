@@ -2,21 +2,24 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from learner.operate.server_process import ServerProcess
-from shared_contracts.errors import RunError
+from shared_contracts.errors import ContractError, RunError
 
 _LOG = logging.getLogger(__name__)
 
 # Seconds before each new start; after the last one a server that dies stays dead.
-PAUSES_S = (0.0, 2.0, 10.0, 30.0, 60.0)
+PAUSES_S = (1.0, 2.0, 10.0, 30.0, 60.0)
+_POLL_S = 0.1
 
 
 class KeptServer:
     """Keeps one process running until `stop`; who calls it sees a server that restarts.
 
     start: starts the process, each time on the same port.
+    starts: how often it was started.
     """
 
     def __init__(
@@ -30,7 +33,9 @@ class KeptServer:
         Raises:
             ContractError: it ended, or was not ready in time; nothing is left running.
         """
+        self.starts = 1
         self._start = start
+        self._start_timeout_s = start_timeout_s
         self._pauses_s = pauses_s
         self._stopped = threading.Event()
         self._changing = threading.Lock()
@@ -41,6 +46,7 @@ class KeptServer:
         except BaseException:
             self._process.stop()
             raise
+        self._ready = self._process
         # The kernel ends a child with the thread that started it: this one waits for it.
         threading.Thread(target=self._keep, daemon=True).start()
 
@@ -56,6 +62,24 @@ class KeptServer:
         """Raises RunError, with the end of the log, when the server died too often."""
         if self._given_up is not None:
             raise self._given_up
+
+    def await_ready(self) -> None:
+        """Wait until the newest start is healthy; nothing when it was seen to be.
+
+        Raises:
+            RunError: it died too often, or was not ready in time.
+        """
+        deadline = time.monotonic() + self._start_timeout_s
+        while (process := self._process) is not self._ready:
+            self.check()
+            try:
+                process.wait_until_healthy(max(0.0, deadline - time.monotonic()))
+            except ContractError as error:
+                if time.monotonic() > deadline:
+                    raise RunError(str(error)) from error
+                time.sleep(_POLL_S)  # it ended: the next start comes
+            else:
+                self._ready = process
 
     def stop(self) -> None:
         """End the process and what keeps it; idempotent."""
@@ -87,4 +111,5 @@ class KeptServer:
             if self._stopped.is_set():
                 return False
             self._process = self._start()
+            self.starts += 1
             return True

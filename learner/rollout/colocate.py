@@ -6,11 +6,12 @@ Behind its address it is a server like any other, so the backend is that of serv
 is where it is placed, and what is done around its work. Imports no torch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from learner.config.schema import Config
 from learner.rollout.backend import RolloutBackend
@@ -18,6 +19,8 @@ from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import VllmConfig
+
+T = TypeVar("T")
 
 GPU_MEMORY_UTILIZATION = 0.45
 TENSOR_PARALLEL_SIZE = 4
@@ -118,6 +121,13 @@ def media_dirs(samples: Iterable[Sample]) -> list[Path]:
 class OwnServer(Protocol):
     """The process behind the backend (see `operate.kept_server`)."""
 
+    @property
+    def starts(self) -> int:
+        """How often it was started."""
+
+    def await_ready(self) -> None:
+        """Wait for the newest start; raises RunError when it will not come."""
+
     def check(self) -> None:
         """Raises RunError when it will not come back."""
 
@@ -144,12 +154,10 @@ class ColocatedBackend:
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
-        with self._working():
-            return self._servers.rollout(requests, request_config)
+        return self._working(partial(self._servers.rollout, requests, request_config))
 
     def push_weights(self, version: int) -> None:
-        with self._working():
-            self._servers.push_weights(version)
+        self._working(partial(self._servers.push_weights, version))
 
     def close(self) -> None:
         try:
@@ -157,15 +165,21 @@ class ColocatedBackend:
         finally:
             self._own.stop()
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Room is made; an error tells why the server is gone for good, if it is."""
+    def _working(self, work: Callable[[], T]) -> T:
+        """The work's result; a start may take longer than other servers are waited for.
+
+        Raises what `work` raises, or why the server is gone for good.
+        """
         with self._room():
-            try:
-                yield
-            except RunError as error:
+            while True:
+                self._own.await_ready()
+                starts = self._own.starts
                 try:
-                    self._own.check()
-                except RunError as reason:
-                    raise reason from error
-                raise
+                    return work()
+                except RunError as error:
+                    try:
+                        self._own.check()
+                    except RunError as reason:
+                        raise reason from error
+                    if self._own.starts == starts:
+                        raise

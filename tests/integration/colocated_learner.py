@@ -6,6 +6,7 @@ prints one JSON line of the outputs. It closes its backend at the end of stdin.
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from learner.config import Config, load_config
 from learner.model.load import load_model
 from learner.preflight import check_backend, read_inputs
 from learner.train import policy_over
-from learner.types import Sample
+from learner.types import RolloutOutput, Sample
 from tests.contract.toy_checkpoints import set_weights
 
 
@@ -22,6 +23,11 @@ def samples_of(config: Config) -> list[Sample]:
     """Those of the config's data, and one without an image."""
     scenes = read_inputs(config).train
     return [*scenes, replace(scenes[0], images=())]
+
+
+def as_line(outputs: Sequence[RolloutOutput]) -> str:
+    """All fields of all outputs as one line of JSON."""
+    return json.dumps([asdict(output) for output in outputs])
 
 
 def main() -> None:
@@ -35,8 +41,7 @@ def main() -> None:
     try:
         for _ in sys.stdin:
             policy.push_if_stale()
-            outputs = policy.answer(samples, seed=7)
-            print(json.dumps([asdict(output) for output in outputs]), flush=True)
+            print(as_line(policy.answer(samples, seed=7)), flush=True)
     finally:
         policy.close()
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from tests.contract.running_server import (
     wait_until_gone,
 )
 from tests.contract.toy_checkpoints import set_weights
-from tests.integration.colocated_learner import samples_of
+from tests.integration.colocated_learner import as_line, samples_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WARMUP = load_mapping(ROOT / "configs" / "demo" / "warmup.yaml")
@@ -95,7 +94,12 @@ def answers(config: Config, weights: Path, restore: Path | None = None) -> Answe
             policy.push_if_stale()
     finally:
         policy.close()
-    return [asdict(output) for output in outputs]
+    return read_back(as_line(outputs))
+
+
+def read_back(line: str) -> Answers:
+    said: Answers = json.loads(line)
+    return said
 
 
 class ColocatedLearner:
@@ -117,8 +121,7 @@ class ColocatedLearner:
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         assert line, "the learner ended; its error is above"
-        said: Answers = json.loads(line)
-        return said
+        return read_back(line)
 
     @property
     def server(self) -> int:

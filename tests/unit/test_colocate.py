@@ -267,8 +267,8 @@ def test_a_server_that_dies_is_started_again_at_its_address(tmp_path: Path) -> N
             os.kill(before, signal.SIGKILL)
             wait_for(lambda before=before: server.pid != before)
             wait_for(lambda lives=lives: starts(tmp_path) == lives)
-            assert server.base_url == address
-            server.check()
+            server.await_ready()
+            assert (server.base_url, server.starts) == (address, lives)
 
 
 @pytest.mark.req("ROLL-03")
@@ -284,7 +284,7 @@ def test_a_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_pa
         os.kill(server.pid, signal.SIGKILL)
         wait_for(given_up)
         with pytest.raises(RunError, match=r"ended 3 times(?s:.)*no more of this"):
-            server.check()
+            server.await_ready()
     assert starts(tmp_path) == 3
 
 
@@ -370,12 +370,20 @@ def test_only_what_is_asked_for_is_moved_and_an_error_brings_it_back() -> None:
 
 
 class Scene:
-    """Notes, in order, what the backend does and has done around it."""
+    """Notes, in order, what the backend does and has done around it.
 
-    def __init__(self, fails: bool = False, gone: bool = False) -> None:
+    fails: how many rollouts fail; restarts: whether the server is started anew then.
+    """
+
+    def __init__(self, fails: int = 0, gone: bool = False, restarts: bool = False) -> None:
         self.told: list[str] = []
         self.fails = fails
         self.gone = gone
+        self.restarts = restarts
+        self.starts = 1
+
+    def await_ready(self) -> None:
+        self.told.append(f"start {self.starts} is ready")
 
     @contextmanager
     def room(self) -> Iterator[None]:
@@ -390,6 +398,8 @@ class Scene:
     ) -> list[RolloutOutput]:
         self.told.append("rollout")
         if self.fails:
+            self.fails -= 1
+            self.starts += self.restarts
             raise RunError("nobody answers")
         return []
 
@@ -421,8 +431,8 @@ def test_room_is_made_for_every_push_and_rollout_and_restored_before_a_forward()
     backend.rollout([], RequestConfig())
     backend.close()
     assert scene.told == [
-        *("room", "push 3", "restored"),
-        *("room", "rollout", "restored"),
+        *("room", "start 1 is ready", "push 3", "restored"),
+        *("room", "start 1 is ready", "rollout", "restored"),
         *("close", "stop"),
     ]
 
@@ -430,15 +440,23 @@ def test_room_is_made_for_every_push_and_rollout_and_restored_before_a_forward()
 @pytest.mark.req("ROLL-03")
 @pytest.mark.parametrize(("gone", "said"), [(True, "died too often"), (False, "nobody answers")])
 def test_a_failed_rollout_says_whether_the_server_is_gone(gone: bool, said: str) -> None:
-    scene = Scene(fails=True, gone=gone)
+    scene = Scene(fails=1, gone=gone)
     with pytest.raises(RunError, match=said):
         colocated(scene).rollout([], RequestConfig())
     assert scene.told[-1] == "restored"
 
 
 @pytest.mark.req("ROLL-03")
+def test_a_rollout_that_a_new_start_broke_is_asked_again_when_it_is_ready() -> None:
+    scene = Scene(fails=2, restarts=True)
+    assert colocated(scene).rollout([], RequestConfig()) == []
+    asked = [f"start {start} is ready" for start in (1, 2, 3)]
+    assert [told for told in scene.told if told != "rollout"] == ["room", *asked, "restored"]
+
+
+@pytest.mark.req("ROLL-03")
 def test_the_server_is_stopped_even_when_it_cannot_be_left_in_order() -> None:
-    scene = Scene(fails=True)
+    scene = Scene(fails=1)
     with pytest.raises(RunError):
         colocated(scene).close()
     assert scene.told[-1] == "stop"
