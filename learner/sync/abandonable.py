@@ -6,12 +6,13 @@ A thread that sits in a collective cannot be cancelled. It is a daemon, so that 
 left behind: the caller raises, lets go of the group, and the process can still end.
 """
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import Empty, Queue
+from queue import Empty
 from typing import Literal, TypeVar
+
+from learner.rollout.parallel import Calls
 
 Answer = TypeVar("Answer")
 Part = Literal["call", "collective"]
@@ -53,37 +54,27 @@ def run_together(
     works: dict[Part, Callable[[], object]] = {"call": call}
     if collective is not None:
         works["collective"] = collective
-    outcomes: Queue[tuple[Part, BaseException | None]] = Queue()
+    calls: Calls[Part, object] = Calls()
     for part, work in works.items():
-        threading.Thread(target=_report, args=(part, work, outcomes), daemon=True).start()
+        calls.start(part, work)
     deadline = time.monotonic() + deadline_s
     running = list(works)
     while running:
         try:
-            part, error = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
+            part, outcome = calls.take(max(0.0, deadline - time.monotonic()))
         except Empty:
             return Broken(running[0], TimeoutError(f"no end within {deadline_s:g} s"))
         running.remove(part)
-        if error is not None:
-            return (_reason(outcomes) if running == ["call"] else None) or Broken(part, error)
+        if (error := outcome.exception()) is not None:
+            return (_reason(calls) if running == ["call"] else None) or Broken(part, error)
     return None
 
 
-def _report(
-    part: Part, work: Callable[[], object], outcomes: Queue[tuple[Part, BaseException | None]]
-) -> None:
-    try:
-        work()
-    except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
-        outcomes.put((part, error))
-    else:
-        outcomes.put((part, None))
-
-
-def _reason(outcomes: Queue[tuple[Part, BaseException | None]]) -> Broken | None:
+def _reason(calls: Calls[Part, object]) -> Broken | None:
     """Why the call failed, when it does so in time."""
     try:
-        part, error = outcomes.get(timeout=REASON_GRACE_S)
+        part, outcome = calls.take(REASON_GRACE_S)
     except Empty:
         return None
+    error = outcome.exception()
     return None if error is None else Broken(part, error)
