@@ -229,6 +229,14 @@ def _differences(config: Config, client: RolloutClient) -> Iterator[ContractErro
             "Start it with `rollout-server serve --run-config` and the YAML of this run, or "
             "lower decode_batch_size",
         )
+    if resolved_sync_mode(config, learner_world_size=1) == "adapter" and not info.enable_lora:
+        yield ContractError(
+            f"{where} enable_lora",
+            f"is false, and rollout_matching.vllm.sync.mode {rollout.vllm.sync.mode} resolves to "
+            "adapter",
+            "Start it with `rollout-server serve --run-config` and the YAML of this run, or set "
+            "sync.mode to full",
+        )
 
 
 def _guard(active: bool, config: RepeatTerminateConfig) -> str:

@@ -343,6 +343,27 @@ def test_a_server_that_decodes_fewer_than_the_batch_is_refused(run: Run) -> None
     assert "--run-config" in do
 
 
+@pytest.mark.req("SYNC-01")
+def test_a_server_without_adapters_is_refused_only_where_one_is_pushed(run: Run) -> None:
+    run.mapping["tuner"] = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
+    vllm = run.mapping["rollout_matching"]["vllm"]
+    vllm |= {"enable_lora": True, "sync": {"mode": "auto"}}
+    run.mapping["rollout_matching"]["decode_batch_size"] = 12
+    ended, base_url = against(run, info(max_num_seqs=11))
+    told = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    lacks = f"error: GET {base_url}/info/ enable_lora"
+    assert (ended.code, told[-1]) == (2, lacks)
+    assert "auto resolves to adapter" in ended.stderr
+    for answer, mode in (
+        (info(max_num_seqs=11, enable_lora=True), "auto"),
+        (info(max_num_seqs=11), "full"),
+    ):
+        vllm["sync"] = {"mode": mode}
+        ended, _ = against(run, answer)
+        assert ended.code == 2
+        assert "enable_lora" not in ended.stderr
+
+
 @pytest.mark.req("REP-06")
 def test_every_server_with_other_settings_is_told_at_once(run: Run) -> None:
     with scripted_server() as first, scripted_server() as second, scripted_server() as same:
