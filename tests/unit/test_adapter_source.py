@@ -40,7 +40,7 @@ def test_names_and_tensors_are_those_peft_saves(
     toy: PreTrainedModel, use_dora: bool, tmp_path: Path
 ) -> None:
     model = adapted(toy, use_dora=use_dora)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(str(tmp_path))
     saved = load_file(tmp_path / "adapter_model.safetensors")
     sent = dict(AdapterWeights(model).tensors("float32"))
     assert sent.keys() == saved.keys()

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import get_args
+from typing import Any, cast, get_args
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -140,8 +140,8 @@ def test_pushes_that_fail_at_once_switch_together_and_warn_once(
 
 @pytest.mark.req("SYNC-01")
 def test_the_sources_of_a_model() -> None:
-    plain = nn.Sequential(nn.Linear(4, 4))
-    adapted = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
+    plain, layers = nn.Sequential(nn.Linear(4, 4)), cast(Any, nn.Sequential(nn.Linear(4, 4)))
+    adapted = get_peft_model(layers, LoraConfig(target_modules=["0"]))
     assert {SyncMode.of(m, "full", True).mode for m in (plain, adapted)} == {"full"}
     choice: SourceChoice = SyncMode.of(adapted, "adapter", True)
     assert isinstance(choice.current(), AdapterWeights)
