@@ -105,7 +105,7 @@ class AdapterSlot:
         except ValueError as error:
             return [str(error)]
         sites = self._sites()
-        halves: dict[str, set[bool]] = {}
+        halves: dict[str, list[bool]] = {}
         found = []
         for parameter in parameters:
             try:
@@ -120,9 +120,9 @@ class AdapterSlot:
             expected = [meta.r, inputs] if is_a else [outputs, meta.r]
             if parameter.shape != expected:
                 found.append(f"{parameter.name} is {parameter.shape}, not {expected}")
-            halves.setdefault(module, set()).add(is_a)
-        found += [f"{name} has one half of two" for name, of in halves.items() if len(of) < 2]
-        return found
+            halves.setdefault(module, []).append(is_a)
+        wrong = [name for name, of in halves.items() if sorted(of) != [False, True]]
+        return found + [f"{name} has not one A and one B" for name in wrong]
 
     def fill(self, meta: AdapterMeta, tensors: Mapping[str, Tensor]) -> None:
         """Make an adapter that `faults` found none in the one that is served."""

@@ -245,7 +245,8 @@ def test_an_adapter_that_cannot_be_served_is_refused_and_changes_nothing(
         (meta.model_copy(update={"use_dora": True}), parameters, "DoRA"),
         (meta, [*parameters, stranger], "no LoRA layer there"),
         (meta, [*parameters, saved], "no A or B"),
-        (meta, parameters[1:], "one half of two"),
+        (meta, parameters[1:], "not one A and one B"),
+        (meta, [*parameters, parameters[0]], "not one A and one B"),
         (meta, [wide, *parameters[1:]], f"not [{RANK}, "),
         (meta.model_copy(update={"r": 2}), parameters, "not [2, "),
     ]
