@@ -510,6 +510,20 @@ def test_parameters_that_differ_at_the_server_are_named(server: ScriptedServer) 
     assert worker.groups_formed == 2
 
 
+@pytest.mark.req("SYNC-06")
+def test_a_server_that_compares_less_than_it_was_told_to_is_not_believed(
+    server: ScriptedServer,
+) -> None:
+    worker = Worker(server)
+    server.routes["POST /finish_weight_update/"] = lambda body: worker.finish(
+        body | {"digests": body["digests"][1:]}
+    )
+    with pusher_to(server, verify="full") as pusher:
+        with pytest.raises(WeightSyncError, match="compared 5 of 6 parameters") as caught:
+            pusher.push(version=1)
+        assert (caught.value.side, caught.value.phase) == ("server", "verify")
+
+
 class Falling:
     """A choice of two: after a failure of the first it is the second, for good."""
 
@@ -642,35 +656,27 @@ def test_a_process_ends_though_a_collective_of_it_hangs() -> None:
     """The other rank stays in the group and never receives."""
     program = """
         import sys, threading, torch
-        from learner.sync.groups import GlooGroup
+        from learner.sync.gloo import GlooGroup
         from shared_contracts.weights import InitCommunicator, ParameterMeta
-        from rollout_server.group_store import open_group_store
-        from tests.unit.test_push import other_rank
 
-        port, rank = int(sys.argv[1]), sys.argv[2]
-        body = InitCommunicator(host="127.0.0.1", port=port, world_size=2, timeout_s=600)
-        if rank == "1":
-            held = open_group_store(body.host, body.port, body.timeout_s)
-            group = other_rank(body)
-            sys.stdin.read()
-        else:
-            group = GlooGroup(body)
-            meta = ParameterMeta(name="w", dtype="float32", shape=[2**22])
-            send = lambda: group.send([meta], [("w", torch.zeros(2**22))])
-            sending = threading.Thread(target=send, daemon=True)
-            sending.start()
-            sending.join(1.0)
-            assert sending.is_alive()
-            group.abandon()
-            print("left", flush=True)
+        group = GlooGroup(InitCommunicator.model_validate_json(sys.argv[1]))
+        meta = ParameterMeta(name="w", dtype="float32", shape=[2**22])
+        send = lambda: group.send([meta], [("w", torch.zeros(2**22))])
+        sending = threading.Thread(target=send, daemon=True)
+        sending.start()
+        sending.join(1.0)
+        assert sending.is_alive()
+        group.abandon()
+        print("left", flush=True)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(free_port())]
-    with subprocess.Popen([*command, "1"], stdin=subprocess.PIPE) as other:
-        ours = subprocess.run(
-            [*command, "0"], capture_output=True, text=True, timeout=120, check=False
-        )
-        assert (ours.stdout, ours.returncode) == ("left\n", 0), ours.stderr
-        other.kill()
+    body = InitCommunicator(host="127.0.0.1", port=free_port(), world_size=2, timeout_s=600)
+    held = open_group_store(body.host, body.port, body.timeout_s)
+    command = [sys.executable, "-c", textwrap.dedent(program), body.model_dump_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ours:
+        group = other_rank(body)
+        said, _ = ours.communicate(timeout=120)
+    assert (said, ours.returncode) == ("left\n", 0)
+    del group, held
 
 
 def fail(message: str) -> None:
