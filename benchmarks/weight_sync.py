@@ -27,7 +27,6 @@ from typing import Any
 import httpx
 import torch
 import yaml
-from learner.rollout.server_process import ServerProcess, free_ports
 from torch import Tensor, nn
 from transformers import Qwen3VLForConditionalGeneration
 
@@ -36,9 +35,10 @@ from benchmarks.processes import Peer, PeerFailed
 from benchmarks.results import Result, median_of
 from benchmarks.wide_models import make_large, make_many
 from benchmarks.workload import engine_settings
+from learner.operate.server_process import ServerProcess, free_ports
 from learner.rollout.client import RolloutClient
 from learner.rollout.parallel import in_parallel
-from learner.sync.groups import GlooGroup
+from learner.sync.gloo import GlooGroup
 from learner.sync.push import WeightPusher, WeightSyncError
 from learner.sync.source import MergedWeights, OneSource
 from rollout_server.engine_env import engine_environment
@@ -54,8 +54,8 @@ OVERHEAD_GOAL_PERCENT = 20.0
 VERIFY_GOAL = 1.05
 MANY_GOAL = 10.0
 PARALLEL_GOAL = 1.3
-BUCKET_BYTES = 64 * 2**20
-TIMEOUT_S = 240.0
+BUCKET_BYTES = 8 * 2**20
+TIMEOUT_S = 60.0
 START_S = 600.0
 
 
@@ -190,7 +190,7 @@ class GlooPair:
     def broadcast(self, data: Tensor) -> None:
         """One tensor, as gloo sends it."""
         self._peer.say(json.dumps({"raw": data.numel()}))
-        self._raw.broadcast(data)
+        self._raw.send([_one_tensor(data)], [("raw", data)])
         self._peer.hear()
 
     def send(self, parameters: list[ParameterMeta], weights: MergedWeights) -> None:
@@ -198,6 +198,11 @@ class GlooPair:
         self._peer.say(json.dumps({"parameters": [p.model_dump() for p in parameters]}))
         self._group.send(parameters, weights.tensors("float32"))
         self._peer.hear()
+
+
+def _one_tensor(data: Tensor) -> ParameterMeta:
+    """Larger than a bucket, it is broadcast alone and as it is."""
+    return ParameterMeta(name="raw", dtype="uint8", shape=[data.numel()])
 
 
 def raw_tensor(parameters: list[ParameterMeta]) -> Tensor:

@@ -1,4 +1,4 @@
 """The rollout server: FastAPI over vLLM.
 
-Never imports `learner`; only `engine` and `weight_engine_gloo` import vLLM.
+Never imports `learner`; only `engine`, the weight engines and what runs in workers import vLLM.
 """

@@ -45,6 +45,7 @@ from rollout_server.race import unless
 from rollout_server.repeat_config import PROCESSOR
 from rollout_server.routing import Load
 from rollout_server.settings import ServerSettings
+from rollout_server.transfer_info import ENGINES
 from shared_contracts.infer import RequestConfig
 from shared_contracts.weights import DtypeName
 
@@ -277,7 +278,7 @@ def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
         # and then refused because another one in their call is bad.
         "mm_processor_cache_gb": 0,
         "limit_mm_per_prompt": {"image": settings.max_images_per_request, "video": 0},
-        "weight_transfer_config": WeightTransferConfig(backend=settings.transport),
+        "weight_transfer_config": WeightTransferConfig(backend=ENGINES[settings.transport]),
         "logits_processors": [PROCESSOR] if settings.repeat_terminate.enabled else None,
         # One adapter at a time; its tensors have the type of the model's.
         "enable_lora": settings.enable_lora,

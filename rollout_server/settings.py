@@ -14,6 +14,7 @@ from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import RepeatTerminate
 from shared_contracts.strict_model import Refusal, StrictModel, contract_errors
+from shared_contracts.weights import Transport
 
 Device = Literal["cpu", "gpu"]
 AnyPath = Annotated[Path, Field(strict=False)]
@@ -48,7 +49,8 @@ class ServerSettings(StrictModel):
     enable_lora: a LoRA adapter may be pushed instead of full weights; answers take longer
         with it, whatever was pushed.
     max_lora_rank: the largest rank of such an adapter, one of LORA_RANKS.
-    weight_transport: null means `gloo` on the CPU and `nccl` on GPUs.
+    weight_transport: null means `gloo` on the CPU and `nccl` on GPUs; `ipc` is for a learner on
+        the same machine, on GPUs on the same GPU.
     grace_seconds: how long running calls may take to finish after SIGTERM.
     hang_seconds: an engine that gives no sign of life for so long is killed and rebuilt.
     seed: of the engine, for requests that bring none.
@@ -84,7 +86,7 @@ class ServerSettings(StrictModel):
     repeat_terminate: RepeatTerminate = RepeatTerminateConfig()
     enable_lora: bool = False
     max_lora_rank: int = 16
-    weight_transport: Literal["gloo", "nccl"] | None = None
+    weight_transport: Transport | None = None
     grace_seconds: float = Field(default=10.0, ge=0.0)
     hang_seconds: float = Field(default=60.0, gt=0.0)
     seed: int = Field(default=0, ge=0)
@@ -142,7 +144,7 @@ class ServerSettings(StrictModel):
         return self.num_replicas * self.tensor_parallel_size
 
     @property
-    def transport(self) -> Literal["gloo", "nccl"]:
+    def transport(self) -> Transport:
         return self.weight_transport or ("gloo" if self.device == "cpu" else "nccl")
 
     def gpus_of(self, replica: int) -> list[int]:

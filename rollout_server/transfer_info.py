@@ -5,13 +5,16 @@ from typing import Any
 
 from shared_contracts.weights import InitCommunicator, ParameterMeta, Transport
 
+# Under which vLLM knows the engine of each transport; its own `ipc` takes pickled handles.
+ENGINES: dict[Transport, str] = {"gloo": "gloo", "nccl": "nccl", "ipc": "shared-memory"}
+
 
 def init_info(init: InitCommunicator, transport: Transport, rank_offset: int) -> dict[str, Any]:
     """What a worker's transfer engine is told to join the group.
 
     rank_offset: rank of the engine's first worker; the learner is rank 0.
     """
-    if transport == "gloo":
+    if transport in ("gloo", "ipc"):
         return {
             "host": init.host,
             "port": init.port,
@@ -33,7 +36,7 @@ def init_info(init: InitCommunicator, transport: Transport, rank_offset: int) ->
 
 def update_info(transport: Transport, parameters: Sequence[ParameterMeta]) -> dict[str, Any]:
     """What a worker's transfer engine is told to receive."""
-    if transport == "gloo":
+    if transport in ("gloo", "ipc"):
         return {"parameters": [parameter.model_dump() for parameter in parameters]}
     assert transport == "nccl"
     return {

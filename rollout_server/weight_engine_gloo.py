@@ -1,6 +1,5 @@
 """Worker side of the `gloo` weight transfer: an engine of vLLM's own framework.
 
-    register()                 vLLM's plugin entry point, in every process of an engine
     GlooWeightTransferEngine   lives in a worker; vLLM calls it through `collective_rpc`
 
 vLLM's stock engines need CUDA. This one receives packed buckets over a gloo group in
@@ -18,14 +17,12 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -37,19 +34,9 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from rollout_server.orphans import die_with_parent
 from rollout_server.placement import LoadableModel
 from rollout_server.stopwatch import timed
 from shared_contracts.weights import GLOO_STORE_PREFIX, ParameterMeta, plan_buckets
-
-BACKEND = "gloo"
-
-
-@cache
-def register() -> None:
-    """Make `gloo` known to vLLM and tie this process's life to its parent's."""
-    die_with_parent()
-    WeightTransferEngineFactory.register_engine(BACKEND, GlooWeightTransferEngine)
 
 
 @dataclass

@@ -100,7 +100,7 @@ class WeightUpdates:
         async with self._phase():
             await self._abandon_update("a new weight group was asked for")
             await self._drop_group()
-            if self._transport == "gloo":
+            if self._transport in ("gloo", "ipc"):
                 await self._meet_at_a_store(init)
             else:
                 await self._join_group(init)

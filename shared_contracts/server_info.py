@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from shared_contracts.repeat_guard import RepeatTerminateConfig
-from shared_contracts.weights import WeightState
+from shared_contracts.weights import Transport, WeightState
 
 # The environment variable in which both programs look for the server's token.
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
@@ -88,7 +88,7 @@ class Info(_Wire):
     enable_lora: bool
     weights_state: WeightState
     weights_version: int
-    weight_transport: Literal["gloo", "nccl"]
+    weight_transport: Transport
     server_epoch: str
     repeat_terminate: RepeatTerminateStatus
     versions: dict[str, str]

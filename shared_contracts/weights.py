@@ -24,6 +24,12 @@ is its parameters one after another, each as the bytes of its contiguous tensor 
 by zeros up to `ParameterMeta.wire_bytes`. On a loopback `host` both sides give the group
 a device of that host (`ProcessGroupGloo.create_device(hostname=host)`), so nothing
 listens elsewhere.
+
+With `ipc`, for a learner on the same machine, the group is formed in the same way and carries
+signals only. The bytes of the buckets lie in one buffer of the learner's that every worker
+maps: before the first bucket rank 0 broadcasts a `SharedBuffer` (the length of its JSON as
+one int64, then the JSON as uint8); then for each bucket all ranks pass a barrier when rank 0
+has filled the buffer, and another when every worker has copied the bucket out of it.
 """
 
 import math
@@ -120,6 +126,39 @@ class ParameterMeta(_Wire):
     def wire_bytes(self) -> int:
         """`num_bytes`, padded to a multiple of `WIRE_ALIGNMENT`."""
         return math.ceil(self.num_bytes / WIRE_ALIGNMENT) * WIRE_ALIGNMENT
+
+
+class HostMemory(_Wire):
+    """path: an open file of the learner's that is memory, e.g. `/proc/123/fd/45`."""
+
+    path: str = Field(pattern="^/proc/[0-9]+/fd/[0-9]+$")
+
+
+class DeviceMemory(_Wire):
+    """What CUDA and torch need to map an allocation of another process, bytes as base64.
+
+    gpu: its UUID; the other fields are the arguments of
+    `torch.multiprocessing.reductions.rebuild_cuda_tensor` of the same names.
+    """
+
+    gpu: str
+    storage_handle: bytes
+    storage_size_bytes: int
+    storage_offset_bytes: int
+    tensor_offset: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+    model_config = ConfigDict(extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+
+
+class SharedBuffer(_Wire):
+    """Where the learner puts buckets that travel by `ipc`; `bytes` long."""
+
+    bytes: int = Field(ge=1)
+    memory: HostMemory | DeviceMemory
 
 
 def plan_buckets(parameters: Sequence[ParameterMeta], bucket_bytes: int) -> list[range]:

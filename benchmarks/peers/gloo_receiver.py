@@ -39,7 +39,7 @@ class Receiver:
     """A worker's transfer engine in a group with the benchmark, which opened the store."""
 
     def __init__(self, info: GlooInitInfo) -> None:
-        config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
+        config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), model_config=None)
         model = cast(torch.nn.Module, Dropped())
         self._engine = GlooWeightTransferEngine(
             cast(Any, None), cast(Any, config), torch.device("cpu"), model

@@ -322,14 +322,14 @@ class WeightPusher:
         return WeightSyncError(side, self._client.base_url, phase, reason, parameters)
 
     def _rendezvous_host(self) -> str:
-        """IP address of the group's store: the server's with gloo, our own with nccl.
+        """IP address of the group's store: the server's, and our own with nccl.
 
         Our own address is the one from which the server is reached.
         """
         host = urlsplit(self._client.base_url).hostname
         assert host is not None, f"{self._client.base_url} was validated with the config"
         server = socket.gethostbyname(host)
-        if self._transport == "gloo":
+        if self._transport in ("gloo", "ipc"):
             return server
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((server, 9))  # UDP: chooses a route, sends nothing

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from learner.model.toy import build_toy_model, toy_config
 from learner.model.toy_tokenizer import make_toy_tokenizer
-from learner.sync.groups import pack_bucket
+from learner.sync.gloo import pack_bucket
 from learner.sync.source import MergedWeights, OneSource
 from shared_contracts.weights import DtypeName, plan_buckets
 

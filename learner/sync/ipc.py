@@ -1,0 +1,117 @@
+"""The learner's end of the `ipc` transport: buckets in memory that the server's workers map.
+
+The gloo group carries signals alone; the protocol is in `shared_contracts.weights`. On a GPU
+the buffer is device memory and has not run on one yet; on the CPU it is a file without a
+name, which ends with the last process that has mapped it.
+"""
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from learner.sync.gloo import form_group, pack_bucket
+from shared_contracts.weights import (
+    DeviceMemory,
+    HostMemory,
+    InitCommunicator,
+    ParameterMeta,
+    SharedBuffer,
+    plan_buckets,
+)
+
+
+class IpcGroup:
+    """Rank 0: fills the buffer with a bucket once all workers have copied the last one out.
+
+    Raises RuntimeError (torch's) when a rank is missing after `timeout_s`.
+    """
+
+    def __init__(self, body: InitCommunicator) -> None:
+        self._group = form_group(body)
+        self._bucket_bytes = body.bucket_bytes
+        self._abandoned = threading.Event()
+
+    def send(
+        self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        stream = iter(weights)
+        plan = [
+            [parameters[i] for i in indices]
+            for indices in plan_buckets(parameters, self._bucket_bytes)
+        ]
+        sizes = [sum(p.wire_bytes for p in members) for members in plan]
+        with Buffer(max(sizes)) as buffer:
+            self._announce(buffer.shared)
+            for members, size in zip(plan, sizes, strict=True):
+                if self._abandoned.is_set():
+                    raise ConnectionAbortedError("the group was given up")
+                pack_bucket(members, stream, buffer.data[:size])
+                self._hand_over(buffer)
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+    def abandon(self) -> None:
+        """The group ends where its last collective does: within `timeout_s`, in a thread."""
+        self._abandoned.set()
+        held = [self._group]
+        del self._group
+        threading.Thread(target=held.clear, daemon=True).start()
+
+    def _announce(self, shared: SharedBuffer) -> None:
+        text = torch.tensor(list(shared.model_dump_json().encode()), dtype=torch.uint8)
+        for part in (torch.tensor([len(text)]), text):
+            self._group.broadcast(part, 0).wait()  # type: ignore[attr-defined]
+
+    def _hand_over(self, buffer: "Buffer") -> None:
+        if buffer.data.is_cuda:
+            torch.cuda.synchronize(buffer.data.device)
+        for _ in ("filled", "copied out"):
+            self._group.barrier().wait()  # type: ignore[attr-defined]
+
+
+class Buffer:
+    """Memory that other processes of this machine can map, on the GPU if there is one.
+
+    data: uint8. shared: what they need to know of it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._file: int | None = None
+        if torch.cuda.is_available():
+            self.data = torch.empty(size, dtype=torch.uint8, device="cuda")
+            memory: HostMemory | DeviceMemory = _device_memory(self.data)
+        else:
+            self._file = os.memfd_create("rollmatch-weights")
+            os.truncate(self._file, size)
+            path = f"/proc/{os.getpid()}/fd/{self._file}"
+            self.data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            memory = HostMemory(path=path)
+        self.shared = SharedBuffer(bytes=size, memory=memory)
+
+    def __enter__(self) -> "Buffer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.data
+        if self._file is not None:
+            os.close(self._file)
+
+
+def _device_memory(data: Tensor) -> DeviceMemory:
+    _, described = reduce_tensor(data)
+    return DeviceMemory(
+        gpu=str(torch.cuda.get_device_properties(data.device).uuid),
+        tensor_offset=described[3],
+        storage_handle=described[7],
+        storage_size_bytes=described[8],
+        storage_offset_bytes=described[9],
+        ref_counter_handle=described[11],
+        ref_counter_offset=described[12],
+        event_handle=described[13],
+        event_sync_required=described[14],
+    )
