@@ -124,7 +124,8 @@ def _over_servers(
         loaded.model, resolved_sync_mode(config, learner_world_size=1), sync.fallback_to_full
     )
     journal = Journal(servers, mode)
-    transport, bucket_bytes = transport_of(config), sync.bucket_mib * 2**20
+    transport = transport_of(config)
+    bucket_bytes = bucket_bytes_of(config, transport)
     channels = [
         WeightPusher(client, entry.group_port, mode, transport, bucket_bytes, sync.verify)
         for client, entry in zip(clients, servers, strict=True)
@@ -136,12 +137,19 @@ def _over_servers(
 
 
 def transport_of(config: Config) -> Transport:
-    """`auto` is `nccl` where learner and server have GPUs of their own, else `gloo`."""
+    """`auto` is `ipc` to a colocated server, and `nccl` to others where there are GPUs."""
     asked = config.rollout_matching.vllm.sync.transport
     if asked != "auto":
         return asked
-    own_gpus = config.rollout_matching.backend == "server" and torch.cuda.is_available()
-    return "nccl" if own_gpus else "gloo"
+    if config.rollout_matching.backend == "colocate":
+        return "ipc"
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def bucket_bytes_of(config: Config, transport: Transport) -> int:
+    """Small buckets leave the CPU's caches and its allocator's free memory in use."""
+    asked = config.rollout_matching.vllm.sync.bucket_mib
+    return (asked or (64 if transport == "nccl" else 8)) * 2**20
 
 
 def _colocate(
@@ -183,7 +191,8 @@ def _start_server(
 ) -> KeptServer:
     """Start the learner's own server and wait until it is healthy."""
     settings, run = folder / "rollout_server.yaml", folder / "rollout_server_run.yaml"
-    publish_text(settings, dump_mapping(server_settings(config, placement, media_dirs(samples))))
+    told = server_settings(config, placement, media_dirs(samples), transport_of(config))
+    publish_text(settings, dump_mapping(told))
     publish_text(run, dump_resolved(config))
     options = ["--config", str(settings), "--run-config", str(run)]
     environment = os.environ | {TOKEN_VARIABLE: token}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from learner.backends import transport_of
+from learner.backends import bucket_bytes_of, transport_of
 from learner.config import Config
 from learner.model.load import LoadedModel, load_model
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
@@ -61,12 +61,13 @@ def probe_servers(config: Config, clients: Sequence[RolloutClient]) -> list[Find
 def _probe(
     config: Config, loaded: LoadedModel, client: RolloutClient, group_port: int
 ) -> list[Finding]:
+    transport = transport_of(config)
     pusher = WeightPusher(
         client,
         group_port,
         OneSource(MergedWeights(loaded.model)),
-        transport_of(config),
-        config.rollout_matching.vllm.sync.bucket_mib * 2**20,
+        transport,
+        bucket_bytes_of(config, transport),
         "full",
     )
     try:

@@ -107,14 +107,18 @@ class SyncConfig(StrictModel):
         default=True,
         description="after a failed push of the adapter push full weights for the rest of the run",
     )
-    transport: Literal["auto", "gloo", "nccl"] = Field(
+    transport: Literal["auto", "gloo", "nccl", "ipc"] = Field(
         default="auto",
-        description="`auto`: `nccl` to servers on GPUs, else `gloo`",
+        description="`auto`: `ipc` to a colocated server, `nccl` to servers on GPUs, else `gloo`",
     )
     verify: Verify = Field(
         default="sample", description="which weights are read back from the engines after a push"
     )
-    bucket_mib: int = Field(default=64, ge=1, description="size of one packed bucket in MiB")
+    bucket_mib: int | None = Field(
+        default=None,
+        ge=1,
+        description="size of one packed bucket in MiB; null: 8, and with `nccl` 64",
+    )
 
 
 class VllmConfig(StrictModel):
@@ -161,11 +165,17 @@ class VllmConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _colocated_ranks_share_devices(self) -> "VllmConfig":
+    def _transport_fits_the_mode(self) -> "VllmConfig":
         if self.mode == "colocate" and self.sync.transport == "nccl":
             raise Refusal(
                 "nccl, and mode is colocate",
-                "nccl needs a GPU for each rank: use auto or gloo",
+                "nccl needs a GPU for each rank: use auto, ipc or gloo",
+                "sync.transport",
+            )
+        if self.mode == "server" and self.sync.transport == "ipc":
+            raise Refusal(
+                "ipc, and mode is server",
+                "ipc shares the learner's memory with a colocated server: use auto, gloo or nccl",
                 "sync.transport",
             )
         return self

@@ -125,9 +125,6 @@ RETIRED_VALUES: dict[str, dict[str, Retired]] = {
         ),
         "stage2_rollout_aligned": _not_served("Use stage2_two_channel"),
     },
-    "rollout_matching.vllm.sync.transport": {
-        "ipc": _not_served("Use auto: colocated weights travel over gloo"),
-    },
     "stage2_ab.pipeline.diagnostics[].name": {
         "coord_diag": _not_served("Write `diagnostics: []`"),
     },

@@ -19,6 +19,7 @@ from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import VllmConfig
+from shared_contracts.weights import Transport
 
 T = TypeVar("T")
 
@@ -93,14 +94,14 @@ def place(vllm: VllmConfig, gpus: Sequence[int]) -> Placement:
 
 
 def server_settings(
-    config: Config, placement: Placement, media_dirs: Sequence[Path]
+    config: Config, placement: Placement, media_dirs: Sequence[Path], transport: Transport
 ) -> dict[str, Any]:
     """What the server is told beside the training YAML (`--run-config`)."""
     settings = {
         "model": str(config.model.model),
         "dtype": config.model.torch_dtype,
         "allowed_media_dirs": [str(folder) for folder in media_dirs],
-        "weight_transport": "gloo",
+        "weight_transport": transport,
     }
     if not placement.gpus:
         return settings | {"device": "cpu"}

@@ -127,14 +127,14 @@ def test_its_settings_are_a_servers(tmp_path: Path, gpus: list[int]) -> None:
     )
     told, run = tmp_path / "told.yaml", tmp_path / "run.yaml"
     placement = place(config.rollout_matching.vllm, gpus)
-    told.write_text(dump_mapping(server_settings(config, placement, [tmp_path])))
+    told.write_text(dump_mapping(server_settings(config, placement, [tmp_path], "ipc")))
     run.write_text(dump_resolved(config))
     settings = load_settings(told, {}, run)
     assert (settings.host, settings.dtype) == ("127.0.0.1", "bfloat16")
     assert settings.max_num_seqs == 6 * max(len(gpus), 1)
     assert (settings.max_model_len, settings.enable_prefix_caching) == (640, False)
     assert settings.repeat_terminate.max_object_keys == 9
-    assert (settings.allowed_media_dirs, settings.transport) == ((tmp_path,), "gloo")
+    assert (settings.allowed_media_dirs, settings.transport) == ((tmp_path,), "ipc")
     assert (settings.device, settings.gpus) == ("gpu" if gpus else "cpu", tuple(gpus))
     assert (settings.num_replicas, settings.num_workers) == (1, max(len(gpus), 1))
     if gpus:

@@ -287,7 +287,7 @@ def test_rollout_defaults_are_those_of_the_contract() -> None:
     assert (decoding.temperature, decoding.top_p, decoding.top_k) == (0.0, 1.0, -1)
     assert (vllm.max_model_len, vllm.enable_lora, vllm.enable_prefix_caching) == (None, False, True)
     assert (vllm.sync.mode, vllm.sync.fallback_to_full) == ("full", True)
-    assert (vllm.sync.transport, vllm.sync.verify, vllm.sync.bucket_mib) == ("auto", "sample", 64)
+    assert (vllm.sync.transport, vllm.sync.verify, vllm.sync.bucket_mib) == ("auto", "sample", None)
     assert not any(rollout.offload.model_dump().values())
     assert (matching.candidate_top_k, matching.maskiou_gate) == (10, 0.3)
     assert (matching.maskiou_resolution, matching.fp_cost, matching.fn_cost) == (256, 1.0, 1.0)

@@ -62,8 +62,12 @@ def test_a_config_says_who_generates(rollout: dict[str, Any], backend: str) -> N
         ({"vllm": {"gpu_memory_utilization": 1.1}}, f"{VLLM}.gpu_memory_utilization", "less"),
         ({"vllm": {"tensor_parallel_size": 0}}, f"{VLLM}.tensor_parallel_size", "greater"),
         ({"vllm": {"sync": {"verify": "some"}}}, f"{VLLM}.sync.verify", "sample"),
-        ({"vllm": {"sync": {"transport": "nccl"}}}, f"{VLLM}.sync.transport", "auto or gloo"),
-        ({"vllm": {"sync": {"transport": "ipc"}}}, f"{VLLM}.sync.transport", "auto"),
+        ({"vllm": {"sync": {"transport": "nccl"}}}, f"{VLLM}.sync.transport", "ipc or gloo"),
+        (
+            {"vllm": {"mode": "server", "server": SERVER, "sync": {"transport": "ipc"}}},
+            f"{VLLM}.sync.transport",
+            "gloo or nccl",
+        ),
     ],
 )
 def test_keys_that_do_not_fit_the_mode_are_refused(
