@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from learner.rollout.client import OtherWeights, RolloutClient
+from learner.rollout.handout import FRUITLESS_RETURNS, Handout, Job
 from learner.rollout.journal import Journal
-from learner.rollout.member import ATTEMPTS
+from learner.rollout.member import ATTEMPTS, Member
 from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
@@ -294,6 +295,31 @@ def test_a_server_that_comes_back_only_to_fail_again_ends_the_run() -> None:
         with pytest.raises(RunError, match="though some came back"):
             run.ask(2)
     assert run.pushed() == [[1]]
+
+
+@pytest.mark.req("DIST-05")
+@pytest.mark.parametrize(("answers_between", "ends"), [(1, False), (0, True)])
+def test_only_returns_without_an_answer_between_them_are_in_vain(
+    answers_between: int, ends: bool
+) -> None:
+    with scripted_server() as server, RolloutClient(server.base_url) as client:
+        rollouts, journal = S(server), Journal()
+        times_lost = FRUITLESS_RETURNS + 2
+        rollouts.faults.extend(([S.hang_up] * ATTEMPTS + [S.ok] * answers_between) * times_lost)
+        member = Member(client, ScriptedChannel(rollouts), journal, lambda _: None)
+        handout = Handout(
+            Job(requests(times_lost), RequestConfig(), version=None),
+            [member],
+            decode_batch_size=1,
+            journal=journal,
+            wait_for_one=lambda: member.take_back(None),
+            patience_s=0.0,
+        )
+        if ends:
+            with pytest.raises(RunError, match=f"came back {FRUITLESS_RETURNS} times"):
+                handout.run()
+        else:
+            assert len(handout.run()) == times_lost
 
 
 @pytest.mark.req("SYNC-07")
