@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from rollout_server.coverage import Box, Fault
 from shared_contracts.digests import matrix_shape
@@ -29,7 +29,7 @@ from shared_contracts.weights import DtypeName, ParameterMeta
 MOST_FAILURES = 16
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
-_ZEROING = ("aten.fill_", "aten.zero_")
+_PADDING = (Tensor.fill_, Tensor.zero_)
 
 
 class LoadableModel(Protocol):
@@ -147,11 +147,11 @@ def _is_original(loader: Callable[..., Any]) -> bool:
     return loader.__name__ != "online_process_loader"
 
 
-class _DryRun(TorchDispatchMode):
+class _DryRun(TorchFunctionMode):
     """Writes down the copies into the targets, and makes none of them."""
 
     def __init__(self, targets: Mapping[StorageWeakRef, tuple[Target, Tensor]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._by_storage = targets
         self._sources: dict[StorageWeakRef, tuple[ParameterMeta, Tensor]] = {}
         self.targets = dict(targets.values())
@@ -187,19 +187,22 @@ class _DryRun(TorchDispatchMode):
             self._last = parameter.name
             yield parameter.name, tensor
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = (
-            self._by_storage.get(StorageWeakRef(args[0].untyped_storage()))
-            if (args and isinstance(args[0], Tensor))
-            else None
-        )
-        if known is not None and func is torch.ops.aten.copy_.default:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__setitem__:
+            whole, index, value = args
+            func = Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_
+            args = (whole[index], value)
+        known = self._target_of(args[0]) if func in (Tensor.copy_, *_PADDING) else None
+        if known is None:
+            return func(*args, **(kwargs or {}))
+        if func is Tensor.copy_:
             self._note(known[0], known[1], args[0], args[1])
-            return args[0]
-        if known is not None and str(func).startswith(_ZEROING):
+        else:
             self.padded[known[0]].add((args[0].storage_offset(), args[0].numel()))
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        return args[0]
+
+    def _target_of(self, tensor: Tensor) -> tuple[Target, Tensor] | None:
+        return self._by_storage.get(StorageWeakRef(tensor.untyped_storage()))
 
     def filled(self, target: Target) -> int:
         return self.copied[target] + sum(size for _, size in self.padded[target])

@@ -46,7 +46,8 @@ class Fused(nn.Module):
     def load(self, name: str, weight: Tensor) -> None:
         first = {"a": 0, "b": 3}[name]
         self.weight.data[first : first + 3].copy_(weight.narrow(0, 3, 3))
-        self.weight.data[6:].fill_(0)
+        self.weight.data[6:7].fill_(0)
+        self.weight.data[7:] = 0
 
 
 class Model(nn.Module):
@@ -65,7 +66,7 @@ class Model(nn.Module):
                 case ["layers", index, "bias"]:
                     bias: Any = self.layers[int(index)].bias
                     assert bias.shape == weight.shape, f"{tuple(weight.shape)} is no bias"
-                    bias.data.copy_(weight)
+                    bias.data[:] = weight
                 case ["layers", index, part]:
                     layer: Any = self.layers[int(index)]
                     layer.load(part, weight)
