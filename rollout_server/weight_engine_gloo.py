@@ -12,8 +12,6 @@ as in its NCCL engine, with two differences:
   reload does not rebuild; `finish_weight_update` does.
 """
 
-import ipaddress
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,6 +34,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from rollout_server.placement import LoadableModel
 from rollout_server.stopwatch import timed
+from shared_contracts.addresses import address_towards
 from shared_contracts.weights import GLOO_STORE_PREFIX, ParameterMeta, plan_buckets
 
 
@@ -179,18 +178,12 @@ def join_group(info: GlooInitInfo, rank: int) -> ProcessGroupGloo:
     store = TCPStore(info.host, info.port, is_master=False, wait_for_workers=False, timeout=timeout)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    options._devices = [group_device(info.host)]
+    here = address_towards(info.host)
+    options._devices = [ProcessGroupGloo.create_device(hostname=here)]
     prefixed = PrefixStore(GLOO_STORE_PREFIX, store)
     group = ProcessGroupGloo(prefixed, rank, info.world_size, options)
     group.barrier().wait()  # type: ignore[attr-defined]
     return group
-
-
-def group_device(host: str) -> "ProcessGroupGloo.Device":
-    """The network device of the group: loopback stays on loopback."""
-    if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
-        return ProcessGroupGloo.create_device(hostname=host)
-    return ProcessGroupGloo.create_default_device()
 
 
 def unpack(

@@ -3,7 +3,6 @@
 The wire format is in `shared_contracts.weights`.
 """
 
-import ipaddress
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work
 
+from shared_contracts.addresses import address_towards
 from shared_contracts.weights import (
     GLOO_STORE_PREFIX,
     InitCommunicator,
@@ -91,16 +91,11 @@ def form_group(body: InitCommunicator) -> ProcessGroupGloo:
     store = TCPStore(body.host, body.port, is_master=False, wait_for_workers=False, timeout=timeout)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    options._devices = [_device(body.host)]
+    here = address_towards(body.host)
+    options._devices = [ProcessGroupGloo.create_device(hostname=here)]
     group = ProcessGroupGloo(PrefixStore(GLOO_STORE_PREFIX, store), 0, body.world_size, options)
     group.barrier().wait()  # type: ignore[attr-defined]
     return group
-
-
-def _device(host: str) -> "ProcessGroupGloo.Device":
-    if ipaddress.ip_address(host).is_loopback:
-        return ProcessGroupGloo.create_device(hostname=host)
-    return ProcessGroupGloo.create_default_device()
 
 
 def pack_bucket(

@@ -26,6 +26,7 @@ from learner.sync.abandonable import run_together, run_within
 from learner.sync.digests import Outgoing, verified_columns
 from learner.sync.groups import WeightGroup, join_group
 from learner.sync.source import SourceChoice, WeightSource
+from shared_contracts.addresses import address_towards
 from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import (
@@ -331,7 +332,4 @@ class WeightPusher:
         server = socket.gethostbyname(host)
         if self._transport in ("gloo", "ipc"):
             return server
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((server, 9))  # UDP: chooses a route, sends nothing
-            own: str = probe.getsockname()[0]
-            return own
+        return address_towards(server)
