@@ -38,8 +38,10 @@ def train(
         clients = reach_servers(parsed)
 
     _share_cores()
+    from learner.publish import expect_full_disks_in_threads
     from learner.train import train as run
 
+    expect_full_disks_in_threads()
     folder = run(parsed, inputs, clients, console)
     console.print(f"Run folder: {folder}")
 

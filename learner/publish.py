@@ -1,11 +1,21 @@
-"""Files and directories that appear whole or not at all."""
+"""Files and directories that appear whole or not at all, and disks that are full."""
 
+import errno
+import os
 import shutil
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shared_contracts.errors import ContractError
+from safetensors import SafetensorError
+
+from shared_contracts.errors import ContractError, RunError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What torch.save raises when a write failed; it does not say why.
+_TORCH_WRITER = "inline_container"
+_NEXT_TO_NOTHING = 2**20
 
 
 @contextmanager
@@ -39,7 +49,79 @@ def require_free(out: Path) -> None:
 
 
 def publish_text(path: Path, text: str) -> None:
-    """Write `text` to a temporary name beside `path`, then rename it to `path`."""
+    """Write `text` to a temporary name beside `path`, then rename it to `path`.
+
+    Raises RunError when the disk is full.
+    """
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.rename(path)
+    with removed_unless_whole(part), writing(path):
+        part.write_text(text, encoding="utf-8")
+        part.rename(path)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file, or nothing; raises RunError when the disk is full."""
+    with writing(path), path.open("ab", buffering=0) as file:
+        before = file.tell()
+        data = f"{line}\n".encode()
+        try:
+            written = file.write(data)
+            while written < len(data):
+                written += file.write(data[written:])
+        except OSError:
+            with suppress(OSError):
+                file.truncate(before)
+            raise
+
+
+@contextmanager
+def removed_unless_whole(path: Path) -> Iterator[None]:
+    """Remove the file or folder `path` when the block that writes it raises."""
+    try:
+        yield
+    except BaseException:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tell by name what the block could not write because the disk is full.
+
+    Raises RunError in place of what a full disk makes Python, safetensors and torch raise.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if not _is_full(error, path):
+            raise
+        raise RunError(
+            f"cannot write {path}: {os.strerror(errno.ENOSPC)}. Make room on that disk, or set "
+            "training.output_dir to a folder on another one, and start again"
+        ) from error
+
+
+def expect_full_disks_in_threads() -> None:
+    """Print no traceback when a thread of this process finds the disk full.
+
+    TensorBoard's raises the same error once more in the thread that logs.
+    """
+    former = threading.excepthook
+
+    def hook(unhandled: threading.ExceptHookArgs) -> None:
+        error = unhandled.exc_value
+        if not (isinstance(error, OSError) and error.errno in _FULL):
+            former(unhandled)
+
+    threading.excepthook = hook
+
+
+def _is_full(error: Exception, path: Path) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    if isinstance(error, SafetensorError):
+        return os.strerror(errno.ENOSPC) in str(error)
+    return _TORCH_WRITER in str(error) and shutil.disk_usage(path.parent).free < _NEXT_TO_NOTHING

@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from learner.config import Config, dump_resolved
 from learner.config.sync_mode import resolved_sync_mode
-from learner.publish import publish_text
+from learner.publish import append_line, publish_text
 from learner.rollout.describe import describe_backend
 
 _LIBRARIES = ("rollmatch", "torch", "transformers", "accelerate", "peft")
@@ -91,9 +91,7 @@ class JsonlLog(TrainerCallback):
 
 
 def _append(path: Path, record: dict[str, Any]) -> None:
-    line = json.dumps(record, allow_nan=False)
-    with path.open("a") as file:
-        file.write(line + "\n")
+    append_line(path, json.dumps(record, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:

@@ -34,6 +34,7 @@ from learner.model.prompt import PromptEncoder
 from learner.optim import build_optimizer
 from learner.preflight import RunInputs, generates
 from learner.progress import ProgressDisplay
+from learner.publish import removed_unless_whole, writing
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.seeds import request_seed, rollout_seed_base
@@ -83,6 +84,12 @@ class TwoChannelTrainer(Trainer):
         )
         return metrics
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Trainer's, of which nothing is left when it fails."""
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        with removed_unless_whole(folder), writing(folder):
+            super()._save_checkpoint(model, trial)
+
 
 def train(
     config: Config, inputs: RunInputs, clients: list[RolloutClient], console: Console
@@ -90,6 +97,9 @@ def train(
     """Run the training that `config` describes; returns the run folder.
 
     inputs, clients: what preflight found; no clients in a run that asks no servers.
+
+    Raises:
+        RunError: the servers are gone for good, or the disk is full.
     """
     _require_one_gpu()
     disable_progress_bar()
@@ -100,6 +110,7 @@ def train(
         check_packing(loaded.model)
     optimizer = build_optimizer(loaded.model, config.training)
     with ExitStack() as stack:
+        stack.enter_context(writing(folder))
         policy = None
         if generates(config):
             samples = [*inputs.train, *inputs.val]
