@@ -36,7 +36,8 @@ def _widened(
     config: Qwen3VLConfig, width: int, inner: int, layers: int, heads: int
 ) -> Qwen3VLConfig:
     """The toy architecture with another language model; the vision tower stays."""
-    text, vision = config.text_config.to_dict(), config.vision_config.to_dict()
+    whole = config.to_dict()
+    text, vision = whole.pop("text_config"), whole.pop("vision_config")
     text |= {
         "hidden_size": width,
         "intermediate_size": inner,
@@ -49,8 +50,7 @@ def _widened(
         "mrope_section": _sections(width // heads // 2)
     }
     vision["out_hidden_size"] = width
-    rest = {k: v for k, v in config.to_dict().items() if k not in ("text_config", "vision_config")}
-    return Qwen3VLConfig(text_config=text, vision_config=vision, **rest)
+    return Qwen3VLConfig(text_config=text, vision_config=vision, **whole)
 
 
 def _sections(half: int) -> list[int]:
