@@ -45,8 +45,12 @@ def test_other_errors_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
 
 def test_what_a_failing_block_wrote_is_removed(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-1"
-    with pytest.raises(KeyboardInterrupt), removed_unless_whole(folder):
+
+    def interrupted() -> None:
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), removed_unless_whole(folder):
+        interrupted()
     assert list(tmp_path.iterdir()) == []

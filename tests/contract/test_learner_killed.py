@@ -1,0 +1,88 @@
+"""SIGKILL of a learner in every phase of its push, and what the next one finds."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from learner.operate.server_process import free_ports
+from tests.contract.running_server import RunningServer, response_ids, text_request
+from tests.contract.toy_checkpoints import read_weights
+from tests.contract.weight_sender import push, weight_group
+
+PHASES = ("rendezvous", "start", "transfer", "finish")
+# What a thread pool or the allocator may add.
+SLACK = 2
+
+
+@contextmanager
+def learner(
+    server: RunningServer, port: int, weights: Path, phase: str
+) -> Iterator["subprocess.Popen[str]"]:
+    """A learner that will stop in `phase`."""
+    command = [sys.executable, "-m", "tests.contract.dying_pusher"]
+    arguments = [server.process.base_url, str(port), str(weights), phase]
+    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def die_in(process: "subprocess.Popen[str]", phase: str) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == phase, "its error is above"
+    process.kill()
+    process.wait()
+
+
+def push_again(server: RunningServer, port: int, weights: Path) -> None:
+    """What the next learner does: a group over the same port, and a full push."""
+    version = server.http.get("/info/").json()["weights_version"] + 1
+    with weight_group(server.http, port) as sender:
+        push(server.http, sender, read_weights(weights), version)
+
+
+def resources(server: RunningServer) -> dict[str, int]:
+    """Descriptors and threads of the server and of its engine, without a group."""
+    assert server.http.post("/close_communicator/").status_code == 200
+    return {
+        f"{kind} of {name}": len(list(Path(f"/proc/{pid}/{kind}").iterdir()))
+        for name, pid in server.processes().items()
+        for kind in ("fd", "task")
+    }
+
+
+def grown(server: RunningServer, before: dict[str, int]) -> dict[str, int]:
+    """What there is more of, once connections that were cut have been noticed."""
+    deadline = time.monotonic() + 20
+    while True:
+        now = resources(server)
+        more = {name: now[name] - before[name] for name in now if now[name] > before[name] + SLACK}
+        if not more or time.monotonic() > deadline:
+            return more
+        time.sleep(0.2)
+
+
+@pytest.mark.req("SYNC-04", "SYNC-05", "SYNC-07")
+def test_a_learner_killed_in_any_phase_leaves_a_server_for_the_next_one(
+    server: RunningServer, tied: Path, other_tied: Path
+) -> None:
+    (port,) = free_ports(1)
+    answer = response_ids(server.infer([text_request()])[0])
+    push_again(server, port, tied)
+    before = resources(server)
+    for phase in PHASES:
+        with learner(server, port, other_tied, phase) as process:
+            die_in(process, phase)
+        push_again(server, port, tied)
+        assert server.http.get("/health/").json()["state"] == "READY"
+        assert response_ids(server.infer([text_request()])[0]) == answer, phase
+    assert grown(server, before) == {}
