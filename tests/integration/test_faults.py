@@ -1,0 +1,227 @@
+"""SIGKILL of a real server and of its engine, in the middle of pushes and rollouts.
+
+A supervisor starts the server again, as it would in production. The call that was under way
+ends as if nothing had happened: every answer, in order, from the weights it asked for.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from torch import Tensor
+from transformers import Qwen3VLForConditionalGeneration
+
+from learner.operate.kept_server import KeptServer
+from learner.operate.server_process import ServerProcess, free_ports
+from learner.rollout.client import RolloutClient
+from learner.rollout.journal import Journal
+from learner.rollout.requests import build_request
+from learner.rollout.server import ServerBackend
+from learner.sync.push import WeightPusher
+from learner.sync.source import MergedWeights, OneSource
+from learner.types import Sample
+from shared_contracts.errors import RunError
+from shared_contracts.infer import RequestConfig
+from shared_contracts.weights import (
+    CommunicatorReady,
+    DtypeName,
+    FinishWeightUpdate,
+    InitCommunicator,
+    StartWeightUpdate,
+    SyncReport,
+    WeightStatus,
+)
+from tests.contract.running_server import CPU, PROMPT, START_TIMEOUT_S, children
+
+TIMEOUT_S = 120.0
+REQUESTS = 8
+MAX_TOKENS = 300
+BUCKET_BYTES = 2**16
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Moments:
+    """What happens at named moments, each once."""
+
+    def __init__(self) -> None:
+        self.coming: dict[str, Callable[[], None]] = {}
+
+    def now(self, moment: str) -> None:
+        self.coming.pop(moment, lambda: None)()
+
+
+class ClientWithMoments(RolloutClient):
+    """The learner's client, with a moment before or after its calls."""
+
+    def __init__(self, base_url: str, timeout_s: float, moments: Moments) -> None:
+        super().__init__(base_url, timeout_s, live_interval_s=0.5)
+        self._moments = moments
+
+    def init_communicator(self, body: InitCommunicator) -> CommunicatorReady:
+        self._moments.now("rendezvous")
+        return super().init_communicator(body)
+
+    def start_weight_update(self, body: StartWeightUpdate) -> WeightStatus:
+        status = super().start_weight_update(body)
+        self._moments.now("start")
+        return status
+
+    def finish_weight_update(self, body: FinishWeightUpdate) -> SyncReport:
+        self._moments.now("finish")
+        report = super().finish_weight_update(body)
+        self._moments.now("finished")
+        return report
+
+
+class WeightsWithMoment(MergedWeights):
+    """Weights of a model, with a moment half way through."""
+
+    def __init__(self, model: Qwen3VLForConditionalGeneration, moments: Moments) -> None:
+        super().__init__(model)
+        self._moments = moments
+
+    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        middle = len(self.metadata(dtype)) // 2
+        for number, named in enumerate(super().tensors(dtype)):
+            if number == middle:
+                self._moments.now("transfer")
+            yield named
+
+
+@dataclass
+class Play:
+    """A supervised server, a learner over it, and what that answers undisturbed."""
+
+    server: KeptServer
+    moments: Moments
+    weights: WeightsWithMoment
+    backend: ServerBackend
+    version: int = 0
+
+    def push(self) -> None:
+        self.version += 1
+        self.backend.push_weights(self.version)
+
+    def ask(self) -> list[list[int]]:
+        """Greedy answers, all by the weights that were pushed last."""
+        samples = [Sample(str(number), (), 64, 64, ()) for number in range(REQUESTS)]
+        requests = [build_request(s, f"{PROMPT} {s.sample_id}", None) for s in samples]
+        config = RequestConfig(max_tokens=MAX_TOKENS, temperature=0.0, return_details=True)
+        outputs = self.backend.rollout(requests, config)
+        assert {output.weights_version for output in outputs} == {(self.version, self.version)}
+        return [output.response_token_ids for output in outputs]
+
+    def kill_server(self) -> None:
+        os.kill(self.server.pid, signal.SIGKILL)
+
+    def kill_engine(self) -> None:
+        (engine,) = (pid for pid in children(self.server.pid) if _is_engine(pid))
+        os.kill(engine, signal.SIGKILL)
+
+    def kill_server_while_it_decodes(self) -> None:
+        with httpx.Client(base_url=self.server.base_url, trust_env=False) as http:
+            deadline = time.monotonic() + TIMEOUT_S
+            while not decoding(http.get("/metrics/").text):
+                assert time.monotonic() < deadline
+        self.kill_server()
+
+
+def decoding(metrics: str) -> bool:
+    lines = [line for line in metrics.splitlines() if line.startswith("rollout_running_sequences{")]
+    return any(float(line.split()[-1]) > 0 for line in lines)
+
+
+def _is_engine(pid: int) -> bool:
+    return b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def play(tied: Path, other_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
+    folder = tmp_path_factory.mktemp("faults")
+    (port,) = free_ports(1)
+    options = ["--model", str(tied), *CPU, "--max-model-len", "512"]
+    server = KeptServer(
+        lambda: ServerProcess(options, folder / "server.log", port), START_TIMEOUT_S, [0.1] * 9
+    )
+    try:
+        moments = Moments()
+        model = Qwen3VLForConditionalGeneration.from_pretrained(other_tied)
+        weights = WeightsWithMoment(model, moments)
+        backend = backend_to(server, weights, moments, TIMEOUT_S)
+        backend.connect()
+        yield Play(server, moments, weights, backend)
+        backend.close()
+    finally:
+        server.stop()
+
+
+def backend_to(
+    server: KeptServer, weights: WeightsWithMoment, moments: Moments, timeout_s: float
+) -> ServerBackend:
+    client = ClientWithMoments(server.base_url, timeout_s, moments)
+    (port,) = free_ports(1)
+    pusher = WeightPusher(client, port, OneSource(weights), "gloo", BUCKET_BYTES, "sample")
+    return ServerBackend([client], [pusher], REQUESTS, Journal())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(play: Play) -> list[list[int]]:
+    play.push()
+    answers = play.ask()
+    assert len({tuple(answer) for answer in answers}) == REQUESTS
+    return answers
+
+
+@pytest.mark.req("SYNC-04", "SYNC-05", "SYNC-07", "SYNC-09", "SRV-05")
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    [
+        ("start", "engine"),
+        ("transfer", "server"),
+        ("finish", "engine"),
+        ("finished", "server"),
+    ],
+)
+def test_whoever_is_killed_in_a_push_the_next_answers_are_of_its_weights(
+    play: Play, undisturbed: list[list[int]], moment: str, victim: str
+) -> None:
+    """After `finished` the server has said 200, and the push has ended well."""
+    kill = {"server": play.kill_server, "engine": play.kill_engine}[victim]
+    play.moments.coming[moment] = kill
+    play.push()
+    assert play.ask() == undisturbed
+    assert not play.moments.coming
+
+
+@pytest.mark.req("SYNC-07", "SYNC-09", "DIST-05", "CFG-06")
+def test_a_server_killed_while_it_answers_answers_after_all(
+    play: Play, undisturbed: list[list[int]]
+) -> None:
+    starts = play.server.starts
+    killer = threading.Thread(target=play.kill_server_while_it_decodes)
+    killer.start()
+    assert play.ask() == undisturbed
+    killer.join()
+    assert play.server.starts == starts + 1
+
+
+@pytest.mark.req("SYNC-04", "SYNC-07", "CFG-06")
+def test_a_server_killed_for_good_ends_the_run_with_what_was_waited_for(play: Play) -> None:
+    """The last test: it stops the server."""
+    impatient = backend_to(play.server, play.weights, play.moments, timeout_s=2.0)
+    version = impatient.connect() + 1
+    impatient.push_weights(version)
+    play.server.stop()
+    asking = Play(play.server, play.moments, play.weights, impatient, version)
+    for call in (asking.push, asking.ask):
+        with pytest.raises(RunError, match=r"waited 2 s .* for one to come back") as caught:
+            call()
+        assert play.server.base_url in str(caught.value)
+    impatient.close()
