@@ -69,7 +69,8 @@ class ServerConfig(StrictModel):
     timeout_s: float = Field(
         default=240.0,
         gt=0,
-        description="bounds reaching a server and forming the weight group, in seconds",
+        description="bounds reaching a server, forming the weight group, and each phase of a push "
+        "(drain, transfer, finish), in seconds",
     )
     infer_timeout_s: float | None = Field(
         default=None,
