@@ -90,14 +90,15 @@ def _check_own_server(config: Config) -> None:
 
 def _check_offload(config: Config, environment: Mapping[str, str]) -> None:
     """Moves whole tensors: what shards them itself cannot be moved (ROLL-03)."""
-    sharded = environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true", "yes")
-    if config.rollout_matching.offload.enabled and sharded:
-        raise ContractError(
-            "rollout_matching.offload.enabled",
-            "is true, and the learner was launched with DeepSpeed, which places weights and "
-            "optimizer state itself",
-            "Set it to false, or launch without DeepSpeed",
-        )
+    for library in ("DeepSpeed", "FSDP"):
+        launched = environment.get(f"ACCELERATE_USE_{library.upper()}", "").lower()
+        if config.rollout_matching.offload.enabled and launched in ("1", "true", "yes"):
+            raise ContractError(
+                "rollout_matching.offload.enabled",
+                f"is true, and the learner was launched with {library}, which places weights "
+                "and optimizer state itself",
+                f"Set it to false, or launch without {library}",
+            )
 
 
 def learner_processes(environment: Mapping[str, str]) -> int:

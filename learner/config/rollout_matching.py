@@ -41,6 +41,16 @@ class OffloadConfig(StrictModel):
     offload_model: bool = Field(default=False, description="the model's weights go to the host")
     offload_optimizer: bool = Field(default=False, description="its state goes to the host")
 
+    @model_validator(mode="after")
+    def _something_moves(self) -> "OffloadConfig":
+        if self.enabled and not (self.offload_model or self.offload_optimizer):
+            raise Refusal(
+                "is true, and neither offload_model nor offload_optimizer is",
+                "Set one of them to true, or enabled to false",
+                "enabled",
+            )
+        return self
+
 
 class RolloutMatchingConfig(SharedRolloutConfig):
     rollout_backend: Literal["vllm", "hf"] = Field(
@@ -91,4 +101,11 @@ class RolloutMatchingConfig(SharedRolloutConfig):
             found = "is missing with" if beam else "is given without"
             do = "Say how many, 2 or more" if beam else "Remove it, or set decode_mode to beam"
             raise Refusal(f"{found} decode_mode: beam", do, "num_beams")
+        if self.num_beams is not None and self.num_beams > self.decode_batch_size:
+            raise Refusal(
+                f"{self.num_beams} beams are decoded at once for one answer, and "
+                f"decode_batch_size is {self.decode_batch_size}",
+                "Raise rollout_matching.decode_batch_size to num_beams, or lower num_beams",
+                "num_beams",
+            )
         return self

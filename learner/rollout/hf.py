@@ -69,7 +69,7 @@ class HfBackend:
         self._encode = encode
         self._tokenizer = tokenizer
         self._guard = guard
-        self._rows = max(1, decode_batch_size // num_beams)
+        self._rows = decode_batch_size // num_beams
         self._num_beams = num_beams
         self._compute_dtype = compute_dtype
         self._ends = end_token_ids(model, tokenizer)

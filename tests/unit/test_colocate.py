@@ -168,14 +168,17 @@ def checkpoint(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.req("ROLL-03")
-def test_offload_beside_deepspeed_fails_fast(checkpoint: dict[str, Any]) -> None:
+@pytest.mark.parametrize("library", ["DeepSpeed", "FSDP"])
+def test_offload_beside_what_shards_the_model_fails_fast(
+    checkpoint: dict[str, Any], library: str
+) -> None:
     offload = {"offload": {"enabled": True, "offload_model": True}}
-    deepspeed = {CUDA_VISIBLE: "", "ACCELERATE_USE_DEEPSPEED": "true"}
-    with pytest.raises(ContractError, match="DeepSpeed") as caught:
-        check_backend(config_of(offload, model=checkpoint), deepspeed)
+    sharded = {CUDA_VISIBLE: "", f"ACCELERATE_USE_{library.upper()}": "true"}
+    with pytest.raises(ContractError, match=library) as caught:
+        check_backend(config_of(offload, model=checkpoint), sharded)
     assert caught.value.where == "rollout_matching.offload.enabled"
-    check_backend(config_of(model=checkpoint), deepspeed)
-    check_backend(config_of({**offload, "rollout_backend": "hf"}, model=checkpoint), deepspeed)
+    check_backend(config_of(model=checkpoint), sharded)
+    check_backend(config_of({**offload, "rollout_backend": "hf"}, model=checkpoint), sharded)
 
 
 @pytest.mark.req("SYNC-01", "RES-04")

@@ -103,8 +103,30 @@ def test_a_beam_search_states_its_beams_and_needs_hf(rollout: dict[str, Any], wh
 
 @pytest.mark.req("CFG-05", "ROLL-02")
 def test_hf_searches_beams() -> None:
-    asked = {"rollout_backend": "hf", "decode_mode": "beam", "num_beams": 4}
+    asked = {
+        "rollout_backend": "hf",
+        "decode_mode": "beam",
+        "num_beams": 4,
+        "decode_batch_size": 4,
+    }
     assert parse_config(mapping(asked)).rollout_matching.num_beams == 4
+
+
+@pytest.mark.req("CFG-05", "ROLL-02")
+def test_the_beams_of_one_answer_fit_into_a_batch() -> None:
+    beam = {"rollout_backend": "hf", "decode_mode": "beam", "num_beams": 4}
+    error = only_error({**beam, "decode_batch_size": 3})
+    assert error.where == "rollout_matching.num_beams"
+    assert "4 beams" in error.found
+    assert "decode_batch_size is 3" in error.found
+    assert "rollout_matching.decode_batch_size" in error.do
+
+
+@pytest.mark.req("CFG-05", "ROLL-03")
+def test_an_offload_that_moves_nothing_is_refused() -> None:
+    error = only_error({"offload": {"enabled": True}})
+    assert error.where == "rollout_matching.offload.enabled"
+    assert "offload_model" in error.found
 
 
 @pytest.mark.req("CFG-05", "ROLL-03")
