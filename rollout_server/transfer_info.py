@@ -25,8 +25,7 @@ def init_info(init: InitCommunicator, transport: Transport, rank_offset: int) ->
         }
     assert transport == "nccl"
     return {
-        "master_address": init.host,
-        "master_port": init.port,
+        "nccl_unique_id_b64": init.nccl_unique_id,
         "rank_offset": rank_offset,
         "world_size": init.world_size,
         "packed": True,

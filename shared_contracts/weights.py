@@ -36,7 +36,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Transport = Literal["gloo", "nccl", "ipc"]
 WeightState = Literal["READY", "UPDATING", "POISONED"]
@@ -83,8 +83,9 @@ class _Wire(BaseModel):
 class InitCommunicator(_Wire):
     """Form the weight group: learner is rank 0, engine workers are ranks 1...
 
-    host, port: address of the rendezvous store. With `gloo` the server opens it there;
-        with `nccl` the learner does (vLLM's trainer side owns the store).
+    host, port: address at the server where the rendezvous store of `gloo` and `ipc` opens.
+    nccl_unique_id: what NCCL ranks meet by instead, made by the learner (`ncclGetUniqueId`),
+        128 bytes as base64; with `nccl` alone.
     world_size: 1 + all engine workers.
     bucket_bytes: size of one packed bucket; both sides must agree.
     timeout_s: bounds the rendezvous and every collective.
@@ -96,6 +97,13 @@ class InitCommunicator(_Wire):
     transport: Transport = "gloo"
     bucket_bytes: int = Field(default=64 * 2**20, ge=1)
     timeout_s: float = Field(default=240.0, gt=0, le=86400)
+    nccl_unique_id: str | None = Field(default=None, pattern="^[A-Za-z0-9+/]{171}=$", repr=False)
+
+    @model_validator(mode="after")
+    def _nccl_meets_by_its_id(self) -> "InitCommunicator":
+        if (self.transport == "nccl") != (self.nccl_unique_id is not None):
+            raise ValueError("nccl_unique_id belongs to the transport nccl, which needs it")
+        return self
 
 
 class CommunicatorReady(_Wire):
@@ -190,24 +198,6 @@ class AdapterMeta(_Wire):
     use_rslora: bool = False
 
 
-class StartWeightUpdate(_Wire):
-    """The manifest of a push.
-
-    version: the version the server will have after it; higher than before, or the same where
-        a replica does not have the server's version.
-    parameters: all that will be sent, in the order it travels.
-    adapter: the parameters are those of an adapter over the checkpoint's weights.
-    """
-
-    version: int = Field(ge=0)
-    parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
-    adapter: AdapterMeta | None = None
-
-
-class UpdateWeights(_Wire):
-    version: int = Field(ge=0)
-
-
 class ParameterDigest(_Wire):
     """What `shared_contracts.digests` makes of a parameter.
 
@@ -218,6 +208,37 @@ class ParameterDigest(_Wire):
     name: str
     columns: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = None
     digest: str = Field(pattern="^[0-9a-f]{16}$")
+
+
+class AdapterBase(_Wire):
+    """The weights that an adapter is over, as the learner has them.
+
+    parameters: all of them, as a full push would send them. digests: of some, or of all.
+    """
+
+    parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
+    digests: Annotated[list[ParameterDigest], Field(fail_fast=True)] = []
+
+
+class StartWeightUpdate(_Wire):
+    """The manifest of a push.
+
+    version: the version the server will have after it; higher than before, or the same where
+        a replica does not have the server's version.
+    parameters: all that will be sent, in the order it travels.
+    adapter: the parameters are those of an adapter over the checkpoint's weights.
+    base: only beside an adapter: what the engines must hold, or it is refused. The learner
+        sends it once for each weight group; a replica that starts anew ends the group.
+    """
+
+    version: int = Field(ge=0)
+    parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
+    adapter: AdapterMeta | None = None
+    base: AdapterBase | None = None
+
+
+class UpdateWeights(_Wire):
+    version: int = Field(ge=0)
 
 
 class FinishWeightUpdate(_Wire):

@@ -5,6 +5,7 @@ ipc    in memory that both sides map, on one machine (`ipc.py`)
 nccl   vLLM's stock packed broadcast; the server's workers run its stock engine
 """
 
+import base64
 import socket
 import threading
 import time
@@ -77,27 +78,39 @@ def _wait_for_store(body: InitCommunicator, given_up: threading.Event) -> None:
     raise ConnectionAbortedError("the group was given up")
 
 
+def new_nccl_id() -> str:
+    """What the ranks of one NCCL group meet by, as base64."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    return base64.b64encode(bytes(NCCLLibrary().ncclGetUniqueId().internal)).decode()
+
+
 class NcclGroup:
-    """Rank 0 over NCCL with vLLM's own packed producer; owns the rendezvous store."""
+    """Rank 0 over NCCL with vLLM's own packed producer, on the current GPU.
+
+    All ranks meet by the unique id of `body`: nothing listens on a port that an attempt which
+    hangs would keep.
+    """
 
     def __init__(self, body: InitCommunicator) -> None:
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
-        info = NCCLTrainerInitInfo(
-            master_address=body.host,
-            master_port=body.port,
-            world_size=body.world_size,
-            packed_buffer_size_bytes=body.bucket_bytes,
+        assert body.nccl_unique_id is not None
+        self._bucket_bytes = body.bucket_bytes
+        self._group: PyNcclCommunicator = uid_init_process_group(
+            base64.b64decode(body.nccl_unique_id),
             rank=0,
+            world_size=body.world_size,
+            device=torch.accelerator.current_device_index(),
         )
-        self._info = info
-        self._group: PyNcclCommunicator = trainer_init(info)
 
     def send(
         self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
     ) -> None:
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+        from vllm.distributed.weight_transfer.packed_tensor import (
+            DEFAULT_PACKED_NUM_BUFFERS,
+            packed_nccl_broadcast_producer,
+        )
 
         torch.cuda.synchronize()  # the optimizer's kernels run on another stream
         packed_nccl_broadcast_producer(
@@ -105,8 +118,8 @@ class NcclGroup:
             group=self._group,
             src=0,
             post_iter_func=lambda item: item[1],
-            buffer_size_bytes=self._info.packed_buffer_size_bytes,
-            num_buffers=self._info.packed_num_buffers,
+            buffer_size_bytes=self._bucket_bytes,
+            num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
         )
 
     def close(self) -> None:

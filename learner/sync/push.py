@@ -2,7 +2,7 @@
 
     reach       GET  /get_world_size/
     rendezvous  POST /init_communicator/     |  join the group as rank 0
-    start       POST /start_weight_update/      manifest; the server pauses and drains
+    start       POST /start_weight_update/      manifest; the server pauses, drains, checks
     transfer    POST /update_weights/        |  broadcast bucket after bucket, digest
     finish      POST /finish_weight_update/     digests; the server verifies, resets, resumes
 
@@ -23,13 +23,14 @@ from urllib.parse import urlsplit
 
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.sync.abandonable import run_together, run_within
-from learner.sync.digests import Outgoing, verified_columns
-from learner.sync.groups import WeightGroup, join_group
+from learner.sync.digests import Outgoing, digests_of, verified_columns
+from learner.sync.groups import WeightGroup, join_group, new_nccl_id
 from learner.sync.source import SourceChoice, WeightSource
 from shared_contracts.addresses import address_towards
 from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import (
+    AdapterBase,
     CommunicatorReady,
     DtypeName,
     FinishWeightUpdate,
@@ -114,6 +115,18 @@ def _about(parameters: Sequence[str]) -> str:
     return f" at {named} and {more} more" if more > 0 else f" at {named}"
 
 
+@dataclass
+class _Joined:
+    """The weight group, while there is one.
+
+    base_checked: the server has said that it holds the base of the adapter.
+    """
+
+    group: WeightGroup
+    ready: CommunicatorReady
+    base_checked: bool = False
+
+
 class WeightPusher:
     """Holds rank 0 of one server's weight group and pushes through it.
 
@@ -142,7 +155,7 @@ class WeightPusher:
         self._verify = verify
         self._timeouts = timeouts or PhaseTimeouts.of(client.timeout_s)
         self._join_group = join
-        self._joined: tuple[WeightGroup, CommunicatorReady] | None = None
+        self._joined: _Joined | None = None
         self._leaving = threading.Lock()
 
     def connect(self) -> CommunicatorReady:
@@ -151,7 +164,7 @@ class WeightPusher:
         Raises:
             WeightSyncError: the server refused or a side did not join in time.
         """
-        return self._join()[1]
+        return self._join().ready
 
     def push(self, version: int) -> SyncReport:
         """Make `version` the server's weights.
@@ -182,9 +195,9 @@ class WeightPusher:
     def _leave(self) -> WeightGroup | None:
         with self._leaving:
             joined, self._joined = self._joined, None
-        return None if joined is None else joined[0]
+        return None if joined is None else joined.group
 
-    def _join(self) -> tuple[WeightGroup, CommunicatorReady]:
+    def _join(self) -> _Joined:
         if self._joined is not None:
             return self._joined
         body = InitCommunicator(
@@ -194,6 +207,7 @@ class WeightPusher:
             transport=self._transport,
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeouts.server,
+            nccl_unique_id=new_nccl_id() if self._transport == "nccl" else None,
         )
         ready: list[CommunicatorReady] = []
         group: list[WeightGroup] = []
@@ -206,21 +220,26 @@ class WeightPusher:
             )
         finally:
             given_up.set()
-        self._joined = joined = (group[0], ready[0])
+        self._joined = joined = _Joined(group[0], ready[0])
         return joined
 
     def _push(self, source: WeightSource, version: int) -> SyncReport:
         """One try; an error or an interrupt of any kind leaves no group behind."""
-        group, ready = self._join()
+        joined = self._join()
+        dtype = joined.ready.dtype
         began = time.monotonic()
         try:
-            parameters = source.metadata(ready.dtype)
+            parameters = source.metadata(dtype)
             manifest = StartWeightUpdate(
-                version=version, parameters=parameters, adapter=source.adapter
+                version=version,
+                parameters=parameters,
+                adapter=source.adapter,
+                base=None if joined.base_checked else self._base(source, dtype, version),
             )
             self._phase("start", lambda: self._client.start_weight_update(manifest))
+            joined.base_checked |= manifest.base is not None
             started = time.monotonic()
-            digests = self._transfer(group, source, ready.dtype, parameters, version)
+            digests = self._transfer(joined.group, source, dtype, parameters, version)
             sent = time.monotonic()
             report = self._finish(version, digests)
         except BaseException:
@@ -234,6 +253,15 @@ class WeightPusher:
         }
         self._tell(report)
         return report
+
+    def _base(self, source: WeightSource, dtype: DtypeName, version: int) -> AdapterBase | None:
+        """The base of an adapter, for the server to compare; None where it is not verified."""
+        if source.base is None or self._verify == "off":
+            return None
+        parameters = source.base.metadata(dtype)
+        columns = verified_columns(self._verify, parameters, version)
+        digests = digests_of(source.base.tensors(dtype), columns)
+        return AdapterBase(parameters=parameters, digests=digests)
 
     def _transfer(
         self,

@@ -174,7 +174,7 @@ def test_a_wrong_world_size_or_transport_is_refused(pushing: Pushing) -> None:
     wrong = http.post("/init_communicator/", json=init_body(pushing.port, world_size=3))
     assert (wrong.status_code, wrong.json()["where"]) == (422, "world_size")
     assert "make 2" in wrong.json()["detail"]
-    other = http.post("/init_communicator/", json=init_body(pushing.port) | {"transport": "nccl"})
+    other = http.post("/init_communicator/", json=init_body(pushing.port) | {"transport": "ipc"})
     assert (other.status_code, other.json()["where"]) == (422, "transport")
 
 

@@ -1,6 +1,7 @@
 """States and deadlines of a weight update, with scripted engines."""
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -13,6 +14,8 @@ from rollout_server.transfer_info import init_info, update_info
 from rollout_server.weight_updates import WeightUpdates
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
+    AdapterBase,
+    AdapterMeta,
     DtypeName,
     FinishWeightUpdate,
     InitCommunicator,
@@ -23,12 +26,15 @@ from shared_contracts.weights import (
     UpdateWeights,
 )
 
+NCCL_ID = base64.b64encode(bytes(range(128))).decode()
 PARAMETER = ParameterMeta(name="a", dtype="float32", shape=[2])
 DIGEST = ParameterDigest(name="a", digest=f"{7:016x}")
 
 # Of the one worker, where nothing else is scripted.
 ANSWERS: dict[str, list[Any]] = {
     "open_weight_update": [[]],
+    "adapter_faults": [[]],
+    "check_base": [([], [[("m", 0, 0, 2, 1, 7)]])],
     "receive_weights": [{"transfer": 1.0, "load": 2.0}],
     "complete_load": [{"load": 4.0}],
     "read_back": [[[("m", 0, 0, 2, 1, 7)]]],
@@ -148,6 +154,7 @@ class Bench:
                 world_size=self.world_size,
                 transport=self.transport,
                 timeout_s=timeout_s,
+                nccl_unique_id=NCCL_ID if self.transport == "nccl" else None,
             )
         )
 
@@ -211,10 +218,15 @@ def test_nccl_is_told_in_the_words_of_vllms_own_engine() -> None:
     )
 
     init = InitCommunicator(
-        host="10.0.0.1", port=6000, world_size=4, transport="nccl", bucket_bytes=1024
+        host="10.0.0.1",
+        port=6000,
+        world_size=4,
+        transport="nccl",
+        bucket_bytes=1024,
+        nccl_unique_id=NCCL_ID,
     )
     info = NCCLWeightTransferInitInfo(**init_info(init, "nccl", 3))
-    assert (info.master_address, info.master_port) == ("10.0.0.1", 6000)
+    assert info.nccl_unique_id_bytes == bytes(range(128))
     assert (info.rank_offset, info.world_size) == (3, 4)
     assert info.packed
     assert info.packed_buffer_size_bytes == 1024
@@ -569,6 +581,82 @@ def test_weights_that_are_not_those_that_were_sent_poison_before_any_cache_is_re
         assert (bench.state, bench.updates.version) == ("POISONED", 0)
         for engine in bench.engines:
             assert not {"publish 1", "resume"} & set(engine.calls)
+
+    run(work())
+
+
+def over_base(digest: ParameterDigest = DIGEST) -> StartWeightUpdate:
+    """An adapter, and the base it is for."""
+    return StartWeightUpdate(
+        version=1,
+        parameters=[PARAMETER],
+        adapter=AdapterMeta(r=1, lora_alpha=1, target_modules=["q"]),
+        base=AdapterBase(parameters=[PARAMETER], digests=[digest]),
+    )
+
+
+@pytest.mark.req("SYNC-01", "SYNC-06")
+def test_an_adapter_begins_after_its_base_was_compared_on_every_engine() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        await bench.updates.start(over_base())
+        begun = ["pause", "adapter_faults", "check_base", "open_adapter_update"]
+        assert all(engine.calls[1:] == begun for engine in bench.engines)
+        assert bench.state == "UPDATING"
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-01", "SYNC-06")
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (([], [[("m", 0, 0, 2, 1, 8)]]), f"a: replica 1: {7:016x} was sent, {8:016x} is held"),
+        (([FAULT], []), f"{FAULT['name']}: {FAULT['detail']}"),
+    ],
+    ids=["values", "manifest"],
+)
+def test_an_adapter_of_another_base_is_refused_and_changes_nothing(answer: Any, found: str) -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        bench.engines[1].script["check_base"] = answers(answer)
+        with pytest.raises(ProblemError) as caught:
+            await bench.updates.start(over_base())
+        problem = caught.value.problem
+        assert (problem.status, problem.kind) == (422, "adapter-refused")
+        assert f"the engines' weights are not the learner's base: {found}" in problem.detail
+        assert (bench.state, bench.updates.version) == ("READY", 0)
+        for engine in bench.engines:
+            assert "open_adapter_update" not in engine.calls
+            assert engine.calls[-1] == "resume"
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-06")
+@pytest.mark.parametrize(
+    "body",
+    [
+        over_base().model_copy(update={"adapter": None}),
+        over_base(DIGEST.model_copy(update={"name": "b"})),
+        over_base(DIGEST.model_copy(update={"columns": [1]})),
+    ],
+    ids=["no adapter", "unknown digest", "columns"],
+)
+def test_a_base_that_makes_no_sense_is_refused_before_anything(body: StartWeightUpdate) -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        with pytest.raises(ProblemError) as caught:
+            await bench.updates.start(body)
+        assert (caught.value.problem.kind, caught.value.problem.where) == (
+            "invalid-request",
+            "base",
+        )
+        assert bench.state == "READY"
+        assert all("pause" not in engine.calls for engine in bench.engines)
 
     run(work())
 

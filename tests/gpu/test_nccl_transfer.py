@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from learner.operate.server_process import free_ports
-from learner.sync.groups import join_group
+from learner.sync.groups import join_group, new_nccl_id
 from shared_contracts.weights import InitCommunicator
 from tests.contract.running_server import running_server
 from tests.contract.test_fresh_engine import answers
@@ -33,7 +33,13 @@ def test_pushed_over_nccl_equals_loaded(tied: Path, other_tied: Path, tmp_path: 
     torch.cuda.set_device(LEARNER_GPU)
     weights = read_weights(other_tied)
     (port,) = free_ports(1)
-    body = InitCommunicator(host="127.0.0.1", port=port, world_size=2, transport="nccl")
+    body = InitCommunicator(
+        host="127.0.0.1",
+        port=port,
+        world_size=2,
+        transport="nccl",
+        nccl_unique_id=new_nccl_id(),
+    )
     with running_server(tied, tmp_path / "pushed", device=SERVER_GPU) as server:
         before = answers(server)
         forming = Posting(server.http, "/init_communicator/", body.model_dump())
