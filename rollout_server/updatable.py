@@ -27,6 +27,11 @@ class UpdatableEngine(Protocol):
 EngineCall = Callable[[UpdatableEngine], Awaitable[T]]
 
 
+def worker_phase(name: str, **arguments: Any) -> EngineCall[list[Any]]:
+    """A phase of `worker_extension`, for each engine that is to run it."""
+    return lambda engine: engine.weight_phase(name, **arguments)
+
+
 class UpdatableEngines(Protocol):
     """The engines of all replicas (see `replicas.Replicas`)."""
 

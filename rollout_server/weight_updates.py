@@ -20,16 +20,22 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from rollout_server.coverage import Fault, adapter_refused, mismatch
 from rollout_server.engine_types import EngineDead, WeightPhaseFailed
 from rollout_server.group_store import open_group_store
 from rollout_server.joint import all_of
+from rollout_server.opening import open_update, unfit_base
 from rollout_server.problems import refusal
 from rollout_server.stopwatch import timed
 from rollout_server.transfer_info import init_info, update_info
-from rollout_server.updatable import EngineCall, UpdatableEngine, UpdatableEngines, Update
+from rollout_server.updatable import (
+    EngineCall,
+    UpdatableEngine,
+    UpdatableEngines,
+    Update,
+    worker_phase,
+)
 from rollout_server.verification import differ, differences, unknown_digests
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
@@ -118,6 +124,8 @@ class WeightUpdates:
         async with self._phase():
             self._require_group("/start_weight_update/")
             self._check_order(body.version)
+            if (fault := unfit_base(body)) is not None:
+                raise refusal("invalid-request", fault, "base")
             before = self.state
             if body.adapter is not None and before == "POISONED":
                 raise refusal("adapter-refused", "server: only full weights can mend it", "adapter")
@@ -137,7 +145,7 @@ class WeightUpdates:
                 raise refusal("weight-update-order", found, "version")
             info = update_info(self._transport, update.parameters)
             update.bytes = sum(p.num_bytes for p in update.parameters)
-            call = _worker_phase("receive_weights", update_info=info)
+            call = worker_phase("receive_weights", update_info=info)
             update.add_slowest(await self._on_all("transfer", call))
         return self.status
 
@@ -146,7 +154,7 @@ class WeightUpdates:
         async with self._phase():
             update = self._require_update("/finish_weight_update/")
             self._check_finish(body, update)
-            loaded = await self._on_all("finish: load", _worker_phase("complete_load"))
+            loaded = await self._on_all("finish: load", worker_phase("complete_load"))
             update.add_slowest(loaded)
             with self._timed("verify"):
                 await self._verify(update, body.digests)
@@ -252,34 +260,11 @@ class WeightUpdates:
 
     async def _open(self, body: StartWeightUpdate, before: WeightState) -> None:
         """Make every worker ready for what comes; what does not fit takes `start` back."""
-        problem = await (
-            self._open_full(body) if body.adapter is None else self._open_adapter(body)
-        )
+        problem = await open_update(self._on_all, body, self._engines.all()[0].dtype)
         if problem is not None:
-            await self._on_all("start: undo", _worker_phase("abandon_weight_update"))
+            await self._on_all("start: undo", worker_phase("abandon_weight_update"))
             await self._back_to(before)
             raise problem
-
-    async def _open_full(self, body: StartWeightUpdate) -> ProblemError | None:
-        """Make every layer loadable; the problem of a manifest that does not fit."""
-        arguments = {
-            "parameters": [parameter.model_dump() for parameter in body.parameters],
-            "dtype": self._engines.all()[0].dtype,
-        }
-        answers = await self._on_all("start", _worker_phase("open_weight_update", **arguments))
-        faults = [Fault(**fault) for engine in answers for worker in engine for fault in worker]
-        return mismatch(faults) if faults else None
-
-    async def _open_adapter(self, body: StartWeightUpdate) -> ProblemError | None:
-        """Have the layers left alone; the problem of an adapter that cannot be served."""
-        assert body.adapter is not None
-        arguments = {
-            "adapter": body.adapter.model_dump(),
-            "parameters": [parameter.model_dump() for parameter in body.parameters],
-        }
-        answers = await self._on_all("start", _worker_phase("open_adapter_update", **arguments))
-        faults = [fault for engine in answers for worker in engine for fault in worker]
-        return adapter_refused(faults) if faults else None
 
     def _check_finish(self, body: FinishWeightUpdate, update: Update) -> None:
         if body.version != update.version or update.bytes == 0:
@@ -298,7 +283,7 @@ class WeightUpdates:
         if not digests:
             return
         asked = [(digest.name, digest.columns) for digest in digests]
-        answers = await self._on_all("verify", _worker_phase("read_back", asked=asked))
+        answers = await self._on_all("verify", worker_phase("read_back", asked=asked))
         found = [
             difference
             for replica, workers in enumerate(answers)
@@ -432,10 +417,6 @@ class WeightUpdates:
 def poisoned() -> ProblemError:
     """The refusal of a server whose last update broke."""
     return refusal("weights-poisoned", "the last update broke half way", "weights")
-
-
-def _worker_phase(name: str, **arguments: Any) -> EngineCall[list[Any]]:
-    return lambda engine: engine.weight_phase(name, **arguments)
 
 
 def _where(phase: str, init: InitCommunicator) -> str:

@@ -1,9 +1,10 @@
 """Methods vLLM mixes into each worker (`worker_extension_cls`).
 
 weight_phase    runs a phase of a weight update, by its name, and reports how it ended:
-    open_weight_update (or open_adapter_update), receive_weights, complete_load, read_back,
-    abandon_weight_update, and vLLM's own init_weight_transfer_engine and
-    shutdown_weight_transfer_engine; serve_no_adapter, before an engine's first sequence
+    open_weight_update (or adapter_faults, check_base, open_adapter_update), receive_weights,
+    complete_load, read_back, abandon_weight_update, and vLLM's own
+    init_weight_transfer_engine and shutdown_weight_transfer_engine; serve_no_adapter, before
+    an engine's first sequence
 repeat_guard    what guards this worker's sequences
 
 A worker call that raises is a dead end in vLLM: with tensor parallelism the executor
@@ -12,9 +13,11 @@ answer to its next call. So each phase is called through `weight_phase`, which r
 the failure as text.
 """
 
+import logging
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -76,26 +79,44 @@ class WorkerExtension(Worker):
             self._planned = (manifest, plan)
         return [asdict(fault) for fault in plan.faults]
 
-    def open_adapter_update(
+    def adapter_faults(
         self, adapter: dict[str, Any], parameters: list[dict[str, Any]]
     ) -> list[str]:
-        """Have what comes collected beside the model; why the adapter cannot be served.
+        """Why this worker cannot serve an adapter of these parameters; empty when it can."""
+        slot = self._adapter_slot()
+        if slot is None:
+            return ["the server was started without --enable-lora"]
+        manifest = [ParameterMeta.model_validate(parameter) for parameter in parameters]
+        faults = slot.faults(AdapterMeta.model_validate(adapter), manifest)
+        if self._base_replaced:
+            faults.append("full weights were pushed: the checkpoint's, which it is for, are gone")
+        return faults
 
-        An adapter with faults has to be abandoned; nothing has changed then.
+    def check_base(
+        self,
+        parameters: list[dict[str, Any]],
+        dtype: DtypeName,
+        asked: Sequence[tuple[str, Sequence[int] | None]],
+    ) -> tuple[list[dict[str, str]], list[list[RawPart]]]:
+        """Hold the learner's base against the model, which stays what it is.
+
+        Returns the faults of its manifest and, when there are none, what `read_back` says.
         """
+        faults = self.open_weight_update(parameters, dtype)
+        with _nothing_is_loaded():
+            self.abandon_weight_update()
+        return faults, [] if faults else self.read_back(asked)
+
+    def open_adapter_update(
+        self, adapter: dict[str, Any], parameters: list[dict[str, Any]]
+    ) -> None:
+        """Have an adapter that has no faults collected beside the model."""
         engine = self.weight_transfer_engine
         assert engine is not None
         manifest = [ParameterMeta.model_validate(parameter) for parameter in parameters]
         self._arriving = Arriving(AdapterMeta.model_validate(adapter), manifest)
         engine.set_weight_update_target(self._arriving.collector, engine.model_config)
         self.start_weight_update()
-        slot = self._adapter_slot()
-        if slot is None:
-            return ["the server was started without --enable-lora"]
-        faults = slot.faults(self._arriving.meta, manifest)
-        if self._base_replaced:
-            faults.append("full weights were pushed: the checkpoint's, which it is for, are gone")
-        return faults
 
     def receive_weights(self, update_info: dict[str, Any]) -> dict[str, float]:
         """Receive and load what the manifest lists; the seconds of `transfer` and `load`.
@@ -169,3 +190,15 @@ class WorkerExtension(Worker):
             if isinstance(processor, RepeatProcessor):
                 return {"config": processor.config.model_dump(), "sentinel": processor.sentinel}
         return None
+
+
+@contextmanager
+def _nothing_is_loaded() -> Iterator[None]:
+    """Keep vLLM from warning of each layer that it puts back as it was."""
+    reload = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    level = reload.level
+    reload.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        reload.setLevel(level)

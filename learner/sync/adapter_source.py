@@ -7,6 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
+from learner.sync.source import BaseWeights
 from shared_contracts.errors import RunError
 from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta
 
@@ -35,6 +36,11 @@ class AdapterWeights:
             use_dora=config.use_dora,
             use_rslora=config.use_rslora,
         )
+
+    @property
+    def base(self) -> BaseWeights:
+        """What the engines must have: the model's weights without the adapter."""
+        return BaseWeights(self._model)
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
         """Name, type and shape of each tensor of the adapter."""

@@ -18,20 +18,28 @@ from torch import Tensor, nn
 from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta
 
 
-class WeightSource(Protocol):
-    """What one push sends; the same order in `metadata` and in every pass of `tensors`.
-
-    adapter: of a source that yields an adapter's tensors instead of full weights.
-    """
-
-    @property
-    def adapter(self) -> AdapterMeta | None: ...
+class Weights(Protocol):
+    """Named tensors; the same order in `metadata` and in every pass of `tensors`."""
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
         """Name, type and shape of what `tensors` yields, without making any of it."""
 
     def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
         """(name, detached tensor of `dtype`), one after another."""
+
+
+class WeightSource(Weights, Protocol):
+    """What one push sends.
+
+    adapter: of a source that yields an adapter's tensors instead of full weights.
+    base: the weights that the adapter is over.
+    """
+
+    @property
+    def adapter(self) -> AdapterMeta | None: ...
+
+    @property
+    def base(self) -> Weights | None: ...
 
 
 class SourceChoice(Protocol):
@@ -57,27 +65,23 @@ class OneSource:
         return False
 
 
-class MergedWeights:
-    """All weights of a model, LoRA and DoRA merged."""
-
-    adapter = None
+class BaseWeights:
+    """All weights of a model but its adapters, as they were before those."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model.get_base_model() if isinstance(model, PeftModel) else model
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        """Name, type and shape of what `tensors` yields, without merging anything."""
+        """Name, type and shape of what `tensors` yields, without making any of it."""
         return [
             ParameterMeta(name=name, dtype=dtype, shape=list(weight.shape))
             for name, weight, _ in self._entries()
         ]
 
-    @torch.no_grad()
     def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, weight); a weight that needs neither merge nor cast is the model's."""
-        for name, weight, layer in self._entries():
-            merged = weight.detach() if layer is None else _merged_weight(layer)
-            yield name, merged.to(getattr(torch, dtype))
+        """(checkpoint name, weight); a weight that needs no cast is the model's."""
+        for name, weight, _ in self._entries():
+            yield name, weight.detach().to(getattr(torch, dtype))
 
     def _entries(self) -> Iterator[tuple[str, Tensor, LoraLayer | None]]:
         """(checkpoint name, parameter, its LoRA layer when it has to be merged)."""
@@ -92,6 +96,20 @@ class MergedWeights:
                 assert isinstance(found, LoraLayer)
                 layer = found
             yield plain, weight, layer
+
+
+class MergedWeights(BaseWeights):
+    """All weights of a model, LoRA and DoRA merged."""
+
+    adapter = None
+    base = None
+
+    @torch.no_grad()
+    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, weight); a weight that needs neither merge nor cast is the model's."""
+        for name, weight, layer in self._entries():
+            merged = weight.detach() if layer is None else _merged_weight(layer)
+            yield name, merged.to(getattr(torch, dtype))
 
 
 def _merged_weight(layer: LoraLayer) -> Tensor:

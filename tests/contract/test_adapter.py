@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import shutil
 import signal
 import time
@@ -265,30 +266,56 @@ def test_an_adapter_that_cannot_be_served_is_refused_and_changes_nothing(
     pusher.close()
 
 
+# Read back through a packed layer that holds two others, too.
+CHANGED = "model.language_model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.req("SYNC-01", "SYNC-05", "SYNC-06")
+def test_an_adapter_of_another_base_is_refused_and_full_weights_come_instead(
+    adapting: Adapting,
+) -> None:
+    """One frozen weight is another; sequences that wait meanwhile are of old or new weights."""
+    old, strange = (adapted(adapting.server.checkpoint, seed) for seed in (11, 12))
+    adapting.push(adapter_choice(old))
+    version, before = adapting.version, adapting.answers()
+    assert before == adapting.expected(old)
+    with torch.no_grad():
+        dict(AdapterWeights(strange).base.tensors("float32"))[CHANGED].neg_()
+    named = f"not the learner's base: {re.escape(CHANGED)}: replica 0: .* is held .1 fault"
+    with pytest.raises(WeightSyncError, match=named) as caught:
+        adapting.push(adapter_choice(strange))
+    assert caught.value.phase == "start"
+    health = adapting.client.health()
+    assert (health.state, health.weights_version) == ("READY", version)
+    assert adapting.answers() == before
+
+    mode = SyncMode.of(strange, "adapter", fallback_to_full=True)
+    push_while_sequences_wait(adapting, old, strange, mode)
+    assert mode.mode == "full"
+    assert CHANGED in str(mode.fallback)
+    assert adapting.answers() == adapting.expected(strange)
+
+
 # --- full weights
 
 
 @pytest.mark.req("SYNC-01", "SYNC-05")
-def test_full_weights_end_the_adapter_and_no_other_follows_until_a_restart(
-    adapting: Adapting,
-) -> None:
-    first, second = (adapted(adapting.server.checkpoint, seed) for seed in (8, 9))
-    adapting.push(adapter_choice(first))
-    push_while_sequences_wait(adapting, first, second, OneSource(MergedWeights(second)))
-    assert adapting.answers() == adapting.expected(second)
+def test_no_adapter_follows_full_weights_until_a_restart(lora_server: Adapting) -> None:
+    first, second = (adapted(lora_server.server.checkpoint, seed) for seed in (8, 9))
+    lora_server.push(OneSource(MergedWeights(second)))
     with pytest.raises(WeightSyncError, match="full weights were pushed"):
-        adapting.push(adapter_choice(first))
-    assert adapting.answers() == adapting.expected(second)
+        lora_server.push(adapter_choice(first))
+    assert lora_server.answers() == lora_server.expected(second)
 
     mode = SyncMode.of(first, "adapter", fallback_to_full=True)
-    adapting.push(mode)
+    lora_server.push(mode)
     assert mode.mode == "full"
     assert "full weights were pushed" in str(mode.fallback)
-    assert adapting.answers() == adapting.expected(first)
+    assert lora_server.answers() == lora_server.expected(first)
 
-    adapting.rebuild()
-    adapting.push(adapter_choice(second))
-    assert adapting.answers() == adapting.expected(second)
+    lora_server.rebuild()
+    lora_server.push(adapter_choice(second))
+    assert lora_server.answers() == lora_server.expected(second)
 
 
 @pytest.mark.req("SYNC-06", "SYNC-05")

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from learner.model.toy import build_toy_model, toy_config
 from learner.model.toy_tokenizer import make_toy_tokenizer
 from learner.sync.adapter_source import AdapterWeights
+from learner.sync.source import MergedWeights
 from shared_contracts.errors import RunError
 from shared_contracts.weights import AdapterMeta
 
@@ -59,6 +60,22 @@ def test_the_manifest_is_what_is_sent_in_the_engines_type(toy: PreTrainedModel) 
             for name, tensor in weights.tensors(dtype)
         ]
         assert declared == sent
+
+
+@pytest.mark.req("SYNC-01", "SYNC-06")
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_its_base_is_what_the_model_was_before_it_named_as_in_a_full_push(
+    toy: PreTrainedModel, use_dora: bool
+) -> None:
+    before = {name: weight.detach().clone() for name, weight in toy.named_parameters()}
+    model = adapted(toy, use_dora=use_dora, init_lora_weights=False)
+    base = AdapterWeights(model).base
+    held = dict(base.tensors("float32"))
+    assert held.keys() == before.keys()
+    assert all(torch.equal(held[name], weight) for name, weight in before.items())
+    for dtype in ("float32", "bfloat16"):
+        assert base.metadata(dtype) == MergedWeights(model).metadata(dtype)
+        assert {str(tensor.dtype) for _, tensor in base.tensors(dtype)} == {f"torch.{dtype}"}
 
 
 @pytest.mark.req("SYNC-01")

@@ -23,13 +23,20 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from learner.rollout.client import RolloutClient
 from learner.sync.abandonable import REASON_GRACE_S, run_together, run_within
 from learner.sync.push import PhaseTimeouts, WeightPusher, WeightSyncError
-from learner.sync.source import MergedWeights, OneSource, SourceChoice, WeightSource
+from learner.sync.source import (
+    BaseWeights,
+    MergedWeights,
+    OneSource,
+    SourceChoice,
+    WeightSource,
+)
 from rollout_server.group_store import open_group_store
 from shared_contracts.digests import sample
 from shared_contracts.errors import Problem
 from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import (
     GLOO_STORE_PREFIX,
+    AdapterMeta,
     CommunicatorReady,
     DtypeName,
     InitCommunicator,
@@ -522,6 +529,56 @@ def test_a_server_that_compares_less_than_it_was_told_to_is_not_believed(
         with pytest.raises(WeightSyncError, match="compared 5 of 6 parameters") as caught:
             pusher.push(version=1)
         assert (caught.value.side, caught.value.phase) == ("server", "verify")
+
+
+class OverBase(BaseWeights):
+    """What passes for an adapter, and the model it is over."""
+
+    adapter = AdapterMeta(r=1, lora_alpha=1, target_modules=["wide"])
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 3))
+        self.model = Weights()
+        self.base = BaseWeights(self.model)
+
+
+@pytest.mark.req("SYNC-01", "SYNC-06")
+def test_the_base_of_an_adapter_is_told_once_in_each_group(server: ScriptedServer) -> None:
+    worker, source = Worker(server), OverBase()
+    with pusher_to(server, choice=OneSource(source)) as pusher:
+        pusher.push(version=1)
+        pusher.push(version=2)
+        pusher.close()
+        pusher.push(version=3)
+        server.routes["POST /start_weight_update/"] = lambda _: problem("adapter-refused", "!", "a")
+        with pytest.raises(WeightSyncError):
+            pusher.push(version=4)
+        server.routes["POST /start_weight_update/"] = worker.start
+        pusher.push(version=4)
+        pusher.push(version=5)
+    bodies = server.bodies("POST /start_weight_update/")
+    told = [body["version"] for body in bodies if body["base"] is not None]
+    assert told == [1, 3, 4]
+    first, again = bodies[0]["base"], bodies[2]["base"]
+    assert first["parameters"] == again["parameters"]
+    assert [p["name"] for p in first["parameters"]] == list(sent_by(source.model))
+    chosen = sample(source.base.metadata("bfloat16"), version=1)
+    assert {digest["name"]: digest["columns"] for digest in first["digests"]} == chosen
+    for digest in first["digests"]:
+        weight = sent_by(source.model)[digest["name"]]
+        assert digest["digest"] == digest_by_hand(weight, digest["columns"]), digest["name"]
+
+
+@pytest.mark.req("SYNC-06")
+def test_no_base_is_told_where_nothing_is_verified_and_beside_full_weights(
+    server: ScriptedServer,
+) -> None:
+    Worker(server)
+    with pusher_to(server, verify="off", choice=OneSource(OverBase())) as pusher:
+        pusher.push(version=1)
+    with pusher_to(server, verify="full") as pusher:
+        pusher.push(version=2)
+    assert [b["base"] for b in server.bodies("POST /start_weight_update/")] == [None, None]
 
 
 class Falling:

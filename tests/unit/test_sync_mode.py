@@ -17,7 +17,7 @@ from learner.rollout.client import ServerUnreachable
 from learner.sync.adapter_source import AdapterWeights
 from learner.sync.mode import SyncMode
 from learner.sync.push import WeightSyncError
-from learner.sync.source import MergedWeights, SourceChoice
+from learner.sync.source import MergedWeights, SourceChoice, Weights
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta
 
@@ -26,6 +26,7 @@ class Source:
     """Weights by name only."""
 
     adapter: AdapterMeta | None = None
+    base: Weights | None = None
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
         return []
