@@ -100,6 +100,7 @@ def _hf(config: Config, loaded: LoadedModel) -> OpenBackend:
     rollout, model = config.rollout_matching, loaded.model
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(plain, PreTrainedModel)
+    journal = Journal(servers=None)
     backend = HfBackend(
         plain,
         partial(encode_request, loaded.processor),
@@ -108,8 +109,10 @@ def _hf(config: Config, loaded: LoadedModel) -> OpenBackend:
         rollout.decode_batch_size,
         rollout.num_beams or 1,
         torch.bfloat16 if config.model.torch_dtype == "bfloat16" else None,
+        rollout.vllm.max_model_len,
+        journal,
     )
-    return OpenBackend(backend, 0, rollout.repeat_terminate.enabled, Journal())
+    return OpenBackend(backend, 0, rollout.repeat_terminate.enabled, journal)
 
 
 def _over_servers(

@@ -23,8 +23,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from learner.rollout.journal import LEARNER, Call, Journal
 from learner.rollout.repeat_processor import RepeatProcessor
 from learner.types import RolloutOutput
+from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
@@ -53,6 +55,8 @@ class HfBackend:
     encode: a request's prompt, as the server would render it.
     num_beams: above 1 the best beam of a search, in place of the greedy answer.
     compute_dtype: what the forward computes in where it is not that of the weights.
+    max_model_len: longest prompt with its answer, where the model's context is longer.
+    journal: gets a note of every batch.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class HfBackend:
         decode_batch_size: int,
         num_beams: int = 1,
         compute_dtype: torch.dtype | None = None,
+        max_model_len: int | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._model = model
         self._encode = encode
@@ -73,20 +79,32 @@ class HfBackend:
         self._num_beams = num_beams
         self._compute_dtype = compute_dtype
         self._ends = end_token_ids(model, tokenizer)
-        self._context = int(model.config.get_text_config().max_position_embeddings)
+        context = int(model.config.get_text_config().max_position_embeddings)
+        self._context = min(context, max_model_len or context)
+        self._journal = journal or Journal(servers=None)
         self._version = 0
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
+        """Outputs in the order of the requests.
+
+        Raises:
+            RunError: a prompt leaves no room for an answer.
+        """
         _require_served(request_config)
         rows = 1 if request_config.temperature else self._rows
         outputs: list[RolloutOutput] = []
         with _answering(self._model), self._computing():
             for start in range(0, len(requests), rows):
                 prompts = [self._encode(request) for request in requests[start : start + rows]]
+                rooms = [
+                    self._room(start + index, prompt.ids.numel(), request_config.max_tokens)
+                    for index, prompt in enumerate(prompts)
+                ]
                 seed = None if request_config.seed is None else request_config.seed + start
-                outputs += self._batch(prompts, request_config, seed)
+                outputs += self._batch(prompts, rooms, request_config, seed)
+                self._journal.call(Call(LEARNER, start, len(prompts), seed, 1, "answered"))
         return outputs
 
     def push_weights(self, version: int) -> None:
@@ -95,13 +113,27 @@ class HfBackend:
     def close(self) -> None:
         """Nothing is held."""
 
+    def _room(self, index: int, length: int, max_tokens: int | None) -> int:
+        """Longest answer to request `index`, whose prompt has `length` tokens."""
+        room = self._context - length
+        if room < 1:
+            raise RunError(
+                f"infer_requests[{index}].messages: the prompt has {length} tokens, which leaves "
+                f"no room for an answer in a context of {self._context} (the model's, or "
+                "rollout_matching.vllm.max_model_len where that is less)"
+            )
+        return room if max_tokens is None else min(max_tokens, room)
+
     def _batch(
-        self, prompts: Sequence[Prompt], config: RequestConfig, seed: int | None
+        self,
+        prompts: Sequence[Prompt],
+        rooms: Sequence[int],
+        config: RequestConfig,
+        seed: int | None,
     ) -> list[RolloutOutput]:
-        """Answers of one `generate` call; prompt i has the seed `seed + i`."""
-        lengths = [prompt.ids.numel() for prompt in prompts]
-        rooms = [_room(config.max_tokens, self._context - length) for length in lengths]
-        guard = RepeatProcessor(self._guard, self._tokenizer, max(lengths), self._ends)
+        """Answers of one `generate` call, at most `rooms` long; prompt i has seed `seed + i`."""
+        width = max(prompt.ids.numel() for prompt in prompts)
+        guard = RepeatProcessor(self._guard, self._tokenizer, width, self._ends)
         device = self._model.device
         with _seeded(seed if config.temperature else None, device):
             rows: list[list[int]] = self._model.generate(  # type: ignore[operator]
@@ -112,7 +144,7 @@ class HfBackend:
         return [
             self._output(
                 prompt.ids.tolist(),
-                row[max(lengths) :][:room],
+                row[width:][:room],
                 guard,
                 None if seed is None else seed + index,
             )
@@ -171,11 +203,6 @@ def _require_served(config: RequestConfig) -> None:
     assert config.n == 1, "one answer per request"
     assert not config.stop, "stop strings belong to servers"
     assert config.presence_penalty == config.frequency_penalty == 0.0
-
-
-def _room(max_tokens: int | None, context: int) -> int:
-    """Longest answer behind a prompt that leaves `context` tokens."""
-    return context if max_tokens is None else min(max_tokens, context)
 
 
 def _padded(prompts: Sequence[Prompt]) -> dict[str, Tensor]:

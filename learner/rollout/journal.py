@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.weights import SyncReport
 
+LEARNER = "the learner"  # in the place of a server's URL, where it generates by itself
+
 
 class SyncState(Protocol):
     """mode: what is pushed now. fallback: why that is no longer the adapter, if it was."""
@@ -23,9 +25,9 @@ class SyncState(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """One attempt of a server call (SEED-02).
+    """One attempt of a server call, or a batch of the learner's own (SEED-02).
 
-    server: base URL. first, count: of the requests among those of the rollout.
+    server: base URL, or `LEARNER`. first, count: of the requests among those of the rollout.
     seed: of the first request; request `first + i` has `seed + i`.
     attempt: from 1, over all servers. outcome: `answered`, or why not.
     """
@@ -108,15 +110,16 @@ def _push_metrics(report: SyncReport) -> dict[str, float]:
 class Journal:
     """Notes of one backend, page by page; calls of several threads may come at once.
 
-    servers: with their group ports; none where the learner generates by itself.
+    servers: with their group ports; None where the learner generates by itself: then there
+        are calls to log, and nothing of servers to count.
     sync: how weights are pushed to them.
     healthy: servers that may be asked now.
     """
 
     def __init__(
-        self, servers: Sequence[ServerAddress] = (), sync: SyncState | None = None
+        self, servers: Sequence[ServerAddress] | None = (), sync: SyncState | None = None
     ) -> None:
-        self.healthy = len(servers)
+        self.healthy = len(servers or ())
         self._servers = servers
         self._sync = sync
         self._page = Page()
@@ -138,11 +141,13 @@ class Journal:
         page, self._page = self._page, Page()
         fallback = None if self._sync is None else self._sync.fallback
         state = {
-            "servers": [server.model_dump() for server in self._servers],
+            "servers": [server.model_dump() for server in self._servers or ()],
             "servers_healthy": self.healthy,
             "sync_mode": None if self._sync is None else self._sync.mode,
             "sync_fallback": fallback,
         }
+        if self._servers is None:
+            return state | page.record(), {}
         metrics = {
             "rollout/servers_healthy": self.healthy,
             "sync/fell_back": float(fallback is not None),

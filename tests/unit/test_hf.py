@@ -18,6 +18,7 @@ from learner.model.prompt import encode_request
 from learner.rollout.hf import HfBackend
 from learner.rollout.requests import build_request
 from learner.types import RolloutOutput, Sample
+from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, object_key_token_ids
 from tests.contract import reference
@@ -189,6 +190,57 @@ def test_an_answer_ends_with_the_context(
             kept = min(room, NEW_TOKENS)
             assert output.response_token_ids[:kept] == whole.response_token_ids[:kept]
             assert len(output.response_token_ids) <= room
+
+
+def limited_to(
+    model: PreTrainedModel, processor: Any, max_model_len: int, decode_batch_size: int = 8
+) -> HfBackend:
+    return HfBackend(
+        model,
+        lambda request: encode_request(processor, request),
+        processor.tokenizer,
+        RepeatTerminateConfig(),
+        decode_batch_size,
+        max_model_len=max_model_len,
+    )
+
+
+@pytest.mark.req("ROLL-01", "ARCH-03")
+def test_an_answer_ends_with_a_shorter_context_that_is_asked_for(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
+) -> None:
+    free = backend_of(model, processor).rollout(requests, GREEDY)
+    longest = max(len(output.prompt_token_ids) for output in free)
+    limited = limited_to(model, processor, longest + 3).rollout(requests, GREEDY)
+    for output, whole in zip(limited, free, strict=True):
+        room = longest + 3 - len(output.prompt_token_ids)
+        assert output.response_token_ids == whole.response_token_ids[:room]
+        if room < len(whole.response_token_ids):
+            assert output.finish_reason == "length"
+    assert limited != free
+    assert limited_to(model, processor, 10**6).rollout(requests, GREEDY) == free
+
+
+@pytest.mark.req("ROLL-01")
+@pytest.mark.parametrize("spare", [0, -1])
+@pytest.mark.parametrize("decode_batch_size", [1, 8])
+def test_a_prompt_that_leaves_no_room_is_named(
+    model: PreTrainedModel,
+    processor: Any,
+    requests: list[RolloutInferRequest],
+    spare: int,
+    decode_batch_size: int,
+) -> None:
+    lengths = [encode_request(processor, request).ids.numel() for request in requests]
+    longest = max(lengths)
+    backend = limited_to(model, processor, longest + spare, decode_batch_size)
+    with pytest.raises(RunError) as caught:
+        backend.rollout(requests, GREEDY)
+    message = str(caught.value)
+    assert message.startswith(f"infer_requests[{lengths.index(longest)}]")
+    assert f"has {longest} tokens" in message
+    assert f"a context of {longest + spare} " in message
+    assert "max_model_len" in message
 
 
 GUARD = RepeatTerminateConfig(

@@ -12,6 +12,7 @@ from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.preflight import check_inputs, reach_servers
+from learner.rollout.seeds import request_seed
 from learner.train import train
 from tests.unit.small_run import small_mapping
 
@@ -60,6 +61,30 @@ def test_a_run_without_servers_repeats_itself(
     assert any("eval/f1" in line for line in first)
     losses = [[line["loss"] for line in lines if "loss" in line] for lines in (first, again)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.req("SEED-02", "MET-01")
+def test_batches_are_logged_with_their_seeds_and_no_servers_are_counted(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    lines = run(config_of(toy_checkpoint, toy_data, tmp_path / "run", {"decode_batch_size": 3}))
+    log = (tmp_path / "run" / "rollout_calls.jsonl").read_text().splitlines()
+    record, _ = (json.loads(line) for line in log)
+    seed = request_seed(record["rollout_seed_base"], 0, 0)
+    assert record["step"] == 1
+    assert record["calls"] == [
+        {
+            "server": "the learner",
+            "first": first,
+            "count": count,
+            "seed": seed + first,
+            "attempt": 1,
+            "outcome": "answered",
+        }
+        for first, count in ((0, 3), (3, 1))
+    ]
+    counted = {"rollout/servers_healthy", "rollout/retries", "sync/pushes", "sync/fell_back"}
+    assert not any(counted & line.keys() for line in lines)
 
 
 @pytest.mark.req("MET-03")
