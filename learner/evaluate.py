@@ -54,20 +54,22 @@ def evaluate(
     seed: int,
     tokenizer: Tokenizer,
     log_calls: Callable[[dict[str, Any]], None] | None = None,
-) -> Scores:
+) -> tuple[Scores, dict[str, float]]:
     """Roll out every sample with the newest weights and score the answers.
 
     log_calls: takes the record of the calls.
+
+    Returns the scores, and the metrics of the calls and of the push, if there was one.
     """
     try:
         policy.push_if_stale()
         outputs = policy.answer(samples, seed)
     finally:
-        record, _ = policy.take_notes()
+        record, metrics = policy.take_notes()
         if log_calls is not None:
             log_calls({"evaluation_seed": seed, **record})
     parsed = [parse_rollout(o.response_token_ids, tokenizer, allow_poly=False) for o in outputs]
-    return score(zip(samples, parsed, strict=True))
+    return score(zip(samples, parsed, strict=True)), metrics
 
 
 def score(answers: Iterable[tuple[Sample, ParsedRollout]]) -> Scores:

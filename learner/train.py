@@ -51,7 +51,9 @@ class TwoChannelTrainer(Trainer):
     A dataloader batch is the raw samples of one whole optimizer step.
     """
 
-    def __init__(self, runner: StepRunner, scorer: Callable[[], Scores], **trainer: Any) -> None:
+    def __init__(
+        self, runner: StepRunner, scorer: Callable[[], dict[str, float]], **trainer: Any
+    ) -> None:
         super().__init__(**trainer)
         self._runner = runner
         self._scorer = scorer
@@ -77,7 +79,7 @@ class TwoChannelTrainer(Trainer):
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Score by rollouts, then what Trainer does after an evaluation."""
-        metrics = self._scorer().metrics("eval")
+        metrics = self._scorer()
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
@@ -139,7 +141,8 @@ def score_checkpoint(config: Config, samples: list[Sample], clients: list[Rollou
     folder = Path(config.training.output_dir)
     policy = policy_over(open_backend(config, loaded, clients, folder, samples), config)
     try:
-        return evaluate(policy, samples, _evaluation_seed(config), loaded.tokenizer)
+        scores, _ = evaluate(policy, samples, _evaluation_seed(config), loaded.tokenizer)
+        return scores
     finally:
         policy.close()
 
@@ -194,14 +197,15 @@ def build_trainer(
         calls.write,
     )
 
-    def scores() -> Scores:
+    def evaluation() -> dict[str, float]:
         assert policy is not None, "a run that evaluates has a policy"
         seed = _evaluation_seed(config)
-        return evaluate(policy, inputs.val, seed, loaded.tokenizer, calls.write)
+        scores, notes = evaluate(policy, inputs.val, seed, loaded.tokenizer, calls.write)
+        return scores.metrics("eval") | {f"eval/{key}": value for key, value in notes.items()}
 
     trainer = TwoChannelTrainer(
         runner,
-        scores,
+        evaluation,
         model=loaded.model,
         args=training_arguments(config, folder),
         train_dataset=inputs.train,

@@ -1,18 +1,31 @@
 """Scores of a policy's answers, counted by hand."""
 
+import io
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
+from learner.data.toy import ToyData
 from learner.evaluate import Scores, evaluate, score
+from learner.model.load import load_model
+from learner.optim import build_optimizer
 from learner.parsing import parse_rollout
+from learner.preflight import read_inputs
+from learner.progress import ProgressDisplay
 from learner.rollout.journal import Call, Journal
 from learner.rollout.policy import Asking, Policy
+from learner.train import build_trainer
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.rollout_config import ServerAddress
 from tests.unit.answers import BIRD, CAT, DOG, coords, encode, entry
+from tests.unit.scripted_rollouts import report
+from tests.unit.small_run import small_config
 
 CAT_BOX, DOG_BOX = CAT.shape.coords, DOG.shape.coords
 
@@ -124,7 +137,7 @@ def test_evaluation_asks_the_newest_weights_and_polygons_are_no_predictions(
     backend = Scripted([encode(toy_tokenizer, f"{{{roof}, {cat}}}")])
     policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()))
     roof_box = GroundTruthObject("roof", Shape("bbox_2d", (0, 0, 500, 500)))
-    found = evaluate(policy, [sample(CAT, roof_box)], seed=7, tokenizer=toy_tokenizer)
+    found, _ = evaluate(policy, [sample(CAT, roof_box)], seed=7, tokenizer=toy_tokenizer)
     assert backend.done == ["push 1", "rollout 1 seed 7"]
     assert found == Scores(predicted=1, ground_truths=2, hits=1, located=1, dropped=1)
 
@@ -138,8 +151,34 @@ def test_the_calls_of_an_evaluation_are_logged_with_it_and_not_with_the_next_ste
     backend = Scripted([encode(toy_tokenizer, "{}")])
     policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()), journal=journal)
     logged: list[dict[str, Any]] = []
-    evaluate(policy, [sample(CAT)], 7, toy_tokenizer, logged.append)
+    _, metrics = evaluate(policy, [sample(CAT)], 7, toy_tokenizer, logged.append)
     (record,) = logged
     assert record["evaluation_seed"] == 7
     assert [call["attempt"] for call in record["calls"]] == [2]
+    assert metrics["rollout/retries"] == 1
     assert policy.take_notes()[1]["rollout/retries"] == 0
+
+
+@pytest.mark.req("SYNC-10", "DIST-05", "MET-01")
+def test_what_calls_and_push_of_an_evaluation_took_is_logged_with_its_scores(
+    toy_checkpoint: Path,
+    toy_data: ToyData,
+    toy_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    config = small_config(toy_checkpoint, toy_data, tmp_path)
+    inputs, loaded = read_inputs(config), load_model(config)
+    journal = Journal([ServerAddress(base_url="http://a:1", group_port=7)])
+    journal.call(Call("http://a:1", 0, 4, 7, 2, "answered"))
+    journal.push("http://a:1", False, report(1, "e-0", seconds=2.0))
+    backend = Scripted([encode(toy_tokenizer, "{}") for _ in inputs.val])
+    policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()), journal=journal)
+    display = ProgressDisplay(Console(file=io.StringIO()), "evaluation")
+    optimizer = build_optimizer(loaded.model, config.training)
+    build_trainer(config, loaded, optimizer, inputs, policy, tmp_path, display).evaluate()
+    display.stop()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    logged = json.loads(line)
+    assert logged["eval/f1"] == 0.0
+    assert (logged["eval/rollout/retries"], logged["eval/sync/pushes"]) == (1, 1)
+    assert logged["eval/sync/total_s"] == 2.0
