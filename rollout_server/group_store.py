@@ -7,10 +7,14 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore
 
 from rollout_server.problems import refusal
+from shared_contracts.weights import attempt_key
 
 
-def open_group_store(host: str, port: int, timeout_s: float) -> TCPStore:
+def open_group_store(host: str, port: int, timeout_s: float, attempt: str = "") -> TCPStore:
     """A store on exactly `host:port`, open for as long as the object lives; blocking.
+
+    attempt: of the call it is for; a learner looks for it, and meets nobody at a store of
+        another one.
 
     Raises the `group-port-taken` problem when the port is not free, `invalid-request` when
     the address is none of this machine, `weight-transfer-timeout` when the time is too short
@@ -18,7 +22,7 @@ def open_group_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """
     listener = _listen(host, port)
     try:
-        return TCPStore(
+        store = TCPStore(
             host,
             port,
             is_master=True,
@@ -29,6 +33,8 @@ def open_group_store(host: str, port: int, timeout_s: float) -> TCPStore:
     except DistError:
         found = f"server: could not open its store at {host}:{port} within {timeout_s:g} s"
         raise refusal("weight-transfer-timeout", found, "timeout_s") from None
+    store.set(attempt_key(attempt), "")
+    return store
 
 
 def _listen(host: str, port: int) -> socket.socket:

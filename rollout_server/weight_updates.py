@@ -22,6 +22,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TypeVar
 
+from torch.distributed import TCPStore
+
 from rollout_server.engine_types import EngineDead, WeightPhaseFailed
 from rollout_server.group_store import open_group_store
 from rollout_server.joint import all_of
@@ -79,6 +81,7 @@ class WeightUpdates:
         self._transport = transport
         self._server_epoch = server_epoch
         self._worker_margin_s = worker_margin_s
+        self._store: TCPStore | None = None
         self._group: InitCommunicator | None = None
         self._update: Update | None = None
         self._one_phase = asyncio.Lock()
@@ -103,6 +106,7 @@ class WeightUpdates:
     async def init_communicator(self, init: InitCommunicator) -> CommunicatorReady:
         """Form the weight group; answers when the learner and every worker have joined."""
         self._check_init(init)
+        self._store = None  # whoever still meets there has been left by its learner
         async with self._phase():
             await self._abandon_update("a new weight group was asked for")
             await self._drop_group()
@@ -203,11 +207,13 @@ class WeightUpdates:
 
     async def _meet_at_a_store(self, init: InitCommunicator) -> None:
         """Open only until all have met, so that nobody meets a former group's store."""
-        store = await asyncio.to_thread(open_group_store, init.host, init.port, init.timeout_s)
+        self._store = await asyncio.to_thread(
+            open_group_store, init.host, init.port, init.timeout_s, init.attempt
+        )
         try:
             await self._join_group(init)
         finally:
-            del store  # closes it
+            self._store = None  # closes it
 
     async def _join_group(self, init: InitCommunicator) -> None:
         async def join(numbered: tuple[int, UpdatableEngine]) -> None:

@@ -18,7 +18,8 @@ half, so the learner posts them from a thread and meanwhile, with `gloo`,
     group = ProcessGroupGloo(PrefixStore(GLOO_STORE_PREFIX, store), 0, world_size, timeout)
     group.barrier()
 
-joins as rank 0 (the server closes the store after the barrier), and for each bucket of
+joins as rank 0 (the server closes the store after the barrier). A store that lacks the key
+`attempt_key(attempt)` is one of an earlier call, and is left alone. For each bucket of
 `plan_buckets(parameters, bucket_bytes)` broadcasts one uint8 tensor from rank 0. A bucket
 is its parameters one after another, each as the bytes of its contiguous tensor followed
 by zeros up to `ParameterMeta.wire_bytes`. On a loopback `host` both sides give the group
@@ -42,6 +43,12 @@ Transport = Literal["gloo", "nccl", "ipc"]
 WeightState = Literal["READY", "UPDATING", "POISONED"]
 
 GLOO_STORE_PREFIX = "rollmatch-weights"
+
+
+def attempt_key(attempt: str) -> str:
+    """What the store of the `InitCommunicator` with this `attempt` holds."""
+    return f"{GLOO_STORE_PREFIX}/attempt/{attempt}"
+
 
 # A parameter starts on a multiple of this in its bucket, so that it can be viewed in place.
 WIRE_ALIGNMENT = 16
@@ -84,6 +91,7 @@ class InitCommunicator(_Wire):
     """Form the weight group: learner is rank 0, engine workers are ranks 1...
 
     host, port: address at the server where the rendezvous store of `gloo` and `ipc` opens.
+    attempt: of the learner's choice, and another one for every call.
     nccl_unique_id: what NCCL ranks meet by instead, made by the learner (`ncclGetUniqueId`),
         128 bytes as base64; with `nccl` alone.
     world_size: 1 + all engine workers.
@@ -94,6 +102,7 @@ class InitCommunicator(_Wire):
     host: str = Field(min_length=1)
     port: int = Field(ge=1, le=65535)
     world_size: int = Field(ge=2)
+    attempt: str = ""
     transport: Transport = "gloo"
     bucket_bytes: int = Field(default=64 * 2**20, ge=1)
     timeout_s: float = Field(default=240.0, gt=0, le=86400)

@@ -10,14 +10,16 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError, TCPStore
 
 from learner.sync.gloo import GlooGroup
 from learner.sync.ipc import IpcGroup
-from shared_contracts.weights import InitCommunicator, ParameterMeta
+from shared_contracts.weights import InitCommunicator, ParameterMeta, attempt_key
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -65,17 +67,28 @@ def _wait_for_store(body: InitCommunicator, given_up: threading.Event) -> None:
     """
     deadline = time.monotonic() + body.timeout_s
     while not given_up.is_set():
-        try:
-            socket.create_connection((body.host, body.port), _STORE_PROBE_S).close()
+        missing = _missing(body)
+        if missing is None:
             return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                address = f"{body.host}:{body.port}"
-                raise TimeoutError(
-                    f"nothing listens on {address} after {body.timeout_s:g} s ({error})"
-                ) from error
+        if time.monotonic() > deadline:
+            address = f"{body.host}:{body.port}"
+            raise TimeoutError(f"no rendezvous at {address} after {body.timeout_s:g} s ({missing})")
         given_up.wait(_STORE_POLL_S)
     raise ConnectionAbortedError("the group was given up")
+
+
+def _missing(body: InitCommunicator) -> str | None:
+    """Why nobody can be met yet, or None; takes a few seconds at most."""
+    probe = timedelta(seconds=_STORE_PROBE_S)
+    try:
+        socket.create_connection((body.host, body.port), _STORE_PROBE_S).close()
+        store = TCPStore(
+            body.host, body.port, is_master=False, wait_for_workers=False, timeout=probe
+        )
+        opened = store.check([attempt_key(body.attempt)])
+    except (OSError, DistError) as error:
+        return str(error)
+    return None if opened else "the server still has that of an earlier call there"
 
 
 def new_nccl_id() -> str:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.sync.abandonable import run_together, run_within
@@ -203,6 +204,7 @@ class WeightPusher:
         body = InitCommunicator(
             host=self._phase("reach", self._rendezvous_host),
             port=self._port,
+            attempt=uuid4().hex,
             world_size=1 + self._phase("reach", self._client.world_size),
             transport=self._transport,
             bucket_bytes=self._bucket_bytes,

@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from learner.operate.server_process import free_ports
+from learner.rollout.client import RolloutClient
+from learner.sync.push import WeightPusher
+from learner.sync.source import OneSource
+from tests.contract.dying_pusher import Doomed, DoomedWeights
 from tests.contract.running_server import RunningServer, response_ids, text_request
 from tests.contract.toy_checkpoints import read_weights
-from tests.contract.weight_sender import push, weight_group
+from tests.contract.weight_sender import BUCKET_BYTES
 
 PHASES = ("rendezvous", "start", "transfer", "finish")
+TIMEOUT_S = 60.0
 # What a thread pool or the allocator may add.
 SLACK = 2
 
@@ -45,9 +50,11 @@ def die_in(process: "subprocess.Popen[str]", phase: str) -> None:
 
 def push_again(server: RunningServer, port: int, weights: Path) -> None:
     """What the next learner does: a group over the same port, and a full push."""
-    version = server.http.get("/info/").json()["weights_version"] + 1
-    with weight_group(server.http, port) as sender:
-        push(server.http, sender, read_weights(weights), version)
+    source = OneSource(DoomedWeights(read_weights(weights), Doomed("no phase")))
+    with RolloutClient(server.process.base_url, TIMEOUT_S) as client:
+        pusher = WeightPusher(client, port, source, "gloo", BUCKET_BYTES, "full")
+        pusher.push(client.info().weights_version + 1)
+        pusher.close()
 
 
 def resources(server: RunningServer) -> dict[str, int]:

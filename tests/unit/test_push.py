@@ -110,7 +110,7 @@ class Worker:
     def init(self, body: object) -> Reply:
         asked = InitCommunicator.model_validate(body)
         self._bucket_bytes = asked.bucket_bytes
-        held = open_group_store(asked.host, asked.port, asked.timeout_s)
+        held = open_group_store(asked.host, asked.port, asked.timeout_s, asked.attempt)
         self._group = other_rank(asked)
         del held
         self.groups_formed += 1
@@ -394,7 +394,7 @@ def test_a_worker_that_never_joins_ends_by_the_deadline(server: ScriptedServer) 
 
     def store_without_worker(body: object) -> Reply:
         asked = InitCommunicator.model_validate(body)
-        held = open_group_store(asked.host, asked.port, asked.timeout_s)
+        held = open_group_store(asked.host, asked.port, asked.timeout_s, asked.attempt)
         released.wait(20.0)
         del held
         return {}
