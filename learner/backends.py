@@ -25,6 +25,7 @@ from learner.model.offload import Offload
 from learner.model.prompt import encode_request
 from learner.operate.kept_server import KeptServer
 from learner.operate.server_process import ServerProcess, free_ports
+from learner.preflight import differences
 from learner.publish import publish_text
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.client import RolloutClient
@@ -134,7 +135,9 @@ def _over_servers(
         for client, entry in zip(clients, servers, strict=True)
     ]
     batch = config.rollout_matching.decode_batch_size
-    backend = ServerBackend(clients, channels, batch, journal)
+    backend = ServerBackend(
+        clients, channels, batch, journal, differences=partial(differences, config)
+    )
     guarded = all(client.info().repeat_terminate.active for client in clients)
     return OpenBackend(backend, backend.connect(), guarded, journal)
 

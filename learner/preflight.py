@@ -2,6 +2,7 @@
 
 check_inputs(config)   data files, images, checkpoint folder, coordinate tokens, the backend
 reach_servers(config)  every server answers, and has the settings of the config
+differences(...)       what a server has otherwise; asked again when one comes back
 """
 
 import os
@@ -22,6 +23,7 @@ from learner.tokens import IM_END
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.server_info import Info
 
 
 @dataclass(frozen=True)
@@ -203,16 +205,19 @@ def reach_servers(config: Config) -> list[RolloutClient]:
     ]
     for client in clients:
         client.wait_until_pushable()
-    errors = [error for client in clients for error in _differences(config, client)]
+    errors = [e for client in clients for e in differences(config, client.base_url, client.info())]
     if errors:
         raise ContractErrors(errors)
     return clients
 
 
-def _differences(config: Config, client: RolloutClient) -> Iterator[ContractError]:
+def differences(config: Config, base_url: str, info: Info) -> list[ContractError]:
     """What a server has otherwise than the part of the config that it shares (REP-06)."""
-    rollout, info = config.rollout_matching, client.info()
-    where = f"GET {client.base_url}/info/"
+    return list(_differences(config, f"GET {base_url}/info/", info))
+
+
+def _differences(config: Config, where: str, info: Info) -> Iterator[ContractError]:
+    rollout = config.rollout_matching
     ours, theirs = rollout.repeat_terminate, info.repeat_terminate
     if ours.enabled != theirs.active or (ours.enabled and ours != theirs.config):
         yield ContractError(

@@ -25,23 +25,29 @@ from learner.rollout.client import (
     SERVER_ERRORS,
     OtherWeights,
     RolloutClient,
+    ServerUnreachable,
     TooManyCalls,
     may_pass,
     needs_push,
 )
 from learner.rollout.journal import Call, Journal
-from shared_contracts.errors import Problem, RunError
+from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.server_info import Info
 
 _LOG = logging.getLogger(__name__)
 
 Sleep = Callable[[float], None]
+# What the server at a URL has otherwise than this run needs it.
+Differences = Callable[[str, Info], Sequence[ContractError]]
 
 # Of one call at one server, before it is lost.
 ATTEMPTS = 4
 _BACKOFF = wait_exponential(multiplier=0.5, max=8.0)
 _LONGEST_PAUSE_S = 60.0
+# After a take-back that failed, before the next one: doubled each time, up to the longest.
+FIRST_REST_S = 5.0
+_LONGEST_REST_S = 300.0
 # Not the global generator, whose state belongs to the training.
 _JITTER = random.Random()
 
@@ -64,12 +70,19 @@ class ServerLost(Exception):
         self.tried = tried
 
 
+def no_differences(url: str, info: Info) -> Sequence[ContractError]:
+    """Any server will do."""
+    return ()
+
+
 class Member:
     """A server with its weight channel.
 
     url: names it in logs. sleep: pauses between attempts.
+    differences: looked for before a lost server is pushed to, as it may be another one now.
     world_size: its engine workers; asked once, and known anew with every group.
     lost: why it may not be asked now; None: it may.
+    starting: the newest look found that it is there and its engines are being built.
     """
 
     def __init__(
@@ -78,15 +91,20 @@ class Member:
         channel: WeightChannel,
         journal: Journal,
         sleep: Sleep = time.sleep,
+        differences: Differences = no_differences,
     ) -> None:
         self.url = client.base_url
         self.world_size = client.world_size()
         self.lost: str | None = None
+        self.starting = False
         self._client = client
         self._channel = channel
         self._journal = journal
         self._sleep = sleep
+        self._differences = differences
         self._epoch: str | None = None
+        self._taken: int | None = None  # the version it has, unless something happened to it
+        self._rest_s = self._rests_until = 0.0
 
     def connect(self) -> int:
         """Form the weight group; returns the server's weights version."""
@@ -101,7 +119,12 @@ class Member:
             RunError: the push broke, or did not reach every replica.
         """
         self.connect()
-        report = self._channel.push(version)
+        try:
+            report = self._channel.push(version)
+        except RunError as error:
+            self._taken = version if _answer_was_lost(error) else None
+            raise
+        self._taken = version
         self.connect()  # it may have formed the group anew
         if report.status.server_epoch != self._epoch:
             raise RunError(f"{self.url} lost a replica while weights were pushed")
@@ -143,8 +166,9 @@ class Member:
 
     def lose(self, reason: str) -> None:
         """Ask it no more until it is taken back."""
-        _LOG.warning("rollout server %s is lost: %s", self.url, reason)
-        self._journal.lost(self.url, reason)
+        if self.lost is None:
+            _LOG.warning("rollout server %s is lost: %s", self.url, reason)
+            self._journal.lost(self.url, reason)
         self.lost = reason
         self._channel.abandon()
 
@@ -154,26 +178,46 @@ class Member:
             self._client.check_pushable()
         except SERVER_ERRORS as error:
             self.lost = str(error)
+            self.starting = isinstance(error, ProblemError) and error.problem.kind == "not-ready"
             return False
+        self.starting = False
         return True
+
+    def rests(self) -> bool:
+        """Whether it failed to come back, so lately that it is not tried again yet."""
+        return time.monotonic() < self._rests_until
 
     def take_back(self, version: int | None) -> None:
         """Ask it again, once it has the weights `version`; None: any will do.
 
         A push whose answer was lost is not made twice, which the server would refuse.
-        Raises what `push` raises, and SERVER_ERRORS.
+        Raises what `push` raises, SERVER_ERRORS, and RunError for a server that differs.
+        After a failure it `rests`, longer every time.
         """
-        info = self._client.info()
-        if version is not None and not self._holds(version, info):
-            self.push(version, again=True)
-        elif self._epoch is not None:
-            self._epoch, self.world_size = info.server_epoch, info.world_size
+        try:
+            self._bring_back(version)
+        except RunError as error:
+            self._rest_s = min(max(FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
+            self._rests_until = time.monotonic() + self._rest_s
+            if self.lost != str(error):
+                _LOG.warning("rollout server %s stays lost: %s", self.url, error)
+            raise
+        self._rest_s = self._rests_until = 0.0
         self.lost = None
         _LOG.warning("rollout server %s is back", self.url)
 
     def close(self) -> None:
         self._channel.close()
         self._client.close()
+
+    def _bring_back(self, version: int | None) -> None:
+        info = self._client.info()
+        if found := self._differences(self.url, info):
+            raise RunError("; ".join(map(str, found)))
+        if version is not None and not self._holds(version, info):
+            self.push(version, again=True)
+        elif self._epoch is not None:
+            self._epoch, self.world_size = info.server_epoch, info.world_size
 
     def _ask(self, call: InferCall, requests: range, attempt: int) -> list[RolloutEnvelope]:
         seed = None if call.request_config is None else call.request_config.seed
@@ -197,9 +241,17 @@ class Member:
             return True
 
     def _holds(self, version: int, info: Info) -> bool:
-        """Whether nothing was started anew since the last group, and the push got through."""
+        """Whether it was pushed this version, and nothing was started anew since.
+
+        What it says of itself is believed only where no push is known to have failed.
+        """
         held = (info.server_epoch, info.weights_state, info.weights_version)
-        return held == (self._epoch, "READY", version)
+        return self._taken == version and held == (self._epoch, "READY", version)
+
+
+def _answer_was_lost(error: RunError) -> bool:
+    """Whether a push broke in such a way that it may have got through."""
+    return isinstance(error.__cause__, (ServerUnreachable, TimeoutError))
 
 
 def _pause_s(state: RetryCallState) -> float:

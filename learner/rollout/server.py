@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tenacity import RetryCallState, Retrying, retry_if_result, stop_after_delay, wait_exponential
+from tenacity import RetryCallState, Retrying, retry_if_result, wait_exponential
 
 from learner.rollout.backend import WeightChannel
 from learner.rollout.client import RolloutClient
 from learner.rollout.handout import Handout, Job
 from learner.rollout.journal import Journal
-from learner.rollout.member import Member, Sleep
+from learner.rollout.member import Differences, Member, Sleep, no_differences
 from learner.rollout.parallel import in_parallel
+from learner.rollout.patience import Patience
 from learner.types import RolloutOutput
 from shared_contracts.errors import ProblemError, RunError
 from shared_contracts.infer import RequestConfig, RolloutEnvelope, RolloutInferRequest
@@ -27,12 +28,14 @@ class ServerBackend:
     """Spreads rollouts over servers in contiguous chunks and keeps their order and seeds.
 
     Once weights were pushed, the servers are asked for answers of these weights and no
-    others. A server that is lost is left out, and looked at before every push and rollout;
-    when no other is left, it is waited for, up to `timeout_s` of the clients.
+    others. A server that is lost is left out, and looked at before every push and rollout,
+    though less and less often when it cannot take pushes. When no other is left, it is
+    waited for: as long as it says that it is starting, else up to `timeout_s` of the clients.
 
     clients, channels: one per server, in the order of `servers[]`.
     decode_batch_size: most sequences decoded at once per rollout GPU (DIST-03).
     journal: gets notes of every call and push. sleep: pauses between attempts.
+    differences: between what a server that comes back says of itself and what it must be.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class ServerBackend:
         decode_batch_size: int,
         journal: Journal | None = None,
         sleep: Sleep = time.sleep,
+        differences: Differences = no_differences,
     ) -> None:
         self._journal = journal or Journal()
         self._decode_batch_size = decode_batch_size
@@ -49,7 +53,7 @@ class ServerBackend:
         self._sleep = sleep
         self._version: int | None = None
         self._members = [
-            Member(client, channel, self._journal, sleep)
+            Member(client, channel, self._journal, sleep, differences)
             for client, channel in zip(clients, channels, strict=True)
         ]
 
@@ -107,7 +111,11 @@ class ServerBackend:
         return [member for member in self._members if member.lost is None]
 
     def _lost(self) -> list[Member]:
-        return [member for member in self._members if member.lost is not None]
+        """Those to look at; who rests is left alone while there are others to ask."""
+        lost = [member for member in self._members if member.lost is not None]
+        if len(lost) == len(self._members):
+            return lost
+        return [member for member in lost if not member.rests()]
 
     def _pushable(self) -> list[Member]:
         """Who may be asked, and who is lost but could take a push now."""
@@ -129,23 +137,29 @@ class ServerBackend:
         """Look until there is someone.
 
         Raises:
-            RunError: nobody within `timeout_s`.
+            RunError: nobody while there was `Patience`.
         """
+        patience = Patience(self._timeout_s)
+
+        def is_over(_: RetryCallState) -> bool:
+            if any(member.starting for member in self._members):
+                patience.heard()
+            return patience.end() is not None
+
+        def nobody(_: RetryCallState) -> list[Member]:
+            reasons = "; ".join(f"{member.url}: {member.lost}" for member in self._members)
+            raise RunError(
+                f"no rollout server can be pushed to and asked; {patience.end()}. {reasons}"
+            )
+
         retry = Retrying(
             retry=retry_if_result(lambda found: not found),
-            stop=stop_after_delay(self._timeout_s),
+            stop=is_over,
             wait=wait_exponential(multiplier=0.1, max=2.0),
             sleep=self._sleep,
-            retry_error_callback=self._nobody,
+            retry_error_callback=nobody,
         )
         return retry(look)
-
-    def _nobody(self, _: RetryCallState) -> list[Member]:
-        reasons = "; ".join(f"{member.url}: {member.lost}" for member in self._members)
-        raise RunError(
-            f"no rollout server can be pushed to and asked; waited {self._timeout_s:.0f} s "
-            f"(rollout_matching.vllm.server.timeout_s) for one to come back. {reasons}"
-        )
 
 
 def _bring_to(version: int | None, member: Member) -> RunError | None:

@@ -5,8 +5,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from learner.rollout.client import ServerUnreachable
 from shared_contracts.errors import RunError
 from shared_contracts.infer import InferCall, RolloutEnvelope
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import Info, WorldSize
 from shared_contracts.weights import CommunicatorReady, SyncReport, WeightStatus
 from tests.unit.scripted_server import (
@@ -27,7 +29,8 @@ class ScriptedRollouts:
     """Answers request `uuid` with that number as its token, and with the seed of its place.
 
     faults: for each of the next calls of `/infer/` one of the methods below; then none.
-    dead: every connection is hung up on.
+    dead: every connection is hung up on. starting_looks: so many more looks find it starting.
+    guarded: its guard is active.
     stale: a replica lacks the weights of the others.
     peak: most requests that were in flight at once. answered: numbers of requests, by call.
     """
@@ -37,6 +40,8 @@ class ScriptedRollouts:
         self.world_size = world_size
         self.faults: deque[Fault] = deque()
         self.dead = False
+        self.starting_looks = 0
+        self.guarded = True
         self.process, self.losses = 1, 0
         self.version: int | None = 0
         self.poisoned = False
@@ -111,13 +116,18 @@ class ScriptedRollouts:
         return lambda body: HangUp() if self.dead else route(body)
 
     def _health(self, _: object) -> Reply:
+        if self.starting_looks:
+            self.starting_looks -= 1
+            return problem("not-ready", "replica 0 is starting", "replicas[0]")
         refused = self._refusal()
         return health(self.version or 0) if refused is None else refused
 
     def _info(self, _: object) -> Info:
         said = {"weights_version": self.version or 0, "server_epoch": self.epoch}
         state = {"weights_state": "POISONED" if self.poisoned else "READY"}
-        return info(world_size=self.world_size).model_copy(update=said | state)
+        guard = RepeatTerminateConfig() if self.guarded else None
+        told = info(guard, world_size=self.world_size)
+        return told.model_copy(update=said | state)
 
     def _refusal(self) -> Reply | None:
         if self.poisoned:
@@ -175,7 +185,8 @@ class ScriptedChannel:
     """Pushes into the state of a scripted server, which refuses as the real one does.
 
     failures: errors of the next pushes, raised before the weights arrive, or with
-        `answer_lost` after that.
+        `answer_lost` and `disbelieved` after that.
+    blocked: no group can be formed. tries: how often that was tried.
     loses_a_replica: at the end of the next push. forms_anew: the next push begins with that.
     pushed: versions that arrived. groups: how often the group was formed.
     """
@@ -183,6 +194,9 @@ class ScriptedChannel:
     def __init__(self, rollouts: ScriptedRollouts) -> None:
         self.failures: deque[Exception] = deque()
         self.answer_lost = False
+        self.disbelieved = False
+        self.blocked = False
+        self.tries = 0
         self.loses_a_replica = False
         self.forms_anew = False
         self.pushed: list[int] = []
@@ -195,6 +209,9 @@ class ScriptedChannel:
         if self._rollouts.dead:
             raise RunError("nobody is there")
         if self._ready is None:
+            self.tries += 1
+            if self.blocked:
+                raise RunError("the port of the group is blocked")
             self.groups += 1
             self._ready = CommunicatorReady(
                 weights_version=self._rollouts.version or 0,
@@ -220,7 +237,9 @@ class ScriptedChannel:
         rollouts.version, rollouts.poisoned, rollouts.stale = version, False, False
         if self.answer_lost:
             self.answer_lost = False
-            raise RunError("the answer was lost")
+            raise RunError("the answer was lost") from ServerUnreachable("timed out")
+        if self.disbelieved:
+            raise RunError("it compared 0 of 3 parameters")
         if self.loses_a_replica:
             self.loses_a_replica = False
             rollouts.losses, rollouts.stale = rollouts.losses + 1, True

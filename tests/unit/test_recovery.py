@@ -1,6 +1,7 @@
 """Servers that fail, are lost and come back: nothing is lost, and nothing waits for ever."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutInferRequest
+from shared_contracts.server_info import Info
 from tests.unit.scripted_rollouts import (
     INFER,
     Fault,
@@ -26,7 +28,7 @@ from tests.unit.scripted_rollouts import (
     ScriptedRollouts,
     bodies,
 )
-from tests.unit.scripted_server import Reply, envelope, problem, scripted_server
+from tests.unit.scripted_server import Reply, Route, envelope, problem, scripted_server
 
 SEED = 1000
 S = ScriptedRollouts
@@ -79,6 +81,13 @@ def fleet(
         yield stack.enter_context(fleet_of(running, decode_batch_size, timeout_s))
 
 
+def differences(url: str, info: Info) -> list[ContractError]:
+    """A server without its guard is not the one that was there."""
+    if info.repeat_terminate.active:
+        return []
+    return [ContractError(f"{url} repeat_terminate", "the guard is off", "Start it with it")]
+
+
 @contextmanager
 def fleet_of(
     rollouts: list[ScriptedRollouts], decode_batch_size: int, timeout_s: float
@@ -86,7 +95,9 @@ def fleet_of(
     channels = [ScriptedChannel(one) for one in rollouts]
     clients = [RolloutClient(one.server.base_url, timeout_s) for one in rollouts]
     journal, pauses = Journal(), list[float]()
-    backend = ServerBackend(clients, channels, decode_batch_size, journal, pauses.append)
+    backend = ServerBackend(
+        clients, channels, decode_batch_size, journal, pauses.append, differences
+    )
     backend.connect()
     backend.push_weights(1)
     journal.take()
@@ -288,6 +299,97 @@ def test_a_server_that_stays_away_ends_the_run_with_what_was_waited_for() -> Non
     assert "waited 0 s (rollout_matching.vllm.server.timeout_s)" in str(caught.value)
 
 
+@pytest.mark.req("SYNC-07", "DIST-05")
+@pytest.mark.parametrize("at", ["rollout", "push"])
+def test_a_server_that_says_that_it_is_starting_is_waited_for_longer(at: str) -> None:
+    with fleet(1, timeout_s=0.2) as run:
+        one = run.rollouts[0]
+        one.server.routes["GET /health/"] = slowly(one.server.routes["GET /health/"])
+        one.starting_looks = 5
+        if at == "rollout":
+            one.faults.append(S.lose_the_only_replica)
+            run.ask(2)
+            assert run.pushed() == [[1, 1]]
+        else:
+            one.start_anew()
+            run.backend.push_weights(2)
+            assert run.pushed() == [[1, 2]]
+        assert one.starting_looks == 0
+
+
+def slowly(route: Route) -> Route:
+    """Each answer takes half of the time that a silent server is waited for."""
+
+    def answer(body: object) -> Reply:
+        time.sleep(0.1)
+        return route(body)
+
+    return answer
+
+
+@pytest.mark.req("SYNC-07")
+def test_a_server_that_never_ends_to_start_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.rollout.patience.LONGEST_WAIT_S", 0.5)
+    with fleet(1, timeout_s=0.2) as run:
+        run.rollouts[0].starting_looks = 10**9
+        run.rollouts[0].faults.append(S.lose_the_only_replica)
+        with pytest.raises(RunError, match=r"whatever it says.*replica 0 is starting"):
+            run.ask(2)
+
+
+@pytest.mark.req("SYNC-07", "REP-06")
+def test_a_server_that_comes_back_as_another_one_is_not_pushed_to() -> None:
+    with fleet(2, timeout_s=0.2) as run:
+        other = run.rollouts[0]
+        other.faults.append(S.restart)
+        other.guarded = False
+        run.ask(4)
+        run.ask(4)
+        run.backend.push_weights(2)
+        run.ask(4, version=2)
+        assert run.pushed() == [[1], [1, 2]]
+        run.rollouts[1].faults.append(S.die)
+        with pytest.raises(RunError, match=f"{other.server.base_url} .*the guard is off"):
+            run.ask(4, version=2)
+
+
+@pytest.mark.req("SYNC-07")
+@pytest.mark.parametrize(("rest_s", "tries"), [(600.0, 1), (0.0, 4)])
+def test_a_server_whose_group_cannot_be_formed_is_left_alone_for_a_while(
+    rest_s: float, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learner.rollout.member.FIRST_REST_S", rest_s)
+    with fleet(2) as run:
+        run.rollouts[0].faults.append(S.restart)
+        run.ask(4)
+        blocked, before = run.channels[0], run.channels[0].tries
+        blocked.blocked = True
+        run.ask(4)
+        run.ask(4)
+        run.backend.push_weights(2)
+        run.ask(4, version=2)
+        assert blocked.tries - before == tries
+        lost, metrics = run.notes()
+    assert [url for url, _ in lost] == [run.rollouts[0].server.base_url]
+    assert metrics["rollout/servers_lost"] == 1
+
+
+@pytest.mark.req("SYNC-07")
+def test_a_server_that_rests_is_tried_when_no_other_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("learner.rollout.member.FIRST_REST_S", 600.0)
+    with fleet(2) as run:
+        run.rollouts[0].faults.append(S.restart)
+        run.ask(4)
+        run.channels[0].blocked = True
+        run.ask(4)
+        run.channels[0].blocked = False
+        run.rollouts[1].faults.append(S.die)
+        run.ask(4)
+    assert run.pushed() == [[1, 1], [1]]
+
+
 @pytest.mark.req("DIST-05")
 def test_a_server_that_comes_back_only_to_fail_again_ends_the_run() -> None:
     with fleet(1, timeout_s=0.2) as run:
@@ -377,6 +479,17 @@ def test_a_push_whose_answer_was_lost_is_not_made_again() -> None:
         run.backend.push_weights(2)
         run.ask(2, version=2)
     assert run.pushed() == [[1, 2]]
+
+
+@pytest.mark.req("SYNC-06", "SYNC-07")
+def test_weights_that_were_not_verified_are_not_taken_for_the_servers_word() -> None:
+    with fleet(2) as run:
+        run.channels[0].disbelieved = True
+        run.backend.push_weights(2)
+        run.ask(4, version=2)
+        run.ask(4, version=2)
+        assert run.rollouts[0].answered == []
+        assert run.rollouts[0].version == 2
 
 
 @pytest.mark.req("SYNC-07")
@@ -472,7 +585,8 @@ def test_rollouts_are_the_same_whatever_failed_meanwhile(
         undisturbed = run.ask(11)
         running[0].faults.extend(faults)
         assert run.ask(11) == undisturbed
-    with fleet_of(running[:1], decode_batch_size=3, timeout_s=20.0) as run:
+    anew = S(three_servers[0].server, three_servers[0].world_size)
+    with fleet_of([anew], decode_batch_size=3, timeout_s=20.0) as run:
         assert run.ask(11) == undisturbed
 
 
