@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 from learner.config import dump_mapping, dump_resolved, load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.model.offload import Offload
-from learner.operate.kept_server import KeptServer
+from learner.operate.kept_server import STEADY_S, KeptServer
 from learner.operate.server_process import ServerProcess, free_ports
 from learner.preflight import check_backend
 from learner.rollout.colocate import (
@@ -241,9 +241,14 @@ class StandIn(ServerProcess):
 
 
 @contextmanager
-def kept(folder: Path, lives: int, pauses_s: Sequence[float]) -> Iterator[KeptServer]:
+def kept(
+    folder: Path,
+    lives: int,
+    pauses_s: Sequence[float],
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[KeptServer]:
     (port,) = free_ports(1)
-    server = KeptServer(lambda: StandIn(folder, port, lives), 30.0, pauses_s)
+    server = KeptServer(lambda: StandIn(folder, port, lives), 30.0, pauses_s, clock)
     try:
         yield server
     finally:
@@ -255,6 +260,14 @@ def wait_for(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def given_up(server: KeptServer) -> bool:
+    try:
+        server.check()
+    except RunError:
+        return True
+    return False
 
 
 def starts(folder: Path) -> int:
@@ -276,19 +289,51 @@ def test_a_server_that_dies_is_started_again_at_its_address(tmp_path: Path) -> N
 
 @pytest.mark.req("ROLL-03")
 def test_a_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
-    def given_up() -> bool:
-        try:
-            server.check()
-        except RunError:
-            return True
-        return False
-
     with kept(tmp_path, lives=1, pauses_s=(0.0, 0.01)) as server:
         os.kill(server.pid, signal.SIGKILL)
-        wait_for(given_up)
+        wait_for(lambda: given_up(server))
         with pytest.raises(RunError, match=r"ended 3 times(?s:.)*no more of this"):
             server.await_ready()
     assert starts(tmp_path) == 3
+
+
+@pytest.mark.req("ROLL-03")
+def test_a_server_that_served_for_minutes_may_die_as_often_again(tmp_path: Path) -> None:
+    now = 0.0
+
+    def die_and_return(server: KeptServer, start: int) -> None:
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for(lambda: server.starts == start)
+        server.await_ready()
+
+    with kept(tmp_path, lives=9, pauses_s=(0.0,), clock=lambda: now) as server:
+        for start in (2, 3):
+            now += STEADY_S
+            die_and_return(server, start)
+        now += STEADY_S - 1
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for(lambda: given_up(server))
+    assert starts(tmp_path) == 3
+
+
+@pytest.mark.req("ROLL-03")
+def test_a_server_that_cannot_be_started_again_is_an_error_with_the_reason(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    outcomes = [StandIn(tmp_path, port, lives=9)]
+
+    def start() -> ServerProcess:
+        if not outcomes:
+            raise OSError("no space left for a log")
+        return outcomes.pop()
+
+    server = KeptServer(start, 30.0, (0.0, 0.0))
+    try:
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for(lambda: given_up(server))
+        with pytest.raises(RunError, match="could not be started again: no space left"):
+            server.check()
+    finally:
+        server.stop()
 
 
 @pytest.mark.req("ROLL-03")
