@@ -7,11 +7,14 @@ which the learner is rank 0 and the workers of all replicas are ranks 1.. (the w
 format is in `shared_contracts.weights`). Loading goes through vLLM's layerwise reload,
 as in its NCCL engine, with two differences:
 
-- A broken transfer is finalized at once, so that no layer stays on the meta device.
+- A broken transfer is finalized at once, so that no layer stays on the meta device; the worker
+  leaves the group, so that the other ranks end, too.
 - On the CPU a tied `lm_head` multiplies with a packed copy of the embedding that the
   reload does not rebuild; `finish_weight_update` does.
 """
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -57,7 +60,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     parameters: list[dict[str, Any]]
 
 
-class Arriving(Protocol):
+class Broadcast(Protocol):
     """A broadcast under way (torch's `Work`)."""
 
     def wait(self) -> object: ...
@@ -69,7 +72,7 @@ class Bucket:
 
     parameters: list[ParameterMeta]
     data: torch.Tensor
-    arriving: Arriving
+    arriving: Broadcast
 
 
 @dataclass
@@ -98,6 +101,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         super().__init__(config, vllm_config, device, model)
         self._group: ProcessGroupGloo | None = None
         self._bucket_bytes = 0
+        self._timeout_s = 0.0
+        self._deadline = 0.0
         self.progress = Progress()
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
@@ -108,16 +113,25 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self.shutdown()
         self._group = join_group(init_info, init_info.rank_offset + self.parallel_config.rank)
         self._bucket_bytes = init_info.bucket_bytes
+        self._timeout_s = init_info.timeout_s
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Receive bucket after bucket; while one is loaded, the next is under way.
+        """Receive bucket after bucket within `timeout_s`; while one is loaded, the next comes.
 
         Raises RuntimeError when the group is not formed, and with the names of what the
-        learner did not send (in time) or what cannot be loaded.
+        learner did not send (in time) or what cannot be loaded; the group is left then.
         """
+        self._deadline = time.monotonic() + self._timeout_s
+        try:
+            self._receive(update_info)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _receive(self, update_info: GlooUpdateInfo) -> None:
         self.progress = progress = Progress()
         parameters = [ParameterMeta.model_validate(p) for p in update_info.parameters]
         plan = [parameters[b.start : b.stop] for b in plan_buckets(parameters, self._bucket_bytes)]
@@ -137,16 +151,30 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             rebuild_packed_heads(self.model)
 
     def shutdown(self) -> None:
-        if self._group is not None:
-            self._group.shutdown()
-            self._group = None
+        """Leave the group: its connections close when it is destroyed, and only then.
 
-    def _begin(self, parameters: list[ParameterMeta]) -> Bucket:
+        That waits for a collective under way, which nothing can interrupt: in a thread.
+        """
+        if self._group is not None:
+            held = [self._group]
+            self._group = None
+            threading.Thread(target=held.clear, daemon=True).start()
+
+    def _group_in_time(self) -> ProcessGroupGloo:
+        """The group, for a collective that has what is left of the update's time."""
         if self._group is None:
             raise RuntimeError("the weight group is not formed; call /init_communicator/ first")
+        left = timedelta(seconds=self._deadline - time.monotonic())
+        if left < timedelta(milliseconds=1):  # gloo counts in these
+            raise RuntimeError(f"the transfer was not over within {self._timeout_s:g} s")
+        self._group.set_timeout(left)
+        return self._group
+
+    def _begin(self, parameters: list[ParameterMeta]) -> Bucket:
+        group = self._group_in_time()
         # A fresh buffer each time: the reload keeps views of it until a layer is complete.
         data = torch.empty(sum(p.wire_bytes for p in parameters), dtype=torch.uint8)
-        arriving = self._group.broadcast(data, 0)  # type: ignore[attr-defined]
+        arriving = group.broadcast(data, 0)  # type: ignore[attr-defined]
         return Bucket(parameters, data, arriving)
 
     def _await(self, bucket: Bucket) -> None:

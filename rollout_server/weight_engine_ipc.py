@@ -1,10 +1,14 @@
 """Worker side of the `ipc` weight transfer: buckets lie in memory that the learner shares.
 
 The gloo group carries signals alone (the protocol is in `shared_contracts.weights`). The
-memory is the GPU's, or on the CPU a file without a name; either stays mapped until the next
-update maps another, or the group is left.
+memory is the GPU's, or on the CPU a file without a name; either is mapped while an update is
+received.
 """
 
+import mmap
+import os
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,51 +21,64 @@ from rollout_server.weight_engine_gloo import (
     GlooUpdateInfo,
     GlooWeightTransferEngine,
 )
-from shared_contracts.weights import DeviceMemory, ParameterMeta, SharedBuffer
+from shared_contracts.weights import (
+    HOST_MEMORY_NAME,
+    DeviceMemory,
+    ParameterMeta,
+    SharedBuffer,
+)
+
+# Bytes of a `SharedBuffer` as JSON.
+MOST_SAID = 64 * 2**10
 
 
 @dataclass
 class Handover:
-    """One bucket: the learner fills the buffer, the worker copies it out, the buffer is free."""
+    """One bucket: the learner fills the buffer, the worker copies it out, the buffer is free.
 
-    group: ProcessGroupGloo
+    group: the group, with the time that is left.
+    """
+
+    group: Callable[[], ProcessGroupGloo]
     buffer: Tensor
     into: Tensor
 
     def wait(self) -> None:
         """Raises RuntimeError (torch's) when another rank is missing for too long."""
-        self.group.barrier().wait()  # type: ignore[attr-defined]
+        self.group().barrier().wait()  # type: ignore[attr-defined]
         self.into.copy_(self.buffer[: len(self.into)])
         if self.into.is_cuda:
             torch.cuda.synchronize(self.into.device)
-        self.group.barrier().wait()  # type: ignore[attr-defined]
+        self.group().barrier().wait()  # type: ignore[attr-defined]
 
 
 class IpcWeightTransferEngine(GlooWeightTransferEngine):
     _buffer: Tensor | None = None
 
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+    def _receive(self, update_info: GlooUpdateInfo) -> None:
         """Map the learner's buffer, then receive as over gloo."""
-        if self._group is not None:
-            self._buffer = mapped(receive_buffer(self._group))
-        super().receive_weights(update_info)
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._buffer = None
+        try:
+            self._buffer = mapped(receive_buffer(self._group_in_time()))
+            super()._receive(update_info)
+        finally:
+            self._buffer = None
 
     def _begin(self, parameters: list[ParameterMeta]) -> Bucket:
-        if self._group is None or self._buffer is None:
-            raise RuntimeError("the weight group is not formed; call /init_communicator/ first")
+        assert self._buffer is not None
         size = sum(p.wire_bytes for p in parameters)
         data = torch.empty(size, dtype=torch.uint8, device=self._buffer.device)
-        return Bucket(parameters, data, Handover(self._group, self._buffer, data))
+        return Bucket(parameters, data, Handover(self._group_in_time, self._buffer, data))
 
 
 def receive_buffer(group: ProcessGroupGloo) -> SharedBuffer:
-    """What the learner says of its buffer."""
+    """What the learner says of its buffer.
+
+    Raises RuntimeError when it would say more than `MOST_SAID` bytes.
+    """
     length = torch.empty(1, dtype=torch.int64)
     group.broadcast(length, 0).wait()  # type: ignore[attr-defined]
+    if not 0 < int(length) <= MOST_SAID:
+        raise RuntimeError(f"{int(length)} bytes cannot describe the learner's buffer")
     text = torch.empty(int(length), dtype=torch.uint8)
     group.broadcast(text, 0).wait()  # type: ignore[attr-defined]
     return SharedBuffer.model_validate_json(bytes(text.tolist()))
@@ -70,12 +87,32 @@ def receive_buffer(group: ProcessGroupGloo) -> SharedBuffer:
 def mapped(shared: SharedBuffer) -> Tensor:
     """The learner's buffer as a uint8 tensor of this process.
 
-    Raises RuntimeError where it cannot be mapped: another machine, or another GPU.
+    Raises RuntimeError where it cannot be mapped (another machine, or another GPU) or is
+    no buffer of a learner's.
     """
     memory = shared.memory
     if isinstance(memory, DeviceMemory):
         return _device_tensor(memory, shared.bytes)
-    return torch.from_file(memory.path, shared=True, size=shared.bytes, dtype=torch.uint8)
+    return _host_tensor(memory.path, shared.bytes)
+
+
+def _host_tensor(path: str, size: int) -> Tensor:
+    """Read-only, and never more than the file has: what is mapped stays as it is."""
+    try:
+        # Not blocking: what the path names may be a pipe.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise RuntimeError(f"the learner's buffer cannot be opened: {error}") from error
+    try:
+        found, held = os.readlink(f"/proc/self/fd/{file}"), os.fstat(file).st_size
+        if not found.startswith(f"/memfd:{HOST_MEMORY_NAME}") or held != size:
+            raise RuntimeError(f"{path} is {found} of {held} bytes, not a buffer of {size} bytes")
+        memory = mmap.mmap(file, size, prot=mmap.PROT_READ)
+    finally:
+        os.close(file)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _device_tensor(memory: DeviceMemory, size: int) -> Tensor:

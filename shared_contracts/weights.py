@@ -50,6 +50,9 @@ def attempt_key(attempt: str) -> str:
     return f"{GLOO_STORE_PREFIX}/attempt/{attempt}"
 
 
+# What `memfd_create` calls the buffer of an `ipc` learner without a GPU.
+HOST_MEMORY_NAME = "rollmatch-weights"
+
 # A parameter starts on a multiple of this in its bucket, so that it can be viewed in place.
 WIRE_ALIGNMENT = 16
 
@@ -146,7 +149,7 @@ class ParameterMeta(_Wire):
 
 
 class HostMemory(_Wire):
-    """path: an open file of the learner's that is memory, e.g. `/proc/123/fd/45`."""
+    """path: a memory file of the learner's named `HOST_MEMORY_NAME`, e.g. `/proc/123/fd/45`."""
 
     path: str = Field(pattern="^/proc/[0-9]+/fd/[0-9]+$")
 

@@ -4,6 +4,7 @@ The wire format is in `shared_contracts.weights`.
 """
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -32,11 +33,12 @@ class GlooGroup:
     While one bucket is on its way the next is packed, so two buffers of a bucket's size are
     kept. A parameter that travels alone is sent from where it lies.
 
-    Raises RuntimeError (torch's) when a rank is missing after `timeout_s`.
+    Raises RuntimeError (torch's) when a rank is missing after `timeout_s`, or has left. The
+    group is left then: the others, who wait for this rank, end at once.
     """
 
     def __init__(self, body: InitCommunicator) -> None:
-        self._group = form_group(body)
+        self._group: ProcessGroupGloo | None = form_group(body)
         self._bucket_bytes = body.bucket_bytes
         self._buffers = deque(torch.empty(0, dtype=torch.uint8) for _ in range(_IN_FLIGHT))
         self._abandoned = threading.Event()
@@ -44,12 +46,22 @@ class GlooGroup:
     def send(
         self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
     ) -> None:
-        stream, group = iter(weights), self._group
+        try:
+            self._send(parameters, iter(weights))
+        except BaseException as error:
+            self.abandon()
+            traceback.clear_frames(error.__traceback__)  # they hold the group
+            raise
+
+    def _send(
+        self, parameters: Sequence[ParameterMeta], stream: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        group = self._group
         sending: deque[Work] = deque()
         for indices in plan_buckets(parameters, self._bucket_bytes):
             if len(sending) == _IN_FLIGHT:
                 sending.popleft().wait()
-            if self._abandoned.is_set():
+            if self._abandoned.is_set() or group is None:
                 raise ConnectionAbortedError("the group was given up")
             bucket = self._packed([parameters[i] for i in indices], stream)
             sending.append(group.broadcast(bucket, 0))  # type: ignore[attr-defined]
@@ -57,7 +69,8 @@ class GlooGroup:
             work.wait()
 
     def close(self) -> None:
-        self._group.shutdown()
+        if self._group is not None:
+            self._group.shutdown()
 
     def abandon(self) -> None:
         """The group ends where its last collective does: within `timeout_s`, in a thread.
@@ -65,8 +78,7 @@ class GlooGroup:
         Nothing can interrupt a collective of gloo, and the end of its group waits for it.
         """
         self._abandoned.set()
-        held = [self._group]
-        del self._group
+        held, self._group = [self._group], None
         threading.Thread(target=held.clear, daemon=True).start()
 
     def _packed(

@@ -7,14 +7,17 @@ name, which ends with the last process that has mapped it.
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo
 from torch.multiprocessing.reductions import reduce_tensor
 
 from learner.sync.gloo import form_group, pack_bucket
 from shared_contracts.weights import (
+    HOST_MEMORY_NAME,
     DeviceMemory,
     HostMemory,
     InitCommunicator,
@@ -27,51 +30,66 @@ from shared_contracts.weights import (
 class IpcGroup:
     """Rank 0: fills the buffer with a bucket once all workers have copied the last one out.
 
-    Raises RuntimeError (torch's) when a rank is missing after `timeout_s`.
+    Raises RuntimeError (torch's) when a rank is missing after `timeout_s`, or has left. The
+    group is left then: the others, who wait for this rank, end at once.
     """
 
     def __init__(self, body: InitCommunicator) -> None:
-        self._group = form_group(body)
+        self._group: ProcessGroupGloo | None = form_group(body)
         self._bucket_bytes = body.bucket_bytes
         self._abandoned = threading.Event()
 
     def send(
         self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
     ) -> None:
-        stream = iter(weights)
+        try:
+            self._send(parameters, iter(weights))
+        except BaseException as error:
+            self.abandon()
+            traceback.clear_frames(error.__traceback__)  # they hold the group
+            raise
+
+    def _send(
+        self, parameters: Sequence[ParameterMeta], stream: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        group = self._group
         plan = [
             [parameters[i] for i in indices]
             for indices in plan_buckets(parameters, self._bucket_bytes)
         ]
         sizes = [sum(p.wire_bytes for p in members) for members in plan]
         with Buffer(max(sizes)) as buffer:
-            self._announce(buffer.shared)
+            if group is None:
+                raise ConnectionAbortedError("the group was given up")
+            _announce(group, buffer.shared)
             for members, size in zip(plan, sizes, strict=True):
                 if self._abandoned.is_set():
                     raise ConnectionAbortedError("the group was given up")
                 pack_bucket(members, stream, buffer.data[:size])
-                self._hand_over(buffer)
+                _hand_over(group, buffer)
 
     def close(self) -> None:
-        self._group.shutdown()
+        if self._group is not None:
+            self._group.shutdown()
 
     def abandon(self) -> None:
         """The group ends where its last collective does: within `timeout_s`, in a thread."""
         self._abandoned.set()
-        held = [self._group]
-        del self._group
+        held, self._group = [self._group], None
         threading.Thread(target=held.clear, daemon=True).start()
 
-    def _announce(self, shared: SharedBuffer) -> None:
-        text = torch.tensor(list(shared.model_dump_json().encode()), dtype=torch.uint8)
-        for part in (torch.tensor([len(text)]), text):
-            self._group.broadcast(part, 0).wait()  # type: ignore[attr-defined]
 
-    def _hand_over(self, buffer: "Buffer") -> None:
-        if buffer.data.is_cuda:
-            torch.cuda.synchronize(buffer.data.device)
-        for _ in ("filled", "copied out"):
-            self._group.barrier().wait()  # type: ignore[attr-defined]
+def _announce(group: ProcessGroupGloo, shared: SharedBuffer) -> None:
+    text = torch.tensor(list(shared.model_dump_json().encode()), dtype=torch.uint8)
+    for part in (torch.tensor([len(text)]), text):
+        group.broadcast(part, 0).wait()  # type: ignore[attr-defined]
+
+
+def _hand_over(group: ProcessGroupGloo, buffer: "Buffer") -> None:
+    if buffer.data.is_cuda:
+        torch.cuda.synchronize(buffer.data.device)
+    for _ in ("filled", "copied out"):
+        group.barrier().wait()  # type: ignore[attr-defined]
 
 
 class Buffer:
@@ -86,7 +104,7 @@ class Buffer:
             self.data = torch.empty(size, dtype=torch.uint8, device="cuda")
             memory: HostMemory | DeviceMemory = _device_memory(self.data)
         else:
-            self._file = os.memfd_create("rollmatch-weights")
+            self._file = os.memfd_create(HOST_MEMORY_NAME)
             os.truncate(self._file, size)
             path = f"/proc/{os.getpid()}/fd/{self._file}"
             self.data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)

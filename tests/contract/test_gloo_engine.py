@@ -1,5 +1,6 @@
 """The worker's end of the gloo transfer, with a model that only looks at what it is given."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -115,4 +116,15 @@ def test_a_bucket_that_does_not_come_is_named() -> None:
     with pytest.raises(RuntimeError, match="the bucket of w2 to w3 did not come"):
         ends.engine.receive_weights(ends.update)
     assert ends.seen == ["w0", "w1"]
+    ends.close()
+
+
+@pytest.mark.req("SYNC-04")
+def test_the_time_of_a_transfer_is_one_for_all_its_buckets() -> None:
+    """Each bucket comes well within `timeout_s` of the one before."""
+    ends = Ends(timeout_s=1.0)
+    ends.look = lambda name, weight: time.sleep(0.3)
+    ends.threads.submit(ends.sender.send, ends.weights)
+    with pytest.raises(RuntimeError, match="not over within 1 s"):
+        ends.engine.receive_weights(ends.update)
     ends.close()

@@ -1,5 +1,6 @@
 """Both ends of the `ipc` transport on the CPU: buckets in memory that the two of them map."""
 
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,13 @@ from learner.operate.server_process import free_ports
 from learner.sync.groups import join_group
 from rollout_server.group_store import open_group_store
 from rollout_server.weight_engine_gloo import GlooInitInfo, GlooUpdateInfo
-from rollout_server.weight_engine_ipc import IpcWeightTransferEngine
-from shared_contracts.weights import HostMemory, InitCommunicator
+from rollout_server.weight_engine_ipc import IpcWeightTransferEngine, mapped
+from shared_contracts.weights import (
+    HOST_MEMORY_NAME,
+    HostMemory,
+    InitCommunicator,
+    SharedBuffer,
+)
 from tests.contract.weight_sender import BUCKET_BYTES, Weights, manifest
 
 TIMEOUT_S = 20.0
@@ -112,6 +118,12 @@ def test_after_a_push_the_learner_holds_no_file_of_it_open(ends: Ends) -> None:
 
 
 @pytest.mark.req("SYNC-04")
+def test_after_a_push_the_buffer_is_mapped_nowhere(ends: Ends) -> None:
+    ends.send(some_weights(0.0))
+    assert HOST_MEMORY_NAME not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.req("SYNC-04")
 def test_a_worker_that_does_not_come_ends_the_transfer_with_an_error() -> None:
     ends = Ends(timeout_s=0.5)
     weights = some_weights(0.0)
@@ -125,3 +137,38 @@ def test_a_worker_that_does_not_come_ends_the_transfer_with_an_error() -> None:
 def test_only_open_files_of_a_process_are_mapped(path: str) -> None:
     with pytest.raises(ValidationError):
         HostMemory(path=path)
+
+
+def opened(file: int, size: int) -> SharedBuffer:
+    return SharedBuffer(bytes=size, memory=HostMemory(path=f"/proc/{os.getpid()}/fd/{file}"))
+
+
+@pytest.mark.req("SRV-06")
+def test_no_other_file_is_mapped_and_none_is_changed(tmp_path: Path) -> None:
+    foreign = tmp_path / HOST_MEMORY_NAME
+    foreign.write_bytes(b"mine")
+    with foreign.open("r+b") as file:
+        for size in (4, 8192):
+            with pytest.raises(RuntimeError, match="not a buffer"):
+                mapped(opened(file.fileno(), size))
+    assert foreign.read_bytes() == b"mine"
+    reading, writing = os.pipe()
+    with pytest.raises(RuntimeError, match="not a buffer"):
+        mapped(opened(reading, 1))
+    with pytest.raises(RuntimeError, match="cannot be opened"):
+        mapped(SharedBuffer(bytes=1, memory=HostMemory(path=f"/proc/{os.getpid()}/fd/1000000")))
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.req("SRV-06")
+def test_a_buffer_of_another_size_is_refused_and_does_not_grow() -> None:
+    file = os.memfd_create(HOST_MEMORY_NAME)
+    os.truncate(file, 4096)
+    for size in (4095, 4097, 2**62):
+        with pytest.raises(RuntimeError, match="4096 bytes, not a buffer"):
+            mapped(opened(file, size))
+    assert os.fstat(file).st_size == 4096
+    os.pwrite(file, b"ab", 0)
+    assert mapped(opened(file, 4096))[:2].tolist() == [97, 98]
+    os.close(file)
