@@ -4,6 +4,7 @@
 
 For every line on stdin it does one thing and prints a line of JSON:
 
+    connect    form the weight group                     {"connected": weights version}
     push       push the checkpoint's weights             {"pushed": version}
     push half  the same; prints {"half": true} in the middle of the transfer and goes on
                with the next line
@@ -84,10 +85,13 @@ class FarLearner:
             client, group_port, OneSource(self.weights), "gloo", 2**16, "sample", timeouts
         )
         self.backend = ServerBackend([client], [pusher], PROMPTS, SayingJournal())
-        self.version = self.backend.connect()
+        self.version = 0
 
     def do(self, wanted: str) -> None:
         match wanted:
+            case "connect":
+                self.version = self.backend.connect()
+                say(connected=self.version)
             case "push" | "push half":
                 self.weights.stop = wanted == "push half"
                 self.version += 1

@@ -139,7 +139,14 @@ def test_a_cut_cable_is_noticed_by_both_sides_and_all_is_made_good(
 
 
 def play(here: Host, server: FarServer, learner: FarLearner) -> None:
-    """One undisturbed push, one that is cut, and a rollout that is cut."""
+    """A blocked group port, then an undisturbed push, one that is cut, a rollout that is cut."""
+    here.block(GROUP_PORT)
+    refused = learner.do("connect")["error"]
+    assert f"({server.url}) in phase rendezvous: " in refused
+    assert f"{here.address}:{GROUP_PORT}" in refused
+    here.unblock(GROUP_PORT)
+    assert learner.do("connect") == {"connected": 0}
+
     assert learner.do("push") == {"pushed": 1}
     undisturbed = learner.do("ask")
 

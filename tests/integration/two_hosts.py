@@ -47,6 +47,16 @@ class Host:
     def mend(self) -> None:
         self.run("ip", "link", "set", self.end, "up")
 
+    def block(self, port: int) -> None:
+        """Lose what a TCP port of this host sends to others, as a firewall would."""
+        self._rule("add", port)
+
+    def unblock(self, port: int) -> None:
+        self._rule("del", port)
+
+    def _rule(self, what: str, port: int) -> None:
+        self.run("ip", "rule", what, "ipproto", "tcp", "sport", str(port), "blackhole")
+
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
