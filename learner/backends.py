@@ -34,9 +34,7 @@ from learner.rollout.colocate import (
     ColocatedBackend,
     Placement,
     media_dirs,
-    place,
     server_settings,
-    visible_gpus,
 )
 from learner.rollout.hf import HfBackend
 from learner.rollout.journal import Journal
@@ -74,6 +72,7 @@ def open_backend(
     clients: Sequence[RolloutClient],
     folder: Path,
     samples: Sequence[Sample],
+    placement: Placement | None = None,
     optimizer: Optimizer | None = None,
 ) -> OpenBackend:
     """The backend that `config` asks for, ready for its first push; whoever opens it closes it.
@@ -81,6 +80,7 @@ def open_backend(
     clients: of the configured servers, in the order of the config; none without servers.
     folder: of the run; a colocated server's settings and log go there.
     samples: all that will be asked; a colocated server may read their images.
+    placement: of a colocated server, as preflight found it.
     optimizer: of the model, whose state may be moved out of a colocated server's way.
 
     Raises:
@@ -94,7 +94,8 @@ def open_backend(
             assert server is not None, "checked with the config"
             return _over_servers(config, loaded, clients, server.servers)
         case "colocate":
-            return _colocate(config, loaded, folder, samples, optimizer)
+            assert placement is not None, "found by preflight"
+            return _colocate(config, loaded, folder, samples, placement, optimizer)
 
 
 def _hf(config: Config, loaded: LoadedModel) -> OpenBackend:
@@ -163,9 +164,9 @@ def _colocate(
     loaded: LoadedModel,
     folder: Path,
     samples: Sequence[Sample],
+    placement: Placement,
     optimizer: Optimizer | None,
 ) -> OpenBackend:
-    placement = place(config.rollout_matching.vllm, visible_gpus(os.environ))
     offload = _offload(config, loaded, optimizer)
     token = secrets.token_urlsafe(32)
     with ExitStack() as stack:

@@ -27,6 +27,7 @@ def train(
 
     from learner.config import load_config
     from learner.preflight import check_inputs, generates, reach_servers
+    from learner.rollout.colocate import learner_environment
     from learner.rollout.describe import describe_backend
 
     console = Console()
@@ -34,10 +35,11 @@ def train(
     inputs = check_inputs(parsed)
     clients = []
     if generates(parsed):
-        console.print(f"Rollouts: {describe_backend(parsed, os.environ)}")
+        console.print(f"Rollouts: {describe_backend(parsed, inputs.placement)}")
         clients = reach_servers(parsed)
 
     _share_cores()
+    os.environ.update(learner_environment(inputs.placement))
     from learner.publish import expect_full_disks_in_threads
     from learner.train import train as run
 

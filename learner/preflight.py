@@ -7,7 +7,7 @@ differences(...)       what a server has otherwise; asked again when one comes b
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from learner.config.sync_mode import resolved_sync_mode
 from learner.coords import COORD_BINS, coord_token
 from learner.data.jsonl import read_samples
 from learner.rollout.client import RolloutClient
-from learner.rollout.colocate import place, visible_gpus
+from learner.rollout.colocate import GPU_DEVICES, Placement, place, visible_gpus
 from learner.tokens import IM_END
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
@@ -28,10 +28,15 @@ from shared_contracts.server_info import Info
 
 @dataclass(frozen=True)
 class RunInputs:
-    """val is empty when the config names no validation file."""
+    """What a run starts from.
+
+    val: empty when the config names no validation file.
+    placement: of a colocated server; None in a run that starts none.
+    """
 
     train: list[Sample]
     val: list[Sample]
+    placement: Placement | None = None
 
 
 def check_inputs(config: Config) -> RunInputs:
@@ -40,13 +45,12 @@ def check_inputs(config: Config) -> RunInputs:
     Raises:
         ContractError: names the file, line or key.
     """
-    if generates(config):
-        check_backend(config, os.environ)
+    placement = check_backend(config, os.environ) if generates(config) else None
     _check_single_process()
     _check_output(config)
     inputs = read_inputs(config)
     _check_step_budget(config, len(inputs.train))
-    return inputs
+    return replace(inputs, placement=placement)
 
 
 def read_inputs(config: Config) -> RunInputs:
@@ -59,8 +63,12 @@ def read_inputs(config: Config) -> RunInputs:
     )
 
 
-def check_backend(config: Config, environment: Mapping[str, str]) -> None:
+def check_backend(
+    config: Config, environment: Mapping[str, str], gpus: Path = GPU_DEVICES
+) -> Placement | None:
     """What the backend needs besides its servers; see `learner.backends` for the backends.
+
+    gpus: where the driver shows them. Returns where a colocated server runs.
 
     Raises:
         ContractError: names the key or the variable.
@@ -68,10 +76,12 @@ def check_backend(config: Config, environment: Mapping[str, str]) -> None:
     rollout = config.rollout_matching
     if rollout.backend != "hf":
         resolved_sync_mode(config, learner_processes(environment))
-    if rollout.backend == "colocate":
-        place(rollout.vllm, visible_gpus(environment))
-        _check_own_server(config)
-        _check_offload(config, environment)
+    if rollout.backend != "colocate":
+        return None
+    placement = place(rollout.vllm, visible_gpus(environment, gpus))
+    _check_own_server(config)
+    _check_offload(config, environment)
+    return placement
 
 
 def _check_own_server(config: Config) -> None:

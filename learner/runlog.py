@@ -9,7 +9,6 @@
 
 import json
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -22,21 +21,25 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from learner.config import Config, dump_resolved
 from learner.config.sync_mode import resolved_sync_mode
 from learner.publish import append_line, publish_text
+from learner.rollout.colocate import Placement
 from learner.rollout.describe import describe_backend
 
 _LIBRARIES = ("rollmatch", "torch", "transformers", "accelerate", "peft")
 
 
-def open_run_folder(config: Config) -> Path:
-    """Create the folder and write what is known before the first step."""
+def open_run_folder(config: Config, placement: Placement | None) -> Path:
+    """Create the folder and write what is known before the first step.
+
+    placement: of a colocated server, where one is started.
+    """
     folder = Path(config.training.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     publish_text(folder / "resolved_config.yaml", dump_resolved(config))
-    publish_text(folder / "run.json", json.dumps(_run_facts(config), indent=2) + "\n")
+    publish_text(folder / "run.json", json.dumps(_run_facts(config, placement), indent=2) + "\n")
     return folder
 
 
-def _run_facts(config: Config) -> dict[str, Any]:
+def _run_facts(config: Config, placement: Placement | None) -> dict[str, Any]:
     rollout = config.rollout_matching
     server = rollout.vllm.server if rollout.backend == "server" else None
     return {
@@ -45,7 +48,7 @@ def _run_facts(config: Config) -> dict[str, Any]:
         "versions": {name: version(name) for name in _LIBRARIES},
         "commit": _commit(),
         "rollout_backend": rollout.backend,
-        "rollouts": describe_backend(config, os.environ),
+        "rollouts": describe_backend(config, placement),
         "servers": [entry.model_dump() for entry in server.servers] if server else [],
         "sync_mode": None if rollout.backend == "hf" else resolved_sync_mode(config, 1),
     }

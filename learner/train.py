@@ -105,7 +105,7 @@ def train(
     """
     _require_one_gpu()
     disable_progress_bar()
-    folder = open_run_folder(config)
+    folder = open_run_folder(config, inputs.placement)
     set_seed(config.training.seed)
     loaded = load_model(config)
     if config.training.packing:
@@ -116,7 +116,9 @@ def train(
         policy = None
         if generates(config):
             samples = [*inputs.train, *inputs.val]
-            opened = open_backend(config, loaded, clients, folder, samples, optimizer)
+            opened = open_backend(
+                config, loaded, clients, folder, samples, inputs.placement, optimizer
+            )
             policy = policy_over(opened, config)
             stack.callback(policy.close)
         display = ProgressDisplay(console, config.training.run_name)
@@ -126,7 +128,10 @@ def train(
 
 
 def _require_one_gpu() -> None:
-    """With several visible GPUs Trainer would split every step's samples over them."""
+    """With several visible GPUs Trainer would split every step's samples over them.
+
+    Beside a colocated server one is left (`learner_environment`).
+    """
     if torch.cuda.device_count() > 1:
         raise ContractError(
             "CUDA_VISIBLE_DEVICES",
@@ -136,7 +141,7 @@ def _require_one_gpu() -> None:
 
 
 def score_checkpoint(config: Config, samples: list[Sample], clients: list[RolloutClient]) -> Scores:
-    """Score the answers of `model.model`, by the backend of `config`."""
+    """Score the answers of `model.model`, by the servers of `config` or by transformers."""
     loaded = load_model(config)
     folder = Path(config.training.output_dir)
     policy = policy_over(open_backend(config, loaded, clients, folder, samples), config)

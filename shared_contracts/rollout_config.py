@@ -132,7 +132,10 @@ class VllmConfig(StrictModel):
         default=None, gt=0, le=1, description="of a colocated server; null: 0.45"
     )
     tensor_parallel_size: int | None = Field(
-        default=None, ge=1, description="of a colocated server; null: 4, or as many as there are"
+        default=None,
+        ge=1,
+        description="of a colocated server; null: the largest of 4, 2 and 1 that fits the GPUs "
+        "the learner sees",
     )
     max_model_len: int | None = Field(
         default=None, ge=1, description="longest prompt with its answer; null: the model's"

@@ -1,6 +1,7 @@
 """The `colocate` backend: a rollout server of the learner's own, on its own devices (ROLL-03).
 
     visible_gpus -> place -> server_settings -> a server process -> ColocatedBackend
+                          -> learner_environment, before torch is imported
 
 Behind its address it is a server like any other, so the backend is that of servers; here
 is where it is placed, and what is done around its work. Imports no torch.
@@ -24,7 +25,8 @@ from shared_contracts.weights import Transport
 T = TypeVar("T")
 
 GPU_MEMORY_UTILIZATION = 0.45
-TENSOR_PARALLEL_SIZE = 4
+# By default the first of these that fits the visible GPUs.
+TENSOR_PARALLEL_SIZES = (4, 2, 1)
 
 CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPU_DEVICES = Path("/proc/driver/nvidia/gpus")
@@ -80,17 +82,24 @@ def place(vllm: VllmConfig, gpus: Sequence[int]) -> Placement:
             f"{asked} GPUs are asked for, and {seen} visible to the learner",
             f"Lower it to {there} or leave it out, or make more visible ({CUDA_VISIBLE})",
         )
-    size = asked or min(TENSOR_PARALLEL_SIZE, there)
+    size = asked or next(size for size in TENSOR_PARALLEL_SIZES if size <= there)
     adapted = ""
-    if size < TENSOR_PARALLEL_SIZE and asked is None:
+    if size < TENSOR_PARALLEL_SIZES[0] and asked is None:
         found = "no GPU is visible" if not gpus else f"{len(gpus)} visible"
-        adapted = f"tensor_parallel_size {TENSOR_PARALLEL_SIZE} by default, but {found}"
+        adapted = f"tensor_parallel_size {TENSOR_PARALLEL_SIZES[0]} by default, but {found}"
     return Placement(
         gpus=tuple(gpus[:size]),
         tensor_parallel_size=size,
         gpu_memory_utilization=vllm.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
         adapted=adapted,
     )
+
+
+def learner_environment(placement: Placement | None) -> dict[str, str]:
+    """What changes for the learner itself: it trains on the first GPU of its server alone."""
+    if placement is None or not placement.gpus:
+        return {}
+    return {CUDA_VISIBLE: str(placement.gpus[0])}
 
 
 def server_settings(

@@ -32,12 +32,13 @@ def as_line(outputs: Sequence[RolloutOutput]) -> str:
 
 def main() -> None:
     config, weights = load_config(sys.argv[1]), Path(sys.argv[2])
-    check_backend(config, {})
+    placement = check_backend(config, {})
     samples = samples_of(config)
     loaded = load_model(config)
     set_weights(loaded.model, weights)
     folder = Path(config.training.output_dir)
-    policy = policy_over(open_backend(config, loaded, [], folder, samples), config)
+    opened = open_backend(config, loaded, [], folder, samples, placement)
+    policy = policy_over(opened, config)
     try:
         for _ in sys.stdin:
             policy.push_if_stale()

@@ -23,6 +23,7 @@ from learner.preflight import check_backend
 from learner.rollout.colocate import (
     CUDA_VISIBLE,
     ColocatedBackend,
+    learner_environment,
     media_dirs,
     place,
     server_settings,
@@ -88,10 +89,21 @@ def test_by_default_it_takes_four_gpus_and_less_than_half_of_their_memory() -> N
 
 
 @pytest.mark.req("ROLL-03")
-@pytest.mark.parametrize(("gpus", "said"), [([0], "1 visible"), ([], "no GPU is visible")])
-def test_fewer_gpus_change_the_default_and_are_mentioned(gpus: list[int], said: str) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "used", "said"),
+    [
+        ([5, 2, 7], (5, 2), "3 visible"),
+        ([0, 1], (0, 1), "2 visible"),
+        ([0], (0,), "1 visible"),
+        ([], (), "no GPU is visible"),
+    ],
+)
+def test_fewer_gpus_change_the_default_and_are_mentioned(
+    gpus: list[int], used: tuple[int, ...], said: str
+) -> None:
+    """Sizes that divide heads and weights: never 3."""
     placement = place(VllmConfig(), gpus)
-    assert (placement.gpus, placement.tensor_parallel_size) == (tuple(gpus), 1)
+    assert (placement.gpus, placement.tensor_parallel_size) == (used, max(len(used), 1))
     assert said in str(placement)
     assert "tensor_parallel_size 4 by default" in str(placement)
 
@@ -150,11 +162,10 @@ def test_it_may_read_the_folders_of_the_datas_images() -> None:
 
 
 def test_a_run_says_who_generates() -> None:
-    nowhere = {CUDA_VISIBLE: ""}
-    assert "transformers" in describe_backend(config_of({"rollout_backend": "hf"}), nowhere)
-    assert "the CPU" in describe_backend(config_of(), nowhere)
+    assert "transformers" in describe_backend(config_of({"rollout_backend": "hf"}), None)
+    assert "the CPU" in describe_backend(config_of(), place(VllmConfig(), []))
     server = WARMUP["rollout_matching"]["vllm"]
-    assert describe_backend(config_of({"vllm": server}), nowhere) == "http://127.0.0.1:8000"
+    assert describe_backend(config_of({"vllm": server}), None) == "http://127.0.0.1:8000"
 
 
 # --- What is found before anything is started -------------------------------------------
@@ -179,6 +190,21 @@ def test_offload_beside_what_shards_the_model_fails_fast(
     assert caught.value.where == "rollout_matching.offload.enabled"
     check_backend(config_of(model=checkpoint), sharded)
     check_backend(config_of({**offload, "rollout_backend": "hf"}, model=checkpoint), sharded)
+
+
+@pytest.mark.req("ROLL-03")
+def test_the_learner_trains_on_the_first_gpu_of_its_server(
+    four_gpus: Path, checkpoint: dict[str, Any], tmp_path: Path
+) -> None:
+    config, environment = config_of(model=checkpoint), {CUDA_VISIBLE: "2,1,3"}
+    placement = check_backend(config, environment, four_gpus)
+    assert placement is not None
+    narrowed = environment | learner_environment(placement)
+    assert visible_gpus(narrowed, four_gpus) == [2]
+    assert server_settings(config, placement, [tmp_path], "ipc")["gpus"] == [2, 1]
+    assert learner_environment(place(VllmConfig(), [])) == {}
+    assert check_backend(config_of({"rollout_backend": "hf"}), environment, four_gpus) is None
+    assert learner_environment(None) == {}
 
 
 @pytest.mark.req("SYNC-01", "RES-04")

@@ -2,19 +2,24 @@
 
 import inspect
 import json
+import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import learner.cli
-from learner.config import dump_mapping
+import learner.preflight
+from learner.config import Config, dump_mapping
 from learner.data.toy import ToyData
+from learner.preflight import RunInputs
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import Info
 from tests.unit.scripted_server import info, problem, scripted_server
@@ -252,6 +257,30 @@ def test_a_colocated_server_on_more_gpus_than_there_are_is_refused(
     assert ended.code == 2
     assert ended.parts[0] == "rollout_matching.vllm.tensor_parallel_size"
     assert not ended.heavy & {"torch", "transformers"}
+
+
+@pytest.mark.req("ROLL-03")
+def test_beside_a_colocated_server_on_several_gpus_the_learner_sees_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with three GPUs, as far as the code before torch can tell."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,2")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(learner.preflight, "visible_gpus", lambda *_: [3, 1, 2])
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def train(config: Config, inputs: RunInputs, *_: Any) -> Path:
+        assert inputs.placement is not None
+        seen.append((os.environ["CUDA_VISIBLE_DEVICES"], inputs.placement.gpus))
+        return Path(config.training.output_dir)
+
+    monkeypatch.setitem(sys.modules, "learner.train", SimpleNamespace(train=train))
+    colocated(run)
+    file = run.folder / "run.yaml"
+    file.write_text(dump_mapping(run.mapping))
+    learner.cli.train(file)
+    assert seen == [("3", (3, 1))]
 
 
 @pytest.mark.req("SYNC-01", "RES-04")
