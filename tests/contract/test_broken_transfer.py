@@ -75,12 +75,13 @@ def test_a_worker_that_refuses_a_bucket_ends_all_ranks(transport: Transport, ref
     store = open_group_store("127.0.0.1", port, TIMEOUT_S)
     threads = ThreadPoolExecutor(3)
     config: Any = None
-    workers = []
+    engines, workers = [], []
     for rank, refuses in ((1, refused), (2, None)):
         vllm_config: Any = SimpleNamespace(
             parallel_config=SimpleNamespace(rank=0), model_config=None
         )
         engine = ENGINES[transport](config, vllm_config, torch.device("cpu"), Model(refuses))
+        engines.append(engine)  # lives on, as in a worker
         init = GlooInitInfo("127.0.0.1", port, rank, 3, BUCKET_BYTES, TIMEOUT_S)
         workers.append(threads.submit(received, engine, init, update))
     group = join_group(body, threading.Event())
