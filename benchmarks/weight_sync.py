@@ -138,7 +138,7 @@ class PushedServer:
         self._client = RolloutClient(base_url, TIMEOUT_S)
         self._source = OneSource(MergedWeights(model))
         self._version = 0
-        self._pushers: dict[Verify, WeightPusher] = {}
+        self._verify: Verify = "off"
         self._connected: WeightPusher | None = None
 
     def push(self, verify: Verify = "sample") -> SyncReport:
@@ -147,17 +147,16 @@ class PushedServer:
 
     def _pusher(self, verify: Verify) -> WeightPusher:
         """The one pusher that is connected; a server has one weight group."""
-        if verify not in self._pushers:
-            (port,) = free_ports(1)
-            self._pushers[verify] = WeightPusher(
-                self._client, port, self._source, "gloo", BUCKET_BYTES, verify
-            )
-        pusher = self._pushers[verify]
-        if self._connected is not pusher:
-            if self._connected is not None:
-                self._connected.close()
-            pusher.connect()
-            self._connected = pusher
+        if self._connected is not None:
+            if self._verify == verify:
+                return self._connected
+            self._connected.close()
+        (port,) = free_ports(1)
+        self._connected = pusher = WeightPusher(
+            self._client, port, self._source, "gloo", BUCKET_BYTES, verify
+        )
+        self._verify = verify
+        pusher.connect()
         return pusher
 
 

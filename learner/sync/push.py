@@ -22,7 +22,7 @@ from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from learner.rollout.client import SERVER_ERRORS, RolloutClient
+from learner.rollout.client import SERVER_ERRORS, RolloutClient, ServerUnreachable
 from learner.sync.abandonable import run_together, run_within
 from learner.sync.digests import Outgoing, digests_of, verified_columns
 from learner.sync.groups import WeightGroup, join_group, new_nccl_id
@@ -82,6 +82,9 @@ class PhaseTimeouts:
         return cls(timeout_s, timeout_s, longer, longer, longer, longer)
 
 
+_CLOSED = "the learner has left this server"
+
+
 class WeightSyncError(RunError):
     """A push broke; unless it was refused at its start, the server needs a full push now.
 
@@ -105,6 +108,16 @@ class WeightSyncError(RunError):
         self.address = address
         self.phase = phase
         self.parameters = tuple(parameters)
+
+
+def _is_lost_at_start(error: Exception) -> bool:
+    """Whether a push met a server that is gone, or was started anew and has no group."""
+    if not isinstance(error, WeightSyncError) or error.phase != "start":
+        return False
+    cause = error.__cause__
+    if isinstance(cause, ProblemError):
+        return cause.problem.kind == "weight-update-order"
+    return isinstance(cause, (ServerUnreachable, TimeoutError))
 
 
 def _about(parameters: Sequence[str]) -> str:
@@ -158,6 +171,7 @@ class WeightPusher:
         self._join_group = join
         self._joined: _Joined | None = None
         self._leaving = threading.Lock()
+        self._closed = False
 
     def connect(self) -> CommunicatorReady:
         """Form the weight group, once.
@@ -170,14 +184,19 @@ class WeightPusher:
     def push(self, version: int) -> SyncReport:
         """Make `version` the server's weights.
 
+        A server that is lost before anything is sent says nothing about what is pushed: that
+        is a failure of the push, and not of its source.
+
         Raises:
             WeightSyncError: names the phase that broke; the group is let go of.
         """
         while True:
-            source = self._choice.current()
+            joined, source = self._join(), self._choice.current()
             try:
-                return self._push(source, version)
+                return self._push(joined, source, version)
             except Exception as error:
+                if _is_lost_at_start(error) or self._closed:
+                    raise
                 if not self._choice.failed(source, error):
                     raise
 
@@ -187,7 +206,12 @@ class WeightPusher:
             joined.abandon()
 
     def close(self) -> None:
-        """Leave the group and tell the server; a server that is gone is no error."""
+        """Leave the group for good and tell the server; a server that is gone is no error.
+
+        A push that still runs breaks, and forms no other group.
+        """
+        with self._leaving:
+            self._closed = True
         if joined := self._leave():
             joined.close()
             with suppress(TimeoutError, *SERVER_ERRORS):
@@ -201,6 +225,8 @@ class WeightPusher:
     def _join(self) -> _Joined:
         if self._joined is not None:
             return self._joined
+        if self._closed:
+            raise self._broken("learner", "reach", ConnectionAbortedError(_CLOSED))
         body = InitCommunicator(
             host=self._phase("reach", self._rendezvous_host),
             port=self._port,
@@ -222,12 +248,19 @@ class WeightPusher:
             )
         finally:
             given_up.set()
-        self._joined = joined = _Joined(group[0], ready[0])
-        return joined
+        return self._keep(_Joined(group[0], ready[0]))
 
-    def _push(self, source: WeightSource, version: int) -> SyncReport:
+    def _keep(self, joined: _Joined) -> _Joined:
+        """The group just formed, unless the pusher was closed meanwhile."""
+        with self._leaving:
+            if not self._closed:
+                self._joined = joined
+                return joined
+        joined.group.abandon()
+        raise self._broken("learner", "rendezvous", ConnectionAbortedError(_CLOSED))
+
+    def _push(self, joined: _Joined, source: WeightSource, version: int) -> SyncReport:
         """One try; an error or an interrupt of any kind leaves no group behind."""
-        joined = self._join()
         dtype = joined.ready.dtype
         began = time.monotonic()
         try:

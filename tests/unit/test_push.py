@@ -46,7 +46,7 @@ from shared_contracts.weights import (
     WeightStatus,
     plan_buckets,
 )
-from tests.unit.scripted_server import Reply, ScriptedServer, problem, scripted_server
+from tests.unit.scripted_server import HangUp, Reply, ScriptedServer, problem, scripted_server
 
 BUCKET_BYTES = 256
 
@@ -548,7 +548,8 @@ def test_the_base_of_an_adapter_is_told_once_in_each_group(server: ScriptedServe
     with pusher_to(server, choice=OneSource(source)) as pusher:
         pusher.push(version=1)
         pusher.push(version=2)
-        pusher.close()
+        pusher.abandon()
+        worker.drop_group()
         pusher.push(version=3)
         server.routes["POST /start_weight_update/"] = lambda _: problem("adapter-refused", "!", "a")
         with pytest.raises(WeightSyncError):
@@ -619,6 +620,45 @@ def test_a_push_that_failed_is_made_with_what_is_chosen_then(server: ScriptedSer
     assert [type(error) for error in choice.errors] == [LookupError, WeightSyncError]
 
 
+LOST = {
+    "reach": ("GET /get_world_size/", problem("not-ready", "starting", "replicas")),
+    "rendezvous": ("POST /init_communicator/", problem("group-port-taken", "!", "port")),
+    "no group": ("POST /start_weight_update/", problem("weight-update-order", "no group", "x")),
+    "gone": ("POST /start_weight_update/", HangUp()),
+}
+FAILED = {
+    "refused": ("POST /start_weight_update/", problem("adapter-refused", "DoRA", "adapter")),
+    "broken": ("POST /start_weight_update/", problem("internal", "!", "start")),
+    "gone in the transfer": ("POST /update_weights/", HangUp()),
+    "order in the transfer": ("POST /update_weights/", problem("weight-update-order", "!", "x")),
+    "gone in the end": ("POST /finish_weight_update/", HangUp()),
+}
+
+
+@pytest.mark.req("SYNC-01", "SYNC-07")
+@pytest.mark.parametrize(
+    ("route", "reply", "failures"),
+    [(*lost, 0) for lost in LOST.values()] + [(*failed, 1) for failed in FAILED.values()],
+    ids=[*LOST, *FAILED],
+)
+def test_a_server_that_is_lost_before_the_transfer_says_nothing_about_what_is_pushed(
+    server: ScriptedServer, route: str, reply: Reply, failures: int
+) -> None:
+    Worker(server)
+    choice = Falling(MergedWeights(Weights()), MergedWeights(Weights()))
+    works = server.routes[route]
+    replies = [reply]
+    server.routes[route] = lambda body: replies.pop() if replies else works(body)
+    with pusher_to(server, choice=choice) as pusher:
+        if failures:
+            pusher.push(version=1)
+        else:
+            with pytest.raises(WeightSyncError):
+                pusher.push(version=1)
+            pusher.push(version=1)
+    assert len(choice.errors) == failures
+
+
 @pytest.mark.req("SYNC-04")
 def test_a_failing_finish_is_told_and_closes_the_group(server: ScriptedServer) -> None:
     worker = Worker(server)
@@ -641,18 +681,58 @@ def test_closing_and_letting_go_again_or_before_connecting_is_no_error(
     with pusher_to(server) as pusher:
         pusher.close()
         pusher.abandon()
-        pusher.connect()
+        pusher.close()
+    with pusher_to(server) as pusher:
+        pusher.abandon()
         assert pusher.connect() is pusher.connect()
-        pusher.close()
-        pusher.close()
-        pusher.push(version=1)
         pusher.abandon()
         pusher.abandon()
-        pusher.close()
         worker.drop_group()
         pusher.push(version=2)
-    assert worker.groups_formed == 3
-    assert len(server.bodies("POST /close_communicator/")) == 2
+        pusher.close()
+        pusher.close()
+    assert worker.groups_formed == 2
+    assert len(server.bodies("POST /close_communicator/")) == 1
+
+
+@pytest.mark.req("SYNC-01", "SYNC-04")
+def test_a_pusher_that_was_closed_in_the_middle_of_a_push_forms_no_other_group(
+    server: ScriptedServer,
+) -> None:
+    """As a push is that was left behind in its thread."""
+    worker = Worker(server)
+    choice = Falling(MergedWeights(Weights()), MergedWeights(Weights()))
+    with pusher_to(server, choice=choice) as pusher:
+
+        def close(_: object) -> Reply:
+            pusher.close()
+            return problem("internal", "!", "transfer")
+
+        server.routes["POST /update_weights/"] = close
+        with pytest.raises(WeightSyncError):
+            pusher.push(version=1)
+        for call in (pusher.connect, lambda: pusher.push(version=1)):
+            with pytest.raises(WeightSyncError, match="has left this server"):
+                call()
+    assert worker.groups_formed == 1
+    assert choice.errors == []
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_pusher_that_was_closed_while_it_formed_its_group_lets_go_of_it(
+    server: ScriptedServer,
+) -> None:
+    worker = Worker(server)
+    with pusher_to(server) as pusher:
+
+        def form(body: object) -> Reply:
+            pusher.close()
+            return worker.init(body)
+
+        server.routes["POST /init_communicator/"] = form
+        with pytest.raises(WeightSyncError, match="has left this server"):
+            pusher.push(version=1)
+    assert server.bodies("POST /start_weight_update/") == []
 
 
 def test_closing_does_not_wait_for_a_server_that_is_gone(server: ScriptedServer) -> None:
@@ -661,8 +741,7 @@ def test_closing_does_not_wait_for_a_server_that_is_gone(server: ScriptedServer)
         pusher.connect()
         server.routes["POST /close_communicator/"] = lambda _: problem("internal", "!", "close")
         pusher.close()
-        pusher.connect()
-    assert len(server.bodies("POST /init_communicator/")) == 2
+    assert len(server.bodies("POST /close_communicator/")) == 1
 
 
 @pytest.mark.req("SYNC-07")
@@ -672,16 +751,14 @@ def test_a_learner_that_comes_back_twenty_times_leaves_nothing_behind(
     worker = Worker(server)
     with pusher_to(server) as pusher:
         pusher.push(version=1)
-        pusher.close()
-        before = resources()
-        for turn in range(20):
+    before = resources()
+    for turn in range(20):
+        with pusher_to(server) as pusher:
             pusher.push(version=2 + turn)
             if turn % 2:
-                pusher.close()
-            else:
                 pusher.abandon()
                 worker.drop_group()
-        wait_until(lambda: resources() <= before)
+    wait_until(lambda: resources() <= before)
     assert worker.groups_formed == 21
 
 
