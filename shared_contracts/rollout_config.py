@@ -48,6 +48,11 @@ def _http_url(url: str) -> str:
         raise Refusal(f"'{url}': {error}", "Write it like http://127.0.0.1:8000") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Refusal(f"'{url}' is not an http address", "Write it like http://127.0.0.1:8000")
+    if ":" in parts.hostname:
+        raise Refusal(
+            f"'{url}' is an IPv6 address, and weights are pushed over IPv4",
+            "Give the server's IPv4 address, or a name that has one",
+        )
     if parts.query or parts.fragment:
         raise Refusal(f"'{url}' has a query or a fragment", "End it with the path")
     return url.rstrip("/")

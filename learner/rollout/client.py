@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 import ssl
+import threading
 import time
 from functools import cache
 from types import TracebackType
@@ -193,18 +194,26 @@ class RolloutClient:
     def world_size(self) -> int:
         return self._get("/get_world_size/", WorldSize).world_size
 
-    def infer(self, call: InferCall, server_epoch: str | None = None) -> list[RolloutEnvelope]:
+    def infer(
+        self,
+        call: InferCall,
+        server_epoch: str | None = None,
+        given_up: threading.Event | None = None,
+    ) -> list[RolloutEnvelope]:
         """Generate; one envelope per request, in order.
 
         The server may be slow, but not gone: it is when `/live/` fails several times in a
         row, or another process than that of `server_epoch` (else of the first look) answers.
 
+        given_up: set when nobody wants the answer any more; seen at the next look.
+
         Raises:
-            ServerUnreachable: the server is gone, or not done within `infer_timeout_s`.
+            ServerUnreachable: the server is gone, or not done within `infer_timeout_s`, or
+                the call was given up.
             ProblemError: it refused, or its answer breaks the contract.
         """
         where = self._where("POST", "/infer/")
-        response = asyncio.run(self._infer_while_live(where, call, server_epoch))
+        response = asyncio.run(self._infer_while_live(where, call, server_epoch, given_up))
         envelopes = _read(response, where, _ENVELOPES)
         if len(envelopes) != len(call.infer_requests):
             found = f"{len(envelopes)} envelopes for {len(call.infer_requests)} requests"
@@ -227,7 +236,11 @@ class RolloutClient:
         return self._phase("/close_communicator/", None, WeightStatus)
 
     async def _infer_while_live(
-        self, where: str, call: InferCall, server_epoch: str | None
+        self,
+        where: str,
+        call: InferCall,
+        server_epoch: str | None,
+        given_up: threading.Event | None,
     ) -> httpx.Response:
         body = call.model_dump(mode="json", exclude_none=True)
         transport = httpx.AsyncHTTPTransport(verify=_tls(), socket_options=_KEEP_ALIVE)
@@ -239,7 +252,7 @@ class RolloutClient:
                     f"{self.base_url}/infer/", json=body, timeout=self._limits(self._infer_timeout)
                 )
             )
-            gone = asyncio.ensure_future(self._until_gone(http, server_epoch))
+            gone = asyncio.ensure_future(self._until_gone(http, server_epoch, given_up))
             try:
                 await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done():
@@ -250,12 +263,16 @@ class RolloutClient:
             finally:  # cancelled, a call closes its connection, and the server ends it too
                 await _cancel(answer, gone)
 
-    async def _until_gone(self, http: httpx.AsyncClient, server_epoch: str | None) -> str:
+    async def _until_gone(
+        self, http: httpx.AsyncClient, server_epoch: str | None, given_up: threading.Event | None
+    ) -> str:
         """Look at the server again and again; returns why it will not answer any more."""
         process = None if server_epoch is None else process_of(server_epoch)
         failures = 0
         while failures < _LIVE_FAILURES:
             await asyncio.sleep(self._live_interval_s)
+            if given_up is not None and given_up.is_set():
+                return "the call was given up"
             try:
                 response = await http.get(f"{self.base_url}/live/", timeout=_LIVE_TIMEOUT_S)
                 live = Live.model_validate_json(response.content)

@@ -5,6 +5,7 @@ send     each server works through its chunk in slices of at most its cap, on it
 take     an answer, or a server that was lost: its chunk is shared among the others
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -76,18 +77,22 @@ class Handout:
         self._busy: set[Member] = set()
         self._calls: Calls[tuple[Member, Part], list[RolloutEnvelope]] = Calls()
         self._returns: list[float] = []
+        self._over = threading.Event()
 
     def run(self) -> list[RolloutEnvelope]:
-        """One envelope per request, in order.
+        """One envelope per request, in order; after an error no call goes on for long.
 
         Raises:
             RunError: no server answers any more, or a request was refused.
         """
         count = len(self._job.requests)
-        self._share(Part(range(count)), owner=None)
-        while len(self._envelopes) < count:
-            self._send()
-            self._take()
+        try:
+            self._share(Part(range(count)), owner=None)
+            while len(self._envelopes) < count:
+                self._send()
+                self._take()
+        finally:
+            self._over.set()
         return [self._envelopes[index] for index in range(count)]
 
     def _share(self, part: Part, owner: Member | None) -> None:
@@ -129,7 +134,7 @@ class Handout:
                 part = self._next_slice(member)
                 self._busy.add(member)
                 call = self._job.call(part.requests)
-                self._calls.start((member, part), partial(member.answer, call, part))
+                self._calls.start((member, part), partial(member.answer, call, part, self._over))
 
     def _next_slice(self, member: Member) -> Part:
         """The first requests of a member's share, at most as many as it decodes at once."""

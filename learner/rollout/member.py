@@ -7,6 +7,7 @@ may be asked --- an answer fails for good, or comes of another epoch ---> lost
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from tenacity import (
     Retrying,
     retry_if_exception,
     stop_after_attempt,
+    stop_when_event_set,
     wait_exponential,
 )
 
@@ -131,23 +133,29 @@ class Member:
         self._journal.push(self.url, again, report)
         self.lost = None
 
-    def answer(self, call: InferCall, part: Part) -> list[RolloutEnvelope]:
+    def answer(
+        self, call: InferCall, part: Part, given_up: threading.Event
+    ) -> list[RolloutEnvelope]:
         """One envelope per request, of the expected weights.
 
+        given_up: set when nobody wants the answer any more; ends the call and its retries.
+
         Raises:
-            ServerLost: every attempt failed, or the server needs a push.
+            ServerLost: every attempt failed, or the server needs a push; or it was given up.
             RunError, ContractError: what would fail at any server.
         """
         tried = part.tried
 
         def ask() -> list[RolloutEnvelope]:
             nonlocal tried
+            if given_up.is_set():
+                raise ServerLost("the call was given up", tried)
             tried += 1
-            return self._ask(call, part.requests, tried)
+            return self._ask(call, part.requests, tried, given_up)
 
         retry = Retrying(
             retry=retry_if_exception(may_pass),
-            stop=stop_after_attempt(ATTEMPTS),
+            stop=stop_after_attempt(ATTEMPTS) | stop_when_event_set(given_up),
             wait=_pause_s,
             sleep=self._sleep,
             reraise=True,
@@ -219,11 +227,13 @@ class Member:
         elif self._epoch is not None:
             self._epoch, self.world_size = info.server_epoch, info.world_size
 
-    def _ask(self, call: InferCall, requests: range, attempt: int) -> list[RolloutEnvelope]:
+    def _ask(
+        self, call: InferCall, requests: range, attempt: int, given_up: threading.Event
+    ) -> list[RolloutEnvelope]:
         seed = None if call.request_config is None else call.request_config.seed
         note = partial(Call, self.url, requests.start, len(requests), seed, attempt)
         try:
-            envelopes = self._client.infer(call, self._epoch)
+            envelopes = self._client.infer(call, self._epoch, given_up)
             _require_weights(call, envelopes, self.url)
         except SERVER_ERRORS as error:
             self._journal.call(note(outcome=str(error)))

@@ -209,6 +209,15 @@ def test_a_base_url_is_an_http_address(url: str) -> None:
     assert url in error.found
 
 
+@pytest.mark.req("CFG-02")
+@pytest.mark.parametrize("url", ["http://[::1]:8000", "http://[fe80::1%25eth0]"])
+def test_a_base_url_is_no_ipv6_address(url: str) -> None:
+    error = only_error(changed("rollout_matching.vllm.server.servers.0.base_url", url))
+    assert error.where == "rollout_matching.vllm.server.servers[0].base_url"
+    assert url in error.found
+    assert "over IPv4" in error.found
+
+
 def test_a_base_url_loses_its_trailing_slash() -> None:
     config = parse_config(
         changed("rollout_matching.vllm.server.servers.0.base_url", "http://host:8000/prefix/")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from learner.rollout.client import OtherWeights, RolloutClient
 from learner.rollout.handout import FRUITLESS_RETURNS, Handout, Job
 from learner.rollout.journal import Journal
-from learner.rollout.member import ATTEMPTS, Member
+from learner.rollout.member import ATTEMPTS, Member, Part, ServerLost
 from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
@@ -145,6 +145,56 @@ def test_what_is_wrong_with_a_request_ends_the_run_at_once(kind: str) -> None:
             run.ask(4)
         assert len(bodies(run.rollouts[0].server)) == 1
         assert run.pauses == []
+
+
+@pytest.mark.req("DIST-05", "WIRE-05")
+def test_once_the_run_has_ended_no_server_is_asked_again() -> None:
+    """One server answers nothing until the other has refused; then it fails, and is let be."""
+    with fleet(2) as run:
+        refused, again = threading.Event(), threading.Event()
+
+        def fail_late(one: ScriptedRollouts, call: InferCall) -> Reply:
+            assert refused.wait(20)
+            return one.not_ready(call)
+
+        def note(one: ScriptedRollouts, call: InferCall) -> Reply:
+            again.set()
+            return one.ok(call)
+
+        def refuse(body: object) -> Reply:
+            return problem("invalid-request", "too long", "messages")
+
+        slow = run.rollouts[0]
+        slow.faults.extend([fail_late, note])
+        run.rollouts[1].server.routes[INFER] = refuse
+        with pytest.raises(ProblemError, match="too long"):
+            run.ask(4)
+        refused.set()
+        assert not again.wait(0.5)
+        assert run.pauses == []
+
+
+@pytest.mark.req("DIST-05")
+def test_a_call_that_was_given_up_ends_while_the_server_still_generates() -> None:
+    with scripted_server() as server:
+        rollouts, let_go, given_up = S(server), threading.Event(), threading.Event()
+
+        def generate(one: ScriptedRollouts, call: InferCall) -> Reply:
+            given_up.set()
+            assert let_go.wait(60)
+            return one.ok(call)
+
+        rollouts.faults.append(generate)
+        call = Job(requests(1), RequestConfig(), version=None).call(range(1))
+        with RolloutClient(server.base_url, live_interval_s=0.05) as client:
+            member = Member(client, ScriptedChannel(rollouts), Journal(), lambda _: None)
+            with pytest.raises(ServerLost, match="given up") as caught:
+                member.answer(call, Part(range(1)), given_up)
+            with pytest.raises(ServerLost, match="given up"):
+                member.answer(call, Part(range(1)), given_up)
+            let_go.set()
+        assert caught.value.tried == 1
+        assert len(bodies(server)) == 1
 
 
 @pytest.mark.req("DIST-05", "SRV-06")
