@@ -26,7 +26,8 @@ async def all_of(
         )
         failures = [failure for task in done if (failure := task.exception()) is not None]
         if failures and pending:
-            await asyncio.wait(pending, timeout=margin_s)
+            late, _ = await asyncio.wait(pending, timeout=margin_s)
+            failures += [failure for task in late if (failure := task.exception()) is not None]
     finally:
         for task in tasks:
             task.cancel()

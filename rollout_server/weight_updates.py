@@ -11,8 +11,8 @@ Every phase runs on all replicas at once and has a deadline. From `start` on the
 are paused, and they resume only in READY: a mixture of weights never answers anything.
 Two things lead back from `start` to where it came from, with nothing changed: a drain that
 takes too long, and a manifest that is not what the model expects. `finish` ends in READY
-only when what the engines hold is what was sent. The loss of a replica breaks the group,
-and with it an update that runs.
+only when what the engines hold is what was sent. A transfer that broke ends the group, too:
+a rank has left it. The loss of a replica breaks the group, and with it an update that runs.
 """
 
 import asyncio
@@ -148,9 +148,9 @@ class WeightUpdates:
                 found = f"version {update.version} was started, not {body.version}"
                 raise refusal("weight-update-order", found, "version")
             info = update_info(self._transport, update.parameters)
-            update.bytes = sum(p.num_bytes for p in update.parameters)
             call = worker_phase("receive_weights", update_info=info)
             update.add_slowest(await self._on_all("transfer", call))
+            update.bytes = sum(p.num_bytes for p in update.parameters)
         return self.status
 
     async def finish(self, body: FinishWeightUpdate) -> SyncReport:
@@ -346,8 +346,8 @@ class WeightUpdates:
         init = self._require_group(phase)
         try:
             return await self._together(phase, [call(engine) for engine in engines], init)
-        except Exception as error:
-            await self._poison(str(error))
+        except BaseException as error:
+            await self._poison(str(error) or type(error).__name__, group_broke=phase == "transfer")
             raise
 
     async def _together(
@@ -384,15 +384,20 @@ class WeightUpdates:
         if self.state == "UPDATING":
             await self._poison(reason)
 
-    async def _poison(self, reason: str) -> None:
-        """Make every engine reloadable, leave it paused and end what waits in it."""
+    async def _poison(self, reason: str, group_broke: bool = False) -> None:
+        """Make every engine reloadable, leave it paused and end what waits in it.
+
+        group_broke: a rank has left the group; the others leave it, too.
+        """
         logger.error("weights poisoned: %s", reason)
         self._enter("POISONED")
-        clean_up = [
-            call
-            for engine in self._engines.alive()
-            for call in (engine.weight_phase("abandon_weight_update"), engine.abort_all())
-        ]
+        engines = self._engines.alive()
+        clean_up: list[Awaitable[object]] = []
+        for engine in engines:
+            clean_up += [engine.weight_phase("abandon_weight_update"), engine.abort_all()]
+        if group_broke:
+            self._group = None
+            clean_up += [e.weight_phase("shutdown_weight_transfer_engine") for e in engines]
         joint = asyncio.gather(*clean_up, return_exceptions=True)
         try:  # a call that is given up is cancelled, so that the engine is watched again
             outcomes = await asyncio.wait_for(joint, self._worker_margin_s)
@@ -400,7 +405,7 @@ class WeightUpdates:
             logger.error("an engine hangs after a broken update")
             return
         for outcome in outcomes:
-            if outcome is not None:
+            if isinstance(outcome, BaseException):
                 logger.error("while cleaning up after a broken update: %s", outcome)
 
     def _arm_expiry(self, idle_s: float) -> None:

@@ -449,6 +449,27 @@ def test_a_learner_killed_mid_transfer_poisons_until_a_full_push(
 
 
 @pytest.mark.req("SYNC-04")
+def test_a_transfer_that_broke_ends_the_group_and_a_new_one_heals(pushing: Pushing) -> None:
+    http, new = pushing.server.http, pushing.next_version()
+    forming = Posting(http, "/init_communicator/", init_body(pushing.port))
+    sender = Sender(pushing.port, world_size=2, timeout_s=30.0)
+    assert forming.answer().status_code == 200
+    assert start(http, new, pushing.others).status_code == 200
+    transfer = begin_transfer(http, new)
+    sender.send(pushing.others, buckets=1)
+    sender.hang_up()
+    answer = transfer.answer()
+    assert answer.status_code == 502
+    assert "did not come" in answer.json()["detail"]
+    _assert_poisoned(pushing)
+    again = start(http, new, pushing.weights)
+    assert (again.status_code, again.json()["type"]) == (409, "urn:rollmatch:weight-update-order")
+    assert "no weight group" in again.json()["detail"]
+    pushing.recover()
+    assert pushing.state() == "READY"
+
+
+@pytest.mark.req("SYNC-04")
 def test_a_learner_that_hangs_mid_transfer_is_given_up(pushing: Pushing) -> None:
     http = pushing.server.http
     with pushing.group(timeout_s=2.0) as sender:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -259,15 +260,64 @@ def test_one_engine_that_breaks_poisons_all_and_a_full_push_heals(
         if isinstance(caught.value, ProblemError):
             assert caught.value.problem.status == status
         assert (bench.state, bench.updates.version) == ("POISONED", 0)
+        transferring = phase == "receive_weights"
         for engine in bench.engines:
-            assert engine.calls[-2:] == ["abandon_weight_update", "abort_all"]
+            leaves = ["shutdown_weight_transfer_engine"] if transferring else []
+            cleaned = engine.calls.index("abandon_weight_update")
+            assert engine.calls[cleaned:] == ["abandon_weight_update", "abort_all", *leaves]
             assert "resume" not in engine.calls
         with pytest.raises(ProblemError, match="full push"):
             await bench.updates.wait_until_ready()
         del bench.engines[1].script[phase]
+        if transferring:
+            with pytest.raises(ProblemError, match="no weight group"):
+                await bench.start(8)
+            await bench.init()
         await bench.push(8)
         await bench.updates.wait_until_ready()
         assert bench.updates.version == 8
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_call_that_is_cancelled_in_the_transfer_poisons() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        await bench.start(1)
+        bench.engines[0].script["receive_weights"] = hangs
+        receiving = asyncio.ensure_future(bench.updates.receive(UpdateWeights(version=1)))
+        while "receive_weights" not in bench.engines[0].calls:
+            await asyncio.sleep(0)
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        assert bench.state == "POISONED"
+        with pytest.raises(ProblemError, match="no weight group"):
+            await bench.start(2)
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_second_engine_that_breaks_later_is_not_left_unheard() -> None:
+    async def work() -> None:
+        unheard: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: unheard.append(about))
+        bench = Bench(worker_margin_s=5.0)
+        await bench.init()
+
+        async def breaks_later() -> None:
+            await asyncio.sleep(0.05)
+            raise WeightPhaseFailed("the second")
+
+        bench.engines[0].script["receive_weights"] = fails(WeightPhaseFailed("the first"))
+        bench.engines[1].script["receive_weights"] = breaks_later
+        with pytest.raises(ProblemError, match="the first"):
+            await bench.push(1)
+        gc.collect()
+        assert unheard == []
 
     run(work())
 
@@ -488,6 +538,7 @@ def test_a_version_comes_again_to_a_replica_that_does_not_have_it_or_to_a_mixtur
         with pytest.raises(ProblemError, match="broke"):
             await bench.push(4)
         del bench.engines[0].script["receive_weights"]
+        await bench.init()
         await bench.push(3)
         assert (bench.state, bench.updates.version) == ("READY", 3)
 
@@ -502,6 +553,7 @@ def test_what_a_checkpoint_starts_with_is_never_pushed() -> None:
         bench.engines[0].script["receive_weights"] = fails(WeightPhaseFailed("no"))
         with pytest.raises(ProblemError, match="broke"):
             await bench.push(1)
+        await bench.init()
         with pytest.raises(ProblemError, match="does not come after the server's, 0"):
             await bench.push(0)
 

@@ -68,6 +68,10 @@ class Sender:
     def leave(self) -> None:
         self._group.shutdown()
 
+    def hang_up(self) -> None:
+        """Leave without a word: the connections close with the group."""
+        del self._group
+
 
 def manifest(weights: Weights) -> list[ParameterMeta]:
     return [
