@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 
 from learner.backends import open_backend
-from learner.config import Config, dump_mapping, load_mapping, merge, parse_config
+from learner.config import dump_mapping, load_mapping, merge, parse_config
 from learner.model.load import load_model
-from learner.operate.server_process import free_ports
+from learner.operate.server_process import ServerProcess, free_ports
 from learner.preflight import reach_servers
 from learner.train import policy_over
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from tests.contract.running_server import (
-    RunningServer,
+    CPU,
+    START_TIMEOUT_S,
     children,
     draw_scene,
     wait_until_gone,
@@ -39,16 +40,22 @@ GUARD = RepeatTerminateConfig(
     enabled=True, min_new_tokens=2, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=2
 )
 SCENES = 9
+# A prompt with an image has 33 tokens: its answer ends at the context or by the guard.
+MAX_MODEL_LEN = 60
+ROLLOUT = {
+    "decode_batch_size": 4,
+    "max_new_tokens": 40,
+    "repeat_terminate": GUARD.model_dump(),
+    "vllm": {"max_model_len": MAX_MODEL_LEN},
+}
 CLEAN_UP_S = 30.0
 
 Answers = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def data(server: RunningServer) -> Path:
-    """Samples whose images the shared server may read."""
-    folder = server.media / "backends"
-    folder.mkdir()
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scenes")
     lines = []
     for number in range(SCENES):
         image = draw_scene(folder / f"{number}.png", number)
@@ -59,7 +66,8 @@ def data(server: RunningServer) -> Path:
     return path
 
 
-def mapping_of(model: Path, data: Path, out: Path, **rollout: Any) -> dict[str, Any]:
+def mapping_of(model: Path, data: Path, out: Path, who: dict[str, Any]) -> dict[str, Any]:
+    """The one config, but for the folder and for who answers."""
     bare = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
     return merge(
         bare,
@@ -67,19 +75,14 @@ def mapping_of(model: Path, data: Path, out: Path, **rollout: Any) -> dict[str, 
             "model": {"model": str(model)},
             "data": {"train_jsonl": str(data), "val_jsonl": None},
             "training": {"output_dir": str(out)},
-            "rollout_matching": {"decode_batch_size": 4, "max_new_tokens": 40, **rollout},
+            "rollout_matching": merge(ROLLOUT, who),
         },
     )
 
 
-def by_server(server: RunningServer) -> dict[str, Any]:
-    (group_port,) = free_ports(1)
-    address = {"base_url": server.process.base_url, "group_port": group_port}
-    return {"vllm": {"mode": "server", "server": {"servers": [address]}}}
-
-
-def answers(config: Config, weights: Path, restore: Path | None = None) -> Answers:
-    """Greedy answers of all samples with pushed `weights`; then the server gets `restore`."""
+def answers(mapping: dict[str, Any], weights: Path) -> Answers:
+    """Greedy answers of all samples with pushed `weights`, by `hf` or `server`."""
+    config = parse_config(mapping)
     loaded, samples = load_model(config), samples_of(config)
     set_weights(loaded.model, weights)
     folder = Path(config.training.output_dir)
@@ -87,14 +90,23 @@ def answers(config: Config, weights: Path, restore: Path | None = None) -> Answe
     policy = policy_over(opened, config)
     try:
         policy.push_if_stale()
-        outputs = policy.answer(samples, seed=7)
-        if restore is not None:
-            set_weights(loaded.model, restore)
-            policy.mark_updated()
-            policy.push_if_stale()
+        return read_back(as_line(policy.answer(samples, seed=7)))
     finally:
         policy.close()
-    return read_back(as_line(outputs))
+
+
+def answers_of_a_server(model: Path, data: Path, folder: Path, weights: Path) -> Answers:
+    """By a server that is started beforehand, with the YAML of the run."""
+    port, group_port = free_ports(2)
+    address = {"base_url": f"http://127.0.0.1:{port}", "group_port": group_port}
+    server = {"vllm": {"mode": "server", "server": {"servers": [address]}}}
+    mapping = mapping_of(model, data, folder / "server", server)
+    run, log = folder / "server.yaml", folder / "server.log"
+    run.write_text(dump_mapping(mapping))
+    options = ["--model", str(model), *CPU, "--allowed-media-dir", str(data.parent)]
+    with ServerProcess([*options, "--run-config", str(run)], log, port) as process:
+        process.wait_until_healthy(START_TIMEOUT_S)
+        return answers(mapping, weights)
 
 
 def read_back(line: str) -> Answers:
@@ -149,36 +161,27 @@ def comparable(outputs: Answers) -> Answers:
     return [{key: v for key, v in output.items() if key != "weights_version"} for output in outputs]
 
 
-@pytest.mark.req("ARCH-03", "ROLL-01", "ROLL-03", "SYNC-07", "REP-03", "SEED-02")
+@pytest.mark.req("ARCH-03", "ROLL-01", "ROLL-03", "SYNC-07", "REP-03", "SEED-02", "CFG-09")
 @pytest.mark.timeout(600)
 def test_all_backends_answer_alike(
-    server: RunningServer, tied: Path, other_tied: Path, data: Path, tmp_path: Path
+    tied: Path, other_tied: Path, data: Path, tmp_path: Path
 ) -> None:
-    """`colocate` and `hf` with the guard, `server` and `hf` without; one start of an engine."""
-    free = answers(
-        parse_config(mapping_of(tied, data, tmp_path / "server", **by_server(server))),
-        other_tied,
-        restore=tied,
-    )
-    hf = {"rollout_backend": "hf"}
-    free_hf = answers(parse_config(mapping_of(tied, data, tmp_path / "hf", **hf)), other_tied)
-    assert comparable(free_hf) == comparable(free)
-    assert len({tuple(output["response_token_ids"]) for output in free}) > SCENES // 2
-    assert [output["seed"] for output in free] == [7 + i for i in range(SCENES + 1)]
-    assert {version for output in free_hf for version in output["weights_version"]} == {1}
+    """With the guard and at the end of the context; every field, in float32."""
+    hf = mapping_of(tied, data, tmp_path / "hf", {"rollout_backend": "hf"})
+    by_hf = answers(hf, other_tied)
+    assert {output["repeat_terminated"] for output in by_hf} == {True, False}
+    reached = {len(o["prompt_token_ids"]) + len(o["response_token_ids"]) for o in by_hf}
+    assert max(reached) == MAX_MODEL_LEN
+    assert len({tuple(output["response_token_ids"]) for output in by_hf}) > SCENES // 2
+    assert [output["seed"] for output in by_hf] == [7 + i for i in range(SCENES + 1)]
+    assert {version for output in by_hf for version in output["weights_version"]} == {1}
 
-    guard = {"repeat_terminate": GUARD.model_dump()}
-    guarded_hf = answers(
-        parse_config(mapping_of(tied, data, tmp_path / "hf_guarded", **hf, **guard)), other_tied
-    )
-    assert {output["repeat_terminated"] for output in guarded_hf} == {True, False}
-    colocate = mapping_of(tied, data, tmp_path / "run", **guard, vllm={"max_model_len": 512})
-    with colocated(colocate, other_tied, tmp_path) as learner:
-        first = learner.ask()
-        assert first == guarded_hf
+    assert answers_of_a_server(tied, data, tmp_path, other_tied) == by_hf
+
+    with colocated(mapping_of(tied, data, tmp_path / "run", {}), other_tied, tmp_path) as learner:
+        assert learner.ask() == by_hf
         os.kill(learner.server, signal.SIGKILL)
-        again = learner.ask()
-        assert comparable(again) == comparable(first), "it was started again and pushed to"
+        assert comparable(learner.ask()) == comparable(by_hf), "started again and pushed to"
         below = children(learner.process.pid)
         assert learner.server in below
         learner.process.kill()
