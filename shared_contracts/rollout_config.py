@@ -131,7 +131,7 @@ class VllmConfig(StrictModel):
     mode: Literal["colocate", "server"] = Field(
         default="colocate",
         description="where vLLM runs: `server`, started beforehand; `colocate`, a server of the "
-        "learner's own on the devices it trains on",
+        "learner's own on the devices it sees, of which it trains on the first",
     )
     gpu_memory_utilization: float | None = Field(
         default=None, gt=0, le=1, description="of a colocated server; null: 0.45"
