@@ -27,14 +27,17 @@ _IN_FLIGHT = 2
 CPU = torch.device("cpu")
 
 
+class RankLost(RuntimeError):
+    """Another rank has left the group, or is missing after `timeout_s`; torch's own words."""
+
+
 class GlooGroup:
     """Rank 0 over gloo, outside torch's default group.
 
     While one bucket is on its way the next is packed, so two buffers of a bucket's size are
     kept. A parameter that travels alone is sent from where it lies.
 
-    Raises RuntimeError (torch's) when a rank is missing after `timeout_s`, or has left. The
-    group is left then: the others, who wait for this rank, end at once.
+    Raises RankLost. The group is left then: the others, who wait for this rank, end at once.
     """
 
     def __init__(self, body: InitCommunicator) -> None:
@@ -48,7 +51,7 @@ class GlooGroup:
     ) -> None:
         try:
             self._send(parameters, iter(weights))
-        except BaseException as error:
+        except RankLost as error:
             self.abandon()
             traceback.clear_frames(error.__traceback__)  # they hold the group
             raise
@@ -60,13 +63,13 @@ class GlooGroup:
         sending: deque[Work] = deque()
         for indices in plan_buckets(parameters, self._bucket_bytes):
             if len(sending) == _IN_FLIGHT:
-                sending.popleft().wait()
+                wait_for(sending.popleft())
             if self._abandoned.is_set() or group is None:
                 raise ConnectionAbortedError("the group was given up")
             bucket = self._packed([parameters[i] for i in indices], stream)
             sending.append(group.broadcast(bucket, 0))  # type: ignore[attr-defined]
         for work in sending:
-            work.wait()
+            wait_for(work)
 
     def close(self) -> None:
         if self._group is not None:
@@ -95,6 +98,14 @@ class GlooGroup:
         bucket = self._buffers[0][:size]
         pack_bucket(parameters, stream, bucket)
         return bucket
+
+
+def wait_for(work: Work) -> None:
+    """Raises RankLost."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RankLost(str(error)) from error
 
 
 def form_group(body: InitCommunicator) -> ProcessGroupGloo:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 from torch.multiprocessing.reductions import reduce_tensor
 
-from learner.sync.gloo import form_group, pack_bucket
+from learner.sync.gloo import RankLost, form_group, pack_bucket, wait_for
 from shared_contracts.weights import (
     HOST_MEMORY_NAME,
     DeviceMemory,
@@ -30,8 +30,7 @@ from shared_contracts.weights import (
 class IpcGroup:
     """Rank 0: fills the buffer with a bucket once all workers have copied the last one out.
 
-    Raises RuntimeError (torch's) when a rank is missing after `timeout_s`, or has left. The
-    group is left then: the others, who wait for this rank, end at once.
+    Raises RankLost. The group is left then: the others, who wait for this rank, end at once.
     """
 
     def __init__(self, body: InitCommunicator) -> None:
@@ -44,7 +43,7 @@ class IpcGroup:
     ) -> None:
         try:
             self._send(parameters, iter(weights))
-        except BaseException as error:
+        except RankLost as error:
             self.abandon()
             traceback.clear_frames(error.__traceback__)  # they hold the group
             raise
@@ -82,14 +81,14 @@ class IpcGroup:
 def _announce(group: ProcessGroupGloo, shared: SharedBuffer) -> None:
     text = torch.tensor(list(shared.model_dump_json().encode()), dtype=torch.uint8)
     for part in (torch.tensor([len(text)]), text):
-        group.broadcast(part, 0).wait()  # type: ignore[attr-defined]
+        wait_for(group.broadcast(part, 0))  # type: ignore[attr-defined]
 
 
 def _hand_over(group: ProcessGroupGloo, buffer: "Buffer") -> None:
     if buffer.data.is_cuda:
         torch.cuda.synchronize(buffer.data.device)
     for _ in ("filled", "copied out"):
-        group.barrier().wait()  # type: ignore[attr-defined]
+        wait_for(group.barrier())  # type: ignore[attr-defined]
 
 
 class Buffer:
