@@ -86,6 +86,14 @@ DTYPE_BYTES: dict[DtypeName, int] = {
 }
 
 
+# No number goes beyond this, so that 64 bits hold it in every process it reaches.
+MOST = 2**62
+Count = Annotated[int, Field(ge=0, le=MOST)]
+
+MOST_DIMENSIONS = 16
+MOST_RANK = 4096
+
+
 class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -107,7 +115,7 @@ class InitCommunicator(_Wire):
     world_size: int = Field(ge=2)
     attempt: str = ""
     transport: Transport = "gloo"
-    bucket_bytes: int = Field(default=64 * 2**20, ge=1)
+    bucket_bytes: int = Field(default=64 * 2**20, ge=1, le=MOST)
     timeout_s: float = Field(default=240.0, gt=0, le=86400)
     nccl_unique_id: str | None = Field(default=None, pattern="^[A-Za-z0-9+/]{171}=$", repr=False)
 
@@ -136,7 +144,13 @@ class ParameterMeta(_Wire):
 
     name: str
     dtype: DtypeName
-    shape: list[Annotated[int, Field(ge=0)]]
+    shape: Annotated[list[Count], Field(fail_fast=True, max_length=MOST_DIMENSIONS)]
+
+    @model_validator(mode="after")
+    def _can_be_counted(self) -> "ParameterMeta":
+        if self.num_bytes >= MOST:
+            raise ValueError("a parameter has less than 2**62 bytes")
+        return self
 
     @property
     def num_bytes(self) -> int:
@@ -177,7 +191,7 @@ class DeviceMemory(_Wire):
 class SharedBuffer(_Wire):
     """Where the learner puts buckets that travel by `ipc`; `bytes` long."""
 
-    bytes: int = Field(ge=1)
+    bytes: int = Field(ge=1, le=MOST)
     memory: HostMemory | DeviceMemory
 
 
@@ -203,8 +217,8 @@ def plan_buckets(parameters: Sequence[ParameterMeta], bucket_bytes: int) -> list
 class AdapterMeta(_Wire):
     """A LoRA adapter, in peft's words (`LoraConfig`)."""
 
-    r: int = Field(ge=1)
-    lora_alpha: float = Field(gt=0)
+    r: int = Field(ge=1, le=MOST_RANK)
+    lora_alpha: float = Field(gt=0, allow_inf_nan=False)
     target_modules: Annotated[list[str], Field(fail_fast=True)] = Field(min_length=1)
     use_dora: bool = False
     use_rslora: bool = False
@@ -218,7 +232,7 @@ class ParameterDigest(_Wire):
     """
 
     name: str
-    columns: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = None
+    columns: Annotated[list[Count], Field(fail_fast=True)] | None = None
     digest: str = Field(pattern="^[0-9a-f]{16}$")
 
 
@@ -243,20 +257,20 @@ class StartWeightUpdate(_Wire):
         sends it once for each weight group; a replica that starts anew ends the group.
     """
 
-    version: int = Field(ge=0)
+    version: Count
     parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
     adapter: AdapterMeta | None = None
     base: AdapterBase | None = None
 
 
 class UpdateWeights(_Wire):
-    version: int = Field(ge=0)
+    version: Count
 
 
 class FinishWeightUpdate(_Wire):
     """digests: of parameters as they were sent; the engines must hold the same."""
 
-    version: int = Field(ge=0)
+    version: Count
     digests: Annotated[list[ParameterDigest], Field(fail_fast=True)] = []
 
 

@@ -325,6 +325,17 @@ def _assert_mismatch(answer: httpx.Response, faults: list[tuple[str, str]], case
     assert [(each["where"], each["fault"]) for each in problem["errors"]] == faults, case
 
 
+@pytest.mark.req("SYNC-05", "WIRE-05")
+def test_a_shape_beyond_all_memory_is_refused_before_the_drain(pushing: Pushing) -> None:
+    http, new = pushing.server.http, pushing.next_version()
+    with pushing.group():
+        body = {"name": "a", "dtype": "float32", "shape": [2**64]}
+        answer = http.post("/start_weight_update/", json={"version": new, "parameters": [body]})
+        assert answer.status_code == 422
+        assert answer.json()["where"] == "parameters[0].shape[0]"
+        assert pushing.state() == "READY"
+
+
 @pytest.mark.req("SYNC-05")
 def test_a_poisoned_server_refuses_a_wrong_manifest_and_stays_poisoned(pushing: Pushing) -> None:
     http, new = pushing.server.http, pushing.next_version()
