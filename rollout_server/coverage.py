@@ -29,8 +29,49 @@ class Box:
         return self.rows, self.columns
 
     @property
+    def row_end(self) -> int:
+        return self.row + self.rows
+
+    @property
+    def column_end(self) -> int:
+        return self.column + self.columns
+
+    @property
     def size(self) -> int:
         return self.rows * self.columns
+
+    def overlaps(self, other: "Box") -> bool:
+        return (
+            self.row < other.row_end
+            and other.row < self.row_end
+            and self.column < other.column_end
+            and other.column < self.column_end
+        )
+
+    def without(self, other: "Box") -> list["Box"]:
+        """The parts of this box that `other` does not cover, disjoint."""
+        if not self.overlaps(other):
+            return [self]
+        top, bottom = max(self.row, other.row), min(self.row_end, other.row_end)
+        left, right = max(self.column, other.column), min(self.column_end, other.column_end)
+        parts = [
+            Box(self.row, self.column, top - self.row, self.columns),
+            Box(bottom, self.column, self.row_end - bottom, self.columns),
+            Box(top, self.column, bottom - top, left - self.column),
+            Box(top, right, bottom - top, self.column_end - right),
+        ]
+        return [part for part in parts if part.size > 0]
+
+
+def covered(boxes: Iterable[Box]) -> int:
+    """Elements that `boxes` cover together."""
+    disjoint: list[Box] = []
+    for box in boxes:
+        rest = [box]
+        for other in disjoint:
+            rest = [part for each in rest for part in each.without(other)]
+        disjoint += rest
+    return sum(part.size for part in disjoint)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from rollout_server.coverage import Box, Fault
+from rollout_server.coverage import Box, Fault, covered
 from shared_contracts.digests import matrix_shape
 from shared_contracts.weights import DtypeName, ParameterMeta
 
@@ -155,9 +155,8 @@ class _DryRun(TorchFunctionMode):
         self._by_storage = targets
         self._sources: dict[StorageWeakRef, tuple[ParameterMeta, Tensor]] = {}
         self.targets = dict(targets.values())
-        self.copied: dict[Target, int] = dict.fromkeys(self.targets, 0)
-        # What loaders set to a constant, (where, how much): several may pad the same.
-        self.padded: dict[Target, set[tuple[int, int]]] = defaultdict(set)
+        # What loaders set to a constant: several may pad the same.
+        self.padded: dict[Target, set[Box]] = defaultdict(set)
         self.placements: list[tuple[str, Placement]] = []
         self.faults: list[Fault] = []
         self._last = ""
@@ -180,11 +179,15 @@ class _DryRun(TorchFunctionMode):
                 self.faults.append(Fault(parameter.name, "duplicate", "it is listed twice"))
                 continue
             seen.add(parameter.name)
+            self._last = parameter.name
             dtype = getattr(torch, parameter.dtype)
-            tensor = torch.empty(parameter.shape, dtype=dtype, device="meta")
+            try:
+                tensor = torch.empty(parameter.shape, dtype=dtype, device="meta")
+            except RuntimeError as error:
+                self.faults.append(Fault(parameter.name, "shape", f"no tensor has it ({error})"))
+                continue
             # Kept with the storage: another tensor must not get the same one.
             self._sources[StorageWeakRef(tensor.untyped_storage())] = (parameter, tensor)
-            self._last = parameter.name
             yield parameter.name, tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -195,28 +198,31 @@ class _DryRun(TorchFunctionMode):
         known = self._target_of(args[0]) if func in (Tensor.copy_, *_PADDING) else None
         if known is None:
             return func(*args, **(kwargs or {}))
-        if func is Tensor.copy_:
-            self._note(known[0], known[1], args[0], args[1])
-        else:
-            self.padded[known[0]].add((args[0].storage_offset(), args[0].numel()))
-        return args[0]
+        part = args[0]
+        if part.numel() > 0:
+            self._note(known[0], known[1], part, args[1] if func is Tensor.copy_ else None)
+        return part
 
     def _target_of(self, tensor: Tensor) -> tuple[Target, Tensor] | None:
         return self._by_storage.get(StorageWeakRef(tensor.untyped_storage()))
 
-    def filled(self, target: Target) -> int:
-        return self.copied[target] + sum(size for _, size in self.padded[target])
-
-    def _note(self, target: Target, whole: Tensor, part: Tensor, source: Tensor) -> None:
-        found = self._sources.get(StorageWeakRef(source.untyped_storage()))
+    def _note(self, target: Target, whole: Tensor, part: Tensor, source: Tensor | None) -> None:
+        """source: what is copied into `part`; None for a constant."""
         into = box_of(part, target.columns) if whole.is_contiguous() else None
-        origin = None if found is None else box_of(source, matrix_shape(found[0].shape)[1])
-        if found is None or origin is None or into is None or origin.shape != into.shape:
+        origin = None if source is None else self._origin(source)
+        if into is not None and source is None:
+            self.padded[target].add(into)
+        elif into is not None and origin is not None and origin[1].shape == into.shape:
+            self.placements.append((origin[0], Placement(origin[1], target, into)))
+        else:
             detail = f"how it is loaded into {target.full_name} cannot be followed"
             self.faults.append(Fault(self._last, "untraceable", detail))
-            return
-        self.copied[target] += part.numel()
-        self.placements.append((found[0].name, Placement(origin, target, into)))
+
+    def _origin(self, source: Tensor) -> tuple[str, Box] | None:
+        """Of which parameter `source` is which box."""
+        found = self._sources.get(StorageWeakRef(source.untyped_storage()))
+        box = None if found is None else box_of(source, matrix_shape(found[0].shape)[1])
+        return None if found is None or box is None else (found[0].name, box)
 
 
 def box_of(view: Tensor, columns: int) -> Box | None:
@@ -289,21 +295,24 @@ def _wrong_types(
 
 def _filled_twice(run: _DryRun, ties: Ties) -> list[Fault]:
     """Parameters that fill what another fills, in a tensor or in one that is tied to it."""
-    sources: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    filled: dict[str, list[tuple[str, Box]]] = defaultdict(list)
+    faults: list[Fault] = []
     for name, placement in run.placements:
         shared = min([placement.target.full_name, *ties.get(placement.target.full_name, ())])
-        sources[shared].append((name, placement.box.size))
-    sizes = {target.full_name: target.rows * target.columns for target in run.targets}
-    return [
-        Fault(filled[-1][0], "duplicate", f"what it fills, {filled[0][0]} or another fills, too")
-        for shared, filled in sources.items()
-        if sum(size for _, size in filled) > sizes[shared]
-    ]
+        for earlier, box in filled[shared]:
+            if box.overlaps(placement.box):
+                detail = f"what it fills, {earlier} fills, too"
+                faults.append(Fault(name, "duplicate", detail))
+                break
+        else:
+            filled[shared].append((name, placement.box))
+    return faults
 
 
 def _unfilled(run: _DryRun, ties: Ties) -> list[Fault]:
     """Targets of which the manifest does not fill everything."""
-    full = {t.full_name for t in run.targets if run.filled(t) >= t.rows * t.columns}
+    filled = _filled(run)
+    full = {t.full_name for t in run.targets if filled[t] >= t.rows * t.columns}
     told = {fault.name for fault in run.faults}
     usual = _usual_names(run)
     faults: list[Fault] = []
@@ -311,11 +320,19 @@ def _unfilled(run: _DryRun, ties: Ties) -> list[Fault]:
         if full.intersection([target.full_name, *ties.get(target.full_name, ())]):
             continue
         full.add(target.full_name)  # a tensor that several share is reported once
-        counts = f"{run.filled(target)} of {target.rows * target.columns} elements"
+        counts = f"{filled[target]} of {target.rows * target.columns} elements"
         detail = f"{counts} of {target.full_name} are filled"
         names = _likely_names(run, target, usual) or [target.full_name]
         faults += [Fault(name, "missing", detail) for name in names if name not in told]
     return faults
+
+
+def _filled(run: _DryRun) -> dict[Target, int]:
+    """Elements of each target that are filled or padded."""
+    boxes = {target: list(run.padded[target]) for target in run.targets}
+    for _, placement in run.placements:
+        boxes[placement.target].append(placement.box)
+    return {target: covered(parts) for target, parts in boxes.items()}
 
 
 # Names of targets -> what fills them, box by box; numbers of layers are left out of all names.

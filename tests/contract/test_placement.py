@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollout_server.coverage import Box, Fault
+from rollout_server.coverage import Box, Fault, covered
 from rollout_server.placement import Plan, box_of, shared_parameters, trace
 from shared_contracts.weights import ParameterMeta
 
@@ -164,8 +164,57 @@ def test_two_names_for_one_place_are_a_fault() -> None:
             super().load_weights(renamed)
 
     plan = planned([*WHOLE, meta("again", 5, 4)], Twice())
-    detail = "what it fills, embed or another fills, too"
+    detail = "what it fills, embed fills, too"
     assert plan.faults == [Fault("again", "duplicate", detail)]
+
+
+class Renamed(Model):
+    """Takes `layers.0.again` for `layers.0.a`."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights((name.replace("again", "a"), weight) for name, weight in weights)
+
+
+@pytest.mark.req("SYNC-05")
+def test_a_part_that_comes_twice_does_not_stand_in_for_one_that_is_missing() -> None:
+    """They are of the same size, so that as many elements come as there are."""
+    plan = planned(but("layers.0.b", meta("layers.0.again", 6, 2)), Renamed())
+    found = {(fault.name, fault.kind) for fault in plan.faults}
+    assert found == {("layers.0.again", "duplicate"), ("layers.0.b", "missing")}
+    assert any("10 of 16 elements" in fault.detail for fault in plan.faults)
+
+
+@pytest.mark.req("SYNC-05")
+def test_a_shape_that_no_tensor_has_is_a_fault_of_its_own() -> None:
+    impossible = meta("layers.0.a", 0, 2**62, 2**62)
+    assert faults(but("layers.0.a", impossible))[0] == ("layers.0.a", "shape")
+    assert {name for name, _ in faults(but("layers.0.a", impossible))} == {"layers.0.a"}
+
+
+@pytest.mark.req("SYNC-05")
+def test_a_copy_of_nothing_is_no_fault() -> None:
+    class WithNothing(Model):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            self.embed.weight.data[5:].copy_(torch.empty(0, 4))
+            self.embed.weight.data[5:] = 0
+            super().load_weights(weights)
+
+    assert planned(WHOLE, WithNothing()).faults == []
+
+
+@pytest.mark.req("SYNC-05")
+@pytest.mark.parametrize(
+    ("boxes", "count"),
+    [
+        ([], 0),
+        ([Box(0, 0, 2, 2), Box(0, 0, 2, 2)], 4),
+        ([Box(0, 0, 2, 2), Box(1, 1, 2, 2)], 7),
+        ([Box(1, 1, 1, 1), Box(0, 0, 3, 3)], 9),
+        ([Box(0, 0, 3, 1), Box(0, 2, 3, 1), Box(1, 0, 1, 3)], 7),
+    ],
+)
+def test_what_boxes_cover_together_counts_once(boxes: list[Box], count: int) -> None:
+    assert covered(boxes) == count
 
 
 @pytest.mark.req("SYNC-05")
