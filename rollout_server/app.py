@@ -1,6 +1,7 @@
 """The HTTP face of a pool: routes in, typed bodies out (WIRE-06); no vLLM here."""
 
 import os
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
@@ -50,6 +51,7 @@ WEIGHT_PROBLEMS = (
     "weight-update-order",
     "group-port-taken",
     "manifest-mismatch",
+    "adapter-refused",
     "weight-transfer-failed",
     "weights-differ",
     "weight-transfer-timeout",
@@ -201,11 +203,14 @@ def _route(
 
 def _problem_responses(problems: tuple[str, ...]) -> dict[int | str, dict[str, Any]]:
     schema = {PROBLEM_MEDIA_TYPE: {"schema": Problem.model_json_schema()}}
-    responses: dict[int | str, dict[str, Any]] = {}
+    titles: dict[int, list[str]] = defaultdict(list)
     for kind in problems:
         status, title = PROBLEM_TITLES[kind]
-        responses[status] = {"description": title, "content": schema}
-    return responses
+        titles[status].append(title)
+    return {
+        status: {"description": "; or: ".join(of_status), "content": schema}
+        for status, of_status in titles.items()
+    }
 
 
 async def _disconnected(request: Request) -> None:

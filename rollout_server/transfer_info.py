@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shared_contracts.weights import InitCommunicator, ParameterMeta, Transport
+from shared_contracts.weights import GLOO_TRANSPORTS, InitCommunicator, ParameterMeta, Transport
 
 # Under which vLLM knows the engine of each transport; its own `ipc` takes pickled handles.
 ENGINES: dict[Transport, str] = {"gloo": "gloo", "nccl": "nccl", "ipc": "shared-memory"}
@@ -14,7 +14,7 @@ def init_info(init: InitCommunicator, transport: Transport, rank_offset: int) ->
 
     rank_offset: rank of the engine's first worker; the learner is rank 0.
     """
-    if transport in ("gloo", "ipc"):
+    if transport in GLOO_TRANSPORTS:
         return {
             "host": init.host,
             "port": init.port,
@@ -35,7 +35,7 @@ def init_info(init: InitCommunicator, transport: Transport, rank_offset: int) ->
 
 def update_info(transport: Transport, parameters: Sequence[ParameterMeta]) -> dict[str, Any]:
     """What a worker's transfer engine is told to receive."""
-    if transport in ("gloo", "ipc"):
+    if transport in GLOO_TRANSPORTS:
         return {"parameters": [parameter.model_dump() for parameter in parameters]}
     assert transport == "nccl"
     return {

@@ -41,6 +41,7 @@ from rollout_server.updatable import (
 from rollout_server.verification import differ, differences, unknown_digests
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
+    GLOO_TRANSPORTS,
     CommunicatorReady,
     FinishWeightUpdate,
     InitCommunicator,
@@ -110,7 +111,7 @@ class WeightUpdates:
         async with self._phase():
             await self._abandon_update("a new weight group was asked for")
             await self._drop_group()
-            if self._transport in ("gloo", "ipc"):
+            if self._transport in GLOO_TRANSPORTS:
                 await self._meet_at_a_store(init)
             else:
                 await self._join_group(init)

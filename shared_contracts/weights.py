@@ -40,6 +40,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Transport = Literal["gloo", "nccl", "ipc"]
+# Those whose ranks meet at a store of the server's and form a gloo group.
+GLOO_TRANSPORTS: tuple[Transport, ...] = ("gloo", "ipc")
+
 WeightState = Literal["READY", "UPDATING", "POISONED"]
 
 GLOO_STORE_PREFIX = "rollmatch-weights"

@@ -31,6 +31,7 @@ from shared_contracts.addresses import address_towards
 from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import (
+    GLOO_TRANSPORTS,
     AdapterBase,
     CommunicatorReady,
     DtypeName,
@@ -393,6 +394,6 @@ class WeightPusher:
         host = urlsplit(self._client.base_url).hostname
         assert host is not None, f"{self._client.base_url} was validated with the config"
         server = socket.gethostbyname(host)
-        if self._transport in ("gloo", "ipc"):
+        if self._transport in GLOO_TRANSPORTS:
             return server
         return address_towards(server)

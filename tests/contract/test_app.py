@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from rollout_server.app import create_app
 from rollout_server.pool import Pool
 from rollout_server.settings import ServerSettings
-from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
+from shared_contracts.errors import PROBLEM_MEDIA_TYPE, PROBLEM_TITLES, Problem
 
 GET_PATHS = ("/health", "/live", "/get_world_size", "/info", "/metrics")
 POST_PATHS = (
@@ -118,5 +118,8 @@ def test_the_openapi_document_shows_each_path_once_with_its_problems(client: Tes
             for status, response in responses.items():
                 if int(status) >= 400:
                     assert list(response["content"]) == [PROBLEM_MEDIA_TYPE], (path, status)
+    refusals = document["paths"]["/start_weight_update/"]["post"]["responses"]["422"]
+    for kind in ("invalid-request", "manifest-mismatch", "adapter-refused"):
+        assert PROBLEM_TITLES[kind][1] in refusals["description"]
     problems = document["paths"]["/infer/"]["post"]["responses"]["422"]["content"]
     assert set(problems[PROBLEM_MEDIA_TYPE]["schema"]["properties"]) == set(Problem.model_fields)
