@@ -26,8 +26,7 @@ async def all_of(
         )
         failures = [failure for task in done if (failure := task.exception()) is not None]
         if failures and pending:
-            late, _ = await asyncio.wait(pending, timeout=margin_s)
-            failures += [failure for task in late if (failure := task.exception()) is not None]
+            await asyncio.wait(pending, timeout=margin_s)
     finally:
         for task in tasks:
             task.cancel()
