@@ -26,16 +26,16 @@ _IN_FLIGHT = 2
 
 CPU = torch.device("cpu")
 
+# The parameters of each bucket.
+Plan = Sequence[Sequence[ParameterMeta]]
+
 
 class RankLost(RuntimeError):
     """Another rank has left the group, or is missing after `timeout_s`; torch's own words."""
 
 
-class GlooGroup:
-    """Rank 0 over gloo, outside torch's default group.
-
-    While one bucket is on its way the next is packed, so two buffers of a bucket's size are
-    kept. A parameter that travels alone is sent from where it lies.
+class GlooRank:
+    """Rank 0 of a gloo group, outside torch's default group.
 
     Raises RankLost. The group is left then: the others, who wait for this rank, end at once.
     """
@@ -43,33 +43,25 @@ class GlooGroup:
     def __init__(self, body: InitCommunicator) -> None:
         self._group: ProcessGroupGloo | None = form_group(body)
         self._bucket_bytes = body.bucket_bytes
-        self._buffers = deque(torch.empty(0, dtype=torch.uint8) for _ in range(_IN_FLIGHT))
         self._abandoned = threading.Event()
 
     def send(
         self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
     ) -> None:
+        group = self._group
+        if group is None:
+            raise ConnectionAbortedError("the group was given up")
+        plan = [
+            [parameters[i] for i in indices]
+            for indices in plan_buckets(parameters, self._bucket_bytes)
+        ]
         try:
-            self._send(parameters, iter(weights))
+            self._send(group, plan, iter(weights))
         except RankLost as error:
             self.abandon()
+            del group
             traceback.clear_frames(error.__traceback__)  # they hold the group
             raise
-
-    def _send(
-        self, parameters: Sequence[ParameterMeta], stream: Iterator[tuple[str, Tensor]]
-    ) -> None:
-        group = self._group
-        sending: deque[Work] = deque()
-        for indices in plan_buckets(parameters, self._bucket_bytes):
-            if len(sending) == _IN_FLIGHT:
-                wait_for(sending.popleft())
-            if self._abandoned.is_set() or group is None:
-                raise ConnectionAbortedError("the group was given up")
-            bucket = self._packed([parameters[i] for i in indices], stream)
-            sending.append(group.broadcast(bucket, 0))  # type: ignore[attr-defined]
-        for work in sending:
-            wait_for(work)
 
     def close(self) -> None:
         if self._group is not None:
@@ -83,6 +75,41 @@ class GlooGroup:
         self._abandoned.set()
         held, self._group = [self._group], None
         threading.Thread(target=held.clear, daemon=True).start()
+
+    def _send(
+        self, group: ProcessGroupGloo, plan: Plan, stream: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        """Bring each bucket of `plan` to the workers."""
+        raise NotImplementedError
+
+    def _go_on(self) -> None:
+        """Raises ConnectionAbortedError when the group was abandoned."""
+        if self._abandoned.is_set():
+            raise ConnectionAbortedError("the group was given up")
+
+
+class GlooGroup(GlooRank):
+    """Sends buckets over sockets.
+
+    While one bucket is on its way the next is packed, so two buffers of a bucket's size are
+    kept. A parameter that travels alone is sent from where it lies.
+    """
+
+    def __init__(self, body: InitCommunicator) -> None:
+        super().__init__(body)
+        self._buffers = deque(torch.empty(0, dtype=torch.uint8) for _ in range(_IN_FLIGHT))
+
+    def _send(
+        self, group: ProcessGroupGloo, plan: Plan, stream: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        sending: deque[Work] = deque()
+        for members in plan:
+            if len(sending) == _IN_FLIGHT:
+                wait_for(sending.popleft())
+            self._go_on()
+            sending.append(group.broadcast(self._packed(members, stream), 0))  # type: ignore[attr-defined]
+        for work in sending:
+            wait_for(work)
 
     def _packed(
         self, parameters: Sequence[ParameterMeta], stream: Iterator[tuple[str, Tensor]]

@@ -6,76 +6,35 @@ name, which ends with the last process that has mapped it.
 """
 
 import os
-import threading
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 from torch.multiprocessing.reductions import reduce_tensor
 
-from learner.sync.gloo import RankLost, form_group, pack_bucket, wait_for
+from learner.sync.gloo import GlooRank, Plan, pack_bucket, wait_for
 from shared_contracts.weights import (
     HOST_MEMORY_NAME,
     DeviceMemory,
     HostMemory,
-    InitCommunicator,
-    ParameterMeta,
     SharedBuffer,
-    plan_buckets,
 )
 
 
-class IpcGroup:
-    """Rank 0: fills the buffer with a bucket once all workers have copied the last one out.
-
-    Raises RankLost. The group is left then: the others, who wait for this rank, end at once.
-    """
-
-    def __init__(self, body: InitCommunicator) -> None:
-        self._group: ProcessGroupGloo | None = form_group(body)
-        self._bucket_bytes = body.bucket_bytes
-        self._abandoned = threading.Event()
-
-    def send(
-        self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
-    ) -> None:
-        try:
-            self._send(parameters, iter(weights))
-        except RankLost as error:
-            self.abandon()
-            traceback.clear_frames(error.__traceback__)  # they hold the group
-            raise
+class IpcGroup(GlooRank):
+    """Fills the buffer with a bucket once all workers have copied the last one out."""
 
     def _send(
-        self, parameters: Sequence[ParameterMeta], stream: Iterator[tuple[str, Tensor]]
+        self, group: ProcessGroupGloo, plan: Plan, stream: Iterator[tuple[str, Tensor]]
     ) -> None:
-        group = self._group
-        plan = [
-            [parameters[i] for i in indices]
-            for indices in plan_buckets(parameters, self._bucket_bytes)
-        ]
         sizes = [sum(p.wire_bytes for p in members) for members in plan]
         with Buffer(max(sizes)) as buffer:
-            if group is None:
-                raise ConnectionAbortedError("the group was given up")
             _announce(group, buffer.shared)
             for members, size in zip(plan, sizes, strict=True):
-                if self._abandoned.is_set():
-                    raise ConnectionAbortedError("the group was given up")
+                self._go_on()
                 pack_bucket(members, stream, buffer.data[:size])
                 _hand_over(group, buffer)
-
-    def close(self) -> None:
-        if self._group is not None:
-            self._group.shutdown()
-
-    def abandon(self) -> None:
-        """The group ends where its last collective does: within `timeout_s`, in a thread."""
-        self._abandoned.set()
-        held, self._group = [self._group], None
-        threading.Thread(target=held.clear, daemon=True).start()
 
 
 def _announce(group: ProcessGroupGloo, shared: SharedBuffer) -> None:
