@@ -47,7 +47,6 @@ def wait_for(log: Path, text: str, process: "subprocess.Popen[bytes]") -> None:
         ("1/5", signal.SIGINT),
         ("2/5", signal.SIGINT),
         ("3/5", signal.SIGINT),
-        ("3/5", signal.SIGTERM),
         ("3/5", signal.SIGKILL),
     ],
 )

@@ -183,7 +183,6 @@ def undisturbed(play: Play) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("moment", "victim"),
     [
-        ("start", "engine"),
         ("transfer", "server"),
         ("finish", "engine"),
         ("finished", "server"),

@@ -201,7 +201,7 @@ def test_the_same_seed_gives_the_same_numbers(loop: Loop, warm: Path, two_channe
 
 
 def without_clock(line: dict[str, Any]) -> dict[str, Any]:
-    timed = ("time/", "train_", "rollout/per_second", "sync/")
+    timed = ("time/", "train_", "rollout/per_second", "sync/", "eval/sync/")
     return {key: value for key, value in line.items() if not key.startswith(timed)}
 
 
