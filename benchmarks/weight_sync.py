@@ -44,6 +44,7 @@ from learner.sync.source import MergedWeights, OneSource
 from rollout_server.engine_env import engine_environment
 from rollout_server.group_store import open_group_store
 from rollout_server.settings import ServerSettings
+from rollout_server.transfer_info import init_info
 from shared_contracts.errors import ContractError
 from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import InitCommunicator, ParameterMeta, SyncReport
@@ -175,7 +176,7 @@ class GlooPair:
             for port in free_ports(2)
         ]
         raw = bodies[0]
-        info = raw.model_dump(exclude={"transport"}) | {"rank_offset": 1}
+        info = init_info(raw, "gloo", rank_offset=1)
         raw_store = open_group_store(raw.host, raw.port, TIMEOUT_S)
         self._peer = bench.peer("gloo_receiver", [json.dumps(info)])
         self._raw = GlooGroup(raw)
