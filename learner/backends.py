@@ -154,7 +154,7 @@ def transport_of(config: Config) -> Transport:
 
 
 def bucket_bytes_of(config: Config, transport: Transport) -> int:
-    """Small buckets leave the CPU's caches and its allocator's free memory in use."""
+    """By default small ones where a processor packs them: it takes memory that was just freed."""
     asked = config.rollout_matching.vllm.sync.bucket_mib
     return (asked or (64 if transport == "nccl" else 8)) * 2**20
 

@@ -9,7 +9,6 @@ of the manifest nobody reads. Parts are boxes of matrices (`shared_contracts.dig
 """
 
 import inspect
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,13 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from rollout_server.coverage import Box, Fault, covered
-from shared_contracts.digests import matrix_shape
+from shared_contracts.digests import LAYER_INDEX, matrix_shape
 from shared_contracts.weights import DtypeName, ParameterMeta
 
 # Refused parameters after which the dry run stops.
 MOST_FAILURES = 16
 
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 _PADDING = (Tensor.fill_, Tensor.zero_)
 
 
@@ -342,14 +340,14 @@ UsualNames = Mapping[str, Collection[tuple[Box, str]]]
 def _usual_names(run: _DryRun) -> UsualNames:
     usual: dict[str, set[tuple[Box, str]]] = defaultdict(set)
     for name, placement in run.placements:
-        kind = _INDEX.sub("*", placement.target.full_name)
-        usual[kind].add((placement.box, _INDEX.sub("*", name)))
+        kind = LAYER_INDEX.sub("*", placement.target.full_name)
+        usual[kind].add((placement.box, LAYER_INDEX.sub("*", name)))
     return usual
 
 
 def _likely_names(run: _DryRun, target: Target, usual: UsualNames) -> list[str]:
     """What would fill the empty boxes of `target`, as in the other layers."""
-    kind, here = _INDEX.sub("*", target.full_name), _INDEX.findall(target.full_name)
+    kind, here = LAYER_INDEX.sub("*", target.full_name), LAYER_INDEX.findall(target.full_name)
     own = {placement.box for _, placement in run.placements if placement.target == target}
     names = {name for box, name in usual.get(kind, ()) if box not in own}
     return sorted(

@@ -35,7 +35,8 @@ _EXPONENT_BITS: dict[DtypeName, int] = {
     "bfloat16": 0x7F80,
 }
 
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+# The number of a layer within a parameter's name.
+LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -75,7 +76,7 @@ def sample(parameters: Iterable[ParameterMeta], version: int) -> dict[str, list[
     """
     kinds: dict[str, list[ParameterMeta]] = defaultdict(list)
     for parameter in parameters:
-        kinds[_INDEX.sub("*", parameter.name)].append(parameter)
+        kinds[LAYER_INDEX.sub("*", parameter.name)].append(parameter)
     chosen = {}
     for kind, members in kinds.items():
         dice = random.Random(f"{kind} {version}")

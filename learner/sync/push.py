@@ -27,11 +27,9 @@ from learner.sync.abandonable import run_together, run_within
 from learner.sync.digests import Outgoing, digests_of, verified_columns
 from learner.sync.groups import WeightGroup, join_group, new_nccl_id
 from learner.sync.source import SourceChoice, WeightSource
-from shared_contracts.addresses import address_towards
 from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import (
-    GLOO_TRANSPORTS,
     AdapterBase,
     CommunicatorReady,
     DtypeName,
@@ -387,13 +385,7 @@ class WeightPusher:
         return WeightSyncError(side, self._client.base_url, phase, reason, parameters)
 
     def _rendezvous_host(self) -> str:
-        """IP address of the group's store: the server's, and our own with nccl.
-
-        Our own address is the one from which the server is reached.
-        """
+        """IP address of the server, where the group's store opens."""
         host = urlsplit(self._client.base_url).hostname
         assert host is not None, f"{self._client.base_url} was validated with the config"
-        server = socket.gethostbyname(host)
-        if self._transport in GLOO_TRANSPORTS:
-            return server
-        return address_towards(server)
+        return socket.gethostbyname(host)
