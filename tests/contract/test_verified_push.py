@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLForConditionalGeneration
 from typer.testing import CliRunner, Result
 
 from learner.cli import app
@@ -25,27 +25,16 @@ from learner.sync.groups import WeightGroup, join_group
 from learner.sync.probe import Probe, ProbeResult, probe_call
 from learner.sync.push import Join, WeightPusher, WeightSyncError
 from learner.sync.source import MergedWeights, OneSource
-from learner.tokens import CoordVocab
 from shared_contracts.digests import sample
 from shared_contracts.errors import ProblemError
 from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import ParameterMeta, SyncReport
 from tests.contract.running_server import CPU, START_TIMEOUT_S, RunningServer
+from tests.unit.loaded_models import loaded_from
 from tests.unit.small_run import small_mapping
 
 BUCKET_BYTES = 2**20
 Stream = Iterable[tuple[str, Tensor]]
-
-
-def loaded_from(checkpoint: Path) -> LoadedModel:
-    """A model in training whose weights are those of the checkpoint."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    tokenizer = processor.tokenizer
-    model.train()
-    return LoadedModel(
-        model, model.model, processor, tokenizer, CoordVocab.from_tokenizer(tokenizer)
-    )
 
 
 @pytest.fixture(scope="module")

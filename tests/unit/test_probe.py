@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLForConditionalGeneration
 
 from learner.model.load import LoadedModel
 from learner.model.prompt import encode_request
 from learner.rollout.hf import HfBackend
 from learner.sync.probe import MARGINS, NEW_TOKENS, Ask, Probe, probe_call, prompts
-from learner.tokens import CoordVocab
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from tests.contract.toy_checkpoints import make_checkpoint
+from tests.unit.loaded_models import loaded_from
 from tests.unit.scripted_server import envelope
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.req("SYNC-06")]
@@ -30,13 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def loaded(checkpoint: Path) -> LoadedModel:
-    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    tokenizer = processor.tokenizer
-    model.train()
-    return LoadedModel(
-        model, model.model, processor, tokenizer, CoordVocab.from_tokenizer(tokenizer)
-    )
+    return loaded_from(checkpoint)
 
 
 def answers_of(loaded: LoadedModel, edit: Callable[[list[int]], list[int]] = list) -> Ask:
