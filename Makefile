@@ -1,5 +1,6 @@
 # make demo    set up, then watch a toy detector being trained by rollout matching
 # make test    set up, then run every test
+# make nightly the properties of the pure stages, each with 20,000 new examples
 # make check   what CI runs: lint, types, import contracts, requirement table, every test
 # make format  let ruff rewrite what it can
 # make setup   the environment alone
@@ -12,13 +13,16 @@ EXTRA ?= cpu
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: demo test check lint format setup setup-dev
+.PHONY: demo test nightly check lint format setup setup-dev
 
 demo: setup
 	$(BIN)/learner demo $(ARGS)
 
 test: setup-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+nightly: setup-dev
+	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=nightly --timeout=0 $(ARGS)
 
 check: lint test
 

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from learner.config_cli import config_app
+from learner.data_cli import data_app
 from learner.toy_cli import toy_app
 from shared_contracts.cli import run_cli
 
@@ -15,6 +17,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
 app.add_typer(toy_app, name="toy")
 
 

@@ -181,5 +181,8 @@ def _coord_group(found: ParsedObject, item: GroundTruthObject, matched: bool) ->
         return None
     shape: Shape = item.shape
     return CoordGroup(
-        positions=tuple(found.coord_token_indices), bins=tuple(shape.coords), matched=matched
+        positions=tuple(found.coord_token_indices),
+        bins=tuple(shape.coords),
+        matched=matched,
+        is_box=shape.kind == "bbox_2d",
     )

@@ -139,19 +139,20 @@ class MatchResult:
 
 
 class Role(IntEnum):
-    """What a target token is; the losses turn roles into weights.
+    """What a token of a sample is; the losses turn roles into weights.
 
     Separators and keys belong to the entry they lead up to; a token fused across two
     entries is FALSE_POSITIVE if either part is.
     """
 
-    MATCHED_STRUCTURE = 0
-    MATCHED_DESC = 1
-    FALSE_POSITIVE = 2
-    APPENDED_STRUCTURE = 3
-    APPENDED_DESC = 4
-    COORD = 5
-    CLOSURE = 6
+    PROMPT = 0
+    MATCHED_STRUCTURE = 1
+    MATCHED_DESC = 2
+    FALSE_POSITIVE = 3
+    APPENDED_STRUCTURE = 4
+    APPENDED_DESC = 5
+    COORD = 6
+    CLOSURE = 7
 
 
 @dataclass(frozen=True)
@@ -159,14 +160,18 @@ class CoordGroup:
     """Coordinate tokens of one supervised object.
 
     positions: of the coordinate tokens in the target ids (4 for a box).
-    bins: what they should say, 0..999, one per position.
+    bins: where they should be, in [0, 999], one per position: bins of the ground truth,
+        or fractions of bins where a transport plan projected them (OT-01).
     matched: true for a prediction corrected to its ground truth, false for an appended
         (or teacher-forced) object.
+    is_box: the bins are a ground truth's x1, y1, x2, y2, so that losses on decoded boxes
+        may use them.
     """
 
     positions: tuple[int, ...]
-    bins: tuple[int, ...]
+    bins: tuple[float, ...]
     matched: bool
+    is_box: bool
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,7 @@ class Target:
     token_ids: length T, ends with EOS (`<|im_end|>`).
     prefix_len: ids taken over from the rollout.
     fn_keys: keys of the appended objects.
-    role: int8 array of length T with values of `Role`.
+    role: int8 array of length T with values of `Role`, none of them PROMPT.
     coord_groups: one per supervised object, matched ones first.
     """
 

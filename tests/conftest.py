@@ -1,12 +1,22 @@
-"""Fixtures that several folders share; a started server serves the whole test run."""
+"""Fixtures that several folders share, and how hypothesis runs.
+
+A started server serves the whole test run.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.contract.running_server import RunningServer, draw_scene, running_server
 from tests.contract.toy_checkpoints import make_checkpoint
+
+# How many examples a property is tried with: the same ones in every run of CI, and new ones in
+# every run of `pytest --hypothesis-profile=nightly`. No deadlines: machines differ in speed.
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=500)
+settings.register_profile("nightly", deadline=None, max_examples=20_000)
+settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")

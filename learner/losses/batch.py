@@ -11,8 +11,8 @@ from torch import Tensor
 class Supervision:
     """What one packed row of L tokens is trained on; positions count from its start.
 
-    input_ids: (L,). roles: (L,) int8, -1 for prompt tokens. has_dropped: (L,) bool, true
-    in samples that lost an invalid object. coord_positions, coord_bins: (K,).
+    input_ids: (L,). roles: (L,) int8, values of `Role`. has_dropped: (L,) bool, true in
+    samples that lost an invalid object. coord_positions: (K,). coord_bins: (K,) float, in bins.
     boxes: (N, 4) indices into K.
     """
 
@@ -44,7 +44,8 @@ class LossBatch:
     text_logits: (T, V); text_targets: (T,) token ids; text_roles: (T,) `Role` values;
     text_weights: (T,) cross-entropy weights, > 0.
     text_coord_logits: (T, 1000), `text_logits` at the coordinate ids.
-    coord_full_logits: (K, V); coord_logits: (K, 1000); coord_bins: (K,) in 0..999.
+    coord_full_logits: (K, V); coord_logits: (K, 1000); coord_bins: (K,) in
+    [0, 999], fractions between bins allowed.
     boxes: (N, 4) indices into K, in x1, y1, x2, y2 order.
     """
 

@@ -12,11 +12,12 @@ from learner.losses.fences import coord_gate, coord_log_probs, text_gate
 def soft_targets(bins: Tensor, sigma: float, truncate: int | None) -> Tensor:
     """Unimodal targets `q(k)` proportional to `exp(-((k - t)/sigma)^2 / 2)`.
 
-    bins: (K,) target bins t in 0..999. truncate: zero beyond this many bins from t; None: never.
+    bins: (K,) targets t in [0, 999], in bins.
+    truncate: zero beyond this many bins from t; None: never.
     Returns (K, 1000), rows sum to 1.
     """
     grid = torch.arange(COORD_BINS, device=bins.device, dtype=torch.float32)
-    offset = (grid[None, :] - bins[:, None].float()).abs()
+    offset = (grid[None, :] - bins[:, None]).abs()
     weight = torch.exp(-0.5 * (offset / sigma).square())
     if truncate is not None:
         weight = weight.masked_fill(offset > truncate, 0.0)
@@ -32,7 +33,8 @@ def _slot_terms(batch: LossBatch, config: CoordRegConfig) -> list[Term]:
     log_probs = coord_log_probs(batch.coord_logits, config.temperature)
     target = soft_targets(batch.coord_bins, config.target_sigma, config.target_truncate)
     target = target.to(log_probs.dtype)
-    hard = -log_probs.gather(1, batch.coord_bins[:, None]).mean()
+    nearest = batch.coord_bins.round().long()
+    hard = -log_probs.gather(1, nearest[:, None]).mean()
     soft = -(target * log_probs).sum(-1).mean()
     w1 = wasserstein1(log_probs.exp(), target).mean()
     gate = coord_gate(batch.coord_full_logits, batch.coord_logits, config.temperature).mean()

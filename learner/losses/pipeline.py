@@ -17,7 +17,7 @@ from learner.losses.batch import LossBatch, Supervision, Term
 from learner.losses.bbox_geo import bbox_geo
 from learner.losses.coord_reg import coord_reg
 from learner.losses.token_ce import token_ce, token_weights
-from learner.types import Channel, Role
+from learner.types import Channel
 
 _FAMILY_PREFIX: dict[tuple[Channel, str], str] = {
     ("A", "text"): "loss/A1_text",
@@ -78,12 +78,10 @@ class Pipeline:
 
     def _text_weights(self, row: Supervision, channel: Channel) -> Tensor:
         """(L,) weights; all zero when `token_ce` is not declared for the channel."""
-        prompt = row.roles < 0
-        roles = row.roles.masked_fill(prompt, int(Role.FALSE_POSITIVE))
         for module in self._modules:
             if module.name == "token_ce" and channel in module.channels:
-                return token_weights(roles, row.has_dropped, module.config, channel)
-        return torch.zeros(roles.shape, device=roles.device)
+                return token_weights(row.roles, row.has_dropped, module.config, channel)
+        return torch.zeros(row.roles.shape, device=row.roles.device)
 
 
 def _unit(module: ObjectiveModule) -> Callable[[LossBatch], list[Term]]:

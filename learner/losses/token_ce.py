@@ -19,6 +19,7 @@ def role_weights(config: TokenCEConfig, channel: Channel) -> dict[Role, float]:
     """
     desc = config.desc_ce_weight if channel == "A" else config.rollout_fn_desc_weight
     return {
+        Role.PROMPT: 0.0,
         Role.MATCHED_STRUCTURE: config.rollout_matched_prefix_struct_weight,
         Role.MATCHED_DESC: 0.0,
         Role.FALSE_POSITIVE: 0.0,

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from learner.losses.batch import Supervision
-from learner.types import Target
+from learner.types import Role, Target
 from shared_contracts.errors import ContractError
-
-PROMPT_ROLE = -1
 
 
 @dataclass(frozen=True)
@@ -133,16 +131,16 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
     roles: list[Tensor] = []
     dropped: list[Tensor] = []
     positions: list[int] = []
-    bins: list[int] = []
+    bins: list[float] = []
     boxes: list[list[int]] = []
     offset = 0
     for segment in segments:
         prompt_len = segment.prompt.ids.numel()
-        prompt_roles = torch.full((prompt_len,), PROMPT_ROLE, dtype=torch.int8)
+        prompt_roles = torch.full((prompt_len,), int(Role.PROMPT), dtype=torch.int8)
         roles += [prompt_roles, torch.from_numpy(segment.target.role)]
         dropped.append(torch.full((len(segment),), segment.has_dropped))
         for group in segment.target.coord_groups:
-            if len(group.positions) == 4:
+            if group.is_box:
                 boxes.append(list(range(len(positions), len(positions) + 4)))
             positions += [offset + prompt_len + p for p in group.positions]
             bins += group.bins
@@ -152,7 +150,7 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
         roles=torch.cat(roles),
         has_dropped=torch.cat(dropped),
         coord_positions=torch.tensor(positions, dtype=torch.long),
-        coord_bins=torch.tensor(bins, dtype=torch.long),
+        coord_bins=torch.tensor(bins, dtype=torch.float32),
         boxes=torch.tensor(boxes, dtype=torch.long).view(-1, 4),
     )
 

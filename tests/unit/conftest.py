@@ -1,4 +1,4 @@
-"""Tokenizers that the tests of the pure stages share, and how hypothesis runs."""
+"""Tokenizers and toy files that the tests of the pure stages share."""
 
 from collections.abc import Iterator
 from importlib.resources import files
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -14,10 +13,6 @@ from learner.coords import COORD_BINS, coord_token
 from learner.data.toy import ToyData, make_data
 from learner.tokens import IM_END
 from tests.unit.toy_bpe import train_toy_tokenizer
-
-# The same examples in every run, on a machine of any speed.
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

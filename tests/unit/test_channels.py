@@ -75,7 +75,7 @@ def answering(loaded: LoadedModel, encoder: PromptEncoder, scene: Sample) -> Ans
     return Answering(loaded, encoder, scene)
 
 
-def supervised(segment: Segment) -> list[tuple[tuple[int, ...], bool]]:
+def supervised(segment: Segment) -> list[tuple[tuple[float, ...], bool]]:
     return [(group.bins, group.matched) for group in segment.target.coord_groups]
 
 

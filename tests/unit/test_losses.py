@@ -61,12 +61,19 @@ def pipeline() -> Pipeline:
 def row() -> Supervision:
     """Two prompt tokens, then one matched and one appended box with their text."""
     box = [Role.COORD] * 4
-    roles = [-1, -1, Role.MATCHED_STRUCTURE, Role.MATCHED_DESC, *box, Role.FALSE_POSITIVE]
+    roles = [
+        Role.PROMPT,
+        Role.PROMPT,
+        Role.MATCHED_STRUCTURE,
+        Role.MATCHED_DESC,
+        *box,
+        Role.FALSE_POSITIVE,
+    ]
     roles += [Role.APPENDED_STRUCTURE, Role.APPENDED_DESC, *box, Role.CLOSURE, Role.CLOSURE]
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, FIRST_COORD, (len(roles),), generator=generator)
     positions = torch.tensor([i for i, r in enumerate(roles) if r == Role.COORD])
-    bins = torch.tensor([10, 20, 500, 999, 0, 300, 301, 302])
+    bins = torch.tensor([10.0, 20, 500, 999, 0, 300, 301, 302])
     ids[positions] = FIRST_COORD + torch.randint(0, COORD_BINS, (8,), generator=generator)
     return Supervision(
         input_ids=ids,
@@ -121,7 +128,7 @@ def plain_coord_terms(logits: Tensor, r: Supervision) -> dict[str, float]:
             cdf_q += q[k] / total
             w1 += abs(cdf_p - cdf_q) / 999
             soft += -(q[k] / total) * math.log(probs[k])
-        sums["coord_ce"] += -math.log(probs[target]) / slots
+        sums["coord_ce"] += -math.log(probs[int(target)]) / slots
         sums["coord_soft_ce"] += soft / slots
         sums["coord_w1"] += w1 / slots
         sums["coord_gate"] += (
@@ -273,7 +280,7 @@ def test_false_positives_and_prompts_get_no_gradient() -> None:
     assert logits.grad is not None
     touched = {p + 1 for p in logits.grad.abs().sum(1).nonzero().squeeze(1).tolist()}
     for position, role in enumerate(supervision.roles.tolist()):
-        silent = role in (-1, Role.FALSE_POSITIVE, Role.MATCHED_DESC)
+        silent = role in (Role.PROMPT, Role.FALSE_POSITIVE, Role.MATCHED_DESC)
         assert (position in touched) == (not silent)
 
 

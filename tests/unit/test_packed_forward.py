@@ -21,7 +21,7 @@ from learner.model.packed_forward import (
 from learner.model.prompt import PromptEncoder
 from learner.model.toy import make_model
 from learner.targets import build_ground_truth_target
-from learner.types import GroundTruthObject, Sample, Shape
+from learner.types import GroundTruthObject, Role, Sample, Shape
 from shared_contracts.errors import ContractError
 
 IMAGE_SIZES = [(64, 64), (96, 64), (64, 128)]
@@ -102,7 +102,7 @@ def test_slots_and_roles_move_by_the_segments_offset(segments: list[Segment]) ->
     ids = row.input_ids[row.coord_positions].tolist()
     assert len(ids) == 4 * 6
     assert row.boxes.shape == (6, 4)
-    assert (row.roles[: segments[0].prompt.ids.numel()] == -1).all()
+    assert (row.roles[: segments[0].prompt.ids.numel()] == Role.PROMPT).all()
     first, last = row.coord_bins[:4].tolist(), row.coord_bins[-4:].tolist()
     assert first == [10, 20, 300, 400]
     assert last == [10, 20, 302, 400]
