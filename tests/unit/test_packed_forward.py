@@ -116,7 +116,7 @@ def test_supervised_slots_hold_the_coordinate_tokens(
     for token, expected in zip(
         row.input_ids[row.coord_positions].tolist(), row.coord_bins.tolist(), strict=True
     ):
-        assert tokenizer.convert_ids_to_tokens(token) == coord_token(expected)
+        assert tokenizer.convert_ids_to_tokens(token) == coord_token(int(expected))
 
 
 @pytest.mark.req("PACK-04")
