@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from learner.matching import MatchConfig, match_objects
+from learner.config.rollout_matching import MatchingConfig
+from learner.matching import match_objects
 from learner.parsing import parse_rollout
 from learner.rollout.policy import Policy
 from learner.tokens import Tokenizer
@@ -74,7 +75,7 @@ def evaluate(
 
 def score(answers: Iterable[tuple[Sample, ParsedRollout]]) -> Scores:
     """Match at IoU 0.5 and count."""
-    config = MatchConfig(maskiou_gate=IOU_THRESHOLD)
+    config = MatchingConfig(maskiou_gate=IOU_THRESHOLD)
     predicted = ground_truths = hits = located = dropped = 0
     for sample, parsed in answers:
         match = match_objects(parsed.objects, sample.objects, config)

@@ -11,7 +11,6 @@ itself too: such an object is never matched.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import pycocotools.mask as coco_mask
 from scipy.optimize import linear_sum_assignment
 
+from learner.config.rollout_matching import MatchingConfig
 from learner.coords import COORD_BINS
 from learner.types import GeometryKind, MatchResult, Shape
 
@@ -37,25 +37,8 @@ class HasShape(Protocol):
 AnyShape = Shape | PlainShape | HasShape
 
 
-@dataclass(frozen=True)
-class MatchConfig:
-    """Keys of `rollout_matching.matching` that matching reads.
-
-    candidate_top_k: ground truths each prediction is compared with.
-    maskiou_gate: least mask IoU of a pair.
-    maskiou_resolution: side of the canvas in pixels.
-    fp_cost, fn_cost: cost of a prediction, or a ground truth, that stays alone.
-    """
-
-    candidate_top_k: int = 10
-    maskiou_gate: float = 0.3
-    maskiou_resolution: int = 256
-    fp_cost: float = 1.0
-    fn_cost: float = 1.0
-
-
 def match_objects(
-    predicted: Sequence[AnyShape], ground_truth: Sequence[AnyShape], config: MatchConfig
+    predicted: Sequence[AnyShape], ground_truth: Sequence[AnyShape], config: MatchingConfig
 ) -> MatchResult:
     """Match P predictions to G ground truths; pairs come in order of the predictions.
 
@@ -100,7 +83,7 @@ def candidate_pairs(
 
 
 def _candidate_mask_iou(
-    predicted: Sequence[PlainShape], ground_truth: Sequence[PlainShape], config: MatchConfig
+    predicted: Sequence[PlainShape], ground_truth: Sequence[PlainShape], config: MatchingConfig
 ) -> FloatArray:
     """Mask IoU (P, G), NaN where the pair is no candidate."""
     iou = np.full((len(predicted), len(ground_truth)), np.nan)

@@ -26,7 +26,6 @@ from learner.channels.b import ChannelB
 from learner.config.schema import Config
 from learner.evaluate import Scores, evaluate
 from learner.losses.pipeline import Pipeline
-from learner.matching import MatchConfig
 from learner.metrics import StepReport
 from learner.model.load import LoadedModel, load_model
 from learner.model.packed_forward import check_packing
@@ -191,12 +190,11 @@ def build_trainer(
     """Wire the channels, the objective and the Trainer."""
     order = config.custom.object_field_order
     encode = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-    matching = MatchConfig(**config.rollout_matching.matching.model_dump())
     calls = CallLog(folder)
     runner = StepRunner(
         config,
         ChannelA(loaded.inner, encode, loaded.tokenizer, order),
-        ChannelB(loaded.inner, encode, loaded.tokenizer, order, matching),
+        ChannelB(loaded.inner, encode, loaded.tokenizer, order, rollout.matching),
         Pipeline(config.stage2_ab.pipeline.objective, loaded.vocab.ids),
         policy,
         calls.write,

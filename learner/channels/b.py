@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from learner.matching import MatchConfig, match_objects
+from learner.config.rollout_matching import MatchingConfig
+from learner.matching import match_objects
 from learner.model.packed_forward import EncodedPrompt, RopeIndex, Segment, make_segment
 from learner.parsing import parse_rollout
 from learner.rollout.prompt_check import check_prompt_ids
@@ -86,7 +87,7 @@ class ChannelB:
         encode: Callable[[Sample], EncodedPrompt],
         tokenizer: Tokenizer,
         field_order: FieldOrder,
-        matching: MatchConfig,
+        matching: MatchingConfig,
     ) -> None:
         self._inner = inner
         self._encode = encode

@@ -44,7 +44,6 @@ def _not_served(do: str) -> Retired:
 
 _DECODE_BATCH = Retired("moved", "Use rollout_matching.decode_batch_size")
 _CHANNEL_B_STEP = _removed("Remove it: channel B always runs in step mode")
-_NO_POLYGONS = _not_served("Remove it: it belongs to polygons, and only boxes are served")
 
 RETIRED_KEYS: dict[str, Retired] = {
     "extra": _removed("Move its keys to custom.extra, the only free section"),
@@ -112,9 +111,6 @@ RETIRED_KEYS: dict[str, Retired] = {
         "Remove it: training.eval_strategy and eval_steps rule the evaluation"
     ),
     "rollout_matching.pipeline": _not_served("Use stage2_ab.pipeline"),
-    "rollout_matching.matching.ot_cost": _NO_POLYGONS,
-    "rollout_matching.matching.ot_epsilon": _NO_POLYGONS,
-    "rollout_matching.matching.ot_iters": _NO_POLYGONS,
 }
 
 RETIRED_VALUES: dict[str, dict[str, Retired]] = {

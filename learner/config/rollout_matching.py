@@ -32,6 +32,13 @@ class MatchingConfig(StrictModel):
     maskiou_resolution: int = Field(default=256, ge=2, description="side of the mask canvas")
     fp_cost: float = Field(default=1.0, ge=0, description="of leaving a prediction unmatched")
     fn_cost: float = Field(default=1.0, ge=0, description="of leaving a ground truth unmatched")
+    ot_cost: Literal["l1", "l2"] = Field(
+        default="l2", description="distance of points in the transport plan of a polygon"
+    )
+    ot_epsilon: float = Field(
+        default=10.0, gt=0, description="weight of the plan's entropy, in bins"
+    )
+    ot_iters: int = Field(default=30, ge=1, description="rounds of Sinkhorn")
 
 
 class OffloadConfig(StrictModel):

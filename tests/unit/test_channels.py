@@ -9,9 +9,9 @@ import pytest
 
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB, RolloutStats
+from learner.config.rollout_matching import MatchingConfig
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.matching import MatchConfig
 from learner.model.load import LoadedModel, load_model
 from learner.model.packed_forward import Segment
 from learner.model.prompt import PromptEncoder
@@ -55,7 +55,7 @@ class Answering:
         self.scene = scene
         self.encoder = encoder
         self.channel = ChannelB(
-            loaded.inner, encoder, loaded.tokenizer, "desc_first", MatchConfig()
+            loaded.inner, encoder, loaded.tokenizer, "desc_first", MatchingConfig()
         )
 
     def rollout(self, text: str) -> RolloutOutput:

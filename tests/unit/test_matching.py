@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.matching import MatchConfig, candidate_pairs, mask_iou, match_objects
+from learner.config.rollout_matching import MatchingConfig
+from learner.matching import candidate_pairs, mask_iou, match_objects
 from learner.types import GroundTruthObject, Shape
 
 COORDS = st.integers(0, 999)
@@ -65,7 +66,7 @@ def test_a_triangle_covers_half_of_its_box() -> None:
 def test_plain_tuples_and_objects_are_shapes_too() -> None:
     cat = GroundTruthObject("cat", box(0, 0, 500, 500))
     assert mask_iou(("bbox_2d", [0, 0, 500, 500]), cat, 256) == 1.0
-    assert match_objects([("bbox_2d", [0, 0, 500, 500])], [cat], MatchConfig()).pairs == [(0, 0)]
+    assert match_objects([("bbox_2d", [0, 0, 500, 500])], [cat], MatchingConfig()).pairs == [(0, 0)]
 
 
 @pytest.mark.req("MATCH-02")
@@ -77,7 +78,7 @@ def test_coordinates_are_clamped_to_the_canvas() -> None:
 @pytest.mark.parametrize("thin", [box(5, 5, 5, 5), box(100, 100, 100, 900), box(10, 10, 12, 12)])
 def test_a_shape_too_thin_for_a_pixel_overlaps_nothing(thin: Shape) -> None:
     assert mask_iou(thin, thin, 256) == 0.0
-    assert match_objects([thin], [thin], MatchConfig()).pairs == []
+    assert match_objects([thin], [thin], MatchingConfig()).pairs == []
 
 
 @pytest.mark.req("MATCH-02")
@@ -126,7 +127,7 @@ def test_ties_go_to_the_lower_index() -> None:
 def test_pairs_that_are_no_candidates_are_never_computed() -> None:
     predicted = [box(0, 0, 100, 100), box(500, 500, 600, 600)]
     truths = [box(500, 500, 610, 610), box(0, 0, 90, 90), box(0, 0, 80, 80)]
-    result = match_objects(predicted, truths, MatchConfig(candidate_top_k=1))
+    result = match_objects(predicted, truths, MatchingConfig(candidate_top_k=1))
     assert np.isnan(result.mask_iou).tolist() == [[True, False, True], [False, True, True]]
     assert result.pairs == [(0, 1), (1, 0)]
     assert result.false_negatives == [2]
@@ -139,7 +140,7 @@ def test_pairs_that_are_no_candidates_are_never_computed() -> None:
 def test_matched_false_and_missed_objects_are_told_apart() -> None:
     predicted = [box(700, 700, 900, 900), box(10, 10, 200, 200)]
     truths = [box(0, 0, 200, 200), box(300, 300, 500, 500)]
-    result = match_objects(predicted, truths, MatchConfig())
+    result = match_objects(predicted, truths, MatchingConfig())
     assert (result.pairs, result.false_positives, result.false_negatives) == ([(1, 0)], [0], [1])
     assert result.gated == 3
     assert result.mask_iou.shape == (2, 2)
@@ -150,7 +151,7 @@ def test_a_prediction_below_the_gate_with_every_truth_stays_alone() -> None:
     predicted, truths = [box(0, 0, 400, 400)], [box(200, 200, 600, 600), box(300, 0, 700, 400)]
     assert all(0 < mask_iou(predicted[0], truth, 256) < 0.3 for truth in truths)
     # Even when staying alone costs more than any pair.
-    result = match_objects(predicted, truths, MatchConfig(fp_cost=50.0, fn_cost=50.0))
+    result = match_objects(predicted, truths, MatchingConfig(fp_cost=50.0, fn_cost=50.0))
     assert (result.pairs, result.false_negatives, result.gated) == ([], [0, 1], 2)
 
 
@@ -158,8 +159,8 @@ def test_a_prediction_below_the_gate_with_every_truth_stays_alone() -> None:
 def test_a_pair_at_the_gate_is_feasible() -> None:
     predicted, truth = box(0, 0, 999, 999), box(0, 0, 333, 999)
     iou = mask_iou(predicted, truth, 256)
-    assert match_objects([predicted], [truth], MatchConfig(maskiou_gate=iou)).gated == 0
-    above = MatchConfig(maskiou_gate=float(np.nextafter(iou, 1)))
+    assert match_objects([predicted], [truth], MatchingConfig(maskiou_gate=iou)).gated == 0
+    above = MatchingConfig(maskiou_gate=float(np.nextafter(iou, 1)))
     assert match_objects([predicted], [truth], above).gated == 1
 
 
@@ -167,16 +168,16 @@ def test_a_pair_at_the_gate_is_feasible() -> None:
 def test_the_gate_keeps_a_poor_pair_from_forcing_a_better_one_apart() -> None:
     truths = [box(0, 0, 400, 400), box(100, 0, 500, 400)]
     predicted = [box(100, 0, 500, 400), box(600, 0, 1000, 400)]
-    assert match_objects(predicted, truths, MatchConfig()).pairs == [(0, 1)]
+    assert match_objects(predicted, truths, MatchingConfig()).pairs == [(0, 1)]
 
 
 @pytest.mark.req("MATCH-02")
 def test_cheap_dummies_leave_poor_pairs_unmatched() -> None:
     predicted, truths = [box(0, 0, 400, 400)], [box(0, 0, 400, 200)]
-    assert match_objects(predicted, truths, MatchConfig()).pairs == [(0, 0)]
+    assert match_objects(predicted, truths, MatchingConfig()).pairs == [(0, 0)]
     # A pair that costs 0.5 against one object alone on each side.
     for fp_cost, fn_cost, pairs in ((0.1, 0.35, []), (0.35, 0.1, []), (0.1, 0.45, [(0, 0)])):
-        config = MatchConfig(fp_cost=fp_cost, fn_cost=fn_cost)
+        config = MatchingConfig(fp_cost=fp_cost, fn_cost=fn_cost)
         assert match_objects(predicted, truths, config).pairs == pairs
 
 
@@ -184,7 +185,7 @@ def test_cheap_dummies_leave_poor_pairs_unmatched() -> None:
 @pytest.mark.parametrize(("n_predicted", "n_truth"), [(0, 0), (0, 3), (3, 0)])
 def test_without_predictions_or_truths_nothing_matches(n_predicted: int, n_truth: int) -> None:
     shape = box(0, 0, 500, 500)
-    result = match_objects([shape] * n_predicted, [shape] * n_truth, MatchConfig())
+    result = match_objects([shape] * n_predicted, [shape] * n_truth, MatchingConfig())
     assert result.pairs == []
     assert result.false_positives == list(range(n_predicted))
     assert result.false_negatives == list(range(n_truth))
@@ -216,7 +217,9 @@ HOME = box(300, 300, 700, 700)
 def test_no_other_assignment_costs_less(
     predicted: list[Shape], truths: list[Shape], gate: float, alone: float
 ) -> None:
-    config = MatchConfig(maskiou_gate=gate, maskiou_resolution=64, fp_cost=alone, fn_cost=2 * alone)
+    config = MatchingConfig(
+        maskiou_gate=gate, maskiou_resolution=64, fp_cost=alone, fn_cost=2 * alone
+    )
     result = match_objects(predicted, truths, config)
 
     def cost(pairs: list[tuple[int, int]]) -> float:
@@ -240,7 +243,7 @@ def test_no_other_assignment_costs_less(
 def test_the_result_is_complete_and_the_same_every_time(
     predicted: list[Shape], truths: list[Shape]
 ) -> None:
-    first, second = (match_objects(predicted, truths, MatchConfig()) for _ in range(2))
+    first, second = (match_objects(predicted, truths, MatchingConfig()) for _ in range(2))
     assert first.pairs == second.pairs == sorted(first.pairs)
     assert sorted([i for i, _ in first.pairs] + first.false_positives) == [*range(len(predicted))]
     assert sorted([j for _, j in first.pairs] + first.false_negatives) == [*range(len(truths))]

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
+from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.losses.pipeline import Pipeline
-from learner.matching import MatchConfig
 from learner.metrics import PhaseClock, StepReport
 from learner.model.load import LoadedModel, load_model
 from learner.model.packed_forward import Segment, make_pack, packed_logits
@@ -75,7 +75,7 @@ class Parts:
         self.pipeline = Pipeline(objective, self.loaded.vocab.ids)
         tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
         self.channel_a = ChannelA(inner, self.encode, tokenizer, "desc_first")
-        self.channel_b = ChannelB(inner, self.encode, tokenizer, "desc_first", MatchConfig())
+        self.channel_b = ChannelB(inner, self.encode, tokenizer, "desc_first", MatchingConfig())
 
     def runner(self, config: Config, policy: Policy | None = None) -> StepRunner:
         return StepRunner(config, self.channel_a, self.channel_b, self.pipeline, policy)

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from learner.matching import MatchConfig, match_objects
+from learner.config.rollout_matching import MatchingConfig
+from learner.matching import match_objects
 from learner.parsing import parse_rollout
 from learner.targets import (
     ClosureNotFound,
@@ -415,7 +416,7 @@ def test_parsed_again_a_target_gives_the_kept_predictions_and_the_appended_objec
 ) -> None:
     parsed = parse_rollout(data.draw(rollouts(tokenizer)), tokenizer)
     truths = data.draw(st.lists(ground_truths(allow_poly=True), max_size=4))
-    config = MatchConfig(maskiou_resolution=64)
+    config = MatchingConfig(maskiou_resolution=64)
     match = match_objects(parsed.objects, truths, config)
     order: FieldOrder = data.draw(st.sampled_from(["desc_first", "geometry_first"]))
     target = build_target(parsed, truths, match, tokenizer, order)
@@ -443,7 +444,7 @@ def test_roles_and_groups_agree_with_the_tokens_for_any_rollout(
 ) -> None:
     parsed = parse_rollout(data.draw(rollouts(tokenizer)), tokenizer)
     truths = data.draw(st.lists(ground_truths(), max_size=4))
-    match = match_objects(parsed.objects, truths, MatchConfig(maskiou_resolution=64))
+    match = match_objects(parsed.objects, truths, MatchingConfig(maskiou_resolution=64))
     target = build_target(parsed, truths, match, tokenizer, "desc_first")
     length = len(target.token_ids)
     assert target.role.shape == (length,)
