@@ -194,7 +194,7 @@ def build_trainer(
     runner = StepRunner(
         config,
         ChannelA(loaded.inner, encode, loaded.tokenizer, order),
-        ChannelB(loaded.inner, encode, loaded.tokenizer, order, rollout.matching),
+        ChannelB(loaded.inner, encode, loaded.tokenizer, order, config.rollout_matching.matching),
         Pipeline(config.stage2_ab.pipeline.objective, loaded.vocab.ids),
         policy,
         calls.write,
