@@ -1,4 +1,4 @@
-"""scripts/req_table: rules of the document against the marks of the tests."""
+"""scripts/req_table: rules and scenarios of the document against the tests."""
 
 import subprocess
 import sys
@@ -77,3 +77,22 @@ def test_a_mark_that_cannot_be_read_fails(tmp_path: Path) -> None:
     done = req_table(tmp_path, DOCUMENT, "@pytest.mark.req(RULE)\ndef test_one(): ...\n")
     assert done.returncode == 1
     assert "tests/test_a.py::test_one (line 1): a mark without a literal id" in done.stderr
+
+
+SCENARIOS = "\n## Scenarios\n\n- Geometry-first, 2 ways (000, 004)\n- A second one (002)\n"
+
+
+def test_a_scenario_has_the_test_of_its_name(tmp_path: Path) -> None:
+    tests = "class TestIt:\n    async def test_geometry_first_2_ways(self): ...\n"
+    done = req_table(tmp_path, DOCUMENT + SCENARIOS, tests)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-2:] == [
+        "1 of 2 scenarios have a test.",
+        "Without a test: A second one",
+    ]
+
+
+def test_a_scenario_listed_twice_fails(tmp_path: Path) -> None:
+    done = req_table(tmp_path, DOCUMENT + SCENARIOS + "- A second one (003)\n", "")
+    assert done.returncode == 1
+    assert "A second one is listed twice" in done.stderr
