@@ -1,0 +1,138 @@
+"""Scenarios of a whole channel-B step on the toy model (seed 000)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.channels.a import ChannelA
+from learner.channels.b import ChannelB
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData
+from learner.losses.pipeline import Pipeline
+from learner.model.load import LoadedModel, load_model
+from learner.model.prompt import PromptEncoder
+from learner.rollout.policy import Asking, Policy
+from learner.step import StepRunner
+from learner.types import RolloutOutput
+from shared_contracts.errors import ContractError
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from tests.unit.answers import encode
+from tests.unit.small_run import rollout, small_config, written
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+N_SAMPLES = 4
+
+
+class World:
+    """A toy model that counts its forwards, and a backend that notes what it was asked."""
+
+    def __init__(self, checkpoint: Path, data: ToyData, out: Path) -> None:
+        self.config = small_config(
+            checkpoint, data, out, stage2_ab={"schedule": {"b_ratio": 1.0}}, global_max_length=640
+        )
+        self.loaded: LoadedModel = load_model(self.config)
+        self.encode = PromptEncoder(self.loaded.processor, self.config.template.prompt, None)
+        self.samples = read_samples(data.train_jsonl, allow_poly=False)[:N_SAMPLES]
+        self.asked: list[RolloutInferRequest] = []
+        self.forwards: list[int] = []
+        self.losses = 0
+        self.loaded.model.register_forward_pre_hook(
+            lambda _, __, kwargs: self.forwards.append(kwargs["input_ids"].numel()),
+            with_kwargs=True,
+        )
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        self.asked += requests
+        texts = [written(*sample.objects[:1]) for sample in self.samples]
+        prompts = [self.encode(sample).ids.tolist() for sample in self.samples]
+        return [
+            rollout(prompt, encode(self.loaded.tokenizer, text))
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+
+    def push_weights(self, version: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def channel_b(self) -> ChannelB:
+        matching = self.config.rollout_matching.matching
+        tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
+        return ChannelB(inner, self.encode, tokenizer, "desc_first", matching)
+
+    def step(self) -> dict[str, float]:
+        tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
+        policy = Policy(self, 0, Asking("Detect.", None, RequestConfig()))
+        objective = self.config.stage2_ab.pipeline.objective
+        runner = StepRunner(
+            self.config,
+            ChannelA(inner, self.encode, tokenizer, "desc_first"),
+            self.channel_b(),
+            Pipeline(objective, self.loaded.vocab.ids),
+            policy,
+        )
+
+        def backward(loss: torch.Tensor) -> None:
+            self.losses += 1
+            loss.backward()
+
+        _, report = runner.run(self.loaded.model, self.samples, 0, backward)
+        return report.metrics
+
+
+@pytest.fixture
+def world(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> World:
+    return World(toy_checkpoint, toy_data, tmp_path)
+
+
+@pytest.mark.req("RES-08", "CHB-01")
+def test_training_uses_one_sequence_and_one_forward_pass(world: World) -> None:
+    metrics = world.step()
+    packs = metrics["packing/post_rollout_packs"]
+    assert len(world.forwards) == world.losses == packs
+
+
+@pytest.mark.req("RES-08", "CHB-01", "ROLL-02")
+def test_packing_enabled_does_not_break_rollout_matching_training(world: World) -> None:
+    metrics = world.step()
+    assert len(world.asked) == N_SAMPLES, "rollouts are not packed"
+    assert len(world.forwards) < N_SAMPLES, "the teacher-forced forward is"
+    assert max(world.forwards) <= world.config.global_max_length
+    grads = [p.grad for p in world.loaded.model.parameters() if p.grad is not None]
+    assert grads
+    assert all(torch.isfinite(grad).all() for grad in grads)
+    assert metrics["packing/post_rollout_segments"] == N_SAMPLES
+
+
+@pytest.mark.req("ROLL-02")
+def test_packing_is_never_applied_during_rollout_generation(world: World) -> None:
+    world.step()
+    assert [request.uuid for request in world.asked] == [s.sample_id for s in world.samples]
+    assert [len(request.images) for request in world.asked] == [1] * N_SAMPLES
+
+
+@pytest.mark.req("APPEND-03")
+def test_supervision_indices_are_validated_against_assistant_span(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from learner.channels import b
+    from learner.targets import build_target
+
+    def misaligned(*args: object, **kwargs: object) -> object:
+        target = build_target(*args, **kwargs)  # type: ignore[arg-type]
+        group = target.coord_groups[0]
+        object.__setattr__(group, "positions", (len(target.token_ids), *group.positions[1:]))
+        return target
+
+    monkeypatch.setattr(b, "build_target", misaligned)
+    with pytest.raises(ContractError) as error:
+        world.step()
+    assert error.value.where == world.samples[0].sample_id
+    assert "assistant" in error.value.found
+    assert not world.forwards
