@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from learner.packing import SegmentBuffer, check_length, select_segments
+from learner.packing import SegmentBuffer, select_segments
 from shared_contracts.errors import ContractError
 
 PACKING_LENGTH = 100
@@ -38,15 +38,11 @@ def test_deterministic_selection() -> None:
 @pytest.mark.req("PACK-01")
 def test_oversized_segment_fails_fast() -> None:
     buffer: SegmentBuffer[str] = SegmentBuffer(PACKING_LENGTH, limit=8)
-    for insert in (
-        lambda: buffer.add("long", PACKING_LENGTH + 1, "train.jsonl:3"),
-        lambda: check_length(PACKING_LENGTH + 1, PACKING_LENGTH, "train.jsonl:3"),
-    ):
-        with pytest.raises(ContractError) as error:
-            insert()
-        for way_out in ("global_max_length", "max_new_tokens", "training.packing"):
-            assert way_out in error.value.do
-        assert "train.jsonl:3" in error.value.found
+    with pytest.raises(ContractError) as error:
+        buffer.add("long", PACKING_LENGTH + 1, "train.jsonl:3")
+    for way_out in ("global_max_length", "max_new_tokens", "training.packing"):
+        assert way_out in error.value.do
+    assert "train.jsonl:3" in error.value.found
     assert len(buffer) == 0
 
 
