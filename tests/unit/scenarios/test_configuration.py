@@ -17,7 +17,7 @@ from tests.unit.small_run import small_mapping
 
 ROOT = Path(__file__).parents[3]
 BASE = load_mapping(ROOT / "configs/stage2_two_channel/base.yaml")
-SERVER = {"base_url": "http://127.0.0.1:9", "group_port": 51216}
+SERVER: dict[str, Any] = {"base_url": "http://127.0.0.1:9", "group_port": 51216}
 OLD = "custom.extra.rollout_matching"
 
 
