@@ -6,22 +6,27 @@
     EOS                                                                  <|im_end|>
 
 The roles come from the strict parser, run again over the finished ids: its first entries
-are those of the prefix, the rest are the appended objects (APPEND-02). A target in which
-the closing brace or the EOS is not where it must be raises `ClosureNotFound`; such a
-sample is dropped from supervision and counted (LOSS-02).
+are those of the prefix, the rest are the appended objects (APPEND-02). A target that
+cannot be read back raises `TargetUnreadable`; such a sample is dropped from supervision and
+counted (LOSS-02).
 
-Left out: matched pairs with a polygon on either side get the role COORD and no
-`CoordGroup`; their targets need a transport plan (OT-01).
+The coordinates of an appended object, and of a box matched to a box, are taught the ground
+truth's; where a matched pair has a polygon in it, those of the prediction are taught where a
+transport plan projects them (OT-01).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from learner.parsing import parse_rollout, scan_answer
+from learner.config.rollout_matching import MatchingConfig
+from learner.parsing import parse_rollout
+from learner.scanner import Scanner
 from learner.serialize import object_key, serialize_append, serialize_objects
-from learner.tokens import Tokenizer, token_table
+from learner.tokens import HALF_CHARACTER, Tokenizer, token_table
+from learner.transport_plan import projected_bins
 from learner.types import (
     CoordGroup,
     FieldOrder,
@@ -30,17 +35,38 @@ from learner.types import (
     ParsedObject,
     ParsedRollout,
     Role,
-    Shape,
     Target,
 )
 
-# One entry of a target: the ground truth it is taught from, None for a false positive,
-# and whether a prediction was matched to it.
-_Lesson = tuple[GroundTruthObject, bool] | None
+_DEFAULT_MATCHING = MatchingConfig()
 
 
-class ClosureNotFound(Exception):
-    """The outermost `}` or the EOS of a target cannot be located."""
+class TargetUnreadable(Exception):
+    """The strict parser cannot read a finished target back.
+
+    Its outermost `}` or its EOS cannot be located, or an object that was appended is refused.
+    """
+
+
+class _Lesson(NamedTuple):
+    """What one supervised entry of a target teaches; fields as in `CoordGroup`."""
+
+    bins: tuple[float, ...]
+    matched: bool
+    is_box: bool
+
+
+class _Entry(NamedTuple):
+    """One entry of a finished target.
+
+    span: tokens [start, end), with all that leads up to it.
+    found: the object the strict parser reads there, None where it drops it.
+    lesson: None for a false positive.
+    """
+
+    span: tuple[int, int]
+    found: ParsedObject | None
+    lesson: _Lesson | None
 
 
 def build_target(
@@ -49,32 +75,27 @@ def build_target(
     match: MatchResult,
     tokenizer: Tokenizer,
     field_order: FieldOrder,
+    *,
+    matching: MatchingConfig = _DEFAULT_MATCHING,
 ) -> Target:
     """Prefix of the rollout + every ground truth that was not matched + EOS (channel B).
 
-    Raises `ClosureNotFound`, e.g. for a description that contains `<|im_end|>`.
+    matching: its `ot_*` make the transport plans of matched pairs with a polygon.
+    Raises `TargetUnreadable`, e.g. for a description that contains `<|im_end|>`.
     """
-    table = token_table(tokenizer)
     missed = [ground_truth[j] for j in match.false_negatives]
     assert len(match.pairs) + len(missed) == len(ground_truth)
     start_index = parsed.max_object_index + 1
-    prefix_text = "".join(table.pieces(parsed.prefix_token_ids, tokenizer))
+    prefix_text = "".join(token_table(tokenizer).pieces(parsed.prefix_token_ids, tokenizer))
     append = serialize_append(prefix_text, missed, start_index, field_order)
-    token_ids = [
-        *parsed.prefix_token_ids,
-        *tokenizer.encode(append, add_special_tokens=False),
-        table.vocab.im_end_id,
-    ]
-    matched = {i: (ground_truth[j], True) for i, j in match.pairs}
-    lessons: list[_Lesson] = [None if i is None else matched.get(i) for _, i in parsed.entry_ends]
-    lessons += [(item, False) for item in missed]
-    role, coord_groups = _supervise(token_ids, lessons, tokenizer)
-    return Target(
-        token_ids=token_ids,
+    matched = {i: _correction(parsed.objects[i], ground_truth[j], matching) for i, j in match.pairs}
+    lessons = [None if i is None else matched.get(i) for _, i in parsed.entry_ends]
+    return _supervise(
+        [*parsed.prefix_token_ids, *_encode_to_the_end(append, tokenizer)],
+        lessons + [_addition(item) for item in missed],
+        tokenizer,
         prefix_len=len(parsed.prefix_token_ids),
         fn_keys=[object_key(start_index + i) for i in range(len(missed))],
-        role=role,
-        coord_groups=coord_groups,
     )
 
 
@@ -83,20 +104,14 @@ def build_ground_truth_target(
 ) -> Target:
     """The whole answer from the ground truth, in its order (channel A).
 
-    Raises `ClosureNotFound`, e.g. for a description that contains `<|im_end|>`.
+    Raises `TargetUnreadable`, e.g. for a description that contains `<|im_end|>`.
     """
-    token_ids = tokenizer.encode(
-        serialize_objects(ground_truth, field_order), add_special_tokens=False
-    )
-    token_ids.append(token_table(tokenizer).vocab.im_end_id)
-    lessons: list[_Lesson] = [(item, False) for item in ground_truth]
-    role, coord_groups = _supervise(token_ids, lessons, tokenizer)
-    return Target(
-        token_ids=token_ids,
+    return _supervise(
+        _encode_to_the_end(serialize_objects(ground_truth, field_order), tokenizer),
+        [_addition(item) for item in ground_truth],
+        tokenizer,
         prefix_len=0,
         fn_keys=[object_key(i + 1) for i in range(len(ground_truth))],
-        role=role,
-        coord_groups=coord_groups,
     )
 
 
@@ -111,78 +126,120 @@ def locate_closure(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[int,
     if table.vocab.im_end_id not in ids:
         return None
     eos = ids.index(table.vocab.im_end_id)
-    scan = scan_answer(table.pieces(ids[:eos], tokenizer), ids[:eos], table.vocab)
-    return None if scan.close_at is None else (scan.close_at.token, eos)
+    tokens = TokenText(table.pieces(ids[:eos], tokenizer))
+    close_at = Scanner(tokens.text).scan().close_at
+    return None if close_at is None else (tokens.token_at(close_at), eos)
+
+
+def _encode_to_the_end(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a text that ends in the outermost `}`.
+
+    The strict parser cuts an answer before that brace, which no ids can spell where the last
+    token holds a part of a character too, say the last byte of an emoji and `"}}`. The brace
+    gets a token of its own there, or the parser would lose the last object.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    (last,) = token_table(tokenizer).pieces(ids[-1:], tokenizer)
+    if HALF_CHARACTER not in last:
+        return ids
+    return [
+        *tokenizer.encode(text[:-1], add_special_tokens=False),
+        *tokenizer.encode(text[-1:], add_special_tokens=False),
+    ]
+
+
+def _addition(item: GroundTruthObject) -> _Lesson:
+    return _Lesson(item.shape.coords, matched=False, is_box=item.shape.kind == "bbox_2d")
+
+
+def _correction(
+    predicted: ParsedObject, item: GroundTruthObject, matching: MatchingConfig
+) -> _Lesson:
+    if predicted.kind == item.shape.kind == "bbox_2d":
+        return _Lesson(item.shape.coords, matched=True, is_box=True)
+    bins = projected_bins(
+        predicted.shape, item.shape, matching.ot_cost, matching.ot_epsilon, matching.ot_iters
+    )
+    return _Lesson(bins, matched=True, is_box=False)
 
 
 def _supervise(
-    token_ids: list[int], lessons: list[_Lesson], tokenizer: Tokenizer
-) -> tuple[npt.NDArray[np.int8], list[CoordGroup]]:
-    """Roles and coordinate groups of a target whose entries teach `lessons`, in order."""
+    answer_ids: list[int],
+    lessons: list[_Lesson | None],
+    tokenizer: Tokenizer,
+    *,
+    prefix_len: int,
+    fn_keys: list[str],
+) -> Target:
+    """The target of an answer whose entries teach `lessons`, in order; None teaches nothing."""
+    vocab = token_table(tokenizer).vocab
+    token_ids = [*answer_ids, vocab.im_end_id]
     closure = locate_closure(token_ids, tokenizer)
     if closure is None:
-        raise ClosureNotFound(f"no closing brace before the EOS in {len(token_ids)} tokens")
-    again = parse_rollout(token_ids, tokenizer)
-    spans = _entry_spans(again, token_ids, tokenizer)
-    entries = [
-        (span, None if i is None else again.objects[i], lesson)
-        for span, (_, i), lesson in zip(spans, again.entry_ends, lessons, strict=True)
-    ]
-    role = _roles(token_ids, entries, token_table(tokenizer).vocab.bins)
+        raise TargetUnreadable(f"no closing brace before the EOS in {len(token_ids)} tokens")
+    entries = _read_entries(token_ids, lessons, tokenizer)
+    role = _roles(token_ids, entries, vocab.bins)
     role[list(closure)] = Role.CLOSURE
     groups = [
-        _coord_group(found, *lesson)
-        for _, found, lesson in entries
-        if found is not None and lesson is not None
+        CoordGroup(tuple(entry.found.coord_token_indices), *entry.lesson)
+        for entry in entries
+        if entry.found is not None and entry.lesson is not None
     ]
-    supervised = [group for group in groups if group is not None]
-    return role, sorted(supervised, key=lambda group: not group.matched)
+    return Target(
+        token_ids=token_ids,
+        prefix_len=prefix_len,
+        fn_keys=fn_keys,
+        role=role,
+        coord_groups=sorted(groups, key=lambda group: not group.matched),
+    )
+
+
+def _read_entries(
+    token_ids: list[int], lessons: list[_Lesson | None], tokenizer: Tokenizer
+) -> list[_Entry]:
+    """The entries that the strict parser finds in a target, each with its lesson."""
+    again = parse_rollout(token_ids, tokenizer)
+    found = [None if i is None else again.objects[i] for _, i in again.entry_ends]
+    readable = len(found) == len(lessons) and all(
+        lesson is None or item is not None for item, lesson in zip(found, lessons, strict=True)
+    )
+    if not readable:
+        raise TargetUnreadable(f"the strict parser drops {again.dropped} of a finished target")
+    spans = _entry_spans([end for end, _ in again.entry_ends], token_ids, tokenizer)
+    return [_Entry(*parts) for parts in zip(spans, found, lessons, strict=True)]
 
 
 def _entry_spans(
-    parsed: ParsedRollout, token_ids: list[int], tokenizer: Tokenizer
+    ends: list[int], token_ids: list[int], tokenizer: Tokenizer
 ) -> list[tuple[int, int]]:
     """Tokens [start, end) of each entry with all that leads up to it.
 
+    ends: the token that holds the last character of each.
     A token whose text goes on behind the end of an entry belongs to the next one too.
     """
     spans = []
     start = 0
-    for last, _ in parsed.entry_ends:
-        spans.append((start, last + 1))
-        (piece,) = token_table(tokenizer).pieces([token_ids[last]], tokenizer)
-        start = last + 1 if piece.endswith("}") else last
+    pieces = token_table(tokenizer).pieces([token_ids[end] for end in ends], tokenizer)
+    for end, piece in zip(ends, pieces, strict=True):
+        spans.append((start, end + 1))
+        start = end + 1 if piece.endswith("}") else end
     return spans
 
 
 def _roles(
-    token_ids: list[int],
-    entries: list[tuple[tuple[int, int], ParsedObject | None, _Lesson]],
-    coord_bins: dict[int, int],
+    token_ids: list[int], entries: list[_Entry], coord_bins: dict[int, int]
 ) -> npt.NDArray[np.int8]:
     """Role of each token; where tokens are shared, what is written later here wins."""
     role = np.full(len(token_ids), Role.APPENDED_STRUCTURE, dtype=np.int8)
-    for (start, end), _, lesson in entries:
-        if lesson is not None and lesson[1]:
-            role[start:end] = Role.MATCHED_STRUCTURE
-    for _, found, lesson in entries:
-        if lesson is not None and found is not None:
-            role[found.desc_token_indices] = Role.MATCHED_DESC if lesson[1] else Role.APPENDED_DESC
+    for entry in entries:
+        if entry.lesson is not None and entry.lesson.matched:
+            role[slice(*entry.span)] = Role.MATCHED_STRUCTURE
+    for entry in entries:
+        if entry.lesson is not None and entry.found is not None:
+            desc = Role.MATCHED_DESC if entry.lesson.matched else Role.APPENDED_DESC
+            role[entry.found.desc_token_indices] = desc
     role[[i for i, token_id in enumerate(token_ids) if token_id in coord_bins]] = Role.COORD
-    for (start, end), _, lesson in entries:
-        if lesson is None:
-            role[start:end] = Role.FALSE_POSITIVE
+    for entry in entries:
+        if entry.lesson is None:
+            role[slice(*entry.span)] = Role.FALSE_POSITIVE
     return role
-
-
-def _coord_group(found: ParsedObject, item: GroundTruthObject, matched: bool) -> CoordGroup | None:
-    """Coordinates to teach; None for a matched pair with a polygon in it."""
-    if matched and {found.kind, item.shape.kind} != {"bbox_2d"}:
-        return None
-    shape: Shape = item.shape
-    return CoordGroup(
-        positions=tuple(found.coord_token_indices),
-        bins=tuple(shape.coords),
-        matched=matched,
-        is_box=shape.kind == "bbox_2d",
-    )

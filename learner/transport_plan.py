@@ -3,6 +3,10 @@
 Each point of the prediction is sent to the mean of the ground-truth points, weighted by its
 row of the Sinkhorn plan between the two sets (barycentric projection; Cuturi 2013, and Peyre
 and Cuturi, Computational Optimal Transport, 2019, sections 4.2 and 4.4).
+
+    projected_bins         two shapes           -> one target per coordinate token
+    sinkhorn_barycentric   two sets of points   -> one target point per predicted point
+    transport_shares       two sets of points   -> the plan, rows scaled to 1
 """
 
 from collections.abc import Sequence
@@ -11,11 +15,48 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from learner.coords import COORD_BINS
+from learner.types import Shape
 from shared_contracts.errors import ContractError
 
 FloatArray = npt.NDArray[np.float64]
 Points = npt.NDArray[np.floating] | Sequence[Sequence[float]]
 TransportCost = Literal["l1", "l2"]
+
+# Which of x1, y1, x2, y2 are the x and the y of each corner of a box.
+_BOX_CORNERS = np.array([[0, 1], [2, 1], [2, 3], [0, 3]])
+
+
+def projected_bins(
+    predicted: Shape, truth: Shape, cost: TransportCost, epsilon: float, iters: int
+) -> tuple[float, ...]:
+    """Where each coordinate token of a prediction should be, in bins, fractions included.
+
+    The points of a polygon are its vertices, those of a box its four corners. A coordinate
+    of a predicted box stands in two corners; its target is the mean of their projections,
+    which gives the box whose corners are nearest to the projected ones (least squares).
+
+    Returns one target in [0, 999] per coordinate of `predicted`, in its order. Raises as
+    `sinkhorn_barycentric`, whose arguments the others are.
+    """
+    slots = _point_slots(predicted)
+    projected = sinkhorn_barycentric(
+        np.take(predicted.coords, slots),
+        np.take(truth.coords, _point_slots(truth)),
+        cost,
+        epsilon,
+        iters,
+    )
+    sums = np.bincount(slots.ravel(), weights=projected.ravel())
+    bins = sums / np.bincount(slots.ravel())
+    return tuple(bins.clip(0, COORD_BINS - 1).tolist())
+
+
+def _point_slots(shape: Shape) -> npt.NDArray[np.intp]:
+    """(N, 2) indices into the flat coordinates: x and y of each point of the shape."""
+    if shape.kind == "bbox_2d":
+        return _BOX_CORNERS
+    return np.arange(len(shape.coords)).reshape(-1, 2)
 
 
 def sinkhorn_barycentric(
@@ -25,9 +66,21 @@ def sinkhorn_barycentric(
 
         ghat_i = sum_j T_ij g_j / sum_j T_ij
 
-    T is the plan after `iters` rounds of log-domain Sinkhorn with marginals 1/P and 1/G.
-    Finite for every `epsilon`: towards 0 a point goes to the ground truth that suits it
-    best, towards infinity to the mean of all.
+    Arguments and errors are those of `transport_shares`.
+    """
+    shares = transport_shares(pred_points, gt_points, cost, epsilon, iters)
+    projected: FloatArray = shares @ np.asarray(gt_points, dtype=np.float64)
+    return projected
+
+
+def transport_shares(
+    pred_points: Points, gt_points: Points, cost: TransportCost, epsilon: float, iters: int
+) -> FloatArray:
+    """Which share (P, G) of each predicted point goes to which ground-truth point.
+
+    The plan T after `iters` rounds of log-domain Sinkhorn with marginals 1/P and 1/G, each
+    row divided by its sum. Finite for every `epsilon`: towards 0 a point goes to the ground
+    truth that suits it best, towards infinity to all of them alike.
 
     pred_points, gt_points: (P, 2) and (G, 2), x and y in norm1000.
     cost: `l1`, |dx| + |dy|, or `l2`, the Euclidean distance (not its square).
@@ -43,9 +96,9 @@ def sinkhorn_barycentric(
         pred_potential = _soft_min(costs - truth_potential, epsilon, axis=1)
         truth_potential = _soft_min(costs - pred_potential[:, None], epsilon, axis=0)
     # The potential of a row is one factor of all its entries, so the division drops it.
-    plan = _gibbs(costs - truth_potential, epsilon, axis=1)[1]
-    projected: FloatArray = (plan / plan.sum(axis=1, keepdims=True)) @ truth
-    return projected
+    _, plan = _gibbs(costs - truth_potential, epsilon, axis=1)
+    shares: FloatArray = plan / plan.sum(axis=1, keepdims=True)
+    return shares
 
 
 def _cost_matrix(pred: FloatArray, truth: FloatArray, cost: TransportCost) -> FloatArray:

@@ -17,7 +17,7 @@ from learner.matching import match_objects
 from learner.model.packed_forward import EncodedPrompt, RopeIndex, Segment, make_segment
 from learner.parsing import parse_rollout
 from learner.rollout.prompt_check import check_prompt_ids
-from learner.targets import ClosureNotFound, build_target
+from learner.targets import TargetUnreadable, build_target
 from learner.tokens import Tokenizer
 from learner.types import FieldOrder, MatchResult, ParsedRollout, RolloutOutput, Sample
 
@@ -117,8 +117,15 @@ class ChannelB:
         match = match_objects(parsed.objects, sample.objects, self._matching)
         stats.add(rollout, parsed, match)
         try:
-            target = build_target(parsed, sample.objects, match, self._tokenizer, self._field_order)
-        except ClosureNotFound:
+            target = build_target(
+                parsed,
+                sample.objects,
+                match,
+                self._tokenizer,
+                self._field_order,
+                matching=self._matching,
+            )
+        except TargetUnreadable:
             stats.closure_dropped += 1
             return None
         return make_segment(

@@ -1,0 +1,373 @@
+"""From any answer to its target and back, and who owns each of the target's tokens.
+
+The roles are worked out a second time here, byte by byte, from how an answer was put together
+and not from reading it again (APPEND-02, LOSS-01's roles, LOSS-02).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from learner.coords import coord_token
+from learner.parsing import parse_rollout
+from learner.serialize import serialize_append
+from learner.targets import build_ground_truth_target, build_target
+from learner.tokens import IM_END, token_table
+from learner.types import (
+    CoordGroup,
+    FieldOrder,
+    GroundTruthObject,
+    MatchResult,
+    ParsedRollout,
+    Role,
+    Target,
+)
+from tests.unit.answers import (
+    CAT,
+    DESCRIPTIONS,
+    encode,
+    ground_truths,
+    pieces,
+    rollouts,
+    text_of,
+)
+
+FUZZ = settings(suppress_health_check=list(HealthCheck))
+ORDERS: st.SearchStrategy[FieldOrder] = st.sampled_from(["desc_first", "geometry_first"])
+TRUTHS = st.lists(ground_truths(allow_poly=True), max_size=4)
+
+
+@st.composite
+def any_match(draw: st.DrawFn, n_predicted: int, n_truth: int) -> MatchResult:
+    """Any pairs at all: what the shapes have in common is the matching's business."""
+    n_pairs = draw(st.integers(0, min(n_predicted, n_truth)))
+    predicted = sorted(draw(st.permutations(range(n_predicted)))[:n_pairs])
+    truths = draw(st.permutations(range(n_truth)))[:n_pairs]
+    return MatchResult(
+        pairs=list(zip(predicted, truths, strict=True)),
+        false_positives=[i for i in range(n_predicted) if i not in predicted],
+        false_negatives=[j for j in range(n_truth) if j not in truths],
+        gated=0,
+        mask_iou=np.full((n_predicted, n_truth), np.nan),
+    )
+
+
+class Case(NamedTuple):
+    """One rollout, as far as its target."""
+
+    rollout: list[int]
+    parsed: ParsedRollout
+    truths: list[GroundTruthObject]
+    match: MatchResult
+    order: FieldOrder
+    target: Target
+
+    @property
+    def missed(self) -> list[GroundTruthObject]:
+        return [self.truths[j] for j in self.match.false_negatives]
+
+
+@st.composite
+def cases(draw: st.DrawFn, tokenizer: PreTrainedTokenizerFast) -> Case:
+    rollout = draw(rollouts(tokenizer))
+    parsed = parse_rollout(rollout, tokenizer)
+    truths = draw(TRUTHS)
+    match = draw(any_match(len(parsed.objects), len(truths)))
+    order = draw(ORDERS)
+    target = build_target(parsed, truths, match, tokenizer, order)
+    return Case(rollout, parsed, truths, match, order, target)
+
+
+# ---- there and back ------------------------------------------------------------------
+
+
+@pytest.mark.req("APPEND-01", "APPEND-02", "PARSE-05", "PARSE-06")
+@FUZZ
+@given(data=st.data())
+def test_a_target_reads_back_as_the_kept_predictions_and_the_appended_objects(
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    case = data.draw(cases(tokenizer))
+    parsed, target = case.parsed, case.target
+    again = parse_rollout(target.token_ids, tokenizer)
+    assert [(o.key, o.desc, o.shape) for o in again.objects] == [
+        *((o.key, o.desc, o.shape) for o in parsed.objects),
+        *((key, o.desc, o.shape) for key, o in zip(target.fn_keys, case.missed, strict=True)),
+    ]
+    assert not again.truncated
+    assert target.fn_keys == [
+        f"object_{parsed.max_object_index + 1 + i}" for i in range(len(case.missed))
+    ]
+    assert {o.key for o in parsed.objects}.isdisjoint(target.fn_keys)
+    text = "".join(pieces(tokenizer, target.token_ids)).removesuffix(IM_END)
+    assert where_braces_balance(text) == [len(text) - 1]
+    check_prefix(tokenizer, case)
+
+
+def check_prefix(tokenizer: PreTrainedTokenizerFast, case: Case) -> None:
+    """The ids of the rollout up to the cut, append-ready, and JSON where they were JSON."""
+    prefix_ids = case.target.token_ids[: case.target.prefix_len]
+    assert prefix_ids == case.parsed.prefix_token_ids
+    if not case.parsed.invalid_rollout:
+        same = 0
+        while same < len(prefix_ids) and prefix_ids[same] == case.rollout[same]:
+            same += 1
+        rest = "".join(pieces(tokenizer, prefix_ids[same:]))
+        assert rest == "" or pieces(tokenizer, case.rollout)[same].startswith(rest)
+    prefix = text_of(tokenizer, prefix_ids)
+    serialize_append(prefix, [CAT], 1, case.order)
+    if is_json(prefix + "}"):
+        text = text_of(tokenizer, case.target.token_ids).removesuffix(IM_END)
+        keys = [key for key, _ in json.loads(text, object_pairs_hook=list)]
+        n_kept = len(case.parsed.entry_ends)
+        assert keys[n_kept:] == case.target.fn_keys
+        assert set(keys[:n_kept]).isdisjoint(case.target.fn_keys)
+
+
+def where_braces_balance(text: str) -> list[int]:
+    """Offsets of the characters at which as many braces have closed as have opened."""
+    balanced = []
+    depth, in_string, escaped = 0, False, False
+    for offset, char in enumerate(text):
+        if in_string:
+            in_string = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            in_string = True
+        elif char in "{}":
+            depth += 1 if char == "{" else -1
+            if depth == 0:
+                balanced.append(offset)
+    return balanced
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=lambda name: json.loads(""))
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.req("APPEND-02", "APPEND-03", "LOSS-03", "OT-01")
+@FUZZ
+@given(data=st.data())
+def test_every_ground_truth_is_taught_exactly_once_where_its_object_stands(
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    case = data.draw(cases(tokenizer))
+    target, n_pairs = case.target, len(case.match.pairs)
+    assert [group.matched for group in target.coord_groups] == (
+        [True] * n_pairs + [False] * len(case.missed)
+    )
+    for group, (i, j) in zip(target.coord_groups, case.match.pairs, strict=False):
+        found, truth = case.parsed.objects[i], case.truths[j]
+        check_group(tokenizer, target, group, tuple(found.coords))
+        assert group.positions == tuple(found.coord_token_indices)
+        assert group.is_box == (found.kind == truth.shape.kind == "bbox_2d")
+        assert group.bins == truth.shape.coords or not group.is_box
+    for group, truth in zip(target.coord_groups[n_pairs:], case.missed, strict=True):
+        check_group(tokenizer, target, group, truth.shape.coords)
+        assert min(group.positions) >= target.prefix_len
+        assert group.bins == truth.shape.coords
+        assert group.is_box == (truth.shape.kind == "bbox_2d")
+    positions = [p for group in target.coord_groups for p in group.positions]
+    assert len(set(positions)) == len(positions)
+
+
+def check_group(
+    tokenizer: PreTrainedTokenizerFast, target: Target, group: CoordGroup, written: tuple[int, ...]
+) -> None:
+    """One target in range for each coordinate that is written at the group's positions."""
+    bins = token_table(tokenizer).vocab.bins
+    assert all(0 <= p < len(target.token_ids) for p in group.positions)
+    assert tuple(bins[target.token_ids[p]] for p in group.positions) == written
+    assert len(group.bins) == len(group.positions)
+    assert all(0 <= k <= 999 for k in group.bins)
+    assert {int(target.role[p]) for p in group.positions} == {Role.COORD}
+
+
+@pytest.mark.req("APPEND-01", "CHA-01")
+@FUZZ
+@given(truths=TRUTHS, order=ORDERS)
+def test_the_ground_truth_survives_its_own_target(
+    tokenizer: PreTrainedTokenizerFast, truths: list[GroundTruthObject], order: FieldOrder
+) -> None:
+    target = build_ground_truth_target(truths, tokenizer, order)
+    again = parse_rollout(target.token_ids, tokenizer)
+    assert [GroundTruthObject(o.desc, o.shape) for o in again.objects] == truths
+    assert [group.bins for group in target.coord_groups] == [o.shape.coords for o in truths]
+
+
+# ---- who owns a token ----------------------------------------------------------------
+
+
+@dataclass
+class Owned:
+    """A text with the owner of each of its bytes.
+
+    An owner is a role of structure, of a description, FALSE_POSITIVE or CLOSURE. Which tokens
+    are coordinates, their ids say.
+    """
+
+    text: str = ""
+    owners: list[Role] = field(default_factory=list)
+
+    def write(self, text: str, owner: Role) -> None:
+        self.text += text
+        self.owners += [owner] * len(text.encode())
+
+
+@dataclass
+class Written:
+    """An entry of an answer in parts: (text, whether it is the value of a description)."""
+
+    parts: list[tuple[str, bool]]
+    is_object: bool = True
+    valid: bool = True
+    desc: str = ""
+
+    def onto(self, owned: Owned, lead: str, structure: Role, desc: Role) -> None:
+        owned.write(lead, structure)
+        for text, is_desc in self.parts:
+            owned.write(text, desc if is_desc else structure)
+
+
+class Style(NamedTuple):
+    """How an answer is spelled."""
+
+    comma: str = ", "
+    colon: str = ": "
+    quote: str = '"'
+    ascii_only: bool = False
+
+
+PLAIN = Style()
+
+
+def write_object(
+    index: int, item: GroundTruthObject, order: FieldOrder, style: Style = PLAIN
+) -> Written:
+    comma, colon, quote, ascii_only = style
+    tokens = comma.join(f"{quote}{coord_token(k)}{quote}" for k in item.shape.coords)
+    desc = [
+        (f'"desc"{colon}"', False),
+        (json.dumps(item.desc, ensure_ascii=ascii_only)[1:-1], True),
+        ('"', False),
+    ]
+    geometry = [(f'"{item.shape.kind}"{colon}[{tokens}]', False)]
+    first, last = (desc, geometry) if order == "desc_first" else (geometry, desc)
+    parts = [(f'"object_{index}"{colon}{{', False), *first, (comma, False), *last, ("}", False)]
+    return Written(parts, desc=item.desc)
+
+
+def write_invalid(index: int, desc: str, style: Style) -> list[Written]:
+    """Entries that the strict parser drops, the last of them with a value that is no object."""
+    key, text = f'"object_{index}"{style.colon}', json.dumps(desc, ensure_ascii=False)
+    return [
+        Written([(f'{key}{{"desc"{style.colon}{text}}}', False)], valid=False, desc=desc),
+        Written([(f'"thing{index}"{style.colon}{{}}', False)], valid=False),
+        Written([(f"{key}{text}", False)], is_object=False, valid=False),
+    ]
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[list[Written], str, str]:
+    """Entries, the comma between them, and what comes after the last one."""
+    style = Style(
+        *draw(st.sampled_from([(", ", ": "), (",", ":"), (" ,\n", " : ")])),
+        quote=draw(st.sampled_from(['"', ""])),
+        ascii_only=draw(st.booleans()),
+    )
+    indices = draw(st.lists(st.integers(1, 30), max_size=4, unique=True))
+    entries = [
+        draw(st.sampled_from(write_invalid(index, draw(DESCRIPTIONS), style)))
+        if draw(st.integers(0, 3)) == 0
+        else write_object(index, draw(ground_truths(allow_poly=True)), draw(ORDERS), style)
+        for index in indices
+    ]
+    tails = ["}", "", "},", " }", "}}", "}\n", ', "object_40": {"desc": "c', "}" + IM_END]
+    return entries, style.comma, draw(st.sampled_from(tails))
+
+
+@pytest.mark.req("LOSS-01", "LOSS-02", "APPEND-01", "RES-05")
+@FUZZ
+@given(data=st.data())
+def test_each_token_has_the_role_of_the_characters_it_holds(
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    entries, comma, tail = data.draw(answers())
+    text = "{" + comma.join("".join(part for part, _ in e.parts) for e in entries) + tail
+    parsed = parse_rollout(encode(tokenizer, text), tokenizer)
+    truths, order = data.draw(TRUTHS), data.draw(ORDERS)
+    match = data.draw(any_match(len(parsed.objects), len(truths)))
+    target = build_target(parsed, truths, match, tokenizer, order)
+
+    kept = kept_entries(entries, parsed)
+    owned = Owned()
+    matched = iter([i in dict(match.pairs) for i in range(len(parsed.objects))])
+    lead = "{"
+    for entry in kept:
+        if entry.valid and next(matched):
+            entry.onto(owned, lead, Role.MATCHED_STRUCTURE, Role.MATCHED_DESC)
+        else:
+            entry.onto(owned, lead, Role.FALSE_POSITIVE, Role.FALSE_POSITIVE)
+        lead = comma
+    lead = ", " if kept else "{"
+    for key, item in zip(target.fn_keys, [truths[j] for j in match.false_negatives], strict=True):
+        written = write_object(int(key.removeprefix("object_")), item, order)
+        written.onto(owned, lead, Role.APPENDED_STRUCTURE, Role.APPENDED_DESC)
+        lead = ", "
+    if lead == "{":
+        owned.write("{", Role.APPENDED_STRUCTURE)
+    owned.write("}" + IM_END, Role.CLOSURE)
+    assert text_of(tokenizer, target.token_ids) == owned.text
+    assert [Role(role) for role in target.role] == roles_by_bytes(
+        tokenizer, target.token_ids, owned.owners
+    )
+
+
+def kept_entries(entries: list[Written], parsed: ParsedRollout) -> list[Written]:
+    """Those up to the last object; a half character in its last token may move the cut back."""
+    ends = [i + 1 for i, entry in enumerate(entries) if entry.is_object]
+    n_kept = len(parsed.entry_ends)
+    assert n_kept == max(ends, default=0) or not entries[ends[-1] - 1].desc.isascii()
+    assert sum(entry.valid for entry in entries[:n_kept]) == len(parsed.objects)
+    return entries[:n_kept]
+
+
+def roles_by_bytes(
+    tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], owners: Sequence[Role]
+) -> list[Role]:
+    """Role of each token from the owners of its bytes, the strictest of them.
+
+    A byte-level tokenizer names a token by one character for each of its bytes.
+    """
+    bins = token_table(tokenizer).vocab.bins
+    names = tokenizer.convert_ids_to_tokens(list(token_ids))
+    roles = []
+    start = 0
+    for token_id, name in zip(token_ids, names, strict=True):
+        holds = {*owners[start : start + len(name)], *([Role.COORD] if token_id in bins else [])}
+        roles.append(next(role for role in STRICTEST_FIRST if role in holds))
+        start += len(name)
+    assert start == len(owners)
+    return roles
+
+
+STRICTEST_FIRST = (
+    Role.CLOSURE,
+    Role.FALSE_POSITIVE,
+    Role.COORD,
+    Role.MATCHED_DESC,
+    Role.APPENDED_DESC,
+    Role.MATCHED_STRUCTURE,
+    Role.APPENDED_STRUCTURE,
+)
