@@ -21,7 +21,7 @@ from rollout_server.yaml_file import read_yaml
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.extends import merge_chain, read_chain
 from shared_contracts.rollout_config import SharedRolloutConfig
-from shared_contracts.strict_model import contract_errors, joined, shown
+from shared_contracts.strict_model import contract_errors, shown
 
 OPTION = "--run-config"
 SECTION = "rollout_matching"
@@ -51,12 +51,7 @@ def read_run_config(path: Path) -> RunConfig:
     try:
         rollout = SharedRolloutConfig.model_validate(known)
     except ValidationError as error:
-        raise ContractErrors(
-            [
-                ContractError(joined(SECTION, fault.where), fault.found, fault.do)
-                for fault in contract_errors(error, SharedRolloutConfig)
-            ]
-        ) from None
+        raise ContractErrors(contract_errors(error, SharedRolloutConfig, at=SECTION)) from None
     return RunConfig(rollout, _lora_rank(merged.get("tuner")))
 
 

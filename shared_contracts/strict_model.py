@@ -8,12 +8,18 @@ contract_errors    a pydantic ValidationError -> one ContractError per fault
 import difflib
 import json
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shared_contracts.errors import ContractError
+
+# Sections a key may be sent to: in more of them its name is a common word.
+_FEW = 2
+# Likeness, of 1, from which a name is taken for a misspelt key of another section.
+_SURELY = 0.8
 
 
 class StrictModel(BaseModel):
@@ -34,19 +40,44 @@ class Refusal(ValueError):
         self.key = key
 
 
-def contract_errors(error: ValidationError, model: type[BaseModel]) -> list[ContractError]:
+def contract_errors(
+    error: ValidationError, model: type[BaseModel], at: str = ""
+) -> list[ContractError]:
     """Translate every fault pydantic found in data for `model`, in its order.
 
-    Paths carry list indices (`servers[0].unknown_flag`); an unknown key names the nearest
-    known one; several faults of one spot (a union tried member by member) become one.
+    Paths start with `at` and carry list indices (`servers[0].unknown_flag`); an unknown key
+    is told where it belongs, or which known one it is near; several faults of one spot (a
+    union tried member by member) become one.
     """
+    homes = _homes(model, at)
     found: dict[str, ContractError] = {}
     for item in error.errors(include_url=False):
         if item["type"] == "default_factory_not_called":  # only follows from another fault
             continue
-        converted = _convert(_locate(model, item["loc"]), item)
+        converted = _convert(_locate(model, item["loc"], at), item, homes)
         found.setdefault(converted.where, converted)
     return list(found.values())
+
+
+# Every key of a model and of those below: its paths, with `[]` for any list index.
+_Homes = dict[str, list[str]]
+
+
+def _homes(model: type[BaseModel], at: str) -> _Homes:
+    homes: _Homes = {}
+    for path, name in dict.fromkeys(_keys(model, at)):
+        homes.setdefault(name, []).append(path)
+    return homes
+
+
+def _keys(model: type[BaseModel], at: str) -> Iterator[tuple[str, str]]:
+    """(path, name) of every key of a model and of those below."""
+    for name, field in model.model_fields.items():
+        path = joined(at, name)
+        yield path, name
+        index, members = models_below(field.annotation)
+        for member in members:
+            yield from _keys(member, path + index)
 
 
 @dataclass
@@ -67,9 +98,9 @@ class _Spot:
     description: str = ""
 
 
-def _locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> _Spot:
+def _locate(model: type[BaseModel], loc: tuple[int | str, ...], at: str) -> _Spot:
     """Follow a pydantic location through the types; union tags leave no trace in the path."""
-    spot = _Spot(annotation=model)
+    spot = _Spot(at, annotation=model)
     union: tuple[type[BaseModel], ...] = ()
     for step in loc:
         here = bare_type(spot.annotation)
@@ -116,6 +147,14 @@ def models_of_union(annotation: Any) -> tuple[type[BaseModel], ...]:
     return members if all(is_model(member) for member in members) else ()
 
 
+def models_below(annotation: Any) -> tuple[str, tuple[type[BaseModel], ...]]:
+    """The models that values of a type are, and `[]` where they are lists of such."""
+    index, inner = "", bare_type(annotation)
+    if get_origin(inner) in (list, tuple) and get_args(inner):
+        index, inner = "[]", bare_type(get_args(inner)[0])
+    return index, (inner,) if is_model(inner) else models_of_union(inner)
+
+
 def _tags(model: type[BaseModel]) -> set[str]:
     """Values of the model's one-valued Literal fields: what it is discriminated by."""
     literals = [f.annotation for f in model.model_fields.values()]
@@ -123,11 +162,11 @@ def _tags(model: type[BaseModel]) -> set[str]:
     return {value[0] for value in values if len(value) == 1}
 
 
-def _convert(spot: _Spot, item: Any) -> ContractError:
+def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
     context = item.get("ctx", {})
     match item["type"]:
         case "extra_forbidden":
-            return _unknown_key(spot)
+            return _unknown_key(spot, homes)
         case "missing":
             return ContractError(spot.path, "this key is required and missing", _set_it(spot))
         case "union_tag_not_found":
@@ -162,7 +201,7 @@ def _set_it(spot: _Spot) -> str:
     return f"Set it: {spot.description}" if spot.description else "Set it"
 
 
-def _unknown_key(spot: _Spot) -> ContractError:
+def _unknown_key(spot: _Spot, homes: _Homes) -> ContractError:
     assert spot.owner is not None
     key = spot.path.rpartition(".")[2]
     for member in spot.union:
@@ -172,12 +211,23 @@ def _unknown_key(spot: _Spot) -> ContractError:
                 f"this key belongs to '{', '.join(_tags(member))}' only",
                 f"Remove it from '{', '.join(_tags(spot.owner))}'",
             )
-    near = difflib.get_close_matches(key, spot.owner.model_fields, n=1, cutoff=0.0)
-    if not near:
-        return ContractError(spot.path, "unknown key", "Remove it: there are no keys here")
     return ContractError(
-        spot.path, "unknown key", f"The nearest known key is '{near[0]}'; correct or remove it"
+        spot.path, "unknown key", _advice(key, list(spot.owner.model_fields), homes)
     )
+
+
+def _advice(key: str, known: list[str], homes: _Homes) -> str:
+    """What to do about an unknown key of a section with these known ones."""
+    if 0 < len(places := homes.get(key, [])) <= _FEW:
+        return f"Move it to {' or '.join(places)}"
+    if near := difflib.get_close_matches(key, known, n=1):
+        return f"The nearest known key is '{near[0]}'; correct or remove it"
+    for name in difflib.get_close_matches(key, homes, n=1, cutoff=_SURELY):
+        if len(homes[name]) <= _FEW:
+            return f"The nearest known key is {' or '.join(homes[name])}; move or remove it"
+    if not known:
+        return "Remove it: there are no keys here"
+    return f"Remove it, or use one of the keys here: {', '.join(known)}"
 
 
 def _known_keys(annotation: Any) -> str:

@@ -112,7 +112,7 @@ def test_unknown_keys_are_told_all_at_once(run: Run) -> None:
     run.mapping["rollout_matching"]["vllm"]["server"]["servers"][0]["unknown_flag"] = 1
     ended = run.train()
     assert ended.code == 2
-    assert "error: training.learning_rat\n  found: unknown key\n" in ended.stderr
+    assert "error: training.learning_rat\n  found: unknown key (" in ended.stderr
     assert "'learning_rate'" in ended.stderr
     assert "error: rollout_matching.vllm.server.servers[0].unknown_flag\n" in ended.stderr
     assert ended.heavy == set()
