@@ -1,0 +1,14 @@
+"""Which segments share a forward (section 11 of the contract); lengths in, indices out.
+
+A segment is one whole sample, prompt and target. `plan_packs` divides the pool of a step,
+`select_segments` takes one pack out of a buffer that goes on, and `SegmentBuffer` is the
+buffer of both.
+"""
+
+from learner.packing.buffer import SegmentBuffer
+from learner.packing.exact import EXACT_POOL
+from learner.packing.length import check_length
+from learner.packing.plan import plan_packs
+from learner.packing.select import select_segments
+
+__all__ = ["EXACT_POOL", "SegmentBuffer", "check_length", "plan_packs", "select_segments"]
