@@ -1,59 +1,26 @@
-"""Packing (section 11 of the contract)."""
+"""One pack out of a buffer, and the buffer (PACK-01 and PACK-02)."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from learner.packing import (
-    EXACT_POOL,
-    SegmentBuffer,
-    check_length,
-    plan_packs,
-    select_segments,
-)
+from learner.packing import SegmentBuffer, check_length, plan_packs, select_segments
 from shared_contracts.errors import ContractError
-
-CAPACITY = 20
-LENGTHS = st.integers(1, CAPACITY)
+from tests.unit.pools import CAPACITY, LENGTHS, subset_totals
 
 
-def partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    """Every way to divide items into packs."""
-    if not items:
-        yield []
-        return
-    first, rest = items[0], items[1:]
-    for packs in partitions(rest):
-        yield [[first], *packs]
-        for k in range(len(packs)):
-            yield [*packs[:k], [first, *packs[k]], *packs[k + 1 :]]
-
-
-def badness(lengths: list[int], packs: list[list[int]], min_fill: float) -> tuple[int, int, float]:
-    fills = [sum(lengths[i] for i in pack) / CAPACITY for pack in packs]
-    return len(packs), sum(fill < min_fill for fill in fills), -min(fills)
-
-
-def first_fit_decreasing(lengths: list[int]) -> int:
-    totals: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        for k, total in enumerate(totals):
-            if total + length <= CAPACITY:
-                totals[k] += length
-                break
-        else:
-            totals.append(length)
-    return len(totals)
-
-
-def first_come_total(lengths: list[int]) -> int:
+def first_come_total(lengths: Sequence[int], go_on: bool) -> int:
+    """FIFO-greedy; go_on: whether segments after one that does not fit have a chance."""
     total = 0
     for length in lengths:
         if total + length <= CAPACITY:
             total += length
+        elif not go_on:
+            break
     return total
 
 
@@ -79,6 +46,28 @@ def test_selecting_and_planning_refuse_such_a_segment_too() -> None:
         plan_packs([5, 21], 20, 0.5)
 
 
+@pytest.mark.req("PACK-01")
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_a_pack_that_holds_nothing_refuses_every_segment(capacity: int) -> None:
+    assert select_segments([], capacity) == []
+    assert plan_packs([], capacity, 0.5) == []
+    for pack in (lambda: select_segments([1], capacity), lambda: plan_packs([1], capacity, 0.5)):
+        with pytest.raises(ContractError, match="global_max_length"):
+            pack()
+
+
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_segment_without_tokens_is_a_mistake_of_the_program(length: int) -> None:
+    buffer: SegmentBuffer[str] = SegmentBuffer(20, limit=8)
+    for pack in (
+        lambda: select_segments([5, length], 20),
+        lambda: plan_packs([5, length], 20, 0.5),
+        lambda: buffer.add("a", length, "a"),
+    ):
+        with pytest.raises(AssertionError, match=f"has {length} tokens"):
+            pack()
+
+
 # ---- select_segments -----------------------------------------------------------------
 
 
@@ -88,6 +77,7 @@ def test_selecting_and_planning_refuse_such_a_segment_too() -> None:
     [
         ([], []),
         ([20], [0]),
+        ([20, 1, 2], [0]),
         ([3, 20], [0]),
         ([5, 4, 6], [0, 1, 2]),
         # First come fills 8 + 7 = 15, the other bin is full.
@@ -96,6 +86,8 @@ def test_selecting_and_planning_refuse_such_a_segment_too() -> None:
         ([8, 12, 12], [0, 1]),
         # 8 + 12 beats 8 + 6 + 6: fewer segments.
         ([8, 6, 6, 12], [0, 3]),
+        # First come goes on after the 12, which does not fit: 9 + 5 + 6.
+        ([9, 5, 12, 6], [0, 1, 3]),
     ],
 )
 def test_the_oldest_goes_with_what_fills_the_pack_best(
@@ -106,15 +98,30 @@ def test_the_oldest_goes_with_what_fills_the_pack_best(
 
 @pytest.mark.req("PACK-02")
 @given(st.lists(LENGTHS, min_size=1, max_size=20))
-def test_a_selection_fits_holds_the_oldest_and_is_no_worse_than_first_come(
-    lengths: list[int],
-) -> None:
+def test_a_selection_holds_the_oldest_once_each_in_insertion_order(lengths: list[int]) -> None:
     chosen = select_segments(lengths, CAPACITY)
-    total = sum(lengths[i] for i in chosen)
     assert chosen[0] == 0
     assert chosen == sorted(set(chosen))
-    assert first_come_total(lengths) <= total <= CAPACITY
-    assert chosen == select_segments(list(lengths), CAPACITY)
+    assert chosen == select_segments(tuple(lengths), CAPACITY)
+
+
+@pytest.mark.req("PACK-02")
+@given(st.lists(LENGTHS, min_size=1, max_size=20))
+def test_a_selection_fits_and_is_as_full_as_first_come_at_least(lengths: list[int]) -> None:
+    total = sum(lengths[i] for i in select_segments(lengths, CAPACITY))
+    fullest = max(t for t in subset_totals(lengths[1:]) if t + lengths[0] <= CAPACITY) + lengths[0]
+    first_come = first_come_total(lengths, go_on=True)
+    assert first_come_total(lengths, go_on=False) <= first_come <= total <= fullest <= CAPACITY
+
+
+@pytest.mark.req("PACK-02")
+@given(st.lists(LENGTHS, min_size=1, max_size=20))
+def test_no_older_segment_of_the_same_length_is_passed_over(lengths: list[int]) -> None:
+    chosen = select_segments(lengths, CAPACITY)
+    for length in set(lengths):
+        of_length = [i for i, other in enumerate(lengths) if other == length]
+        taken = [i for i in chosen if lengths[i] == length]
+        assert taken == of_length[: len(taken)]
 
 
 @pytest.mark.req("PACK-02")
@@ -144,10 +151,8 @@ def test_what_a_pack_leaves_over_is_carried_whole_and_in_order() -> None:
 
 
 @pytest.mark.req("PACK-01")
-def test_a_full_buffer_and_a_long_segment_are_refused_at_insertion() -> None:
+def test_a_full_buffer_names_the_sample_and_the_ways_out() -> None:
     buffer: SegmentBuffer[str] = SegmentBuffer(capacity=20, limit=2)
-    with pytest.raises(ContractError, match="takes 21 tokens"):
-        buffer.add("long", 21, "x:1")
     buffer.add("a", 1, "x:2")
     buffer.add("b", 1, "x:3")
     with pytest.raises(ContractError) as error:
@@ -155,108 +160,56 @@ def test_a_full_buffer_and_a_long_segment_are_refused_at_insertion() -> None:
     assert error.value.where == "training.packing_buffer"
     assert "x:4" in error.value.found
     assert "Raise training.packing_buffer" in error.value.do
-    assert len(buffer) == 2
+    assert "lower training.effective_batch_size" in error.value.do
 
 
-@pytest.mark.req("PACK-01")
-@given(st.lists(LENGTHS, max_size=15))
-def test_every_segment_leaves_the_buffer_exactly_once(lengths: list[int]) -> None:
-    buffer: SegmentBuffer[int] = SegmentBuffer(CAPACITY, limit=len(lengths))
-    for index, length in enumerate(lengths):
-        buffer.add(index, length, str(index))
-    taken: list[int] = []
-    while len(buffer):
-        pack = buffer.take_pack()
-        assert sum(lengths[i] for i in pack) <= CAPACITY
-        taken += pack
-    assert sorted(taken) == list(range(len(lengths)))
+class BufferAndList(RuleBasedStateMachine):
+    """A buffer beside a plain list of (name, length) in order of insertion."""
+
+    LIMIT = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer: SegmentBuffer[tuple[int, int]] = SegmentBuffer(CAPACITY, self.LIMIT)
+        self.waiting: list[tuple[int, int]] = []
+        self.added = 0
+
+    @rule(length=LENGTHS)
+    def add(self, length: int) -> None:
+        self.added += 1
+        segment = (self.added, length)
+        if len(self.waiting) == self.LIMIT:
+            with pytest.raises(ContractError, match="packing_buffer"):
+                self.buffer.add(segment, length, "a.jsonl:1")
+        else:
+            self.buffer.add(segment, length, "a.jsonl:1")
+            self.waiting.append(segment)
+
+    @rule(excess=st.integers(1, 3))
+    def add_too_long(self, excess: int) -> None:
+        with pytest.raises(ContractError, match="global_max_length"):
+            self.buffer.add((0, 0), CAPACITY + excess, "a.jsonl:1")
+
+    @rule()
+    def take_pack(self) -> None:
+        pack = self.buffer.take_pack()
+        assert pack[:1] == self.waiting[:1], "the oldest goes first"
+        assert pack == [segment for segment in self.waiting if segment in pack], "in order"
+        assert sum(length for _, length in pack) <= CAPACITY
+        self.waiting = [segment for segment in self.waiting if segment not in pack]
+
+    @rule(min_fill=st.sampled_from([0.0, 0.7]))
+    def take_pool(self, min_fill: float) -> None:
+        packs = self.buffer.take_pool(min_fill)
+        assert all(0 < sum(length for _, length in pack) <= CAPACITY for pack in packs)
+        assert sorted(segment for pack in packs for segment in pack) == self.waiting
+        self.waiting = []
+
+    @invariant()
+    def as_many_wait(self) -> None:
+        assert len(self.buffer) == len(self.waiting)
 
 
-# ---- plan_packs ----------------------------------------------------------------------
-
-
-@pytest.mark.req("PACK-03", "ARCH-02")
-@pytest.mark.parametrize(
-    ("lengths", "min_fill", "totals"),
-    [
-        ([], 0.5, []),
-        ([20, 20], 0.5, [20, 20]),
-        ([5, 5, 5, 5], 0.5, [20]),
-        # 8 + 7 + 5 and 6 + 5 + 5 + 4.
-        ([8, 7, 6, 5, 5, 5, 4], 0.5, [20, 20]),
-        # Two packs either way: 12 and 16 rather than 20 and 8.
-        ([12, 8, 8], 0.5, [12, 16]),
-        # One underfilled pack of 14 rather than two of 17 ...
-        ([10, 10, 7, 7], 0.9, [14, 20]),
-        # ... unless 17 is enough.
-        ([10, 10, 7, 7], 0.8, [17, 17]),
-    ],
-)
-def test_plans_by_hand(lengths: list[int], min_fill: float, totals: list[int]) -> None:
-    packs = plan_packs(lengths, 20, min_fill)
-    assert sorted(sum(lengths[i] for i in pack) for pack in packs) == totals
-    assert packs == sorted(sorted(pack) for pack in packs)
-
-
-@pytest.mark.req("PACK-03")
-@given(st.lists(LENGTHS, min_size=1, max_size=7), st.sampled_from([0.0, 0.5, 0.7, 0.9]))
-def test_no_division_of_a_small_pool_is_better(lengths: list[int], min_fill: float) -> None:
-    best = min(
-        badness(lengths, packs, min_fill)
-        for packs in partitions(list(range(len(lengths))))
-        if all(sum(lengths[i] for i in pack) <= CAPACITY for pack in packs)
-    )
-    assert badness(lengths, plan_packs(lengths, CAPACITY, min_fill), min_fill) == best
-
-
-def fewest_packs(lengths: list[int]) -> int:
-    """Smallest number of packs, by the best (packs, fill of the last) of every subset."""
-    best = [(1, 0)] + [(len(lengths) + 1, 0)] * (2 ** len(lengths) - 1)
-    for mask in range(1, len(best)):
-        for i, length in enumerate(lengths):
-            if mask >> i & 1:
-                packs, fill = best[mask ^ (1 << i)]
-                grown = (packs, fill + length) if fill + length <= CAPACITY else (packs + 1, length)
-                best[mask] = min(best[mask], grown)
-    return best[-1][0]
-
-
-@pytest.mark.req("PACK-03")
-@settings(max_examples=30)
-@given(st.lists(st.integers(1, 12), min_size=8, max_size=EXACT_POOL))
-def test_up_to_twelve_segments_no_plan_has_fewer_packs(lengths: list[int]) -> None:
-    assert len(plan_packs(lengths, CAPACITY, 0.7)) == fewest_packs(lengths)
-
-
-@pytest.mark.req("PACK-03")
-@given(st.lists(LENGTHS, max_size=60), st.sampled_from([0.0, 0.7]))
-def test_a_plan_holds_every_segment_once_and_is_no_worse_than_first_fit_decreasing(
-    lengths: list[int], min_fill: float
-) -> None:
-    packs = plan_packs(lengths, CAPACITY, min_fill)
-    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
-    assert all(0 < sum(lengths[i] for i in pack) <= CAPACITY for pack in packs)
-    assert len(packs) <= first_fit_decreasing(lengths)
-    assert packs == plan_packs(list(lengths), CAPACITY, min_fill)
-
-
-@pytest.mark.req("PACK-03")
-def test_a_large_pool_fills_its_packs_evenly_where_that_leaves_none_underfilled() -> None:
-    lengths = [10] * 10 + [4] * 6
-    assert first_fit_decreasing(lengths) == 7
-    packs = plan_packs(lengths, 20, 0.7)
-    assert len(packs) == 7
-    assert badness(lengths, packs, 0.7)[1] == 0
-
-
-@pytest.mark.req("PACK-03")
-def test_a_large_pool_on_which_best_fit_takes_a_pack_more_than_first_fit() -> None:
-    percent = [20, 65, 72, 5, 39, 67, 21, 23, 12, 21, 21, 17, 47, 10, 50, 43, 76, 39, 45, 5, 14, 76]
-    assert len(plan_packs(percent, 100, 0.7)) == 8
-
-
-@pytest.mark.req("PACK-03")
-def test_many_raw_rollouts_share_few_packs() -> None:
-    lengths = [300 + 13 * i for i in range(32)]
-    packs = plan_packs(lengths, 12_000, 0.7)
-    assert len(packs) == -(-sum(lengths) // 12_000)
+@pytest.mark.req("PACK-01", "PACK-02")
+def test_a_buffer_loses_doubles_and_reorders_nothing() -> None:
+    run_state_machine_as_test(BufferAndList, settings=settings(stateful_step_count=20))
