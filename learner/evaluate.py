@@ -55,10 +55,13 @@ def evaluate(
     seed: int,
     tokenizer: Tokenizer,
     log_calls: Callable[[dict[str, Any]], None] | None = None,
+    *,
+    allow_poly: bool,
 ) -> tuple[Scores, dict[str, float]]:
     """Roll out every sample with the newest weights and score the answers.
 
     log_calls: takes the record of the calls.
+    allow_poly: false in the two-channel variant, where a polygon is no prediction.
 
     Returns the scores, and the metrics of the calls and of the push, if there was one.
     """
@@ -69,7 +72,8 @@ def evaluate(
         record, metrics = policy.take_notes()
         if log_calls is not None:
             log_calls({"evaluation_seed": seed, **record})
-    parsed = [parse_rollout(o.response_token_ids, tokenizer, allow_poly=False) for o in outputs]
+    answers = [output.response_token_ids for output in outputs]
+    parsed = [parse_rollout(ids, tokenizer, allow_poly=allow_poly) for ids in answers]
     return score(zip(samples, parsed, strict=True)), metrics
 
 

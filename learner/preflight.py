@@ -19,6 +19,7 @@ from learner.coords import COORD_BINS, coord_token
 from learner.data.jsonl import read_samples
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import GPU_DEVICES, Placement, place, visible_gpus
+from learner.served import check_served
 from learner.tokens import IM_END
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
@@ -45,6 +46,7 @@ def check_inputs(config: Config) -> RunInputs:
     Raises:
         ContractError: names the file, line or key.
     """
+    check_served(config)
     placement = check_backend(config, os.environ) if generates(config) else None
     _check_single_process()
     _check_output(config)
@@ -58,8 +60,8 @@ def read_inputs(config: Config) -> RunInputs:
     check_checkpoint(Path(config.model.model))
     train, val = config.data.train_jsonl, config.data.val_jsonl
     return RunInputs(
-        train=read_samples(Path(train), allow_poly=False),
-        val=read_samples(Path(val), allow_poly=False) if val else [],
+        train=read_samples(Path(train), allow_poly=config.allow_poly),
+        val=read_samples(Path(val), allow_poly=config.allow_poly) if val else [],
     )
 
 
@@ -194,7 +196,7 @@ def check_checkpoint(folder: Path) -> None:
 
 def generates(config: Config) -> bool:
     """True when the run asks for rollouts: in channel B or to evaluate."""
-    return config.stage2_ab.schedule.b_ratio > 0 or config.training.eval_strategy != "no"
+    return config.b_ratio > 0 or config.training.eval_strategy != "no"
 
 
 def reach_servers(config: Config) -> list[RolloutClient]:

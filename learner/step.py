@@ -46,7 +46,7 @@ class StepRunner:
     ) -> None:
         self._training = config.training
         self._capacity = config.global_max_length
-        self._b_ratio = config.stage2_ab.schedule.b_ratio
+        self._b_ratio = config.b_ratio
         self._channel_a = channel_a
         self._channel_b = channel_b
         self._pipeline = pipeline

@@ -145,7 +145,8 @@ def score_checkpoint(config: Config, samples: list[Sample], clients: list[Rollou
     folder = Path(config.training.output_dir)
     policy = policy_over(open_backend(config, loaded, clients, folder, samples), config)
     try:
-        scores, _ = evaluate(policy, samples, _evaluation_seed(config), loaded.tokenizer)
+        seed = _evaluation_seed(config)
+        scores, _ = evaluate(policy, samples, seed, loaded.tokenizer, allow_poly=config.allow_poly)
         return scores
     finally:
         policy.close()
@@ -195,7 +196,7 @@ def build_trainer(
         config,
         ChannelA(loaded.inner, encode, loaded.tokenizer, order),
         ChannelB(loaded.inner, encode, loaded.tokenizer, order, config.rollout_matching.matching),
-        Pipeline(config.stage2_ab.pipeline.objective, loaded.vocab.ids),
+        Pipeline(config.pipeline.objective, loaded.vocab.ids),
         policy,
         calls.write,
     )
@@ -203,7 +204,14 @@ def build_trainer(
     def evaluation() -> dict[str, float]:
         assert policy is not None, "a run that evaluates has a policy"
         seed = _evaluation_seed(config)
-        scores, notes = evaluate(policy, inputs.val, seed, loaded.tokenizer, calls.write)
+        scores, notes = evaluate(
+            policy,
+            inputs.val,
+            seed,
+            loaded.tokenizer,
+            calls.write,
+            allow_poly=config.allow_poly,
+        )
         return scores.metrics("eval") | {f"eval/{key}": value for key, value in notes.items()}
 
     trainer = TwoChannelTrainer(

@@ -15,8 +15,7 @@ Verdict = Literal["removed", "moved", "not served yet"]
 OLD_ROLLOUT_SECTION = "custom.extra.rollout_matching"
 IGNORED_KEY = ("custom", "coord_loss")
 
-_ENTRY = "stage2_ab.pipeline.objective[].config"
-
+_PIPELINES = ("stage2_ab.pipeline", "rollout_matching.pipeline")
 
 _SAID: dict[Verdict, str] = {
     "removed": "was removed",
@@ -43,17 +42,24 @@ def _not_served(do: str) -> Retired:
 
 
 _DECODE_BATCH = Retired("moved", "Use rollout_matching.decode_batch_size")
-_CHANNEL_B_STEP = _removed("Remove it: channel B always runs in step mode")
+_ASYNC = "rollout_matching.async_rollout"
+
+_ALIASES = {
+    "bbox_smoothl1_weight": "smoothl1_weight",
+    "bbox_ciou_weight": "ciou_weight",
+    "coord_soft_ce_weight": "soft_ce_weight",
+    "coord_w1_weight": "w1_weight",
+}
 
 RETIRED_KEYS: dict[str, Retired] = {
     "extra": _removed("Move its keys to custom.extra, the only free section"),
     "custom.coord_soft_ce_w1": _removed(
-        "Set soft_ce_weight and w1_weight of stage2_ab.pipeline.objective[name=coord_reg].config"
+        "Set soft_ce_weight and w1_weight of the pipeline's coord_reg module, in "
+        "stage2_ab.pipeline or rollout_matching.pipeline"
     ),
     "training.logging_steps": _removed("Remove it: every step is logged"),
     # stage2_ab
     "stage2_ab.schedule.pattern": _removed("Set stage2_ab.schedule.b_ratio"),
-    "stage2_ab.softctx_grad_mode": _not_served("Remove it: channel A runs one iteration"),
     "stage2_ab.desc_ce_weight": _pipeline_key("token_ce", "desc_ce_weight"),
     "stage2_ab.fmt_struct_ce_weight": _removed(
         "Remove it: structure tokens weigh 1; scale the token_ce module by its weight"
@@ -75,8 +81,10 @@ RETIRED_KEYS: dict[str, Retired] = {
     "stage2_ab.channel_b.semantic_desc_gate": _removed(
         "Remove it: descriptions of matched objects are never supervised"
     ),
-    "stage2_ab.channel_b.mode": _CHANNEL_B_STEP,
-    "stage2_ab.channel_b.async": _CHANNEL_B_STEP,
+    "stage2_ab.channel_b.mode": _removed(
+        f"Remove it: channel B runs in step mode, unless {_ASYNC}.enabled is true"
+    ),
+    "stage2_ab.channel_b.async": Retired("moved", f"Use the same keys of {_ASYNC}"),
     "stage2_ab.channel_b.enable_pipeline": _removed(
         "Remove it: rollouts and training overlap where the servers have devices of their own"
     ),
@@ -85,11 +93,12 @@ RETIRED_KEYS: dict[str, Retired] = {
     "stage2_ab.channel_b.*": _removed(
         "Remove it: channel B has no keys; the closing brace and <|im_end|> are always supervised"
     ),
-    # aliases in module configs
-    f"{_ENTRY}.bbox_smoothl1_weight": Retired("moved", "Write smoothl1_weight"),
-    f"{_ENTRY}.bbox_ciou_weight": Retired("moved", "Write ciou_weight"),
-    f"{_ENTRY}.coord_soft_ce_weight": Retired("moved", "Write soft_ce_weight"),
-    f"{_ENTRY}.coord_w1_weight": Retired("moved", "Write w1_weight"),
+    # of both pipelines
+    **{
+        f"{pipeline}.objective[].config.{alias}": Retired("moved", f"Write {key}")
+        for pipeline in _PIPELINES
+        for alias, key in _ALIASES.items()
+    },
     # rollout_matching
     "rollout_matching.rollout_buffer": _removed("Remove it: every step makes fresh rollouts"),
     "rollout_matching.post_rollout_pack_scope": _removed(
@@ -106,23 +115,15 @@ RETIRED_KEYS: dict[str, Retired] = {
     "rollout_matching.vllm.server.group_port": Retired(
         "moved", "Use rollout_matching.vllm.server.servers[].group_port"
     ),
-    "rollout_matching.async_rollout": _not_served("Remove it: channel B runs in step mode"),
     "rollout_matching.eval_detection": _not_served(
         "Remove it: training.eval_strategy and eval_steps rule the evaluation"
     ),
-    "rollout_matching.pipeline": _not_served("Use stage2_ab.pipeline"),
 }
 
 RETIRED_VALUES: dict[str, dict[str, Retired]] = {
     "custom.trainer_variant": {
         "stage2_ab_training": _removed("Use stage2_two_channel"),
-        "rollout_matching_sft": _removed(
-            "Its successor stage2_rollout_aligned is not served yet; use stage2_two_channel"
-        ),
-        "stage2_rollout_aligned": _not_served("Use stage2_two_channel"),
-    },
-    "stage2_ab.pipeline.diagnostics[].name": {
-        "coord_diag": _not_served("Write `diagnostics: []`"),
+        "rollout_matching_sft": _removed("Use stage2_rollout_aligned"),
     },
 }
 
@@ -143,7 +144,7 @@ def retired_errors(value: Any, where: str = "", pattern: str = "") -> Iterator[C
 def _entry_errors(value: Any, where: str, pattern: str) -> Iterator[ContractError]:
     if pattern == OLD_ROLLOUT_SECTION:
         yield from _relocated(value, where, "rollout_matching")
-    elif retired := _retired_key(pattern):
+    elif retired := _retired_key(pattern, value):
         yield _error(where, "this key", retired)
     elif isinstance(value, str) and value in (known := RETIRED_VALUES.get(pattern, {})):
         retired = known[value]
@@ -152,9 +153,12 @@ def _entry_errors(value: Any, where: str, pattern: str) -> Iterator[ContractErro
         yield from retired_errors(value, where, pattern)
 
 
-def _retired_key(pattern: str) -> Retired | None:
+def _retired_key(pattern: str, value: Any) -> Retired | None:
+    """The entry of a key. A retired section is told key by key, and itself when it has none."""
     wildcard = joined(pattern.rpartition(".")[0], "*")
-    return RETIRED_KEYS.get(pattern) or RETIRED_KEYS.get(wildcard)
+    if retired := RETIRED_KEYS.get(pattern) or RETIRED_KEYS.get(wildcard):
+        return retired
+    return None if isinstance(value, dict) and value else RETIRED_KEYS.get(f"{pattern}.*")
 
 
 def _relocated(value: Any, where: str, new: str) -> Iterator[ContractError]:

@@ -1,16 +1,16 @@
 """Canonical profiles say for themselves what they vary (CFG-04).
 
-`configs/stage2_two_channel/{prod,smoke}/*.yaml` extend exactly `../base.yaml`, which
-extends nothing, and state the fields below themselves, whatever the base says.
+`configs/VARIANT/{prod,smoke}/*.yaml` extend exactly `../base.yaml`, which extends nothing, and
+state the fields below themselves, whatever the base says.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shared_contracts.errors import ContractError
 
-PROFILE_ROOT = "stage2_two_channel"
 LEAF_FOLDERS = ("prod", "smoke")
 BASE = "../base.yaml"
 
@@ -32,9 +32,24 @@ EXPLICIT_LEAF_FIELDS = (
 )
 
 
+# By variant; only stage2_two_channel has a section stage2_ab.
+LEAF_FIELDS = {
+    "stage2_two_channel": EXPLICIT_LEAF_FIELDS,
+    "stage2_rollout_aligned": tuple(
+        field for field in EXPLICIT_LEAF_FIELDS if not field.startswith("stage2_ab.")
+    ),
+}
+
+
 def is_canonical_leaf(path: Path) -> bool:
-    folder = path.absolute().parent
-    return folder.name in LEAF_FOLDERS and folder.parent.name == PROFILE_ROOT
+    return _variant(path) is not None
+
+
+def _variant(path: Path) -> str | None:
+    """The variant whose canonical leaf a file is, by where it lies."""
+    folder = Path(os.path.abspath(path)).parent  # folds `..`, unlike Path.absolute
+    variant = folder.parent.name
+    return variant if folder.name in LEAF_FOLDERS and variant in LEAF_FIELDS else None
 
 
 def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractError]:
@@ -50,7 +65,9 @@ def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractErr
             f"the chain is {shown}",
             f"A canonical profile extends {BASE} directly, and that extends nothing",
         )
-    for field in EXPLICIT_LEAF_FIELDS:
+    variant = _variant(chain[0])
+    assert variant is not None, "asked about leaves only"
+    for field in LEAF_FIELDS[variant]:
         if not _states(leaf, field):
             yield ContractError(
                 field,

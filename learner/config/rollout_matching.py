@@ -1,9 +1,12 @@
 """`rollout_matching`: how answers are generated and matched (CFG-05)."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from learner.config.pipeline import PipelineConfig
+from learner.config.values import refuse_all
 from learner.types import BackendName
 from shared_contracts.rollout_config import SharedRolloutConfig
 from shared_contracts.strict_model import Refusal, StrictModel
@@ -59,6 +62,40 @@ class OffloadConfig(StrictModel):
         return self
 
 
+class AsyncRolloutConfig(StrictModel):
+    """Rollouts that run beside training instead of within a step (ASYNC-01)."""
+
+    enabled: bool = Field(
+        default=False,
+        description="false: step mode; true needs `vllm.mode: server` and `vllm.sync.mode: full`",
+    )
+    queue_limit: int = Field(
+        default=8, ge=1, description="most packs each process keeps ready; more drop the oldest"
+    )
+    prefetch_target_packs: int = Field(
+        default=2, ge=1, description="packs each process tries to keep ready"
+    )
+    version_window: int = Field(
+        default=2,
+        ge=0,
+        description="a pack by weights more versions older than the newest is dropped",
+    )
+    sync_every_steps: int = Field(
+        default=1, ge=1, description="optimizer steps between pushes of weights"
+    )
+
+    @model_validator(mode="after")
+    def _target_fits_the_queue(self) -> "AsyncRolloutConfig":
+        if self.prefetch_target_packs > self.queue_limit:
+            raise Refusal(
+                f"{self.prefetch_target_packs} packs do not fit into queue_limit "
+                f"{self.queue_limit}",
+                "Lower it, or raise queue_limit",
+                "prefetch_target_packs",
+            )
+        return self
+
+
 class RolloutMatchingConfig(SharedRolloutConfig):
     rollout_backend: Literal["vllm", "hf"] = Field(
         default="vllm", description="who generates: vLLM, or transformers in the learner itself"
@@ -78,6 +115,13 @@ class RolloutMatchingConfig(SharedRolloutConfig):
     matching: MatchingConfig = Field(
         default=MatchingConfig(), description="how predictions meet ground truths"
     )
+    async_rollout: AsyncRolloutConfig = Field(
+        default=AsyncRolloutConfig(), description="rollouts ahead of training"
+    )
+    pipeline: PipelineConfig | None = Field(
+        default=None,
+        description="the objective of stage2_rollout_aligned, which needs it; no other takes it",
+    )
 
     @property
     def backend(self) -> BackendName:
@@ -85,21 +129,30 @@ class RolloutMatchingConfig(SharedRolloutConfig):
         return "hf" if self.rollout_backend == "hf" else self.vllm.mode
 
     @model_validator(mode="after")
-    def _mode_agrees_with_temperature(self) -> "RolloutMatchingConfig":
+    def _keys_agree(self) -> "RolloutMatchingConfig":
+        refuse_all(self._disagreements())
+        return self
+
+    def _disagreements(self) -> Iterator[Refusal]:
+        yield from self._of_decoding()
+        yield from self._of_beams()
+        yield from self._of_lengths()
+        if self.async_rollout.enabled:
+            yield from self._of_async()
+
+    def _of_decoding(self) -> Iterator[Refusal]:
         temperature = self.decoding.temperature
         if (self.decode_mode == "sampling") != (temperature > 0):
-            raise Refusal(
+            yield Refusal(
                 f"{temperature} with decode_mode: {self.decode_mode}",
                 "Use temperature 0 with greedy and beam, above 0 with sampling",
                 "decoding.temperature",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _beams_are_searched(self) -> "RolloutMatchingConfig":
+    def _of_beams(self) -> Iterator[Refusal]:
         beam = self.decode_mode == "beam"
         if beam and self.rollout_backend != "hf":
-            raise Refusal(
+            yield Refusal(
                 "beam, and rollout_backend is vllm",
                 "Use greedy, or set rollout_matching.rollout_backend to hf",
                 "decode_mode",
@@ -107,12 +160,43 @@ class RolloutMatchingConfig(SharedRolloutConfig):
         if beam != (self.num_beams is not None):
             found = "is missing with" if beam else "is given without"
             do = "Say how many, 2 or more" if beam else "Remove it, or set decode_mode to beam"
-            raise Refusal(f"{found} decode_mode: beam", do, "num_beams")
-        if self.num_beams is not None and self.num_beams > self.decode_batch_size:
-            raise Refusal(
+            yield Refusal(f"{found} decode_mode: beam", do, "num_beams")
+        elif self.num_beams is not None and self.num_beams > self.decode_batch_size:
+            yield Refusal(
                 f"{self.num_beams} beams are decoded at once for one answer, and "
                 f"decode_batch_size is {self.decode_batch_size}",
                 "Raise rollout_matching.decode_batch_size to num_beams, or lower num_beams",
                 "num_beams",
             )
-        return self
+
+    def _of_lengths(self) -> Iterator[Refusal]:
+        longest = self.vllm.max_model_len
+        if self.backend != "hf" and longest is not None and longest <= self.max_new_tokens:
+            yield Refusal(
+                f"{longest} leaves no room for a prompt before max_new_tokens "
+                f"{self.max_new_tokens}",
+                "Raise it, or lower rollout_matching.max_new_tokens",
+                "vllm.max_model_len",
+            )
+        guard = self.repeat_terminate
+        if guard.enabled and guard.min_new_tokens >= self.max_new_tokens:
+            yield Refusal(
+                f"{guard.min_new_tokens}, and no answer is longer than max_new_tokens "
+                f"{self.max_new_tokens}: nothing would ever be ended",
+                "Lower it, or set repeat_terminate.enabled to false",
+                "repeat_terminate.min_new_tokens",
+            )
+
+    def _of_async(self) -> Iterator[Refusal]:
+        if self.backend != "server":
+            yield Refusal(
+                f"is true, and the backend is {self.backend}",
+                "Set it to false, or use rollout_backend: vllm with vllm.mode: server",
+                "async_rollout.enabled",
+            )
+        if self.vllm.sync.mode != "full":
+            yield Refusal(
+                f"{self.vllm.sync.mode}, and async_rollout.enabled is true",
+                "Use full, or set async_rollout.enabled to false",
+                "vllm.sync.mode",
+            )

@@ -1,25 +1,36 @@
 """The whole of a training YAML, as types (CFG-02). Imports no torch.
 
 These models alone own the shape: a key that is not a field here is refused. Sections of
-their own are in `training.py`, `stage2_ab.py` and `rollout_matching.py`; what the rollout
-server shares is in `shared_contracts.rollout_config`.
+their own are in `tuner.py`, `training.py`, `stage2_ab.py` and `rollout_matching.py`; what the
+rollout server shares is in `shared_contracts.rollout_config`.
+
+The trainer's variant decides which section declares the objective (RES-02, CFG-08):
+
+    stage2_two_channel         stage2_ab.pipeline           channels A and B by b_ratio
+    stage2_rollout_aligned     rollout_matching.pipeline    channel B alone, polygons too
+
+Who trains asks `Config` for `pipeline`, `b_ratio` and `allow_poly`, not for the variant.
 """
 
+from collections.abc import Iterator
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from learner.config.rollout_matching import MatchingConfig, RolloutMatchingConfig
-from learner.config.stage2_ab import (
+from learner.config.pipeline import (
     BboxGeoConfig,
     CoordRegConfig,
     ObjectiveModule,
-    Stage2ABConfig,
+    PipelineConfig,
     TokenCEConfig,
 )
+from learner.config.rollout_matching import MatchingConfig, RolloutMatchingConfig
+from learner.config.stage2_ab import Stage2ABConfig
 from learner.config.training import TrainingConfig
-from learner.config.values import AbsolutePath
-from learner.types import FieldOrder
+from learner.config.tuner import FullTuner, LoraTuner, TunerConfig
+from learner.config.values import AbsolutePath, EmptySection, refuse_all
+from learner.types import Channel, FieldOrder
 from shared_contracts.strict_model import Refusal, StrictModel
 
 __all__ = [
@@ -28,9 +39,11 @@ __all__ = [
     "CoordRegConfig",
     "CustomConfig",
     "DataConfig",
+    "LoraTuner",
     "MatchingConfig",
     "ModelConfig",
     "ObjectiveModule",
+    "PipelineConfig",
     "RolloutMatchingConfig",
     "Stage2ABConfig",
     "TemplateConfig",
@@ -64,46 +77,24 @@ class DataConfig(StrictModel):
     shuffle: bool = Field(default=True, description="new order in every epoch, by the seed")
 
 
-class FullTuner(StrictModel):
-    train_type: Literal["full"] = Field(default="full", description="all weights are trained")
-
-
-class LoraTuner(StrictModel):
-    train_type: Literal["lora"] = Field(description="adapters are trained")
-    lora_rank: int = Field(ge=1, description="of the adapters")
-    lora_alpha: int = Field(ge=1, description="adapters are scaled by `lora_alpha / lora_rank`")
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="before the adapters")
-    use_dora: bool = Field(default=False, description="DoRA")
-    target_modules: Literal["all-linear"] | list[str] = Field(
-        default="all-linear", description="module names in peft's sense, or `all-linear`"
-    )
-
-
-def _full_by_default(value: Any) -> Any:
-    if isinstance(value, dict) and "train_type" not in value:
-        return {"train_type": "full", **value}
-    return value
-
-
-TunerConfig = Annotated[FullTuner | LoraTuner, Field(discriminator="train_type")]
-
-
 def _null_is_empty(value: Any) -> Any:
     return {} if value is None else value
 
 
+Variant = Literal["stage2_two_channel", "stage2_rollout_aligned"]
+
+
 class CustomConfig(StrictModel):
-    trainer_variant: Literal["stage2_two_channel"] = Field(description="which trainer runs")
+    trainer_variant: Variant = Field(
+        description="`stage2_two_channel`: channels A and B, boxes; `stage2_rollout_aligned`: "
+        "channel B alone, boxes and polygons"
+    )
     object_field_order: FieldOrder = Field(
         default="desc_first", description="order of the fields inside every written object"
     )
     extra: Annotated[dict[str, Any], BeforeValidator(_null_is_empty)] = Field(
         default={}, description="free: nothing here reads it, tools of yours may"
     )
-
-
-class EmptySection(StrictModel):
-    """A section of the contract without keys yet."""
 
 
 Empty = Annotated[EmptySection, BeforeValidator(_null_is_empty)]
@@ -114,47 +105,156 @@ class Config(StrictModel):
     quantization: Empty = Field(default=EmptySection(), description="no keys yet")
     template: TemplateConfig = Field(description="the prompt")
     data: DataConfig = Field(description="the samples")
-    tuner: Annotated[TunerConfig, BeforeValidator(_full_by_default)] = Field(
-        default=FullTuner(), description="which weights are trained"
-    )
+    tuner: TunerConfig = Field(default=FullTuner(), description="which weights are trained")
     training: TrainingConfig = Field(description="optimizer, steps, packing, saving, logging")
     rlhf: Empty = Field(default=EmptySection(), description="no keys yet")
     custom: CustomConfig = Field(description="the trainer's variant")
     debug: Empty = Field(default=EmptySection(), description="no keys yet")
     experiment: Empty = Field(default=EmptySection(), description="no keys yet")
-    stage2_ab: Stage2ABConfig = Field(description="schedule and objective of the two channels")
+    stage2_ab: Stage2ABConfig | None = Field(
+        default=None,
+        validate_default=True,
+        description="schedule and objective of stage2_two_channel, which needs it; no other "
+        "variant takes it",
+    )
     rollout_matching: RolloutMatchingConfig = Field(
-        description="how answers are generated and matched; stage2_two_channel needs it"
+        description="how answers are generated and matched"
     )
     deepspeed: Empty = Field(default=EmptySection(), description="no keys yet")
     global_max_length: int = Field(ge=2, description="tokens of one pack: the packing capacity")
 
+    @property
+    def pipeline(self) -> PipelineConfig:
+        """The declared objective and diagnostics."""
+        if self.stage2_ab is not None:
+            return self.stage2_ab.pipeline
+        assert self.rollout_matching.pipeline is not None, "it comes with the variant"
+        return self.rollout_matching.pipeline
+
+    @property
+    def pipeline_path(self) -> str:
+        return "rollout_matching.pipeline" if self.stage2_ab is None else "stage2_ab.pipeline"
+
+    @property
+    def b_ratio(self) -> Decimal:
+        """Share of the optimizer steps that are channel B."""
+        return Decimal(1) if self.stage2_ab is None else self.stage2_ab.schedule.b_ratio
+
+    @property
+    def allow_poly(self) -> bool:
+        """True where polygons are trained and predicted beside boxes (RES-02)."""
+        return self.custom.trainer_variant == "stage2_rollout_aligned"
+
+    @field_validator("stage2_ab")
+    @classmethod
+    def _two_channels_have_a_schedule(
+        cls, section: Stage2ABConfig | None, info: ValidationInfo
+    ) -> Stage2ABConfig | None:
+        variant = _variant(info)
+        if variant == "stage2_two_channel" and section is None:
+            raise Refusal(
+                f"this key is required and missing with custom.trainer_variant: {variant}",
+                "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline",
+            )
+        if variant == "stage2_rollout_aligned" and section is not None:
+            raise Refusal(
+                f"is given, and custom.trainer_variant is {variant}, which runs channel B alone",
+                "Remove it, and declare the objective in rollout_matching.pipeline",
+            )
+        return section
+
+    @field_validator("rollout_matching")
+    @classmethod
+    def _the_objective_is_in_its_section(
+        cls, section: RolloutMatchingConfig, info: ValidationInfo
+    ) -> RolloutMatchingConfig:
+        variant = _variant(info)
+        if variant == "stage2_rollout_aligned" and section.pipeline is None:
+            raise Refusal(
+                f"this key is required and missing with custom.trainer_variant: {variant}",
+                "Declare the objective and the diagnostics modules",
+                "pipeline",
+            )
+        if variant == "stage2_two_channel" and section.pipeline is not None:
+            raise Refusal(
+                f"is given, and custom.trainer_variant is {variant}",
+                "Remove it, and declare the objective in stage2_ab.pipeline",
+                "pipeline",
+            )
+        return section
+
     @model_validator(mode="after")
     def _sections_agree(self) -> "Config":
+        refuse_all(self._disagreements())
+        return self
+
+    def _disagreements(self) -> Iterator[Refusal]:
+        yield from self._of_sections()
+        yield from self._of_adapters()
+        yield from self._of_channels()
+        if self.stage2_ab is None:
+            yield from self._of_channel_b_alone()
+
+    def _of_sections(self) -> Iterator[Refusal]:
         if self.training.eval_strategy == "steps" and self.data.val_jsonl is None:
-            raise Refusal(
+            yield Refusal(
                 "is missing with training.eval_strategy: steps",
                 "Give a file to evaluate on, or set training.eval_strategy to no",
                 "data.val_jsonl",
             )
         if self.rollout_matching.max_new_tokens >= self.global_max_length:
-            raise Refusal(
+            yield Refusal(
                 f"{self.rollout_matching.max_new_tokens} leaves no room for a prompt in "
                 f"global_max_length {self.global_max_length}",
                 "Lower it, or raise global_max_length",
                 "rollout_matching.max_new_tokens",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _adapters_are_trained(self) -> "Config":
+    def _of_adapters(self) -> Iterator[Refusal]:
         rollout = self.rollout_matching
-        if rollout.rollout_backend == "hf" or rollout.vllm.sync.mode != "adapter":
-            return self
-        if self.tuner.train_type != "lora":
-            raise Refusal(
+        adapters = rollout.backend != "hf" and rollout.vllm.sync.mode == "adapter"
+        if adapters and self.tuner.train_type != "lora":
+            yield Refusal(
                 f"adapter, and tuner.train_type is {self.tuner.train_type}",
                 "Use full, or train with tuner.train_type: lora",
                 "rollout_matching.vllm.sync.mode",
             )
-        return self
+
+    def _of_channels(self) -> Iterator[Refusal]:
+        """Every channel that may run has something to learn from."""
+        for channel in self._channels():
+            if not any(module.counts_in(channel) for module in self.pipeline.objective):
+                yield Refusal(
+                    f"channel {channel} runs, but no enabled module of positive weight lists it",
+                    f"Add {channel} to the channels of a module",
+                    f"{self.pipeline_path}.objective",
+                )
+
+    def _channels(self) -> Iterator[Channel]:
+        """A also runs in place of a step whose asynchronous rollouts are late (ASYNC-01)."""
+        late = self.rollout_matching.async_rollout.enabled
+        if self.stage2_ab is not None and (self.b_ratio < 1 or late):
+            yield "A"
+        if self.b_ratio > 0:
+            yield "B"
+
+    def _of_channel_b_alone(self) -> Iterator[Refusal]:
+        if self.rollout_matching.async_rollout.enabled:
+            yield Refusal(
+                "is true, and without channel A there is nothing to run while rollouts are late",
+                "Set it to false, or use custom.trainer_variant: stage2_two_channel",
+                "rollout_matching.async_rollout.enabled",
+            )
+        for index, module in enumerate(self.pipeline.objective):
+            if module.enabled and "B" not in module.channels:
+                yield Refusal(
+                    f"{list(module.channels)}, and channel B alone runs: the module never would",
+                    "List B, or set its enabled to false",
+                    f"{self.pipeline_path}.objective[{index}].channels",
+                )
+
+
+def _variant(info: ValidationInfo) -> Variant | None:
+    """The trainer's variant; None where `custom` has faults of its own."""
+    custom = info.data.get("custom")
+    return None if custom is None else custom.trainer_variant

@@ -1,11 +1,12 @@
 """`training`: the optimizer, the step budget, packing, saving and logging."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from learner.config.values import AbsolutePath
+from learner.config.values import AbsolutePath, refuse_all
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import Refusal, StrictModel
 
@@ -112,19 +113,52 @@ class TrainingConfig(StrictModel):
         return name
 
     @model_validator(mode="after")
-    def _consistent(self) -> "TrainingConfig":
-        if (self.max_steps is None) == (self.num_train_epochs is None):
-            found = "is missing" if self.max_steps is None else "is set beside num_train_epochs"
-            raise Refusal(found, "Set exactly one of max_steps and num_train_epochs", "max_steps")
-        if self.effective_batch_size % self.per_device_train_batch_size:
-            raise _indivisible(self.effective_batch_size, self.per_device_train_batch_size)
+    def _keys_agree(self) -> "TrainingConfig":
+        refuse_all(self._disagreements())
+        return self
+
+    def _disagreements(self) -> Iterator[Refusal]:
+        yield from self._of_steps()
+        yield from self._of_batches()
         if self.packing and not self.packing_drop_last:
-            raise Refusal(
+            yield Refusal(
                 "is false with packing", "Set it to true, or packing to false", "packing_drop_last"
             )
-        if self.eval_strategy == "steps" and self.eval_steps is None:
-            raise Refusal("is missing", "Set it, or eval_strategy to no", "eval_steps")
-        return self
+        if self.warmup_ratio > 0 and self.lr_scheduler_type == "constant":
+            yield Refusal(
+                f"{self.warmup_ratio} has no effect with lr_scheduler_type: constant",
+                "Use constant_with_warmup, or set it to 0",
+                "warmup_ratio",
+            )
+
+    def _of_steps(self) -> Iterator[Refusal]:
+        if (self.max_steps is None) == (self.num_train_epochs is None):
+            found = "is missing" if self.max_steps is None else "is set beside num_train_epochs"
+            yield Refusal(found, "Set exactly one of max_steps and num_train_epochs", "max_steps")
+        if self.eval_strategy == "no":
+            return
+        if self.eval_steps is None:
+            yield Refusal("is missing", "Set it, or eval_strategy to no", "eval_steps")
+        elif self.max_steps is not None and self.eval_steps > self.max_steps:
+            yield Refusal(
+                f"{self.eval_steps}, and the run ends after {self.max_steps} steps: nothing would "
+                "be evaluated",
+                "Lower it, or set eval_strategy to no",
+                "eval_steps",
+            )
+
+    def _of_batches(self) -> Iterator[Refusal]:
+        batch, micro = self.effective_batch_size, self.per_device_train_batch_size
+        steps = self.gradient_accumulation_steps
+        if batch % micro:
+            yield _indivisible(batch, micro)
+        elif steps is not None and batch // micro % steps:
+            yield Refusal(
+                f"{steps}, but effective_batch_size {batch} / per_device_train_batch_size {micro} "
+                f"makes {batch // micro}, divided by the number of processes",
+                "Leave it out",
+                "gradient_accumulation_steps",
+            )
 
     def resolve_accumulation(self, world_size: int) -> int:
         """Micro batches per optimizer step of each of `world_size` processes (CFG-07).

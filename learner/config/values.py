@@ -1,12 +1,14 @@
-"""Types of single values that several sections use."""
+"""What several sections use: types of single values, and faults told all at once."""
 
+from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
+from pydantic_core import InitErrorDetails
 
-from shared_contracts.strict_model import Refusal, shown
+from shared_contracts.strict_model import Refusal, StrictModel, shown
 
 # A float keeps every decimal of up to 15 digits apart from every other (C's DBL_DIG).
 _FLOAT_DIGITS = 15
@@ -44,3 +46,20 @@ AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
 WrittenDecimal = Annotated[Decimal, BeforeValidator(_decimal), PlainSerializer(_plain)]
 
 Weight = Annotated[float, Field(ge=0)]
+
+
+class EmptySection(StrictModel):
+    """A mapping of the contract that has no keys."""
+
+
+def refuse_all(refusals: Iterable[Refusal]) -> None:
+    """Raise every refusal of a validator at once; nothing happens when there is none.
+
+    pydantic adds the faults of a ValidationError raised in a validator to its own.
+    """
+    faults = [
+        InitErrorDetails(type="value_error", input=None, ctx={"error": refusal})
+        for refusal in refusals
+    ]
+    if faults:
+        raise ValidationError.from_exception_data("refused", faults)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learner.config.stage2_ab import BboxGeoConfig
+from learner.config.pipeline import BboxGeoConfig
 from learner.coords import COORD_BINS
 from learner.losses.batch import LossBatch, Term
 from learner.losses.fences import coord_log_probs

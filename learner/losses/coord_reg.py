@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from learner.config.stage2_ab import CoordRegConfig
+from learner.config.pipeline import CoordRegConfig
 from learner.coords import COORD_BINS
 from learner.losses.batch import LossBatch, Term
 from learner.losses.fences import coord_gate, coord_log_probs, text_gate

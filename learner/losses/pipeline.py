@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from learner.config.stage2_ab import ObjectiveModule
+from learner.config.pipeline import ObjectiveModule
 from learner.losses.batch import LossBatch, Supervision, Term
 from learner.losses.bbox_geo import bbox_geo
 from learner.losses.coord_reg import coord_reg

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learner.config.stage2_ab import TokenCEConfig
+from learner.config.pipeline import TokenCEConfig
 from learner.losses.batch import LossBatch, Term
 from learner.losses.fences import fenced
 from learner.types import Channel, Role

@@ -1,6 +1,5 @@
 """The training config: what is accepted, how faults are told, what comes out."""
 
-import copy
 import subprocess
 import sys
 from decimal import Decimal
@@ -11,51 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.config import Config, load_mapping, merge, parse_config
+from learner.config import Config, merge, parse_config
 from shared_contracts import rollout_config
-from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.errors import ContractError
+from tests.unit.config_faults import WARMUP, changed, errors_of, only_error, without
 
 ROOT = Path(__file__).parents[2]
-WARMUP = load_mapping(ROOT / "configs/demo/warmup.yaml")
 BARE = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
-TOKEN_CE, BBOX_GEO, COORD_REG = 0, 1, 2
-
-
-def changed(dotted: str, value: Any) -> dict[str, Any]:
-    """The warm-up's mapping with one value set; a number in the path is a list index."""
-    mapping = copy.deepcopy(WARMUP)
-    here: Any = mapping
-    *parents, last = [int(key) if key.isdecimal() else key for key in dotted.split(".")]
-    for key in parents:
-        here = here.setdefault(key, {}) if isinstance(here, dict) else here[key]
-    here[last] = value
-    return mapping
-
-
-def without(dotted: str) -> dict[str, Any]:
-    mapping = copy.deepcopy(WARMUP)
-    here: Any = mapping
-    *parents, last = [int(key) if key.isdecimal() else key for key in dotted.split(".")]
-    for key in parents:
-        here = here[key]
-    del here[last]
-    return mapping
-
-
-def errors_of(mapping: dict[str, Any]) -> dict[str, ContractError]:
-    with pytest.raises(ContractErrors) as caught:
-        parse_config(mapping)
-    assert all(error.found and error.do for error in caught.value.errors)
-    wheres = [error.where for error in caught.value.errors]
-    assert len(set(wheres)) == len(wheres), "a fault is told twice"
-    return {error.where: error for error in caught.value.errors}
-
-
-def only_error(mapping: dict[str, Any]) -> ContractError:
-    (error,) = errors_of(mapping).values()
-    return error
-
-
 ENTRY = "stage2_ab.pipeline.objective"
 
 
@@ -187,6 +148,9 @@ def test_a_required_key_has_no_default(dotted: str) -> None:
         ("rollout_matching.decoding.top_k", 0),
         ("rollout_matching.decoding.top_p", 0),
         ("rollout_matching.matching.maskiou_gate", 1.1),
+        ("rollout_matching.matching.ot_cost", "linf"),
+        ("rollout_matching.matching.ot_epsilon", 0),
+        ("rollout_matching.matching.ot_iters", 0),
         ("stage2_ab.pipeline.objective", []),
     ],
 )
@@ -300,6 +264,8 @@ def test_rollout_defaults_are_those_of_the_contract() -> None:
     assert not any(rollout.offload.model_dump().values())
     assert (matching.candidate_top_k, matching.maskiou_gate) == (10, 0.3)
     assert (matching.maskiou_resolution, matching.fp_cost, matching.fn_cost) == (256, 1.0, 1.0)
+    assert (matching.ot_cost, matching.ot_epsilon, matching.ot_iters) == ("l2", 10.0, 30)
+    assert rollout.pipeline is None
 
 
 @pytest.mark.req("CFG-05")
@@ -435,6 +401,17 @@ def test_given_accumulation_steps_must_equal_the_derived_ones() -> None:
 
 
 @pytest.mark.req("CFG-07")
+def test_accumulation_steps_that_fit_no_number_of_processes_fail_at_load() -> None:
+    batch = {"effective_batch_size": 12, "per_device_train_batch_size": 2}
+    for steps in (1, 2, 3, 6):
+        parse_config(merge(WARMUP, {"training": {**batch, "gradient_accumulation_steps": steps}}))
+    for steps in (4, 5, 12):
+        training = {**batch, "gradient_accumulation_steps": steps}
+        error = only_error(merge(WARMUP, {"training": training}))
+        assert error.where == "training.gradient_accumulation_steps"
+
+
+@pytest.mark.req("CFG-07")
 def test_packing_drops_the_last() -> None:
     error = only_error(changed("training.packing_drop_last", False))
     assert error.where == "training.packing_drop_last"
@@ -460,6 +437,37 @@ def test_the_eval_batch_size_leaves_rollout_batching_alone() -> None:
     assert rollouts[0].decode_batch_size == 4
 
 
+def test_a_warm_up_needs_a_schedule_that_has_one() -> None:
+    constant = {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}
+    error = only_error(merge(WARMUP, {"training": constant}))
+    assert error.where == "training.warmup_ratio"
+    assert "constant_with_warmup" in error.do
+    for allowed in ({"warmup_ratio": 0.0}, {"lr_scheduler_type": "constant_with_warmup"}):
+        parse_config(merge(WARMUP, {"training": constant | allowed}))
+
+
+def test_an_evaluation_comes_before_the_run_ends() -> None:
+    steps = {"eval_strategy": "steps", "eval_steps": 6, "max_steps": 5}
+    assert only_error(merge(WARMUP, {"training": steps})).where == "training.eval_steps"
+    parse_config(merge(WARMUP, {"training": steps | {"max_steps": 6}}))
+    parse_config(merge(WARMUP, {"training": steps | {"eval_strategy": "no"}}))
+
+
+def test_faults_of_training_that_depend_on_each_other_are_told_at_once() -> None:
+    training = {
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 3,
+        "packing_drop_last": False,
+        "eval_strategy": "steps",
+    }
+    assert list(errors_of(merge(WARMUP, {"training": training}))) == [
+        "training.max_steps",
+        "training.eval_steps",
+        "training.effective_batch_size",
+        "training.packing_drop_last",
+    ]
+
+
 def test_an_evaluation_needs_steps_and_data() -> None:
     assert only_error(changed("training.eval_strategy", "steps")).where == "training.eval_steps"
     steps = {"training": {"eval_strategy": "steps", "eval_steps": 5}, "data": {"val_jsonl": None}}
@@ -480,133 +488,19 @@ def test_b_ratio_is_the_decimal_that_was_written(digits: int) -> None:
     written = Decimal(digits).scaleb(-15)
     for value in (float(written), str(written)):
         config = parse_config(changed("stage2_ab.schedule.b_ratio", value))
-        assert config.stage2_ab.schedule.b_ratio == written
+        assert config.b_ratio == written
 
 
 def test_a_b_ratio_a_float_cannot_hold_is_written_in_quotes() -> None:
     where = "stage2_ab.schedule.b_ratio"
     assert only_error(changed(where, 1 / 3)).where == where
     config = parse_config(changed(where, "0.3333333333333333333333"))
-    assert config.stage2_ab.schedule.b_ratio == Decimal("0.3333333333333333333333")
+    assert config.b_ratio == Decimal("0.3333333333333333333333")
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, "half", True, None, float("nan"), [0.5]])
 def test_b_ratio_is_a_number_from_0_to_1(value: Any) -> None:
     assert only_error(changed("stage2_ab.schedule.b_ratio", value)).where.endswith("b_ratio")
-
-
-MODULE_KEYS = {
-    TOKEN_CE: [
-        "desc_ce_weight",
-        "rollout_fn_desc_weight",
-        "rollout_matched_prefix_struct_weight",
-        "self_context_struct_ce_weight",
-    ],
-    BBOX_GEO: ["smoothl1_weight", "ciou_weight"],
-    COORD_REG: [
-        "coord_ce_weight",
-        "soft_ce_weight",
-        "w1_weight",
-        "coord_gate_weight",
-        "text_gate_weight",
-        "temperature",
-        "target_sigma",
-        "target_truncate",
-    ],
-}
-
-
-@pytest.mark.req("CFG-08")
-@pytest.mark.parametrize(
-    ("module", "key"), [(module, key) for module, keys in MODULE_KEYS.items() for key in keys]
-)
-def test_a_module_config_has_no_implicit_defaults(module: int, key: str) -> None:
-    assert key in WARMUP["stage2_ab"]["pipeline"]["objective"][module]["config"]
-    error = only_error(without(f"{ENTRY}.{module}.config.{key}"))
-    assert error.where == f"{ENTRY}[{module}].config.{key}"
-
-
-@pytest.mark.req("CFG-08")
-@pytest.mark.parametrize("module", [TOKEN_CE, BBOX_GEO, COORD_REG])
-def test_a_module_config_has_no_other_keys(module: int) -> None:
-    known = {key for keys in MODULE_KEYS.values() for key in keys} - set(MODULE_KEYS[module])
-    for key in known:
-        error = only_error(changed(f"{ENTRY}.{module}.config.{key}", 1.0))
-        assert (error.where, error.found) == (f"{ENTRY}[{module}].config.{key}", "unknown key")
-
-
-@pytest.mark.req("CFG-08")
-@pytest.mark.parametrize("key", ["name", "enabled", "weight", "channels", "config"])
-def test_an_entry_states_all_its_keys(key: str) -> None:
-    assert only_error(without(f"{ENTRY}.1.{key}")).where == f"{ENTRY}[1].{key}"
-
-
-@pytest.mark.req("CFG-08")
-@pytest.mark.parametrize(
-    ("module", "alias", "canonical"),
-    [
-        (BBOX_GEO, "bbox_smoothl1_weight", "smoothl1_weight"),
-        (BBOX_GEO, "bbox_ciou_weight", "ciou_weight"),
-        (COORD_REG, "coord_soft_ce_weight", "soft_ce_weight"),
-        (COORD_REG, "coord_w1_weight", "w1_weight"),
-    ],
-)
-def test_an_alias_names_the_canonical_key(module: int, alias: str, canonical: str) -> None:
-    error = only_error(changed(f"{ENTRY}.{module}.config.{alias}", 1.0))
-    assert error.where == f"{ENTRY}[{module}].config.{alias}"
-    assert error.do == f"Write {canonical}"
-
-
-@pytest.mark.req("CFG-08")
-def test_an_unknown_module_names_the_known_ones() -> None:
-    error = only_error(changed(f"{ENTRY}.0.name", "giou"))
-    assert error.where == f"{ENTRY}[0].name"
-    assert all(name in error.do for name in ("token_ce", "bbox_geo", "coord_reg"))
-
-
-@pytest.mark.req("CFG-08")
-def test_a_module_is_listed_once() -> None:
-    objective = WARMUP["stage2_ab"]["pipeline"]["objective"]
-    error = only_error(changed(ENTRY, [*objective, objective[0]]))
-    assert error.where == f"{ENTRY}[3].name"
-
-
-@pytest.mark.req("CFG-08")
-@pytest.mark.parametrize("channels", [["C"], "A", ["A", "A"], None])
-def test_channels_are_a_subset_of_a_and_b(channels: Any) -> None:
-    assert only_error(changed(f"{ENTRY}.0.channels", channels)).where.startswith(
-        f"{ENTRY}[0].channels"
-    )
-
-
-def test_a_channel_that_runs_has_something_to_learn_from() -> None:
-    objective = copy.deepcopy(WARMUP["stage2_ab"]["pipeline"]["objective"])
-    for entry in objective:
-        entry["channels"] = ["B"]
-    error = only_error(changed(ENTRY, objective))
-    assert error.where == ENTRY
-    assert "channel A" in error.found
-
-
-@pytest.mark.req("RES-15")
-@pytest.mark.parametrize("multiplier", [0.99, 4.01])
-def test_a_struct_ce_multiplier_out_of_range_fails_fast(multiplier: float) -> None:
-    key = "rollout_drop_invalid_struct_ce_multiplier"
-    error = only_error(changed(f"{ENTRY}.0.config.{key}", multiplier))
-    assert error.where == f"{ENTRY}[0].config.{key}"
-
-
-@pytest.mark.req("RES-15", "CFG-08")
-def test_the_struct_ce_multiplier_is_the_one_optional_key() -> None:
-    key = "rollout_drop_invalid_struct_ce_multiplier"
-    assert multiplier_of(parse_config(WARMUP)) == 1.0
-    assert multiplier_of(parse_config(changed(f"{ENTRY}.0.config.{key}", 4))) == 4.0
-
-
-def multiplier_of(config: Config) -> float:
-    module = config.stage2_ab.pipeline.objective[TOKEN_CE]
-    assert module.name == "token_ce"
-    return module.config.rollout_drop_invalid_struct_ce_multiplier
 
 
 # --- What the config is to others -------------------------------------------------------
@@ -639,15 +533,3 @@ def test_the_reference_page_is_up_to_date() -> None:
     script = ROOT / "scripts/config_reference.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.req("LOSS-04", "CFG-08")
-def test_a_text_gate_without_supervised_text_is_refused() -> None:
-    mapping = changed("stage2_ab.pipeline.objective.0.channels", ["A"])
-    for module in mapping["stage2_ab"]["pipeline"]["objective"]:
-        if module["name"] == "coord_reg":
-            module["config"]["text_gate_weight"] = 0.5
-            module["channels"] = ["A", "B"]
-    error = only_error(mapping)
-    assert error.where == "stage2_ab.pipeline.objective"
-    assert "channel B" in error.found

@@ -82,7 +82,7 @@ def test_keys_that_do_not_fit_the_mode_are_refused(
 @pytest.mark.parametrize(
     ("rollout", "where"),
     [
-        ({"decode_mode": "beam", "num_beams": 4}, "decode_mode"),
+        ({"decode_mode": "beam", "num_beams": 4, "decode_batch_size": 4}, "decode_mode"),
         ({"rollout_backend": "hf", "decode_mode": "beam"}, "num_beams"),
         ({"rollout_backend": "hf", "num_beams": 4}, "num_beams"),
         ({"rollout_backend": "hf", "decode_mode": "beam", "num_beams": 1}, "num_beams"),
@@ -91,6 +91,7 @@ def test_keys_that_do_not_fit_the_mode_are_refused(
                 "rollout_backend": "hf",
                 "decode_mode": "beam",
                 "num_beams": 4,
+                "decode_batch_size": 4,
                 "decoding": {"temperature": 0.5},
             },
             "decoding.temperature",
@@ -120,6 +121,47 @@ def test_the_beams_of_one_answer_fit_into_a_batch() -> None:
     assert "4 beams" in error.found
     assert "decode_batch_size is 3" in error.found
     assert "rollout_matching.decode_batch_size" in error.do
+
+
+@pytest.mark.req("CFG-05")
+def test_faults_of_the_section_that_depend_on_each_other_are_told_at_once() -> None:
+    with pytest.raises(ContractErrors) as caught:
+        parse_config(
+            mapping(
+                {
+                    "decode_mode": "beam",
+                    "num_beams": 4,
+                    "decoding": {"temperature": 0.5},
+                    "vllm": {"max_model_len": 64},
+                }
+            )
+        )
+    assert [error.where.removeprefix("rollout_matching.") for error in caught.value.errors] == [
+        "decoding.temperature",
+        "decode_mode",
+        "num_beams",
+        "vllm.max_model_len",
+    ]
+
+
+@pytest.mark.req("CFG-05")
+@pytest.mark.parametrize("vllm", [{}, {"mode": "server", "server": SERVER}])
+def test_an_engine_has_room_for_a_prompt_before_its_answer(vllm: dict[str, Any]) -> None:
+    error = only_error({"vllm": {**vllm, "max_model_len": 64}})
+    assert error.where == f"{VLLM}.max_model_len"
+    assert "max_new_tokens 64" in error.found
+    parse_config(mapping({"vllm": {**vllm, "max_model_len": 65}}))
+    parse_config(mapping({"rollout_backend": "hf", "vllm": {**vllm, "max_model_len": 64}}))
+
+
+@pytest.mark.req("REP-01", "CFG-05")
+def test_a_repeat_guard_that_starts_after_the_longest_answer_is_refused() -> None:
+    guard = {"enabled": True, "max_object_keys": 9, "min_new_tokens": 64}
+    error = only_error({"repeat_terminate": guard})
+    assert error.where == "rollout_matching.repeat_terminate.min_new_tokens"
+    assert "max_new_tokens 64" in error.found
+    parse_config(mapping({"repeat_terminate": guard | {"min_new_tokens": 63}}))
+    parse_config(mapping({"repeat_terminate": guard | {"enabled": False}}))
 
 
 @pytest.mark.req("CFG-05", "ROLL-03")

@@ -1,39 +1,43 @@
 """Removed, moved and not yet served keys fail fast and say what to do instead."""
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from learner.config import load_mapping, merge, parse_config
-from learner.config.moved_keys import RETIRED_KEYS, RETIRED_VALUES
-from shared_contracts.errors import ContractError, ContractErrors
+from learner.config import Config, parse_config
+from learner.config.moved_keys import RETIRED_KEYS, RETIRED_VALUES, retired_errors
+from learner.config.rollout_matching import RolloutMatchingConfig
+from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import bare_type, is_model
+from tests.unit.config_faults import ALIGNED, WARMUP, changed, errors_of, only_error
 
-WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
-
-
-def nested(dotted: str, value: Any) -> dict[str, Any]:
-    """`a.b` and 1 -> {"a": {"b": 1}}."""
-    for key in reversed(dotted.split(".")):
-        value = {key: value}
-    assert isinstance(value, dict)
-    return value
+OLD_ROLLOUT = "custom.extra.rollout_matching"
 
 
-def only_error(dotted: str, value: Any) -> ContractError:
-    with pytest.raises(ContractErrors) as caught:
-        parse_config(merge(WARMUP, nested(dotted, value)))
-    (error,) = caught.value.errors
+def refused(dotted: str, value: Any) -> ContractError:
+    """The one fault of a config with this value, which is told at its own path."""
+    error = only_error(changed(dotted, value))
+    assert error.where == dotted
     return error
+
+
+def leaves(model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Dotted keys of a section; a list counts as one key."""
+    for name, field in model.model_fields.items():
+        below = bare_type(field.annotation)
+        if is_model(below):
+            yield from leaves(below, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
 
 
 @pytest.mark.req("CFG-03")
 @pytest.mark.parametrize("key", [k for k in RETIRED_KEYS if "[]" not in k and "*" not in k])
 @pytest.mark.parametrize("value", [None, 1, {"any": "thing"}], ids=["null", "scalar", "mapping"])
 def test_every_retired_key_is_the_one_error_of_a_config(key: str, value: Any) -> None:
-    error = only_error(key, value)
-    assert error.where == key
-    assert error.do == RETIRED_KEYS[key].do
+    assert refused(key, value).do == RETIRED_KEYS[key].do
 
 
 @pytest.mark.req("CFG-03")
@@ -42,89 +46,112 @@ def test_every_retired_key_is_the_one_error_of_a_config(key: str, value: Any) ->
     [(p, v) for p, values in RETIRED_VALUES.items() for v in values if "[]" not in p],
 )
 def test_every_retired_value_is_the_one_error_of_a_config(path: str, value: str) -> None:
-    error = only_error(path, value)
-    assert error.where == path
+    error = refused(path, value)
     assert value in error.found
     assert error.do == RETIRED_VALUES[path][value].do
 
 
 @pytest.mark.req("CFG-03")
 def test_no_retired_key_is_a_key_that_is_served() -> None:
-    config = parse_config(WARMUP).model_dump()
+    served = set(leaves(Config))
     for key in RETIRED_KEYS:
-        here: Any = config
-        for name in key.split("."):
-            here = here.get(name, {}) if isinstance(here, dict) else {}
-        assert here == {}, key
+        assert not any(f"{leaf}.".startswith(f"{key}.") for leaf in served), key
+
+
+@pytest.mark.req("CFG-03")
+@pytest.mark.parametrize("base", [WARMUP, ALIGNED], ids=["two-channel", "rollout-aligned"])
+def test_a_config_of_today_holds_nothing_retired(base: dict[str, Any]) -> None:
+    assert list(retired_errors(base)) == []
 
 
 @pytest.mark.req("RES-01")
+@pytest.mark.parametrize("key", list(leaves(RolloutMatchingConfig)))
+def test_every_key_names_its_path_out_of_the_old_rollout_section(key: str) -> None:
+    assert refused(f"{OLD_ROLLOUT}.{key}", 3).do == f"Use rollout_matching.{key}"
+
+
+@pytest.mark.req("RES-01", "RES-06")
 @pytest.mark.parametrize(
     ("key", "new"),
     [
-        ("decode_batch_size", "rollout_matching.decode_batch_size"),
-        ("rollout_backend", "rollout_matching.rollout_backend"),
-        ("vllm.server.servers", "rollout_matching.vllm.server.servers"),
-        ("decoding.temperature", "rollout_matching.decoding.temperature"),
-        ("repeat_terminate.enabled", "rollout_matching.repeat_terminate.enabled"),
         ("temperature", "rollout_matching.decoding.temperature"),
         ("top_p", "rollout_matching.decoding.top_p"),
+        ("top_k", "rollout_matching.decoding.top_k"),
+        ("rollout_generate_batch_size", "rollout_matching.decode_batch_size"),
         ("rollout_infer_batch_size", "rollout_matching.decode_batch_size"),
+        ("vllm.server.base_url", "rollout_matching.vllm.server.servers[].base_url"),
     ],
 )
-def test_a_key_in_the_old_rollout_section_names_its_new_path(key: str, new: str) -> None:
-    error = only_error(f"custom.extra.rollout_matching.{key}", 3)
-    assert error.where == f"custom.extra.rollout_matching.{key}"
-    assert error.do == f"Use {new}"
+def test_a_key_that_moved_twice_names_its_last_path(key: str, new: str) -> None:
+    assert refused(f"{OLD_ROLLOUT}.{key}", 3).do == f"Use {new}"
+
+
+@pytest.mark.req("RES-01", "RES-06")
+@pytest.mark.parametrize("key", ["rollout_buffer", "post_rollout_pack_scope"])
+def test_a_key_removed_from_the_old_rollout_section_names_no_new_path(key: str) -> None:
+    assert refused(f"{OLD_ROLLOUT}.{key}", 3).do.startswith("Remove it")
 
 
 @pytest.mark.req("RES-01")
 def test_every_key_of_the_old_rollout_section_is_told_at_once() -> None:
     old = {"decode_batch_size": 1, "vllm": {"mode": "server", "sync": {"mode": "full"}}}
-    with pytest.raises(ContractErrors) as caught:
-        parse_config(merge(WARMUP, nested("custom.extra.rollout_matching", old)))
-    assert [error.where.removeprefix("custom.extra.") for error in caught.value.errors] == [
-        "rollout_matching.decode_batch_size",
-        "rollout_matching.vllm.mode",
-        "rollout_matching.vllm.sync.mode",
+    assert list(errors_of(changed(OLD_ROLLOUT, old))) == [
+        f"{OLD_ROLLOUT}.decode_batch_size",
+        f"{OLD_ROLLOUT}.vllm.mode",
+        f"{OLD_ROLLOUT}.vllm.sync.mode",
     ]
 
 
 @pytest.mark.req("RES-01")
 @pytest.mark.parametrize("value", [None, {}])
 def test_the_old_rollout_section_fails_even_when_empty(value: Any) -> None:
-    error = only_error("custom.extra.rollout_matching", value)
-    assert error.where == "custom.extra.rollout_matching"
-    assert "rollout_matching" in error.do
+    assert "rollout_matching" in refused(OLD_ROLLOUT, value).do
 
 
 @pytest.mark.req("RES-02")
-@pytest.mark.parametrize("old", ["stage2_ab_training", "rollout_matching_sft"])
-def test_an_old_trainer_variant_names_the_new_one(old: str) -> None:
-    error = only_error("custom.trainer_variant", old)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("stage2_ab_training", "stage2_two_channel"),
+        ("rollout_matching_sft", "stage2_rollout_aligned"),
+    ],
+)
+@pytest.mark.parametrize("base", [WARMUP, ALIGNED], ids=["two-channel", "rollout-aligned"])
+def test_an_old_trainer_variant_names_the_new_one(base: dict[str, Any], old: str, new: str) -> None:
+    error = only_error(changed("custom.trainer_variant", old, base))
     assert error.where == "custom.trainer_variant"
-    new = {"stage2_ab_training": "stage2_two_channel"}.get(old, "stage2_rollout_aligned")
-    assert new in error.do
+    assert error.do == f"Use {new}"
 
 
 @pytest.mark.req("RES-03")
 def test_the_paired_list_form_of_servers_fails_fast() -> None:
     server = {"base_url": ["http://127.0.0.1:8000"], "group_port": [51216]}
-    with pytest.raises(ContractErrors) as caught:
-        parse_config(merge(WARMUP, nested("rollout_matching.vllm.server", server)))
-    assert [error.where for error in caught.value.errors] == [
-        "rollout_matching.vllm.server.base_url",
-        "rollout_matching.vllm.server.group_port",
-    ]
-    assert all("servers[]" in error.do for error in caught.value.errors)
+    errors = errors_of(changed("rollout_matching.vllm.server", server))
+    where = "rollout_matching.vllm.server"
+    assert set(errors) == {f"{where}.base_url", f"{where}.group_port", f"{where}.servers"}
+    assert all(f"{where}.servers[].{key}" in errors[f"{where}.{key}"].do for key in server)
 
 
 @pytest.mark.req("RES-05")
 @pytest.mark.parametrize("key", ["stop_neutral", "stop_neutral_ce", "mask_stop_tokens"])
 def test_stop_neutral_keys_fail_fast(key: str) -> None:
-    error = only_error(f"stage2_ab.channel_b.{key}", True)
-    assert error.where == f"stage2_ab.channel_b.{key}"
-    assert "always supervised" in error.do
+    assert "always supervised" in refused(f"stage2_ab.channel_b.{key}", True).do
+
+
+@pytest.mark.req("RES-05", "RES-06")
+@pytest.mark.parametrize("value", [None, {}, 1])
+def test_the_section_of_channel_b_fails_even_when_empty(value: Any) -> None:
+    assert "channel B has no keys" in refused("stage2_ab.channel_b", value).do
+
+
+@pytest.mark.req("RES-06")
+def test_every_key_of_channel_b_is_told_at_once() -> None:
+    section = {"mode": "async", "async": {"queue_limit": 8}, "stop_neutral": {"enabled": True}}
+    assert list(errors_of(changed("stage2_ab.channel_b", section))) == [
+        "stage2_ab.channel_b.mode",
+        "stage2_ab.channel_b.async",
+        "stage2_ab.channel_b.stop_neutral",
+    ]
 
 
 @pytest.mark.req("RES-06")
@@ -135,7 +162,7 @@ def test_stop_neutral_keys_fail_fast(key: str) -> None:
         ("stage2_ab.channel_b.desc_ce_weight_matched", "never supervised"),
         ("stage2_ab.channel_b.semantic_desc_gate", "never supervised"),
         ("stage2_ab.channel_b.mode", "step mode"),
-        ("stage2_ab.channel_b.async", "step mode"),
+        ("stage2_ab.channel_b.async", "rollout_matching.async_rollout"),
         ("stage2_ab.channel_b.rollouts_per_step", "training.effective_batch_size"),
         ("stage2_ab.channel_b.enable_pipeline", "overlap"),
         ("stage2_ab.channel_b.rollout_decode_batch_size", "rollout_matching.decode_batch_size"),
@@ -150,9 +177,7 @@ def test_stop_neutral_keys_fail_fast(key: str) -> None:
     ],
 )
 def test_a_removed_knob_says_what_replaces_it(key: str, replacement: str) -> None:
-    error = only_error(key, ["A", "B"])
-    assert error.where == key
-    assert replacement in error.do
+    assert replacement in refused(key, ["A", "B"]).do
 
 
 @pytest.mark.req("CFG-03")
@@ -172,14 +197,14 @@ def test_a_removed_knob_says_what_replaces_it(key: str, replacement: str) -> Non
     ],
 )
 def test_a_flat_objective_knob_fails_fast(knob: str) -> None:
-    error = only_error(f"stage2_ab.{knob}", 1.0)
-    assert error.where == f"stage2_ab.{knob}"
-    assert any(module in error.do for module in ("token_ce", "bbox_geo", "coord_reg"))
+    do = refused(f"stage2_ab.{knob}", 1.0).do
+    assert any(module in do for module in ("token_ce", "bbox_geo", "coord_reg"))
 
 
 @pytest.mark.req("CFG-03")
-def test_the_old_coordinate_loss_section_fails_fast() -> None:
-    error = only_error("custom.coord_soft_ce_w1.soft_ce_weight", 0.1)
+@pytest.mark.parametrize("base", [WARMUP, ALIGNED], ids=["two-channel", "rollout-aligned"])
+def test_the_old_coordinate_loss_section_fails_fast(base: dict[str, Any]) -> None:
+    error = only_error(changed("custom.coord_soft_ce_w1.soft_ce_weight", 0.1, base))
     assert error.where == "custom.coord_soft_ce_w1"
     assert "coord_reg" in error.do
 
@@ -187,30 +212,9 @@ def test_the_old_coordinate_loss_section_fails_fast() -> None:
 @pytest.mark.req("RES-13")
 @pytest.mark.parametrize("value", [None, 1, {"weight": 1.0}])
 def test_custom_coord_loss_is_ignored_in_silence(value: Any) -> None:
-    assert parse_config(merge(WARMUP, {"custom": {"coord_loss": value}})) == parse_config(WARMUP)
+    assert parse_config(changed("custom.coord_loss", value)) == parse_config(WARMUP)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("rollout_matching.async_rollout", {"enabled": True}),
-        ("stage2_ab.n_softctx_iter", 2),
-        ("custom.trainer_variant", "stage2_rollout_aligned"),
-    ],
-)
-def test_what_is_not_served_yet_is_no_dead_option(key: str, value: Any) -> None:
-    error = only_error(key, value)
-    assert error.where == key
+def test_a_key_the_contract_leaves_open_is_said_to_be_not_served_yet() -> None:
+    error = refused("rollout_matching.eval_detection", {"enabled": True})
     assert "not served yet" in error.found
-
-
-def test_a_diagnostics_module_that_is_not_served_yet_is_told_by_its_name() -> None:
-    entry = {"name": "coord_diag", "enabled": True, "weight": 1, "channels": [], "config": {}}
-    error = only_error("stage2_ab.pipeline.diagnostics", [entry])
-    assert error.where == "stage2_ab.pipeline.diagnostics[0].name"
-    assert "not served yet" in error.found
-
-
-def test_an_unknown_diagnostics_module_is_refused() -> None:
-    error = only_error("stage2_ab.pipeline.diagnostics", [{"name": "other"}])
-    assert error.where == "stage2_ab.pipeline.diagnostics"

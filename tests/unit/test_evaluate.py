@@ -137,7 +137,8 @@ def test_evaluation_asks_the_newest_weights_and_polygons_are_no_predictions(
     backend = Scripted([encode(toy_tokenizer, f"{{{roof}, {cat}}}")])
     policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()))
     roof_box = GroundTruthObject("roof", Shape("bbox_2d", (0, 0, 500, 500)))
-    found, _ = evaluate(policy, [sample(CAT, roof_box)], seed=7, tokenizer=toy_tokenizer)
+    samples = [sample(CAT, roof_box)]
+    found, _ = evaluate(policy, samples, seed=7, tokenizer=toy_tokenizer, allow_poly=False)
     assert backend.done == ["push 1", "rollout 1 seed 7"]
     assert found == Scores(predicted=1, ground_truths=2, hits=1, located=1, dropped=1)
 
@@ -151,7 +152,8 @@ def test_the_calls_of_an_evaluation_are_logged_with_it_and_not_with_the_next_ste
     backend = Scripted([encode(toy_tokenizer, "{}")])
     policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()), journal=journal)
     logged: list[dict[str, Any]] = []
-    _, metrics = evaluate(policy, [sample(CAT)], 7, toy_tokenizer, logged.append)
+    samples = [sample(CAT)]
+    _, metrics = evaluate(policy, samples, 7, toy_tokenizer, logged.append, allow_poly=False)
     (record,) = logged
     assert record["evaluation_seed"] == 7
     assert [call["attempt"] for call in record["calls"]] == [2]

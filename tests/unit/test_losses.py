@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.config.stage2_ab import (
+from learner.config.pipeline import (
     BboxGeoConfig,
     BboxGeoModule,
     CoordRegConfig,

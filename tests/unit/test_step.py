@@ -71,7 +71,7 @@ class Parts:
         self.loaded: LoadedModel = load_model(config)
         self.loaded.model.train()
         self.encode = PromptEncoder(self.loaded.processor, config.template.prompt, None)
-        objective = config.stage2_ab.pipeline.objective
+        objective = config.pipeline.objective
         self.pipeline = Pipeline(objective, self.loaded.vocab.ids)
         tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
         self.channel_a = ChannelA(inner, self.encode, tokenizer, "desc_first")

@@ -69,7 +69,7 @@ class World:
     def step(self) -> dict[str, float]:
         tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
         policy = Policy(self, 0, Asking("Detect.", None, RequestConfig()))
-        objective = self.config.stage2_ab.pipeline.objective
+        objective = self.config.pipeline.objective
         runner = StepRunner(
             self.config,
             ChannelA(inner, self.encode, tokenizer, "desc_first"),

@@ -1,0 +1,34 @@
+"""What a valid config may ask for and this version does not run yet.
+
+The configuration covers the whole contract; a run stops here, before it loads anything.
+"""
+
+from collections.abc import Iterator
+
+from learner.config.schema import Config
+from shared_contracts.errors import ContractError, ContractErrors
+
+
+def check_served(config: Config) -> None:
+    """Raise ContractErrors naming every key whose value is not run yet."""
+    if errors := list(_not_served(config)):
+        raise ContractErrors(errors)
+
+
+def _not_served(config: Config) -> Iterator[ContractError]:
+    variant = config.custom.trainer_variant
+    if variant != "stage2_two_channel":
+        yield _refused("custom.trainer_variant", variant, "Use stage2_two_channel")
+    if config.stage2_ab is not None and config.stage2_ab.n_softctx_iter > 1:
+        iterations = config.stage2_ab.n_softctx_iter
+        yield _refused("stage2_ab.n_softctx_iter", f"{iterations}", "Set it to 1")
+    if config.rollout_matching.async_rollout.enabled:
+        yield _refused("rollout_matching.async_rollout.enabled", "true", "Set it to false")
+    for index, module in enumerate(config.pipeline.diagnostics):
+        if module.enabled:
+            where = f"{config.pipeline_path}.diagnostics[{index}].enabled"
+            yield _refused(where, f"true ({module.name})", "Set it to false")
+
+
+def _refused(where: str, value: str, do: str) -> ContractError:
+    return ContractError(where, f"{value} is valid, but this version does not run it yet", do)

@@ -1,0 +1,57 @@
+"""Training configs to break, and what is told about them."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.config import load_mapping, parse_config
+from shared_contracts.errors import ContractError, ContractErrors
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+WARMUP = load_mapping(CONFIGS / "demo/warmup.yaml")
+ALIGNED = load_mapping(CONFIGS / "stage2_rollout_aligned/base.yaml")
+
+# A config of each variant, by where it declares its objective.
+BY_PIPELINE = {"stage2_ab.pipeline": WARMUP, "rollout_matching.pipeline": ALIGNED}
+
+
+def changed(dotted: str, value: Any, base: dict[str, Any] = WARMUP) -> dict[str, Any]:
+    """A mapping with one value set; a number in the path is a list index."""
+    mapping = copy.deepcopy(base)
+    here: Any = mapping
+    *parents, last = _keys(dotted)
+    for key in parents:
+        here = here.setdefault(key, {}) if isinstance(here, dict) else here[key]
+    here[last] = value
+    return mapping
+
+
+def without(dotted: str, base: dict[str, Any] = WARMUP) -> dict[str, Any]:
+    mapping = copy.deepcopy(base)
+    here: Any = mapping
+    *parents, last = _keys(dotted)
+    for key in parents:
+        here = here[key]
+    del here[last]
+    return mapping
+
+
+def _keys(dotted: str) -> list[str | int]:
+    return [int(key) if key.isdecimal() else key for key in dotted.split(".")]
+
+
+def errors_of(mapping: dict[str, Any]) -> dict[str, ContractError]:
+    """Every fault by its path; each has three parts and is told once."""
+    with pytest.raises(ContractErrors) as caught:
+        parse_config(mapping)
+    assert all(error.found and error.do for error in caught.value.errors)
+    wheres = [error.where for error in caught.value.errors]
+    assert len(set(wheres)) == len(wheres), "a fault is told twice"
+    return {error.where: error for error in caught.value.errors}
+
+
+def only_error(mapping: dict[str, Any]) -> ContractError:
+    (error,) = errors_of(mapping).values()
+    return error
