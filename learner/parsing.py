@@ -1,9 +1,9 @@
 """Strict parser of a rollout: which objects it holds, and where it can be cut.
 
 One pass over the response ids (PARSE-01): each id is decoded alone, `learner.scanner`
-follows the characters, and every entry of the outermost object is judged by itself.
-Nothing is repaired. An entry that breaks a rule is dropped with the first reason that
-applies (PARSE-04), the others stay.
+reads the text, and every entry of the outermost object is judged by itself. A coordinate
+is known by its id, never by its text. Nothing is repaired. An entry that breaks a rule is
+dropped with the first reason that applies (PARSE-04), the others stay.
 
     ids      {" object _1 ": {" desc ": " cat ", ... ]}}          }} is one token
     cut                                              ^ after the first } of it
@@ -14,17 +14,20 @@ Same ids, same result; no ids raise; time is linear in the number of ids (PARSE-
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, cast
 
-from learner.coords import coord_token
-from learner.scanner import WHITE_SPACE, Entry, Scanner, Spot, text_between
+from learner.coords import COORD_BINS, coord_token
+from learner.scanner import WHITE_SPACE, Entry, Scanner
 from learner.tokens import (
     HALF_CHARACTER,
     CoordVocab,
     Tokenizer,
+    TokenText,
     decode_exactly,
+    spell_leading,
     token_table,
 )
 from learner.types import GeometryKind, ParsedObject, ParsedRollout
@@ -47,6 +50,9 @@ _OBJECT_KEY = re.compile(r"object_([0-9]{1,18})")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _OBJECT_KEY_IN_TEXT = re.compile(rf'"{_OBJECT_KEY.pattern}"[{WHITE_SPACE}]*:')
 
+# How each bin may be written in an array: quoted, or bare and read as a number.
+_SPELLINGS = [(coord_token(k), k) for k in range(COORD_BINS)]
+
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
@@ -59,10 +65,16 @@ _DECODER = json.JSONDecoder(
 
 
 class _Answer(NamedTuple):
-    """A response up to `<|im_end|>`: its ids, the text of each, and the tokenizer."""
+    """A response up to `<|im_end|>`.
+
+    coords, coord_starts: position of each coordinate token in the ids, in order, and the
+        place in the text where it begins.
+    """
 
     ids: list[int]
-    pieces: list[str]
+    tokens: TokenText
+    coords: list[int]
+    coord_starts: list[int]
     vocab: CoordVocab
     tokenizer: Tokenizer
 
@@ -77,11 +89,11 @@ def parse_rollout(
     Raises `ContractError` only for a tokenizer without coordinate tokens.
     """
     answer = _read_answer(token_ids, tokenizer)
-    scan = scan_answer(answer.pieces, answer.ids, answer.vocab)
+    scan = Scanner(answer.tokens.text).scan()
     cut = _cut(scan, answer)
     if cut is None:
         return _invalid_rollout(tokenizer)
-    end, prefix_ids, prefix_text = cut
+    end, prefix_ids = cut
 
     objects: list[ParsedObject] = []
     dropped: list[tuple[str, str]] = []
@@ -91,12 +103,12 @@ def parse_rollout(
         found = _read_entry(entry, answer, seen, allow_poly)
         kept = entry.end <= end
         if isinstance(found, ParsedObject) and kept:
-            entry_ends.append((entry.end.token, len(objects)))
+            entry_ends.append((found.token_span[1] - 1, len(objects)))
             objects.append(found)
             continue
         dropped.append((entry.key, "key_invalid" if isinstance(found, ParsedObject) else found))
         if kept:
-            entry_ends.append((entry.end.token, None))
+            entry_ends.append((answer.tokens.token_at(entry.end), None))
     if scan.unfinished_key is not None:
         dropped.append((scan.unfinished_key, "key_invalid"))
 
@@ -104,19 +116,11 @@ def parse_rollout(
         objects=objects,
         dropped=dropped,
         prefix_token_ids=prefix_ids,
-        max_object_index=_max_object_index(prefix_text),
+        max_object_index=_max_object_index(answer.tokens.text[: end + 1]),
         truncated=scan.close_at is None,
         invalid_rollout=False,
         entry_ends=entry_ends,
     )
-
-
-def scan_answer(pieces: list[str], token_ids: list[int], vocab: CoordVocab) -> Scanner:
-    """Run the scanner over the tokens of an answer."""
-    is_coord = vocab.bins
-    return Scanner(
-        pieces, frozenset(i for i, token_id in enumerate(token_ids) if token_id in is_coord)
-    ).scan()
 
 
 def _read_answer(token_ids: Sequence[int], tokenizer: Tokenizer) -> _Answer:
@@ -124,7 +128,11 @@ def _read_answer(token_ids: Sequence[int], tokenizer: Tokenizer) -> _Answer:
     ids = list(token_ids)
     if table.vocab.im_end_id in ids:
         ids = ids[: ids.index(table.vocab.im_end_id)]
-    return _Answer(ids, table.pieces(ids, tokenizer), table.vocab, tokenizer)
+    tokens = TokenText(table.pieces(ids, tokenizer))
+    bins = table.vocab.bins
+    coords = [position for position, token_id in enumerate(ids) if token_id in bins]
+    starts = [tokens.start_of(position) for position in coords]
+    return _Answer(ids, tokens, coords, starts, table.vocab, tokenizer)
 
 
 def _invalid_rollout(tokenizer: Tokenizer) -> ParsedRollout:
@@ -148,8 +156,8 @@ def _max_object_index(prefix_text: str) -> int:
 # ---- the cut -------------------------------------------------------------------------
 
 
-def _cut(scan: Scanner, answer: _Answer) -> tuple[Spot, list[int], str] | None:
-    """Last character to keep, the ids up to it, and their text; None for no such place.
+def _cut(scan: Scanner, answer: _Answer) -> tuple[int, list[int]] | None:
+    """Place of the last character to keep, and the ids up to it; None for no such place.
 
     The end of the last object, else the first `{` (PARSE-05). A place inside a token
     whose leading piece no ids spell exactly is passed over for the one before it.
@@ -157,26 +165,20 @@ def _cut(scan: Scanner, answer: _Answer) -> tuple[Spot, list[int], str] | None:
     if scan.open_at is None:
         return None
     ends = [entry.end for entry in scan.entries if entry.is_object]
-    for spot in (*reversed(ends), scan.open_at):
-        last_ids = _ids_up_to(spot, answer)
+    for place in (*reversed(ends), scan.open_at):
+        token = answer.tokens.token_at(place)
+        last_ids = _leading_ids(token, place, answer)
         if last_ids is not None:
-            text = "".join(answer.pieces[: spot.token])
-            leading = answer.pieces[spot.token][: spot.offset + 1]
-            return spot, answer.ids[: spot.token] + last_ids, text + leading
+            return place, answer.ids[:token] + last_ids
     return None
 
 
-def _ids_up_to(spot: Spot, answer: _Answer) -> list[int] | None:
-    """Ids for the token of `spot`, cut after that character; None if none spell it."""
-    piece = answer.pieces[spot.token]
-    if spot.offset == len(piece) - 1:
-        return [answer.ids[spot.token]]
-    leading = piece[: spot.offset + 1]
-    if HALF_CHARACTER in leading:
-        return None
-    ids = answer.tokenizer.encode(leading, add_special_tokens=False)
-    pieces = token_table(answer.tokenizer).pieces(ids, answer.tokenizer)
-    return ids if "".join(pieces) == leading else None
+def _leading_ids(token: int, place: int, answer: _Answer) -> list[int] | None:
+    """Ids for what a token holds up to `place`; None if none spell it."""
+    leading = answer.tokens.text[answer.tokens.start_of(token) : place + 1]
+    if leading == answer.tokens.pieces[token]:
+        return [answer.ids[token]]
+    return spell_leading(answer.tokenizer, answer.ids[token], leading)
 
 
 # ---- one entry -----------------------------------------------------------------------
@@ -191,50 +193,78 @@ def _read_entry(
     seen.add(entry.key)
     if key is None or repeated or not (entry.is_object and entry.well_led):
         return "key_invalid"
-    fields = _read_fields(entry, answer)
+    inside = _coords_between(entry.value_start, entry.end, answer)
+    fields = _read_fields(entry, inside, answer)
     if fields is None:
         return "key_invalid"
     reason = _check_fields(fields)
     if reason is not None:
         return reason
-    parsed = _build_object(entry, int(key[1]), fields, answer)
+    parsed = _build_object(entry, int(key[1]), fields, inside, answer)
     return _check_coords(parsed, fields[parsed.kind], allow_poly) or parsed
 
 
-def _read_fields(entry: Entry, answer: _Answer) -> dict[str, Any] | None:
+def _coords_between(start: int, end: int, answer: _Answer) -> range:
+    """Indices into `answer.coords` of those that begin in [start, end)."""
+    starts = answer.coord_starts
+    return range(bisect_left(starts, start), bisect_left(starts, end))
+
+
+def _read_fields(entry: Entry, inside: range, answer: _Answer) -> dict[str, Any] | None:
     """Fields of the object; None if it is no JSON, or keys repeat or nest."""
     if entry.nested:
         return None
     try:
-        pairs: list[tuple[str, Any]] = _DECODER.decode(_value_text(entry, answer))
+        # Nothing can follow: the last character is the only closing brace outside of strings.
+        pairs, _ = _DECODER.raw_decode(_value_text(entry, inside, answer))
     except ValueError:
         return None
     fields = dict(pairs)
     return fields if len(fields) == len(pairs) else None
 
 
-def _value_text(entry: Entry, answer: _Answer) -> str:
+def _value_text(entry: Entry, inside: range, answer: _Answer) -> str:
     """Exact text of the value, each bare coordinate token written as a JSON number.
 
     As a number it can be a coordinate, and cannot pass for a description.
     """
-    first, last = entry.value_start.token, entry.end.token
+    text = answer.tokens.text[entry.value_start : entry.end + 1]
+    bare = _bare_coords(entry, inside, answer)
+    if not bare and HALF_CHARACTER not in text:
+        return text
+    first = answer.tokens.token_at(entry.value_start)
+    last = answer.tokens.token_at(entry.end)
     pieces = _join_half_characters(answer, first, last)
-    for token in entry.bare_coords:
+    for token in bare:
         pieces[token - first] = f" {answer.vocab.bins[answer.ids[token]]} "
     text = "".join(pieces)
     # Both braces are ASCII: what stands outside of them reads the same joined or alone.
-    after = len(answer.pieces[last]) - 1 - entry.end.offset
-    return text[entry.value_start.offset : len(text) - after]
+    before = entry.value_start - answer.tokens.start_of(first)
+    after = answer.tokens.start_of(last + 1) - 1 - entry.end
+    return text[before : len(text) - after]
+
+
+def _bare_coords(entry: Entry, inside: range, answer: _Answer) -> list[int]:
+    """Coordinate tokens of the value that stand outside of its strings.
+
+    One right behind a quote is never bare: a closing quote there is no JSON anyway.
+    """
+    bare = []
+    for i in inside:
+        start = answer.coord_starts[i]
+        if answer.tokens.text[start - 1] == '"':
+            continue
+        before = bisect_left(entry.strings, (start, start))
+        if not before or entry.strings[before - 1][1] <= start:
+            bare.append(answer.coords[i])
+    return bare
 
 
 def _join_half_characters(answer: _Answer, first: int, last: int) -> list[str]:
     """Text of the tokens first..last; tokens that share a character are decoded together."""
-    pieces = answer.pieces[first : last + 1]
-    if not any(HALF_CHARACTER in piece for piece in pieces):
-        return pieces
     joined: list[str] = []
     position = first
+    pieces = answer.tokens.pieces[first : last + 1]
     for half, group in groupby(pieces, lambda piece: HALF_CHARACTER in piece):
         run = list(group)
         if half:
@@ -270,7 +300,7 @@ def _is_description(value: object) -> bool:
 
 
 def _build_object(
-    entry: Entry, index: int, fields: dict[str, Any], answer: _Answer
+    entry: Entry, index: int, fields: dict[str, Any], inside: range, answer: _Answer
 ) -> ParsedObject:
     """The object with all its positions; its coordinates are not checked yet.
 
@@ -278,37 +308,24 @@ def _build_object(
     coordinates, so the description is the second string, or the last one if it comes
     second.
     """
-    keys = list(fields)
-    opening, closing = entry.strings[1 if keys[0] == "desc" else -1]
+    first_key, second_key = fields
+    opening, closing = entry.strings[1 if first_key == "desc" else -1]
+    described = _coords_between(opening, closing, answer)
+    positions = (
+        answer.coords[inside.start : described.start] + answer.coords[described.stop : inside.stop]
+    )
     bins = answer.vocab.bins
-    coord_indices = [
-        token
-        for token in range(entry.value_start.token, entry.end.token + 1)
-        if answer.ids[token] in bins and not opening.token < token < closing.token
-    ]
+    tokens = answer.tokens
     return ParsedObject(
         key=entry.key,
         index=index,
-        kind=cast(GeometryKind, keys[1] if keys[0] == "desc" else keys[0]),
-        coords=[bins[answer.ids[token]] for token in coord_indices],
+        kind=cast(GeometryKind, second_key if first_key == "desc" else first_key),
+        coords=[bins[answer.ids[token]] for token in positions],
         desc=fields["desc"],
-        coord_token_indices=coord_indices,
-        token_span=(entry.start.token, entry.end.token + 1),
-        desc_token_indices=_tokens_between(opening, closing, answer.pieces),
+        coord_token_indices=positions,
+        token_span=(tokens.token_at(entry.start), tokens.token_at(entry.end) + 1),
+        desc_token_indices=tokens.tokens_between(opening + 1, closing - 1),
     )
-
-
-def _tokens_between(opening: Spot, closing: Spot, pieces: list[str]) -> list[int]:
-    """Tokens that hold a character between two quotes."""
-    return [
-        token
-        for token in range(opening.token, closing.token + 1)
-        if text_between(
-            pieces,
-            opening if token == opening.token else Spot(token, -1),
-            closing if token == closing.token else Spot(token, len(pieces[token])),
-        )
-    ]
 
 
 def _check_coords(parsed: ParsedObject, values: Any, allow_poly: bool) -> DropReason | None:
@@ -332,5 +349,5 @@ def _are_coord_tokens(values: list[Any], bins: list[int]) -> bool:
     or a number that was written out, has no bin and makes the lengths differ.
     """
     return len(values) == len(bins) and all(
-        value in (coord_token(k), k) for value, k in zip(values, bins, strict=True)
+        value in _SPELLINGS[k] for value, k in zip(values, bins, strict=True)
     )

@@ -25,7 +25,7 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.parsing import parse_rollout
 from learner.scanner import Scanner
 from learner.serialize import object_key, serialize_append, serialize_objects
-from learner.tokens import HALF_CHARACTER, Tokenizer, token_table
+from learner.tokens import HALF_CHARACTER, Tokenizer, TokenText, token_table
 from learner.transport_plan import projected_bins
 from learner.types import (
     CoordGroup,

@@ -3,10 +3,13 @@
 `Tokenizer` is the protocol (a transformers fast tokenizer fits), `CoordVocab` the ids of
 the coordinate tokens and of `<|im_end|>`, and `TokenTable` both of them for one tokenizer
 with a cache of the text of each id. `token_table(tokenizer)` keeps one table per tokenizer.
+`TokenText` is the text of some tokens, with the token of each character.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -44,6 +47,9 @@ class Tokenizer(Protocol):
     def convert_tokens_to_ids(self, tokens: str, /) -> Any:
         """Id of one token."""
 
+    def convert_ids_to_tokens(self, ids: int, /) -> Any:
+        """Token of one id; a byte-level tokenizer writes each byte of it as one character."""
+
 
 def decode_exactly(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     """Text of the ids, nothing skipped and nothing cleaned up."""
@@ -51,6 +57,25 @@ def decode_exactly(tokenizer: Tokenizer, token_ids: list[int]) -> str:
         token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     return text
+
+
+def spell_leading(tokenizer: Tokenizer, token_id: int, leading: str) -> list[int] | None:
+    """Ids that decode to exactly the leading text of a token, which ends in ASCII.
+
+    None where there are none. Part of a character is spelled byte by byte: its text,
+    `HALF_CHARACTER`, does not tell which bytes it stands for.
+    """
+    if HALF_CHARACTER not in leading:
+        ids = tokenizer.encode(leading, add_special_tokens=False)
+        if decode_exactly(tokenizer, ids) == leading:
+            return ids
+    token = str(tokenizer.convert_ids_to_tokens(token_id))
+    last = leading[-1]
+    # A byte-level tokenizer writes an ASCII character as itself, and each other byte as one.
+    leading_bytes = last.join(token.split(last)[: leading.count(last)]) + last
+    byte_ids = [tokenizer.convert_tokens_to_ids(byte) for byte in leading_bytes]
+    spelled = None not in byte_ids and decode_exactly(tokenizer, byte_ids) == leading
+    return byte_ids if spelled else None
 
 
 @dataclass(frozen=True)
@@ -97,16 +122,38 @@ class TokenTable:
         self.vocab = CoordVocab.from_tokenizer(tokenizer)
         self._pieces: dict[int, str] = {}
 
-    def pieces(self, token_ids: Iterable[int], tokenizer: Tokenizer) -> list[str]:
+    def pieces(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
         """Text of each id decoded alone; an id outside of the vocabulary has none."""
         known = self._pieces
-        pieces = []
-        for token_id in token_ids:
-            piece = known.get(token_id)
-            if piece is None:
-                piece = known[token_id] = _piece(token_id, tokenizer)
-            pieces.append(piece)
-        return pieces
+        for token_id in set(token_ids).difference(known):
+            known[token_id] = _piece(token_id, tokenizer)
+        return [known[token_id] for token_id in token_ids]
+
+
+class TokenText:
+    """Text of tokens; places are offsets into it.
+
+    pieces: text of each token alone.
+    text: all of them in a row.
+    """
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+        self.text = "".join(pieces)
+        self._starts = [0, *accumulate(map(len, pieces))]
+
+    def start_of(self, token: int) -> int:
+        """Place of the first character of a token, and where the text ends of the one behind."""
+        return self._starts[token]
+
+    def token_at(self, place: int) -> int:
+        """Index of the token that holds the character at `place`; never one without text."""
+        return bisect_right(self._starts, place) - 1
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Tokens that hold a character in [start, end); at least one is there."""
+        found = range(self.token_at(start), self.token_at(end - 1) + 1)
+        return [token for token in found if self.pieces[token]]
 
 
 def _piece(token_id: int, tokenizer: Tokenizer) -> str:

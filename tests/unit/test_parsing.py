@@ -3,10 +3,13 @@
 import json
 import random
 import time
+import unicodedata
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers.normalizers import NFC
 from transformers import PreTrainedTokenizerFast
 
 from learner.parsing import parse_rollout
@@ -467,7 +470,7 @@ def test_an_answer_that_does_not_start_with_a_brace_is_invalid_and_becomes_a_bra
 
 @pytest.mark.req("PARSE-05", "PARSE-01")
 @pytest.mark.parametrize("extra", [[], [HALF_CHARACTER]])
-def test_a_cut_inside_a_token_with_part_of_a_character_falls_back_to_the_object_before(
+def test_a_cut_inside_a_token_with_part_of_a_character_keeps_the_bytes_of_that_part(
     extra: list[str],
 ) -> None:
     # Where the replacement character is a token, ids could spell the broken text.
@@ -479,9 +482,39 @@ def test_a_cut_inside_a_token_with_part_of_a_character_falls_back_to_the_object_
     assert HALF_CHARACTER in fused
     assert fused.endswith("}}")
     parsed = parse_rollout(ids, toy_tokenizer)
+    assert parsed.prefix_token_ids[: len(ids) - 1] == ids[:-1]
+    assert prefix(toy_tokenizer, parsed) == "{" + entry(1) + ", " + last
+    assert [found.desc for found in parsed.objects] == ["cat", "toy 🧀"]
+    assert parsed.dropped == []
+
+
+@pytest.mark.req("PARSE-05", "PARSE-01")
+def test_a_leading_piece_of_whole_characters_may_need_ids_of_half_ones(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    text = f'{{"object_1": {{"bbox_2d": {BOX}, "desc": "toy 🚀"}}'
+    ids = encode(toy_tokenizer, text + ",")
+    assert pieces(toy_tokenizer, ids)[-1] == ' 🚀"},'
+    parsed = parse_rollout(ids, toy_tokenizer)
+    assert parsed.prefix_token_ids[: len(ids) - 1] == ids[:-1]
+    assert HALF_CHARACTER in pieces(toy_tokenizer, parsed.prefix_token_ids)[len(ids) - 1]
+    assert prefix(toy_tokenizer, parsed) == text
+
+
+@pytest.mark.req("PARSE-05", "PARSE-04")
+def test_where_no_ids_spell_a_leading_piece_the_cut_falls_back_to_the_object_before() -> None:
+    toy_tokenizer = train_toy_tokenizer()
+    toy_tokenizer.backend_tokenizer.normalizer = NFC()
+    decomposed = unicodedata.normalize("NFD", 'é"}}')
+    toy_tokenizer.add_tokens([AddedToken(decomposed, normalized=False)])
+    last = f'"object_2": {{"bbox_2d": {BOX}, "desc": "caf{decomposed}'
+    ids = encode(toy_tokenizer, "{" + entry(1) + ", " + last)
+    assert pieces(toy_tokenizer, ids)[-1] == decomposed
+    parsed = parse_rollout(ids, toy_tokenizer)
     assert prefix(toy_tokenizer, parsed) == "{" + entry(1)
     assert [found.index for found in parsed.objects] == [1]
     assert parsed.dropped == [("object_2", "key_invalid")]
+    assert not parsed.truncated
 
 
 # ---- numbering -----------------------------------------------------------------------

@@ -119,7 +119,7 @@ def check_prefix(tokenizer: PreTrainedTokenizerFast, case: Case) -> None:
         same = 0
         while same < len(prefix_ids) and prefix_ids[same] == case.rollout[same]:
             same += 1
-        rest = "".join(pieces(tokenizer, prefix_ids[same:]))
+        rest = text_of(tokenizer, prefix_ids[same:])
         assert rest == "" or pieces(tokenizer, case.rollout)[same].startswith(rest)
     prefix = text_of(tokenizer, prefix_ids)
     serialize_append(prefix, [CAT], 1, case.order)
