@@ -1,0 +1,188 @@
+"""Masks and their IoU, against pycocotools."""
+
+import numpy as np
+import pycocotools.mask as coco_mask
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from learner.rasterize import PlainShape, bounding_boxes, box_iou, mask_ious
+from learner.types import Shape
+from tests.unit.shapes import (
+    BINS,
+    PLACES,
+    box,
+    boxes,
+    coco_iou,
+    coco_ious,
+    coco_mask_of,
+    poly,
+    polygons,
+)
+
+RESOLUTIONS = [2, 3, 16, 64, 100, 256, 512, 999, 1000, 1024]
+WHOLE = box(0, 0, 999, 999)
+
+
+def all_ious(a: list[PlainShape], b: list[PlainShape], resolution: int) -> list[list[float]]:
+    ious: list[list[float]] = mask_ious(
+        a, b, np.ones((len(a), len(b)), dtype=np.bool_), resolution
+    ).tolist()
+    return ious
+
+
+def edge(k: int, resolution: int) -> int:
+    """Pixels before bin k: k (R - 1) / 999 to the nearest whole number, in integers."""
+    return (2 * k * (resolution - 1) + 999) // 1998
+
+
+# ---- boxes ---------------------------------------------------------------------------
+
+
+@pytest.mark.req("MATCH-02")
+@pytest.mark.parametrize("resolution", RESOLUTIONS)
+def test_a_box_begins_and_ends_at_the_pixel_edge_nearest_to_each_bin(resolution: int) -> None:
+    bins, side = range(1000), resolution - 1
+    edges = [edge(k, resolution) for k in bins]
+    for shapes, covered in (
+        ([box(0, 0, k, 999) for k in bins], edges),
+        ([box(0, 0, 999, k) for k in bins], edges),
+        ([box(k, 0, 999, 999) for k in bins], [side - e for e in edges]),
+        ([box(0, k, 999, 999) for k in bins], [side - e for e in edges]),
+    ):
+        masks = [coco_mask_of(shape, resolution) for shape in shapes]
+        assert [coco_mask.area(mask) for mask in masks] == [n * side for n in covered]
+        theirs = coco_mask.iou(masks, [coco_mask_of(WHOLE, resolution)], [0])
+        assert all_ious([*shapes], [WHOLE], resolution) == theirs.tolist()
+
+
+@pytest.mark.req("MATCH-02")
+@given(boxes(), st.sampled_from([2, 3, 16, 64, 100]))
+@example(WHOLE, 256)
+@example(box(500, 0, 500, 999), 1000)
+def test_the_mask_of_a_box_is_a_range_of_columns_and_one_of_rows(
+    shape: Shape, resolution: int
+) -> None:
+    left, top, right, bottom = (edge(k, resolution) for k in shape.coords)
+    expected = np.zeros((resolution, resolution), dtype=np.uint8, order="F")
+    expected[top:bottom, left:right] = 1
+    assert coco_mask_of(shape, resolution) == coco_mask.encode(expected)
+
+
+@pytest.mark.req("MATCH-02")
+@pytest.mark.parametrize("resolution", RESOLUTIONS)
+def test_neighbouring_and_thin_boxes_overlap_as_in_pycocotools(resolution: int) -> None:
+    starts = (0, 1, 499, 500, 501, 992, 998)
+    thin: list[PlainShape] = [
+        box(k, k, min(k + width, 999), min(k + height, 999))
+        for k in starts
+        for width in (0, 1, 2, 7)
+        for height in (1, 4, 300)
+    ]
+    assert all_ious(thin, thin, resolution) == coco_ious(thin, thin, resolution)
+
+
+# ---- any two shapes ------------------------------------------------------------------
+
+BOXES = st.one_of(boxes(), boxes(PLACES), st.tuples(BINS, BINS, BINS, BINS).map(lambda c: box(*c)))
+SHAPES = st.one_of(BOXES, polygons())
+
+
+@pytest.mark.req("MATCH-02")
+@given(BOXES, BOXES, st.sampled_from(RESOLUTIONS[:6]))
+def test_boxes_overlap_as_in_pycocotools(a: Shape, b: Shape, resolution: int) -> None:
+    assert all_ious([a], [b], resolution) == coco_ious([a], [b], resolution)
+
+
+@pytest.mark.req("MATCH-02")
+@given(
+    st.lists(SHAPES, min_size=1, max_size=3),
+    st.lists(SHAPES, min_size=1, max_size=3),
+    st.sampled_from(RESOLUTIONS[:6]),
+)
+def test_boxes_and_polygons_overlap_as_in_pycocotools(
+    a: list[PlainShape], b: list[PlainShape], resolution: int
+) -> None:
+    ours = all_ious(a, b, resolution)
+    assert ours == coco_ious(a, b, resolution)
+    assert ours == np.transpose(all_ious(b, a, resolution)).tolist()
+
+
+@pytest.mark.req("MATCH-02")
+@pytest.mark.parametrize("resolution", RESOLUTIONS)
+@pytest.mark.parametrize(
+    "ring",
+    [
+        poly(0, 0, 999, 999, 999, 0, 0, 999),
+        poly(100, 100, 100, 100, 900, 100, 900, 900, 900, 900, 100, 100),
+        poly(0, 500, 400, 500, 999, 500),
+        poly(300, 300, 300, 300, 300, 300),
+        poly(0, 0, 999, 0, 999, 999, 0, 999, 0, 0, 999, 0, 999, 999, 0, 999),
+        poly(999, 999, 998, 0, 999, 0),
+    ],
+    ids=["crosses itself", "repeats points", "on a line", "one point", "twice around", "sliver"],
+)
+def test_odd_rings_are_what_pycocotools_makes_of_them(ring: Shape, resolution: int) -> None:
+    for other in (ring, WHOLE, box(200, 200, 700, 900), poly(0, 0, 999, 0, 0, 999)):
+        assert all_ious([ring], [other], resolution)[0][0] == coco_iou(ring, other, resolution)
+
+
+@pytest.mark.req("MATCH-02")
+@given(st.tuples(*[st.integers(-2000, 3000)] * 6), st.integers(2, 300))
+def test_coordinates_are_clamped_before_anything_else(coords: list[int], side: int) -> None:
+    inside = tuple(min(max(value, 0), 999) for value in coords)
+    ring, corners = poly(*coords), box(*coords[:4])
+    assert all_ious([ring, corners], [corners], side) == all_ious(
+        [poly(*inside), box(*inside[:4])], [box(*inside[:4])], side
+    )
+
+
+@pytest.mark.req("MATCH-02")
+@pytest.mark.parametrize(
+    "reversed_box", [box(700, 100, 200, 900), box(200, 900, 700, 100), box(700, 900, 200, 100)]
+)
+def test_a_reversed_box_is_the_box_between_its_corners(reversed_box: Shape) -> None:
+    for other in (box(200, 100, 700, 900), box(0, 0, 500, 500)):
+        iou = all_ious([reversed_box], [other], 256)
+        assert iou == all_ious([box(200, 100, 700, 900)], [other], 256)
+        assert iou == coco_ious([reversed_box], [other], 256)
+
+
+@pytest.mark.req("MATCH-02")
+@pytest.mark.parametrize(
+    "thin", [box(5, 5, 5, 5), box(100, 100, 100, 900), box(10, 10, 12, 12), poly(*[7] * 6)]
+)
+def test_an_empty_mask_overlaps_nothing_not_even_itself(thin: Shape) -> None:
+    assert all_ious([thin], [thin, WHOLE], 256) == [[0.0, 0.0]]
+    assert coco_ious([thin], [thin, WHOLE], 256) == [[0.0, 0.0]]
+
+
+# ---- what is computed ----------------------------------------------------------------
+
+
+@pytest.mark.req("MATCH-01", "MATCH-02")
+@given(st.data())
+def test_only_the_wanted_pairs_have_a_value(data: st.DataObject) -> None:
+    a, b = (data.draw(st.lists(SHAPES, max_size=3)) for _ in range(2))
+    size = len(a) * len(b)
+    flags = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    wanted = np.array(flags, dtype=np.bool_).reshape(len(a), len(b))
+    ious = mask_ious(a, b, wanted, 16)
+    assert np.array_equal(np.isnan(ious), ~wanted)
+    assert ious[wanted].tolist() == [coco_iou(a[i], b[j], 16) for i, j in np.argwhere(wanted)]
+
+
+@pytest.mark.req("MATCH-01")
+def test_bounding_boxes_hold_every_point_of_a_shape() -> None:
+    shapes: list[PlainShape] = [poly(5, 9, 3, 20, 8, 1), box(4, 3, 2, 1), box(-5, 0, 2000, 7)]
+    assert bounding_boxes(shapes).tolist() == [[3, 1, 8, 20], [2, 1, 4, 3], [0, 0, 999, 7]]
+    assert bounding_boxes([]).shape == (0, 4)
+
+
+@pytest.mark.req("MATCH-01")
+def test_the_iou_of_boxes_is_their_common_area_over_the_area_of_both() -> None:
+    a = np.array([0.0, 0.0, 10.0, 10.0])
+    others = np.array([[0, 0, 10, 10], [0, 0, 5, 10], [5, 5, 15, 15], [10, 0, 20, 10]], float)
+    assert box_iou(a, others).tolist() == [1.0, 0.5, 25 / 175, 0.0]
+    point = np.array([3.0, 3.0, 3.0, 3.0])
+    assert box_iou(point, point) == 0.0
