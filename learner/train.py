@@ -195,7 +195,14 @@ def build_trainer(
     runner = StepRunner(
         config,
         ChannelA(loaded.inner, encode, loaded.tokenizer, order),
-        ChannelB(loaded.inner, encode, loaded.tokenizer, order, config.rollout_matching.matching),
+        ChannelB(
+            loaded.inner,
+            encode,
+            loaded.tokenizer,
+            order,
+            config.rollout_matching.matching,
+            allow_poly=config.allow_poly,
+        ),
         Pipeline(config.pipeline.objective, loaded.vocab.ids),
         policy,
         calls.write,

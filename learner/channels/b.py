@@ -79,7 +79,10 @@ class RolloutStats:
 
 
 class ChannelB:
-    """Turns samples and their rollouts into segments."""
+    """Turns samples and their rollouts into segments.
+
+    allow_poly: false in the two-channel variant, where polygons are dropped.
+    """
 
     def __init__(
         self,
@@ -88,12 +91,15 @@ class ChannelB:
         tokenizer: Tokenizer,
         field_order: FieldOrder,
         matching: MatchingConfig,
+        *,
+        allow_poly: bool,
     ) -> None:
         self._inner = inner
         self._encode = encode
         self._tokenizer = tokenizer
         self._field_order = field_order
         self._matching = matching
+        self._allow_poly = allow_poly
 
     def segments(
         self, samples: Sequence[Sample], rollouts: Sequence[RolloutOutput]
@@ -113,7 +119,9 @@ class ChannelB:
         check_prompt_ids(
             sample.sample_id, prompt.ids.tolist(), rollout.prompt_token_ids, self._tokenizer
         )
-        parsed = parse_rollout(rollout.response_token_ids, self._tokenizer, allow_poly=False)
+        parsed = parse_rollout(
+            rollout.response_token_ids, self._tokenizer, allow_poly=self._allow_poly
+        )
         match = match_objects(parsed.objects, sample.objects, self._matching)
         stats.add(rollout, parsed, match)
         try:

@@ -50,12 +50,24 @@ def scene(toy_data: ToyData) -> Sample:
 class Answering:
     """Channel B over one scene, asked with texts instead of a server."""
 
-    def __init__(self, loaded: LoadedModel, encoder: PromptEncoder, scene: Sample) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        encoder: PromptEncoder,
+        scene: Sample,
+        *,
+        allow_poly: bool = False,
+    ) -> None:
         self.tokenizer = loaded.tokenizer
         self.scene = scene
         self.encoder = encoder
         self.channel = ChannelB(
-            loaded.inner, encoder, loaded.tokenizer, "desc_first", MatchingConfig()
+            loaded.inner,
+            encoder,
+            loaded.tokenizer,
+            "desc_first",
+            MatchingConfig(),
+            allow_poly=allow_poly,
         )
 
     def rollout(self, text: str) -> RolloutOutput:
@@ -164,13 +176,18 @@ def test_a_dropped_object_marks_the_whole_segment(answering: Answering) -> None:
     assert supervised(segment) == [(DOG.shape.coords, True), (CAT.shape.coords, False)]
 
 
-@pytest.mark.req("PARSE-04")
-def test_a_polygon_is_dropped_in_this_variant(answering: Answering) -> None:
+@pytest.mark.req("PARSE-04", "RES-02")
+def test_a_polygon_counts_where_polygons_are_allowed(
+    answering: Answering, loaded: LoadedModel, encoder: PromptEncoder, scene: Sample
+) -> None:
     roof = '"object_1": {"desc": "roof", "poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", '
     roof += '"<|coord_4|>", "<|coord_5|>", "<|coord_6|>"]}'
     _, stats = answering.segments(f"{{{roof}}}")
     assert stats.drop_reasons == {"poly_unsupported": 1}
     assert stats.valid == 0
+    _, stats = Answering(loaded, encoder, scene, allow_poly=True).segments(f"{{{roof}}}")
+    assert not stats.drop_reasons
+    assert stats.valid == 1
 
 
 @pytest.mark.req("CHB-01")

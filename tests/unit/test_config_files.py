@@ -93,12 +93,16 @@ def test_a_file_that_cannot_be_read_is_a_plain_error(tmp_path: Path) -> None:
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=4
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3)
+    ),
+    max_leaves=4,
 )
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.text(), values, min_size=1))
+@given(st.dictionaries(st.text(max_size=9), values, min_size=1, max_size=3))
 def test_what_is_dumped_is_read_back_equal(
     tmp_path_factory: pytest.TempPathFactory, mapping: dict[str, Any]
 ) -> None:

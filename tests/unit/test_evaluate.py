@@ -129,7 +129,7 @@ class Scripted:
 
 
 @pytest.mark.req("SYNC-07", "SYNC-09")
-def test_evaluation_asks_the_newest_weights_and_polygons_are_no_predictions(
+def test_evaluation_asks_the_newest_weights_and_polygons_count_where_they_are_allowed(
     toy_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     roof = f'"object_1": {{"desc": "roof", "poly": {coords(0, 0, 500, 0, 500, 500)}}}'
@@ -141,6 +141,8 @@ def test_evaluation_asks_the_newest_weights_and_polygons_are_no_predictions(
     found, _ = evaluate(policy, samples, seed=7, tokenizer=toy_tokenizer, allow_poly=False)
     assert backend.done == ["push 1", "rollout 1 seed 7"]
     assert found == Scores(predicted=1, ground_truths=2, hits=1, located=1, dropped=1)
+    found, _ = evaluate(policy, samples, seed=7, tokenizer=toy_tokenizer, allow_poly=True)
+    assert (found.predicted, found.dropped) == (2, 0)
 
 
 @pytest.mark.req("SEED-02", "MET-01")

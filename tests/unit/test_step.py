@@ -75,7 +75,9 @@ class Parts:
         self.pipeline = Pipeline(objective, self.loaded.vocab.ids)
         tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
         self.channel_a = ChannelA(inner, self.encode, tokenizer, "desc_first")
-        self.channel_b = ChannelB(inner, self.encode, tokenizer, "desc_first", MatchingConfig())
+        self.channel_b = ChannelB(
+            inner, self.encode, tokenizer, "desc_first", MatchingConfig(), allow_poly=False
+        )
 
     def runner(self, config: Config, policy: Policy | None = None) -> StepRunner:
         return StepRunner(config, self.channel_a, self.channel_b, self.pipeline, policy)

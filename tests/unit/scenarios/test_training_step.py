@@ -64,7 +64,7 @@ class World:
     def channel_b(self) -> ChannelB:
         matching = self.config.rollout_matching.matching
         tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
-        return ChannelB(inner, self.encode, tokenizer, "desc_first", matching)
+        return ChannelB(inner, self.encode, tokenizer, "desc_first", matching, allow_poly=False)
 
     def step(self) -> dict[str, float]:
         tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
