@@ -53,6 +53,17 @@ def train(
 
 
 @app.command()
+def preflight(
+    config: Annotated[Path, typer.Option(help="Training YAML.")],
+) -> None:
+    """Print what a launcher needs to know of a training YAML, as shell assignments."""
+    from learner.config import load_config
+    from learner.launch_contract import shell_assignments
+
+    typer.echo(shell_assignments(load_config(config)), nl=False)
+
+
+@app.command()
 def probe(
     config: Annotated[Path, typer.Option(help="Training YAML: the checkpoint and its servers.")],
 ) -> None:

@@ -20,7 +20,7 @@ from shared_contracts.yaml12 import know_core_scalars, use_core_schema
 Steps = tuple[str | int, ...]
 
 _WIDTH = 88
-_COMMENT_COLUMN = 68
+_COMMENT_COLUMN = 60
 
 
 class Document(NamedTuple):

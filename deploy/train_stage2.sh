@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Start a training run whose rollout servers are up: deploy/train_stage2.sh CONFIG
+#
+# What the YAML says is asked of `learner preflight`, whose shell assignments are all that is
+# read here. Training is not started unless ROLLOUT_CONTRACT_JSON is one line of JSON with
+# rollout_backend, vllm_mode and server_base_urls, and every server answers GET /health/
+# within ROLLOUT_SERVER_TIMEOUT_S seconds.
+set -euo pipefail
+
+stop() {
+  echo "train_stage2.sh: $1; training is not started" >&2
+  exit "${2:-1}"
+}
+
+(( $# == 1 )) || stop "usage: $0 CONFIG" 2
+
+unset ROLLOUT_CONTRACT_JSON ROLLOUT_SERVER_TIMEOUT_S
+assignments=$(learner preflight --config "$1") || stop "learner preflight failed" $?
+eval "$assignments" || stop "learner preflight printed no shell assignments"
+
+ROLLOUT_CONTRACT_JSON="${ROLLOUT_CONTRACT_JSON-}" \
+ROLLOUT_SERVER_TIMEOUT_S="${ROLLOUT_SERVER_TIMEOUT_S:-60}" \
+python3 - <<'PYTHON'
+import json
+import os
+import sys
+import time
+from http.client import HTTPException
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
+
+KEYS = ("rollout_backend", "vllm_mode", "server_base_urls")
+# Answers of a server that waits for a push of weights, which is what training starts with.
+PUSH_NEEDED = ("urn:rollmatch:push-needed", "urn:rollmatch:weights-poisoned")
+
+DIRECTLY = build_opener(ProxyHandler({}))  # as the learner does, whatever the environment says
+
+
+def stop(message):
+    sys.exit(f"train_stage2.sh: {message}; training is not started")
+
+
+def read_contract(text):
+    """The checked contract; ends the script for any other text."""
+    if not text.endswith("\n") or text.count("\n") != 1:
+        stop("ROLLOUT_CONTRACT_JSON is not one line that ends in a newline")
+    try:
+        contract = json.loads(text)
+    except ValueError as error:
+        stop(f"ROLLOUT_CONTRACT_JSON is not JSON ({error})")
+    if not isinstance(contract, dict):
+        stop("ROLLOUT_CONTRACT_JSON is not a JSON object")
+    if missing := [key for key in KEYS if key not in contract]:
+        stop(f"ROLLOUT_CONTRACT_JSON has no {', '.join(missing)}")
+    backend, mode, urls = (contract[key] for key in KEYS)
+    if not isinstance(backend, str):
+        stop(f"rollout_backend is {backend!r}, not a string")
+    if not (mode is None or isinstance(mode, str)):
+        stop(f"vllm_mode is {mode!r}, not a string or null")
+    if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+        stop(f"server_base_urls is {urls!r}, not a list of strings")
+    if (backend, mode) == ("vllm", "server") and not urls:
+        stop("vllm_mode is server, and server_base_urls is empty")
+    return backend, mode, urls
+
+
+def seconds(text):
+    try:
+        return float(text)
+    except ValueError:
+        stop(f"ROLLOUT_SERVER_TIMEOUT_S is {text!r}, not a number")
+
+
+def fault(url):
+    """Why GET /health/ gave no good answer, or None."""
+    try:
+        with DIRECTLY.open(f"{url}/health/", timeout=5):
+            return None
+    except HTTPError as error:
+        body = error.read().decode("utf-8", "replace")
+        return None if any(kind in body for kind in PUSH_NEEDED) else f"{error.code}: {body}"
+    except (OSError, ValueError, HTTPException) as error:
+        return str(error)
+
+
+def wait_for(url, deadline):
+    while (found := fault(url)) is not None:
+        if time.monotonic() > deadline:
+            stop(f"{url}/health/ gives no good answer ({found}): start it, or correct its base_url")
+        time.sleep(0.5)
+
+
+backend, mode, urls = read_contract(os.environ["ROLLOUT_CONTRACT_JSON"])
+if (backend, mode) == ("vllm", "server"):
+    deadline = time.monotonic() + seconds(os.environ["ROLLOUT_SERVER_TIMEOUT_S"])
+    for url in urls:
+        wait_for(url, deadline)
+PYTHON
+
+exec learner train --config "$1"

@@ -1,0 +1,282 @@
+"""`learner preflight` and the launcher that lives on what it prints (CFG-09)."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.config import dump_mapping, load_config, load_mapping, merge, parse_config
+from learner.config.schema import Config
+from learner.launch_contract import rollout_contract, shell_assignments
+from tests.unit.scripted_server import problem, scripted_server
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "deploy" / "train_stage2.sh"
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+PROD = ROOT / "configs/stage2_two_channel/prod/default.yaml"
+WARMUP = load_mapping(ROOT / "configs/demo/warmup.yaml")
+GOOD = {"rollout_backend": "hf", "vllm_mode": None, "server_base_urls": []}
+
+
+def shell_values(text: str, folder: Path) -> dict[str, str]:
+    """What a POSIX shell has in its variables after evaluating `text`."""
+    names = [word.partition("=")[0] for word in shlex.split(text)]
+    echo = "".join(f'printf "%s\\0" "${name}"; ' for name in names)
+    done = subprocess.run(
+        ["sh", "-uc", f'eval "$1"; {echo}', "sh", text], capture_output=True, text=True, cwd=folder
+    )
+    assert (done.returncode, done.stderr, list(folder.iterdir())) == (0, "", [])
+    return dict(zip(names, done.stdout.split("\0"), strict=False))
+
+
+def contract_of(text: str) -> Any:
+    """The JSON in the assignments, held against its format."""
+    values = dict(word.split("=", 1) for word in shlex.split(text))
+    contract = values["ROLLOUT_CONTRACT_JSON"]
+    assert contract.endswith("\n")
+    assert contract.count("\n") == 1
+    return json.loads(contract)
+
+
+def with_rollout(**keys: Any) -> Config:
+    """The demo's warm-up with keys of `rollout_matching` in place of its own."""
+    section = {"max_new_tokens": 16, **keys}
+    return parse_config({**WARMUP, "rollout_matching": section})
+
+
+def with_servers(*base_urls: str, timeout_s: float = 240.0) -> Config:
+    servers = [{"base_url": url, "group_port": 51216 + i} for i, url in enumerate(base_urls)]
+    server = {"servers": servers, "timeout_s": timeout_s}
+    return with_rollout(vllm={"mode": "server", "server": server})
+
+
+# --- What preflight prints --------------------------------------------------------------
+
+
+@pytest.mark.req("CFG-09")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_launcher_preflight_uses_normalized_rollout_contract(path: Path) -> None:
+    config = load_config(path)
+    contract = contract_of(shell_assignments(config))
+    server = config.rollout_matching.vllm.server
+    assert contract == {
+        "rollout_backend": config.rollout_matching.rollout_backend,
+        "vllm_mode": config.rollout_matching.vllm.mode,
+        "server_base_urls": [entry.base_url for entry in server.servers] if server else [],
+    }
+
+
+@pytest.mark.req("CFG-09")
+def test_servers_are_listed_in_their_order() -> None:
+    urls = ["http://b:1", "http://a:2"]
+    assert rollout_contract(with_servers(*urls)) == {
+        "rollout_backend": "vllm",
+        "vllm_mode": "server",
+        "server_base_urls": urls,
+    }
+
+
+@pytest.mark.req("CFG-09")
+def test_without_vllm_there_is_no_mode_and_no_server() -> None:
+    assert rollout_contract(with_rollout(rollout_backend="hf")) == GOOD
+
+
+@pytest.mark.req("CFG-09")
+def test_a_colocated_server_is_no_server_to_wait_for() -> None:
+    config = with_rollout(vllm={"mode": "colocate"})
+    assert rollout_contract(config) == {
+        "rollout_backend": "vllm",
+        "vllm_mode": "colocate",
+        "server_base_urls": [],
+    }
+
+
+@pytest.mark.req("CFG-09")
+def test_a_shell_gets_the_values_whole_and_runs_none_of_them(tmp_path: Path) -> None:
+    config = with_servers("http://host/'$(touch a)`touch b`;touch c\\", timeout_s=7.5)
+    values = shell_values(shell_assignments(config), tmp_path)
+    assert values["ROLLOUT_SERVER_TIMEOUT_S"] == "7.5"
+    contract = values["ROLLOUT_CONTRACT_JSON"]
+    assert contract.endswith("]}\n")
+    assert json.loads(contract) == rollout_contract(config)
+
+
+@given(st.text(st.characters(exclude_characters="?#[]/\\", exclude_categories=("C", "Z"))))
+def test_any_address_comes_through_the_assignments_whole(path: str) -> None:
+    config = with_servers(f"http://host/{path}")
+    assert contract_of(shell_assignments(config)) == rollout_contract(config)
+
+
+# --- The command ------------------------------------------------------------------------
+
+
+def preflight(config: Path) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).parent / "learner"
+    return subprocess.run(
+        [program, "preflight", "--config", config], capture_output=True, text=True, cwd=ROOT
+    )
+
+
+@pytest.mark.req("CFG-09")
+def test_preflight_contract_format_is_strict() -> None:
+    done = preflight(PROD)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == shell_assignments(load_config(PROD))
+
+
+@pytest.mark.req("CFG-09")
+def test_preflight_of_a_bad_config_leaves_stdout_empty(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(dump_mapping(merge(WARMUP, {"rollout_matching": {"mode": "server"}})))
+    done = preflight(path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: rollout_matching.mode" in done.stderr
+
+
+# --- The launcher -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the script did: its exit code, its errors, what it started as training."""
+
+    code: int
+    stderr: str
+    trained: list[str]
+
+
+def launch(folder: Path, learner: str, *arguments: str, **environment: str) -> Launch:
+    """Run the script with this `learner preflight` (shell text) first on the PATH."""
+    bin_folder, log = folder / "bin", folder / "trained"
+    bin_folder.mkdir()
+    log.touch()
+    fake = bin_folder / "learner"
+    fake.write_text(
+        f'#!/bin/sh\nif [ "$1" = preflight ]; then\n{learner}\nelse\n'
+        f'printf "%s\\n" "$@" > {shlex.quote(str(log))}\nfi\n'
+    )
+    fake.chmod(0o755)
+    path = f"{bin_folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [SCRIPT, *(arguments or ["run.yaml"])],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": path, **environment},
+        timeout=60,
+    )
+    return Launch(done.returncode, done.stderr, log.read_text().split("\n")[:-1])
+
+
+def printing(text: str) -> str:
+    """A `learner preflight` that prints this."""
+    return f"printf %s {shlex.quote(text)}"
+
+
+def assigning(contract: str) -> str:
+    return printing(f"ROLLOUT_CONTRACT_JSON={shlex.quote(contract)}\n")
+
+
+def good(**changed: Any) -> str:
+    return json.dumps({**GOOD, **changed})
+
+
+def test_the_launcher_is_a_program_that_bash_can_read() -> None:
+    assert os.access(SCRIPT, os.X_OK)
+    done = subprocess.run(["bash", "-n", SCRIPT], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.req("CFG-09")
+def test_a_good_contract_starts_training_with_the_config(tmp_path: Path) -> None:
+    done = launch(tmp_path, assigning(good(more="keys are allowed") + "\n"), "a b.yaml")
+    assert done == Launch(0, "", ["train", "--config", "a b.yaml"])
+
+
+@pytest.mark.req("CFG-09")
+@pytest.mark.parametrize(
+    ("learner", "told"),
+    [
+        ("echo oh no >&2; exit 2", "learner preflight failed"),
+        ("exit 0", "ROLLOUT_CONTRACT_JSON"),
+        (printing("OTHER=1\n"), "ROLLOUT_CONTRACT_JSON"),
+        (printing("ROLLOUT_CONTRACT_JSON='{\n"), "shell assignments"),
+        (assigning(good()), "newline"),
+        (assigning(good() + "\n\n"), "one line"),
+        (assigning(good().replace(", ", ",\n", 1) + "\n"), "one line"),
+        (assigning("{]\n"), "not JSON"),
+        (assigning("[1]\n"), "not a JSON object"),
+        (assigning('{"vllm_mode": null, "server_base_urls": []}\n'), "no rollout_backend"),
+        (assigning('{"rollout_backend": "hf", "server_base_urls": []}\n'), "no vllm_mode"),
+        (assigning('{"rollout_backend": "hf", "vllm_mode": null}\n'), "no server_base_urls"),
+        (assigning(good(rollout_backend=None) + "\n"), "rollout_backend is None"),
+        (assigning(good(vllm_mode=1) + "\n"), "vllm_mode is 1"),
+        (assigning(good(server_base_urls="http://a:1") + "\n"), "not a list of strings"),
+        (assigning(good(server_base_urls=[1]) + "\n"), "not a list of strings"),
+        (assigning(good(rollout_backend="vllm", vllm_mode="server") + "\n"), "is empty"),
+    ],
+)
+def test_launcher_preflight_fails_on_invalid_normalization_json_contract(
+    tmp_path: Path, learner: str, told: str
+) -> None:
+    done = launch(tmp_path, learner)
+    assert done.code != 0
+    assert told in done.stderr
+    assert "training is not started" in done.stderr
+    assert done.trained == []
+
+
+def test_a_contract_in_the_environment_is_not_taken_for_the_configs(tmp_path: Path) -> None:
+    done = launch(tmp_path, "exit 0", ROLLOUT_CONTRACT_JSON=good() + "\n")
+    assert (done.code != 0, done.trained) == (True, [])
+
+
+def test_the_launcher_wants_one_config(tmp_path: Path) -> None:
+    done = launch(tmp_path, assigning(good() + "\n"), "a.yaml", "b.yaml")
+    assert (done.code, done.trained) == (2, [])
+    assert "usage:" in done.stderr
+
+
+def real_preflight(folder: Path, config: Config) -> str:
+    """The real `learner preflight` of a config."""
+    path = folder / "run.yaml"
+    path.write_text(dump_mapping(config.model_dump()))
+    real = Path(sys.executable).parent / "learner"
+    return f"exec {shlex.quote(str(real))} preflight --config {shlex.quote(str(path))}"
+
+
+@pytest.mark.req("CFG-09")
+def test_training_starts_once_every_server_is_healthy(tmp_path: Path) -> None:
+    with scripted_server() as one, scripted_server() as other:
+        config = with_servers(one.base_url, other.base_url, timeout_s=20)
+        done = launch(tmp_path, real_preflight(tmp_path, config), http_proxy="http://127.0.0.1:9")
+        assert done == Launch(0, "", ["train", "--config", "run.yaml"])
+        assert [server.bodies("GET /health/") for server in (one, other)] == [[None]] * 2
+
+
+@pytest.mark.req("CFG-09")
+def test_a_server_that_is_not_healthy_in_time_stops_the_launch(tmp_path: Path) -> None:
+    with scripted_server() as one, scripted_server() as other:
+        other.routes["GET /health/"] = lambda _: problem("not-ready", "starting", "replicas")
+        config = with_servers(one.base_url, other.base_url, timeout_s=0.5)
+        done = launch(tmp_path, real_preflight(tmp_path, config))
+    assert done.code != 0
+    assert f"{other.base_url}/health/" in done.stderr
+    assert "starting" in done.stderr
+    assert done.trained == []
+
+
+@pytest.mark.req("SYNC-05")
+def test_a_server_that_waits_for_weights_is_there(tmp_path: Path) -> None:
+    with scripted_server() as server:
+        server.routes["GET /health/"] = lambda _: problem("weights-poisoned", "push", "weights")
+        config = with_servers(server.base_url, timeout_s=0.5)
+        done = launch(tmp_path, real_preflight(tmp_path, config))
+    assert (done.code, done.trained[:1]) == (0, ["train"])
