@@ -23,6 +23,7 @@ _Members = tuple[type[BaseModel], ...]
 
 _EXTENDS: Schema = {
     "type": "string",
+    "minLength": 1,
     "description": "`extends`: file, relative to this one, that this one is put on top of: "
     "mappings merge, all else is replaced whole.",
 }

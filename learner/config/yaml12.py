@@ -107,7 +107,7 @@ def read_document(path: Path) -> Document:
     return Document(value, dict(_lines(root)))
 
 
-def _children(node: yaml.Node) -> Iterator[tuple[str | int, int, yaml.Node]]:
+def _children(node: yaml.Node | None) -> Iterator[tuple[str | int, int, yaml.Node]]:
     """Key or index, line and node of what is directly below a node."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -117,7 +117,7 @@ def _children(node: yaml.Node) -> Iterator[tuple[str | int, int, yaml.Node]]:
             yield index, item.start_mark.line + 1, item
 
 
-def _lines(node: yaml.Node, at: Steps = ()) -> Iterator[tuple[Steps, int]]:
+def _lines(node: yaml.Node | None, at: Steps = ()) -> Iterator[tuple[Steps, int]]:
     for step, line, child in _children(node):
         yield (*at, step), line
         yield from _lines(child, (*at, step))
@@ -144,7 +144,9 @@ def dump_annotated(mapping: dict[str, Any], note: Callable[[Steps], str]) -> str
         mapping, Dumper=_ReadableDumper, sort_keys=False, allow_unicode=True, width=_WIDTH
     )
     lines = text.split("\n")
-    notes = {line: note(steps) for steps, line in _ends(yaml.compose(text, _Loader))}
+    root = yaml.compose(text, _Loader)
+    assert root is not None
+    notes = {line: note(steps) for steps, line in _ends(root)}
     short = [len(lines[line]) for line in notes if len(lines[line]) < _COMMENT_COLUMN]
     column = max(short, default=0) + 2
     for line, comment in notes.items():

@@ -23,7 +23,7 @@ SCRIPT = ROOT / "deploy" / "train_stage2.sh"
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 PROD = ROOT / "configs/stage2_two_channel/prod/default.yaml"
 WARMUP = load_mapping(ROOT / "configs/demo/warmup.yaml")
-GOOD = {"rollout_backend": "hf", "vllm_mode": None, "server_base_urls": []}
+GOOD: dict[str, Any] = {"rollout_backend": "hf", "vllm_mode": None, "server_base_urls": []}
 
 
 def shell_values(text: str, folder: Path) -> dict[str, str]:
