@@ -8,7 +8,7 @@ COORD_BINS = 1000
 
 def encode_bin(c: float) -> int:
     """Bin of a normalized coordinate: `clamp(round(999 * c), 0, 999)`."""
-    return min(max(round((COORD_BINS - 1) * c), 0), COORD_BINS - 1)
+    return round((COORD_BINS - 1) * min(max(c, 0.0), 1.0))
 
 
 def decode_bin(k: int) -> float:

@@ -3,7 +3,6 @@
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from functools import lru_cache
-from math import floor
 
 from learner.types import Channel
 from shared_contracts.errors import ContractError
@@ -14,11 +13,11 @@ def channel_for_step(step: int, b_ratio: str | float | Decimal) -> Channel:
 
     "B" iff `floor((step + 1) * b_ratio) > floor(step * b_ratio)`, in exact arithmetic.
     """
-    ratio = exact_ratio(b_ratio)
-    return "B" if floor((step + 1) * ratio) > floor(step * ratio) else "A"
+    share, of = exact_ratio(b_ratio).as_integer_ratio()
+    return "B" if (step + 1) * share // of > step * share // of else "A"
 
 
-@lru_cache
+@lru_cache(typed=True)  # 0.1 and Decimal(0.1) are equal, and written differently
 def exact_ratio(b_ratio: str | float | Decimal) -> Fraction:
     """`b_ratio` as the decimal that was written: 0.7 is 7/10, not its nearest double.
 

@@ -25,7 +25,7 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.parsing import parse_rollout
 from learner.scanner import Scanner
 from learner.serialize import object_key, serialize_append, serialize_objects
-from learner.tokens import HALF_CHARACTER, Tokenizer, TokenText, token_table
+from learner.tokens import Tokenizer, TokenText, token_table
 from learner.transport_plan import projected_bins
 from learner.types import (
     CoordGroup,
@@ -91,7 +91,7 @@ def build_target(
     matched = {i: _correction(parsed.objects[i], ground_truth[j], matching) for i, j in match.pairs}
     lessons = [None if i is None else matched.get(i) for _, i in parsed.entry_ends]
     return _supervise(
-        [*parsed.prefix_token_ids, *_encode_to_the_end(append, tokenizer)],
+        [*parsed.prefix_token_ids, *tokenizer.encode(append, add_special_tokens=False)],
         lessons + [_addition(item) for item in missed],
         tokenizer,
         prefix_len=len(parsed.prefix_token_ids),
@@ -107,7 +107,7 @@ def build_ground_truth_target(
     Raises `TargetUnreadable`, e.g. for a description that contains `<|im_end|>`.
     """
     return _supervise(
-        _encode_to_the_end(serialize_objects(ground_truth, field_order), tokenizer),
+        tokenizer.encode(serialize_objects(ground_truth, field_order), add_special_tokens=False),
         [_addition(item) for item in ground_truth],
         tokenizer,
         prefix_len=0,
@@ -129,23 +129,6 @@ def locate_closure(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[int,
     tokens = TokenText(table.pieces(ids[:eos], tokenizer))
     close_at = Scanner(tokens.text).scan().close_at
     return None if close_at is None else (tokens.token_at(close_at), eos)
-
-
-def _encode_to_the_end(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a text that ends in the outermost `}`.
-
-    The strict parser cuts an answer before that brace, which no ids can spell where the last
-    token holds a part of a character too, say the last byte of an emoji and `"}}`. The brace
-    gets a token of its own there, or the parser would lose the last object.
-    """
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    (last,) = token_table(tokenizer).pieces(ids[-1:], tokenizer)
-    if HALF_CHARACTER not in last:
-        return ids
-    return [
-        *tokenizer.encode(text[:-1], add_special_tokens=False),
-        *tokenizer.encode(text[-1:], add_special_tokens=False),
-    ]
 
 
 def _addition(item: GroundTruthObject) -> _Lesson:

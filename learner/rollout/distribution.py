@@ -13,8 +13,10 @@ def plan_chunks(n: int, world_sizes: Sequence[int]) -> list[range]:
     Otherwise in proportion to the world sizes; what rounding leaves over goes to the
     largest fractions, then to the lowest indices. A server with an empty chunk is sent
     nothing.
+
+    world_sizes: or other weights, such as `rank_caps`; not all of them 0.
     """
-    assert all(size >= 1 for size in world_sizes)
+    assert min(world_sizes) >= 0 < max(world_sizes)
     if len(set(world_sizes)) == 1:
         size = -(-n // len(world_sizes))
         bounds = [min(i * size, n) for i in range(len(world_sizes) + 1)]

@@ -1,7 +1,7 @@
 """Quantization of coordinates."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from learner.coords import COORD_BINS, coord_token, decode_bin, encode_bin
@@ -25,12 +25,26 @@ def test_every_bin_survives_decoding_and_encoding() -> None:
 
 
 @pytest.mark.req("DATA-02")
-@given(st.floats(-1e6, 1e6))
-def test_no_coordinate_leaves_the_bins(c: float) -> None:
+@given(st.floats(allow_nan=False) | st.floats(0, 1))
+@example(0.5 / 999)
+@example(1.5 / 999)
+def test_a_coordinate_goes_to_its_nearest_bin_and_never_beyond_the_edges(c: float) -> None:
     k = encode_bin(c)
     assert 0 <= k <= 999
-    if 0 <= c <= 1:
-        assert abs(decode_bin(k) - c) <= 0.5 / 999 + 1e-12
+    assert abs(decode_bin(k) - min(max(c, 0.0), 1.0)) <= 0.5 / 999 + 1e-12
+
+
+@pytest.mark.req("DATA-02")
+@given(st.floats(-1e300, 1e300) | st.floats(-0.1, 1.1))
+def test_clamping_first_or_last_is_the_same(c: float) -> None:
+    assert encode_bin(c) == min(max(round(999 * c), 0), 999)
+
+
+@pytest.mark.req("DATA-02")
+@given(st.floats(-0.1, 1.1), st.floats(-0.1, 1.1))
+def test_the_order_of_coordinates_is_the_order_of_their_bins(a: float, b: float) -> None:
+    low, high = sorted((a, b))
+    assert encode_bin(low) <= encode_bin(high)
 
 
 def test_coordinate_tokens_are_named_by_their_bin() -> None:

@@ -1,5 +1,8 @@
 """Requests over servers (section 7 of the contract)."""
 
+from fractions import Fraction
+from itertools import product
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -67,11 +70,29 @@ def test_no_equal_chunk_is_larger_than_its_share_rounded_up(
     assert all(len(chunk) <= len(chunks[0]) for chunk in chunks)
 
 
+UNEQUAL = WORLD_SIZES.filter(lambda sizes: len(set(sizes)) > 1)
+
+
 @pytest.mark.req("DIST-03")
-@given(st.integers(0, 200), WORLD_SIZES.filter(lambda sizes: len(set(sizes)) > 1))
+@given(st.integers(0, 200), UNEQUAL)
 def test_no_unequal_chunk_is_a_whole_request_off_its_share(n: int, world_sizes: list[int]) -> None:
     for chunk, size in zip(plan_chunks(n, world_sizes), world_sizes, strict=True):
-        assert abs(len(chunk) - n * size / sum(world_sizes)) < 1
+        assert abs(len(chunk) - Fraction(n * size, sum(world_sizes))) < 1
+
+
+@pytest.mark.req("DIST-03")
+@given(st.integers(0, 40), UNEQUAL)
+def test_remainders_go_to_the_largest_fractions_then_to_the_lowest_indices(
+    n: int, world_sizes: list[int]
+) -> None:
+    """Among all ways to round the shares up or down, the one that takes the best places."""
+    shares = [Fraction(n * size, sum(world_sizes)) for size in world_sizes]
+    places = sorted(range(len(shares)), key=lambda i: (-(shares[i] % 1), i))
+    left_over = n - sum(int(share) for share in shares)
+    ways = [up for up in product((0, 1), repeat=len(shares)) if sum(up) == left_over]
+    best = max(ways, key=lambda up: [up[i] for i in places])
+    expected = [int(share) + up for share, up in zip(shares, best, strict=True)]
+    assert [len(chunk) for chunk in plan_chunks(n, world_sizes)] == expected
 
 
 @pytest.mark.req("DIST-03", "DIST-04")
@@ -121,10 +142,25 @@ def test_ranks_share_the_places_of_the_servers(
     assert found == caps
 
 
-@pytest.mark.req("DIST-03", "DIST-04", "RES-04")
-@given(st.integers(1, 8), WORLD_SIZES, st.integers(1, 9))
-def test_however_many_ranks_there_are_no_server_is_overfilled(
+@pytest.mark.req("DIST-04")
+@given(st.integers(1, 8), WORLD_SIZES, st.integers(1, 400))
+def test_a_round_is_refused_exactly_where_not_every_rank_can_have_a_request(
     decode_batch_size: int, world_sizes: list[int], ranks: int
+) -> None:
+    places = decode_batch_size * sum(world_sizes)
+    if places < ranks:
+        with pytest.raises(ContractError):
+            rank_chunk_size(decode_batch_size, world_sizes, ranks)
+        return
+    share = rank_chunk_size(decode_batch_size, world_sizes, ranks)
+    assert share >= 1
+    assert share * ranks <= places < (share + 1) * ranks
+
+
+@pytest.mark.req("DIST-03", "DIST-04", "RES-04")
+@given(st.integers(1, 8), WORLD_SIZES, st.integers(1, 9), st.data())
+def test_however_many_ranks_there_are_no_server_is_overfilled(
+    decode_batch_size: int, world_sizes: list[int], ranks: int, data: st.DataObject
 ) -> None:
     assume(decode_batch_size * sum(world_sizes) >= ranks)
     caps = [rank_caps(decode_batch_size, world_sizes, ranks, rank) for rank in range(ranks)]
@@ -132,3 +168,7 @@ def test_however_many_ranks_there_are_no_server_is_overfilled(
     assert [sum(of_rank) for of_rank in caps] == [share] * ranks
     for size, of_server in zip(world_sizes, zip(*caps, strict=True), strict=True):
         assert sum(of_server) <= decode_batch_size * size
+    for of_rank in caps:
+        round_size = data.draw(st.integers(0, share))
+        for chunk, cap in zip(plan_chunks(round_size, of_rank), of_rank, strict=True):
+            assert len(chunk) <= cap

@@ -27,13 +27,16 @@ from learner.types import (
     MatchResult,
     ParsedRollout,
     Role,
+    Shape,
     Target,
 )
 from tests.unit.answers import (
+    BIRD,
     CAT,
     DESCRIPTIONS,
+    DOG,
+    ROOF,
     encode,
-    ground_truths,
     pieces,
     rollouts,
     text_of,
@@ -41,7 +44,15 @@ from tests.unit.answers import (
 
 FUZZ = settings(suppress_health_check=list(HealthCheck))
 ORDERS: st.SearchStrategy[FieldOrder] = st.sampled_from(["desc_first", "geometry_first"])
-TRUTHS = st.lists(ground_truths(allow_poly=True), max_size=4)
+SHAPES = st.sampled_from(
+    [
+        *(item.shape for item in (CAT, DOG, BIRD, ROOF)),
+        Shape("bbox_2d", (7, 7, 7, 7)),
+        Shape("poly", (0, 10, 999, 20, 700, 999, 300, 600, 12, 13)),
+    ]
+)
+OBJECTS = st.builds(GroundTruthObject, DESCRIPTIONS, SHAPES)
+TRUTHS = st.lists(OBJECTS, max_size=4)
 
 
 @st.composite
@@ -232,7 +243,6 @@ class Written:
     parts: list[tuple[str, bool]]
     is_object: bool = True
     valid: bool = True
-    desc: str = ""
 
     def onto(self, owned: Owned, lead: str, structure: Role, desc: Role) -> None:
         owned.write(lead, structure)
@@ -265,14 +275,14 @@ def write_object(
     geometry = [(f'"{item.shape.kind}"{colon}[{tokens}]', False)]
     first, last = (desc, geometry) if order == "desc_first" else (geometry, desc)
     parts = [(f'"object_{index}"{colon}{{', False), *first, (comma, False), *last, ("}", False)]
-    return Written(parts, desc=item.desc)
+    return Written(parts)
 
 
 def write_invalid(index: int, desc: str, style: Style) -> list[Written]:
     """Entries that the strict parser drops, the last of them with a value that is no object."""
     key, text = f'"object_{index}"{style.colon}', json.dumps(desc, ensure_ascii=False)
     return [
-        Written([(f'{key}{{"desc"{style.colon}{text}}}', False)], valid=False, desc=desc),
+        Written([(f'{key}{{"desc"{style.colon}{text}}}', False)], valid=False),
         Written([(f'"thing{index}"{style.colon}{{}}', False)], valid=False),
         Written([(f"{key}{text}", False)], is_object=False, valid=False),
     ]
@@ -290,7 +300,7 @@ def answers(draw: st.DrawFn) -> tuple[list[Written], str, str]:
     entries = [
         draw(st.sampled_from(write_invalid(index, draw(DESCRIPTIONS), style)))
         if draw(st.integers(0, 3)) == 0
-        else write_object(index, draw(ground_truths(allow_poly=True)), draw(ORDERS), style)
+        else write_object(index, draw(OBJECTS), draw(ORDERS), style)
         for index in indices
     ]
     tails = ["}", "", "},", " }", "}}", "}\n", ', "object_40": {"desc": "c', "}" + IM_END]
@@ -335,10 +345,9 @@ def test_each_token_has_the_role_of_the_characters_it_holds(
 
 
 def kept_entries(entries: list[Written], parsed: ParsedRollout) -> list[Written]:
-    """Those up to the last object; a half character in its last token may move the cut back."""
-    ends = [i + 1 for i, entry in enumerate(entries) if entry.is_object]
-    n_kept = len(parsed.entry_ends)
-    assert n_kept == max(ends, default=0) or not entries[ends[-1] - 1].desc.isascii()
+    """Those up to the last one whose value is an object, which is where the cut is."""
+    n_kept = max((i for i, entry in enumerate(entries, start=1) if entry.is_object), default=0)
+    assert n_kept == len(parsed.entry_ends)
     assert sum(entry.valid for entry in entries[:n_kept]) == len(parsed.objects)
     return entries[:n_kept]
 

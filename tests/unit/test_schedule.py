@@ -1,12 +1,15 @@
 """Channel of a step (STEP-01)."""
 
 from decimal import Decimal
+from fractions import Fraction
+from itertools import accumulate
+from math import floor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.schedule import channel_for_step
+from learner.schedule import channel_for_step, exact_ratio
 from shared_contracts.errors import ContractError
 
 
@@ -47,10 +50,36 @@ def test_a_tiny_ratio_keeps_all_its_digits() -> None:
 
 
 @pytest.mark.req("STEP-01")
-@given(st.integers(0, 10**6), st.integers(0, 100), st.integers(1, 500))
-def test_any_window_has_its_share_of_b_steps(start: int, percent: int, length: int) -> None:
-    n_b = channels(percent / 100, range(start, start + length)).count("B")
-    assert abs(n_b - length * percent / 100) < 1
+@given(
+    st.integers(0, 10**6),
+    st.decimals(0, 1, places=9),
+    st.integers(0, 200),
+    st.sampled_from([str, float, Decimal]),
+)
+def test_any_window_has_exactly_its_share_of_b_steps(
+    start: int, ratio: Decimal, length: int, written_as: type[str | float | Decimal]
+) -> None:
+    """As many as lie between the floors of `s * b_ratio` at its two ends."""
+    n_b = channels(written_as(ratio), range(start, start + length)).count("B")
+    share = Fraction(ratio)
+    assert n_b == floor((start + length) * share) - floor(start * share)
+
+
+@pytest.mark.req("STEP-01")
+@pytest.mark.parametrize(("b_ratio", "share", "of"), [(0.7, 7, 10), ("0.333333", 333333, 10**6)])
+def test_the_first_steps_up_to_a_million_hold_exactly_their_share(
+    b_ratio: str | float, share: int, of: int
+) -> None:
+    counts = accumulate(channel_for_step(step, b_ratio) == "B" for step in range(10**6))
+    assert all(count == s * share // of for s, count in enumerate(counts, start=1))
+
+
+@pytest.mark.req("STEP-01")
+def test_equal_numbers_that_were_written_differently_are_kept_apart() -> None:
+    nearest_double = Decimal.from_float(0.1)
+    assert nearest_double == 0.1
+    assert exact_ratio(0.1) == Fraction(1, 10)
+    assert exact_ratio(nearest_double) == Fraction(0.1)
 
 
 @pytest.mark.req("STEP-01")

@@ -38,35 +38,34 @@ def test_seeds_of_a_micro_step_count_up(base: int, micro: int, req: int, i: int)
 
 
 @pytest.mark.req("SEED-01")
-@given(BASES, st.integers(1, 60), st.lists(st.integers(1, 4), min_size=1, max_size=5))
+@given(
+    BASES,
+    st.integers(0, 511),
+    st.integers(0, 60),
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+)
 def test_a_request_has_the_same_seed_however_many_servers_there_are(
-    base: int, n: int, world_sizes: list[int]
+    base: int, micro: int, n: int, world_sizes: list[int]
 ) -> None:
-    alone = [request_seed(base, 3, i) for i in range(n)]
+    """A call carries the seed of its chunk's first request, and its server counts up from it."""
+    alone = [request_seed(base, micro, i) for i in range(n)]
     spread = [
-        request_seed(base, 3, chunk.start) + i  # the server adds i
+        request_seed(base, micro, chunk.start) + i
         for chunk in plan_chunks(n, world_sizes)
         for i in range(len(chunk))
     ]
     assert spread == alone
 
 
-Place = tuple[int, int, int, int]
-PLACES = st.tuples(
-    st.integers(0, 2**31 - 1), st.integers(0, 1023), st.integers(0, 511), st.integers(0, 4095)
-)
-
-
 @pytest.mark.req("SEED-01")
-@given(PLACES, PLACES)
-def test_no_two_requests_share_a_seed(a: Place, b: Place) -> None:
-    """A place is the step's base, the rank, the micro step and the request."""
-
-    def seed(place: Place) -> int:
-        base, rank, micro, req = place
-        return request_seed(rank_seed_base(base, rank), micro, req)
-
-    assert (seed(a) == seed(b)) == (a == b)
+@given(BASES, st.integers(0, 1023), st.integers(0, 511), st.integers(0, 4095))
+def test_a_seed_tells_its_request_so_no_two_requests_share_one(
+    base: int, rank: int, micro: int, req: int
+) -> None:
+    rest, found_req = divmod(request_seed(rank_seed_base(base, rank), micro, req) - 1, 4096)
+    rest, found_micro = divmod(rest, 512)
+    found_rank, found_base = divmod(rest, 2**31)
+    assert (found_base, found_rank, found_micro, found_req) == (base, rank, micro, req)
 
 
 @pytest.mark.req("SEED-01")

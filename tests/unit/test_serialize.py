@@ -3,11 +3,22 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from learner.coords import coord_token
 from learner.serialize import serialize_append, serialize_objects
 from learner.types import FieldOrder, GroundTruthObject, Shape
 from shared_contracts.errors import ContractError
 from tests.unit.answers import CAT, DOG, ROOF, coords, entry
+
+BINS = st.integers(0, 999)
+SHAPES = st.one_of(
+    st.builds(Shape, st.just("bbox_2d"), st.tuples(BINS, BINS, BINS, BINS)),
+    st.builds(Shape, st.just("poly"), st.tuples(BINS, BINS, BINS, BINS, BINS, BINS)),
+)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+OBJECTS = st.lists(st.builds(GroundTruthObject, TEXT, SHAPES), max_size=3)
 
 CAT_ENTRY = f'"object_7": {{"desc": "cat", "bbox_2d": {coords(10, 20, 300, 400)}}}'
 
@@ -88,3 +99,51 @@ def test_an_answer_is_one_json_object_with_non_ascii_kept_and_quotes_escaped() -
 
 def test_no_objects_are_an_empty_answer() -> None:
     assert serialize_objects([], "desc_first") == "{}"
+
+
+# ---- any objects ---------------------------------------------------------------------
+
+
+@pytest.mark.req("APPEND-01", "RES-12")
+@given(
+    objects=OBJECTS,
+    start=st.integers(1, 10**6),
+    order=st.sampled_from(["desc_first", "geometry_first"]),
+)
+def test_json_reads_the_objects_back_under_their_keys(
+    objects: list[GroundTruthObject], start: int, order: FieldOrder
+) -> None:
+    fields = slice(None) if order == "desc_first" else slice(None, None, -1)
+    answer = json.loads("{" + serialize_append("{", objects, start, order), object_pairs_hook=list)
+    assert answer == [
+        (
+            f"object_{start + i}",
+            [
+                ("desc", item.desc),
+                (item.shape.kind, [coord_token(k) for k in item.shape.coords]),
+            ][fields],
+        )
+        for i, item in enumerate(objects)
+    ]
+
+
+@pytest.mark.req("APPEND-01")
+@given(objects=OBJECTS)
+def test_an_answer_has_one_spelling_and_the_field_order_moves_nothing_else(
+    objects: list[GroundTruthObject],
+) -> None:
+    straight, turned = (serialize_objects(objects, o) for o in ("desc_first", "geometry_first"))
+    assert json.loads(straight) == json.loads(turned)
+    assert straight == json.dumps(json.loads(straight), ensure_ascii=False)
+    assert turned == json.dumps(json.loads(turned), ensure_ascii=False)
+    assert sorted(straight) == sorted(turned)
+
+
+@pytest.mark.req("APPEND-01")
+@given(objects=OBJECTS, more=OBJECTS, order=st.sampled_from(["desc_first", "geometry_first"]))
+def test_appending_continues_an_answer_as_if_it_had_been_written_whole(
+    objects: list[GroundTruthObject], more: list[GroundTruthObject], order: FieldOrder
+) -> None:
+    prefix = serialize_objects(objects, order)[:-1]
+    append = serialize_append(prefix, more, len(objects) + 1, order)
+    assert prefix + append == serialize_objects([*objects, *more], order)

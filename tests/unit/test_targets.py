@@ -6,9 +6,11 @@ from itertools import groupby
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from learner.config.rollout_matching import MatchingConfig
+from learner.losses.coord_reg import soft_targets
 from learner.parsing import parse_rollout
 from learner.serialize import serialize_objects
 from learner.targets import (
@@ -342,6 +344,29 @@ def test_the_plan_is_made_as_the_matching_section_says(
     assert group.bins != projected_bins(CAT.shape, ROOF.shape, "l2", 10.0, 30)
 
 
+@pytest.mark.req("OT-01")
+@pytest.mark.parametrize("truncate", [None, 12])
+def test_the_labels_of_a_matched_polygon_are_gaussians_about_its_projected_points(
+    qwen_tokenizer: PreTrainedTokenizerFast, truncate: int | None
+) -> None:
+    truth = GroundTruthObject("roof", Shape("poly", (60, 70, 480, 90, 500, 520, 260, 610, 90, 480)))
+    roof = f'{{"object_1": {{"desc": "roof", "poly": {coords(70, 75, 490, 80, 470, 555)}}}}}'
+    (group,) = target_of(qwen_tokenizer, roof, [truth], [(0, 0)]).coord_groups
+    assert any(k != round(k) for k in group.bins)
+    labels = soft_targets(torch.tensor(group.bins), sigma=2.0, truncate=truncate).double().numpy()
+    grid = np.arange(1000)
+    assert labels.sum(axis=1) == pytest.approx(np.ones(6))
+    means = labels @ grid
+    assert means == pytest.approx(group.bins, abs=1e-3)
+    widths = np.sqrt((labels * (grid - means[:, None]) ** 2).sum(axis=1))
+    assert widths == pytest.approx([2.0] * 6, rel=1e-3)
+    for label, k in zip(labels, group.bins, strict=True):
+        peak = int(label.argmax())
+        assert peak == round(k)
+        assert (np.diff(label)[:peak] >= 0).all()
+        assert (np.diff(label)[peak:] <= 0).all()
+
+
 # ---- the whole answer from the ground truth ------------------------------------------
 
 
@@ -440,7 +465,7 @@ def test_a_target_whose_closure_cannot_be_located_is_refused(
 
 @pytest.mark.req("APPEND-02", "LOSS-02")
 @pytest.mark.parametrize("rollout", ["{}", None], ids=["after a rollout", "whole answer"])
-def test_half_a_character_and_the_closing_braces_are_not_left_in_one_token(
+def test_an_object_is_taught_whose_last_character_shares_a_token_with_the_closing_braces(
     toy_tokenizer: PreTrainedTokenizerFast, rollout: str | None
 ) -> None:
     rocket = GroundTruthObject("toy 🚀", CAT.shape)
@@ -454,7 +479,7 @@ def test_half_a_character_and_the_closing_braces_are_not_left_in_one_token(
     again = parse_rollout(target.token_ids, toy_tokenizer)
     assert [(o.desc, o.shape) for o in again.objects] == [(rocket.desc, rocket.shape)]
     assert assistant_text(toy_tokenizer, target) == text
-    assert pieces(toy_tokenizer, target.token_ids)[-2:] == ["}", IM_END]
+    assert pieces(toy_tokenizer, target.token_ids)[-2:] == [fused, IM_END]
     assert target.role[-2:].tolist() == [Role.CLOSURE, Role.CLOSURE]
     assert [group.bins for group in target.coord_groups] == [rocket.shape.coords]
 

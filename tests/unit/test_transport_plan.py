@@ -1,25 +1,51 @@
-"""Barycentric projection of the Sinkhorn plan (section 9 of the contract)."""
+"""Barycentric projection of the Sinkhorn plan (section 9 of the contract).
 
+Three references, none of them in the log domain: the textbook's scaling in float64, the same
+in decimals of any magnitude, and the linear program that entropy blurs.
+"""
+
+import decimal
+import itertools
 import sys
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
-from learner.transport_plan import TransportCost, sinkhorn_barycentric
+from learner.transport_plan import (
+    TransportCost,
+    projected_bins,
+    sinkhorn_barycentric,
+    transport_shares,
+)
+from learner.types import Shape
 from shared_contracts.errors import ContractError
+from tests.unit.answers import ground_truths
 
 FloatArray = npt.NDArray[np.float64]
+Points = list[list[float]]
 
 SQUARE = [[100.0, 100.0], [300.0, 100.0], [300.0, 300.0], [100.0, 300.0]]
 TRIANGLE = [[100.0, 120.0], [310.0, 90.0], [220.0, 280.0]]
 
-COSTS = st.sampled_from(["l1", "l2"])
+COSTS: st.SearchStrategy[TransportCost] = st.sampled_from(["l1", "l2"])
 EPSILONS = st.floats(min_value=5e-324, max_value=sys.float_info.max)
+MILD_EPSILONS = st.floats(min_value=1.0, max_value=1e6)
 POINTS = st.lists(st.tuples(st.floats(0, 999), st.floats(0, 999)).map(list), min_size=1, max_size=6)
+BINS = st.lists(
+    st.tuples(st.integers(0, 999), st.integers(0, 999)).map(list), min_size=1, max_size=5
+)
+SHAPES = ground_truths(allow_poly=True).map(lambda item: item.shape)
+
+
+def distances(pred: Points, truth: Points, cost: TransportCost) -> FloatArray:
+    offset = np.asarray(pred)[:, None] - np.asarray(truth)[None]
+    return np.abs(offset).sum(axis=2) if cost == "l1" else np.hypot(*offset.transpose(2, 0, 1))
 
 
 def textbook_projection(
@@ -36,20 +62,18 @@ def textbook_projection(
     return projected
 
 
-@pytest.mark.req("ARCH-02")
+@pytest.mark.req("ARCH-02", "OT-01")
 @pytest.mark.parametrize("cost", ["l1", "l2"])
 @pytest.mark.parametrize("iters", [1, 3, 200])
 @pytest.mark.parametrize("epsilon", [50.0, 200.0, 5000.0])
 def test_it_agrees_with_the_textbook(cost: TransportCost, iters: int, epsilon: float) -> None:
     pred, truth = np.array(SQUARE), np.array(TRIANGLE)
-    offset = pred[:, None] - truth[None]
-    distance = np.abs(offset).sum(axis=2) if cost == "l1" else np.hypot(*offset.transpose(2, 0, 1))
-    expected = textbook_projection(pred, truth, distance, epsilon, iters)
+    expected = textbook_projection(pred, truth, distances(SQUARE, TRIANGLE, cost), epsilon, iters)
     found = sinkhorn_barycentric(pred, truth, cost, epsilon, iters)
     np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
-@pytest.mark.req("ARCH-02")
+@pytest.mark.req("OT-01")
 @pytest.mark.parametrize("cost", ["l1", "l2"])
 @pytest.mark.parametrize("epsilon", [1e-300, 1e-6, 1.0])
 def test_equal_sets_stay_where_they_are_when_epsilon_is_small(
@@ -60,14 +84,14 @@ def test_equal_sets_stay_where_they_are_when_epsilon_is_small(
     np.testing.assert_allclose(found, SQUARE)
 
 
-@pytest.mark.req("ARCH-02")
+@pytest.mark.req("OT-01")
 @pytest.mark.parametrize("epsilon", [1e12, 1e300, sys.float_info.max])
 def test_every_point_goes_to_the_mean_when_epsilon_is_huge(epsilon: float) -> None:
     found = sinkhorn_barycentric(SQUARE, TRIANGLE, "l2", epsilon, 50)
     np.testing.assert_allclose(found, np.tile(np.mean(TRIANGLE, axis=0), (4, 1)), rtol=1e-6)
 
 
-@pytest.mark.req("ARCH-02")
+@pytest.mark.req("OT-01")
 def test_the_marginals_part_points_that_share_a_nearest_neighbour() -> None:
     """Costs 0 + 201 as paired below, 200 + 92 the other way round."""
     pred = [[100.0, 0.0], [120.0, 90.0]]
@@ -76,15 +100,10 @@ def test_the_marginals_part_points_that_share_a_nearest_neighbour() -> None:
     np.testing.assert_allclose(found, truth, atol=0.5)
 
 
-@pytest.mark.req("ARCH-02")
-@settings(max_examples=150)
+@pytest.mark.req("OT-01")
 @given(pred=POINTS, truth=POINTS, cost=COSTS, epsilon=EPSILONS, iters=st.integers(1, 20))
 def test_the_projection_is_finite_and_inside_the_box_of_the_ground_truth(
-    pred: list[list[float]],
-    truth: list[list[float]],
-    cost: TransportCost,
-    epsilon: float,
-    iters: int,
+    pred: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
 ) -> None:
     with np.errstate(invalid="raise", divide="raise"):
         found = sinkhorn_barycentric(pred, truth, cost, epsilon, iters)
@@ -95,7 +114,172 @@ def test_the_projection_is_finite_and_inside_the_box_of_the_ground_truth(
     assert (found <= np.max(truth, axis=0) + 1e-9).all()
 
 
-@pytest.mark.req("ARCH-02")
+# ---- against other ways to get there -------------------------------------------------
+
+
+def decimal_projection(
+    pred: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
+) -> list[list[float]]:
+    """Sinkhorn's scaling of exp(-C / epsilon) in decimals that neither underflow nor overflow."""
+    n_pred, n_truth = len(pred), len(truth)
+    kernel = [
+        [(-decimal_distance(p, g, cost) / Decimal(epsilon)).exp() for g in truth] for p in pred
+    ]
+    v = [Decimal(1)] * n_truth
+    for _ in range(iters):
+        u = [1 / sum(row[j] * v[j] for j in range(n_truth)) / n_pred for row in kernel]
+        v = [1 / sum(kernel[i][j] * u[i] for i in range(n_pred)) / n_truth for j in range(n_truth)]
+    projected = []
+    for row in kernel:
+        weights = [row[j] * v[j] for j in range(n_truth)]
+        moments = [
+            sum(w * Decimal(g[axis]) for w, g in zip(weights, truth, strict=True))
+            for axis in (0, 1)
+        ]
+        projected.append([float(moment / sum(weights)) for moment in moments])
+    return projected
+
+
+def decimal_distance(p: list[float], g: list[float], cost: TransportCost) -> Decimal:
+    dx, dy = abs(Decimal(p[0]) - Decimal(g[0])), abs(Decimal(p[1]) - Decimal(g[1]))
+    return dx + dy if cost == "l1" else (dx * dx + dy * dy).sqrt()
+
+
+@pytest.mark.req("OT-01")
+@given(pred=BINS, truth=BINS, cost=COSTS, epsilon=st.floats(1e-3, 1e6), iters=st.integers(1, 5))
+def test_it_agrees_with_decimals_of_any_magnitude(
+    pred: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
+) -> None:
+    wide = decimal.Context(prec=28, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX)
+    with decimal.localcontext(wide):
+        expected = decimal_projection(pred, truth, cost, epsilon, iters)
+    found = sinkhorn_barycentric(pred, truth, cost, epsilon, iters)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def optimal_cost(costs: FloatArray) -> float:
+    """Least cost of a plan with marginals 1/P and 1/G, by linear programming."""
+    n_pred, n_truth = costs.shape
+    rows = np.kron(np.eye(n_pred), np.ones(n_truth))
+    columns = np.kron(np.ones(n_pred), np.eye(n_truth))
+    marginals = [1 / n_pred] * n_pred + [1 / n_truth] * n_truth
+    best = linprog(costs.ravel(), A_eq=np.vstack([rows, columns]), b_eq=marginals)
+    return float(best.fun)
+
+
+@pytest.mark.req("OT-01")
+@given(pred=BINS, truth=BINS, cost=COSTS)
+def test_the_marginals_converge_and_entropy_costs_no_more_than_it_may(
+    pred: Points, truth: Points, cost: TransportCost
+) -> None:
+    """A plan of least `cost - epsilon * entropy` costs at most `epsilon * log(min(P, G))` more
+    than the optimum: both entropies lie between log(max(P, G)) and log(P * G)."""
+    costs = distances(pred, truth, cost)
+    epsilon = max(costs.max(), 1.0) / 2  # at which 30 rounds converge, whatever the points
+    plan = transport_shares(pred, truth, cost, epsilon, 30) / len(pred)
+    np.testing.assert_allclose(plan.sum(axis=0), 1 / len(truth), atol=1e-6)
+    np.testing.assert_allclose(plan.sum(axis=1), 1 / len(pred), atol=1e-12)
+    spent, least = float((plan * costs).sum()), optimal_cost(costs)
+    assert least - 1e-3 <= spent <= least + epsilon * np.log(min(plan.shape)) + 1e-3
+
+
+@pytest.mark.req("OT-01")
+@pytest.mark.parametrize("cost", ["l1", "l2"])
+@pytest.mark.parametrize("seed", range(4))
+def test_as_epsilon_goes_to_0_the_plan_goes_to_that_of_the_linear_program(
+    seed: int, cost: TransportCost
+) -> None:
+    rng = np.random.default_rng(seed)
+    pred, truth = rng.integers(0, 1000, (4, 2)).tolist(), rng.integers(0, 1000, (3, 2)).tolist()
+    costs = distances(pred, truth, cost)
+    spent = [
+        float((transport_shares(pred, truth, cost, epsilon, 1000) * costs).sum()) / len(pred)
+        for epsilon in (300.0, 100.0, 30.0, 10.0, 3.0)
+    ]
+    assert all(more > less for more, less in itertools.pairwise(spent))
+    assert spent[-1] == pytest.approx(optimal_cost(costs), abs=0.1)
+
+
+# ---- what must not matter ------------------------------------------------------------
+
+
+@pytest.mark.req("OT-01")
+@given(pred=BINS, truth=BINS, cost=COSTS, epsilon=MILD_EPSILONS, iters=st.integers(1, 20))
+def test_no_round_takes_the_marginals_further_away(
+    pred: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
+) -> None:
+    before, after = (
+        np.abs(transport_shares(pred, truth, cost, epsilon, n).mean(axis=0) - 1 / len(truth)).sum()
+        for n in (iters, iters + 1)
+    )
+    assert after <= before + 1e-9
+
+
+@pytest.mark.req("OT-01")
+@given(
+    pred=BINS,
+    truth=BINS,
+    cost=COSTS,
+    epsilon=MILD_EPSILONS,
+    iters=st.integers(1, 10),
+    data=st.data(),
+)
+def test_the_order_of_the_points_changes_nothing(
+    pred: Points,
+    truth: Points,
+    cost: TransportCost,
+    epsilon: float,
+    iters: int,
+    data: st.DataObject,
+) -> None:
+    order = data.draw(st.permutations(range(len(pred))))
+    other_truth = data.draw(st.permutations(truth))
+    straight = sinkhorn_barycentric(pred, truth, cost, epsilon, iters)
+    turned = sinkhorn_barycentric([pred[i] for i in order], other_truth, cost, epsilon, iters)
+    np.testing.assert_allclose(turned, straight[order], atol=1e-6)
+
+
+@pytest.mark.req("OT-01")
+@given(
+    pred=BINS,
+    truth=BINS,
+    cost=COSTS,
+    epsilon=EPSILONS,
+    iters=st.integers(1, 10),
+    move=st.tuples(st.integers(-2000, 2000), st.integers(-2000, 2000)),
+)
+def test_moving_both_sets_moves_the_projection(
+    pred: Points,
+    truth: Points,
+    cost: TransportCost,
+    epsilon: float,
+    iters: int,
+    move: tuple[int, int],
+) -> None:
+    here = sinkhorn_barycentric(pred, truth, cost, epsilon, iters)
+    there = sinkhorn_barycentric(np.add(pred, move), np.add(truth, move), cost, epsilon, iters)
+    np.testing.assert_allclose(there, here + move, atol=1e-9)
+
+
+@pytest.mark.req("OT-01")
+@given(point=BINS, truth=BINS, cost=COSTS, epsilon=EPSILONS, iters=st.integers(1, 10))
+def test_points_in_one_place_go_to_one_place(
+    point: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
+) -> None:
+    found = sinkhorn_barycentric([*point, point[0]], truth, cost, epsilon, iters)
+    assert found[0].tolist() == found[-1].tolist()
+    shares = transport_shares(point, [*truth, truth[0]], cost, epsilon, iters)
+    assert shares[:, 0].tolist() == shares[:, -1].tolist()
+
+
+@pytest.mark.req("OT-01")
+@pytest.mark.parametrize("epsilon", [1e-300, 1e-3, 1.0, 1e300])
+def test_any_number_of_rounds_stays_finite(epsilon: float) -> None:
+    found = sinkhorn_barycentric([*SQUARE, SQUARE[0]], TRIANGLE, "l2", epsilon, 10_000)
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.req("OT-01")
 def test_points_of_lower_precision_are_projected_in_float64() -> None:
     narrow = np.array(SQUARE, dtype=np.float32)
     found = sinkhorn_barycentric(narrow, narrow, "l1", 1e-3, 5)
@@ -127,3 +311,61 @@ def test_what_cannot_be_transported_is_refused_by_name(wrong: dict[str, Any], wh
     with pytest.raises(ContractError) as caught:
         sinkhorn_barycentric(**{**given, **wrong})
     assert caught.value.where == where
+
+
+# ---- shapes to bins ------------------------------------------------------------------
+
+
+@pytest.mark.req("OT-01")
+def test_a_polygon_goes_to_the_corners_of_its_box() -> None:
+    box = Shape("bbox_2d", (100, 200, 300, 400))
+    tilted = Shape("poly", (290, 210, 310, 390, 110, 410, 90, 190))
+    found = projected_bins(tilted, box, "l2", 1.0, 100)
+    assert found == pytest.approx((300, 200, 300, 400, 100, 400, 100, 200))
+
+
+@pytest.mark.req("OT-01")
+def test_each_side_of_a_box_goes_to_the_mean_of_the_two_corners_on_it() -> None:
+    box = Shape("bbox_2d", (100, 200, 300, 400))
+    trapezoid = Shape("poly", (320, 390, 70, 420, 110, 190, 290, 230))
+    found = projected_bins(box, trapezoid, "l2", 1.0, 100)
+    assert found == pytest.approx(
+        ((110 + 70) / 2, (190 + 230) / 2, (290 + 320) / 2, (420 + 390) / 2)
+    )
+
+
+@pytest.mark.req("OT-01")
+@given(predicted=SHAPES, truth=SHAPES, cost=COSTS, epsilon=EPSILONS, iters=st.integers(1, 10))
+def test_each_coordinate_has_a_bin_within_those_of_the_ground_truth(
+    predicted: Shape, truth: Shape, cost: TransportCost, epsilon: float, iters: int
+) -> None:
+    bins = np.array(projected_bins(predicted, truth, cost, epsilon, iters))
+    assert bins.shape == (len(predicted.coords),)
+    for axis in (0, 1):
+        along = truth.coords[axis::2]
+        assert (bins[axis::2] >= min(along) - 1e-9).all()
+        assert (bins[axis::2] <= min(max(along) + 1e-9, 999)).all()
+
+
+@pytest.mark.req("OT-01")
+@given(predicted=SHAPES, truth=SHAPES, cost=COSTS, epsilon=MILD_EPSILONS, iters=st.integers(1, 10))
+def test_a_box_is_its_four_corners(
+    predicted: Shape, truth: Shape, cost: TransportCost, epsilon: float, iters: int
+) -> None:
+    """The same polygon, written out, goes to the same places."""
+    bins = projected_bins(predicted, corners(truth), cost, epsilon, iters)
+    assert projected_bins(predicted, truth, cost, epsilon, iters) == bins
+    if predicted.kind == "bbox_2d":
+        x1, y1, x2, y1_, x2_, y2, x1_, y2_ = projected_bins(
+            corners(predicted), truth, cost, epsilon, iters
+        )
+        means = ((x1 + x1_) / 2, (y1 + y1_) / 2, (x2 + x2_) / 2, (y2 + y2_) / 2)
+        assert bins == pytest.approx(means, abs=1e-9)
+
+
+def corners(shape: Shape) -> Shape:
+    """A box as a polygon, a polygon as it is."""
+    if shape.kind == "poly":
+        return shape
+    x1, y1, x2, y2 = shape.coords
+    return Shape("poly", (x1, y1, x2, y1, x2, y2, x1, y2))
