@@ -1,13 +1,8 @@
 """The strict parser: objects, drop reasons, the cut (section 8 of the contract)."""
 
-import json
-import random
-import time
 import unicodedata
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers.normalizers import NFC
 from transformers import PreTrainedTokenizerFast
@@ -20,15 +15,11 @@ from tests.unit.answers import (
     encode,
     entry,
     pieces,
-    random_answer,
-    rollouts,
     text_of,
     with_value,
 )
+from tests.unit.dropped_values import BOX, DROPPED
 from tests.unit.toy_bpe import train_toy_tokenizer
-
-BOX = coords(10, 20, 300, 400)
-FUZZ = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 
 
 def parse(
@@ -175,92 +166,6 @@ def test_text_after_the_closing_brace_is_trimmed(tokenizer: PreTrainedTokenizerF
 
 
 # ---- drop reasons --------------------------------------------------------------------
-
-DROPPED = {
-    # not JSON
-    '{"desc": "cat", "bbox_2d": ' + BOX[:-1] + "}": "key_invalid",
-    f'{{"desc": "cat", "bbox_2d": {BOX},}}': "key_invalid",
-    f'{{"desc": "cat",, "bbox_2d": {BOX}}}': "key_invalid",
-    f'{{"desc": "cat" "bbox_2d": {BOX}}}': "key_invalid",
-    f'{{"desc": cat, "bbox_2d": {BOX}}}': "key_invalid",
-    f"{{'desc': 'cat', 'bbox_2d': {BOX}}}": "key_invalid",
-    f'{{"desc": "cat\x00", "bbox_2d": {BOX}}}': "key_invalid",
-    f'{{"desc": NaN, "bbox_2d": {BOX}}}': "key_invalid",
-    '{"desc": "cat", "bbox_2d": [<|coord_1|> <|coord_2|>, <|coord_3|>, <|coord_4|>]}': (
-        "key_invalid"
-    ),
-    '{"desc": "cat", "bbox_2d": [<|coord_1|><|coord_2|>, <|coord_3|>, <|coord_4|>]}': (
-        "key_invalid"
-    ),
-    '{"desc": "cat", "bbox_2d": [5<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>]}': (
-        "key_invalid"
-    ),
-    # not a dict
-    BOX: "key_invalid",
-    '[{"desc": "cat"}]': "key_invalid",
-    '"cat"': "key_invalid",
-    "17": "key_invalid",
-    "<|coord_1|>": "key_invalid",
-    "": "key_invalid",
-    # duplicate, extra or nested keys, more than one geometry
-    f'{{"desc": "cat", "desc": "dog", "bbox_2d": {BOX}}}': "key_invalid",
-    f'{{"desc": "cat", "bbox_2d": {BOX}, "bbox_2d": {BOX}}}': "key_invalid",
-    f'{{"desc": "cat", "bbox_2d": {BOX}, "score": 1}}': "key_invalid",
-    f'{{"desc": "cat", "bbox_2d": {BOX}, "poly": {coords(1, 2, 3, 4, 5, 6)}}}': "key_invalid",
-    f'{{"desc": {{"text": "cat"}}, "bbox_2d": {BOX}}}': "key_invalid",
-    '{"desc": "cat", "bbox_2d": {"x1": "<|coord_1|>"}}': "key_invalid",
-    f'{{"object_2": {{"desc": "cat", "bbox_2d": {BOX}}}}}': "key_invalid",
-    '{"desc": "cat", "label": "dog"}': "key_invalid",
-    # description
-    f'{{"bbox_2d": {BOX}}}': "missing_desc",
-    f'{{"desc": 5, "bbox_2d": {BOX}}}': "missing_desc",
-    f'{{"desc": null, "bbox_2d": {BOX}}}': "missing_desc",
-    f'{{"desc": ["cat"], "bbox_2d": {BOX}}}': "missing_desc",
-    f'{{"desc": "", "bbox_2d": {BOX}}}': "missing_desc",
-    f'{{"desc": " \\n\\u3000", "bbox_2d": {BOX}}}': "missing_desc",
-    f'{{"desc": <|coord_1|>, "bbox_2d": {BOX}}}': "missing_desc",
-    f'{{"bbox_2d": {BOX}, "desc": <|coord_1|>}}': "missing_desc",
-    f'{{"desc": "cat \\ud800", "bbox_2d": {BOX}}}': "missing_desc",
-    f'{{"bbox": {BOX}}}': "missing_desc",
-    "{}": "missing_desc",
-    # geometry
-    '{"desc": "cat"}': "missing_geom",
-    f'{{"desc": "cat", "bbox": {BOX}}}': "unknown_geom",
-    f'{{"desc": "cat", "geometry": {BOX}}}': "unknown_geom",
-    # coordinates
-    '{"desc": "cat", "bbox_2d": [1, 2, 3, 4]}': "non_coord_token",
-    '{"desc": "cat", "bbox_2d": [' + "9" * 5000 + "]}": "non_coord_token",
-    '{"desc": "cat", "bbox_2d": ["1", "2", "3", "4"]}': "non_coord_token",
-    '{"desc": "cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", 4]}': (
-        "non_coord_token"
-    ),
-    '{"desc": "cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", ""]}': (
-        "non_coord_token"
-    ),
-    '{"desc": "cat", "bbox_2d": ["<|coord_1|> ", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}': (
-        "non_coord_token"
-    ),
-    '{"desc": "cat", "bbox_2d": ["<|coord_1|><|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}': (
-        "non_coord_token"
-    ),
-    '{"desc": "cat", "bbox_2d": ["<|coord_1000|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}': (
-        "non_coord_token"
-    ),
-    '{"desc": "cat", "bbox_2d": ["\\u003c|coord_1|>", "<|coord_2|>", "<|coord_3|>", '
-    '"<|coord_4|>"]}': "non_coord_token",
-    '{"desc": "cat", "poly": [["<|coord_1|>", "<|coord_2|>"], ["<|coord_3|>", "<|coord_4|>"], '
-    '["<|coord_5|>", "<|coord_6|>"]]}': "non_coord_token",
-    '{"desc": "cat", "bbox_2d": "<|coord_1|>"}': "non_coord_token",
-    '{"desc": "cat", "bbox_2d": null}': "non_coord_token",
-    # arity and order
-    '{"desc": "cat", "bbox_2d": []}': "wrong_arity",
-    f'{{"desc": "cat", "bbox_2d": {coords(1, 2, 3)}}}': "wrong_arity",
-    f'{{"desc": "cat", "bbox_2d": {coords(1, 2, 3, 4, 5)}}}': "wrong_arity",
-    f'{{"desc": "cat", "poly": {coords(1, 2, 3, 4)}}}': "wrong_arity",
-    f'{{"desc": "cat", "poly": {coords(1, 2, 3, 4, 5, 6, 7)}}}': "wrong_arity",
-    f'{{"desc": "cat", "bbox_2d": {coords(5, 2, 3, 4)}}}': "bbox_invalid",
-    f'{{"desc": "cat", "bbox_2d": {coords(1, 5, 3, 4)}}}': "bbox_invalid",
-}
 
 
 @pytest.mark.req("PARSE-04")
@@ -540,125 +445,3 @@ def test_the_largest_number_of_any_key_in_the_prefix_counts(
     tokenizer: PreTrainedTokenizerFast, text: str, largest: int
 ) -> None:
     assert parse(tokenizer, text).max_object_index == largest
-
-
-# ---- whatever the model writes -------------------------------------------------------
-
-
-@pytest.mark.req("PARSE-07")
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{" * 20_000,
-        "[" * 20_000,
-        '{"object_1": ' + "{" * 5_000 + "}" * 5_000 + "}",
-        '{"object_1": {"desc": "cat", "bbox_2d": ' + "[" * 5_000 + "]" * 5_000 + "}}",
-        '{"object_1": {"desc": "' + "\\" * 9_999,
-        '{"object_1": {"desc": "a", "n": ' + "9" * 10_000 + "}}",
-        "{" + "," * 20_000 + "}",
-        "{" + '"a": ' * 5_000,
-        '{"object_1": {"desc": "\\ud800", "bbox_2d": ' + BOX + "}}",
-        "\x00" * 1_000,
-        "{\x00\x00" + entry(1) + "}",
-    ],
-)
-def test_no_text_raises(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    ids = encode(tokenizer, text)
-    assert parse_rollout(ids, tokenizer) == parse_rollout(ids, tokenizer)
-
-
-@pytest.mark.req("PARSE-07")
-@FUZZ
-@given(st.lists(st.integers(-2, 154_000), max_size=60))
-def test_no_ids_raise(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> None:
-    parsed = parse_rollout(ids, tokenizer)
-    assert parsed == parse_rollout(ids, tokenizer)
-    assert parsed.prefix_token_ids
-
-
-@pytest.mark.req("PARSE-05", "PARSE-07")
-@FUZZ
-@given(data=st.data())
-def test_the_prefix_is_the_rollout_up_to_the_cut(
-    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
-) -> None:
-    ids = data.draw(rollouts(tokenizer))
-    parsed = parse_rollout(ids, tokenizer)
-    if parsed.invalid_rollout:
-        assert parsed.prefix_token_ids == encode(tokenizer, "{")
-        return
-    shared = 0
-    while parsed.prefix_token_ids[shared:][:1] == ids[shared : shared + 1] != []:
-        shared += 1
-    rest = "".join(pieces(tokenizer, parsed.prefix_token_ids[shared:]))
-    if rest:
-        replaced = pieces(tokenizer, ids)[shared]
-        assert replaced.startswith(rest)
-        assert replaced != rest
-    assert prefix(tokenizer, parsed)[-1] in "{}"
-    assert prefix(tokenizer, parsed).count("{") > 0
-    assert [i for _, i in parsed.entry_ends if i is not None] == list(range(len(parsed.objects)))
-
-
-@pytest.mark.req("PARSE-03", "PARSE-04")
-@FUZZ
-@given(data=st.data())
-def test_where_the_prefix_is_json_the_objects_are_those_json_reads(
-    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
-) -> None:
-    parsed = parse_rollout(data.draw(rollouts(tokenizer)), tokenizer)
-    try:
-        read = json.loads(prefix(tokenizer, parsed) + "}", object_pairs_hook=list)
-    except ValueError:
-        return
-    assert len(read) == len(parsed.entry_ends)
-    for (key, value), (_, i) in zip(read, parsed.entry_ends, strict=True):
-        if i is not None:
-            found = parsed.objects[i]
-            array = [f"<|coord_{k}|>" for k in found.coords]
-            assert (key, dict(value)) == (
-                found.key,
-                {"desc": found.desc, found.kind: array},
-            )
-
-
-@pytest.mark.req("PARSE-07")
-def test_a_thousand_objects_in_16k_tokens_take_linear_time(
-    qwen_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    entries = [
-        entry(i + 1, item.desc, item.shape.coords)
-        for i, item in enumerate(random_answer(1000, seed=3))
-    ]
-    few = encode(qwen_tokenizer, "{" + ", ".join(entries[:250]) + "}")
-    many = encode(qwen_tokenizer, "{" + ", ".join(entries) + "}")
-    assert len(many) > 16_000
-    assert len(parse_rollout(many, qwen_tokenizer).objects) == 1000
-    assert _best_time(many, qwen_tokenizer) < 12 * _best_time(few, qwen_tokenizer)
-
-
-@pytest.mark.req("PARSE-07")
-def test_broken_answers_take_linear_time(toy_tokenizer: PreTrainedTokenizerFast) -> None:
-    rng = random.Random(5)
-    fragments = ["{", "}", '"', "[", "]", ",", ":", '"object_1"', '"desc"', "\\", "<|coord_1|>"]
-    ids = [token for _ in range(4000) for token in encode(toy_tokenizer, rng.choice(fragments))]
-    for start in ("{", '{"object_1": {', '{"a": [{'):
-        few = encode(toy_tokenizer, start) + ids
-        assert _best_time(few * 4, toy_tokenizer) < 12 * _best_time(few, toy_tokenizer) + 0.01
-
-
-def _best_time(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> float:
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        parse_rollout(ids, tokenizer)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-@pytest.mark.req("PARSE-07")
-def test_two_tokenizers_trained_alike_give_the_same_result(
-    toy_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    ids = encode(toy_tokenizer, "{" + entry(1) + ", " + entry(2, "toy 🚀") + "}")
-    assert parse_rollout(ids, toy_tokenizer) == parse_rollout(ids, train_toy_tokenizer())

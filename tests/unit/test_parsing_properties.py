@@ -1,0 +1,383 @@
+"""The strict parser on whatever a model may write (PARSE-01 to PARSE-07)."""
+
+import json
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from learner.parsing import parse_rollout
+from learner.tokens import IM_END
+from learner.types import ParsedRollout
+from tests.unit.answers import (
+    DESCRIPTIONS,
+    coords,
+    encode,
+    entry,
+    ground_truths,
+    pieces,
+    rollouts,
+    text_of,
+)
+from tests.unit.dropped_values import BOX, DROPPED
+from tests.unit.parse_invariants import check_parsed
+from tests.unit.reference_parser import Found, Reading, parse_slowly, read_symbols
+from tests.unit.toy_bpe import train_toy_tokenizer
+
+FUZZ = settings(suppress_health_check=list(HealthCheck))
+
+# More ids than either tokenizer has, and fewer than none.
+ANY_IDS = st.lists(st.one_of(st.integers(-2, 1_450), st.integers(-2, 154_000)), max_size=60)
+
+
+# ---- any ids -------------------------------------------------------------------------
+
+
+@pytest.mark.req("PARSE-05", "PARSE-06", "PARSE-07")
+@FUZZ
+@given(ids=ANY_IDS)
+def test_no_ids_raise(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> None:
+    check_parsed(ids, parse_rollout(ids, tokenizer), tokenizer)
+
+
+@pytest.mark.req("PARSE-01", "PARSE-03", "PARSE-05", "PARSE-06", "PARSE-07")
+@FUZZ
+@given(data=st.data())
+def test_a_broken_answer_is_read_as_far_as_it_goes_and_the_prefix_is_its_beginning(
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    ids = data.draw(rollouts(tokenizer))
+    parsed = parse_rollout(ids, tokenizer)
+    check_parsed(ids, parsed, tokenizer)
+    if not parsed.invalid_rollout:
+        whole = read_symbols(ids, tokenizer).symbols
+        assert whole.startswith(read_symbols(parsed.prefix_token_ids, tokenizer).symbols)
+
+
+@pytest.mark.req("PARSE-02")
+@FUZZ
+@given(data=st.data())
+def test_what_follows_the_end_of_the_turn_changes_nothing(
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    ids = data.draw(rollouts(tokenizer))
+    turn = encode(tokenizer, IM_END)
+    parsed = parse_rollout([*ids, *turn, *data.draw(ANY_IDS)], tokenizer)
+    assert parsed == parse_rollout(ids, tokenizer)
+
+
+@pytest.mark.req("PARSE-04")
+@FUZZ
+@given(data=st.data())
+def test_without_polygons_everything_but_they_is_read_the_same(
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    ids = data.draw(rollouts(tokenizer))
+    both = parse_rollout(ids, tokenizer)
+    boxes = parse_rollout(ids, tokenizer, allow_poly=False)
+    assert boxes.objects == [found for found in both.objects if found.kind == "bbox_2d"]
+    polys = [(found.key, "poly_unsupported") for found in both.objects if found.kind == "poly"]
+    assert sorted(boxes.dropped) == sorted(both.dropped + polys)
+    assert boxes.prefix_token_ids == both.prefix_token_ids
+
+
+@pytest.mark.req("PARSE-03", "PARSE-04")
+@FUZZ
+@given(data=st.data())
+def test_where_the_prefix_is_json_the_objects_are_those_json_reads(
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    parsed = parse_rollout(data.draw(rollouts(tokenizer)), tokenizer)
+    try:
+        prefix = text_of(tokenizer, parsed.prefix_token_ids)
+        read = json.loads(prefix + "}", object_pairs_hook=list)
+    except ValueError:
+        return
+    assert len(read) == len(parsed.entry_ends)
+    for (key, value), (_, i) in zip(read, parsed.entry_ends, strict=True):
+        if i is not None:
+            found = parsed.objects[i]
+            array = [f"<|coord_{k}|>" for k in found.coords]
+            assert (key, dict(value)) == (
+                found.key,
+                {"desc": found.desc, found.kind: array},
+            )
+
+
+@pytest.mark.req("PARSE-07")
+def test_two_tokenizers_trained_alike_give_the_same_result(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    ids = encode(toy_tokenizer, "{" + entry(1) + ", " + entry(2, "toy 🚀") + "}")
+    assert parse_rollout(ids, toy_tokenizer) == parse_rollout(ids, train_toy_tokenizer())
+
+
+# ---- against the reference -----------------------------------------------------------
+
+FAULTY_KEYS = ("thing", "object_", "Object_2", "object_-1", "object_1", "object_007", "")
+
+
+@st.composite
+def written_objects(draw: st.DrawFn) -> str:
+    """A valid value, written in one of the ways that are allowed."""
+    item = draw(ground_truths(allow_poly=True))
+    desc = draw(st.one_of(st.just(item.desc), st.just("at <|coord_5|>"), DESCRIPTIONS))
+    comma = draw(st.sampled_from([", ", ",", " ,\n"]))
+    tokens = [
+        f"<|coord_{k}|>" if draw(st.booleans()) else f'"<|coord_{k}|>"' for k in item.shape.coords
+    ]
+    fields = [
+        f'"desc": {json.dumps(desc, ensure_ascii=draw(st.booleans()))}',
+        f'"{item.shape.kind}": [{comma.join(tokens)}]',
+    ]
+    return "{" + comma.join(draw(st.permutations(fields))) + "}"
+
+
+@st.composite
+def faulty_objects(draw: st.DrawFn) -> str:
+    """A value with one character left out, doubled or replaced that still ends where it did."""
+    value = draw(written_objects())
+    at = draw(st.integers(1, len(value) - 2))
+    char = draw(st.sampled_from(["", value[at] * 2, *'{}[]":,\\ x5']))
+    faulty = value[:at] + char + value[at + 1 :]
+    return faulty if ends_at_its_end(faulty) else value
+
+
+def ends_at_its_end(value: str) -> bool:
+    """Whether the first brace of an object closes at its last character, and no sooner."""
+    depth, in_string, escaped = 0, False, False
+    for char in value[:-1]:
+        if in_string:
+            in_string = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            in_string = True
+        else:
+            depth += (char == "{") - (char == "}")
+            if depth == 0:
+                return False
+    return depth == 1 and not in_string
+
+
+@st.composite
+def faulty_answers(draw: st.DrawFn, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Ids of an answer with faulty entries, whole or broken off."""
+    values = st.one_of(written_objects(), faulty_objects(), st.sampled_from(list(DROPPED)))
+    entries = []
+    for index in range(draw(st.integers(0, 4))):
+        key = draw(st.sampled_from([f"object_{index + 1}"] * 5 + ["object_40", *FAULTY_KEYS]))
+        entries.append(f'"{key}"{draw(st.sampled_from([": ", ":", " : "]))}{draw(values)}')
+    separator = draw(st.sampled_from([", ", ",", "\n, "]))
+    ids = encode(tokenizer, "{" + separator.join(entries) + "}")
+    return ids[: draw(st.sampled_from([len(ids), draw(st.integers(1, len(ids)))]))]
+
+
+@pytest.mark.req("PARSE-01", "PARSE-03", "PARSE-04", "PARSE-05", "PARSE-06", "RES-12")
+@FUZZ
+@given(data=st.data())
+def test_a_slow_parser_written_from_the_contract_finds_the_same(
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    ids = data.draw(faulty_answers(tokenizer))
+    allow_poly = data.draw(st.booleans())
+    parsed = parse_rollout(ids, tokenizer, allow_poly=allow_poly)
+    assert as_reading(parsed, tokenizer) == parse_slowly(ids, tokenizer, allow_poly=allow_poly)
+
+
+def as_reading(parsed: ParsedRollout, tokenizer: PreTrainedTokenizerFast) -> Reading:
+    if parsed.invalid_rollout:
+        return Reading()
+    return Reading(
+        prefix=read_symbols(parsed.prefix_token_ids, tokenizer).symbols,
+        truncated=parsed.truncated,
+        max_object_index=parsed.max_object_index,
+        objects=[
+            Found(
+                found.key,
+                found.kind,
+                found.coords,
+                found.desc,
+                found.coord_token_indices,
+                found.token_span,
+                found.desc_token_indices,
+            )
+            for found in parsed.objects
+        ],
+        dropped=parsed.dropped,
+        entry_ends=parsed.entry_ends,
+    )
+
+
+@pytest.mark.req("PARSE-04")
+@pytest.mark.parametrize(("value", "reason"), DROPPED.items())
+def test_the_slow_parser_knows_each_reason_too(
+    toy_tokenizer: PreTrainedTokenizerFast, value: str, reason: str
+) -> None:
+    ids = encode(toy_tokenizer, "{" + entry(1) + f', "object_2": {value}, ' + entry(3) + "}")
+    assert parse_slowly(ids, toy_tokenizer).dropped == [("object_2", reason)]
+
+
+# ---- tokens of Qwen that hold a closing brace ----------------------------------------
+
+
+@pytest.mark.req("PARSE-05", "PARSE-01")
+@pytest.mark.parametrize(
+    ("before", "some_valid"),
+    [
+        pytest.param(
+            f'{{"bbox_2d": {BOX}, "desc": "cat',
+            {'"}', '"}}', '"},', '"}},\n', '"},{"', '"},"', '"}\n\n'},
+            id="in a description",
+        ),
+        pytest.param(
+            f'{{"desc": "cat", "bbox_2d": {BOX[:-2]}',
+            {'"]}', '"]}\n'},
+            id="in the last coordinate",
+        ),
+        pytest.param(
+            f'{{"desc": "cat", "bbox_2d": {BOX[:-1]}',
+            {"]}", "]},", "]}\n", "]},\n", " ]}\n", ']}"'},
+            id="in the array",
+        ),
+        pytest.param(
+            f'{{"desc": "cat", "bbox_2d": {BOX}',
+            {"}", "}}", "},", "}},", "}},\n", " }\n", "},{", "}}}", '},"', "}.", '}"'},
+            id="after the array",
+        ),
+    ],
+)
+def test_any_token_of_qwen_that_ends_an_object_is_cut_behind_it(
+    qwen_tokenizer: PreTrainedTokenizerFast, before: str, some_valid: set[str]
+) -> None:
+    ids = encode(qwen_tokenizer, '{"object_7": ' + before)
+    text = text_of(qwen_tokenizer, ids)
+    valid = set()
+    for token_id, piece in braces_of(qwen_tokenizer).items():
+        end = end_of_last_object(text + piece)
+        if end is None:
+            continue
+        parsed = parse_rollout([*ids, token_id], qwen_tokenizer)
+        assert parsed.prefix_token_ids[: len(ids)] == ids, piece
+        assert text_of(qwen_tokenizer, parsed.prefix_token_ids) == (text + piece)[: end + 1]
+        assert parsed.entry_ends[-1][0] == len(ids)
+        assert (parsed.prefix_token_ids[-1] == token_id) == (end == len(text + piece) - 1)
+        if parsed.objects:
+            valid.add(piece)
+    assert some_valid <= valid, some_valid - valid
+
+
+def braces_of(tokenizer: PreTrainedTokenizerFast) -> dict[int, str]:
+    """Each token with a closing brace, and its text."""
+    texts = pieces(tokenizer, list(range(len(tokenizer))))
+    return {token_id: piece for token_id, piece in enumerate(texts) if "}" in piece}
+
+
+def end_of_last_object(text: str) -> int | None:
+    """Offset of the last brace that leaves one open, before the outermost closes."""
+    end = None
+    depth, in_string, escaped = 0, False, False
+    for offset, char in enumerate(text):
+        if in_string:
+            in_string = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            in_string = True
+        elif char in "{}":
+            depth += 1 if char == "{" else -1
+            if depth == 0:
+                return end
+            end = offset if char == "}" and depth == 1 else end
+    return end
+
+
+# ---- linear time ---------------------------------------------------------------------
+
+# (what comes once, what comes again and again)
+HOSTILE = {
+    "objects": ("{", entry(1) + ", "),
+    "bare coordinates": (
+        "{",
+        '"object_1": {"desc": "cat", "bbox_2d": ' + BOX.replace('"', "") + "}, ",
+    ),
+    "objects with part of a character": ("{", entry(1, "🧿 🧿") + ", "),
+    "objects that are no JSON": ("{", '"object_1": {"desc": "cat",, "bbox_2d": ' + BOX + "}, "),
+    "one coordinate array": ('{"object_1": {"desc": "cat", "poly": [', '"<|coord_1|>", '),
+    "one description": ('{"object_1": {"desc": "', "cat"),
+    "one description of escapes": ('{"object_1": {"desc": "', r"\\\""),
+    "one description of parts of characters": ('{"object_1": {"desc": "', "🧿"),
+    "one key": ('{"', "object_1"),
+    "keys": ("{", '"object_1": '),
+    "white space": ("", " "),
+    "white space behind a key": ('{"object_1"', " "),
+    "strings": ("{", '"a" '),
+    "quotes": ("{", '"'),
+    "escaped quotes": ("{", '\\"'),
+    "opening braces": ("", "{"),
+    "closing braces": ('{"object_1": {', "}"),
+    "opening brackets": ("", "["),
+    "opening brackets in an object": ('{"object_1": {"desc": "cat", "bbox_2d": ', "["),
+    "objects in brackets": ('{"object_1": [', '{"a": [1]}, '),
+    "commas": ("{", ","),
+    "colons": ("{", ":"),
+    "NUL": ("{", "\x00"),
+    "unpaired surrogates": ("{", entry(1, r"\ud800") + ", "),
+    "garbage": ("{", 'x } "y": ] 5, '),
+}
+
+
+@pytest.mark.req("PARSE-07")
+@pytest.mark.parametrize("shape", HOSTILE)
+def test_twice_the_tokens_take_twice_the_calls(
+    toy_tokenizer: PreTrainedTokenizerFast, shape: str
+) -> None:
+    start, again = (encode(toy_tokenizer, text) for text in HOSTILE[shape])
+    once, twice = (start + again * n for n in (150, 300))
+    parse_rollout(twice, toy_tokenizer)
+    calls = count_calls(lambda: parse_rollout(once, toy_tokenizer))
+    assert count_calls(lambda: parse_rollout(twice, toy_tokenizer)) <= 2 * calls + 10
+
+
+def count_calls(work: Callable[[], object]) -> int:
+    """Calls of functions, those written in C included."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.req("PARSE-07")
+@pytest.mark.parametrize("shape", HOSTILE)
+def test_what_a_call_reads_is_not_read_again(
+    toy_tokenizer: PreTrainedTokenizerFast, shape: str
+) -> None:
+    # Half a million characters: what is quadratic in them does not come back.
+    start, again = (encode(toy_tokenizer, text) for text in HOSTILE[shape])
+    n_characters = len("".join(pieces(toy_tokenizer, again)))
+    ids = start + again * (500_000 // n_characters)
+    assert parse_rollout(ids, toy_tokenizer).prefix_token_ids
+
+
+@pytest.mark.req("PARSE-07")
+def test_a_thousand_objects_in_16k_tokens_are_all_read(
+    qwen_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    entries = [entry(i + 1, "toy 🚀", (i % 500, 7, 500 + i % 500, 9)) for i in range(1000)]
+    ids = encode(qwen_tokenizer, "{" + ", ".join(entries) + "}")
+    assert len(ids) > 16_000
+    parsed = parse_rollout(ids, qwen_tokenizer)
+    assert [found.index for found in parsed.objects] == list(range(1, 1001))
+    assert parsed.max_object_index == 1000
+    assert coords(*parsed.objects[-1].coords) in entries[-1]
