@@ -171,7 +171,7 @@ class RolloutMatchingConfig(SharedRolloutConfig):
 
     def _of_lengths(self) -> Iterator[Refusal]:
         longest = self.vllm.max_model_len
-        if self.backend != "hf" and longest is not None and longest <= self.max_new_tokens:
+        if longest is not None and longest <= self.max_new_tokens:
             yield Refusal(
                 f"{longest} leaves no room for a prompt before max_new_tokens "
                 f"{self.max_new_tokens}",

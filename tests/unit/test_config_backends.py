@@ -145,13 +145,12 @@ def test_faults_of_the_section_that_depend_on_each_other_are_told_at_once() -> N
 
 
 @pytest.mark.req("CFG-05")
-@pytest.mark.parametrize("vllm", [{}, {"mode": "server", "server": SERVER}])
-def test_an_engine_has_room_for_a_prompt_before_its_answer(vllm: dict[str, Any]) -> None:
-    error = only_error({"vllm": {**vllm, "max_model_len": 64}})
+@pytest.mark.parametrize("backend", ["vllm", "hf"])
+def test_there_is_room_for_a_prompt_before_the_longest_answer(backend: str) -> None:
+    error = only_error({"rollout_backend": backend, "vllm": {"max_model_len": 64}})
     assert error.where == f"{VLLM}.max_model_len"
     assert "max_new_tokens 64" in error.found
-    parse_config(mapping({"vllm": {**vllm, "max_model_len": 65}}))
-    parse_config(mapping({"rollout_backend": "hf", "vllm": {**vllm, "max_model_len": 64}}))
+    parse_config(mapping({"rollout_backend": backend, "vllm": {"max_model_len": 65}}))
 
 
 @pytest.mark.req("REP-01", "CFG-05")
