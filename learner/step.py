@@ -133,7 +133,7 @@ class StepRunner:
 
     def _warn_if_underfilled(self, fill: float) -> None:
         least = self._training.packing_min_fill_ratio
-        if self._training.packing and fill < least and not self._warned:
+        if self._training.packing and 0 < fill < least and not self._warned:
             self._warned = True
             _LOG.warning(
                 "packs are filled to %.0f %%, under training.packing_min_fill_ratio %.0f %%: "

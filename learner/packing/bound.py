@@ -8,12 +8,12 @@ def fewest_packs(lengths: Sequence[int], capacity: int) -> int:
 
     No two segments over half a pack share one. Beside those that leave room for `limit`
     tokens go segments of `limit` tokens up to half a pack; what they cannot take needs
-    packs of its own. Limit 0 alone would be ceil(total / capacity).
+    packs of its own. The least limit alone asks for ceil(total / capacity) or more.
     """
     long = sorted(length for length in lengths if 2 * length > capacity)
     short = sorted((length for length in lengths if 2 * length <= capacity), reverse=True)
     bound, with_room, room, to_place = len(long), 0, 0, 0
-    for limit in [*short, 0]:
+    for limit in short:
         to_place += limit
         while with_room < len(long) and long[with_room] + limit <= capacity:
             room += capacity - long[with_room]

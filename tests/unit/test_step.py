@@ -368,9 +368,9 @@ def test_the_third_way_out_is_one(parts: Parts, samples: list[Sample], config_of
     assert report.metrics["packing/post_rollout_packs"] == len(samples)
 
 
-@pytest.mark.req("LOSS-02")
-def test_a_step_that_supervises_nothing_leaves_the_weights_alone(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf
+@pytest.mark.req("LOSS-02", "PACK-05")
+def test_a_step_that_supervises_nothing_leaves_the_weights_alone_and_warns_of_no_pack(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Silent(ChannelA):
         def segments(self, samples: Sequence[Sample]) -> list[Segment]:
@@ -382,6 +382,7 @@ def test_a_step_that_supervises_nothing_leaves_the_weights_alone(
     assert loss == 0.0
     assert gradients == {}
     assert report.metrics["packing/post_rollout_segments"] == 0
+    assert [r for r in caplog.records if r.name == "learner.step"] == []
 
 
 def test_nothing_is_carried_from_one_step_to_the_next(
