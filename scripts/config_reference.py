@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from learner.config.schema import Config
-from shared_contracts.strict_model import bare_type, is_model, models_of_union, shown
+from shared_contracts.strict_model import bare_type, is_model, models_below, shown, tag_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
 
@@ -21,14 +21,27 @@ INTRO = """\
 
 `learner train --config FILE` reads one YAML file (YAML 1.2 scalars: `no` is text, `1e-4` a
 number). `extends: FILE`, relative to the file itself, puts the file on top of another one:
-mappings merge, everything else is replaced whole. Files in
-`configs/stage2_two_channel/{prod,smoke}/` extend exactly `../base.yaml` and state themselves
-the fields listed in `learner/config/profiles.py`. Relative paths start at the current working
-directory; environment variables are not expanded.
+mappings merge, everything else is replaced whole. Files in the folders `prod` and `smoke` of a
+trainer's variant extend exactly `../base.yaml` and state themselves the fields listed in
+`learner/config/profiles.py`. Relative paths start at the current working directory; environment
+variables are not expanded.
 
 A key that is not listed here is an error, and so is a value of the wrong type. Keys of older
 configurations, and keys of the contract that are not served yet, are refused with what to do
 instead (`learner/config/moved_keys.py`). All faults of a file are reported at once.
+
+- `learner config show --config FILE` prints every key with its effective value and, beside it,
+  where that comes from: the `file:line` that decides it, `default`, or `derived` from another
+  key. `--all-origins` also names the lines that were overridden.
+- `learner config check --config FILE ...` tells every fault of every file: its path, what was
+  found and in which line, and what to do. The exit code is 2 if there is any.
+- `learner config schema --out FILE` writes the JSON Schema that editors complete and check by;
+  this version's is `configs/schema.json`.
+- `learner preflight --config FILE` prints what a launcher needs, as shell assignments
+  (`deploy/README.md`).
+
+The first line of a file, `# yaml-language-server: $schema=PATH`, names the schema to editors.
+It knows keys, types and ranges; that keys agree with each other is checked by the loader alone.
 """
 
 NAMES = {"int": "integer", "float": "number", "bool": "true, false", "str": "text"}
@@ -64,16 +77,12 @@ def _table(rows: list[Row]) -> str:
 
 def _rows(path: str, field: FieldInfo) -> Iterator[Row]:
     """One row per key at or below a field."""
-    inner = bare_type(field.annotation)
-    if get_origin(inner) is tuple and get_args(inner):
-        element = bare_type(get_args(inner)[0])
-        if is_model(element) or models_of_union(element):
-            path, inner = f"{path}[]", element
-    if is_model(inner):
-        for name, below in inner.model_fields.items():
-            yield from _rows(f"{path}.{name}", below)
-    elif members := models_of_union(inner):
-        yield from _union_rows(path, members)
+    index, members = models_below(field.annotation)
+    if len(members) > 1:
+        yield from _union_rows(path + index, members)
+    elif members:
+        for name, below in members[0].model_fields.items():
+            yield from _rows(f"{path}{index}.{name}", below)
     else:
         meaning = field.description or ""
         yield Row((f"`{path}`", _type(field), _default(field), meaning))
@@ -81,35 +90,26 @@ def _rows(path: str, field: FieldInfo) -> Iterator[Row]:
 
 def _union_rows(path: str, members: tuple[type[BaseModel], ...]) -> Iterator[Row]:
     """Rows of every member; one that not all members share says whose it is."""
-    tags = [_tag(member) for member in members]
-    choices = [f"`{tag}` ({field.description})" for _, tag, field in tags]
-    first = tags[0][2]
-    yield Row((f"`{path}.{tags[0][0]}`", "one of", _default(first), ", ".join(choices)))
+    tags = [tag_of(member) for member in members]
+    choices = [f"`{tag.value}` ({tag.field.description})" for tag in tags]
+    default = _default(tags[0].field)
+    yield Row((f"`{path}.{tags[0].key}`", "one of", default, ", ".join(choices)))
     tables = [_member_rows(path, member) for member in members]
     told: set[Row] = set()
-    for (_, tag, _), table in zip(tags, tables, strict=True):
+    for tag, table in zip(tags, tables, strict=True):
         for row in table:
             if all(row in other for other in tables):
                 if row not in told:
                     yield row
                 told.add(row)
             else:
-                yield Row((*row[:3], f"`{tag}`: {row[3]}"))
+                yield Row((*row[:3], f"`{tag.value}`: {row[3]}"))
 
 
 def _member_rows(path: str, member: type[BaseModel]) -> list[Row]:
-    discriminator = _tag(member)[0]
+    discriminator = tag_of(member).key
     fields = [(n, f) for n, f in member.model_fields.items() if n != discriminator]
     return [row for name, field in fields for row in _rows(f"{path}.{name}", field)]
-
-
-def _tag(member: type[BaseModel]) -> tuple[str, str, FieldInfo]:
-    """Name, value and field of what a member of a union is told by."""
-    return next(
-        (name, get_args(field.annotation)[0], field)
-        for name, field in member.model_fields.items()
-        if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
-    )
 
 
 def _type(field: FieldInfo) -> str:

@@ -10,9 +10,10 @@ import json
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 from shared_contracts.errors import ContractError
 
@@ -114,7 +115,7 @@ def _locate(model: type[BaseModel], loc: tuple[int | str, ...], at: str) -> _Spo
             spot.path = f"{spot.path}[{step}]"
             spot.annotation = get_args(here)[0]
         elif union := models_of_union(here):
-            spot.annotation = next(member for member in union if str(step) in _tags(member))
+            spot.annotation = next(member for member in union if tag_of(member).value == step)
         else:
             break
     return spot
@@ -155,11 +156,21 @@ def models_below(annotation: Any) -> tuple[str, tuple[type[BaseModel], ...]]:
     return index, (inner,) if is_model(inner) else models_of_union(inner)
 
 
-def _tags(model: type[BaseModel]) -> set[str]:
-    """Values of the model's one-valued Literal fields: what it is discriminated by."""
-    literals = [f.annotation for f in model.model_fields.values()]
-    values = [get_args(a) for a in literals if get_origin(a) is Literal]
-    return {value[0] for value in values if len(value) == 1}
+class Tag(NamedTuple):
+    """What a member of a union is told by: a key that only takes one value there."""
+
+    key: str
+    value: str
+    field: FieldInfo
+
+
+def tag_of(member: type[BaseModel]) -> Tag:
+    """The first one-valued Literal field of a member of a union."""
+    return next(
+        Tag(key, get_args(field.annotation)[0], field)
+        for key, field in member.model_fields.items()
+        if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+    )
 
 
 def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
@@ -172,7 +183,7 @@ def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
         case "union_tag_not_found":
             where = joined(spot.path, context["discriminator"].strip("'"))
             members = models_of_union(bare_type(spot.annotation))
-            known = ", ".join(sorted(tag for member in members for tag in _tags(member)))
+            known = ", ".join(sorted(tag_of(member).value for member in members))
             return ContractError(where, "this key is required and missing", f"Use one of: {known}")
         case "union_tag_invalid":
             where = joined(spot.path, context["discriminator"].strip("'"))
@@ -208,8 +219,8 @@ def _unknown_key(spot: _Spot, homes: _Homes) -> ContractError:
         if key in member.model_fields:
             return ContractError(
                 spot.path,
-                f"this key belongs to '{', '.join(_tags(member))}' only",
-                f"Remove it from '{', '.join(_tags(spot.owner))}'",
+                f"this key belongs to '{tag_of(member).value}' only",
+                f"Remove it from '{tag_of(spot.owner).value}'",
             )
     return ContractError(
         spot.path, "unknown key", _advice(key, list(spot.owner.model_fields), homes)

@@ -9,14 +9,14 @@ What only the loader knows, such as keys that must agree with each other, is not
 
 import json
 from collections.abc import Iterable
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from learner.config.moved_keys import IGNORED_KEY
 from learner.config.schema import Config
-from shared_contracts.strict_model import models_below, shown
+from shared_contracts.strict_model import models_below, shown, tag_of
 
 Schema = dict[str, Any]
 _Members = tuple[type[BaseModel], ...]
@@ -84,16 +84,16 @@ def _one_of(members: _Members, complete: bool) -> Schema:
     """A mapping that is one of several models, told by a key that each has a value of."""
     if len(members) == 1:
         return _mapping(members[0], complete)
-    tags = {member: _tag(member) for member in members}
-    key = tags[members[0]][0]
-    meanings = "; ".join(f"`{value}`: {field.description}" for _, value, field in tags.values())
-    names = {"enum": [value for _, value, _ in tags.values()], "description": f"{meanings}."}
+    tags = [tag_of(member) for member in members]
+    key = tags[0].key
+    meanings = "; ".join(f"`{tag.value}`: {tag.field.description}" for tag in tags)
+    names = {"enum": [tag.value for tag in tags], "description": f"{meanings}."}
     untold: Schema = {"required": [key]}
     if not complete:
         untold = {"properties": {}, "additionalProperties": False}
         for member in members:
             untold["properties"] |= _mapping(member, complete)["properties"]
-    cases = [(value, _mapping(member, complete)) for member, (_, value, _) in tags.items()]
+    cases = [(tag_of(member).value, _mapping(member, complete)) for member in members]
     return {"type": "object", "properties": {key: names}, "allOf": _cases(key, cases, untold)}
 
 
@@ -120,26 +120,17 @@ def _required(model: type[BaseModel]) -> Schema:
 def _required_of(members: _Members) -> Schema:
     if len(members) == 1:
         return _required(members[0])
-    key, *_ = _tag(members[0])
+    key = tag_of(members[0]).key
     untold: Schema = {"required": [key]}
     for member in members:
-        if not _tag(member)[2].is_required():  # what it is, unless another is named
+        if not tag_of(member).field.is_required():  # what it is, unless another is named
             untold = {"propertyNames": {"enum": list(member.model_fields)}} | _required(member)
-    cases = [(_tag(member)[1], _required(member)) for member in members]
+    cases = [(tag_of(member).value, _required(member)) for member in members]
     return {"allOf": _cases(key, cases, untold)}
 
 
 def _required_keys(model: type[BaseModel]) -> list[str]:
     return [name for name, field in model.model_fields.items() if field.is_required()]
-
-
-def _tag(member: type[BaseModel]) -> tuple[str, str, FieldInfo]:
-    """Name, value and field of what a member of a union is told by."""
-    return next(
-        (name, get_args(field.annotation)[0], field)
-        for name, field in member.model_fields.items()
-        if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
-    )
 
 
 def _scalar(field: FieldInfo) -> Schema:

@@ -72,7 +72,7 @@ def _represent_prose(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 
 
 # Lines of words: what a block scalar holds without any indicator of its own.
-_PROSE = re.compile(r"[!-~]+( [!-~]+)*(\n+[!-~]+( [!-~]+)*)*")
+_PROSE = re.compile(r"\S+( \S+)*(\n+\S+( \S+)*)*")
 
 _ReadableDumper.add_representer(list, _represent_items)
 _ReadableDumper.add_representer(tuple, _represent_items)

@@ -118,6 +118,24 @@ def test_unknown_keys_are_told_all_at_once(run: Run) -> None:
     assert ended.heavy == set()
 
 
+@pytest.mark.req("CFG-09", "CFG-10")
+@pytest.mark.parametrize(
+    "words", [("config", "show"), ("config", "check"), ("preflight",)], ids=" ".join
+)
+def test_looking_at_a_config_loads_nothing_heavy(words: tuple[str, ...]) -> None:
+    good = command("learner.cli", *words, "--config", "configs/demo/warmup.yaml")
+    assert (good.code, good.stderr, good.heavy) == (0, "", set())
+    bad = command("learner.cli", *words, "--config", "configs/none.yaml")
+    assert (bad.code, bad.heavy) == (2, set())
+    assert "error: configs/none.yaml" in bad.stderr
+
+
+@pytest.mark.req("CFG-10")
+def test_the_schema_is_made_without_anything_heavy() -> None:
+    ended = command("learner.cli", "config", "schema")
+    assert (ended.code, ended.stderr, ended.heavy) == (0, "", set())
+
+
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
     ended = command("learner.cli", "train", "--config", str(tmp_path / "none.yaml"))
     assert ended.code == 2
