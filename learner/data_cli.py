@@ -1,22 +1,235 @@
 """`learner data`: look at data files and make them."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from shared_contracts.errors import ContractError
+
+if TYPE_CHECKING:
+    from learner.config.schema import Config
+    from learner.data.lengths import SampleLengths
+    from learner.data.stats import DataStats
+
 data_app = typer.Typer(help="Check, convert, count and draw data files.", no_args_is_help=True)
+
+Variant = Literal["stage2_two_channel", "stage2_rollout_aligned"]
+Files = Annotated[list[Path] | None, typer.Argument(help="JSONL files, one sample a line.")]
 
 
 @data_app.command()
 def check(
-    data: Annotated[Path, typer.Argument(help="JSONL file, one sample a line.")],
-    boxes_only: Annotated[
-        bool, typer.Option(help="Refuse polygons, as stage2_two_channel does.")
-    ] = True,
+    files: Files = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Training YAML: check its files, as that run would read them."),
+    ] = None,
+    variant: Annotated[
+        Variant | None,
+        typer.Option(help="Trainer the data is for (stage2_two_channel: boxes only)."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Tell so many findings; all are counted.", min=0)
+    ] = None,
 ) -> None:
-    """Name everything that is wrong with a data file, each with its line."""
-    from learner.data.jsonl import read_samples
+    """Name everything that is wrong with data files, each with its line.
 
-    samples = read_samples(data, allow_poly=not boxes_only)
-    typer.echo(f"{data}: {len(samples)} samples, all valid")
+    Every image is decoded. Exit code 2 when there is a problem; warnings alone give 0.
+    """
+    from learner.data.check import check_files
+    from learner.data.show import check_tables, print_tables, told, watch
+
+    _require_one_source(files, config, variant)
+    lengths, allow_poly = None, variant == "stage2_rollout_aligned"
+    if config is not None:
+        files, allow_poly, lengths = _of_run(config)
+    reports = check_files(files or [], allow_poly=allow_poly, lengths=lengths, watch=watch)
+    findings = sorted(
+        (finding for report in reports for finding in report.findings),
+        key=lambda finding: finding.warning,
+    )
+    for finding in findings[:limit]:
+        typer.echo(told(finding), err=True)
+    if limit is not None and len(findings) > limit:
+        typer.echo(f"... and {len(findings) - limit} more", err=True)
+    print_tables(check_tables(reports))
+    if any(not finding.warning for finding in findings):
+        raise typer.Exit(2)
+
+
+@data_app.command()
+def from_coco(
+    annotations: Annotated[Path, typer.Argument(help="JSON file of COCO instances.")],
+    images: Annotated[Path, typer.Option(help="Folder its file names start at.")],
+    out: Annotated[Path, typer.Option(help="New data file.")],
+    geometry: Annotated[
+        Literal["bbox_2d", "poly"],
+        typer.Option(help="poly: the polygon of each object that has exactly one."),
+    ] = "bbox_2d",
+    order: Annotated[
+        Literal["file", "left-to-right", "top-to-bottom"],
+        typer.Option(help="Of the objects of an image: as in the file, or by their boxes."),
+    ] = "file",
+    skip_empty: Annotated[
+        bool, typer.Option("--skip-empty", help="Leave out images that show no object.")
+    ] = False,
+) -> None:
+    """Convert COCO instances; what is changed or left out is counted in a table."""
+    from learner.data.coco import read_coco
+    from learner.data.from_coco import Wanted, convert, write_records
+    from learner.data.show import conversion_table, print_tables, watch
+
+    _require_new_file("--out", out)
+    if not images.is_dir():
+        raise ContractError("--images", f"{images} is no folder", "Name the folder of the images.")
+    coco = read_coco(annotations)
+    conversion = convert(coco, Wanted(images, out, geometry, order, skip_empty), watch)
+    table = conversion_table(conversion, len(coco.images), len(coco.annotations))
+    print_tables([("", table)])
+    write_records(conversion.records, out)
+    typer.echo(f"Data file: {out}")
+
+
+@data_app.command()
+def stats(
+    files: Files = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Training YAML: its files, and tokens against its limits."),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint: count tokens as its processor does.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="New picture of the same.")] = None,
+    top: Annotated[int, typer.Option(help="Descriptions that are listed.", min=1)] = 20,
+) -> None:
+    """Count what is in data files: objects, descriptions, sizes, positions, tokens."""
+    from learner.data.jsonl import read_samples
+    from learner.data.show import print_tables
+    from learner.data.stats import collect
+    from learner.data.stats_tables import stats_tables
+
+    _require_one_source(files, config)
+    if config is not None and model is not None:
+        raise ContractError("--model", "given beside --config", "Leave it out; the YAML names it.")
+    if png is not None:
+        _require_new_file("--png", png)
+    lengths = None if model is None else _lengths_of_checkpoint(model)
+    if config is not None:
+        files, _, lengths = _of_run(config)
+    samples = [s for file in files or [] for s in read_samples(file, allow_poly=True)]
+    found = collect(samples, lengths)
+    print_tables(stats_tables(found, top))
+    if png is not None:
+        _write_png(png, found, files or [])
+
+
+@data_app.command()
+def preview(
+    file: Annotated[Path, typer.Argument(help="JSONL file, one sample a line.")],
+    out: Annotated[Path, typer.Option(help="New folder; must not exist or be empty.")],
+    samples: Annotated[
+        int | None, typer.Option(help="Draw so many, chosen by --seed. (16)", min=1)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same samples.")] = 0,
+    lines: Annotated[str | None, typer.Option(help="Draw these lines instead, e.g. 3,17.")] = None,
+) -> None:
+    """Draw samples with their objects: one PNG each, and index.html."""
+    from learner.data.jsonl import read_samples
+    from learner.data.preview import choose, choose_lines, undrawable, write_preview
+    from learner.publish import require_free
+
+    if lines is not None and samples is not None:
+        raise ContractError("--lines", "given beside --samples", "Give one of them.")
+    numbers = None if lines is None else _line_numbers(lines)
+    require_free(out)
+    everything = read_samples(file, allow_poly=True)
+    if numbers is None:
+        chosen = choose(everything, samples or 16, seed)
+    else:
+        chosen = choose_lines(everything, numbers)
+    write_preview(chosen, out)
+    if missing := undrawable(chosen):
+        typer.echo(
+            f"note: no font here holds {' '.join(sorted(missing)[:20])}; the pictures spell such "
+            "characters \\uXXXX, index.html shows them as they are",
+            err=True,
+        )
+    typer.echo(f"{len(chosen)} pictures: {out / 'index.html'}")
+
+
+def _line_numbers(lines: str) -> list[int]:
+    numbers = [part.strip() for part in lines.split(",")]
+    if not all(number.isascii() and number.isdecimal() for number in numbers):
+        raise ContractError("--lines", f"{lines!r}", "Give line numbers, e.g. 3,17.")
+    return list(dict.fromkeys(map(int, numbers)))
+
+
+def _write_png(png: Path, found: "DataStats", files: Sequence[Path]) -> None:
+    from learner.data.stats_plot import stats_png
+    from learner.publish import publish_bytes
+
+    names = ", ".join(file.name for file in files)
+    png.parent.mkdir(parents=True, exist_ok=True)
+    publish_bytes(png, stats_png(found, f"{names}: {len(found.objects)} samples"))
+    typer.echo(f"Picture: {png}")
+
+
+def _require_one_source(
+    files: Sequence[Path] | None, config: Path | None, variant: Variant | None = None
+) -> None:
+    if (not files) == (config is None):
+        found = "no data file" if config is None else "data files beside it"
+        raise ContractError("--config", found, "Name data files, or a training YAML with --config.")
+    if config is not None and variant is not None:
+        raise ContractError("--variant", "given beside --config", "Leave it out; the YAML says it.")
+
+
+def _require_new_file(option: str, path: Path) -> None:
+    if path.exists():
+        raise ContractError(option, f"{path} exists already", "Name a new file.")
+
+
+def _of_run(path: Path) -> tuple[list[Path], bool, "SampleLengths"]:
+    """The data files of a run, whether it takes polygons, and how it encodes samples."""
+    from learner.config import load_config
+
+    config = load_config(path)
+    files = [file for file in (config.data.train_jsonl, config.data.val_jsonl) if file is not None]
+    return files, config.allow_poly, _lengths_of_run(config)
+
+
+def _lengths_of_checkpoint(checkpoint: Path) -> "SampleLengths":
+    """Targets as a run writes them unless it says otherwise; no prompt is known."""
+    from functools import partial
+
+    from learner.data.lengths import SampleLengths
+    from learner.preflight import check_checkpoint
+    from learner.serialize import serialize_objects
+
+    check_checkpoint(checkpoint)
+    return SampleLengths(checkpoint, partial(serialize_objects, field_order="desc_first"))
+
+
+def _lengths_of_run(config: "Config") -> "SampleLengths":
+    from functools import partial
+
+    from learner.data.lengths import SampleLengths, TokenLimits
+    from learner.preflight import check_checkpoint
+    from learner.rollout.requests import build_messages
+    from learner.serialize import serialize_objects
+
+    check_checkpoint(config.model.model)
+    template = config.template
+    pack = config.global_max_length if config.training.packing else None
+    return SampleLengths(
+        config.model.model,
+        partial(serialize_objects, field_order=config.custom.object_field_order),
+        lambda sample: [
+            message.model_dump(exclude_none=True)
+            for message in build_messages(sample, template.prompt, template.system)
+        ],
+        TokenLimits(config.rollout_matching.max_new_tokens, pack),
+    )

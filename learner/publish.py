@@ -49,13 +49,18 @@ def require_free(out: Path) -> None:
 
 
 def publish_text(path: Path, text: str) -> None:
-    """Write `text` to a temporary name beside `path`, then rename it to `path`.
+    """`publish_bytes` of the text in UTF-8."""
+    publish_bytes(path, text.encode())
+
+
+def publish_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to a temporary name beside `path`, then rename it to `path`.
 
     Raises RunError when the disk is full.
     """
     part = path.with_name(path.name + ".part")
     with removed_unless_whole(part), writing(path):
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(content)
         part.rename(path)
 
 

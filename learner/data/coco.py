@@ -1,11 +1,117 @@
-"""COCO export of samples: pixel boxes, as `pycocotools.coco.COCO` reads them."""
+"""COCO files: what is read of them, and the export of samples.
+
+read_coco    annotations as people publish them -> `CocoFile`, or all that is wrong with it
+write_coco   samples -> pixel boxes, as `pycocotools.coco.COCO` reads them
+"""
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from learner.coords import decode_bin
+from learner.data.findings import capped
+from learner.data.jsonl import is_description
 from learner.types import Sample, Shape
+from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import contract_errors
+
+Id = int | str
+
+
+class _Part(BaseModel):
+    """Keys that are not needed here are left unread."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class CocoImage(_Part):
+    id: Id
+    file_name: str = Field(min_length=1)
+    width: int = Field(gt=0)
+    height: int = Field(gt=0)
+
+
+class CocoAnnotation(_Part):
+    """bbox: x, y, width, height in pixels. segmentation: polygons, a run-length code, or none."""
+
+    id: Id | None = None
+    image_id: Id
+    category_id: Id
+    bbox: tuple[float, float, float, float]
+    iscrowd: bool = False
+    segmentation: Any = None
+
+
+class CocoCategory(_Part):
+    id: Id
+    name: str
+
+
+class CocoFile(_Part):
+    images: tuple[CocoImage, ...]
+    annotations: tuple[CocoAnnotation, ...]
+    categories: tuple[CocoCategory, ...]
+
+
+def read_coco(path: Path) -> CocoFile:
+    """Read a file of COCO instances.
+
+    Raises ContractErrors for what is no such file: each value of a wrong type, ids given twice,
+    and names of categories that no description can be.
+    """
+    try:
+        coco = CocoFile.model_validate(_load(path))
+    except ValidationError as error:
+        raise capped(
+            str(path),
+            [
+                ContractError(f"{path}: {e.where}" if e.where else str(path), e.found, e.do)
+                for e in contract_errors(error, CocoFile)
+            ],
+        ) from None
+    if errors := list(_faults(path, coco)):
+        raise capped(str(path), errors)
+    return coco
+
+
+def _load(path: Path) -> Any:
+    if not path.is_file():
+        found = "this is not a file" if path.exists() else "there is no such file"
+        raise ContractError(str(path), found, "Name a JSON file of COCO instances.")
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except RecursionError:
+        found = "not JSON (nested too deeply)"
+    except (OSError, ValueError) as error:
+        found = f"not JSON ({error})"
+    raise ContractError(str(path), found, "Name a JSON file of COCO instances.")
+
+
+def _faults(path: Path, coco: CocoFile) -> Iterator[ContractError]:
+    yield from _repeated(path, "images", [image.id for image in coco.images])
+    yield from _repeated(path, "categories", [category.id for category in coco.categories])
+    for index, category in enumerate(coco.categories):
+        if not is_description(category.name):
+            yield ContractError(
+                f"{path}: categories[{index}].name",
+                f"{category.name!r} cannot be the description of an object",
+                "Give a name in Unicode text, not blank, without special tokens like <|im_end|>.",
+            )
+
+
+def _repeated(path: Path, section: str, ids: Sequence[Id]) -> Iterator[ContractError]:
+    first: dict[Id, int] = {}
+    for index, one in enumerate(ids):
+        before = first.setdefault(one, index)
+        if before != index:
+            yield ContractError(
+                f"{path}: {section}[{index}].id",
+                f"{one} is the id of {section}[{before}] too",
+                "Give each an id of its own.",
+            )
 
 
 def write_coco(samples: list[Sample], image_root: Path, path: Path) -> None:

@@ -1,0 +1,95 @@
+"""What `learner data` prints: tables that stay whole in a pipe, bars only on a terminal."""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from learner.data.check import FileReport, kinds
+from learner.data.conversion import Conversion, Rule
+from learner.data.findings import Finding
+from learner.data.images import Looks
+from shared_contracts.cli import describe
+
+# Columns of a table that no terminal bounds.
+_PIPE_WIDTH = 160
+
+
+def _console() -> Console:
+    """Of standard output; in a pipe it does not break lines at 80 columns."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+
+
+def watch(looks: Looks, count: int) -> Looks:
+    """Show a bar while images are looked at, on a terminal."""
+    bar = Console(stderr=True)
+    return track(
+        looks, "Images", total=count, console=bar, transient=True, disable=not bar.is_terminal
+    )
+
+
+def new_table(*columns: str) -> Table:
+    """A plain table; columns that begin with `#` hold numbers."""
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        number = column.startswith("#")
+        table.add_column(
+            column.removeprefix("#"),
+            justify="right" if number else "left",
+            no_wrap=number,
+            overflow="fold",
+        )
+    return table
+
+
+def print_tables(tables: Iterable[tuple[str, Table]]) -> None:
+    """Tables under their titles, a blank line between them."""
+    shown = _console()
+    for number, (title, table) in enumerate(tables):
+        if number:
+            shown.print()
+        if title:
+            shown.print(Text(title, style="bold"))
+        shown.print(table)
+
+
+def plain(value: object) -> Text:
+    """Text of the data, in which nothing is markup."""
+    return Text(str(value).encode("utf-8", "backslashreplace").decode())
+
+
+def told(finding: Finding) -> str:
+    """A finding as the command line tells every error, in three parts."""
+    text = describe(finding.error())
+    return text.replace("error:", "warning:", 1) if finding.warning else text
+
+
+def check_tables(reports: Sequence[FileReport]) -> Iterator[tuple[str, Table]]:
+    """Files with their counts and, unless all is well, the kinds of findings."""
+    files = new_table("file", "#samples", "#objects", "#problems", "#warnings")
+    for report in reports:
+        files.add_row(
+            plain(report.path),
+            *(str(n) for n in (report.samples, report.objects)),
+            *(str(report.count(warnings=warnings)) for warnings in (False, True)),
+        )
+    yield "", files
+    if found := kinds(reports):
+        table = new_table("#times", "", "found")
+        for kind, warning, count in found:
+            table.add_row(str(count), "warning" if warning else "problem", kind)
+        yield "", table
+
+
+def conversion_table(conversion: Conversion, images: int, annotations: int) -> Table:
+    """What became of every image and annotation of a COCO file with so many."""
+    table = new_table("#count", "what", "became", "the first")
+    table.add_row(str(images), "images in the COCO file", f"{len(conversion.records)} lines")
+    table.add_row(str(annotations), "annotations in it", f"{conversion.objects} objects")
+    for rule in Rule:
+        if count := conversion.counts[rule]:
+            table.add_row(str(count), rule.what, rule.done, plain(conversion.first[rule]))
+    return table
