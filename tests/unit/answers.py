@@ -61,47 +61,46 @@ def ground_truths(draw: st.DrawFn, allow_poly: bool = False) -> GroundTruthObjec
     return GroundTruthObject(draw(DESCRIPTIONS), Shape("bbox_2d", (x1, y1, x2, y2)))
 
 
-_FRAGMENTS = st.sampled_from(
-    [
-        *'{}[]":,\\',
-        " ",
-        "\n",
-        ", ",
-        "}}",
-        '"}, "',
-        entry(1),
-        entry(2, "toy 🚀"),
-        entry(3, "wrong", (5, 6, 7)),
-        entry(4, "turned", (9, 9, 1, 1)),
-        f'"object_5": {{"bbox_2d": {coords(1, 2, 3, 4)}, "desc": "stop!"}}',
-        f'"object_6": {{"poly": {coords(1, 2, 3, 4, 5, 6)}, "desc": "toy 🚀"}}',
-        '"object_7": {"desc": "bare", "bbox_2d": [<|coord_1|>, <|coord_2|>, <|coord_3|>, '
-        "<|coord_4|>]}",
-        '"object_8": ',
-        '"object_9": 5',
-        '"object_10": [{"desc": "cat"}]',
-        '"desc": ',
-        '"bbox_2d": ',
-        "<|coord_7|>",
-        '"<|coord_8|>"',
-        "null",
-        "\x00",
-        "\\ud800",
-        "word",
-        "🚀",
-        IM_END,
-    ]
-)
+# What answers are put together from, more or less broken.
+FRAGMENTS = [
+    *'{}[]":,\\',
+    " ",
+    "\n",
+    ", ",
+    "}}",
+    '"}, "',
+    entry(1),
+    entry(2, "toy 🚀"),
+    entry(3, "wrong", (5, 6, 7)),
+    entry(4, "turned", (9, 9, 1, 1)),
+    f'"object_5": {{"bbox_2d": {coords(1, 2, 3, 4)}, "desc": "stop!"}}',
+    f'"object_6": {{"poly": {coords(1, 2, 3, 4, 5, 6)}, "desc": "toy 🚀"}}',
+    '"object_7": {"desc": "bare", "bbox_2d": [<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>]}',
+    '"object_8": ',
+    '"object_9": 5',
+    '"object_10": [{"desc": "cat"}]',
+    '"desc": ',
+    '"bbox_2d": ',
+    "<|coord_7|>",
+    '"<|coord_8|>"',
+    "null",
+    "\x00",
+    "\\ud800",
+    "word",
+    "🚀",
+    IM_END,
+]
 
 
 @st.composite
 def rollouts(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
     """Ids of an answer that is more or less broken."""
     if draw(st.booleans()):
-        parts = draw(st.lists(_FRAGMENTS, max_size=12))
+        parts = draw(st.lists(st.sampled_from(FRAGMENTS), max_size=12))
         text = draw(st.sampled_from(["{", " {", ""])) + "".join(parts)
     else:
-        parts = draw(st.lists(_FRAGMENTS.filter(lambda part: "object" in part), max_size=6))
+        entries = [part for part in FRAGMENTS if "object" in part]
+        parts = draw(st.lists(st.sampled_from(entries), max_size=6))
         text = "{" + ", ".join(parts) + "}"
     ids = encode(tokenizer, text)
     for _ in range(draw(st.integers(0, 2))):

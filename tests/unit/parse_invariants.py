@@ -1,14 +1,27 @@
-"""What holds of every parsed rollout, whatever its ids are."""
+"""What holds of every parsed rollout and of its target, whatever the ids are."""
+
+from collections.abc import Sequence
+
+import numpy as np
 
 from learner.parsing import parse_rollout
+from learner.targets import build_target
 from learner.tokens import Tokenizer, token_table
-from learner.types import ParsedObject, ParsedRollout
+from learner.types import (
+    FieldOrder,
+    GroundTruthObject,
+    MatchResult,
+    ParsedObject,
+    ParsedRollout,
+)
 from tests.unit.answers import encode, pieces, text_of
 
 
 def check_parsed(ids: list[int], parsed: ParsedRollout, tokenizer: Tokenizer) -> None:
-    """Raise `AssertionError` where `parsed` cannot be what a strict parser makes of `ids`."""
-    assert parse_rollout(ids, tokenizer) == parsed
+    """Raise `AssertionError` where `parsed` cannot be what a strict parser makes of `ids`.
+
+    Its worth is in what it refuses: see `test_a_fault_is_noticed`.
+    """
     im_end_id = token_table(tokenizer).vocab.im_end_id
     answer = ids[: ids.index(im_end_id)] if im_end_id in ids else ids
     if parsed.invalid_rollout:
@@ -64,7 +77,7 @@ def check_order(parsed: ParsedRollout) -> None:
 def check_object(answer: list[int], found: ParsedObject, tokenizer: Tokenizer) -> None:
     bins = token_table(tokenizer).vocab.bins
     assert found.key.removeprefix("object_").lstrip("0") == str(found.index or "")
-    assert [bins[answer[token]] for token in found.coord_token_indices] == found.coords
+    assert [bins.get(answer[token]) for token in found.coord_token_indices] == found.coords
     assert found.desc.strip()
     if found.kind == "bbox_2d":
         x1, y1, x2, y2 = found.coords
@@ -86,3 +99,31 @@ def check_object(answer: list[int], found: ParsedObject, tokenizer: Tokenizer) -
     first, last = found.desc_token_indices[0], found.desc_token_indices[-1]
     spoken = [token for token in range(first, last + 1) if text[token]]
     assert found.desc_token_indices == spoken
+
+
+def check_round_trip(
+    parsed: ParsedRollout,
+    truths: Sequence[GroundTruthObject],
+    tokenizer: Tokenizer,
+    order: FieldOrder,
+) -> None:
+    """With every ground truth missed, the target reads back as predictions and ground truths."""
+    missed = MatchResult(
+        pairs=[],
+        false_positives=list(range(len(parsed.objects))),
+        false_negatives=list(range(len(truths))),
+        gated=0,
+        mask_iou=np.full((len(parsed.objects), len(truths)), np.nan),
+    )
+    target = build_target(parsed, truths, missed, tokenizer, order)
+    again = parse_rollout(target.token_ids, tokenizer)
+    n_kept = len(parsed.objects)
+    assert [(o.key, o.desc, o.shape) for o in again.objects[:n_kept]] == [
+        (o.key, o.desc, o.shape) for o in parsed.objects
+    ]
+    appended = again.objects[n_kept:]
+    assert [(o.desc, o.shape) for o in appended] == [(o.desc, o.shape) for o in truths]
+    assert [o.index for o in appended] == [
+        parsed.max_object_index + 1 + i for i in range(len(truths))
+    ]
+    assert not again.truncated

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -42,7 +43,41 @@ ANY_IDS = st.lists(st.one_of(st.integers(-2, 1_450), st.integers(-2, 154_000)), 
 @FUZZ
 @given(ids=ANY_IDS)
 def test_no_ids_raise(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> None:
-    check_parsed(ids, parse_rollout(ids, tokenizer), tokenizer)
+    parsed = parse_rollout(ids, tokenizer)
+    assert parsed == parse_rollout(ids, tokenizer)
+    check_parsed(ids, parsed, tokenizer)
+
+
+FAULTY_FIELDS: dict[str, Callable[[ParsedRollout], ParsedRollout]] = {
+    "an id too few": lambda p: replace(p, prefix_token_ids=p.prefix_token_ids[:-1]),
+    "an id too many": lambda p: replace(p, prefix_token_ids=[*p.prefix_token_ids, 0]),
+    "another id": lambda p: replace(p, prefix_token_ids=[0, *p.prefix_token_ids[1:]]),
+    "a smaller number": lambda p: replace(p, max_object_index=1),
+    "an object forgotten": lambda p: replace(p, objects=p.objects[1:]),
+    "objects out of order": lambda p: replace(p, objects=p.objects[::-1]),
+    "an entry end moved": lambda p: replace(p, entry_ends=[(3, 0), *p.entry_ends[1:]]),
+    "another key": lambda p: with_first(p, key="object_9"),
+    "a box turned": lambda p: with_first(p, coords=p.objects[0].coords[::-1]),
+    "positions moved": lambda p: with_first(
+        p, coord_token_indices=[i + 1 for i in p.objects[0].coord_token_indices]
+    ),
+    "a span too short": lambda p: with_first(p, token_span=(0, p.objects[0].token_span[1] - 1)),
+    "a blank description": lambda p: with_first(p, desc=" "),
+    "a description elsewhere": lambda p: with_first(p, desc_token_indices=[0, 5]),
+}
+
+
+def with_first(parsed: ParsedRollout, **fields: Any) -> ParsedRollout:
+    return replace(parsed, objects=[replace(parsed.objects[0], **fields), *parsed.objects[1:]])
+
+
+@pytest.mark.parametrize("fault", FAULTY_FIELDS)
+def test_a_fault_is_noticed(toy_tokenizer: PreTrainedTokenizerFast, fault: str) -> None:
+    ids = encode(toy_tokenizer, "{" + entry(1) + ", " + entry(2) + "}")
+    parsed = parse_rollout(ids, toy_tokenizer)
+    check_parsed(ids, parsed, toy_tokenizer)
+    with pytest.raises(AssertionError):
+        check_parsed(ids, FAULTY_FIELDS[fault](parsed), toy_tokenizer)
 
 
 @pytest.mark.req("PARSE-01", "PARSE-03", "PARSE-05", "PARSE-06", "PARSE-07")

@@ -1,0 +1,88 @@
+"""Coverage-guided fuzzing of the strict parser and of what is built on it.
+
+    .venv/bin/python tests/fuzz/parser.py -runs=20000
+    .venv/bin/python tests/fuzz/parser.py -max_total_time=300 CORPUS_FOLDER
+
+Options are libFuzzer's. Bytes become the ids of an answer, either from fragments of answers or
+as they are; the parser must not raise, what it finds must agree with the ids, and a target made
+of it must read back. A failure prints its traceback and leaves the bytes in `crash-*`; give that
+file in place of the options to see it again.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import atheris  # type: ignore[import-untyped]
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+with atheris.instrument_imports(include=["learner"]):
+    from learner.parsing import parse_rollout
+    from tests.unit.answers import BIRD, CAT, FRAGMENTS, ROOF, encode, entry, random_answer
+    from tests.unit.parse_invariants import check_parsed, check_round_trip
+    from tests.unit.toy_bpe import train_toy_tokenizer
+
+from learner.serialize import serialize_objects
+from learner.types import GroundTruthObject
+
+TOKENIZER = train_toy_tokenizer()
+PARTS = [encode(TOKENIZER, part) for part in FRAGMENTS]
+TRUTHS = (CAT, ROOF, BIRD, GroundTruthObject("toy 🚀", CAT.shape))
+
+# The first byte says how the others are read; one id more than none is below the vocabulary.
+FROM_FRAGMENTS, AS_IDS = 0, 1
+LOWEST_ID = -1
+
+
+def read_ids(data: bytes) -> list[int]:
+    """A fragment for each byte (the highest one takes an id back), or an id for every two."""
+    if data[0] % 2 == AS_IDS:
+        pairs = zip(data[1::2], data[2::2], strict=False)
+        return [low + 256 * high + LOWEST_ID for low, high in pairs]
+    ids: list[int] = []
+    for byte in data[1:]:
+        ids = ids[:-1] if byte == 255 else ids + PARTS[byte % len(PARTS)]
+    return ids
+
+
+def write_ids(ids: list[int]) -> bytes:
+    """Bytes that `read_ids` reads as these ids."""
+    return bytes([AS_IDS]) + b"".join((i - LOWEST_ID).to_bytes(2, "little") for i in ids)
+
+
+def one_input(data: bytes) -> None:
+    if not data:
+        return
+    ids = read_ids(data)
+    allow_poly = data[0] < 128
+    parsed = parse_rollout(ids, TOKENIZER, allow_poly=allow_poly)
+    assert parse_rollout(ids, TOKENIZER, allow_poly=allow_poly) == parsed
+    check_parsed(ids, parsed, TOKENIZER)
+    truths = TRUTHS[: data[0] // 2 % (len(TRUTHS) + 1)]
+    check_round_trip(parsed, truths, TOKENIZER, "geometry_first" if data[0] & 64 else "desc_first")
+
+
+def write_seeds(folder: Path) -> None:
+    """Whole answers to start from, and every fragment alone behind a brace."""
+    texts = [serialize_objects(random_answer(n, seed=n), "desc_first") for n in range(4)]
+    texts += [serialize_objects(random_answer(n, seed=n), "geometry_first") for n in range(1, 4)]
+    texts += ["{" + part + ", " + entry(1) + "}" for part in FRAGMENTS]
+    for i, text in enumerate(texts):
+        (folder / f"ids_{i}").write_bytes(write_ids(encode(TOKENIZER, text)))
+    brace = FRAGMENTS.index("{")
+    for i in range(len(FRAGMENTS)):
+        (folder / f"fragments_{i}").write_bytes(bytes([FROM_FRAGMENTS, brace, i, i]))
+
+
+def fuzz(options: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as seeds:
+        write_seeds(Path(seeds))
+        again = any(Path(option).is_file() for option in options)
+        corpus = [] if again else [seeds]
+        atheris.Setup([sys.argv[0], "-max_len=400", *options, *corpus], one_input)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    fuzz(sys.argv[1:])
