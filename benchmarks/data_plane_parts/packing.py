@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import binpacking
 
@@ -168,7 +169,7 @@ def _speed(rounds: int) -> Result:
     for n in range(rounds):
         pools = _rollouts(256, n)[:10]
         ours.append(sum(_seconds(pool.plan) for pool in pools) / len(pools))
-        peers.append(sum(_seconds(lambda p=pool: _pack_by_pack(p)) for pool in pools) / len(pools))
+        peers.append(sum(_seconds(partial(_pack_by_pack, pool)) for pool in pools) / len(pools))
     return median_of(
         "time of the peer over that of a plan, 256 segments",
         [peer / our for our, peer in zip(ours, peers, strict=True)],

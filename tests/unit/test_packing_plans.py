@@ -136,6 +136,16 @@ def test_lognormal_pools_need_as_many_packs_as_their_tokens() -> None:
 
 
 @pytest.mark.req("PACK-03")
+def test_where_three_share_a_pack_nearly_all_plans_are_as_few_as_the_lower_bound() -> None:
+    chance = random.Random(0)
+    fewest = 0
+    for _ in range(50):
+        lengths = [round(chance.gauss(4_000, 800)) for _ in range(32)]
+        fewest += len(plan_packs(lengths, 12_000, 0.6)) == fewest_packs(lengths, 12_000)
+    assert fewest >= 45
+
+
+@pytest.mark.req("PACK-03")
 def test_a_large_pool_fills_its_packs_evenly_where_that_leaves_none_underfilled() -> None:
     lengths = [10] * 10 + [4] * 6
     assert first_fit_decreasing(lengths, 20) == 7
