@@ -18,14 +18,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from learner.config.pipeline import (
-    BboxGeoConfig,
-    CoordRegConfig,
-    ObjectiveModule,
-    PipelineConfig,
-    TokenCEConfig,
-)
-from learner.config.rollout_matching import MatchingConfig, RolloutMatchingConfig
+from learner.config.pipeline import PipelineConfig
+from learner.config.rollout_matching import RolloutMatchingConfig
 from learner.config.stage2_ab import Stage2ABConfig
 from learner.config.training import TrainingConfig
 from learner.config.tuner import FullTuner, LoraTuner, TunerConfig
@@ -33,24 +27,7 @@ from learner.config.values import AbsolutePath, EmptySection, refuse_all
 from learner.types import Channel, FieldOrder
 from shared_contracts.strict_model import Refusal, StrictModel
 
-__all__ = [
-    "BboxGeoConfig",
-    "Config",
-    "CoordRegConfig",
-    "CustomConfig",
-    "DataConfig",
-    "LoraTuner",
-    "MatchingConfig",
-    "ModelConfig",
-    "ObjectiveModule",
-    "PipelineConfig",
-    "RolloutMatchingConfig",
-    "Stage2ABConfig",
-    "TemplateConfig",
-    "TokenCEConfig",
-    "TrainingConfig",
-    "TunerConfig",
-]
+__all__ = ["Config", "LoraTuner", "TunerConfig", "Variant"]
 
 
 class ModelConfig(StrictModel):
