@@ -14,14 +14,7 @@ import numpy as np
 
 from learner.assignment import assign
 from learner.config.rollout_matching import MatchingConfig
-from learner.rasterize import (
-    BoolArray,
-    FloatArray,
-    PlainShape,
-    bounding_boxes,
-    box_iou,
-    mask_ious,
-)
+from learner.rasterize import BoolArray, FloatArray, PlainShape, Shapes, box_iou, mask_ious
 from learner.types import MatchResult, Shape
 
 
@@ -44,7 +37,7 @@ def match_objects(
     predicted, ground_truth: shapes, or objects that have one.
     """
     shapes, truths = _shapes(predicted), _shapes(ground_truth)
-    near = candidates(shapes, truths, config.candidate_top_k)
+    near = candidates(shapes.boxes, truths.boxes, config.candidate_top_k)
     iou = mask_ious(shapes, truths, near, config.maskiou_resolution)
     cost = np.where(iou >= config.maskiou_gate, 1.0 - iou, np.inf)
     pairs = assign(cost, config.fp_cost, config.fn_cost)
@@ -52,8 +45,8 @@ def match_objects(
     matched_truths = {j for _, j in pairs}
     return MatchResult(
         pairs=pairs,
-        false_positives=[i for i in range(len(shapes)) if i not in matched_predictions],
-        false_negatives=[j for j in range(len(truths)) if j not in matched_truths],
+        false_positives=[i for i in range(len(predicted)) if i not in matched_predictions],
+        false_negatives=[j for j in range(len(ground_truth)) if j not in matched_truths],
         gated=int(np.count_nonzero(iou < config.maskiou_gate)),
         mask_iou=iou,
     )
@@ -68,43 +61,31 @@ def mask_iou(a: AnyShape, b: AnyShape, resolution: int) -> float:
     return float(mask_ious(_shapes([a]), _shapes([b]), everything, resolution)[0, 0])
 
 
-def candidates(
-    predicted: Sequence[PlainShape], ground_truth: Sequence[PlainShape], top_k: int
-) -> BoolArray:
+def candidates(boxes: FloatArray, truth_boxes: FloatArray, top_k: int) -> BoolArray:
     """Which pairs (P, G) to compare: `top_k` ground truths for each prediction.
 
-    Those of largest IoU of the bounding boxes or, for a prediction that overlaps none, of
-    smallest distance between their centres; ties go to the lower index.
+    boxes (P, 4), truth_boxes (G, 4): the bounding boxes. Taken are the truths of largest IoU
+    or, for a prediction that overlaps none, of smallest distance between the centres; ties
+    go to the lower index.
     """
-    if top_k >= len(ground_truth):
-        return np.ones((len(predicted), len(ground_truth)), dtype=np.bool_)
-    boxes, truth_boxes = bounding_boxes(predicted), bounding_boxes(ground_truth)
+    if top_k >= len(truth_boxes):
+        return np.ones((len(boxes), len(truth_boxes)), dtype=np.bool_)
     rank = -box_iou(boxes[:, None], truth_boxes)
     alone = ~rank.any(axis=1)
-    rank[alone] = _squared_distances(boxes[alone], truth_boxes)
-    return _smallest(rank, top_k)
+    rank[alone] = _distances(boxes[alone], truth_boxes)
+    nearest = np.argsort(rank, axis=1, kind="stable")[:, :top_k]
+    chosen = np.zeros(rank.shape, dtype=np.bool_)
+    chosen[np.arange(len(boxes))[:, None], nearest] = True
+    return chosen
 
 
-def _smallest(rank: FloatArray, top_k: int) -> BoolArray:
-    """The `top_k` smallest of each row of (N, M), M > top_k, the first of equal ones."""
-    last = np.partition(rank, top_k - 1, axis=1)[:, top_k - 1, None]
-    below, tied = rank < last, rank == last
-    room = top_k - below.sum(axis=1, keepdims=True)
-    smallest: BoolArray = below | (tied & (tied.cumsum(axis=1) <= room))
-    return smallest
-
-
-def _squared_distances(boxes: FloatArray, others: FloatArray) -> FloatArray:
-    """(N, M) between the centres of boxes (N, 4) and (M, 4); exact, of whole bins."""
-    offset = _centres(boxes)[:, None] - _centres(others)
-    squared: FloatArray = (offset**2).sum(axis=2)
+def _distances(boxes: FloatArray, others: FloatArray) -> FloatArray:
+    """(N, M) between the centres of boxes (N, 4) and (M, 4); squared, in half bins, exact."""
+    x, y = (boxes[:, :2] + boxes[:, 2:]).T
+    other_x, other_y = (others[:, :2] + others[:, 2:]).T
+    squared: FloatArray = (x[:, None] - other_x) ** 2 + (y[:, None] - other_y) ** 2
     return squared
 
 
-def _centres(boxes: FloatArray) -> FloatArray:
-    """(N, 2) of x, y."""
-    return (boxes[:, :2] + boxes[:, 2:]) / 2
-
-
-def _shapes(items: Sequence[AnyShape]) -> list[PlainShape]:
-    return [item if isinstance(item, tuple) else item.shape for item in items]
+def _shapes(items: Sequence[AnyShape]) -> Shapes:
+    return Shapes.of([item if isinstance(item, tuple) else item.shape for item in items])

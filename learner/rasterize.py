@@ -16,6 +16,7 @@ the shapes are, and neither is drawn.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,59 +28,71 @@ from learner.types import GeometryKind
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
+IndexArray = npt.NDArray[np.intp]
 PlainShape = tuple[GeometryKind, Sequence[int]]
 
 
-def mask_ious(
-    a: Sequence[PlainShape], b: Sequence[PlainShape], wanted: BoolArray, resolution: int
-) -> FloatArray:
+@dataclass(frozen=True)
+class Shapes:
+    """N shapes and what is known of them all at once.
+
+    boxes: (N, 4) of x1, y1, x2, y2, the bounding boxes in 0..999; x1 <= x2 and y1 <= y2
+        whatever a box said.
+    are_polygons: (N,)
+    """
+
+    shapes: Sequence[PlainShape]
+    boxes: FloatArray
+    are_polygons: BoolArray
+
+    @classmethod
+    def of(cls, shapes: Sequence[PlainShape]) -> "Shapes":
+        corners = [coords if kind == "bbox_2d" else _extent(coords) for kind, coords in shapes]
+        ends = np.array(corners, dtype=np.float64).reshape(len(shapes), 2, 2)
+        ends = np.clip(ends, 0, COORD_BINS - 1)
+        boxes = np.concatenate([ends.min(axis=1), ends.max(axis=1)], axis=1)
+        return cls(shapes, boxes, np.array([kind == "poly" for kind, _ in shapes], np.bool_))
+
+
+def mask_ious(a: Shapes, b: Shapes, wanted: BoolArray, resolution: int) -> FloatArray:
     """IoU (N, M) of the masks of shapes `a` with those of `b`; NaN where not `wanted` (N, M)."""
     scale = _scale(resolution)
-    edges_a, edges_b = np.rint(bounding_boxes(a) * scale), np.rint(bounding_boxes(b) * scale)
+    edges_a, edges_b = np.rint(a.boxes * scale), np.rint(b.boxes * scale)
     rows, columns = np.nonzero(wanted)
+    found = box_iou(edges_a[rows], edges_b[columns])
     iou = np.full(wanted.shape, np.nan)
-    iou[rows, columns] = box_iou(edges_a[rows], edges_b[columns])
-    with_polygon = _are_polygons(a)[:, None] | _are_polygons(b)
-    _draw(a, b, with_polygon & (iou > 0), resolution, iou)
+    iou[rows, columns] = found
+    unknown = (a.are_polygons[rows] | b.are_polygons[columns]) & (found > 0)
+    _draw(a.shapes, b.shapes, (rows[unknown], columns[unknown]), resolution, iou)
     return iou
 
 
-def bounding_boxes(shapes: Sequence[PlainShape]) -> FloatArray:
-    """(N, 4) of x1, y1, x2, y2 in 0..999, x1 <= x2 and y1 <= y2 whatever a box said."""
-    corners = [coords if kind == "bbox_2d" else _extent(coords) for kind, coords in shapes]
-    ends = np.array(corners, dtype=np.float64).reshape(len(shapes), 2, 2)
-    ends = np.clip(ends, 0, COORD_BINS - 1)
-    return np.concatenate([ends.min(axis=1), ends.max(axis=1)], axis=1)
-
-
 def box_iou(a: FloatArray, b: FloatArray) -> FloatArray:
-    """IoU of boxes (..., 4), broadcast against each other; 0 where both are empty.
+    """IoU of boxes (..., 4) of whole numbers, broadcast; 0 where both are empty.
 
-    Of whole numbers it is the exact quotient rounded once, so that equal overlaps are equal.
+    It is the exact quotient rounded once, so that equal overlaps are equal.
     """
     width = np.minimum(a[..., 2], b[..., 2]) - np.maximum(a[..., 0], b[..., 0])
     height = np.minimum(a[..., 3], b[..., 3]) - np.maximum(a[..., 1], b[..., 1])
     inter = np.maximum(width, 0) * np.maximum(height, 0)
-    union = _area(a) + _area(b) - inter
-    iou: FloatArray = np.divide(inter, union, out=np.zeros_like(inter), where=union > 0)
+    iou: FloatArray = inter / np.maximum(_area(a) + _area(b) - inter, 1)
     return iou
 
 
 def _draw(
     a: Sequence[PlainShape],
     b: Sequence[PlainShape],
-    pairs: BoolArray,
+    pairs: tuple[IndexArray, IndexArray],
     resolution: int,
     iou: FloatArray,
 ) -> None:
-    """Set `iou` (N, M) where `pairs`, drawing each shape once and only those of a pair."""
-    masks_b = {j: _rasterize(b[j], resolution) for j in np.flatnonzero(pairs.any(axis=0))}
-    for i in np.flatnonzero(pairs.any(axis=1)):
-        partners = np.flatnonzero(pairs[i])
+    """Set `iou` (N, M) of the pairs, drawing each of their shapes once."""
+    rows, columns = pairs
+    masks = {j: _rasterize(b[j], resolution) for j in set(columns.tolist())}
+    for i in set(rows.tolist()):
+        partners = columns[rows == i].tolist()
         mask = _rasterize(a[i], resolution)
-        iou[i, partners] = coco_mask.iou(
-            [mask], [masks_b[j] for j in partners], [0] * len(partners)
-        )
+        iou[i, partners] = coco_mask.iou([mask], [masks[j] for j in partners], [0] * len(partners))
 
 
 def _rasterize(shape: PlainShape, resolution: int) -> Any:
@@ -97,10 +110,6 @@ def _rasterize(shape: PlainShape, resolution: int) -> Any:
 def _scale(resolution: int) -> float:
     """Pixels per bin."""
     return (resolution - 1) / (COORD_BINS - 1)
-
-
-def _are_polygons(shapes: Sequence[PlainShape]) -> BoolArray:
-    return np.array([kind == "poly" for kind, _ in shapes], dtype=np.bool_)
 
 
 def _extent(coords: Sequence[int]) -> tuple[int, int, int, int]:

@@ -5,6 +5,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
 
 from learner.assignment import assign
 
@@ -57,6 +58,21 @@ def test_no_assignment_is_cheaper(cost: Matrix, fp_cost: float, fn_cost: float) 
 
 
 @pytest.mark.req("MATCH-02")
+@given(matrices(largest=9), PRICES, PRICES)
+def test_the_cost_is_that_of_the_square_matrix_with_dummies(
+    cost: Matrix, fp_cost: float, fn_cost: float
+) -> None:
+    n_predicted, n_truth = cost.shape
+    square = np.zeros((n_predicted + n_truth, n_truth + n_predicted))
+    square[:n_predicted, :n_truth] = cost
+    square[:n_predicted, n_truth:] = fp_cost
+    square[n_predicted:, :n_truth] = fn_cost
+    expected = float(square[linear_sum_assignment(square)].sum())
+    found = total(cost, assign(cost, fp_cost, fn_cost), fp_cost, fn_cost)
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.req("MATCH-02")
 @given(matrices(largest=7), PRICES, PRICES, st.integers(0, 2**32 - 1))
 def test_the_order_of_the_objects_does_not_change_the_cost(
     cost: Matrix, fp_cost: float, fn_cost: float, seed: int
@@ -89,11 +105,10 @@ def test_a_price_beyond_all_bounds_pairs_as_many_as_it_can_and_those_well(
 
 
 @pytest.mark.req("MATCH-02")
-def test_a_pair_is_worth_less_than_both_alone_or_it_is_none() -> None:
+def test_a_pair_that_costs_more_than_both_alone_is_none() -> None:
     cost = np.array([[0.5]])
-    above, below = float(np.nextafter(0.25, 1)), float(np.nextafter(0.25, 0))
-    assert assign(cost, 0.25, above) == [(0, 0)]
-    assert assign(cost, 0.25, below) == []
+    assert assign(cost, 0.25, 0.25 + 1e-12) == [(0, 0)]
+    assert assign(cost, 0.25, 0.25 - 1e-12) == []
 
 
 @pytest.mark.req("MATCH-02")

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.matching import candidates, mask_iou, match_objects
+from learner.rasterize import Shapes
 from learner.types import GroundTruthObject, MatchResult, Shape
 from tests.unit.shapes import box, boxes, coco_iou, moved, poly
 
 
 def near(predicted: list[Shape], truths: list[Shape], top_k: int) -> list[list[int]]:
     """The candidates of each prediction."""
-    return [np.flatnonzero(row).tolist() for row in candidates(predicted, truths, top_k)]
+    chosen = candidates(Shapes.of(predicted).boxes, Shapes.of(truths).boxes, top_k)
+    return [np.flatnonzero(row).tolist() for row in chosen]
 
 
 # ---- mask IoU ------------------------------------------------------------------------
@@ -277,7 +279,8 @@ def test_every_object_is_matched_once_or_left_alone(
     assert result.false_positives == sorted(result.false_positives)
     assert result.false_negatives == sorted(result.false_negatives)
     computed = ~np.isnan(result.mask_iou)
-    assert np.array_equal(computed, candidates(predicted, truths, config.candidate_top_k))
+    wanted = near(predicted, truths, config.candidate_top_k)
+    assert [np.flatnonzero(row).tolist() for row in computed] == wanted
     assert result.gated == np.sum(result.mask_iou[computed] < config.maskiou_gate)
     again = match_objects(predicted, truths, config)
     assert (again.pairs, again.gated) == (result.pairs, result.gated)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from learner.rasterize import PlainShape, bounding_boxes, box_iou, mask_ious
+from learner.rasterize import PlainShape, Shapes, box_iou, mask_ious
 from learner.types import Shape
 from tests.unit.shapes import (
     BINS,
@@ -25,9 +25,8 @@ WHOLE = box(0, 0, 999, 999)
 
 
 def all_ious(a: list[PlainShape], b: list[PlainShape], resolution: int) -> list[list[float]]:
-    ious: list[list[float]] = mask_ious(
-        a, b, np.ones((len(a), len(b)), dtype=np.bool_), resolution
-    ).tolist()
+    wanted = np.ones((len(a), len(b)), dtype=np.bool_)
+    ious: list[list[float]] = mask_ious(Shapes.of(a), Shapes.of(b), wanted, resolution).tolist()
     return ious
 
 
@@ -167,7 +166,7 @@ def test_only_the_wanted_pairs_have_a_value(data: st.DataObject) -> None:
     size = len(a) * len(b)
     flags = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
     wanted = np.array(flags, dtype=np.bool_).reshape(len(a), len(b))
-    ious = mask_ious(a, b, wanted, 16)
+    ious = mask_ious(Shapes.of(a), Shapes.of(b), wanted, 16)
     assert np.array_equal(np.isnan(ious), ~wanted)
     assert ious[wanted].tolist() == [coco_iou(a[i], b[j], 16) for i, j in np.argwhere(wanted)]
 
@@ -175,8 +174,8 @@ def test_only_the_wanted_pairs_have_a_value(data: st.DataObject) -> None:
 @pytest.mark.req("MATCH-01")
 def test_bounding_boxes_hold_every_point_of_a_shape() -> None:
     shapes: list[PlainShape] = [poly(5, 9, 3, 20, 8, 1), box(4, 3, 2, 1), box(-5, 0, 2000, 7)]
-    assert bounding_boxes(shapes).tolist() == [[3, 1, 8, 20], [2, 1, 4, 3], [0, 0, 999, 7]]
-    assert bounding_boxes([]).shape == (0, 4)
+    assert Shapes.of(shapes).boxes.tolist() == [[3, 1, 8, 20], [2, 1, 4, 3], [0, 0, 999, 7]]
+    assert Shapes.of([]).boxes.shape == (0, 4)
 
 
 @pytest.mark.req("MATCH-01")
