@@ -7,13 +7,14 @@ in decimals of any magnitude, and the linear program that entropy blurs.
 import decimal
 import itertools
 import sys
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
@@ -45,7 +46,9 @@ SHAPES = ground_truths(allow_poly=True).map(lambda item: item.shape)
 
 def distances(pred: Points, truth: Points, cost: TransportCost) -> FloatArray:
     offset = np.asarray(pred)[:, None] - np.asarray(truth)[None]
-    return np.abs(offset).sum(axis=2) if cost == "l1" else np.hypot(*offset.transpose(2, 0, 1))
+    if cost == "l1":
+        return np.asarray(np.abs(offset).sum(axis=2), dtype=np.float64)
+    return np.asarray(np.hypot(offset[..., 0], offset[..., 1]), dtype=np.float64)
 
 
 def textbook_projection(
@@ -121,23 +124,24 @@ def decimal_projection(
     pred: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
 ) -> list[list[float]]:
     """Sinkhorn's scaling of exp(-C / epsilon) in decimals that neither underflow nor overflow."""
-    n_pred, n_truth = len(pred), len(truth)
-    kernel = [
-        [(-decimal_distance(p, g, cost) / Decimal(epsilon)).exp() for g in truth] for p in pred
-    ]
-    v = [Decimal(1)] * n_truth
+    costs = [[decimal_distance(p, g, cost) for g in truth] for p in pred]
+    kernel = [[(-c / Decimal(epsilon)).exp() for c in row] for row in costs]
+    v = [Decimal(1)] * len(truth)
     for _ in range(iters):
-        u = [1 / sum(row[j] * v[j] for j in range(n_truth)) / n_pred for row in kernel]
-        v = [1 / sum(kernel[i][j] * u[i] for i in range(n_pred)) / n_truth for j in range(n_truth)]
+        u = [1 / (dot(row, v) * len(pred)) for row in kernel]
+        v = [1 / (dot(column, u) * len(truth)) for column in zip(*kernel, strict=True)]
     projected = []
     for row in kernel:
-        weights = [row[j] * v[j] for j in range(n_truth)]
         moments = [
-            sum(w * Decimal(g[axis]) for w, g in zip(weights, truth, strict=True))
+            dot([k * Decimal(g[axis]) for k, g in zip(row, truth, strict=True)], v)
             for axis in (0, 1)
         ]
-        projected.append([float(moment / sum(weights)) for moment in moments])
+        projected.append([float(moment / dot(row, v)) for moment in moments])
     return projected
+
+
+def dot(a: Sequence[Decimal], b: Sequence[Decimal]) -> Decimal:
+    return sum((x * y for x, y in zip(a, b, strict=True)), start=Decimal(0))
 
 
 def decimal_distance(p: list[float], g: list[float], cost: TransportCost) -> Decimal:
@@ -334,8 +338,12 @@ def test_each_side_of_a_box_goes_to_the_mean_of_the_two_corners_on_it() -> None:
     )
 
 
+AT_THE_EDGE = Shape("poly", (999, 137, 999, 582, 999, 867))
+
+
 @pytest.mark.req("OT-01")
 @given(predicted=SHAPES, truth=SHAPES, cost=COSTS, epsilon=EPSILONS, iters=st.integers(1, 10))
+@example(Shape("bbox_2d", (410, 391, 532, 630)), AT_THE_EDGE, "l2", 10.0, 30)
 def test_each_coordinate_has_a_bin_within_those_of_the_ground_truth(
     predicted: Shape, truth: Shape, cost: TransportCost, epsilon: float, iters: int
 ) -> None:
