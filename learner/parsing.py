@@ -249,10 +249,11 @@ def _bare_coords(entry: Entry, inside: range, answer: _Answer) -> list[int]:
 
     One right behind a quote is never bare: a closing quote there is no JSON anyway.
     """
+    text, starts = answer.tokens.text, answer.coord_starts
     bare = []
     for i in inside:
-        start = answer.coord_starts[i]
-        if answer.tokens.text[start - 1] == '"':
+        start = starts[i]
+        if text[start - 1] == '"':
             continue
         before = bisect_left(entry.strings, (start, start))
         if not before or entry.strings[before - 1][1] <= start:

@@ -125,9 +125,12 @@ class TokenTable:
     def pieces(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
         """Text of each id decoded alone; an id outside of the vocabulary has none."""
         known = self._pieces
-        for token_id in set(token_ids).difference(known):
-            known[token_id] = _piece(token_id, tokenizer)
-        return [known[token_id] for token_id in token_ids]
+        try:
+            return [known[token_id] for token_id in token_ids]
+        except KeyError:
+            for token_id in set(token_ids).difference(known):
+                known[token_id] = _piece(token_id, tokenizer)
+            return self.pieces(token_ids, tokenizer)
 
 
 class TokenText:

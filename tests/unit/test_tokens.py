@@ -8,9 +8,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from learner.coords import coord_token
-from learner.tokens import HALF_CHARACTER, IM_END, CoordVocab, token_table
+from learner.tokens import (
+    HALF_CHARACTER,
+    IM_END,
+    CoordVocab,
+    TokenText,
+    spell_leading,
+    token_table,
+)
 from shared_contracts.errors import ContractError
-from tests.unit.answers import encode, pieces
+from tests.unit.answers import encode, pieces, text_of
 
 PURE_STAGES = (
     "coords",
@@ -79,6 +86,43 @@ def test_an_id_outside_of_the_vocabulary_has_no_text(
     tokenizer: PreTrainedTokenizerFast, token_id: int
 ) -> None:
     assert pieces(tokenizer, [token_id]) == [""]
+
+
+def test_each_character_has_the_token_that_holds_it_and_empty_tokens_hold_none() -> None:
+    tokens = TokenText(["", "ab", "", "", "c", ""])
+    assert tokens.text == "abc"
+    assert [tokens.token_at(place) for place in range(3)] == [1, 1, 4]
+    assert [tokens.start_of(token) for token in range(7)] == [0, 0, 2, 2, 2, 3, 3]
+    assert tokens.tokens_between(0, 3) == [1, 4]
+    assert tokens.tokens_between(1, 2) == [1]
+
+
+@pytest.mark.req("PARSE-05")
+@pytest.mark.parametrize("leading", ["}", "}}"])
+def test_the_leading_text_of_a_token_is_spelled_by_ids_that_are_the_usual_ones_for_it(
+    qwen_tokenizer: PreTrainedTokenizerFast, leading: str
+) -> None:
+    (fused,) = encode(qwen_tokenizer, "}},\n")
+    assert spell_leading(qwen_tokenizer, fused, leading) == encode(qwen_tokenizer, leading)
+
+
+@pytest.mark.req("PARSE-05", "PARSE-01")
+def test_part_of_a_character_is_spelled_by_its_bytes(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    *before, fused = encode(toy_tokenizer, 'toy 🚀"}}')
+    piece = HALF_CHARACTER + '"}}'
+    assert pieces(toy_tokenizer, [fused]) == [piece]
+    ids = spell_leading(toy_tokenizer, fused, piece[:-1])
+    assert ids is not None
+    assert text_of(toy_tokenizer, before + ids) == 'toy 🚀"}'
+
+
+@pytest.mark.req("PARSE-05")
+def test_a_text_that_no_ids_spell_has_none() -> None:
+    tokenizer = bare_tokenizer(IM_END, *(coord_token(k) for k in range(1000)), "\ufffd}}")
+    (fused,) = encode(tokenizer, "\ufffd}}")
+    assert spell_leading(tokenizer, fused, "\ufffd}") is None
 
 
 def test_each_tokenizer_has_one_table(
