@@ -343,7 +343,7 @@ AT_THE_EDGE = Shape("poly", (999, 137, 999, 582, 999, 867))
 
 @pytest.mark.req("OT-01")
 @given(predicted=SHAPES, truth=SHAPES, cost=COSTS, epsilon=EPSILONS, iters=st.integers(1, 10))
-@example(Shape("bbox_2d", (410, 391, 532, 630)), AT_THE_EDGE, "l2", 10.0, 30)
+@example(Shape("poly", (410, 391, 532, 391, 532, 630, 410, 630)), AT_THE_EDGE, "l2", 10.0, 30)
 def test_each_coordinate_has_a_bin_within_those_of_the_ground_truth(
     predicted: Shape, truth: Shape, cost: TransportCost, epsilon: float, iters: int
 ) -> None:
