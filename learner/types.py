@@ -141,8 +141,9 @@ class MatchResult:
 class Role(IntEnum):
     """What a token of a sample is; the losses turn roles into weights.
 
-    Separators and keys belong to the entry they lead up to; a token fused across two
-    entries is FALSE_POSITIVE if either part is.
+    Separators and keys, and the opening brace, belong to the entry they lead up to. All of a
+    prediction that is not matched or was dropped is FALSE_POSITIVE, coordinates included, and
+    so is a token fused across two entries if either is. COORD is of the others' coordinates.
     """
 
     PROMPT = 0

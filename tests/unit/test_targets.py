@@ -491,3 +491,6 @@ def test_a_target_whose_appended_object_the_parser_refuses_is_not_taught(
     blank = GroundTruthObject(" ", CAT.shape)
     with pytest.raises(TargetUnreadable, match="missing_desc"):
         target_of(tokenizer, "{}", [DOG, blank], [])
+    last_number = "{" + entry(10**18 - 1) + "}"
+    with pytest.raises(TargetUnreadable, match=f"object_{10**18}.*key_invalid"):
+        target_of(tokenizer, last_number, [DOG], [])
