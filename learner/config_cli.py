@@ -39,11 +39,11 @@ def show(
 
 
 def _print_coloured(console: "Console", text: str) -> None:
-    """YAML in colours; what comes from no file is dim."""
+    """YAML in colours; lines that no file sets are dim."""
     from rich.syntax import Syntax
 
     colours = Syntax("", "yaml", theme="ansi_dark", background_color="default").highlight(text)
-    colours.highlight_regex(r"# (default|derived)\b", "dim")
+    colours.highlight_regex(r"(?m)^.* # (default|derived)$", "dim")
     console.print(colours, soft_wrap=True, end="")
 
 

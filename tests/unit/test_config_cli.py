@@ -154,6 +154,19 @@ def test_comments_stand_in_one_column_but_beside_long_values() -> None:
     assert all(column >= common for column in columns)
 
 
+def test_long_text_is_folded_and_lines_stay_lines() -> None:
+    mapping = {"long": "word " * 20 + "end", "lines": "one\ntwo", "list": ["A", 1]}
+    assert dump_annotated(mapping, lambda steps: str(steps[-1])).splitlines() == [
+        "long: >-      # long",
+        f"  {'word ' * 17}word".rstrip(),
+        "  word word end",
+        "lines: |-     # lines",
+        "  one",
+        "  two",
+        "list: [A, 1]  # list",
+    ]
+
+
 words = st.sampled_from(
     ["word", "# no", "a: b", "- x", "'", '"', "|", ">", "%", "é", " ", "\n", ""]
 )

@@ -209,6 +209,7 @@ def test_a_good_contract_starts_training_with_the_config(tmp_path: Path) -> None
         (printing("OTHER=1\n"), "ROLLOUT_CONTRACT_JSON"),
         (printing("ROLLOUT_CONTRACT_JSON='{\n"), "shell assignments"),
         (assigning(good()), "newline"),
+        (assigning(good().replace(", ", ",\n", 1)), "newline"),
         (assigning(good() + "\n\n"), "one line"),
         (assigning(good().replace(", ", ",\n", 1) + "\n"), "one line"),
         (assigning("{]\n"), "not JSON"),
