@@ -217,3 +217,20 @@ def test_runtime_rollout_injection_path_stays_stable() -> None:
     learner = parse_config(load_mapping(ROOT / "configs/stage2_two_channel/prod/default.yaml"))
     again = parse_config(learner.model_dump())
     assert again.rollout_matching == learner.rollout_matching
+
+
+@pytest.mark.req("CFG-08", "RES-02")
+def test_missing_rollout_pipeline_fails_fast() -> None:
+    mapping = load_mapping(ROOT / "configs/stage2_rollout_aligned/base.yaml")
+    del mapping["rollout_matching"]["pipeline"]
+    assert refused(mapping).where == "rollout_matching.pipeline"
+
+
+@pytest.mark.req("CFG-01", "RES-02")
+def test_rollout_matching_enabled_via_trainer_variant() -> None:
+    mapping = load_mapping(ROOT / "configs/stage2_rollout_aligned/base.yaml")
+    config = parse_config(mapping)
+    assert config.custom.trainer_variant == "stage2_rollout_aligned"
+    assert config.pipeline is config.rollout_matching.pipeline
+    assert config.b_ratio == 1
+    assert config.allow_poly
