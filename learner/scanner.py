@@ -40,8 +40,8 @@ class Entry:
 
     key: as written between its quotes, "" where there is none.
     start: the opening quote of the key, or the first character of a value without one.
-    value_start, end: first and last character of the value, both `start` where there is
-        no value.
+    value_start: first character of the value, `NOWHERE` where there is none.
+    end: last character of the value, or of what stands in its place before the comma.
     is_object: the value is `{...}`.
     well_led: exactly one comma (none for the first entry), a key and a colon came before
         the value.
@@ -120,6 +120,7 @@ class Scanner:
         elif char == "," and self._brackets == 0:
             self._read_comma()
         elif char == ":" and self._next is _Next.COLON:
+            self._draft.end = start
             self._next = _Next.VALUE
         else:
             if char in "[]":
@@ -173,26 +174,25 @@ class Scanner:
         self._draft.well_led &= self._next is _Next.KEY
         self._draft.key = self._text[start + 1 : end - 1]
         self._draft.start = start
+        self._draft.end = end - 1
         self._next = _Next.COLON
 
     def _take_plain_value(self, start: int, end: int) -> None:
         """A part of a value that is no object, or garbage where no value can be."""
+        draft = self._draft
+        draft.end = end - 1
         if self._next not in (_Next.VALUE, _Next.REST_OF_VALUE):
-            self._draft.well_led = False
+            draft.well_led = False
             return
-        if self._draft.value_start == NOWHERE:
-            self._draft.value_start = start
-        self._draft.end = end - 1
+        if draft.value_start == NOWHERE:
+            draft.value_start = start
         self._next = _Next.REST_OF_VALUE
 
     def _read_comma(self) -> None:
-        draft = self._draft
-        if draft.start != NOWHERE:
-            if draft.value_start == NOWHERE:
-                draft.value_start = draft.start
-            self._end_entry(draft.start if draft.end == NOWHERE else draft.end)
+        if self._draft.start != NOWHERE:
+            self._end_entry(self._draft.end)
         elif self._next is not _Next.COMMA:
-            draft.well_led = False
+            self._draft.well_led = False
         self._next = _Next.KEY
 
     def _end_entry(self, end: int) -> None:

@@ -422,6 +422,26 @@ def test_where_no_ids_spell_a_leading_piece_the_cut_falls_back_to_the_object_bef
     assert not parsed.truncated
 
 
+# ---- where entries end ---------------------------------------------------------------
+
+
+@pytest.mark.req("PARSE-04", "LOSS-01")
+@pytest.mark.parametrize(
+    "invalid",
+    ['"object_1"', '"object_1":', '"object_1" : ', '"object_1" none', '"object_1": [5] 6'],
+)
+def test_all_there_is_before_the_comma_belongs_to_an_entry_without_an_object(
+    tokenizer: PreTrainedTokenizerFast, invalid: str
+) -> None:
+    ids = encode(tokenizer, "{" + invalid)
+    written = len(ids)
+    ids += encode(tokenizer, " ") + encode(tokenizer, ",") + encode(tokenizer, entry(2) + "}")
+    parsed = parse_rollout(ids, tokenizer)
+    last = pieces(tokenizer, ids[:written])[-1].isspace()
+    assert [end for end, i in parsed.entry_ends if i is None] == [written - 1 - last]
+    assert [found.index for found in parsed.objects] == [2]
+
+
 # ---- numbering -----------------------------------------------------------------------
 
 
