@@ -167,4 +167,6 @@ def pixel_xywh(box: Shape, width: int, height: int) -> list[float]:
 
 
 def _file_name(image: Path, root: Path) -> str:
+    """image: absolute."""
+    root = root.absolute()
     return str(image.relative_to(root) if image.is_relative_to(root) else image)

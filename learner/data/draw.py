@@ -26,10 +26,10 @@ Box = tuple[float, float, float, float]
 PALETTE = {
     "#E69F00": "black",
     "#56B4E9": "black",
-    "#009E73": "white",
+    "#009E73": "black",
     "#F0E442": "black",
     "#0072B2": "white",
-    "#D55E00": "white",
+    "#D55E00": "black",
     "#CC79A7": "black",
 }
 _FONT_SIZE = 20
@@ -58,12 +58,18 @@ def draw(sample: Sample, image: Image.Image) -> Image.Image:
     canvas = ImageDraw.Draw(picture)
     for item in sample.objects:
         _outline(canvas, item, picture.size)
-    taken: list[Box] = []
-    for number, item in enumerate(sample.objects, start=1):
-        label = _place(number, item, picture.size, taken)
-        taken.append(label.box)
+    labels = place_labels(sample.objects, picture.size)
+    for item, label in zip(sample.objects, labels, strict=True):
         _write(canvas, label, colour_of(item.desc))
     return picture
+
+
+def place_labels(objects: Sequence[GroundTruthObject], size: tuple[int, int]) -> list[Label]:
+    """A label for each object of a picture, numbered from 1."""
+    labels: list[Label] = []
+    for number, item in enumerate(objects, start=1):
+        labels.append(_place(number, item, size, [label.box for label in labels]))
+    return labels
 
 
 def _at_good_size(image: Image.Image) -> Image.Image:

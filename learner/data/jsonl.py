@@ -27,7 +27,8 @@ from learner.types import GeometryKind, GroundTruthObject, Sample, Shape
 MAX_BIN = 999
 
 _SAMPLE_KEYS = {"images", "width", "height", "objects", "metadata"}
-_SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
+# Text that no target can hold: unpaired surrogates, special tokens.
+_UNWRITABLE = re.compile(r"[\ud800-\udfff]|<\|\w+\|>")
 _COORD_TOKEN = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
 _BOX_EXAMPLE = '"bbox_2d": [x1, y1, x2, y2] with 0 <= x1 <= x2 <= 999 and 0 <= y1 <= y2 <= 999'
 _POLY_EXAMPLE = '"poly": [x1, y1, x2, y2, x3, y3, ...], at least three points in 0..999'
@@ -73,10 +74,7 @@ def scan(path: Path, *, allow_poly: bool) -> Iterator[Line]:
 
 def is_description(value: Any) -> TypeGuard[str]:
     """True for text that a target can hold: not blank, no unpaired surrogate or special token."""
-    if not _is_text(value):
-        return False
-    surrogate = any("\ud800" <= character <= "\udfff" for character in value)
-    return not surrogate and _SPECIAL_TOKEN.search(value) is None
+    return _is_text(value) and _UNWRITABLE.search(value) is None
 
 
 class _LineReader:

@@ -75,7 +75,8 @@ def _loads(text: str) -> Any:
         detail = "nested too deeply"
     except ValueError:  # more digits than Python turns into an int
         detail = "a number is too long"
-    raise BadLine("not JSON", f"not JSON ({detail}): {brief(text[:_SHOWN])}", _ONE_OBJECT)
+    start = "".join(c if c.isprintable() else "?" for c in text[:_SHOWN])
+    raise BadLine("not JSON", f"not JSON ({detail}): {start}", _ONE_OBJECT)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def stats_png(stats: DataStats, title: str) -> bytes:
     """A PNG of 2100 x 1200 pixels."""
     with rc_context(_STYLE):
         figure = Figure(figsize=(14, 8), dpi=150, layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
         panels = [_objects]
         if stats.sides.size:
             panels += [_descriptions, _sizes, _centres, _aspects]

@@ -1,6 +1,8 @@
 """The data file: what is read, and what is refused with file and line."""
 
+import errno
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.coords import coord_token
-from learner.data.jsonl import MAX_SHOWN_ERRORS, read_samples
+from learner.data.findings import MAX_SHOWN_ERRORS
+from learner.data.jsonl import read_samples, scan
 from learner.types import GroundTruthObject, Shape
 from shared_contracts.errors import ContractError, ContractErrors
 
@@ -110,10 +113,10 @@ def test_a_polygon_is_refused_where_only_boxes_are_trained(tmp_path: Path) -> No
         [1, 4, 3, 2],
         [1, 2, 3, "4"],
         [1, 2, 3, "<|coord_1000|>"],
+        [1, 2, 3, "<|coord_007|>"],
+        [1, 2, 3, 10**400],
         [1, 2, 3, None],
         [1, 2, 3, True],
-        [1, 2, 3, float("nan")],
-        [1, 2, 3, float("inf")],
         [1, 2, 3, 999.5],
         [[1, 2], [3, 4]],
         "1 2 3 4",
@@ -162,12 +165,13 @@ def test_an_object_has_a_description_and_one_geometry(
         ({"width": 0}, "width is 0"),
         ({"height": 4.5}, "height is 4.5"),
         ({"width": True}, "width is true"),
-        ({"height": None}, "height is missing"),
+        ({"height": None}, "height is null"),
         ({"images": []}, "images is []"),
         ({"images": "a.png"}, 'images is "a.png"'),
         ({"images": [""]}, 'images is [""]'),
-        ({"objects": None}, "objects is missing"),
+        ({"objects": None}, "objects is null"),
         ({"metadata": 3}, "metadata is 3"),
+        ({"metadata": None}, "metadata is null"),
         ({"object": [], "note": ""}, "unknown keys note, object"),
     ],
 )
@@ -178,10 +182,17 @@ def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], found: 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ('{"images": [', "not JSON (Expecting value)"),
-        ("", "not JSON (Expecting value)"),
+        ('{"images": [', "not JSON (Expecting value at character 13): {"),
+        ("", "the line is empty"),
+        (" \t ", "the line is empty"),
         ("[1]", "found [1]"),
+        ("null", "found null"),
         ("[" * 100_000, "not JSON (nested too deeply)"),
+        ("9" * 5_000, "not JSON (a number is too long)"),
+        ('{"metadata": {"loss": NaN}}', "not JSON (NaN is no number there)"),
+        ('{"width": -Infinity}', "not JSON (-Infinity is no number there)"),
+        ('{"width": 1, "width": 1}', 'the key "width" is given 2 times in one object'),
+        ('{"metadata": {"a": [{"b": 1, "b": 2}]}}', 'the key "b" is given 2 times'),
     ],
 )
 def test_a_line_that_is_no_json_object_is_refused(tmp_path: Path, line: str, found: str) -> None:
@@ -214,19 +225,77 @@ def test_a_folder_is_not_a_data_file(tmp_path: Path) -> None:
         read_samples(tmp_path, allow_poly=False)
 
 
-@pytest.mark.parametrize("text", ["", "\n", "  \n\n"])
-def test_a_file_without_samples_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_without_samples_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text(text)
+    path.touch()
     with pytest.raises(ContractError, match="no samples"):
         read_samples(path, allow_poly=False)
 
 
-def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ContractError, match="not UTF-8"):
+def test_a_file_that_may_not_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, record())
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ContractError, match="Permission denied"):
         read_samples(path, allow_poly=False)
+
+
+def test_the_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, record(), record())
+    path.write_bytes(path.read_bytes() + b'{"images": ["\xff"]}\n')
+    (problem,) = problems(path)
+    assert problem.where == f"{path}:3"
+    assert problem.found == "byte 14 of the line is not UTF-8"
+
+
+def test_an_empty_line_between_samples_is_named(tmp_path: Path) -> None:
+    (problem,) = problems(write(tmp_path, record(), "", record()))
+    assert (problem.where, problem.do) == (f"{tmp_path / 'data.jsonl'}:2", "Remove it.")
+
+
+@pytest.mark.parametrize("last", [b"", b"\n", b"\r\n"])
+def test_what_programs_on_windows_write_is_taken_as_nothing(tmp_path: Path, last: bytes) -> None:
+    path = write(tmp_path, record(), record())
+    text = b"\r\n".join(path.read_bytes().removesuffix(b"\n").split(b"\n"))
+    path.write_bytes(b"\xef\xbb\xbf" + text + last)
+    assert len(read_samples(path, allow_poly=False)) == 2
+
+
+def test_a_byte_order_mark_is_none_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    (problem,) = problems(write(tmp_path, record(), "\ufeff" + json.dumps(record())))
+    assert problem.found.startswith("not JSON (Unexpected UTF-8 BOM")
+
+
+def test_a_line_of_megabytes_is_read_and_shown_in_brief(tmp_path: Path) -> None:
+    long = {"desc": "cat " * 10**6, "bbox_2d": [1, 2, 3, 4]}
+    (sample,) = read_samples(write(tmp_path, record(objects=[long])), allow_poly=False)
+    assert len(sample.objects[0].desc) == 4 * 10**6
+    problem = the_problem(tmp_path, record(objects=[long["desc"]]))
+    assert len(problem.found) < 100
+
+
+@pytest.mark.parametrize("depth", range(900, 1000, 7))
+def test_a_value_nested_as_deeply_as_can_be_read_is_shown(tmp_path: Path, depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    path = write(tmp_path, '{"images": ' + nested + "}")
+    assert problems(path)
+
+
+def test_an_image_name_that_no_file_can_have_is_missing(tmp_path: Path) -> None:
+    for name in ("x" * 5_000, "a\0b", "\ud800"):
+        problem = the_problem(tmp_path, record(images=[name]))
+        assert problem.found.startswith("image '")
+
+
+def test_a_scan_goes_on_after_a_line_with_problems(tmp_path: Path) -> None:
+    lines = list(scan(write(tmp_path, record(), "{", record()), allow_poly=False))
+    assert [line.sample is not None for line in lines] == [True, False, True]
+    assert [problem.kind for line in lines for problem in line.problems] == ["not JSON"]
 
 
 JSON_VALUES = st.recursive(
@@ -240,7 +309,7 @@ JSON_VALUES = st.recursive(
 def test_any_json_value_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, key: str, value: Any
 ) -> None:
-    path = write(tmp_path_factory.mktemp("data"), record(**{key: value}))
+    path = write(tmp_path_factory.getbasetemp(), record(**{key: value}))
     with suppress(ContractErrors):
         (sample,) = read_samples(path, allow_poly=True)
         assert sample.width > 0

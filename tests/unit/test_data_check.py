@@ -1,0 +1,206 @@
+"""What `learner data check` finds beyond what reading a data file shows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import rollout_server.media
+from learner.data.check import FileReport, check_files, kinds
+from learner.data.images import FORMATS, Looks
+from learner.data.lengths import SampleLengths, TokenLimits
+from learner.serialize import serialize_objects
+from learner.types import GroundTruthObject
+from tests.unit.data_files import LYING, box, line, paint, paint_all, write_lines
+
+pytestmark = pytest.mark.req("DATA-01")
+
+CAT = box("cat", 10, 20, 300, 400)
+
+
+def unwatched(looks: Looks, count: int) -> Looks:
+    return looks
+
+
+def check(*paths: Path, lengths: SampleLengths | None = None) -> list[FileReport]:
+    return check_files(paths, allow_poly=False, lengths=lengths, watch=unwatched)
+
+
+def found(path: Path) -> list[tuple[int, str, bool]]:
+    """Line, kind and whether it is a warning, of every finding in a file."""
+    (report,) = check(path)
+    return [(int(f.where.rpartition(":")[2]), f.kind, f.warning) for f in report.findings]
+
+
+def test_a_good_file_has_its_samples_and_objects_counted(tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png", "b.png"])
+    path = write_lines(tmp_path / "d.jsonl", line("a.png", CAT, CAT), line("b.png"))
+    assert check(path) == [FileReport(path, samples=2, objects=2, findings=[])]
+
+
+def test_every_problem_is_found_in_the_order_of_the_lines(tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png", "b.png"])
+    (tmp_path / "text.png").write_text("no image")
+    path = write_lines(
+        tmp_path / "d.jsonl",
+        line("text.png", CAT),
+        "{",
+        line("a.png", {"desc": " ", "poly": [1, 2, 3, 4, 5, 6]}),
+        line("a.png", size=(63, 48)),
+        line("gone.png"),
+        line("b.png", box("line", 5, 5, 5, 90)),
+    )
+    assert found(path) == [
+        (1, "unreadable image", False),
+        (2, "not JSON", False),
+        (3, "polygon", False),
+        (3, "description", False),
+        (4, "other image size", False),
+        (5, "missing image", False),
+        (6, "box of no area", True),
+    ]
+
+
+def test_more_problems_than_a_run_tells_are_all_found(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", *["{"] * 300)
+    (report,) = check(path)
+    assert [f.where for f in report.findings] == [f"{path}:{n}" for n in range(1, 301)]
+    assert kinds([report]) == [("not JSON", False, 300)]
+
+
+def test_kinds_are_counted_over_all_files_problems_first(tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png"])
+    first = write_lines(tmp_path / "1.jsonl", "{", "", "{", line("a.png"))
+    second = write_lines(tmp_path / "2.jsonl", line("a.png"), line("a.png"), "{")
+    assert kinds(check(first, second)) == [
+        ("not JSON", False, 3),
+        ("empty line", False, 1),
+        ("same image in two files", True, 2),
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "gif", "tiff"])
+def test_a_truncated_image_is_unreadable(tmp_path: Path, suffix: str) -> None:
+    image = tmp_path / f"a.{suffix}"
+    Image.effect_noise((64, 48), 90).convert("RGB").save(image)
+    path = write_lines(tmp_path / "d.jsonl", line(image.name))
+    assert found(path) == []
+    content = image.read_bytes()
+    image.write_bytes(content[: len(content) // 2])
+    assert found(path) == [(1, "unreadable image", False)]
+
+
+def test_an_image_of_a_format_the_server_refuses_is_unreadable(tmp_path: Path) -> None:
+    assert FORMATS == rollout_server.media.FORMATS
+    Image.new("RGB", (64, 48)).save(tmp_path / "a.ppm")
+    path = write_lines(tmp_path / "d.jsonl", line("a.ppm"))
+    assert found(path) == [(1, "unreadable image", False)]
+
+
+def test_the_size_is_that_of_the_upright_image(tmp_path: Path) -> None:
+    """The learner and the server turn an image as its camera says before the model sees it."""
+    paint(tmp_path / "a.jpg", (64, 48), orientation=LYING)
+    upright = write_lines(tmp_path / "up.jsonl", line("a.jpg", size=(48, 64)))
+    assert found(upright) == []
+    stored = write_lines(tmp_path / "stored.jsonl", line("a.jpg", size=(64, 48)))
+    (report,) = check(stored)
+    (finding,) = report.findings
+    assert finding.kind == "other image size"
+    assert "EXIF" in finding.found
+
+
+def test_the_first_of_several_images_has_the_size_of_the_line(tmp_path: Path) -> None:
+    paint(tmp_path / "a.png", (64, 48))
+    paint(tmp_path / "b.png", (32, 20))
+    both = line("a.png") | {"images": ["a.png", "b.png"]}
+    assert found(write_lines(tmp_path / "d.jsonl", both)) == []
+
+
+def test_a_box_without_area_is_a_warning_and_a_thin_one_is_none(tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png", "b.png"])
+    path = write_lines(
+        tmp_path / "d.jsonl",
+        line("a.png", CAT, box("point", 3, 3, 3, 3)),
+        line("b.png", box("thin", 3, 3, 4, 4)),
+    )
+    assert found(path) == [(1, "box of no area", True)]
+
+
+def test_a_polygon_on_one_line_covers_nothing(tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png"])
+    flat = {"desc": "stick", "poly": [0, 0, 0, 0, 10, 10, 500, 500]}
+    bow = {"desc": "bow", "poly": [0, 0, 10, 10, 10, 0, 0, 10]}
+    path = write_lines(tmp_path / "d.jsonl", line("a.png", flat, bow))
+    (report,) = check_files([path], allow_poly=True, lengths=None, watch=unwatched)
+    (finding,) = report.findings
+    assert "objects[0] 'stick'" in finding.found
+
+
+def test_an_image_of_the_training_file_in_the_validation_file_is_a_leak(tmp_path: Path) -> None:
+    """Copies under other names are found by their bytes."""
+    paint_all(tmp_path, ["a.png", "b.png"])
+    (tmp_path / "copy.png").write_bytes((tmp_path / "a.png").read_bytes())
+    train = write_lines(tmp_path / "train.jsonl", line("a.png", CAT), line("b.png"))
+    val = write_lines(tmp_path / "val.jsonl", line("copy.png", CAT))
+    first, second = check(train, val)
+    assert first.findings == []
+    (leak,) = second.findings
+    assert (leak.kind, leak.warning) == ("same image in two files", True)
+    assert (
+        leak.found == f"image {tmp_path / 'copy.png'} is that of {train}:1, with the same objects"
+    )
+
+
+def test_a_line_that_comes_twice_is_a_warning(tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png"])
+    lines = [line("a.png", CAT), line("a.png", CAT), line("a.png")]
+    (report,) = check(write_lines(tmp_path / "d.jsonl", *lines))
+    assert [f.kind for f in report.findings] == ["same image in one file"] * 2
+    assert report.findings[0].found.endswith("with the same objects")
+    assert report.findings[1].found.endswith("with other objects")
+
+
+@pytest.fixture
+def file_of_cats(tmp_path: Path) -> Path:
+    """Lines of one, two and three cats."""
+    paint_all(tmp_path, ["1.png", "2.png", "3.png"])
+    return write_lines(tmp_path / "d.jsonl", *(line(f"{n}.png", *[CAT] * n) for n in (1, 2, 3)))
+
+
+def cat_lengths(checkpoint: Path, limits: TokenLimits) -> SampleLengths:
+    def write(objects: Sequence[GroundTruthObject]) -> str:
+        return serialize_objects(objects, "desc_first")
+
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Go"}]}]
+    return SampleLengths(checkpoint, write, lambda _: prompt, limits)
+
+
+def test_samples_that_do_not_fit_the_limits_of_a_run_are_warnings(
+    file_of_cats: Path, toy_checkpoint: Path
+) -> None:
+    from learner.data.jsonl import read_samples
+
+    two = read_samples(file_of_cats, allow_poly=False)[1]
+    measured = cat_lengths(toy_checkpoint, TokenLimits(0, 0))
+    target, prompt = measured.target(two), measured.prompt(two)
+
+    def warned(answer: int, pack: int | None) -> list[tuple[str, str]]:
+        lengths = cat_lengths(toy_checkpoint, TokenLimits(answer, pack))
+        (report,) = check(file_of_cats, lengths=lengths)
+        assert all(finding.warning for finding in report.findings)
+        return [(f.where[-1], f.kind) for f in report.findings]
+
+    assert warned(target, prompt + target) == [("3", "target too long"), ("3", "sample too long")]
+    assert warned(target - 1, None) == [("2", "target too long"), ("3", "target too long")]
+    assert warned(10**6, prompt + target - 1) == [(n, "sample too long") for n in "23"]
+
+
+def test_an_image_the_processor_refuses_is_a_problem(tmp_path: Path, toy_checkpoint: Path) -> None:
+    paint(tmp_path / "a.png", (402, 2))
+    path = write_lines(tmp_path / "d.jsonl", line("a.png", size=(402, 2)))
+    assert found(path) == []
+    lengths = cat_lengths(toy_checkpoint, TokenLimits(10**6, None))
+    (report,) = check(path, lengths=lengths)
+    (finding,) = report.findings
+    assert (finding.kind, finding.warning) == ("image too narrow", False)

@@ -1,0 +1,320 @@
+"""The commands of `learner data`: exit codes, three-part errors, nothing heavy or half done."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import learner.cli
+from learner.config import dump_mapping
+from learner.data.toy import ToyData
+from tests.unit.data_files import box, line, paint_all, write_lines
+from tests.unit.small_run import small_mapping
+from tests.unit.test_learner_cli import command
+
+pytestmark = pytest.mark.req("DATA-01")
+
+CAT = box("cat", 10, 20, 300, 400)
+LEAF = {"desc": "leaf", "poly": [0, 0, 9, 0, 9, 9]}
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+class Terminal:
+    """Runs `learner data` in this process, as its console script does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def data(self, *arguments: object) -> Ended:
+        self._monkeypatch.setattr(sys, "argv", ["learner", "data", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            learner.cli.main()
+        out, err = self._capsys.readouterr()
+        return Ended(int(ended.value.code or 0), out, err)
+
+    def refused(self, *arguments: object) -> tuple[str, str]:
+        """Where and what was found, of a command that ends with one error in three parts."""
+        ended = self.data(*arguments)
+        where, found, do = ended.err.splitlines()
+        assert ended.code == 2
+        assert do.startswith("  do: ")
+        return where.removeprefix("error: "), found.removeprefix("  found: ")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Terminal:
+    return Terminal(monkeypatch, capsys)
+
+
+def words(text: str) -> list[list[str]]:
+    return [row.split() for row in text.splitlines()]
+
+
+@pytest.fixture
+def run_yaml(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Path:
+    mapping = small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_mapping(mapping))
+    return path
+
+
+@pytest.mark.req("ARCH-01")
+@pytest.mark.parametrize("name", ["check", "from-coco", "stats", "preview"])
+def test_help_loads_nothing_heavy(name: str) -> None:
+    ended = command("learner.cli", "data", name, "--help")
+    assert ended.code == 0, ended.stderr
+    assert ended.heavy == set()
+
+
+@pytest.mark.req("ARCH-01")
+def test_a_check_of_files_loads_nothing_heavy(toy_data: ToyData) -> None:
+    ended = command("learner.cli", "data", "check", str(toy_data.val_jsonl))
+    assert ended.code == 0, ended.stderr
+    assert ended.heavy == set()
+
+
+@pytest.mark.req("ARCH-01")
+def test_tokens_are_counted_without_torch(run_yaml: Path) -> None:
+    ended = command("learner.cli", "data", "stats", "--config", str(run_yaml))
+    assert ended.code == 0, ended.stderr
+    assert "torch" not in ended.heavy
+
+
+def test_good_files_are_counted(terminal: Terminal, toy_data: ToyData) -> None:
+    ended = terminal.data("check", toy_data.train_jsonl, toy_data.val_jsonl)
+    assert (ended.code, ended.err) == (0, "")
+    assert [row[1] for row in words(ended.out)] == ["samples", "24", "4"]
+
+
+def test_problems_are_errors_in_three_parts_and_end_with_2(
+    terminal: Terminal, tmp_path: Path
+) -> None:
+    paint_all(tmp_path, ["a.png", "b.png"])
+    path = write_lines(tmp_path / "d.jsonl", line("a.png"), line("a.png"), "{", line("b.png"), "")
+    ended = terminal.data("check", path)
+    assert ended.code == 2
+    told = ended.err.splitlines()
+    heads = [f"error: {path}:3", f"error: {path}:5", f"warning: {path}:2"]
+    assert told[::3] == heads
+    assert told[4:6] == ["  found: the line is empty", "  do: Remove it."]
+    assert words(ended.out)[1][1:] == ["3", "0", "2", "1"]
+    assert words(ended.out)[4:] == [
+        ["1", "problem", "empty", "line"],
+        ["1", "problem", "not", "JSON"],
+        ["1", "warning", "same", "image", "in", "one", "file"],
+    ]
+
+
+def test_warnings_alone_end_with_0(terminal: Terminal, tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png"])
+    path = write_lines(tmp_path / "d.jsonl", line("a.png"), line("a.png"))
+    ended = terminal.data("check", path)
+    assert ended.code == 0
+    assert ended.err.startswith(f"warning: {path}:2\n")
+
+
+def test_a_limit_cuts_what_is_told_not_what_is_counted(terminal: Terminal, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", *["{"] * 50)
+    ended = terminal.data("check", path, "--limit", 2)
+    assert ended.err.count("error: ") == 2
+    assert ended.err.splitlines()[-1] == "... and 48 more"
+    assert words(ended.out)[-1] == ["50", "problem", "not", "JSON"]
+    assert terminal.data("check", path).err.count("error: ") == 50
+
+
+def test_polygons_are_for_the_variant_that_trains_them(terminal: Terminal, tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png"])
+    path = write_lines(tmp_path / "d.jsonl", line("a.png", LEAF))
+    assert terminal.data("check", path).code == 2
+    assert terminal.data("check", path, "--variant", "stage2_two_channel").code == 2
+    assert terminal.data("check", path, "--variant", "stage2_rollout_aligned").code == 0
+
+
+def test_the_files_of_a_run_are_checked_against_its_limits(
+    terminal: Terminal, run_yaml: Path, toy_data: ToyData
+) -> None:
+    """The small run generates at most 16 tokens, fewer than any answer has."""
+    ended = terminal.data("check", "--config", run_yaml)
+    assert ended.code == 0
+    assert [row[0] for row in words(ended.out)[1:3]] == [
+        str(toy_data.train_jsonl),
+        str(toy_data.val_jsonl),
+    ]
+    assert words(ended.out)[-1] == ["28", "warning", "target", "too", "long"]
+
+
+@pytest.mark.parametrize("name", ["check", "stats"])
+def test_data_files_or_a_config_are_needed(terminal: Terminal, name: str, run_yaml: Path) -> None:
+    assert terminal.refused(name) == ("--config", "no data file")
+    beside = terminal.refused(name, "d.jsonl", "--config", run_yaml)
+    assert beside == ("--config", "data files beside it")
+
+
+def test_a_config_says_the_variant_and_the_model_itself(terminal: Terminal, run_yaml: Path) -> None:
+    for name, option, value in (
+        ("check", "--variant", "stage2_two_channel"),
+        ("stats", "--model", "folder"),
+    ):
+        refused = terminal.refused(name, "--config", run_yaml, option, value)
+        assert refused == (option, "given beside --config")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "none.jsonl"),
+        ("stats", "none.jsonl", "--png", "s.png"),
+        ("preview", "none.jsonl", "--out", "pictures"),
+        ("from-coco", "none.jsonl", "--images", ".", "--out", "o.jsonl"),
+    ],
+)
+def test_a_file_that_is_not_there_is_refused_and_nothing_written(
+    terminal: Terminal,
+    arguments: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert terminal.refused(*arguments) == ("none.jsonl", "there is no such file")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["stats", "preview"])
+def test_a_file_with_problems_is_refused_and_nothing_written(
+    terminal: Terminal, name: str, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "d.jsonl", "{")
+    out = tmp_path / "out"
+    where, found = terminal.refused(name, path, "--png" if name == "stats" else "--out", out)
+    assert where == f"{path}:1"
+    assert found.startswith("not JSON")
+    assert not out.exists()
+
+
+def test_a_coco_file_is_converted_with_a_table_of_what_became_of_it(
+    terminal: Terminal, tmp_path: Path
+) -> None:
+    paint_all(tmp_path, ["a.png"])
+    document = {
+        "images": [
+            {"id": n, "file_name": name, "width": 64, "height": 48}
+            for n, name in enumerate(["a.png", "gone.png"])
+        ],
+        "annotations": [
+            {"id": 5, "image_id": 0, "category_id": 1, "bbox": [1, 2, 30, 40]},
+            {"id": 6, "image_id": 0, "category_id": 1, "bbox": [1, 2, 30, 40], "iscrowd": 1},
+        ],
+        "categories": [{"id": 1, "name": "café"}],
+    }
+    (tmp_path / "coco.json").write_text(json.dumps(document))
+    out = tmp_path / "lists" / "d.jsonl"
+    ended = terminal.data("from-coco", tmp_path / "coco.json", "--images", tmp_path, "--out", out)
+    assert (ended.code, ended.err) == (0, "")
+    assert words(ended.out)[1:] == [
+        ["2", "images", "in", "the", "COCO", "file", "1", "lines"],
+        ["2", "annotations", "in", "it", "1", "objects"],
+        ["1", "images", "without", "a", "file", "left", "out", "gone.png"],
+        ["1", "annotations", "of", "a", "crowd", "left", "out", "annotation", "6"],
+        ["Data", "file:", str(out)],
+    ]
+    assert '"desc": "café"' in out.read_text(encoding="utf-8")
+    assert terminal.data("check", out).code == 0
+
+
+def test_from_coco_overwrites_nothing_and_needs_a_folder_of_images(
+    terminal: Terminal, toy_data: ToyData, tmp_path: Path
+) -> None:
+    out = tmp_path / "d.jsonl"
+    images = toy_data.train_jsonl.parent
+    refused = terminal.refused("from-coco", toy_data.coco_val, "--images", out, "--out", out)
+    assert refused == ("--images", f"{out} is no folder")
+    out.write_text("kept")
+    refused = terminal.refused("from-coco", toy_data.coco_val, "--images", images, "--out", out)
+    assert refused == ("--out", f"{out} exists already")
+    assert out.read_text() == "kept"
+
+
+def test_from_coco_writes_nothing_where_no_image_is_left(
+    terminal: Terminal, toy_data: ToyData, tmp_path: Path
+) -> None:
+    out = tmp_path / "d.jsonl"
+    where, found = terminal.refused(
+        "from-coco", toy_data.coco_val, "--images", tmp_path, "--out", out
+    )
+    assert (where, found) == (str(out), "no image is left to write")
+    assert not out.exists()
+
+
+def test_statistics_are_printed_and_drawn(
+    terminal: Terminal, toy_data: ToyData, run_yaml: Path, tmp_path: Path
+) -> None:
+    png = tmp_path / "new" / "s.png"
+    ended = terminal.data("stats", "--config", run_yaml, "--png", png)
+    assert (ended.code, ended.err) == (0, "")
+    assert words(ended.out)[1][:2] == ["28", "28"]
+    assert "Tokens of a sample" in ended.out.splitlines()
+    assert Image.open(png).format == "PNG"
+    refused = terminal.refused("stats", toy_data.val_jsonl, "--png", png)
+    assert refused == ("--png", f"{png} exists already")
+
+
+def test_a_model_without_coordinate_tokens_counts_nothing(
+    terminal: Terminal, toy_data: ToyData, tmp_path: Path
+) -> None:
+    where, found = terminal.refused("stats", toy_data.val_jsonl, "--model", tmp_path)
+    assert where == "model.model"
+    assert "config.json" in found
+
+
+def test_what_is_piped_is_plain_and_whole(terminal: Terminal, tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png"])
+    long = box("[bold]" + "very " * 20 + "long", 0, 0, 99, 99)
+    ended = terminal.data("stats", write_lines(tmp_path / "d.jsonl", line("a.png", long)))
+    assert "\x1b" not in ended.out
+    assert "1  100.0%  [bold]" + "very " * 20 + "long" in ended.out
+
+
+def test_samples_are_drawn(terminal: Terminal, toy_data: ToyData, tmp_path: Path) -> None:
+    for arguments, count in (
+        ([], 16),
+        (["--samples", 3, "--seed", 7], 3),
+        (["--lines", "24, 3,3"], 2),
+    ):
+        out = tmp_path / str(count)
+        ended = terminal.data("preview", toy_data.train_jsonl, "--out", out, *arguments)
+        assert (ended.code, ended.err) == (0, "")
+        assert ended.out == f"{count} pictures: {out / 'index.html'}\n"
+        assert len(list(out.glob("*.png"))) == count
+    assert sorted(path.name for path in out.glob("*.png")) == ["train-00003.png", "train-00024.png"]
+
+
+def test_lines_that_are_none_are_refused(
+    terminal: Terminal, toy_data: ToyData, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    start = ("preview", toy_data.val_jsonl, "--out", out, "--lines")
+    assert terminal.refused(*start, "3,x") == ("--lines", "'3,x'")
+    assert terminal.refused(*start, "5") == ("--lines", "there is no line 5")
+    assert terminal.refused(*start, "1", "--samples", 2) == ("--lines", "given beside --samples")
+    assert not out.exists()
+    (tmp_path / "kept").touch()
+    where, _ = terminal.refused("preview", toy_data.val_jsonl, "--out", tmp_path)
+    assert where == str(tmp_path)
+
+
+def test_a_picture_without_the_font_says_so(terminal: Terminal, tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png"])
+    path = write_lines(tmp_path / "d.jsonl", line("a.png", box("x \ue000", 1, 2, 3, 4)))
+    ended = terminal.data("preview", path, "--out", tmp_path / "out")
+    assert ended.code == 0
+    assert "no font here holds \ue000" in ended.err
