@@ -58,7 +58,7 @@ def test_no_assignment_is_cheaper(cost: Matrix, fp_cost: float, fn_cost: float) 
 
 
 @pytest.mark.req("MATCH-02")
-@given(matrices(largest=9), PRICES, PRICES)
+@given(matrices(largest=6), PRICES, PRICES)
 def test_the_cost_is_that_of_the_square_matrix_with_dummies(
     cost: Matrix, fp_cost: float, fn_cost: float
 ) -> None:
@@ -73,7 +73,7 @@ def test_the_cost_is_that_of_the_square_matrix_with_dummies(
 
 
 @pytest.mark.req("MATCH-02")
-@given(matrices(largest=7), PRICES, PRICES, st.integers(0, 2**32 - 1))
+@given(matrices(largest=6), PRICES, PRICES, st.integers(0, 2**32 - 1))
 def test_the_order_of_the_objects_does_not_change_the_cost(
     cost: Matrix, fp_cost: float, fn_cost: float, seed: int
 ) -> None:
@@ -85,7 +85,7 @@ def test_the_order_of_the_objects_does_not_change_the_cost(
 
 
 @pytest.mark.req("MATCH-02")
-@given(matrices(largest=7), PRICES, PRICES)
+@given(matrices(largest=6), PRICES, PRICES)
 def test_predictions_and_truths_may_change_sides(
     cost: Matrix, fp_cost: float, fn_cost: float
 ) -> None:
