@@ -14,7 +14,7 @@ from typing import NamedTuple
 from PIL import Image, ImageDraw, ImageFont
 
 from learner.coords import decode_bin
-from learner.data.fonts import drawable
+from learner.data.fonts import Drawable, shortened
 from learner.data.shapes import bounding_box
 from learner.types import GroundTruthObject, Sample
 
@@ -35,8 +35,12 @@ PALETTE = {
 _FONT_SIZE = 20
 _LINE = 3
 _HALO = 2
+# From the middle of an outline to a label beside it.
+_GAP = 3
 _PAD = 4
 _LONGEST = 40
+# How many other outlines an object's own is worth.
+_OWN = 4
 
 
 class Label(NamedTuple):
@@ -66,9 +70,11 @@ def draw(sample: Sample, image: Image.Image) -> Image.Image:
 
 def place_labels(objects: Sequence[GroundTruthObject], size: tuple[int, int]) -> list[Label]:
     """A label for each object of a picture, numbered from 1."""
+    outlines = [_frame(item, size) for item in objects]
     labels: list[Label] = []
     for number, item in enumerate(objects, start=1):
-        labels.append(_place(number, item, size, [label.box for label in labels]))
+        taken = _Taken(outlines, number - 1, [label.box for label in labels])
+        labels.append(_place(number, item, size, taken))
     return labels
 
 
@@ -103,17 +109,54 @@ def _at(x: int, y: int, size: tuple[int, int]) -> tuple[float, float]:
     return decode_bin(x) * (size[0] - 1), decode_bin(y) * (size[1] - 1)
 
 
-def _place(
-    number: int, item: GroundTruthObject, size: tuple[int, int], taken: Sequence[Box]
-) -> Label:
-    """The label of an object, where it hides the least of those placed before."""
-    desc = item.desc if len(item.desc) <= _LONGEST else f"{item.desc[: _LONGEST - 1]}…"
-    text, font, _ = drawable(f"{number} {desc}")
-    left, top, right, bottom = _font(font).getbbox(text)
-    width, height = right - left + 2 * _PAD, bottom - top + 2 * _PAD
+class _Taken(NamedTuple):
+    """What a label should not hide.
+
+    outlines: of all objects, that at `own` among them, each as the bands along its sides.
+    plates: of the labels placed before.
+    """
+
+    outlines: Sequence[Sequence[Box]]
+    own: int
+    plates: Sequence[Box]
+
+    def hidden_by(self, plate: Box) -> float:
+        """Sum of the shares that are hidden; its own outline counts for several."""
+        hidden = sum(_share(plate, bands) for bands in self.outlines)
+        hidden += (_OWN - 1) * _share(plate, self.outlines[self.own])
+        return hidden + sum(_share(plate, [other]) for other in self.plates)
+
+
+def _frame(item: GroundTruthObject, size: tuple[int, int]) -> list[Box]:
+    """The sides of an object's bounding box as they are drawn."""
+    x1, y1, x2, y2 = bounding_box(item.shape)
+    (left, top), (right, bottom) = _at(x1, y1, size), _at(x2, y2, size)
+    half = _LINE / 2
+    return [
+        (left - half, top - half, right + half, top + half),
+        (left - half, bottom - half, right + half, bottom + half),
+        (left - half, top - half, left + half, bottom + half),
+        (right - half, top - half, right + half, bottom + half),
+    ]
+
+
+def _place(number: int, item: GroundTruthObject, size: tuple[int, int], taken: _Taken) -> Label:
+    """The label of an object, where it hides the least."""
+
+    def fits(drawn: Drawable) -> bool:
+        width = _text_size(drawn)[0] + 2 * _PAD
+        return len(drawn.text) <= _LONGEST and width < size[0]
+
+    text, font, _ = drawn = shortened(f"{number} {item.desc}", fits, keep=len(str(number)))
+    width, height = (side + 2 * _PAD for side in _text_size(drawn))
     plates = [_inside(*corner, width, height, size) for corner in _spots(item, size, width, height)]
-    hidden = [sum(_overlap(plate, other) for other in taken) for plate in plates]
+    hidden = [taken.hidden_by(plate) for plate in plates]
     return Label(text, font, plates[hidden.index(min(hidden))])
+
+
+def _text_size(drawn: Drawable) -> tuple[float, float]:
+    left, top, right, bottom = _font(drawn.font).getbbox(drawn.text)
+    return right - left, bottom - top
 
 
 def _spots(
@@ -122,11 +165,14 @@ def _spots(
     """Upper left corners a label of this size may have, the best first."""
     x1, y1, x2, y2 = bounding_box(item.shape)
     (left, top), (right, bottom) = _at(x1, y1, size), _at(x2, y2, size)
+    above, below = top - height - _GAP, bottom + _GAP
     for x in (left, right - width):
-        yield from ((x, y) for y in (top - height, bottom, top, bottom - height))
-    yield from ((x, y) for x in (right, left - width) for y in (top, bottom - height))
-    yield from ((left, top - step * height) for step in (2, 3))
-    yield from ((left, bottom + step * height) for step in (1, 2))
+        yield from ((x, y) for y in (above, below))
+        yield from ((x, y) for y in (top + _GAP, bottom - height - _GAP))
+    beside = (right + _GAP, left - width - _GAP)
+    yield from ((x, y) for x in beside for y in (top, bottom - height))
+    yield from ((left, above - step * height) for step in (1, 2))
+    yield from ((left, below + step * height) for step in (1, 2))
 
 
 def _inside(x: float, y: float, width: float, height: float, size: tuple[int, int]) -> Box:
@@ -136,11 +182,18 @@ def _inside(x: float, y: float, width: float, height: float, size: tuple[int, in
     return x, y, x + width, y + height
 
 
-def _overlap(a: Box, b: Box) -> float:
-    """Area that two plates share."""
-    width = min(a[2], b[2]) - max(a[0], b[0])
-    height = min(a[3], b[3]) - max(a[1], b[1])
-    return max(width, 0) * max(height, 0)
+def _share(plate: Box, parts: Sequence[Box]) -> float:
+    """How much of the area of the parts is under the plate, 0 to 1."""
+    hidden = sum(_area(_common(plate, part)) for part in parts)
+    return hidden / sum(_area(part) for part in parts)
+
+
+def _common(a: Box, b: Box) -> Box:
+    return max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
+
+
+def _area(box: Box) -> float:
+    return max(box[2] - box[0], 0) * max(box[3] - box[1], 0)
 
 
 def _write(canvas: ImageDraw.ImageDraw, label: Label, colour: str) -> None:

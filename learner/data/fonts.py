@@ -6,7 +6,8 @@ nothing is drawn as an empty box.
 """
 
 import unicodedata
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,22 @@ def drawable(text: str) -> Drawable:
     missing = frozenset(needed - _characters(default))
     spelt = (_spelt(c) if c in missing else c for c in text if c in needed)
     return Drawable("".join(spelt), default, missing)
+
+
+def shortened(text: str, fits: Callable[[Drawable], bool], keep: int = 0) -> Drawable:
+    """The text, or as much of its beginning as fits with an ellipsis, `keep` characters at least.
+
+    What is judged is drawn: a character that is spelt takes its ten.
+    """
+    whole = drawable(text)
+    if fits(whole):
+        return whole
+
+    def cut(length: int) -> Drawable:
+        return drawable(f"{text[:length].rstrip()}…")
+
+    too_long = bisect_left(range(len(text)), True, keep + 1, key=lambda n: not fits(cut(n)))
+    return cut(too_long - 1)
 
 
 def _invisible(character: str) -> bool:

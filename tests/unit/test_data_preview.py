@@ -105,6 +105,33 @@ def test_labels_stay_in_the_picture(corner: tuple[int, int, int, int]) -> None:
     assert 0 <= y1 < y2 <= 720
 
 
+@pytest.mark.parametrize(
+    "coords", [(10, 2, 60, 20), (0, 0, 8, 8), (980, 985, 999, 999), (300, 400, 310, 410)]
+)
+def test_a_small_object_is_not_hidden_by_its_own_label(coords: tuple[int, ...]) -> None:
+    x1, y1, x2, y2 = coords
+    picture = drawn(cat(*coords, desc="a small cat"))
+    across, down = (x1 + x2) // 2, (y1 + y2) // 2
+    for x, y in ((x1, down), (x2, down), (across, y1), (across, y2)):
+        assert is_outlined(picture, x, y, "a small cat")
+
+
+def test_a_label_leaves_the_small_objects_beside_it_to_be_seen() -> None:
+    picture = drawn(cat(400, 370, 410, 385), cat(400, 400, 600, 600))
+    for x, y in ((400, 370), (410, 370), (400, 385), (410, 385)):
+        assert is_outlined(picture, x, y)
+
+
+def test_a_label_is_cut_to_the_width_of_the_picture() -> None:
+    long = cat(100, 100, 900, 900, desc="a very long description of something")
+    (label,) = place_labels([long], (200, 1000))
+    assert label.text.startswith("1 a very long")
+    assert label.text.endswith("…")
+    assert 0 <= label.box[0] < label.box[2] < 200
+    (number,) = place_labels([long], (12, 960))
+    assert number.text == "1…"
+
+
 def test_labels_number_the_objects_as_they_are_listed() -> None:
     labels = place_labels([cat(0, 0, 9, 9), cat(500, 500, 600, 600, desc="dog")], (960, 720))
     assert [label.text for label in labels] == ["1 cat", "2 dog"]
