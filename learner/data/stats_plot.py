@@ -5,18 +5,21 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from learner.data.fonts import drawable
+from learner.data.fonts import Drawable, shortened
 from learner.data.stats import COCO_SIDES, DataStats, FloatArray
 
 _BARS = "#0072B2"
 _LIGHT = "#9ccbe8"
 _LIMIT = "#D55E00"
+# Blues without the lightest: one object is to be seen on white.
+_SHADES = ListedColormap(colormaps["Blues"](np.linspace(0.3, 1, 256)))
 _LISTED = 12
 _LONGEST_NAME = 24
 _BINS = 40
@@ -70,7 +73,7 @@ def _descriptions(panel: Axes, stats: DataStats) -> None:
     shown = f", the {_LISTED} most frequent" if len(stats.descriptions) > _LISTED else ""
     panel.set(title=f"{len(stats.descriptions)} descriptions{shown}", xlabel="objects")
     panel.barh(range(len(listed)), [count for _, count in listed], color=_BARS)
-    texts = [drawable(_short(name)) for name, _ in listed]
+    texts = [short_name(name) for name, _ in listed]
     panel.set_yticks(range(len(listed)), [text.text for text in texts])
     for label, text in zip(panel.get_yticklabels(), texts, strict=True):
         label.set_fontproperties(FontProperties(fname=text.font, size=9))
@@ -80,8 +83,9 @@ def _descriptions(panel: Axes, stats: DataStats) -> None:
     panel.xaxis.set_major_locator(_whole())
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+def short_name(name: str) -> Drawable:
+    """A description as the picture has it, cut after what no font holds is spelt."""
+    return shortened(name, lambda drawn: len(drawn.text) <= _LONGEST_NAME)
 
 
 def _sizes(panel: Axes, stats: DataStats) -> None:
@@ -105,7 +109,7 @@ def _centres(panel: Axes, stats: DataStats) -> None:
         stats.centres[:, 1],
         bins=20,
         range=[[0, 1], [0, 1]],
-        cmap="Blues",
+        cmap=_SHADES,
         cmin=1,
     )
     panel.invert_yaxis()
@@ -142,6 +146,7 @@ def _tokens(panel: Axes, stats: DataStats) -> None:
             panel.axvline(
                 tokens.limits.pack, color=_LIMIT, linestyle="--", label="global_max_length"
             )
+    panel.yaxis.set_major_locator(_whole())
     panel.legend(edgecolor="none", framealpha=0.9)
 
 
@@ -152,7 +157,10 @@ def _log_histogram(panel: Axes, values: FloatArray) -> None:
     low, high = values.min() * 0.95, values.max() * 1.05
     panel.hist(values, np.geomspace(low, high, _BINS).tolist(), color=_BARS)
     panel.set_xscale("log")
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_major_locator(_whole())
 
 
 def _whole() -> MaxNLocator:

@@ -11,7 +11,7 @@ from rich.console import Console
 from learner.data.jsonl import read_samples
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.data.stats import DataStats, collect
-from learner.data.stats_plot import stats_png
+from learner.data.stats_plot import short_name, stats_png
 from learner.data.stats_tables import stats_tables
 from learner.data.toy import ToyData
 from learner.serialize import serialize_objects
@@ -146,6 +146,12 @@ def test_names_in_the_picture_are_no_markup_and_no_tofu(tmp_path: Path) -> None:
     objects = [box(name, 10, 10, 500, 500) for name in names]
     path = write_lines(tmp_path / "d.jsonl", line("a.png", *objects))
     assert_picture(stats_png(collect(read_samples(path, allow_poly=False), None), "$x_{$"))
+
+
+def test_a_long_description_is_cut_after_it_is_spelt() -> None:
+    assert short_name("a" * 24).text == "a" * 24
+    assert short_name("a" * 25).text == "a" * 23 + "…"
+    assert short_name("\U000f0000" * 9).text == "\\U000f0000\\U000f0000…"
 
 
 def assert_picture(png: bytes) -> None:
