@@ -26,6 +26,8 @@ def read_yaml(path: Path, option: str) -> dict[str, Any]:
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ContractError(option, f"{path} is not YAML ({error})", "Correct it") from None
+    except RecursionError:
+        raise ContractError(option, f"{path} is nested too deep", "Write fewer levels") from None
     if not isinstance(content, dict):
         raise ContractError(option, f"{path} holds no mapping", "Write `key: value` lines")
     return content

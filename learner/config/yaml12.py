@@ -19,6 +19,8 @@ from shared_contracts.yaml12 import know_core_scalars, use_core_schema
 # From the root of a document to a value in it: keys and list indices.
 Steps = tuple[str | int, ...]
 
+# What pydantic and PyYAML can write again without running out of stack.
+_MOST_LEVELS = 100
 _WIDTH = 88
 _COMMENT_COLUMN = 60
 
@@ -98,13 +100,18 @@ def read_document(path: Path) -> Document:
         loader = _Loader(text)
         root = loader.get_single_node()
         value = None if root is None else loader.construct_document(root)
+        lines = dict(_lines(root))
     except yaml.YAMLError as error:
         raise _bad_yaml(path, error) from error
+    except RecursionError:
+        raise _too_deep(path) from None
     if not isinstance(value, dict):
         raise ContractError(
             str(path), "does not hold a mapping", "Start it with sections such as `model:`"
         )
-    return Document(value, dict(_lines(root)))
+    if any(len(steps) > _MOST_LEVELS for steps in lines):
+        raise _too_deep(path)
+    return Document(value, lines)
 
 
 def _children(node: yaml.Node | None) -> Iterator[tuple[str | int, int, yaml.Node]]:
@@ -130,6 +137,12 @@ def _bad_yaml(path: Path, error: yaml.YAMLError) -> ContractError:
     assert isinstance(error, yaml.MarkedYAMLError)
     where = f"{path}:{mark.line + 1}:{mark.column + 1}"
     return ContractError(where, error.problem or "is not YAML", "Correct this line")
+
+
+def _too_deep(path: Path) -> ContractError:
+    return ContractError(
+        str(path), "is nested too deep", f"Write it with at most {_MOST_LEVELS} levels"
+    )
 
 
 def dump_mapping(mapping: dict[str, Any]) -> str:

@@ -37,6 +37,13 @@ def test_options_win_over_the_file_and_defaults_fill_the_rest(tmp_path: Path) ->
     assert (settings.host, settings.seed, settings.transport) == ("127.0.0.1", 0, "gloo")
 
 
+def test_a_file_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(f"model: {'[' * 3000}{']' * 3000}\n")
+    with pytest.raises(ContractError, match="nested too deep"):
+        load_settings(file, {})
+
+
 @pytest.mark.req("SRV-01")
 def test_every_setting_is_an_option() -> None:
     from typer.main import get_command

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.config import dump_mapping, load_mapping, merge
+from learner.config import dump_mapping, load_config, load_mapping, merge
+from learner.config.show import show_config
 from learner.config.yaml12 import read_mapping
 from shared_contracts.errors import ContractError
+
+WARMUP = Path(__file__).parents[2] / "configs/demo/warmup.yaml"
 
 
 def written(path: Path, text: str) -> Path:
@@ -74,6 +77,25 @@ def test_bad_yaml_names_the_file_and_the_line(
     error = error_of(path)
     assert error.where.startswith(f"{path}:{line}:")
     assert word in error.found
+
+
+@pytest.mark.parametrize("depth", [101, 300, 3000])
+@pytest.mark.parametrize(("opening", "closing"), [("{a: ", "}"), ("[", "]")])
+def test_yaml_that_is_nested_too_deep_is_a_plain_error(
+    tmp_path: Path, opening: str, closing: str, depth: int
+) -> None:
+    text = f"custom: {opening * depth}1{closing * depth}\n"
+    path = written(tmp_path / "deep.yaml", text)
+    error = error_of(path)
+    assert (error.where, error.found) == (str(path), "is nested too deep")
+    assert error.do == "Write it with at most 100 levels"
+
+
+def test_a_hundred_levels_are_read_and_shown(tmp_path: Path) -> None:
+    extra = "{a: " * 98 + "1" + "}" * 98
+    path = written(tmp_path / "run.yaml", f"extends: {WARMUP}\ncustom:\n  extra: {extra}\n")
+    again = written(tmp_path / "shown.yaml", show_config(path))
+    assert load_config(again) == load_config(path)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n- b\n", "word\n"])
