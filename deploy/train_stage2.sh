@@ -19,9 +19,10 @@ assignments=$(learner preflight --config "$1") || stop "learner preflight failed
 eval "$assignments" || stop "learner preflight printed no shell assignments"
 
 ROLLOUT_CONTRACT_JSON="${ROLLOUT_CONTRACT_JSON-}" \
-ROLLOUT_SERVER_TIMEOUT_S="${ROLLOUT_SERVER_TIMEOUT_S:-60}" \
+ROLLOUT_SERVER_TIMEOUT_S="${ROLLOUT_SERVER_TIMEOUT_S-}" \
 python3 - <<'PYTHON'
 import json
+import math
 import os
 import sys
 import time
@@ -30,6 +31,8 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
 KEYS = ("rollout_backend", "vllm_mode", "server_base_urls")
+# rollout_backend and the vllm_mode it may have
+KNOWN = (("vllm", "server"), ("vllm", "colocate"), ("hf", None))
 # Answers of a server that waits for a push of weights, which is what training starts with.
 PUSH_NEEDED = ("urn:rollmatch:push-needed", "urn:rollmatch:weights-poisoned")
 
@@ -59,16 +62,21 @@ def read_contract(text):
         stop(f"vllm_mode is {mode!r}, not a string or null")
     if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
         stop(f"server_base_urls is {urls!r}, not a list of strings")
-    if (backend, mode) == ("vllm", "server") and not urls:
+    if (backend, mode) not in KNOWN:
+        stop(f"rollout_backend {backend!r} with vllm_mode {mode!r} is not known")
+    if mode == "server" and not urls:
         stop("vllm_mode is server, and server_base_urls is empty")
     return backend, mode, urls
 
 
 def seconds(text):
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        stop(f"ROLLOUT_SERVER_TIMEOUT_S is {text!r}, not a number")
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        stop(f"ROLLOUT_SERVER_TIMEOUT_S is {text!r}, not a finite positive number")
+    return number
 
 
 def fault(url):
@@ -84,14 +92,18 @@ def fault(url):
 
 
 def wait_for(url, deadline):
+    told = False
     while (found := fault(url)) is not None:
+        if not told:
+            print(f"train_stage2.sh: waiting for {url}", file=sys.stderr, flush=True)
+            told = True
         if time.monotonic() > deadline:
             stop(f"{url}/health/ gives no good answer ({found}): start it, or correct its base_url")
         time.sleep(0.5)
 
 
 backend, mode, urls = read_contract(os.environ["ROLLOUT_CONTRACT_JSON"])
-if (backend, mode) == ("vllm", "server"):
+if mode == "server":
     deadline = time.monotonic() + seconds(os.environ["ROLLOUT_SERVER_TIMEOUT_S"])
     for url in urls:
         wait_for(url, deadline)

@@ -23,6 +23,12 @@ SCRIPT = ROOT / "deploy" / "train_stage2.sh"
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 PROD = ROOT / "configs/stage2_two_channel/prod/default.yaml"
 WARMUP = load_mapping(ROOT / "configs/demo/warmup.yaml")
+# Nothing listens there.
+AWAY = {
+    "rollout_backend": "vllm",
+    "vllm_mode": "server",
+    "server_base_urls": ["http://127.0.0.1:9"],
+}
 GOOD: dict[str, Any] = {"rollout_backend": "hf", "vllm_mode": None, "server_base_urls": []}
 
 
@@ -222,6 +228,20 @@ def test_a_good_contract_starts_training_with_the_config(tmp_path: Path) -> None
         (assigning(good(server_base_urls="http://a:1") + "\n"), "not a list of strings"),
         (assigning(good(server_base_urls=[1]) + "\n"), "not a list of strings"),
         (assigning(good(rollout_backend="vllm", vllm_mode="server") + "\n"), "is empty"),
+        (assigning(good(rollout_backend="vllm") + "\n"), "'vllm' with vllm_mode None"),
+        (assigning(good(vllm_mode="colocate") + "\n"), "'hf' with vllm_mode 'colocate'"),
+        (assigning(good(rollout_backend="a", vllm_mode="b") + "\n"), "'a' with vllm_mode 'b'"),
+        (assigning(good(**AWAY) + "\n"), "ROLLOUT_SERVER_TIMEOUT_S is ''"),
+        *(
+            (
+                printing(
+                    f"ROLLOUT_CONTRACT_JSON={shlex.quote(good(**AWAY) + chr(10))}\n"
+                    f"ROLLOUT_SERVER_TIMEOUT_S={seconds}\n"
+                ),
+                f"ROLLOUT_SERVER_TIMEOUT_S is '{seconds}', not a finite positive number",
+            )
+            for seconds in ("nan", "inf", "0", "-1", "soon")
+        ),
     ],
 )
 def test_launcher_preflight_fails_on_invalid_normalization_json_contract(
@@ -266,11 +286,12 @@ def test_training_starts_once_every_server_is_healthy(tmp_path: Path) -> None:
 def test_a_server_that_is_not_healthy_in_time_stops_the_launch(tmp_path: Path) -> None:
     with scripted_server() as one, scripted_server() as other:
         other.routes["GET /health/"] = lambda _: problem("not-ready", "starting", "replicas")
-        config = with_servers(one.base_url, other.base_url, timeout_s=0.5)
+        config = with_servers(one.base_url, other.base_url, timeout_s=1.2)
         done = launch(tmp_path, real_preflight(tmp_path, config))
     assert done.code != 0
     assert f"{other.base_url}/health/" in done.stderr
     assert "starting" in done.stderr
+    assert done.stderr.count(f"waiting for {other.base_url}\n") == 1
     assert done.trained == []
 
 
