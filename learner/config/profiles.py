@@ -1,7 +1,8 @@
 """Canonical profiles say for themselves what they vary (CFG-04).
 
 `configs/VARIANT/{prod,smoke}/*.yaml` extend exactly `../base.yaml`, which extends nothing, and
-state the fields below themselves, whatever the base says.
+state the fields below themselves, whatever the base says. Null states nothing where it means
+that the value is derived from another key.
 """
 
 import os
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from learner.config.training import NULL_MEANS_DERIVED
 from shared_contracts.errors import ContractError
 
 LEAF_FOLDERS = ("prod", "smoke")
@@ -31,6 +33,8 @@ EXPLICIT_LEAF_FIELDS = (
     "stage2_ab.n_softctx_iter",
 )
 
+
+_NULL_STATES_NOTHING = tuple(f"training.{key}" for key in NULL_MEANS_DERIVED)
 
 # By variant; only stage2_two_channel has a section stage2_ab.
 LEAF_FIELDS = {
@@ -72,7 +76,7 @@ def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractErr
             yield ContractError(
                 field,
                 f"the canonical profile does not state it itself ({shown})",
-                f"State it in {chain[0]}",
+                f"State it in {chain[0]}{_not_as_null(field)}",
             )
 
 
@@ -82,4 +86,8 @@ def _states(mapping: dict[str, Any], field: str) -> bool:
         if not isinstance(here, dict) or key not in here:
             return False
         here = here[key]
-    return True
+    return here is not None or field not in _NULL_STATES_NOTHING
+
+
+def _not_as_null(field: str) -> str:
+    return ", and not as null" if field in _NULL_STATES_NOTHING else ""

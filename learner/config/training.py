@@ -22,7 +22,8 @@ SchedulerName = Literal[
 ]
 Strategy = Literal["no", "steps"]
 
-_NULL_MEANS_DERIVED = ("logging_dir", "vit_lr", "aligner_lr")
+# Keys of `training` where null is the same as leaving them out.
+NULL_MEANS_DERIVED = ("logging_dir", "vit_lr", "aligner_lr")
 
 
 class TrainingConfig(StrictModel):
@@ -103,7 +104,7 @@ class TrainingConfig(StrictModel):
     def _null_means_derived(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {k: v for k, v in data.items() if v is not None or k not in _NULL_MEANS_DERIVED}
+        return {k: v for k, v in data.items() if v is not None or k not in NULL_MEANS_DERIVED}
 
     @field_validator("run_name")
     @classmethod

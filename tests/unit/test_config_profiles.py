@@ -67,6 +67,15 @@ def test_a_leaf_states_each_high_signal_field_itself(profiles: Path, folder: str
 
 
 @pytest.mark.req("CFG-04")
+@pytest.mark.parametrize("key", ["logging_dir", "vit_lr", "aligner_lr"])
+def test_null_states_nothing_where_it_means_derived(profiles: Path, key: str) -> None:
+    path = profiles / "prod" / "default.yaml"
+    leaf = merge(read_mapping(path), {"training": {key: None}})
+    (error,) = faults_of(written(path, dump_mapping(leaf)))
+    assert (error.where, "null" in error.do) == (f"training.{key}", True)
+
+
+@pytest.mark.req("CFG-04")
 def test_all_missing_leaf_fields_are_told_at_once(profiles: Path) -> None:
     path = written(profiles / "prod" / "bare.yaml", "extends: ../base.yaml\n")
     assert tuple(error.where for error in faults_of(path)) == LEAF_FIELDS[profiles.name]
