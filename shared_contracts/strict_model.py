@@ -2,11 +2,13 @@
 
 StrictModel        frozen, unknown keys forbidden, no silent conversion of types
 Refusal            raised by a validator: what was found and what to do
+unknown_key        a path that a model does not have -> what to do about it
 contract_errors    a pydantic ValidationError -> one ContractError per fault
 """
 
 import difflib
 import json
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from shared_contracts.errors import ContractError
 _FEW = 2
 # Likeness, of 1, from which a name is taken for a misspelt key of another section.
 _SURELY = 0.8
+_INDEX = re.compile(r"\[\d+\]")
 
 
 class StrictModel(BaseModel):
@@ -177,7 +180,7 @@ def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
     context = item.get("ctx", {})
     match item["type"]:
         case "extra_forbidden":
-            return _unknown_key(spot, homes)
+            return _unknown_key(spot, str(item["loc"][-1]), homes)
         case "missing":
             return ContractError(spot.path, "this key is required and missing", _set_it(spot))
         case "union_tag_not_found":
@@ -212,9 +215,18 @@ def _set_it(spot: _Spot) -> str:
     return f"Set it: {spot.description}" if spot.description else "Set it"
 
 
-def _unknown_key(spot: _Spot, homes: _Homes) -> ContractError:
+def unknown_key(model: type[BaseModel], path: str, at: str) -> ContractError | None:
+    """The fault of a path, without list indices, below `at`; None where `model` has it."""
+    keys = tuple(path.removeprefix(at).strip(".").split("."))
+    spot = _locate(model, keys if path != at else (), at)
+    if spot.annotation is not None:
+        return None
+    return _unknown_key(spot, spot.path.rpartition(".")[2], _homes(model, at))
+
+
+def _unknown_key(spot: _Spot, key: str, homes: _Homes) -> ContractError:
+    """key: the last of the path; a dotted one is a key that was written with dots."""
     assert spot.owner is not None
-    key = spot.path.rpartition(".")[2]
     for member in spot.union:
         if key in member.model_fields:
             return ContractError(
@@ -222,9 +234,17 @@ def _unknown_key(spot: _Spot, homes: _Homes) -> ContractError:
                 f"this key belongs to '{tag_of(member).value}' only",
                 f"Remove it from '{tag_of(spot.owner).value}'",
             )
-    return ContractError(
-        spot.path, "unknown key", _advice(key, list(spot.owner.model_fields), homes)
-    )
+    do = _undotted(spot.path, key, homes) or _advice(key, list(spot.owner.model_fields), homes)
+    return ContractError(spot.path, "unknown key", do)
+
+
+def _undotted(path: str, key: str, homes: _Homes) -> str:
+    """How to write a key such as `a.b` where there is a section `a` with `b`."""
+    *sections, last = key.split(".")
+    if not sections or _INDEX.sub("[]", path) not in homes.get(last, []):
+        return ""
+    nested = f"{': {'.join([*sections, last])}: ...{'}' * len(sections)}"
+    return f"Write it without dots, one section inside another: {nested}"
 
 
 def _advice(key: str, known: list[str], homes: _Homes) -> str:

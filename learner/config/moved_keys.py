@@ -7,8 +7,9 @@ any other key of a section. Nothing here is a default or an alias: a hit is alwa
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from learner.config.rollout_matching import RolloutMatchingConfig
 from shared_contracts.errors import ContractError
-from shared_contracts.strict_model import joined, shown
+from shared_contracts.strict_model import joined, shown, unknown_key
 
 Verdict = Literal["removed", "moved", "not served yet"]
 
@@ -168,6 +169,9 @@ def _relocated(value: Any, where: str, new: str) -> Iterator[ContractError]:
     elif isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _relocated(item, joined(where, key), joined(new, key))
+    elif unknown := unknown_key(RolloutMatchingConfig, new, "rollout_matching"):
+        found = f"this section has moved, and there is no {unknown.where}"
+        yield ContractError(where, found, unknown.do)
     else:
         yield _error(where, "this key", Retired("moved", f"Use {new}"))
 

@@ -92,6 +92,23 @@ def test_a_key_removed_from_the_old_rollout_section_names_no_new_path(key: str) 
     assert refused(f"{OLD_ROLLOUT}.{key}", 3).do.startswith("Remove it")
 
 
+@pytest.mark.req("RES-01", "CFG-02")
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("temprature", "rollout_matching.decoding.temperature"),
+        ("decode_batch_siz", "'decode_batch_size'"),
+        ("vllm.server.timeout", "'timeout_s'"),
+    ],
+)
+def test_a_misspelt_key_of_the_old_rollout_section_names_no_path_that_is_not_there(
+    key: str, near: str
+) -> None:
+    error = refused(f"{OLD_ROLLOUT}.{key}", 3)
+    assert error.found == f"this section has moved, and there is no rollout_matching.{key}"
+    assert error.do.startswith(f"The nearest known key is {near}")
+
+
 @pytest.mark.req("RES-01")
 def test_every_key_of_the_old_rollout_section_is_told_at_once() -> None:
     old = {"decode_batch_size": 1, "vllm": {"mode": "server", "sync": {"mode": "full"}}}
