@@ -1,5 +1,6 @@
 """Write docs/config.md from the schema; with --check, fail when the file is out of date."""
 
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ instead (`learner/config/moved_keys.py`). All faults of a file are reported at o
 - `learner config show --config FILE` prints every key with its effective value and, beside it,
   where that comes from: the `file:line` that decides it, `default`, or `derived` from another
   key. `--all-origins` also names the lines that were overridden.
-- `learner config check --config FILE ...` tells every fault of every file: its path, what was
+- `learner config check FILE ...` tells every fault of every file: its path, what was
   found and in which line, and what to do. The exit code is 2 if there is any.
 - `learner config schema --out FILE` writes the JSON Schema that editors complete and check by;
   this version's is `configs/schema.json`.
@@ -144,7 +145,9 @@ def _default(field: FieldInfo) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--check"]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    if parser.parse_args().check:
         if PAGE.read_text(encoding="utf-8") != page():
             sys.exit(f"{PAGE} is out of date: run scripts/config_reference.py")
     else:

@@ -55,8 +55,9 @@ class CoordRegConfig(StrictModel):
 
 
 class _Module(StrictModel):
-    """What every entry of a pipeline states besides its name and config."""
+    """What every entry of a pipeline states besides its config; each module narrows the name."""
 
+    name: str
     enabled: bool = Field(description="false: the module is left out")
     weight: Weight = Field(description="of the module's loss in the total")
     channels: Annotated[tuple[Channel, ...], Field(strict=False)] = Field(

@@ -12,6 +12,8 @@ from shared_contracts.strict_model import Refusal, StrictModel, shown
 
 # A float keeps every decimal of up to 15 digits apart from every other (C's DBL_DIG).
 _FLOAT_DIGITS = 15
+# More than any share needs; exact arithmetic takes memory by the place.
+_MOST_PLACES = 30
 
 
 def _absolute(value: Any) -> Path:
@@ -32,11 +34,25 @@ def _decimal(value: Any) -> Decimal:
             f"{value!r} has more digits than a YAML number keeps",
             f"Write it with at most {_FLOAT_DIGITS} digits, or in quotes",
         )
+    if number.is_finite() and _places(number) > _MOST_PLACES:
+        raise Refusal(
+            f"{shown(value)} has more than {_MOST_PLACES} places", "Write a decimal such as 0.5"
+        )
     return number
 
 
+def _places(number: Decimal) -> int:
+    """Digits on the longer side of the decimal point."""
+    exponent = number.as_tuple().exponent
+    assert isinstance(exponent, int), "finite"
+    return max(-exponent, number.adjusted())
+
+
 def _plain(number: Decimal) -> float | str:
-    return float(number) if len(number.as_tuple().digits) <= _FLOAT_DIGITS else str(number)
+    """A float where it is read back as this decimal, else text."""
+    near = Decimal(repr(float(number)))
+    exact = near == number and len(near.as_tuple().digits) <= _FLOAT_DIGITS
+    return float(number) if exact else str(number)
 
 
 # Relative paths start at the current working directory.

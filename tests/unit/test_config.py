@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config import Config, merge, parse_config
+from learner.config.stage2_ab import ScheduleConfig
 from shared_contracts import rollout_config
 from shared_contracts.errors import ContractError
 from tests.unit.config_faults import WARMUP, changed, errors_of, only_error, without
@@ -498,6 +499,21 @@ def test_a_b_ratio_a_float_cannot_hold_is_written_in_quotes() -> None:
     assert config.b_ratio == Decimal("0.3333333333333333333333")
 
 
+@pytest.mark.parametrize("value", ["1e-99999999", "0e-99999999", "1e-31", 1e-300, "1e99999999"])
+def test_a_b_ratio_is_written_in_few_places(value: str | float) -> None:
+    where = "stage2_ab.schedule.b_ratio"
+    error = only_error(changed(where, value))
+    assert (error.where, "30 places" in error.found) == (where, True)
+
+
+@given(st.integers(0, 10**30), st.integers(0, 30), st.integers(0, 5))
+def test_a_b_ratio_is_dumped_as_it_was_written(digits: int, places: int, zeros: int) -> None:
+    share = Decimal(f"{min(digits, 10**places)}E-{places}")
+    text = f"{share:f}{'0' * min(zeros, 30 - places) if places else ''}"
+    dumped = ScheduleConfig.model_validate({"b_ratio": text}).model_dump()
+    assert ScheduleConfig.model_validate(dumped).b_ratio == share
+
+
 @pytest.mark.parametrize("value", [-0.1, 1.1, "half", True, None, float("nan"), [0.5]])
 def test_b_ratio_is_a_number_from_0_to_1(value: Any) -> None:
     assert only_error(changed("stage2_ab.schedule.b_ratio", value)).where.endswith("b_ratio")
@@ -533,3 +549,12 @@ def test_the_reference_page_is_up_to_date() -> None:
     script = ROOT / "scripts/config_reference.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("word", "code"), [("--help", 0), ("--chekc", 2), ("more", 2)])
+def test_the_reference_page_is_written_on_request_alone(word: str, code: int) -> None:
+    script, page = ROOT / "scripts/config_reference.py", ROOT / "docs/config.md"
+    before = page.stat().st_mtime_ns
+    done = subprocess.run([sys.executable, script, word], capture_output=True, text=True)
+    assert (done.returncode, page.stat().st_mtime_ns) == (code, before)
+    assert "usage:" in done.stdout + done.stderr
