@@ -49,11 +49,10 @@ def _print_coloured(console: "Console", text: str) -> None:
 
 @config_app.command()
 def check(
-    config: Annotated[list[Path], typer.Option(help="Training YAML; may be given again.")],
-    more: Annotated[list[Path] | None, typer.Argument(help="More of them.")] = None,
+    files: Annotated[list[Path], typer.Argument(help="Training YAMLs.")],
 ) -> None:
     """Name everything that is wrong with training YAMLs, at once."""
-    verdicts = [_check(path) for path in [*config, *(more or [])]]
+    verdicts = [_check(path) for path in files]
     if not all(verdicts):
         raise typer.Exit(BAD_INPUT)
 
@@ -88,4 +87,18 @@ def schema(
     if out is None:
         typer.echo(schema_text(), nl=False)
         return
-    out.write_text(schema_text(), encoding="utf-8")
+    _write(out, schema_text())
+
+
+def _write(out: Path, text: str) -> None:
+    """Replace the file of `--out` whole."""
+    from learner.publish import publish_text
+
+    do = "Name a file in a folder that exists and may be written"
+    if out.is_dir():
+        raise ContractError("--out", f"{out} is a folder", do)
+    try:
+        publish_text(out, text)
+    except OSError as error:
+        found = f"{out} cannot be written ({error.strerror})"
+        raise ContractError("--out", found, do) from error

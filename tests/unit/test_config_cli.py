@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
@@ -188,6 +189,17 @@ def test_comments_change_no_value(
     assert read_mapping(path) == mapping
 
 
+@pytest.mark.req("CFG-08", "CFG-10")
+def test_a_module_is_shown_with_its_name_first() -> None:
+    shown = keys_of_modules(show_config(WARMUP))
+    assert shown == [["name", "enabled", "weight", "channels", "config"]] * len(shown)
+
+
+def keys_of_modules(text: str) -> list[list[str]]:
+    """The keys of each module of the objective, in their order."""
+    return [list(module) for module in yaml.safe_load(text)["stage2_ab"]["pipeline"]["objective"]]
+
+
 @pytest.mark.req("CFG-10")
 def test_show_is_plain_when_piped_and_coloured_on_a_terminal() -> None:
     plain = cli("config", "show", "--config", WARMUP)
@@ -206,7 +218,7 @@ def test_check_tells_every_problem_of_every_file(tmp_path: Path) -> None:
     one = written(tmp_path / "one.yaml", dump_mapping(merge(load_mapping(WARMUP), wrong)))
     other = written(tmp_path / "other.yaml", f"extends: {WARMUP}\nmodle: 1\n")
     none = tmp_path / "none.yaml"
-    done = cli("config", "check", "--config", one, other, WARMUP, none)
+    done = cli("config", "check", one, other, WARMUP, none)
     assert done.exit_code == 2
     assert done.stdout == f"{WARMUP}: valid\n"
     told = [line for line in done.stderr.splitlines() if not line.startswith("  do:")]
@@ -228,9 +240,15 @@ def test_check_tells_every_problem_of_every_file(tmp_path: Path) -> None:
 @pytest.mark.req("CFG-10")
 @pytest.mark.parametrize("path", SHIPPED, ids=name)
 def test_every_shipped_config_is_valid(path: Path) -> None:
-    done = cli("config", "check", "--config", path)
+    done = cli("config", "check", path)
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{path}: valid\n")
+
+
+@pytest.mark.req("CFG-10")
+@pytest.mark.parametrize("words", [[], ["--config", WARMUP]], ids=["nothing", "option"])
+def test_check_takes_files_and_nothing_else(words: list[str | Path]) -> None:
+    assert cli("config", "check", *words).exit_code == 2
 
 
 @pytest.mark.req("CFG-10")
@@ -239,7 +257,7 @@ def test_what_is_not_run_yet_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ContractErrors([ContractError("a.b", "3 is valid, but not run yet", "Set 1")])
 
     monkeypatch.setattr(learner.served, "check_served", refuse)
-    done = cli("config", "check", "--config", WARMUP)
+    done = cli("config", "check", WARMUP)
     note = "  note: a.b: 3 is valid, but not run yet. Set 1"
     assert (done.exit_code, done.stdout) == (0, f"{WARMUP}: valid\n{note}\n")
 
@@ -305,6 +323,9 @@ def test_a_profiles_own_faults_and_all_others_are_told_at_once(tmp_path: Path) -
 # --- Advice on unknown keys -------------------------------------------------------------
 
 
+UNDOTTED = "Write it without dots, one section inside another"
+
+
 def advice(section: str, key: str) -> str:
     """What is said of an unknown key in a section of the warm-up's config."""
     overrides: dict[str, Any] = {key: 1}
@@ -329,6 +350,9 @@ def advice(section: str, key: str) -> str:
         ("training", "max_new_token", "The nearest known key is rollout_matching.max_new_tokens;"),
         ("model", "zzz", "Remove it, or use one of the keys here: model, torch_dtype,"),
         ("debug", "zzz", "Remove it: there are no keys here"),
+        ("", "training.seed", f"{UNDOTTED}: training: {{seed: ...}}"),
+        ("rollout_matching", "vllm.server.timeout_s", f"{UNDOTTED}: vllm: {{server: {{timeout_s: "),
+        ("", "zzz.seed", "Remove it, or use one of the keys here"),
     ],
 )
 def test_an_unknown_key_is_told_what_it_may_have_meant(section: str, key: str, said: str) -> None:

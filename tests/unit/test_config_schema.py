@@ -82,6 +82,27 @@ def test_the_command_prints_or_writes_it(tmp_path: Path) -> None:
     assert printed == out.read_text(encoding="utf-8") == schema_text()
 
 
+@pytest.mark.parametrize("out", [".", "folder", "absent/schema.json", "file/schema.json"])
+def test_a_place_that_cannot_be_written_is_a_plain_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").write_text("kept")
+    error = CliRunner().invoke(app, ["config", "schema", "--out", out]).exception
+    assert isinstance(error, ContractError)
+    assert (error.where, out in error.found) == ("--out", True)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+def test_the_file_that_is_there_is_replaced_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "schema.json"
+    out.write_text("{}")
+    before = out.open()
+    assert CliRunner().invoke(app, ["config", "schema", "--out", str(out)]).exit_code == 0
+    assert (before.read(), out.read_text(encoding="utf-8")) == ("{}", schema_text())
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=name)
 def test_every_shipped_config_tells_editors_its_schema(path: Path) -> None:
     first = path.read_text(encoding="utf-8").splitlines()[0]

@@ -121,12 +121,14 @@ def test_unknown_keys_are_told_all_at_once(run: Run) -> None:
 
 @pytest.mark.req("CFG-09", "CFG-10")
 @pytest.mark.parametrize(
-    "words", [("config", "show"), ("config", "check"), ("preflight",)], ids=" ".join
+    "words",
+    [("config", "show", "--config"), ("config", "check"), ("preflight", "--config")],
+    ids=" ".join,
 )
 def test_looking_at_a_config_loads_nothing_heavy(words: tuple[str, ...]) -> None:
-    good = command("learner.cli", *words, "--config", "configs/demo/warmup.yaml")
+    good = command("learner.cli", *words, "configs/demo/warmup.yaml")
     assert (good.code, good.stderr, good.heavy) == (0, "", set())
-    bad = command("learner.cli", *words, "--config", "configs/none.yaml")
+    bad = command("learner.cli", *words, "configs/none.yaml")
     assert (bad.code, bad.heavy) == (2, set())
     assert "error: configs/none.yaml" in bad.stderr
 
