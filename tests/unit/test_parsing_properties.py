@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from learner.parsing import parse_rollout
-from learner.tokens import IM_END
+from learner.tokens import IM_END, TokenText
 from learner.types import ParsedRollout
 from tests.unit.answers import (
     DESCRIPTIONS,
@@ -370,11 +370,15 @@ HOSTILE = {
 def test_twice_the_tokens_take_twice_the_calls(
     toy_tokenizer: PreTrainedTokenizerFast, shape: str
 ) -> None:
-    start, again = (encode(toy_tokenizer, text) for text in HOSTILE[shape])
-    once, twice = (start + again * n for n in (150, 300))
+    once, twice = (hostile_ids(toy_tokenizer, shape, n) for n in (150, 300))
     parse_rollout(twice, toy_tokenizer)
     calls = count_calls(lambda: parse_rollout(once, toy_tokenizer))
     assert count_calls(lambda: parse_rollout(twice, toy_tokenizer)) <= 2 * calls + 10
+
+
+def hostile_ids(tokenizer: PreTrainedTokenizerFast, shape: str, n: int) -> list[int]:
+    start, again = (encode(tokenizer, text) for text in HOSTILE[shape])
+    return start + again * n
 
 
 def count_calls(work: Callable[[], object]) -> int:
@@ -393,15 +397,54 @@ def count_calls(work: Callable[[], object]) -> int:
     return calls
 
 
+class CountedText(str):
+    """Counts the characters that are taken from it: of slices, and all for each use of a method.
+
+    What a regular expression reads of it is not seen.
+    """
+
+    taken = 0
+
+    def __getitem__(self, place: SupportsIndex | slice) -> str:
+        found = super().__getitem__(place)
+        CountedText.taken += len(found)
+        return found
+
+    def __getattribute__(self, name: str) -> Any:
+        CountedText.taken += len(self)
+        return super().__getattribute__(name)
+
+
+class CountedTokenText(TokenText):
+    def __init__(self, pieces: list[str]) -> None:
+        super().__init__(pieces)
+        self.text = CountedText(self.text)
+
+
 @pytest.mark.req("PARSE-07")
 @pytest.mark.parametrize("shape", HOSTILE)
-def test_what_a_call_reads_is_not_read_again(
+def test_twice_the_tokens_have_twice_the_characters_taken_from_them(
+    toy_tokenizer: PreTrainedTokenizerFast, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learner.parsing.TokenText", CountedTokenText)
+    taken = []
+    for n in (150, 300):
+        CountedText.taken = 0
+        parse_rollout(hostile_ids(toy_tokenizer, shape, n), toy_tokenizer)
+        taken.append(CountedText.taken)
+    assert taken[1] <= 2 * taken[0] + 10
+
+
+@pytest.mark.req("PARSE-07")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("shape", HOSTILE)
+def test_a_regular_expression_does_not_read_a_long_lexeme_again(
     toy_tokenizer: PreTrainedTokenizerFast, shape: str
 ) -> None:
-    # Half a million characters: what is quadratic in them does not come back.
-    start, again = (encode(toy_tokenizer, text) for text in HOSTILE[shape])
+    # Half a million characters: what steps through their square does not come back.
+    again = encode(toy_tokenizer, HOSTILE[shape][1])
     n_characters = len("".join(pieces(toy_tokenizer, again)))
-    ids = start + again * (500_000 // n_characters)
+    ids = hostile_ids(toy_tokenizer, shape, 500_000 // n_characters)
     assert parse_rollout(ids, toy_tokenizer).prefix_token_ids
 
 
