@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from tokenizers import Tokenizer as FastTokenizer
-
 from learner.config.schema import Config
 from learner.config.sync_mode import resolved_sync_mode
 from learner.coords import COORD_BINS, coord_token
 from learner.data.jsonl import read_samples
+from learner.data.lengths import read_tokenizer
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import GPU_DEVICES, Placement, place, visible_gpus
 from learner.served import check_served
@@ -177,7 +176,7 @@ def check_checkpoint(folder: Path) -> None:
                 f"{folder} has no {name}",
                 "Give the folder of a checkpoint saved with its processor",
             )
-    tokenizer = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = read_tokenizer(folder / "tokenizer.json")
     if tokenizer.token_to_id(IM_END) is None:
         raise ContractError(
             "model.model",

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -39,13 +40,38 @@ def publish_directory(out: Path) -> Iterator[Path]:
 
 
 def require_free(out: Path) -> None:
-    """Raise ContractError unless `out` is absent or an empty directory."""
+    """Raise ContractError unless `out` is an empty directory, or absent and can be made."""
+    _require_writable(str(out), out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ContractError(
             str(out),
             "it exists already and is not an empty directory",
             "Name a new directory, or remove this one first.",
         )
+
+
+def require_new_file(option: str, path: Path) -> None:
+    """Raise ContractError unless `path` is absent and can be made."""
+    _require_writable(option, path)
+    if path.exists():
+        raise ContractError(option, f"{path} exists already", "Name a new file.")
+
+
+def _require_writable(where: str, path: Path) -> None:
+    """The folder `path` will be in takes new files, or the nearest above it that is there."""
+    try:
+        folder = path.absolute().parent
+        while not folder.exists():
+            folder = folder.parent
+        path.exists()  # raises for a name that is too long
+        with tempfile.TemporaryDirectory(dir=folder):
+            pass
+    except OSError as error:
+        raise ContractError(
+            where,
+            f"{path} cannot be made ({error.strerror}: {error.filename})",
+            "Name a path in a folder that can be written to.",
+        ) from error
 
 
 def publish_text(path: Path, text: str) -> None:

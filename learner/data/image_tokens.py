@@ -33,13 +33,16 @@ class ImageRule(NamedTuple):
             )
         size = processor.get("size") or {}
         try:
-            return cls(
-                processor["patch_size"] * processor["merge_size"],
+            sides = [processor["patch_size"], processor["merge_size"]]
+            bounds = [
                 processor.get("min_pixels") or size["shortest_edge"],
                 processor.get("max_pixels") or size["longest_edge"],
-            )
-        except KeyError as error:
+            ]
+        except (KeyError, TypeError) as error:
             raise _not_of_qwen(where, f"no {error}") from None
+        if not all(type(value) is int and value > 0 for value in sides + bounds):
+            raise _not_of_qwen(where, f"sides {sides} and bounds of pixels {bounds}")
+        return cls(sides[0] * sides[1], *bounds)
 
     def tokens(self, width: int, height: int) -> int | None:
         """Tokens of an image, None for one that is too narrow for the processor."""
@@ -65,6 +68,8 @@ def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The settings of the image processor and the file they are in, as transformers finds them."""
     nested, alone = folder / "processor_config.json", folder / "preprocessor_config.json"
     if nested.is_file() and "image_processor" in (settings := read_json(nested)):
+        if not isinstance(settings["image_processor"], dict):
+            raise _not_of_qwen(nested, "an image_processor that is no object")
         return nested, settings["image_processor"]
     if not alone.is_file():
         raise ContractError(

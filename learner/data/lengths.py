@@ -50,7 +50,7 @@ class SampleLengths:
         limits: TokenLimits | None = None,
     ) -> None:
         self.limits = limits
-        self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+        self._tokenizer = read_tokenizer(checkpoint / "tokenizer.json")
         self._rule = ImageRule.of_checkpoint(checkpoint)
         self._template = chat_template(checkpoint)
         self._write_answer = write_answer
@@ -100,6 +100,16 @@ class SampleLengths:
         assert self._write_messages is not None
         text = _render(self._template, self._write_messages(sample))
         return len(self._tokenizer.encode(text).ids) - text.count(IMAGE_PAD)
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """A `tokenizer.json`; ContractError for what is none."""
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises a bare one
+        raise ContractError(
+            str(file), f"it is no tokenizer ({error})", "Save the checkpoint's tokenizer again."
+        ) from error
 
 
 def chat_template(checkpoint: Path) -> str:
