@@ -14,11 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from learner.coords import decode_bin
 from learner.data.findings import capped
 from learner.data.jsonl import is_description
+from learner.data.lines import REPEATED_KEY, BadLine, strict_json
 from learner.types import Sample, Shape
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import contract_errors
 
 Id = int | str
+_COCO_JSON = "Name a JSON file of COCO instances."
 
 
 class _Part(BaseModel):
@@ -80,14 +82,16 @@ def read_coco(path: Path) -> CocoFile:
 def _load(path: Path) -> Any:
     if not path.is_file():
         found = "this is not a file" if path.exists() else "there is no such file"
-        raise ContractError(str(path), found, "Name a JSON file of COCO instances.")
+        raise ContractError(str(path), found, _COCO_JSON)
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except RecursionError:
-        found = "not JSON (nested too deeply)"
-    except (OSError, ValueError) as error:
-        found = f"not JSON ({error})"
-    raise ContractError(str(path), found, "Name a JSON file of COCO instances.")
+        return strict_json(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        found, do = f"it cannot be read ({error.strerror})", "Make it readable."
+    except UnicodeDecodeError as error:
+        found, do = f"not JSON ({error})", _COCO_JSON
+    except BadLine as bad:
+        found, do = bad.found, bad.do if bad.kind == REPEATED_KEY else _COCO_JSON
+    raise ContractError(str(path), found, do)
 
 
 def _faults(path: Path, coco: CocoFile) -> Iterator[ContractError]:

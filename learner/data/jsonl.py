@@ -16,15 +16,18 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from learner.data.findings import Finding, capped
-from learner.data.lines import BadLine, brief, parse_line, raw_lines
+from learner.data.lines import EMPTY_LINE, BadLine, brief, parse_line, raw_lines
 from learner.tokens import IM_END
 from learner.types import GeometryKind, GroundTruthObject, Sample, Shape
 
 MAX_BIN = 999
+# More pixels than any image format here holds; tokens and areas stay numbers.
+MAX_SIDE = 1_000_000
 
 _SAMPLE_KEYS = {"images", "width", "height", "objects", "metadata"}
 # Text that no target can hold: unpaired surrogates, special tokens.
@@ -66,10 +69,17 @@ def scan(path: Path, *, allow_poly: bool) -> Iterator[Line]:
 
     Raises ContractError for a file that is not there, cannot be read or is empty.
     """
-    for number, raw in enumerate(raw_lines(path), start=1):
+    for number, (raw, is_last) in enumerate(_with_last(raw_lines(path)), start=1):
         reader = _LineReader(path, number, allow_poly)
-        sample = reader.read(raw)
+        sample = reader.read(raw, is_last)
         yield Line(sample, reader.problems)
+
+
+def _with_last(lines: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Each line, and whether none follows."""
+    for line, after in pairwise(chain(lines, [None])):
+        assert line is not None
+        yield line, after is None
 
 
 def is_description(value: Any) -> TypeGuard[str]:
@@ -89,12 +99,13 @@ class _LineReader:
     def _wrong(self, kind: str, found: str, do: str) -> None:
         self.problems.append(Finding(kind, self.sample_id, found, do))
 
-    def read(self, raw: bytes) -> Sample | None:
+    def read(self, raw: bytes, is_last: bool) -> Sample | None:
         """The sample, or None when there is any problem."""
         try:
             record = parse_line(raw)
         except BadLine as bad:
-            self._wrong(bad.kind, bad.found, bad.do)
+            last = bad.kind == EMPTY_LINE and is_last
+            self._wrong(bad.kind, f"{bad.found}, the last one" if last else bad.found, bad.do)
             return None
         self._only_known_keys(record)
         images = tuple(self._images(record))
@@ -116,7 +127,7 @@ class _LineReader:
         if unknown := sorted(record.keys() - _SAMPLE_KEYS):
             self._wrong(
                 "unknown key",
-                f"unknown keys {', '.join(unknown)}",
+                f"unknown keys {', '.join(map(brief, unknown))}",
                 'Use images, width, height and objects; anything else goes under "metadata".',
             )
 
@@ -141,12 +152,12 @@ class _LineReader:
 
     def _side(self, record: dict[str, Any], key: str) -> int:
         value = record.get(key)
-        if type(value) is int and value > 0:
+        if type(value) is int and 1 <= value <= MAX_SIDE:
             return value
         self._wrong(
             "width or height",
             f"{key} is {_told(record, key)}",
-            "Give the image's side in pixels, 1 or more.",
+            f"Give the image's side in pixels, a whole number from 1 to {MAX_SIDE}.",
         )
         return 0
 
@@ -214,7 +225,7 @@ class _LineReader:
             allowed = "bbox_2d or poly" if self.allow_poly else "bbox_2d"
             self._wrong(
                 "geometry",
-                f"{where} has {', '.join(keys) or 'nothing'} beside its desc",
+                f"{where} has {', '.join(map(brief, keys)) or 'nothing'} beside its desc",
                 f"Give exactly one geometry, {allowed}, and nothing else.",
             )
         return None

@@ -16,6 +16,7 @@ from shared_contracts.errors import ContractError
 
 _ONE_OBJECT = "Write one JSON object a line."
 _SHOWN = 80
+EMPTY_LINE, REPEATED_KEY = "empty line", "repeated key"
 
 
 class BadLine(Exception):
@@ -59,14 +60,15 @@ def parse_line(raw: bytes) -> dict[str, Any]:
         found = f"byte {error.start + 1} of the line is not UTF-8"
         raise BadLine("not UTF-8", found, "Save the file as UTF-8.") from error
     if not text.strip():
-        raise BadLine("empty line", "the line is empty", "Remove it.")
-    record = _loads(text)
+        raise BadLine(EMPTY_LINE, "the line is empty", "Remove it.")
+    record = strict_json(text)
     if not isinstance(record, dict):
         raise BadLine("not a JSON object", f"found {brief(record)}", _ONE_OBJECT)
     return record
 
 
-def _loads(text: str) -> Any:
+def strict_json(text: str) -> Any:
+    """The value of a text of strict JSON; raises `BadLine`."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
     except json.JSONDecodeError as error:
@@ -85,7 +87,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise BadLine(
-            "repeated key",
+            REPEATED_KEY,
             f"the key {brief(twice)} is given {keys.count(twice)} times in one object",
             "Keep one of them.",
         )

@@ -141,12 +141,12 @@ def test_a_polygon_needs_three_points_within_the_image(tmp_path: Path, poly: lis
     ("item", "found"),
     [
         ({"desc": "cat"}, "objects[0] has nothing beside its desc"),
-        ({"desc": "cat", "bbox": [1, 2, 3, 4]}, "objects[0] has bbox beside its desc"),
+        ({"desc": "cat", "bbox": [1, 2, 3, 4]}, 'objects[0] has "bbox" beside its desc'),
         (
             {**BOX, "poly": [1, 2, 3, 4, 5, 6]},
-            "objects[0] has bbox_2d, poly beside its desc",
+            'objects[0] has "bbox_2d", "poly" beside its desc',
         ),
-        ({**BOX, "score": 1}, "objects[0] has bbox_2d, score beside its desc"),
+        ({**BOX, "score": 1}, 'objects[0] has "bbox_2d", "score" beside its desc'),
         ({**BOX, "desc": "  "}, 'objects[0].desc is "  "'),
         ({**BOX, "desc": 3}, "objects[0].desc is 3"),
         ({"bbox_2d": [1, 2, 3, 4]}, "objects[0].desc is missing"),
@@ -172,7 +172,10 @@ def test_an_object_has_a_description_and_one_geometry(
         ({"objects": None}, "objects is null"),
         ({"metadata": 3}, "metadata is 3"),
         ({"metadata": None}, "metadata is null"),
-        ({"object": [], "note": ""}, "unknown keys note, object"),
+        ({"width": 10**400}, "width is 1" + "0" * 76 + "..."),
+        ({"height": 1_000_001}, "height is 1000001"),
+        ({"a\nb": 1}, 'unknown keys "a\\nb"'),
+        ({"object": [], "note": ""}, 'unknown keys "note", "object"'),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], found: str) -> None:
@@ -183,8 +186,8 @@ def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], found: 
     ("line", "found"),
     [
         ('{"images": [', "not JSON (Expecting value at character 13): {"),
-        ("", "the line is empty"),
-        (" \t ", "the line is empty"),
+        ("", "the line is empty, the last one"),
+        (" \t ", "the line is empty, the last one"),
         ("[1]", "found [1]"),
         ("null", "found null"),
         ("[" * 100_000, "not JSON (nested too deeply)"),
