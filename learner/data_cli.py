@@ -11,6 +11,7 @@ from shared_contracts.errors import ContractError
 if TYPE_CHECKING:
     from learner.config.schema import Config
     from learner.data.lengths import SampleLengths
+    from learner.data.shapes import CoversAPixel
     from learner.data.stats import DataStats
 
 data_app = typer.Typer(help="Check, convert, count and draw data files.", no_args_is_help=True)
@@ -38,14 +39,25 @@ def check(
 
     Every image is decoded. Exit code 2 when there is a problem; warnings alone give 0.
     """
+    from learner.config import load_config
+    from learner.config.rollout_matching import MatchingConfig
     from learner.data.check import check_files
     from learner.data.show import check_tables, print_tables, told, watch
 
     _require_one_source(files, config, variant)
-    lengths, allow_poly = None, variant == "stage2_rollout_aligned"
+    lengths, matching = None, MatchingConfig()
+    allow_poly = variant == "stage2_rollout_aligned"
     if config is not None:
-        files, allow_poly, lengths = _of_run(config)
-    reports = check_files(files or [], allow_poly=allow_poly, lengths=lengths, watch=watch)
+        run = load_config(config)
+        files, allow_poly, matching = _files_of(run), run.allow_poly, run.rollout_matching.matching
+        lengths = _lengths_if_there(run)
+    reports = check_files(
+        files or [],
+        allow_poly=allow_poly,
+        lengths=lengths,
+        covers_a_pixel=_covers_a_pixel(matching.maskiou_resolution),
+        watch=watch,
+    )
     findings = sorted(
         (finding for report in reports for finding in report.findings),
         key=lambda finding: finding.warning,
@@ -77,18 +89,22 @@ def from_coco(
     ] = False,
 ) -> None:
     """Convert COCO instances; what is changed or left out is counted in a table."""
+    from learner.config.rollout_matching import MatchingConfig
     from learner.data.coco import read_coco
     from learner.data.from_coco import Wanted, convert, write_records
     from learner.data.show import conversion_table, print_tables, watch
+    from learner.publish import require_new_file
 
-    _require_new_file("--out", out)
+    require_new_file("--out", out)
     if not images.is_dir():
         raise ContractError("--images", f"{images} is no folder", "Name the folder of the images.")
     coco = read_coco(annotations)
-    conversion = convert(coco, Wanted(images, out, geometry, order, skip_empty), watch)
+    covers_a_pixel = _covers_a_pixel(MatchingConfig().maskiou_resolution)
+    wanted = Wanted(images, out, geometry, order, skip_empty, covers_a_pixel)
+    conversion = convert(coco, wanted, watch)
     table = conversion_table(conversion, len(coco.images), len(coco.annotations))
     print_tables([("", table)])
-    write_records(conversion.records, out)
+    write_records(conversion, len(coco.annotations), out)
     typer.echo(f"Data file: {out}")
 
 
@@ -106,19 +122,22 @@ def stats(
     top: Annotated[int, typer.Option(help="Descriptions that are listed.", min=1)] = 20,
 ) -> None:
     """Count what is in data files: objects, descriptions, sizes, positions, tokens."""
+    from learner.config import load_config
     from learner.data.jsonl import read_samples
     from learner.data.show import print_tables
     from learner.data.stats import collect
     from learner.data.stats_tables import stats_tables
+    from learner.publish import require_new_file
 
     _require_one_source(files, config)
     if config is not None and model is not None:
         raise ContractError("--model", "given beside --config", "Leave it out; the YAML names it.")
     if png is not None:
-        _require_new_file("--png", png)
+        require_new_file("--png", png)
     lengths = None if model is None else _lengths_of_checkpoint(model)
     if config is not None:
-        files, _, lengths = _of_run(config)
+        run = load_config(config)
+        files, lengths = _files_of(run), _lengths_of_run(run)
     samples = [s for file in files or [] for s in read_samples(file, allow_poly=True)]
     found = collect(samples, lengths)
     print_tables(stats_tables(found, top))
@@ -150,7 +169,8 @@ def preview(
         chosen = choose(everything, samples or 16, seed)
     else:
         chosen = choose_lines(everything, numbers)
-    write_preview(chosen, out)
+    for where, found in write_preview(chosen, out).items():
+        typer.echo(f"warning: {where}\n  found: {found}\n  do: Run `learner data check`.", err=True)
     if missing := undrawable(chosen):
         typer.echo(
             f"note: no font here holds {' '.join(sorted(missing)[:20])}; the pictures spell such "
@@ -187,18 +207,24 @@ def _require_one_source(
         raise ContractError("--variant", "given beside --config", "Leave it out; the YAML says it.")
 
 
-def _require_new_file(option: str, path: Path) -> None:
-    if path.exists():
-        raise ContractError(option, f"{path} exists already", "Name a new file.")
+def _files_of(config: "Config") -> list[Path]:
+    return [file for file in (config.data.train_jsonl, config.data.val_jsonl) if file is not None]
 
 
-def _of_run(path: Path) -> tuple[list[Path], bool, "SampleLengths"]:
-    """The data files of a run, whether it takes polygons, and how it encodes samples."""
-    from learner.config import load_config
+def _covers_a_pixel(resolution: int) -> "CoversAPixel":
+    """Whether a shape covers a pixel of a mask canvas of this side, as matching draws it."""
+    from learner.matching import mask_iou
 
-    config = load_config(path)
-    files = [file for file in (config.data.train_jsonl, config.data.val_jsonl) if file is not None]
-    return files, config.allow_poly, _lengths_of_run(config)
+    return lambda shape: mask_iou(shape, shape, resolution) > 0
+
+
+def _lengths_if_there(config: "Config") -> "SampleLengths | None":
+    """As `_lengths_of_run`; without a tokenizer None, and a note."""
+    tokenizer = Path(config.model.model) / "tokenizer.json"
+    if tokenizer.is_file():
+        return _lengths_of_run(config)
+    typer.echo(f"note: tokens are not counted: model.model has no {tokenizer}", err=True)
+    return None
 
 
 def _lengths_of_checkpoint(checkpoint: Path) -> "SampleLengths":

@@ -1,9 +1,10 @@
 """Everything that is wrong or doubtful in data files, beyond what reading them shows.
 
-Problems, which stop a run, are those of `learner.data.jsonl` and images that cannot be decoded or
-have another size than the line says. Warnings, with which a run goes on:
+Problems, which stop a run, are those of `learner.data.jsonl` and images that cannot be decoded,
+have another size than the line says or are too narrow for the model's processor. Warnings, with
+which a run goes on:
 
-    box of no area             no prediction can be matched to it
+    too thin to match          it covers no pixel of the canvas on which objects are matched
     same image in one file     two lines show it; files are compared by their bytes
     same image in two files    what is trained on is also evaluated on
     target too long            an answer that names every object is longer than may be generated
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from learner.data.findings import Finding
-from learner.data.images import Look, Looks, UnreadableImage, Watch, look_at_all
+from learner.data.images import Look, Looks, UnreadableImage, Watch, look_at_all, size_told
 from learner.data.jsonl import scan
 from learner.data.lengths import SampleLengths, TokenLimits
-from learner.data.shapes import covers_nothing
+from learner.data.lines import brief
+from learner.data.shapes import CoversAPixel
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 
@@ -52,9 +54,12 @@ def check_files(
     *,
     allow_poly: bool,
     lengths: SampleLengths | None,
+    covers_a_pixel: CoversAPixel,
     watch: Watch,
 ) -> list[FileReport]:
     """A report of each file, its findings in the order of the lines.
+
+    covers_a_pixel: of the canvas on which objects are matched.
 
     Raises ContractError for a file that is not there, cannot be read or is empty.
     """
@@ -64,7 +69,7 @@ def check_files(
         report = FileReport(path)
         reports.append(report)
         for sample in _read(report, allow_poly):
-            report.findings += _of_sample(sample, lengths)
+            report.findings += _of_sample(sample, lengths, covers_a_pixel)
             _note_images(uses, index, sample)
     looks = watch(look_at_all(list(uses)), len(uses))
     for use, finding in _of_images(uses, looks):
@@ -103,13 +108,16 @@ def _note_images(uses: dict[Path, list[_Use]], file: int, sample: Sample) -> Non
         size = None
 
 
-def _of_sample(sample: Sample, lengths: SampleLengths | None) -> Iterator[Finding]:
+def _of_sample(
+    sample: Sample, lengths: SampleLengths | None, covers_a_pixel: CoversAPixel
+) -> Iterator[Finding]:
     for index, item in enumerate(sample.objects):
-        if covers_nothing(item.shape):
+        if not covers_a_pixel(item.shape):
             yield Finding(
-                "box of no area",
+                "too thin to match",
                 sample.sample_id,
-                f"objects[{index}] {item.desc!r} covers nothing: {list(item.shape.coords)}",
+                f"objects[{index}] {item.desc!r} covers no pixel of the canvas on which "
+                f"objects are matched: {brief(item.shape.coords)}",
                 "Widen it or leave it out; no prediction is ever matched to it.",
                 warning=True,
             )
@@ -155,7 +163,7 @@ def _of_images(uses: dict[Path, list[_Use]], looks: Looks) -> Iterator[tuple[_Us
             if use.size not in (None, look.size):
                 yield use, _other_size(use, path, look)
             first = seen.setdefault(look.digest, use)
-            if first is not use:
+            if first.sample_id != use.sample_id:
                 yield use, _seen_before(use, path, first)
 
 
@@ -170,12 +178,10 @@ def _unreadable(use: _Use, path: Path, why: UnreadableImage) -> Finding:
 
 def _other_size(use: _Use, path: Path, look: Look) -> Finding:
     assert use.size is not None
-    upright = " once it is turned upright as its EXIF orientation says" if look.turned else ""
     return Finding(
         "other image size",
         use.sample_id,
-        f"width x height is {use.size[0]}x{use.size[1]}, and image {path} has "
-        f"{look.size[0]}x{look.size[1]} pixels{upright}",
+        size_told(use.size, path, look),
         "Give its size, and see that the boxes were made for this image.",
     )
 

@@ -1,16 +1,18 @@
 """One COCO annotation -> one object, or a rule by which there is none."""
 
-import math
+import sys
 from typing import Any
 
 from learner.coords import encode_bin
 from learner.data.coco import CocoAnnotation, CocoImage, Id
-from learner.data.conversion import Conversion, Rule
-from learner.data.shapes import covers_nothing
+from learner.data.conversion import Rule
+from learner.data.shapes import CoversAPixel
 from learner.types import GeometryKind, GroundTruthObject, Shape
 
 # Boxes that stick out of their image by fewer pixels were only rounded.
 _ROUNDING = 0.01
+# Of a float; whole numbers in JSON may be larger.
+_LARGEST = sys.float_info.max
 
 
 def name_of(annotation: CocoAnnotation) -> str:
@@ -25,9 +27,9 @@ def object_of(
     image: CocoImage,
     names: dict[Id, str],
     geometry: GeometryKind,
-    conversion: Conversion,
-) -> GroundTruthObject | None:
-    """The object of an annotation, or None; each rule that was applied is noted.
+    covers_a_pixel: CoversAPixel,
+) -> tuple[GroundTruthObject | None, list[Rule]]:
+    """The object of an annotation and how it was changed, or None and why there is none.
 
     names: of the categories, by id.
     geometry: `poly` takes an annotation's polygon where it has exactly one, else its box.
@@ -39,17 +41,24 @@ def object_of(
     elif annotation.category_id not in names:
         rules.append(Rule.UNKNOWN_CATEGORY)
     else:
-        shape = _polygon(annotation.segmentation, image, rules) if geometry == "poly" else None
-        shape = shape or _box(annotation.bbox, image, rules)
+        shape = (
+            _polygon(annotation.segmentation, image, covers_a_pixel, rules)
+            if geometry == "poly"
+            else None
+        )
+        shape = shape or _box(annotation.bbox, image, covers_a_pixel, rules)
         if shape is not None:
             found = GroundTruthObject(names[annotation.category_id], shape)
-    for rule in rules:
-        conversion.note(rule, name_of(annotation))
-    return found
+    if found is None:
+        rules = rules[-1:]
+    return found, rules
 
 
 def _box(
-    bbox: tuple[float, float, float, float], image: CocoImage, rules: list[Rule]
+    bbox: tuple[float, float, float, float],
+    image: CocoImage,
+    covers_a_pixel: CoversAPixel,
+    rules: list[Rule],
 ) -> Shape | None:
     x, y, width, height = bbox
     if width <= 0 or height <= 0:
@@ -60,14 +69,16 @@ def _box(
         return None
     points = [(x, y), (x + width, y + height)]
     shape = Shape("bbox_2d", tuple(k for point in points for k in _bins(point, image)))
-    if covers_nothing(shape):
+    if not covers_a_pixel(shape):
         rules.append(Rule.THIN)
         return None
     _note_clipping(points, image, rules)
     return shape
 
 
-def _polygon(segmentation: Any, image: CocoImage, rules: list[Rule]) -> Shape | None:
+def _polygon(
+    segmentation: Any, image: CocoImage, covers_a_pixel: CoversAPixel, rules: list[Rule]
+) -> Shape | None:
     if not segmentation:
         rules.append(Rule.NO_SEGMENTATION)
     elif isinstance(segmentation, dict):
@@ -78,18 +89,22 @@ def _polygon(segmentation: Any, image: CocoImage, rules: list[Rule]) -> Shape | 
         rules.append(Rule.SEVERAL_POLYGONS)
     else:
         (flat,) = segmentation
-        return _one_polygon(list(zip(flat[0::2], flat[1::2], strict=True)), image, rules)
+        points = list(zip(flat[0::2], flat[1::2], strict=True))
+        return _one_polygon(points, image, covers_a_pixel, rules)
     return None
 
 
 def _one_polygon(
-    points: list[tuple[float, float]], image: CocoImage, rules: list[Rule]
+    points: list[tuple[float, float]],
+    image: CocoImage,
+    covers_a_pixel: CoversAPixel,
+    rules: list[Rule],
 ) -> Shape | None:
     """Points outside of the image move to its nearest edge; repeated ones are one."""
     bins = [_bins(point, image) for point in points]
     corners = [point for i, point in enumerate(bins) if point != bins[i - 1]]
     shape = Shape("poly", tuple(k for point in corners for k in point))
-    if len(corners) < 3 or covers_nothing(shape):
+    if len(corners) < 3 or not covers_a_pixel(shape):
         rules.append(Rule.THIN_POLYGON)
         return None
     _note_clipping(points, image, rules)
@@ -101,7 +116,7 @@ def _is_polygon(value: Any) -> bool:
         isinstance(value, list)
         and len(value) >= 6
         and len(value) % 2 == 0
-        and all(type(v) in (int, float) and math.isfinite(v) for v in value)
+        and all(type(v) in (int, float) and abs(v) <= _LARGEST for v in value)
     )
 
 

@@ -17,20 +17,21 @@ class Rule(Enum):
     OTHER_SIZE = "images of another size than annotated", "left out"
     SKIPPED_IMAGE = "images that show no object", "left out"
     EMPTY_IMAGE = "images that show no object", "kept"
+    ALL_LEFT_OUT = "images whose annotations were all left out", "left out"
     UNKNOWN_IMAGE = "annotations of an image that is not listed", "left out"
     OF_IMAGE_LEFT_OUT = "annotations of an image left out", "left out"
     CROWD = "annotations of a crowd", "left out"
     UNKNOWN_CATEGORY = "annotations of a category that is not listed", "left out"
     NO_AREA = "annotations of no area", "left out"
     OUTSIDE = "annotations outside of the image", "left out"
-    THIN = "annotations thinner than a bin", "left out"
+    THIN = "annotations too thin to match", "left out"
     DUPLICATE = "annotations like another in every bin", "left out"
     CLIPPED = "annotations partly outside of the image", "clipped"
     NO_SEGMENTATION = "annotations without a polygon", "box taken"
     RUN_LENGTH = "annotations with a run-length mask", "box taken"
     SEVERAL_POLYGONS = "annotations of several polygons", "box taken"
     BAD_POLYGON = "annotations whose polygon is no list of points", "box taken"
-    THIN_POLYGON = "annotations whose polygon covers no bin", "box taken"
+    THIN_POLYGON = "annotations whose polygon is too thin to match", "box taken"
 
     @property
     def what(self) -> str:

@@ -12,7 +12,7 @@ from learner.data.coco import CocoAnnotation, CocoFile, CocoImage, Id
 from learner.data.coco_objects import name_of, object_of
 from learner.data.conversion import Conversion, Rule
 from learner.data.images import Look, UnreadableImage, Watch, look_at_all
-from learner.data.shapes import bounding_box
+from learner.data.shapes import CoversAPixel, bounding_box
 from learner.publish import publish_text
 from learner.types import GeometryKind, GroundTruthObject
 from shared_contracts.errors import ContractError
@@ -26,7 +26,8 @@ class Wanted:
 
     images: folder that the file names start at.
     out: the data file, at whose folder its image paths start.
-    skip_empty: leave out images that show no object.
+    skip_empty: leave out images without an annotation.
+    covers_a_pixel: objects that cover none are left out.
     """
 
     images: Path
@@ -34,6 +35,7 @@ class Wanted:
     geometry: GeometryKind
     order: Order
     skip_empty: bool
+    covers_a_pixel: CoversAPixel
 
 
 def convert(coco: CocoFile, wanted: Wanted, watch: Watch) -> Conversion:
@@ -49,7 +51,10 @@ def convert(coco: CocoFile, wanted: Wanted, watch: Watch) -> Conversion:
             conversion.note(fault, image.file_name)
             conversion.note(Rule.OF_IMAGE_LEFT_OUT, image.file_name, len(annotations))
             continue
-        objects = _objects(image, annotations, names, wanted.geometry, conversion)
+        objects = _objects(image, annotations, names, wanted, conversion)
+        if annotations and not objects:  # what it shows is not nothing
+            conversion.note(Rule.ALL_LEFT_OUT, image.file_name)
+            continue
         if not objects:
             empty = Rule.SKIPPED_IMAGE if wanted.skip_empty else Rule.EMPTY_IMAGE
             conversion.note(empty, image.file_name)
@@ -58,11 +63,23 @@ def convert(coco: CocoFile, wanted: Wanted, watch: Watch) -> Conversion:
     return conversion
 
 
-def write_records(records: Sequence[dict[str, Any]], out: Path) -> None:
-    """Publish a data file, whole or not at all; ContractError when there is nothing in it."""
+def write_records(conversion: Conversion, annotations: int, out: Path) -> None:
+    """Publish a data file, whole or not at all.
+
+    annotations: how many there were. Raises ContractError when no image is left, or no object
+        came of them.
+    """
+    records = conversion.records
     if not records:
         raise ContractError(
             str(out), "no image is left to write", "See in the table why each was left out."
+        )
+    if annotations and not conversion.objects:
+        raise ContractError(
+            str(out),
+            f"no object came of {annotations} annotations",
+            "See in the table why each was left out; ids of images and categories must be equal, "
+            'and "1" is not 1.',
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     publish_text(out, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
@@ -92,16 +109,18 @@ def _objects(
     image: CocoImage,
     annotations: Sequence[CocoAnnotation],
     names: dict[Id, str],
-    geometry: GeometryKind,
+    wanted: Wanted,
     conversion: Conversion,
 ) -> list[GroundTruthObject]:
     found: dict[GroundTruthObject, None] = {}
     for annotation in annotations:
-        item = object_of(annotation, image, names, geometry, conversion)
+        item, rules = object_of(annotation, image, names, wanted.geometry, wanted.covers_a_pixel)
         if item in found:
-            conversion.note(Rule.DUPLICATE, name_of(annotation))
+            rules = [Rule.DUPLICATE]
         elif item is not None:
             found[item] = None
+        for rule in rules:
+            conversion.note(rule, name_of(annotation))
     return list(found)
 
 

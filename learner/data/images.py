@@ -39,6 +39,15 @@ class Look(NamedTuple):
     turned: bool
 
 
+def size_told(size: tuple[int, int], path: Path, look: Look) -> str:
+    """How a line's width and height are not those of its image."""
+    upright = " once it is turned upright as its EXIF orientation says" if look.turned else ""
+    return (
+        f"width x height is {size[0]}x{size[1]}, and image {path} has "
+        f"{look.size[0]}x{look.size[1]} pixels{upright}"
+    )
+
+
 # Images with what was seen of each.
 Looks = Iterable[tuple[Path, Look | UnreadableImage]]
 # Goes over images as they are looked at, given how many there are, e.g. showing a bar.
@@ -95,6 +104,8 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UnreadableImage(f"cannot be read ({error.strerror})") from error
+    except ValueError as error:  # a NUL in the name
+        raise UnreadableImage(f"cannot be read ({error})") from error
 
 
 def _decode(content: bytes) -> Image.Image:

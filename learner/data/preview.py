@@ -1,13 +1,14 @@
 """Pictures of samples with their objects, and a page that shows them side by side."""
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
+from urllib.parse import quote
 
 from learner.data.draw import colour_of, draw
 from learner.data.fonts import drawable
-from learner.data.images import UnreadableImage, open_upright
+from learner.data.images import UnreadableImage, look_at, open_upright, size_told
 from learner.publish import publish_directory
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
@@ -44,11 +45,14 @@ def choose_lines(samples: Sequence[Sample], lines: Sequence[int]) -> list[Sample
     return [samples[line - 1] for line in lines]
 
 
-def write_preview(samples: Sequence[Sample], out: Path) -> None:
+def write_preview(samples: Sequence[Sample], out: Path) -> dict[str, str]:
     """Draw the first image of each sample; publish the folder, whole or not at all.
+
+    Returns, by sample id, how an image has another size than its line says.
 
     Raises ContractError for an image that cannot be decoded, and where `out` is not empty.
     """
+    sizes: dict[str, str] = {}
     with publish_directory(out) as part:
         for sample in samples:
             try:
@@ -59,9 +63,15 @@ def write_preview(samples: Sequence[Sample], out: Path) -> None:
                     f"image {sample.images[0]} {error}",
                     "Replace it; `learner data check` tells all there are.",
                 ) from error
+            if image.size != (sample.width, sample.height):
+                path = sample.images[0]
+                sizes[sample.sample_id] = size_told(
+                    (sample.width, sample.height), path, look_at(path)
+                )
             draw(sample, image).save(part / picture_name(sample))
-        page = "\n".join(_page(samples))
+        page = "\n".join(_page(samples, sizes))
         (part / "index.html").write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
+    return sizes
 
 
 def picture_name(sample: Sample) -> str:
@@ -76,21 +86,24 @@ def undrawable(samples: Sequence[Sample]) -> frozenset[str]:
     return frozenset().union(*(drawable(desc).missing for desc in descriptions))
 
 
-def _page(samples: Sequence[Sample]) -> Iterator[str]:
+def _page(samples: Sequence[Sample], sizes: Mapping[str, str]) -> Iterator[str]:
     yield "<!doctype html>"
     yield f'<meta charset="utf-8"><title>{len(samples)} samples</title><style>{_STYLE}</style>'
     yield "<main>"
     for sample in samples:
-        yield from _figure(sample)
+        yield from _figure(sample, sizes.get(sample.sample_id))
     yield "</main>"
 
 
-def _figure(sample: Sample) -> Iterator[str]:
-    name = html.escape(picture_name(sample))
+def _figure(sample: Sample, other_size: str | None) -> Iterator[str]:
+    name = quote(picture_name(sample), errors="surrogateescape")
     others = len(sample.images) - 1
     more = f", the first of {others + 1} images" if others else ""
     yield f'<figure><a href="{name}"><img src="{name}" alt=""></a><figcaption>'
-    yield f"{html.escape(sample.sample_id)} <small>{sample.width}x{sample.height}{more}</small><ol>"
+    yield f"{html.escape(sample.sample_id)} <small>{sample.width}x{sample.height}{more}</small>"
+    if other_size is not None:
+        yield f"<p>{html.escape(other_size)}</p>"
+    yield "<ol>"
     for item in sample.objects:
         plate = f'<b style="background:{colour_of(item.desc)}"></b>'
         coords = " ".join(map(str, item.shape.coords))

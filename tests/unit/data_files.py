@@ -7,6 +7,9 @@ from typing import Any
 
 from PIL import Image
 
+from learner.matching import mask_iou
+from learner.types import Shape
+
 Line = dict[str, Any] | str
 
 LYING = 6  # EXIF orientation of a portrait that is stored as a landscape
@@ -46,3 +49,8 @@ def paint_all(folder: Path, names: Sequence[str]) -> None:
     """Images of one size, no two alike."""
     for index, name in enumerate(names):
         paint(folder / name, colour=(index, 255 - index, 0))
+
+
+def covers_a_pixel(shape: Shape) -> bool:
+    """Of the canvas that a run has unless it says otherwise."""
+    return mask_iou(shape, shape, 256) > 0

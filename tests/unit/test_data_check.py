@@ -11,8 +11,8 @@ from learner.data.check import FileReport, check_files, kinds
 from learner.data.images import FORMATS, Looks
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.serialize import serialize_objects
-from learner.types import GroundTruthObject
-from tests.unit.data_files import LYING, box, line, paint, paint_all, write_lines
+from learner.types import GroundTruthObject, Shape
+from tests.unit.data_files import LYING, box, covers_a_pixel, line, paint, paint_all, write_lines
 
 pytestmark = pytest.mark.req("DATA-01")
 
@@ -24,7 +24,9 @@ def unwatched(looks: Looks, count: int) -> Looks:
 
 
 def check(*paths: Path, lengths: SampleLengths | None = None) -> list[FileReport]:
-    return check_files(paths, allow_poly=False, lengths=lengths, watch=unwatched)
+    return check_files(
+        paths, allow_poly=False, lengths=lengths, covers_a_pixel=covers_a_pixel, watch=unwatched
+    )
 
 
 def found(path: Path) -> list[tuple[int, str, bool]]:
@@ -58,7 +60,7 @@ def test_every_problem_is_found_in_the_order_of_the_lines(tmp_path: Path) -> Non
         (3, "description", False),
         (4, "other image size", False),
         (5, "missing image", False),
-        (6, "box of no area", True),
+        (6, "too thin to match", True),
     ]
 
 
@@ -117,14 +119,16 @@ def test_the_first_of_several_images_has_the_size_of_the_line(tmp_path: Path) ->
     assert found(write_lines(tmp_path / "d.jsonl", both)) == []
 
 
-def test_a_box_without_area_is_a_warning_and_a_thin_one_is_none(tmp_path: Path) -> None:
+def test_a_box_that_covers_no_pixel_of_the_canvas_is_a_warning(tmp_path: Path) -> None:
+    """At 256 pixels the nearest pixel edges of 3 and 5 bins are both the first."""
     paint_all(tmp_path, ["a.png", "b.png"])
     path = write_lines(
         tmp_path / "d.jsonl",
-        line("a.png", CAT, box("point", 3, 3, 3, 3)),
-        line("b.png", box("thin", 3, 3, 4, 4)),
+        line("a.png", CAT, box("point", 3, 3, 3, 3), box("thin", 3, 3, 5, 90)),
+        line("b.png", box("dot", 2, 2, 6, 6), box("small", 3, 3, 7, 7)),
     )
-    assert found(path) == [(1, "box of no area", True)]
+    assert found(path) == [(1, "too thin to match", True)] * 2
+    assert covers_a_pixel(Shape("bbox_2d", (1, 1, 2, 2)))
 
 
 def test_a_polygon_on_one_line_covers_nothing(tmp_path: Path) -> None:
@@ -132,7 +136,9 @@ def test_a_polygon_on_one_line_covers_nothing(tmp_path: Path) -> None:
     flat = {"desc": "stick", "poly": [0, 0, 0, 0, 10, 10, 500, 500]}
     bow = {"desc": "bow", "poly": [0, 0, 10, 10, 10, 0, 0, 10]}
     path = write_lines(tmp_path / "d.jsonl", line("a.png", flat, bow))
-    (report,) = check_files([path], allow_poly=True, lengths=None, watch=unwatched)
+    (report,) = check_files(
+        [path], allow_poly=True, lengths=None, covers_a_pixel=covers_a_pixel, watch=unwatched
+    )
     (finding,) = report.findings
     assert "objects[0] 'stick'" in finding.found
 
@@ -150,6 +156,12 @@ def test_an_image_of_the_training_file_in_the_validation_file_is_a_leak(tmp_path
     assert (
         leak.found == f"image {tmp_path / 'copy.png'} is that of {train}:1, with the same objects"
     )
+
+
+def test_an_image_twice_in_one_line_is_no_second_line(tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png"])
+    both = line("a.png", CAT) | {"images": ["a.png", "a.png"]}
+    assert found(write_lines(tmp_path / "d.jsonl", both)) == []
 
 
 def test_a_line_that_comes_twice_is_a_warning(tmp_path: Path) -> None:

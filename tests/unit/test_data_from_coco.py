@@ -17,11 +17,10 @@ from learner.data.conversion import Conversion, Rule
 from learner.data.from_coco import Order, Wanted, convert, write_records
 from learner.data.images import Looks
 from learner.data.jsonl import read_samples
-from learner.data.shapes import covers_nothing
 from learner.data.toy import ToyData, make_data
 from learner.types import GeometryKind, GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError, ContractErrors
-from tests.unit.data_files import LYING, paint, paint_all
+from tests.unit.data_files import LYING, covers_a_pixel, paint, paint_all
 
 pytestmark = pytest.mark.req("DATA-01", "DATA-02")
 
@@ -75,7 +74,7 @@ def converted(
     order: Order = "file",
     skip_empty: bool = False,
 ) -> Conversion:
-    wanted = Wanted(folder, folder / "out.jsonl", geometry, order, skip_empty)
+    wanted = Wanted(folder, folder / "out.jsonl", geometry, order, skip_empty, covers_a_pixel)
     return convert(file, wanted, unwatched)
 
 
@@ -144,6 +143,36 @@ def test_an_annotation_like_another_in_every_bin_is_left_out(folder: Path) -> No
     )
 
 
+def test_what_is_left_out_is_neither_clipped_nor_a_box_taken(folder: Path) -> None:
+    whole = cat(-64, 48, 128, 240, segmentation=None)
+    lost = [whole, cat(1, 1, 0, 9, segmentation=None)]
+    conversion = converted(folder, coco([whole, *lost]), "poly")
+    assert conversion.counts == {
+        Rule.CLIPPED: 1,
+        Rule.NO_SEGMENTATION: 1,
+        Rule.DUPLICATE: 1,
+        Rule.NO_AREA: 1,
+    }
+
+
+def test_an_image_whose_annotations_were_all_left_out_does_not_become_a_negative(
+    folder: Path,
+) -> None:
+    images = [image(1), image(2)]
+    conversion = converted(folder, coco([cat(9, 9, 90, 90, iscrowd=1)], images))
+    assert [record["metadata"]["image_id"] for record in conversion.records] == [2]
+    assert conversion.counts == {Rule.CROWD: 1, Rule.ALL_LEFT_OUT: 1, Rule.EMPTY_IMAGE: 1}
+    assert conversion.first[Rule.ALL_LEFT_OUT] == "a.png"
+
+
+def test_annotations_of_which_no_object_comes_are_refused(folder: Path, tmp_path: Path) -> None:
+    conversion = converted(folder, coco([cat(9, 9, 90, 90, image_id="1")]))
+    assert len(conversion.records) == 1
+    with pytest.raises(ContractError, match="no object came of 1 annotations"):
+        write_records(conversion, 1, tmp_path / "o.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_images_that_no_run_could_read_are_left_out_with_their_annotations(
     tmp_path: Path,
 ) -> None:
@@ -163,6 +192,11 @@ def test_images_that_no_run_could_read_are_left_out_with_their_annotations(
     assert conversion.first[Rule.OTHER_SIZE] == "small.png"
 
 
+def test_a_file_name_no_system_has_is_of_a_missing_image(folder: Path) -> None:
+    conversion = converted(folder, coco([], [image(1, "a\0.png"), image(2)]))
+    assert conversion.counts[Rule.MISSING_IMAGE] == 1
+
+
 def test_the_annotated_size_is_that_of_the_upright_image(tmp_path: Path) -> None:
     paint(tmp_path / "a.jpg", (64, 48), orientation=LYING)
     upright, stored = (
@@ -176,9 +210,9 @@ def test_an_image_without_objects_is_kept_unless_it_is_to_be_skipped(folder: Pat
     kept = converted(folder, coco([]))
     assert [record["objects"] for record in kept.records] == [[]]
     assert kept.counts == {Rule.EMPTY_IMAGE: 1}
-    skipped = converted(folder, coco([cat(1, 1, 0, 0)]), skip_empty=True)
+    skipped = converted(folder, coco([]), skip_empty=True)
     assert skipped.records == []
-    assert skipped.counts == {Rule.NO_AREA: 1, Rule.SKIPPED_IMAGE: 1}
+    assert skipped.counts == {Rule.SKIPPED_IMAGE: 1}
 
 
 @pytest.mark.parametrize(
@@ -226,6 +260,7 @@ def test_repeated_points_of_a_polygon_are_one_and_those_outside_are_moved(folder
         ([TRIANGLE[:4]], Rule.BAD_POLYGON),
         ([[*TRIANGLE, "1", "2"]], Rule.BAD_POLYGON),
         ([[*TRIANGLE, float("nan"), 2.0]], Rule.BAD_POLYGON),
+        ([[*TRIANGLE, 10**400, 2]], Rule.BAD_POLYGON),
         (["polygon"], Rule.BAD_POLYGON),
         (3, Rule.BAD_POLYGON),
         ([[10.0, 10.0, 200.0, 10.0, 300.0, 10.0]], Rule.THIN_POLYGON),
@@ -252,15 +287,19 @@ def test_an_exported_file_comes_back_bin_for_bin(toy_data: ToyData, tmp_path: Pa
         (toy_data.val_jsonl, toy_data.coco_val),
     ):
         out = tmp_path / jsonl.name
-        wanted = Wanted(jsonl.parent, out, "bbox_2d", "file", skip_empty=False)
+        wanted = Wanted(
+            jsonl.parent, out, "bbox_2d", "file", skip_empty=False, covers_a_pixel=covers_a_pixel
+        )
         conversion = convert(read_coco(exported), wanted, unwatched)
         assert not conversion.counts
-        write_records(conversion.records, out)
+        write_records(conversion, conversion.objects, out)
         samples, again = (read_samples(path, allow_poly=False) for path in (jsonl, out))
         assert objects_of(again) == objects_of(samples)
         assert [s.images[0].resolve() for s in again] == [s.images[0].resolve() for s in samples]
         assert_same_boxes(COCO(str(exported)), again)
-        (report,) = check_files([out], allow_poly=False, lengths=None, watch=unwatched)
+        (report,) = check_files(
+            [out], allow_poly=False, lengths=None, covers_a_pixel=covers_a_pixel, watch=unwatched
+        )
         assert report.findings == []
 
 
@@ -302,9 +341,10 @@ def test_any_boxes_come_back_bin_for_bin(folder: Path, boxes: list[tuple[int, ..
     sample = Sample("s:1", (folder / "a.png",), *SIZE, objects)
     document = json.loads(json.dumps(to_coco([sample], folder)))
     conversion = converted(folder, CocoFile.model_validate(document))
-    kept = [list(o.shape.coords) for o in objects if not covers_nothing(o.shape)]
-    assert geometries(conversion) == kept
-    assert conversion.counts[Rule.NO_AREA] == len(objects) - len(kept)
+    kept = [list(o.shape.coords) for o in objects if covers_a_pixel(o.shape)]
+    assert conversion.records == [] if objects and not kept else geometries(conversion) == kept
+    left_out = conversion.counts[Rule.NO_AREA] + conversion.counts[Rule.THIN]
+    assert left_out == len(objects) - len(kept)
 
 
 EDGES = st.floats(-200, 800) | st.sampled_from([-1e308, 0.0, 640.0, 480.0, 1e308])
@@ -333,9 +373,11 @@ def test_every_annotation_is_an_object_or_counted_and_the_file_is_valid(
     conversion = converted(folder, file, geometry)
     left_out = sum(conversion.counts[rule] for rule in OF_ANNOTATIONS)
     assert conversion.objects + left_out == len(annotations)
-    write_records(conversion.records, folder / "out.jsonl")
+    if not conversion.objects:
+        return
+    write_records(conversion, len(annotations), folder / "out.jsonl")
     (sample,) = read_samples(folder / "out.jsonl", allow_poly=geometry == "poly")
-    assert not any(covers_nothing(o.shape) for o in sample.objects)
+    assert all(covers_a_pixel(o.shape) for o in sample.objects)
 
 
 @given(bbox=st.tuples(st.floats(0, 639), st.floats(0, 479), st.floats(1, 640), st.floats(1, 480)))
@@ -344,7 +386,8 @@ def test_a_box_moves_by_half_a_bin_at_most(
 ) -> None:
     x, y, width, height = bbox
     inside = (x, y, min(width, 640 - x), min(height, 480 - y))
-    for coords in geometries(converted(folder, coco([cat(*inside)]))):
+    conversion = converted(folder, coco([cat(*inside)]))
+    for coords in geometries(conversion) if conversion.records else []:
         assert_within_half_a_bin(inside, Shape("bbox_2d", tuple(coords)), SIZE)
 
 
@@ -358,16 +401,23 @@ def test_image_paths_start_at_the_data_file(tmp_path: Path) -> None:
         (tmp_path / "lists" / "o.jsonl", "../photos/a/x.png"),
         (tmp_path / "link" / "o.jsonl", "x.png"),
     ):
-        wanted = Wanted(tmp_path / "link", out, "bbox_2d", "file", skip_empty=False)
+        wanted = Wanted(
+            tmp_path / "link",
+            out,
+            "bbox_2d",
+            "file",
+            skip_empty=False,
+            covers_a_pixel=covers_a_pixel,
+        )
         conversion = convert(file, wanted, unwatched)
         assert conversion.records[0]["images"] == [path]
-        write_records(conversion.records, out)
+        write_records(conversion, conversion.objects, out)
         assert read_samples(out, allow_poly=False)
 
 
 def test_nothing_is_written_where_no_image_is_left(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="no image is left"):
-        write_records([], tmp_path / "out.jsonl")
+        write_records(Conversion(), 0, tmp_path / "out.jsonl")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -385,7 +435,6 @@ GOOD = {"images": [image(1)], "annotations": [cat(1, 2, 3, 4)], "categories": []
         ),
         ({**GOOD, "annotations": [cat(1, 2, 3, "x" * 3)]}, [": annotations[0].bbox[3]"]),
         ({**GOOD, "annotations": [cat(1, 2, 3)]}, [": annotations[0].bbox[3]"]),
-        ({**GOOD, "annotations": [cat(1, 2, 3, float("inf"))]}, [": annotations[0].bbox[3]"]),
         ({**GOOD, "images": [image(1), image(1)]}, [": images[1].id"]),
         ({**GOOD, "categories": [{"id": 1, "name": " "}]}, [": categories[0].name"]),
         ({**GOOD, "categories": [{"id": 1, "name": "<|im_end|>"}]}, [": categories[0].name"]),
@@ -402,13 +451,22 @@ def test_what_is_no_coco_file_is_told_in_three_parts(
     assert all(error.found and error.do for error in caught.value.errors)
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff", b"[" * 100_000, b"9" * 5_000])
+@pytest.mark.parametrize(
+    "content", [b"{", b"\xff", b'{"images": NaN}', b"[" * 100_000, b"9" * 5_000]
+)
 def test_what_is_no_json_is_told(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "coco.json"
     path.write_bytes(content)
     with pytest.raises(ContractError, match="not JSON") as caught:
         read_coco(path)
     assert caught.value.where == str(path)
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "coco.json"
+    path.write_text('{"annotations": [1], "annotations": []}')
+    with pytest.raises(ContractError, match='the key "annotations" is given 2 times'):
+        read_coco(path)
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:

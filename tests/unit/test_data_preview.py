@@ -1,8 +1,10 @@
 """Pictures of samples: the objects where they are, every label to be read."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -220,6 +222,27 @@ def test_a_folder_of_pictures_has_a_page_that_needs_no_network(
     assert "cat <0> " in page.texts
     assert "dog \ue000 " in page.texts
     assert not re.search(r"https?:|<script|<link", text)
+
+
+def test_an_image_of_another_size_than_its_line_is_told(
+    samples: list[Sample], tmp_path: Path
+) -> None:
+    lying = replace(samples[1], width=64, height=48)
+    told = write_preview([samples[0], lying], tmp_path / "out")
+    (sentence,) = told.values()
+    assert list(told) == [lying.sample_id]
+    assert sentence.startswith("width x height is 64x48, and image ")
+    assert sentence.endswith("48x64 pixels once it is turned upright as its EXIF orientation says")
+    page = _Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
+    assert page.texts.count(sentence) == 1
+
+
+def test_links_of_the_page_are_quoted(samples: list[Sample], tmp_path: Path) -> None:
+    odd = replace(samples[0], sample_id="a#b?c%20 d.jsonl:1")
+    write_preview([odd], tmp_path / "out")
+    (source,) = _Page((tmp_path / "out" / "index.html").read_text()).images
+    assert (tmp_path / "out" / unquote(source)).is_file()
+    assert not set(source) & set("#? ")
 
 
 def test_an_image_is_drawn_upright_as_the_model_sees_it(
