@@ -28,6 +28,8 @@ class HasShape(Protocol):
 
 AnyShape = Shape | PlainShape | HasShape
 
+MAX_RESOLUTION = 4096
+
 
 def match_objects(
     predicted: Sequence[AnyShape], ground_truth: Sequence[AnyShape], config: MatchingConfig
@@ -55,8 +57,10 @@ def match_objects(
 def mask_iou(a: AnyShape, b: AnyShape, resolution: int) -> float:
     """IoU of two shapes' masks on a canvas of `resolution` x `resolution` pixels.
 
+    resolution: 2 to 4096, as in `MatchingConfig`; pycocotools counts pixels in 32 bits.
     A box whose corners are given the other way round is the box between them.
     """
+    assert 2 <= resolution <= MAX_RESOLUTION, f"a canvas of {resolution} x {resolution} pixels"
     everything = np.ones((1, 1), dtype=np.bool_)
     return float(mask_ious(_shapes([a]), _shapes([b]), everything, resolution)[0, 0])
 

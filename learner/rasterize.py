@@ -113,6 +113,9 @@ def _scale(resolution: int) -> float:
 
 
 def _extent(coords: Sequence[int]) -> tuple[int, int, int, int]:
+    """Bounding box of a polygon."""
+    assert len(coords) >= 6, f"a polygon has 3 or more points, not {len(coords) // 2}"
+    assert len(coords) % 2 == 0, f"{len(coords)} values are no points"
     xs, ys = coords[::2], coords[1::2]
     return min(xs), min(ys), max(xs), max(ys)
 

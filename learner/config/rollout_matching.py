@@ -32,7 +32,9 @@ class MatchingConfig(StrictModel):
     maskiou_gate: float = Field(
         default=0.3, ge=0, le=1, description="pairs with a lower mask IoU never match"
     )
-    maskiou_resolution: int = Field(default=256, ge=2, description="side of the mask canvas")
+    maskiou_resolution: int = Field(
+        default=256, ge=2, le=4096, description="side of the mask canvas"
+    )
     fp_cost: float = Field(default=1.0, ge=0, description="of leaving a prediction unmatched")
     fn_cost: float = Field(default=1.0, ge=0, description="of leaving a ground truth unmatched")
     ot_cost: Literal["l1", "l2"] = Field(

@@ -5,7 +5,10 @@ import pycocotools.mask as coco_mask
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from learner.config.rollout_matching import MatchingConfig
+from learner.matching import MAX_RESOLUTION, mask_iou
 from learner.rasterize import PlainShape, Shapes, box_iou, mask_ious
 from learner.types import Shape
 from tests.unit.shapes import (
@@ -33,6 +36,34 @@ def all_ious(a: list[PlainShape], b: list[PlainShape], resolution: int) -> list[
 def edge(k: int, resolution: int) -> int:
     """Pixels before bin k: k (R - 1) / 999 to the nearest whole number, in integers."""
     return (2 * k * (resolution - 1) + 999) // 1998
+
+
+# ---- what has no mask ----------------------------------------------------------------
+
+
+@pytest.mark.req("MATCH-02")
+@pytest.mark.parametrize("coords", [(), (5, 5), (5, 5, 7, 7), (1, 2, 3, 4, 5, 6, 7)])
+def test_a_polygon_of_fewer_than_three_points_or_of_half_a_point_is_refused(
+    coords: tuple[int, ...],
+) -> None:
+    with pytest.raises(AssertionError, match="points"):
+        mask_iou(Shape("poly", coords), WHOLE, 256)
+
+
+@pytest.mark.req("MATCH-02")
+@pytest.mark.parametrize("resolution", [1, 4097, 2**16 + 1])
+def test_a_canvas_is_refused_that_pycocotools_cannot_count(resolution: int) -> None:
+    with pytest.raises(AssertionError, match="pixels"):
+        mask_iou(WHOLE, WHOLE, resolution)
+    with pytest.raises(ValidationError, match="maskiou_resolution"):
+        MatchingConfig(maskiou_resolution=resolution)
+
+
+@pytest.mark.req("MATCH-02")
+def test_the_largest_canvas_is_drawn() -> None:
+    whole = poly(0, 0, 999, 0, 999, 999, 0, 999)
+    side = MatchingConfig(maskiou_resolution=MAX_RESOLUTION).maskiou_resolution
+    assert mask_iou(whole, box(0, 0, 999, 999), side) == 1.0
 
 
 # ---- boxes ---------------------------------------------------------------------------
