@@ -10,14 +10,22 @@ dropped with the first reason that applies (PARSE-04), the others stay.
     prefix   the ids before that token, and the ids of ]}
 
 Same ids, same result; no ids raise; time is linear in the number of ids (PARSE-07).
+
+Two decisions where the rules leave room:
+
+- The token of an image or a video (`<|image_pad|>`) ends an answer as `<|im_end|>` does: it is
+  no text, and in the prefix the model would look for pixels behind it.
+- A key of more than 640 digits is no `object_n`; one of 640 digits is, and does not count for
+  the largest n, so that the key after any number that counts can be read back (APPEND-02).
 """
 
 import json
+import operator
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, SupportsIndex, cast
 
 from learner.coords import COORD_BINS, coord_token
 from learner.scanner import WHITE_SPACE, Entry, Scanner
@@ -45,10 +53,12 @@ DropReason = Literal[
 
 GEOMETRY_KEYS = ("bbox_2d", "poly")
 
-# More digits than any run can count to are no number of an object.
-_OBJECT_KEY = re.compile(r"object_([0-9]{1,18})")
+# Python turns this many digits into a number and back whatever its settings.
+MAX_DIGITS = 640
+
+_OBJECT_KEY = re.compile(rf"object_([0-9]{{1,{MAX_DIGITS}}})")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_OBJECT_KEY_IN_TEXT = re.compile(rf'"{_OBJECT_KEY.pattern}"[{WHITE_SPACE}]*:')
+_COUNTED_KEY = re.compile(rf'"object_([0-9]{{1,{MAX_DIGITS - 1}}})"[{WHITE_SPACE}]*:')
 
 # How each bin may be written in an array: quoted, or bare and read as a number.
 _SPELLINGS = [(coord_token(k), k) for k in range(COORD_BINS)]
@@ -65,7 +75,7 @@ _DECODER = json.JSONDecoder(
 
 
 class _Answer(NamedTuple):
-    """A response up to `<|im_end|>`.
+    """A response up to where it ends.
 
     coords, coord_starts: position of each coordinate token in the ids, in order, and the
         place in the text where it begins.
@@ -80,10 +90,11 @@ class _Answer(NamedTuple):
 
 
 def parse_rollout(
-    token_ids: Sequence[int], tokenizer: Tokenizer, *, allow_poly: bool = True
+    token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True
 ) -> ParsedRollout:
     """Parse `response_token_ids` strictly.
 
+    token_ids: a list, or an array or a tensor of whole numbers.
     allow_poly: false in the two-channel variant, where polygons are dropped.
 
     Raises `ContractError` only for a tokenizer without coordinate tokens.
@@ -123,11 +134,12 @@ def parse_rollout(
     )
 
 
-def _read_answer(token_ids: Sequence[int], tokenizer: Tokenizer) -> _Answer:
+def _read_answer(token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer) -> _Answer:
     table = token_table(tokenizer)
-    ids = list(token_ids)
-    if table.vocab.im_end_id in ids:
-        ids = ids[: ids.index(table.vocab.im_end_id)]
+    ids = list(map(operator.index, token_ids))
+    ends = table.vocab.end_ids
+    if not ends.isdisjoint(ids):
+        ids = ids[: next(i for i, token_id in enumerate(ids) if token_id in ends)]
     tokens = TokenText(table.pieces(ids, tokenizer))
     bins = table.vocab.bins
     coords = [position for position, token_id in enumerate(ids) if token_id in bins]
@@ -142,14 +154,14 @@ def _invalid_rollout(tokenizer: Tokenizer) -> ParsedRollout:
         dropped=[],
         prefix_token_ids=tokenizer.encode("{", add_special_tokens=False),
         max_object_index=0,
-        truncated=True,
+        truncated=False,
         invalid_rollout=True,
         entry_ends=[],
     )
 
 
 def _max_object_index(prefix_text: str) -> int:
-    keys = _OBJECT_KEY_IN_TEXT.finditer(prefix_text)
+    keys = _COUNTED_KEY.finditer(prefix_text)
     return max((int(key[1]) for key in keys), default=0)
 
 

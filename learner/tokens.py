@@ -1,8 +1,9 @@
 """What the pure stages need to know about a tokenizer.
 
 `Tokenizer` is the protocol (a transformers fast tokenizer fits), `CoordVocab` the ids of
-the coordinate tokens and of `<|im_end|>`, and `TokenTable` both of them for one tokenizer
-with a cache of the text of each id. `token_table(tokenizer)` keeps one table per tokenizer.
+the coordinate tokens and of those that end an answer, and `TokenTable` both of them for one
+tokenizer with a cache of the text of each id. `token_table(tokenizer)` keeps one table per
+tokenizer.
 `TokenText` is the text of some tokens, with the token of each character.
 """
 
@@ -17,6 +18,9 @@ from learner.coords import COORD_BINS, coord_token
 from shared_contracts.errors import ContractError
 
 IM_END = "<|im_end|>"
+
+# Qwen's tokens in whose place the model sees pixels.
+PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 
 # What a byte-level decoder writes for bytes that are only part of a character.
 HALF_CHARACTER = "\ufffd"
@@ -80,15 +84,17 @@ def spell_leading(tokenizer: Tokenizer, token_id: int, leading: str) -> list[int
 
 @dataclass(frozen=True)
 class CoordVocab:
-    """Ids of the coordinate tokens and of the end of a turn.
+    """Ids of the coordinate tokens and of those at which an answer ends.
 
     ids: the id of `<|coord_k|>` at index k; 1000 distinct ids.
     im_end_id: the id of `<|im_end|>`, the EOS of every target.
+    end_ids: of `<|im_end|>`, and of `PLACEHOLDERS` where the tokenizer has them.
     bins: bin of each coordinate id.
     """
 
     ids: list[int]
     im_end_id: int
+    end_ids: frozenset[int]
     bins: dict[int, int]
 
     @classmethod
@@ -96,16 +102,22 @@ class CoordVocab:
         """Look the ids up; raises `ContractError` where a token is missing."""
         im_end_id = _single_id(tokenizer, IM_END)
         ids = [_single_id(tokenizer, coord_token(k)) for k in range(COORD_BINS)]
-        return cls(ids, im_end_id, {token_id: k for k, token_id in enumerate(ids)})
+        seen = [_find_id(tokenizer, token) for token in PLACEHOLDERS]
+        end_ids = frozenset(end for end in (im_end_id, *seen) if end is not None)
+        return cls(ids, im_end_id, end_ids, {token_id: k for k, token_id in enumerate(ids)})
 
-    def bin_of(self, token_id: int) -> int | None:
-        """Bin of a coordinate token, None for every other token."""
-        return self.bins.get(token_id)
+
+def _find_id(tokenizer: Tokenizer, token: str) -> int | None:
+    """Id of a token; None where there is no such token, or it maps to a default."""
+    token_id: int | None = tokenizer.convert_tokens_to_ids(token)
+    if token_id is None or decode_exactly(tokenizer, [token_id]) != token:
+        return None
+    return token_id
 
 
 def _single_id(tokenizer: Tokenizer, token: str) -> int:
-    token_id: int | None = tokenizer.convert_tokens_to_ids(token)
-    if token_id is None or decode_exactly(tokenizer, [token_id]) != token:
+    token_id = _find_id(tokenizer, token)
+    if token_id is None:
         raise ContractError(
             "model.model",
             f"its tokenizer has no token {token}",

@@ -113,6 +113,9 @@ class ParsedRollout:
     dropped: (key, reason) of each invalid entry.
     prefix_token_ids: ids up to the cut, ready for an append.
     max_object_index: largest n of any `object_n` key in the prefix, 0 if none.
+    truncated: the outermost object was opened and is not closed where the response ends.
+    invalid_rollout: it was not opened: the response has no `{`, or more than white space
+        before it. Never together with `truncated`.
     entry_ends: for each top-level entry in the prefix, valid or not, in order: index of
         the token that holds the last character of its value, and its index into
         `objects` or None for a dropped one.
@@ -143,7 +146,8 @@ class Role(IntEnum):
 
     Separators and keys, and the opening brace, belong to the entry they lead up to. All of a
     prediction that is not matched or was dropped is FALSE_POSITIVE, coordinates included, and
-    so is a token fused across two entries if either is. COORD is of the others' coordinates.
+    so is a token fused across two entries if either is. Any other coordinate token is COORD,
+    one in a description too, which is in no `CoordGroup`: none gets cross-entropy (LOSS-01).
     """
 
     PROMPT = 0

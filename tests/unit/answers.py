@@ -1,11 +1,15 @@
 """Answers and ground truths to test the pure stages with."""
 
 import random
+from copy import deepcopy
+from functools import cache
 
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
 
 from learner.coords import coord_token
-from learner.tokens import IM_END, Tokenizer, decode_exactly, token_table
+from learner.tokens import IM_END, PLACEHOLDERS, Tokenizer, decode_exactly, token_table
 from learner.types import GroundTruthObject, Shape
 
 CAT = GroundTruthObject("cat", Shape("bbox_2d", (10, 20, 300, 400)))
@@ -39,6 +43,14 @@ def pieces(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
 
 def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return decode_exactly(tokenizer, token_ids)
+
+
+@cache
+def with_placeholders(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """A copy that has the tokens of images and videos."""
+    copied = deepcopy(tokenizer)
+    copied.add_tokens([AddedToken(token, special=True) for token in PLACEHOLDERS])
+    return copied
 
 
 DESCRIPTIONS = st.one_of(

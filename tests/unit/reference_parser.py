@@ -18,6 +18,7 @@ from learner.tokens import IM_END
 BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
 WHITE = " \t\n\r"
 GEOMETRIES = ("bbox_2d", "poly")
+ENDS = (IM_END, "<|image_pad|>", "<|video_pad|>")
 
 # Stand-ins for coordinate tokens, one character each, and the mark of one without quotes.
 FIRST_COORD = 0xE000
@@ -51,7 +52,7 @@ class Reading:
     """What the reference found; `prefix` is the kept part in symbols, None if there is none."""
 
     prefix: str | None = None
-    truncated: bool = True
+    truncated: bool = False
     max_object_index: int = 0
     objects: list[Found] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
@@ -59,13 +60,13 @@ class Reading:
 
 
 def read_symbols(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> Answer:
-    """The bytes of an answer up to `<|im_end|>`, from the names of its tokens."""
+    """The bytes of an answer up to where it ends, from the names of its tokens."""
     added = tokenizer.added_tokens_decoder
     coords = {coord_token(k): chr(FIRST_COORD + k) for k in range(COORD_BINS)}
     symbols: list[str] = []
     owner: list[int] = []
     for position, name in enumerate(tokenizer.convert_ids_to_tokens(ids)):
-        if name == IM_END:
+        if name in ENDS:
             break
         if name in coords:
             text = coords[name]

@@ -1,14 +1,18 @@
 """The strict parser: objects, drop reasons, the cut (section 8 of the contract)."""
 
 import unicodedata
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tokenizers import AddedToken
 from tokenizers.normalizers import NFC
 from transformers import PreTrainedTokenizerFast
 
 from learner.parsing import parse_rollout
-from learner.tokens import HALF_CHARACTER, token_table
+from learner.tokens import HALF_CHARACTER, PLACEHOLDERS, token_table
 from learner.types import ParsedRollout
 from tests.unit.answers import (
     coords,
@@ -16,10 +20,14 @@ from tests.unit.answers import (
     entry,
     pieces,
     text_of,
+    with_placeholders,
     with_value,
 )
 from tests.unit.dropped_values import BOX, DROPPED
 from tests.unit.toy_bpe import train_toy_tokenizer
+
+# The largest number that counts.
+HUGE = 10**639 - 1
 
 
 def parse(
@@ -59,6 +67,18 @@ def test_a_box_comes_with_its_description_and_the_positions_of_its_tokens(
     assert not parsed.invalid_rollout
     assert parsed.dropped == []
     assert parsed.entry_ends == [(end - 1, 0)]
+
+
+@pytest.mark.req("PARSE-01")
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor])
+def test_ids_may_come_as_an_array_or_a_tensor(
+    tokenizer: PreTrainedTokenizerFast, kind: Callable[[list[int]], Any]
+) -> None:
+    ids = encode(tokenizer, "{" + entry(1) + ", " + entry(2) + "}")
+    parsed = parse_rollout(kind(ids), tokenizer)
+    assert parsed == parse_rollout(ids, tokenizer)
+    assert len(parsed.objects) == 2
+    assert {type(token_id) for token_id in parsed.prefix_token_ids} == {int}
 
 
 @pytest.mark.req("PARSE-03")
@@ -126,7 +146,7 @@ def test_characters_in_several_tokens_keep_text_and_positions(
     parsed = parse_rollout(ids, tokenizer)
     assert [found.desc for found in parsed.objects] == [desc, "cat"]
     for found in parsed.objects:
-        bins = [token_table(tokenizer).vocab.bin_of(ids[i]) for i in found.coord_token_indices]
+        bins = [token_table(tokenizer).vocab.bins[ids[i]] for i in found.coord_token_indices]
         assert bins == found.coords
 
 
@@ -156,6 +176,35 @@ def test_im_end_ends_the_answer(tokenizer: PreTrainedTokenizerFast) -> None:
     cut_off = parse(tokenizer, "{" + entry(1) + "<|im_end|>, " + entry(2) + "}")
     assert [found.index for found in cut_off.objects] == [1]
     assert cut_off.truncated
+
+
+@pytest.mark.req("PARSE-02", "PARSE-05")
+@pytest.mark.parametrize("placeholder", PLACEHOLDERS)
+@pytest.mark.parametrize("kept", ["{", "{" + entry(1)])
+def test_the_token_of_an_image_ends_the_answer_as_it_is_no_text(
+    tokenizer: PreTrainedTokenizerFast, placeholder: str, kept: str
+) -> None:
+    last = entry(2, f"a {placeholder}") + "}"
+    text = kept + (", " if kept.endswith("}") else "") + last
+    seeing = with_placeholders(tokenizer)
+    parsed = parse(seeing, text)
+    assert parsed == parse(seeing, text.replace(placeholder, "<|im_end|>"))
+    assert parsed.truncated
+    assert prefix(seeing, parsed) == kept
+    blind = parse(tokenizer, text)
+    assert blind.objects[-1].desc == f"a {placeholder}"
+
+
+@pytest.mark.req("PARSE-02")
+def test_the_first_of_the_tokens_that_end_an_answer_counts(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    seeing = with_placeholders(tokenizer)
+    ends = ["<|im_end|>", *PLACEHOLDERS]
+    for first in ends:
+        tail = "".join(f"{end}, {entry(i + 3)}" for i, end in enumerate([first, *ends]))
+        parsed = parse(seeing, "{" + entry(1) + ", " + entry(2) + tail + "}")
+        assert [found.index for found in parsed.objects] == [1, 2]
 
 
 def test_text_after_the_closing_brace_is_trimmed(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -368,7 +417,7 @@ def test_an_answer_that_does_not_start_with_a_brace_is_invalid_and_becomes_a_bra
 ) -> None:
     parsed = parse(tokenizer, text)
     assert parsed.invalid_rollout
-    assert parsed.truncated
+    assert not parsed.truncated, "nothing was opened"
     assert parsed.prefix_token_ids == encode(tokenizer, "{")
     assert (parsed.objects, parsed.dropped, parsed.max_object_index) == ([], [], 0)
 
@@ -457,6 +506,9 @@ def test_all_there_is_before_the_comma_belongs_to_an_entry_without_an_object(
         ('{"object_1": {"object_9": {}}, ' + entry(2) + "}", 9),
         ('{"object_x": {}, "object_": {}, "thing_7": {}}', 0),
         ("{" + entry(1, r"\"object_9\": ") + "}", 1),
+        ("{" + entry(10**18) + ", " + entry(2) + "}", 10**18),
+        pytest.param("{" + entry(HUGE) + ", " + entry(2) + "}", HUGE, id="639 digits"),
+        pytest.param("{" + entry(HUGE + 1) + ", " + entry(2) + "}", 2, id="640 digits"),
         ('{"object_' + "9" * 5000 + '": {}, ' + entry(2) + "}", 2),
         ('{"object_5" \n: {}}', 5),
     ],

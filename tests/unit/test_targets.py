@@ -288,12 +288,24 @@ def test_matched_boxes_are_taught_the_truth_at_the_positions_of_the_prediction(
     vocab = token_table(tokenizer).vocab
     assert first.matched
     assert first.bins == CAT.shape.coords
-    assert tuple(vocab.bin_of(target.token_ids[p]) for p in first.positions) == predicted
+    assert tuple(vocab.bins[target.token_ids[p]] for p in first.positions) == predicted
     assert not second.matched
     assert second.bins == DOG.shape.coords
-    assert tuple(vocab.bin_of(target.token_ids[p]) for p in second.positions) == second.bins
+    assert tuple(vocab.bins[target.token_ids[p]] for p in second.positions) == second.bins
     supervised = set(first.positions) | set(second.positions)
     assert set(np.flatnonzero(target.role == Role.COORD).tolist()) == supervised
+
+
+@pytest.mark.req("LOSS-01")
+@pytest.mark.parametrize("pairs", [[(0, 0)], []], ids=["matched", "false positive"])
+def test_a_coordinate_token_in_a_description_is_no_text_to_teach_and_no_coordinate(
+    tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]]
+) -> None:
+    target = target_of(tokenizer, "{" + entry(1, "at <|coord_5|>") + "}", [CAT], pairs)
+    bins = token_table(tokenizer).vocab.bins
+    (said,) = [p for p, i in enumerate(target.token_ids) if bins.get(i) == 5]
+    assert target.role[said] == (Role.COORD if pairs else Role.FALSE_POSITIVE)
+    assert all(said not in group.positions for group in target.coord_groups)
 
 
 def test_an_appended_polygon_is_taught_its_own_vertices(
@@ -491,6 +503,15 @@ def test_a_target_whose_appended_object_the_parser_refuses_is_not_taught(
     blank = GroundTruthObject(" ", CAT.shape)
     with pytest.raises(TargetUnreadable, match="missing_desc"):
         target_of(tokenizer, "{}", [DOG, blank], [])
-    last_number = "{" + entry(10**18 - 1) + "}"
-    with pytest.raises(TargetUnreadable, match=f"object_{10**18}.*key_invalid"):
-        target_of(tokenizer, last_number, [DOG], [])
+
+
+@pytest.mark.req("APPEND-02", "PARSE-05", "PARSE-06")
+@pytest.mark.parametrize("digits", [18, 19, 639])
+@pytest.mark.parametrize("value", ['{"desc": "no box"}', "{}", entry(1).partition(": ")[2]])
+def test_however_large_a_number_is_that_counts_the_keys_after_it_can_be_read_back(
+    tokenizer: PreTrainedTokenizerFast, digits: int, value: str
+) -> None:
+    last = 10**digits - 1
+    target = target_of(tokenizer, f'{{"object_{last}": {value}}}', [DOG, CAT], [])
+    assert target.fn_keys == [f"object_{last + 1}", f"object_{last + 2}"]
+    assert [group.bins for group in target.coord_groups] == [DOG.shape.coords, CAT.shape.coords]

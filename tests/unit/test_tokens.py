@@ -11,13 +11,14 @@ from learner.coords import coord_token
 from learner.tokens import (
     HALF_CHARACTER,
     IM_END,
+    PLACEHOLDERS,
     CoordVocab,
     TokenText,
     spell_leading,
     token_table,
 )
 from shared_contracts.errors import ContractError
-from tests.unit.answers import encode, pieces, text_of
+from tests.unit.answers import encode, pieces, text_of, with_placeholders
 
 PURE_STAGES = (
     "coords",
@@ -47,8 +48,8 @@ def test_coordinate_ids_are_those_of_the_tokenizer(tokenizer: PreTrainedTokenize
     vocab = CoordVocab.from_tokenizer(tokenizer)
     assert len(set(vocab.ids)) == 1000
     assert encode(tokenizer, coord_token(12)) == [vocab.ids[12]]
-    assert vocab.bin_of(vocab.ids[999]) == 999
-    assert vocab.bin_of(vocab.im_end_id) is None
+    assert vocab.bins[vocab.ids[999]] == 999
+    assert vocab.im_end_id not in vocab.bins
     assert pieces(tokenizer, [vocab.im_end_id]) == [IM_END]
 
 
@@ -72,6 +73,17 @@ def test_an_unknown_token_that_maps_to_a_default_is_refused() -> None:
     tokenizer.unk_token = "[UNK]"
     with pytest.raises(ContractError, match=r"<\|coord_0\|>"):
         CoordVocab.from_tokenizer(tokenizer)
+
+
+@pytest.mark.req("PARSE-02")
+def test_the_tokens_of_images_end_an_answer_where_the_tokenizer_has_them(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    vocab = CoordVocab.from_tokenizer(tokenizer)
+    assert vocab.end_ids == {vocab.im_end_id}
+    seeing = CoordVocab.from_tokenizer(with_placeholders(tokenizer))
+    (image,), (video,) = (encode(with_placeholders(tokenizer), token) for token in PLACEHOLDERS)
+    assert seeing.end_ids == {vocab.im_end_id, image, video}
 
 
 def test_pieces_are_the_text_of_each_id_alone(toy_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -15,10 +15,11 @@ from learner.model.load import LoadedModel, load_model
 from learner.model.prompt import PromptEncoder
 from learner.rollout.policy import Asking, Policy
 from learner.step import StepRunner
+from learner.tokens import PLACEHOLDERS
 from learner.types import RolloutOutput
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-from tests.unit.answers import encode
+from tests.unit.answers import encode, entry
 from tests.unit.small_run import rollout, small_config, written
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,6 +40,7 @@ class World:
         self.asked: list[RolloutInferRequest] = []
         self.forwards: list[int] = []
         self.losses = 0
+        self.said = ""
         self.loaded.model.register_forward_pre_hook(
             lambda _, __, kwargs: self.forwards.append(kwargs["input_ids"].numel()),
             with_kwargs=True,
@@ -48,7 +50,7 @@ class World:
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
         self.asked += requests
-        texts = [written(*sample.objects[:1]) for sample in self.samples]
+        texts = [self.said or written(*sample.objects[:1]) for sample in self.samples]
         prompts = [self.encode(sample).ids.tolist() for sample in self.samples]
         return [
             rollout(prompt, encode(self.loaded.tokenizer, text))
@@ -108,6 +110,18 @@ def test_packing_enabled_does_not_break_rollout_matching_training(world: World) 
     assert grads
     assert all(torch.isfinite(grad).all() for grad in grads)
     assert metrics["packing/post_rollout_segments"] == N_SAMPLES
+
+
+@pytest.mark.req("PARSE-02", "CHB-01")
+@pytest.mark.parametrize("placeholder", PLACEHOLDERS)
+def test_answers_that_hold_the_token_of_an_image_are_trained_on(
+    world: World, placeholder: str
+) -> None:
+    world.said = "{" + entry(1, f"a {placeholder}") + "}"
+    assert len(encode(world.loaded.tokenizer, placeholder)) == 1
+    metrics = world.step()
+    assert metrics["packing/post_rollout_segments"] == N_SAMPLES
+    assert metrics["rollout/parse_truncated_rate"] == 1
 
 
 @pytest.mark.req("ROLL-02")
