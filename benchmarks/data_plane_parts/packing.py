@@ -5,9 +5,10 @@ fullest bin that holds the oldest segment (or first come, first served where tha
 fuller), and starts again with what is left: what a trainer does that selects one pack at
 a time. Both get the same pools. Times are of the processor, not of the clock.
 
-Two kinds of pools: lengths as rollouts have them (lognormal, median an eighth of a pack,
+Two kinds of pools mostly: lengths as rollouts have them (lognormal, median an eighth of a pack,
 sigma 0.6), and long segments, of which two or three share a pack (lognormal, median 0.4 of
-a pack, sigma 0.4); both cut at a pack.
+a pack, sigma 0.4); both cut at a pack. The largest pools are of lengths uniform in 0.3 to
+0.6 of a pack, at capacities from 12,000 to 1,000,000.
 """
 
 import math
@@ -26,6 +27,7 @@ from learner.packing.bound import fewest_packs
 
 CAPACITY = 12_000
 LARGE_CAPACITY = 131_072
+CAPACITIES = (CAPACITY, 32_768, LARGE_CAPACITY, 1_000_000)
 MIN_FILL = 0.6
 DRAWS = 100
 
@@ -36,9 +38,10 @@ Packs = list[list[int]]
 class Pool:
     lengths: list[int]
     capacity: int
+    min_fill: float = MIN_FILL
 
     def plan(self) -> Packs:
-        return plan_packs(self.lengths, self.capacity, MIN_FILL)
+        return plan_packs(self.lengths, self.capacity, self.min_fill)
 
     def totals(self, packs: Packs) -> list[int]:
         return [sum(self.lengths[i] for i in pack) for pack in packs]
@@ -55,6 +58,7 @@ def measure(rounds: int) -> list[Result]:
     exact = [_rollouts(EXACT_POOL, n) + _long(EXACT_POOL, n) for n in range(rounds)]
     large = [_rollouts(256, n, LARGE_CAPACITY) for n in range(rounds)]
     long = [_long(256, n, draws=20) for n in range(rounds)]
+    thousand = [[_thousand(capacity, n) for capacity in CAPACITIES] for n in range(rounds)]
     return [
         _fewest(rounds),
         _evenness(rounds),
@@ -63,7 +67,8 @@ def measure(rounds: int) -> list[Result]:
         _worst("slowest plan of a step of 32 segments", step, 20),
         _worst(f"slowest plan of {EXACT_POOL} segments, exact", exact, 20),
         _worst(f"slowest plan of 256 segments in packs of {LARGE_CAPACITY:,}", large, 100),
-        _worst("slowest plan of 256 long segments", long, 500),
+        _worst("slowest plan of 256 long segments", long, 250),
+        _worst("slowest plan of 1,000 long segments at any capacity", thousand, 1_500),
     ]
 
 
@@ -76,6 +81,13 @@ def _rollouts(segments: int, seed: int, capacity: int = CAPACITY) -> list[Pool]:
 
 def _long(segments: int, seed: int, draws: int = DRAWS) -> list[Pool]:
     return _draw(segments, seed, CAPACITY, draws, median=0.4, sigma=0.4)
+
+
+def _thousand(capacity: int, seed: int) -> Pool:
+    """The lower bound falls short of it by some 20 packs: many numbers of packs to try."""
+    chance = random.Random(seed)
+    lengths = [round(capacity * chance.uniform(0.3, 0.6)) for _ in range(1_000)]
+    return Pool(lengths, capacity, min_fill=0.9)
 
 
 def _draw(

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -38,7 +39,7 @@ def large_pools(capacity: int) -> st.SearchStrategy[list[int]]:
     return lengths.flatmap(lambda some: st.lists(some, min_size=EXACT_POOL + 1, max_size=60))
 
 
-LARGE_POOLS = st.sampled_from([CAPACITY, 12_000]).flatmap(
+LARGE_POOLS = st.sampled_from([CAPACITY, 12_000, 1_000_000]).flatmap(
     lambda capacity: st.tuples(large_pools(capacity), st.just(capacity))
 )
 
@@ -171,6 +172,48 @@ def test_many_raw_rollouts_share_few_packs() -> None:
     lengths = [300 + 13 * i for i in range(32)]
     packs = plan_packs(lengths, 12_000, 0.7)
     assert len(packs) == -(-sum(lengths) // 12_000)
+
+
+@pytest.mark.req("PACK-03")
+@pytest.mark.parametrize(
+    ("shortest", "longest", "capacity", "min_fill"),
+    [
+        (39_321, 78_643, 131_072, 0.9),
+        (300_000, 600_000, 1_000_000, 0.9),
+        (30_000, 70_000, 131_072, 1.0),
+        (3_000_000, 6_000_000, 10_000_000, 0.9),
+    ],
+)
+def test_the_work_for_a_large_pool_is_bounded_at_any_capacity(
+    shortest: int, longest: int, capacity: int, min_fill: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = 0
+
+    def counted(lengths: Sequence[int], at_least: int, at_most: int) -> list[int]:
+        nonlocal work
+        work += len(lengths) * at_most
+        assert work <= 4 << 31, "a few searches, each of less than 2**31 bit operations"
+        return subset_of_total(lengths, at_least, at_most)
+
+    monkeypatch.setattr("learner.packing.large.subset_of_total", counted)
+    chance = random.Random(0)
+    lengths = [chance.randint(shortest, longest) for _ in range(500)]
+    packs = plan_packs(lengths, capacity, min_fill)
+    assert work > 0
+    assert sorted(i for pack in packs for i in pack) == list(range(500))
+    totals = [sum(pack) for pack in lengths_in(packs, lengths)]
+    assert max(totals) <= capacity
+    assert len(packs) <= first_fit_decreasing(lengths, capacity)
+    assert min_fill == 1 or min(totals) >= min_fill * capacity
+
+
+@pytest.mark.req("PACK-03")
+def test_lengths_rounded_to_units_of_a_pack_do_not_make_a_pack_too_long() -> None:
+    # Beside the first the others share a pack, by a token; their units are too many for one.
+    # 333_340 + 333_341 are fewer tokens than the first and more units: then 1_000_018 remain.
+    lengths = [666_700, 333_341, 333_340, 333_318]
+    packs = good_plan(lengths, 1_000_000, 1_000_000)
+    assert sorted(map(sum, packs)) == [666_700, 999_999]
 
 
 # ---- what plans are made of ----------------------------------------------------------
