@@ -67,7 +67,8 @@ def adapted(checkpoint: Path, seed: int, **config: Any) -> PeftModel:
 class Adapting:
     """A server that takes adapters, and what transformers says to the same requests.
 
-    scenes: images it may read.
+    scenes: images it may read. merged: a checkpoint per model; it keeps the model, since the id of
+    one that is gone is soon another's.
     """
 
     server: RunningServer
@@ -75,7 +76,7 @@ class Adapting:
     port: int
     folder: Path
     scenes: list[Path]
-    merged: dict[int, Path] = field(default_factory=dict)
+    merged: dict[PeftModel, Path] = field(default_factory=dict)
 
     def pusher(self, choice: SourceChoice) -> WeightPusher:
         return WeightPusher(self.client, self.port, choice, "gloo", 2**16, "full")
@@ -108,7 +109,7 @@ class Adapting:
         ]
 
     def _merged(self, model: PeftModel) -> Path:
-        folder = self.merged.setdefault(id(model), self.folder / f"merged-{len(self.merged)}")
+        folder = self.merged.setdefault(model, self.folder / f"merged-{len(self.merged)}")
         if not folder.exists():
             shutil.copytree(self.server.checkpoint, folder)
             merged: Any = copy.deepcopy(model).merge_and_unload()
