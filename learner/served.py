@@ -16,18 +16,8 @@ def check_served(config: Config) -> None:
 
 
 def _not_served(config: Config) -> Iterator[ContractError]:
-    variant = config.custom.trainer_variant
-    if variant != "stage2_two_channel":
-        yield _refused("custom.trainer_variant", variant, "Use stage2_two_channel")
-    if config.stage2_ab is not None and config.stage2_ab.n_softctx_iter > 1:
-        iterations = config.stage2_ab.n_softctx_iter
-        yield _refused("stage2_ab.n_softctx_iter", f"{iterations}", "Set it to 1")
     if config.rollout_matching.async_rollout.enabled:
         yield _refused("rollout_matching.async_rollout.enabled", "true", "Set it to false")
-    for index, module in enumerate(config.pipeline.diagnostics):
-        if module.enabled:
-            where = f"{config.pipeline_path}.diagnostics[{index}].enabled"
-            yield _refused(where, f"true ({module.name})", "Set it to false")
 
 
 def _refused(where: str, value: str, do: str) -> ContractError:

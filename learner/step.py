@@ -18,12 +18,12 @@ from learner.channels.b import ChannelB
 from learner.config.schema import Config
 from learner.losses.pipeline import Pipeline
 from learner.metrics import PhaseClock, StepReport
-from learner.model.packed_forward import Pack, Segment, make_pack, packed_logits
+from learner.model.packed_forward import Pack, Segment, make_pack
 from learner.packing import SegmentBuffer
 from learner.rollout.policy import Policy
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.schedule import channel_for_step
-from learner.types import Channel, Sample
+from learner.types import Sample
 
 _LOG = logging.getLogger(__name__)
 
@@ -161,7 +161,9 @@ class StepRunner:
         return step_loss
 
     def _pack_loss(self, model: nn.Module, pack: Pack, share: float, report: StepReport) -> Tensor:
-        channel: Channel = report.channel
-        result = self._pipeline(packed_logits(model, pack), pack.supervision, channel)
+        selection = self._pipeline.select(pack.supervision, report.channel)
+        channel = self._channel_a if report.channel == "A" else self._channel_b
+        readings = channel.readings(model, pack, self._pipeline.reader(selection))
+        result = self._pipeline(readings, selection, report.channel)
         report.add({key: share * value for key, value in result.atoms.items()})
         return result.total

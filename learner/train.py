@@ -1,6 +1,6 @@
 """One run of the learner, from a config to a run folder.
 
-    train()   preflight's findings -> model -> backend -> TwoChannelTrainer -> folder
+    train()   preflight's findings -> model -> backend -> StepTrainer -> folder
 
 The Trainer of transformers owns the optimizer, the schedule, checkpoints and trackers;
 ours only hands it whole steps of raw samples (RUN-02).
@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from learner.backends import OpenBackend, open_backend
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
+from learner.channels.encoding import Encoding
 from learner.config.schema import Config
 from learner.evaluate import Scores, evaluate
 from learner.losses.pipeline import Pipeline
@@ -30,6 +31,7 @@ from learner.metrics import StepReport
 from learner.model.load import LoadedModel, load_model
 from learner.model.packed_forward import check_packing
 from learner.model.prompt import PromptEncoder
+from learner.model.self_context import SelfContext
 from learner.optim import build_optimizer
 from learner.preflight import RunInputs, generates
 from learner.progress import ProgressDisplay
@@ -44,7 +46,7 @@ from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig
 
 
-class TwoChannelTrainer(Trainer):
+class StepTrainer(Trainer):
     """Runs `StepRunner` where Trainer would run a forward.
 
     A dataloader batch is the raw samples of one whole optimizer step.
@@ -122,7 +124,10 @@ def train(
             stack.callback(policy.close)
         display = ProgressDisplay(console, config.training.run_name)
         stack.callback(display.stop)
-        build_trainer(config, loaded, optimizer, inputs, policy, folder, display).train()
+        calls = CallLog(folder)
+        runner = build_runner(config, loaded, policy, calls)
+        scorer = build_scorer(config, loaded, inputs, policy, calls)
+        build_trainer(config, loaded, optimizer, inputs, runner, scorer, display).train()
     return folder
 
 
@@ -179,51 +184,64 @@ def asking_of(config: Config) -> Asking:
     return Asking(config.template.prompt, config.template.system, request_config)
 
 
-def build_trainer(
-    config: Config,
-    loaded: LoadedModel,
-    optimizer: Optimizer,
-    inputs: RunInputs,
-    policy: Policy | None,
-    folder: Path,
-    display: ProgressDisplay,
-) -> TwoChannelTrainer:
-    """Wire the channels, the objective and the Trainer."""
-    order = config.custom.object_field_order
-    encode = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-    calls = CallLog(folder)
-    runner = StepRunner(
+def build_runner(
+    config: Config, loaded: LoadedModel, policy: Policy | None, calls: CallLog
+) -> StepRunner:
+    """The channels and the objective that `config` describes."""
+    prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, config.custom.object_field_order)
+    return StepRunner(
         config,
-        ChannelA(loaded.inner, encode, loaded.tokenizer, order),
-        ChannelB(
-            loaded.inner,
-            encode,
-            loaded.tokenizer,
-            order,
-            config.rollout_matching.matching,
-            allow_poly=config.allow_poly,
-        ),
-        Pipeline(config.pipeline.objective, loaded.vocab.ids),
+        ChannelA(encoding, self_context_of(config)),
+        ChannelB(encoding, config.rollout_matching.matching, allow_poly=config.allow_poly),
+        Pipeline(config.pipeline, loaded.vocab.ids),
         policy,
         calls.write,
     )
 
-    def evaluation() -> dict[str, float]:
+
+def self_context_of(config: Config) -> SelfContext:
+    """How channel A forwards; a variant without it has one forward."""
+    own = config.stage2_ab
+    if own is None:
+        return SelfContext()
+    return SelfContext(own.n_softctx_iter, own.coord_ctx_embed_mode, own.softctx_grad_mode)
+
+
+def build_scorer(
+    config: Config, loaded: LoadedModel, inputs: RunInputs, policy: Policy | None, calls: CallLog
+) -> Callable[[], dict[str, float]]:
+    """The evaluation of a run: scores of its validation samples, and what they took."""
+
+    def score() -> dict[str, float]:
         assert policy is not None, "a run that evaluates has a policy"
-        seed = _evaluation_seed(config)
         scores, notes = evaluate(
             policy,
             inputs.val,
-            seed,
+            _evaluation_seed(config),
             loaded.tokenizer,
             calls.write,
             allow_poly=config.allow_poly,
         )
         return scores.metrics("eval") | {f"eval/{key}": value for key, value in notes.items()}
 
-    trainer = TwoChannelTrainer(
+    return score
+
+
+def build_trainer(
+    config: Config,
+    loaded: LoadedModel,
+    optimizer: Optimizer,
+    inputs: RunInputs,
+    runner: StepRunner,
+    scorer: Callable[[], dict[str, float]],
+    display: ProgressDisplay,
+) -> StepTrainer:
+    """Trainer around the step, with the logs of the run folder."""
+    folder = Path(config.training.output_dir)
+    trainer = StepTrainer(
         runner,
-        evaluation,
+        scorer,
         model=loaded.model,
         args=training_arguments(config, folder),
         train_dataset=inputs.train,

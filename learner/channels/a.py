@@ -1,35 +1,38 @@
-"""Channel A: teacher forcing on the ground-truth answer.
+"""Channel A: teacher forcing on the ground-truth answer, and self-context over it (CHA-01).
 
-Sample -> build_ground_truth_target -> Segment
+Sample -> build_ground_truth_target -> Segment ... Pack -> SelfContext -> Readings
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from learner.model.packed_forward import EncodedPrompt, RopeIndex, Segment, make_segment
+from torch import nn
+
+from learner.channels.encoding import Encoding
+from learner.losses.reading import Reader, Readings
+from learner.model.packed_forward import Pack, Segment
+from learner.model.self_context import SelfContext
 from learner.targets import build_ground_truth_target
-from learner.tokens import Tokenizer
-from learner.types import FieldOrder, Sample
+from learner.types import Sample
+
+_TEACHER_FORCED = SelfContext()
 
 
 class ChannelA:
-    """Turns samples into segments whose target is the whole annotation."""
+    """Turns samples into segments whose target is the whole annotation, and reads them back."""
 
-    def __init__(
-        self,
-        inner: RopeIndex,
-        encode: Callable[[Sample], EncodedPrompt],
-        tokenizer: Tokenizer,
-        field_order: FieldOrder,
-    ) -> None:
-        self._inner = inner
-        self._encode = encode
-        self._tokenizer = tokenizer
-        self._field_order = field_order
+    def __init__(self, encoding: Encoding, context: SelfContext = _TEACHER_FORCED) -> None:
+        self._encoding = encoding
+        self._context = context
 
     def segments(self, samples: Sequence[Sample]) -> list[Segment]:
         return [self._segment(sample) for sample in samples]
 
+    def readings(self, model: nn.Module, pack: Pack, reader: Reader) -> Readings:
+        """The first and the last of the pack's forwards."""
+        embedding = self._encoding.inner.get_input_embeddings()
+        return self._context.readings(model, embedding, pack, reader)
+
     def _segment(self, sample: Sample) -> Segment:
-        target = build_ground_truth_target(sample.objects, self._tokenizer, self._field_order)
-        prompt = self._encode(sample)
-        return make_segment(self._inner, sample.sample_id, prompt, target, has_dropped=False)
+        own = self._encoding
+        target = build_ground_truth_target(sample.objects, own.tokenizer, own.field_order)
+        return own.segment(sample, own.prompt(sample), target, has_dropped=False)

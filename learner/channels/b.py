@@ -1,25 +1,35 @@
 """Channel B: training on the model's own answers, corrected (CHB-01).
 
     Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Target -> Segment
+    ... Pack -> one forward -> Readings
 
 Generation is never packed; nothing of an answer is repaired, and every ground truth that
 was not matched is appended.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import nn
 
+from learner.channels.encoding import Encoding
 from learner.config.rollout_matching import MatchingConfig
+from learner.losses.reading import Reader, Readings
 from learner.matching import match_objects
-from learner.model.packed_forward import EncodedPrompt, RopeIndex, Segment, make_segment
+from learner.model.packed_forward import Pack, Segment, packed_logits
 from learner.parsing import parse_rollout
 from learner.rollout.prompt_check import check_prompt_ids
 from learner.targets import TargetUnreadable, build_target
-from learner.tokens import Tokenizer
-from learner.types import FieldOrder, MatchResult, ParsedRollout, RolloutOutput, Sample
+from learner.types import (
+    GroundTruthObject,
+    MatchResult,
+    ParsedRollout,
+    RolloutOutput,
+    Sample,
+    Target,
+)
 
 _B = "stage2_ab/channel_b"
 
@@ -79,25 +89,13 @@ class RolloutStats:
 
 
 class ChannelB:
-    """Turns samples and their rollouts into segments.
+    """Turns samples and their rollouts into segments, and forwards each pack of them once.
 
     allow_poly: false in the two-channel variant, where polygons are dropped.
     """
 
-    def __init__(
-        self,
-        inner: RopeIndex,
-        encode: Callable[[Sample], EncodedPrompt],
-        tokenizer: Tokenizer,
-        field_order: FieldOrder,
-        matching: MatchingConfig,
-        *,
-        allow_poly: bool,
-    ) -> None:
-        self._inner = inner
-        self._encode = encode
-        self._tokenizer = tokenizer
-        self._field_order = field_order
+    def __init__(self, encoding: Encoding, matching: MatchingConfig, *, allow_poly: bool) -> None:
+        self._encoding = encoding
         self._matching = matching
         self._allow_poly = allow_poly
 
@@ -112,30 +110,36 @@ class ChannelB:
                 segments.append(segment)
         return segments, stats
 
+    def readings(self, model: nn.Module, pack: Pack, reader: Reader) -> Readings:
+        """Of the one forward of a pack (RES-08)."""
+        reading = reader.anchor(packed_logits(model, pack))
+        return Readings(reading, reading)
+
+    def target(
+        self, parsed: ParsedRollout, ground_truth: Sequence[GroundTruthObject], match: MatchResult
+    ) -> Target:
+        """`Y_train`; raises `TargetUnreadable`."""
+        own = self._encoding
+        return build_target(
+            parsed, ground_truth, match, own.tokenizer, own.field_order, matching=self._matching
+        )
+
     def _segment(
         self, sample: Sample, rollout: RolloutOutput, stats: RolloutStats
     ) -> Segment | None:
-        prompt = self._encode(sample)
+        own = self._encoding
+        prompt = own.prompt(sample)
         check_prompt_ids(
-            sample.sample_id, prompt.ids.tolist(), rollout.prompt_token_ids, self._tokenizer
+            sample.sample_id, prompt.ids.tolist(), rollout.prompt_token_ids, own.tokenizer
         )
         parsed = parse_rollout(
-            rollout.response_token_ids, self._tokenizer, allow_poly=self._allow_poly
+            rollout.response_token_ids, own.tokenizer, allow_poly=self._allow_poly
         )
         match = match_objects(parsed.objects, sample.objects, self._matching)
         stats.add(rollout, parsed, match)
         try:
-            target = build_target(
-                parsed,
-                sample.objects,
-                match,
-                self._tokenizer,
-                self._field_order,
-                matching=self._matching,
-            )
+            target = self.target(parsed, sample.objects, match)
         except TargetUnreadable:
             stats.closure_dropped += 1
             return None
-        return make_segment(
-            self._inner, sample.sample_id, prompt, target, has_dropped=bool(parsed.dropped)
-        )
+        return own.segment(sample, prompt, target, has_dropped=bool(parsed.dropped))

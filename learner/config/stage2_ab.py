@@ -8,6 +8,9 @@ from learner.config.pipeline import PipelineConfig
 from learner.config.values import WrittenDecimal
 from shared_contracts.strict_model import StrictModel
 
+SoftContextGradMode = Literal["unroll", "em_detach"]
+CoordContextMode = Literal["st", "soft", "hard"]
+
 
 class ScheduleConfig(StrictModel):
     b_ratio: Annotated[WrittenDecimal, Field(ge=0, le=1)] = Field(
@@ -20,12 +23,12 @@ class Stage2ABConfig(StrictModel):
     n_softctx_iter: int = Field(
         default=1, ge=1, description="forwards of channel A; 1 is teacher forcing"
     )
-    softctx_grad_mode: Literal["unroll", "em_detach"] = Field(
+    softctx_grad_mode: SoftContextGradMode = Field(
         default="unroll",
         description="with several forwards: gradients flow through the fed-back embeddings, or "
         "stop there",
     )
-    coord_ctx_embed_mode: Literal["st", "soft", "hard"] = Field(
+    coord_ctx_embed_mode: CoordContextMode = Field(
         default="st",
         description="with several forwards, what is fed back at coordinates: the likeliest "
         "token's embedding with the mean's gradient (`st`), the mean (`soft`), or the likeliest "

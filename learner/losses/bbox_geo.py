@@ -8,17 +8,18 @@ from torch import Tensor
 
 from learner.config.pipeline import BboxGeoConfig
 from learner.coords import COORD_BINS
-from learner.losses.batch import LossBatch, Term
 from learner.losses.fences import coord_log_probs
+from learner.losses.reading import Reading
+from learner.losses.supervision import Selection, Term
 
 EPS = 1e-7
 
 
 def expected_coords(coord_logits: Tensor) -> Tensor:
     """Decode `c = sum_k p(k) k/999`; (..., 1000) logits -> (...) in [0, 1]."""
-    bins = torch.arange(COORD_BINS, device=coord_logits.device, dtype=torch.float32)
     probs = coord_log_probs(coord_logits).exp()
-    return probs @ (bins.to(probs.dtype) / (COORD_BINS - 1))
+    bins = torch.arange(COORD_BINS, device=probs.device, dtype=probs.dtype)
+    return (probs * (bins / (COORD_BINS - 1))).sum(-1)
 
 
 def _canonical(boxes: Tensor) -> Tensor:
@@ -52,16 +53,16 @@ def ciou_loss(predicted: Tensor, target: Tensor) -> Tensor:
     return 1 - iou + distance + alpha * aspect
 
 
-def bbox_geo(batch: LossBatch, config: BboxGeoConfig) -> list[Term]:
+def bbox_geo(reading: Reading, selection: Selection, config: BboxGeoConfig) -> list[Term]:
     """SmoothL1 (mean over the 4N values) and CIoU (mean over N) of the supervised boxes."""
-    if batch.boxes.numel() == 0:
-        zero = batch.coord_logits.sum() * 0.0
-        return [Term("bbox_smoothl1", "coord", zero), Term("bbox_ciou", "coord", zero)]
-    decoded = expected_coords(batch.coord_logits)[batch.boxes]
-    truth = (batch.coord_bins.to(decoded.dtype) / (COORD_BINS - 1))[batch.boxes]
-    smooth = F.smooth_l1_loss(decoded, truth)
-    ciou = ciou_loss(decoded, truth).mean()
-    return [
-        Term("bbox_smoothl1", "coord", config.smoothl1_weight * smooth),
-        Term("bbox_ciou", "coord", config.ciou_weight * ciou),
-    ]
+    decoded = expected_coords(reading.slot_coord_logits)[selection.boxes]
+    truth = (selection.slot_bins.to(decoded.dtype) / (COORD_BINS - 1))[selection.boxes]
+    count = selection.totals.boxes
+    terms = []
+    if config.smoothl1_weight > 0:
+        smooth = F.smooth_l1_loss(decoded, truth, reduction="sum") / (4 * count)
+        terms.append(Term("bbox_smoothl1", "coord", config.smoothl1_weight * smooth))
+    if config.ciou_weight > 0:
+        ciou = ciou_loss(decoded, truth).sum() / count
+        terms.append(Term("bbox_ciou", "coord", config.ciou_weight * ciou))
+    return terms

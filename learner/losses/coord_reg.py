@@ -1,12 +1,15 @@
 """`coord_reg`: losses on the distribution over the 1000 coordinate bins (LOSS-04)."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from learner.config.pipeline import CoordRegConfig
 from learner.coords import COORD_BINS
-from learner.losses.batch import LossBatch, Term
 from learner.losses.fences import coord_gate, coord_log_probs, text_gate
+from learner.losses.reading import Reading
+from learner.losses.supervision import Selection, Term
 
 
 def soft_targets(bins: Tensor, sigma: float, truncate: int | None) -> Tensor:
@@ -29,29 +32,35 @@ def wasserstein1(probs: Tensor, targets: Tensor) -> Tensor:
     return (probs.cumsum(-1) - targets.cumsum(-1)).abs().sum(-1) / (COORD_BINS - 1)
 
 
-def _slot_terms(batch: LossBatch, config: CoordRegConfig) -> list[Term]:
-    log_probs = coord_log_probs(batch.coord_logits, config.temperature)
-    target = soft_targets(batch.coord_bins, config.target_sigma, config.target_truncate)
-    target = target.to(log_probs.dtype)
-    nearest = batch.coord_bins.round().long()
-    hard = -log_probs.gather(1, nearest[:, None]).mean()
-    soft = -(target * log_probs).sum(-1).mean()
-    w1 = wasserstein1(log_probs.exp(), target).mean()
-    gate = coord_gate(batch.coord_full_logits, batch.coord_logits, config.temperature).mean()
-    return [
-        Term("coord_ce", "coord", config.coord_ce_weight * hard),
-        Term("coord_soft_ce", "coord", config.soft_ce_weight * soft),
-        Term("coord_w1", "coord", config.w1_weight * w1),
-        Term("coord_gate", "coord", config.coord_gate_weight * gate),
-    ]
+def _slot_terms(
+    reading: Reading, selection: Selection, config: CoordRegConfig
+) -> Iterator[tuple[str, float, Tensor]]:
+    """(name, weight, value per slot) of each loss whose weight is not zero."""
+    log_probs = coord_log_probs(reading.slot_coord_logits, config.temperature)
+    if config.coord_ce_weight > 0:
+        nearest = selection.slot_bins.round().long()
+        hard = -log_probs.gather(1, nearest[:, None]).squeeze(1)
+        yield "coord_ce", config.coord_ce_weight, hard
+    if config.soft_ce_weight > 0 or config.w1_weight > 0:
+        target = soft_targets(selection.slot_bins, config.target_sigma, config.target_truncate)
+        target = target.to(log_probs.dtype)
+        if config.soft_ce_weight > 0:
+            yield "coord_soft_ce", config.soft_ce_weight, -(target * log_probs).sum(-1)
+        if config.w1_weight > 0:
+            yield "coord_w1", config.w1_weight, wasserstein1(log_probs.exp(), target)
+    if config.coord_gate_weight > 0:
+        gate = coord_gate(reading.slot_lse, reading.slot_coord_logits, config.temperature)
+        yield "coord_gate", config.coord_gate_weight, gate
 
 
-def coord_reg(batch: LossBatch, config: CoordRegConfig) -> list[Term]:
+def coord_reg(reading: Reading, selection: Selection, config: CoordRegConfig) -> list[Term]:
     """Terms at the supervised coordinate slots, and `text_gate` at the supervised text."""
-    terms: list[Term] = []
-    if batch.coord_bins.numel():
-        terms += _slot_terms(batch, config)
-    if batch.text_targets.numel():
-        leak = text_gate(batch.text_logits, batch.text_coord_logits, config.temperature).mean()
-        terms.append(Term("text_gate", "coord", config.text_gate_weight * leak))
-    return terms or [Term("coord_ce", "coord", batch.coord_logits.sum() * 0.0)]
+    totals = selection.totals
+    terms = [
+        Term(name, "coord", weight * values.sum() / totals.slots)
+        for name, weight, values in _slot_terms(reading, selection, config)
+    ]
+    if config.text_gate_weight > 0:
+        leak = text_gate(reading.text_lse, reading.text_coord_logits, config.temperature)
+        terms.append(Term("text_gate", "coord", config.text_gate_weight * leak.sum() / totals.text))
+    return terms

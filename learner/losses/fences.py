@@ -1,8 +1,7 @@
 """Gate arithmetic and its numeric fences, one owner for training, metrics and rollouts.
 
-Every function takes raw logits; the temperature divides them first. Fences (LOSS-04):
-NaN becomes 0, infinities and large values are clamped to +-1e4, probabilities are
-floored at 1e-6 where a logarithm follows.
+The temperature divides logits first. Fences (LOSS-04): NaN becomes 0, infinities and large
+values are clamped to +-1e4, probabilities are floored at 1e-6 where a logarithm follows.
 """
 
 import torch
@@ -12,12 +11,25 @@ LOGIT_LIMIT = 1e4
 PROBABILITY_FLOOR = 1e-6
 
 
+def widened(logits: Tensor) -> Tensor:
+    """In float32, or wider as they came."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def fenced(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Return finite float32 (or wider) logits, divided by `temperature`; same shape."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    scaled = wide / temperature
-    finite = torch.nan_to_num(scaled, nan=0.0, posinf=LOGIT_LIMIT, neginf=-LOGIT_LIMIT)
-    return finite.clamp(-LOGIT_LIMIT, LOGIT_LIMIT)
+    return torch.nan_to_num((widened(logits) / temperature).clamp(-LOGIT_LIMIT, LOGIT_LIMIT))
+
+
+def fenced_gradient(logits: Tensor, gradient: Tensor, temperature: float = 1.0) -> Tensor:
+    """`gradient` where `fenced` passes a logit through, 0 where it replaces it; same shape."""
+    inside = (widened(logits) / temperature).abs() <= LOGIT_LIMIT
+    return gradient.masked_fill(~inside, 0.0)
+
+
+def full_logsumexp(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Logsumexp of fenced logits; (..., V) -> (...)."""
+    return torch.logsumexp(fenced(logits, temperature), dim=-1)
 
 
 def coord_log_probs(coord_logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -25,21 +37,20 @@ def coord_log_probs(coord_logits: Tensor, temperature: float = 1.0) -> Tensor:
     return torch.log_softmax(fenced(coord_logits, temperature), dim=-1)
 
 
-def coord_gate(full_logits: Tensor, coord_logits: Tensor, temperature: float = 1.0) -> Tensor:
+def coord_gate(full_lse: Tensor, coord_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Mass that leaks out of the coordinate vocabulary at coordinate slots, in nats.
 
-    `logsumexp(full) - logsumexp(coord)`; (..., V) and (..., 1000) -> (...), >= 0.
+    `logsumexp(full) - logsumexp(coord)`; (...) of `full_logsumexp` and (..., 1000) -> (...),
+    >= 0 but for rounding.
     """
-    full = torch.logsumexp(fenced(full_logits, temperature), dim=-1)
-    return full - torch.logsumexp(fenced(coord_logits, temperature), dim=-1)
+    return full_lse - full_logsumexp(coord_logits, temperature)
 
 
-def text_gate(full_logits: Tensor, coord_logits: Tensor, temperature: float = 1.0) -> Tensor:
+def text_gate(full_lse: Tensor, coord_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Penalty on coordinate mass at text positions, in nats.
 
-    `-log(1 - p_coord)` with the probability of text floored at 1e-6;
-    (..., V) and (..., 1000) -> (...), in [0, 13.8].
+    `-log(1 - p_coord)` with the probability of text floored at 1e-6; (...) of
+    `full_logsumexp` and (..., 1000) -> (...), in [0, 13.8].
     """
-    leak = -coord_gate(full_logits, coord_logits, temperature)
-    text_mass = (1.0 - leak.exp()).clamp_min(PROBABILITY_FLOOR)
-    return -text_mass.log()
+    text_mass = -torch.expm1(-coord_gate(full_lse, coord_logits, temperature))
+    return -text_mass.clamp_min(PROBABILITY_FLOOR).log()

@@ -1,26 +1,30 @@
-"""The declared objective, composed: logits of one pack in, one scalar and its atoms out.
+"""The declared objective, composed: readings of one pack in, one scalar and its atoms out.
 
-    PackLogits -> supervise() -> LossBatch -> token_ce, bbox_geo, coord_reg -> PackLoss
+    Supervision -> select() -> Selection
+    logits -> reader() -> Readings -> token_ce, bbox_geo, coord_reg -> PackLoss
+                                   -> coord_diag
 
-Nothing runs that the config does not declare (CFG-08).
+Nothing runs that the config does not declare (CFG-08), and no term whose weight is 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from learner.config.pipeline import ObjectiveModule
-from learner.losses.batch import LossBatch, Supervision, Term
+from learner.config.pipeline import CoordRegConfig, ObjectiveModule, PipelineConfig, TokenCEConfig
 from learner.losses.bbox_geo import bbox_geo
+from learner.losses.coord_diag import coord_diag
 from learner.losses.coord_reg import coord_reg
-from learner.losses.token_ce import token_ce, token_weights
+from learner.losses.reading import Reader, Readings
+from learner.losses.supervision import Selection, Supervision, Term, select
+from learner.losses.token_ce import self_context_ce, token_ce, token_weights
 from learner.types import Channel
 
 _FAMILY_PREFIX: dict[tuple[Channel, str], str] = {
     ("A", "text"): "loss/A1_text",
+    ("A", "context_text"): "loss/A2_text",
     ("A", "coord"): "loss/A2_coord",
     ("B", "text"): "loss/B_rollout_text",
     ("B", "coord"): "loss/B_coord",
@@ -29,66 +33,99 @@ _FAMILY_PREFIX: dict[tuple[Channel, str], str] = {
 
 @dataclass(frozen=True)
 class PackLoss:
-    """total: differentiable scalar; atoms: its weighted parts, which add up to it."""
+    """total: differentiable scalar; atoms: its weighted parts, which add up to it.
+
+    diagnostics: sums over the pack's slots, by key; slots: their number.
+    """
 
     total: Tensor
     atoms: dict[str, float]
+    diagnostics: dict[str, float]
+    slots: int
 
 
 class Pipeline:
-    """Objective modules with their weights, per channel."""
+    """Objective and diagnostics modules with their weights, per channel."""
 
-    def __init__(self, modules: Sequence[ObjectiveModule], coord_ids: list[int]) -> None:
-        self._modules = [module for module in modules if module.enabled]
+    def __init__(self, config: PipelineConfig, coord_ids: list[int]) -> None:
+        self._modules = config.objective
+        self._diagnostics = config.diagnostics
         self._coord_ids = torch.tensor(coord_ids)
+        configs = [module.config for module in config.objective if module.enabled]
+        self._text = next((c for c in configs if isinstance(c, TokenCEConfig)), None)
+        self._reg = next((c for c in configs if isinstance(c, CoordRegConfig)), None)
 
-    def __call__(self, logits: Tensor, row: Supervision, channel: Channel) -> PackLoss:
-        """Loss of one pack; logits (L, V), read at p-1 for a token at p."""
-        batch = self._batch(logits, row, channel)
-        prefix_of = {family: _FAMILY_PREFIX[channel, family] for family in ("text", "coord")}
-        total = logits.new_zeros((), dtype=torch.float32)
+    def select(self, row: Supervision, channel: Channel) -> Selection:
+        """What the declared modules are trained on in a row."""
+        return select(row, self._text_weights(row, channel))
+
+    def reader(self, selection: Selection) -> Reader:
+        """Reads logits, (L, V), of a row for the declared modules."""
+        return Reader(
+            selection,
+            self._coord_ids.to(selection.slot_rows.device),
+            self._temperature,
+            final_text=self._reads_final_text(),
+        )
+
+    def __call__(self, readings: Readings, selection: Selection, channel: Channel) -> PackLoss:
+        """Loss of one pack over `selection.totals`."""
+        total = 0.0 * readings.anchor.slot_lse.sum()
         atoms: dict[str, Tensor] = {}
         for module in self._modules:
-            if channel not in module.channels:
+            if not module.counts_in(channel):
                 continue
-            for term in _unit(module)(batch):
+            for term in _terms(module, readings, selection):
                 weighted = module.weight * term.value
                 total = total + weighted
-                atoms[f"{prefix_of[term.family]}/{term.name}"] = weighted.detach()
+                key = f"{_FAMILY_PREFIX[channel, term.family]}/{term.name}"
+                atoms[key] = weighted.detach()
         values = torch.stack(list(atoms.values())).tolist() if atoms else []
-        return PackLoss(total, dict(zip(atoms, values, strict=True)))
-
-    def _batch(self, logits: Tensor, row: Supervision, channel: Channel) -> LossBatch:
-        coord_ids = self._coord_ids.to(logits.device)
-        weights = self._text_weights(row, channel)
-        text_positions = weights.nonzero().squeeze(1)
-        text_logits = logits[text_positions - 1]
-        coord_full = logits[row.coord_positions - 1]
-        return LossBatch(
-            text_logits=text_logits,
-            text_targets=row.input_ids[text_positions],
-            text_roles=row.roles[text_positions],
-            text_weights=weights[text_positions],
-            text_coord_logits=text_logits[:, coord_ids],
-            coord_full_logits=coord_full,
-            coord_logits=coord_full[:, coord_ids],
-            coord_bins=row.coord_bins,
-            boxes=row.boxes,
+        return PackLoss(
+            total,
+            dict(zip(atoms, values, strict=True)),
+            self._monitor(readings, selection, channel),
+            len(selection.slot_rows),
         )
+
+    def _monitor(
+        self, readings: Readings, selection: Selection, channel: Channel
+    ) -> dict[str, float]:
+        if not any(module.counts_in(channel) for module in self._diagnostics):
+            return {}
+        seen = {"B" if channel == "B" else "A1": readings.anchor}
+        if readings.final is not readings.anchor:
+            seen["A2"] = readings.final
+        return {
+            f"coord_diag/{provenance}/{name}": value
+            for provenance, reading in seen.items()
+            for name, value in coord_diag(reading, selection, self._temperature).items()
+        }
+
+    @property
+    def _temperature(self) -> float:
+        return self._reg.temperature if self._reg is not None else 1.0
+
+    def _reads_final_text(self) -> bool:
+        gated = self._reg is not None and self._reg.text_gate_weight > 0
+        return gated or (self._text is not None and self._text.self_context_struct_ce_weight > 0)
 
     def _text_weights(self, row: Supervision, channel: Channel) -> Tensor:
         """(L,) weights; all zero when `token_ce` is not declared for the channel."""
         for module in self._modules:
-            if module.name == "token_ce" and channel in module.channels:
+            if module.name == "token_ce" and module.enabled and channel in module.channels:
                 return token_weights(row.roles, row.has_dropped, module.config, channel)
         return torch.zeros(row.roles.shape, device=row.roles.device)
 
 
-def _unit(module: ObjectiveModule) -> Callable[[LossBatch], list[Term]]:
+def _terms(module: ObjectiveModule, readings: Readings, selection: Selection) -> Iterator[Term]:
+    anchor, final = readings
     match module.name:
         case "token_ce":
-            return token_ce
+            yield from token_ce(anchor, selection)
+            if final is not anchor and module.config.self_context_struct_ce_weight > 0:
+                yield from self_context_ce(final, selection, module.config)
         case "bbox_geo":
-            return partial(bbox_geo, config=module.config)
+            yield from bbox_geo(final, selection, module.config)
         case "coord_reg":
-            return partial(coord_reg, config=module.config)
+            yield from coord_reg(final, selection, module.config)

@@ -1,15 +1,12 @@
 """`token_ce`: weighted cross-entropy on supervised non-coordinate tokens (LOSS-01)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from learner.config.pipeline import TokenCEConfig
-from learner.losses.batch import LossBatch, Term
-from learner.losses.fences import fenced
+from learner.losses.reading import Reading
+from learner.losses.supervision import STRUCTURE, Selection, Term, is_description
 from learner.types import Channel, Role
-
-_STRUCTURE = (Role.MATCHED_STRUCTURE, Role.APPENDED_STRUCTURE)
 
 
 def role_weights(config: TokenCEConfig, channel: Channel) -> dict[Role, float]:
@@ -43,21 +40,25 @@ def token_weights(
         table[role] = weight
     weights = table.to(roles.device)[roles.long()]
     structure = torch.zeros_like(has_dropped)
-    for role in _STRUCTURE:
+    for role in STRUCTURE:
         structure |= roles == role
     multiplier = config.rollout_drop_invalid_struct_ce_multiplier
     return torch.where(structure & has_dropped, weights * multiplier, weights)
 
 
-def token_ce(batch: LossBatch) -> list[Term]:
+def token_ce(reading: Reading, selection: Selection) -> list[Term]:
     """`sum(w * CE) / sum(w)`, reported as its structure and its description share."""
-    if batch.text_targets.numel() == 0:
-        zero = batch.text_logits.sum() * 0.0
-        return [Term("struct_ce", "text", zero)]
-    nll = F.cross_entropy(fenced(batch.text_logits), batch.text_targets, reduction="none")
-    share = batch.text_weights * nll / batch.text_weights.sum()
-    is_desc = batch.text_roles == Role.APPENDED_DESC
+    share = selection.text_weights * reading.text_nll / selection.totals.text_weight
+    is_desc = is_description(selection.text_roles)
     return [
         Term("struct_ce", "text", share[~is_desc].sum()),
         Term("desc_ce", "text", share[is_desc].sum()),
     ]
+
+
+def self_context_ce(reading: Reading, selection: Selection, config: TokenCEConfig) -> list[Term]:
+    """CE of structure and closure in the last of several forwards of channel A."""
+    is_struct = ~is_description(selection.text_roles)
+    share = selection.text_weights * reading.text_nll / selection.totals.struct_weight
+    value = config.self_context_struct_ce_weight * share[is_struct].sum()
+    return [Term("struct_ce", "context_text", value)]

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from learner.config.schema import Config, LoraTuner, TunerConfig
-from learner.model.packed_forward import RopeIndex
+from learner.model.packed_forward import Multimodal
 from learner.tokens import CoordVocab, Tokenizer
 
 # `all-linear`: every linear layer of the language model; vision stays as it is.
@@ -25,7 +25,7 @@ class LoadedModel:
     """model: to train, possibly wrapped by peft; inner: the multimodal module in it."""
 
     model: nn.Module
-    inner: RopeIndex
+    inner: Multimodal
     processor: ProcessorMixin
     tokenizer: Tokenizer
     vocab: CoordVocab

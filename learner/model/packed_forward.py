@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from learner.losses.batch import Supervision
+from learner.losses.supervision import Supervision
 from learner.types import Role, Target
 from shared_contracts.errors import ContractError
 
@@ -85,16 +85,19 @@ class Pack:
         )
 
 
-class RopeIndex(Protocol):
-    """A multimodal model's own rule for its three rows of rotary positions."""
+class Multimodal(Protocol):
+    """What is asked of a multimodal model besides its forward."""
 
     def get_rope_index(
         self, input_ids: Tensor, mm_token_type_ids: Tensor, *, image_grid_thw: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(3, batch, L) positions, and offsets for generation."""
+        """Its own rule for three rows of rotary positions: (3, batch, L), and offsets."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        """From token ids to embeddings; whoever calls it has its hooks run, too."""
 
 
-def rope_positions(model: RopeIndex, ids: Tensor, types: Tensor, grid: Tensor | None) -> Tensor:
+def rope_positions(model: Multimodal, ids: Tensor, types: Tensor, grid: Tensor | None) -> Tensor:
     """Position ids of one segment by the model's own rule; (L,), (L,) -> (4, L)."""
     spatial, _ = model.get_rope_index(ids[None], types[None], image_grid_thw=grid)
     text = torch.arange(ids.numel(), dtype=ids.dtype)
@@ -102,7 +105,7 @@ def rope_positions(model: RopeIndex, ids: Tensor, types: Tensor, grid: Tensor | 
 
 
 def make_segment(
-    model: RopeIndex, sample_id: str, prompt: EncodedPrompt, target: Target, has_dropped: bool
+    model: Multimodal, sample_id: str, prompt: EncodedPrompt, target: Target, has_dropped: bool
 ) -> Segment:
     """Join a prompt and its target. `model` is the inner multimodal model."""
     tail = torch.tensor(target.token_ids, dtype=torch.long)
@@ -174,10 +177,15 @@ def make_pack(segments: Sequence[Segment]) -> Pack:
     )
 
 
-def packed_logits(model: nn.Module, pack: Pack) -> Tensor:
-    """Logits of every position of the pack; (L, V). One full forward, no cache."""
+def packed_logits(model: nn.Module, pack: Pack, embeddings: Tensor | None = None) -> Tensor:
+    """Logits of every position of the pack; (L, V). One full forward, no cache.
+
+    embeddings: (1, L, hidden) in the place of the token ids; image placeholders in them are
+        the model's own, which puts what it sees there.
+    """
     output = model(
-        input_ids=pack.input_ids,
+        input_ids=pack.input_ids if embeddings is None else None,
+        inputs_embeds=embeddings,
         position_ids=pack.position_ids,
         mm_token_type_ids=pack.mm_token_types,
         pixel_values=pack.pixel_values,

@@ -22,7 +22,8 @@ from learner.optim import build_optimizer
 from learner.preflight import reach_servers, read_inputs
 from learner.progress import ProgressDisplay
 from learner.rollout.backend import RolloutBackend
-from learner.train import build_trainer, policy_over
+from learner.runlog import CallLog
+from learner.train import build_runner, build_scorer, build_trainer, policy_over
 from learner.types import RolloutOutput
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.contract.running_server import (
@@ -274,7 +275,10 @@ def run_recorded(loop: Loop, config: Config) -> Recorder:
     policy = policy_over(replace(opened, backend=recorder), config)
     optimizer = build_optimizer(loaded.model, config.training)
     display = ProgressDisplay(Console(quiet=True), config.training.run_name)
-    build_trainer(config, loaded, optimizer, inputs, policy, folder, display).train()
+    calls = CallLog(folder)
+    runner = build_runner(config, loaded, policy, calls)
+    scorer = build_scorer(config, loaded, inputs, policy, calls)
+    build_trainer(config, loaded, optimizer, inputs, runner, scorer, display).train()
     policy.close()
     return recorder
 

@@ -9,6 +9,7 @@ import pytest
 
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB, RolloutStats
+from learner.channels.encoding import Encoding
 from learner.config.rollout_matching import MatchingConfig
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
@@ -61,14 +62,8 @@ class Answering:
         self.tokenizer = loaded.tokenizer
         self.scene = scene
         self.encoder = encoder
-        self.channel = ChannelB(
-            loaded.inner,
-            encoder,
-            loaded.tokenizer,
-            "desc_first",
-            MatchingConfig(),
-            allow_poly=allow_poly,
-        )
+        encoding = Encoding(loaded.inner, encoder, loaded.tokenizer, "desc_first")
+        self.channel = ChannelB(encoding, MatchingConfig(), allow_poly=allow_poly)
 
     def rollout(self, text: str) -> RolloutOutput:
         return rollout(self.encoder(self.scene).ids.tolist(), encode(self.tokenizer, text))
@@ -273,7 +268,7 @@ def test_a_step_without_rollouts_has_finite_metrics() -> None:
 def test_channel_a_teaches_the_whole_annotation(
     loaded: LoadedModel, encoder: PromptEncoder, scene: Sample
 ) -> None:
-    channel = ChannelA(loaded.inner, encoder, loaded.tokenizer, "geometry_first")
+    channel = ChannelA(Encoding(loaded.inner, encoder, loaded.tokenizer, "geometry_first"))
     segments: Sequence[Segment] = channel.segments([scene, scene])
     assert len(segments) == 2
     segment = segments[0]

@@ -19,7 +19,8 @@ from learner.preflight import read_inputs
 from learner.progress import ProgressDisplay
 from learner.rollout.journal import Call, Journal
 from learner.rollout.policy import Asking, Policy
-from learner.train import build_trainer
+from learner.runlog import CallLog
+from learner.train import build_runner, build_scorer, build_trainer
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress
@@ -179,7 +180,10 @@ def test_what_calls_and_push_of_an_evaluation_took_is_logged_with_its_scores(
     policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()), journal=journal)
     display = ProgressDisplay(Console(file=io.StringIO()), "evaluation")
     optimizer = build_optimizer(loaded.model, config.training)
-    build_trainer(config, loaded, optimizer, inputs, policy, tmp_path, display).evaluate()
+    calls = CallLog(tmp_path)
+    runner = build_runner(config, loaded, policy, calls)
+    scorer = build_scorer(config, loaded, inputs, policy, calls)
+    build_trainer(config, loaded, optimizer, inputs, runner, scorer, display).evaluate()
     display.stop()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     logged = json.loads(line)

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
+from learner.channels.encoding import Encoding
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.losses.pipeline import Pipeline
+from learner.losses.reading import Readings
 from learner.metrics import PhaseClock, StepReport
 from learner.model.load import LoadedModel, load_model
 from learner.model.packed_forward import Segment, make_pack, packed_logits
@@ -71,13 +73,11 @@ class Parts:
         self.loaded: LoadedModel = load_model(config)
         self.loaded.model.train()
         self.encode = PromptEncoder(self.loaded.processor, config.template.prompt, None)
-        objective = config.pipeline.objective
-        self.pipeline = Pipeline(objective, self.loaded.vocab.ids)
+        self.pipeline = Pipeline(config.pipeline, self.loaded.vocab.ids)
         tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
-        self.channel_a = ChannelA(inner, self.encode, tokenizer, "desc_first")
-        self.channel_b = ChannelB(
-            inner, self.encode, tokenizer, "desc_first", MatchingConfig(), allow_poly=False
-        )
+        self.encoding = Encoding(inner, self.encode, tokenizer, "desc_first")
+        self.channel_a = ChannelA(self.encoding)
+        self.channel_b = ChannelB(self.encoding, MatchingConfig(), allow_poly=False)
 
     def runner(self, config: Config, policy: Policy | None = None) -> StepRunner:
         return StepRunner(config, self.channel_a, self.channel_b, self.pipeline, policy)
@@ -100,7 +100,9 @@ class Parts:
         total = torch.zeros(())
         for indices in plan:
             pack = make_pack([segments[i] for i in indices])
-            loss = self.pipeline(packed_logits(self.loaded.model, pack), pack.supervision, "A")
+            selection = self.pipeline.select(pack.supervision, "A")
+            reading = self.pipeline.reader(selection).anchor(packed_logits(self.loaded.model, pack))
+            loss = self.pipeline(Readings(reading, reading), selection, "A")
             total = total + loss.total * len(indices) / len(segments)
         total.backward()
         return self.gradients()
@@ -376,7 +378,7 @@ def test_a_step_that_supervises_nothing_leaves_the_weights_alone_and_warns_of_no
         def segments(self, samples: Sequence[Sample]) -> list[Segment]:
             return []
 
-    a = Silent(parts.loaded.inner, parts.encode, parts.loaded.tokenizer, "desc_first")
+    a = Silent(parts.encoding)
     runner = StepRunner(config_of(), a, parts.channel_b, parts.pipeline, None)
     loss, report, gradients = parts.step(runner, samples)
     assert loss == 0.0

@@ -8,6 +8,7 @@ import torch
 
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
+from learner.channels.encoding import Encoding
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.losses.pipeline import Pipeline
@@ -65,18 +66,19 @@ class World:
 
     def channel_b(self) -> ChannelB:
         matching = self.config.rollout_matching.matching
-        tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
-        return ChannelB(inner, self.encode, tokenizer, "desc_first", matching, allow_poly=False)
+        return ChannelB(self.encoding, matching, allow_poly=False)
+
+    @property
+    def encoding(self) -> Encoding:
+        return Encoding(self.loaded.inner, self.encode, self.loaded.tokenizer, "desc_first")
 
     def step(self) -> dict[str, float]:
-        tokenizer, inner = self.loaded.tokenizer, self.loaded.inner
         policy = Policy(self, 0, Asking("Detect.", None, RequestConfig()))
-        objective = self.config.pipeline.objective
         runner = StepRunner(
             self.config,
-            ChannelA(inner, self.encode, tokenizer, "desc_first"),
+            ChannelA(self.encoding),
             self.channel_b(),
-            Pipeline(objective, self.loaded.vocab.ids),
+            Pipeline(self.config.pipeline, self.loaded.vocab.ids),
             policy,
         )
 
