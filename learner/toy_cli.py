@@ -20,11 +20,15 @@ def make_data(
     train: Annotated[int, typer.Option(help="Scenes to train on.", min=1)] = 2048,
     val: Annotated[int, typer.Option(help="Scenes held out.", min=1)] = 128,
     seed: Seed = 0,
+    polygons: Annotated[
+        bool,
+        typer.Option("--polygons", help="Annotate triangles by their corners, not by a box."),
+    ] = False,
 ) -> None:
     """Draw scenes; write train.jsonl, val.jsonl and their COCO exports."""
     from learner.data import toy
 
-    files = toy.make_data(out, train, val, seed)
+    files = toy.make_data(out, train, val, seed, polygons=polygons)
     typer.echo(f"{train} scenes to train on: {files.train_jsonl}")
     typer.echo(f"{val} scenes held out: {files.val_jsonl}")
 

@@ -1,7 +1,7 @@
 """COCO files: what is read of them, and the export of samples.
 
 read_coco    annotations as people publish them -> `CocoFile`, or all that is wrong with it
-write_coco   samples -> pixel boxes, as `pycocotools.coco.COCO` reads them
+write_coco   samples -> boxes and polygons in pixels, as `pycocotools.coco.COCO` reads them
 """
 
 import json
@@ -15,6 +15,7 @@ from learner.coords import decode_bin
 from learner.data.findings import capped
 from learner.data.jsonl import is_description
 from learner.data.lines import REPEATED_KEY, BadLine, strict_json
+from learner.data.shapes import bounding_box
 from learner.types import Sample, Shape
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import contract_errors
@@ -125,10 +126,11 @@ def write_coco(samples: list[Sample], image_root: Path, path: Path) -> None:
 
 
 def to_coco(samples: list[Sample], image_root: Path) -> dict[str, Any]:
-    """COCO detection ground truth of box samples with one image each.
+    """COCO detection ground truth of samples with one image each.
 
     Ids count from 1; image i is sample i - 1. Categories are the descriptions, sorted.
-    `bbox` is x, y, width, height in pixels (k/999 times the image side). File names are
+    `bbox` is x, y, width, height in pixels (k/999 times the image side), of a polygon those
+    of the box around it; a polygon has a `segmentation`, and its own area. File names are
     relative to `image_root` where the image lies under it.
     """
     descriptions = sorted({o.desc for sample in samples for o in sample.objects})
@@ -136,14 +138,12 @@ def to_coco(samples: list[Sample], image_root: Path) -> dict[str, Any]:
     annotations: list[dict[str, Any]] = []
     for image_id, sample in enumerate(samples, start=1):
         for o in sample.objects:
-            box = pixel_xywh(o.shape, sample.width, sample.height)
             annotations.append(
                 {
                     "id": len(annotations) + 1,
                     "image_id": image_id,
                     "category_id": category_ids[o.desc],
-                    "bbox": box,
-                    "area": box[2] * box[3],
+                    **_geometry(o.shape, sample.width, sample.height),
                     "iscrowd": 0,
                 }
             )
@@ -163,10 +163,25 @@ def to_coco(samples: list[Sample], image_root: Path) -> dict[str, Any]:
     }
 
 
-def pixel_xywh(box: Shape, width: int, height: int) -> list[float]:
-    """x, y, width, height in pixels of a norm1000 box."""
-    assert box.kind == "bbox_2d"
-    x1, y1, x2, y2 = (decode_bin(k) for k in box.coords)
+def _geometry(shape: Shape, width: int, height: int) -> dict[str, Any]:
+    box = pixel_xywh(shape, width, height)
+    if shape.kind == "bbox_2d":
+        return {"bbox": box, "area": box[2] * box[3]}
+    sides = (width, height) * (len(shape.coords) // 2)
+    flat = [decode_bin(k) * side for k, side in zip(shape.coords, sides, strict=True)]
+    return {"segmentation": [flat], "bbox": box, "area": _polygon_area(flat)}
+
+
+def _polygon_area(flat: list[float]) -> float:
+    """Of a ring x, y, x, y, ... in the square of its unit (the shoelace formula)."""
+    xs, ys = flat[0::2], flat[1::2]
+    doubled = sum(xs[i - 1] * ys[i] - xs[i] * ys[i - 1] for i in range(len(xs)))
+    return abs(doubled) / 2
+
+
+def pixel_xywh(shape: Shape, width: int, height: int) -> list[float]:
+    """x, y, width, height in pixels of the box around a norm1000 shape."""
+    x1, y1, x2, y2 = (decode_bin(k) for k in bounding_box(shape))
     return [x1 * width, y1 * height, (x2 - x1) * width, (y2 - y1) * height]
 
 

@@ -3,11 +3,16 @@
 A scene is a square PNG with one to `MAX_OBJECTS` shapes that do not touch, e.g.
 
     {"images": ["images/val/00003.png"], "width": 64, "height": 64,
-     "objects": [{"desc": "red triangle", "bbox_2d": [31, 125, 437, 562]}]}
+     "objects": [{"desc": "blue triangle", "bbox_2d": [390, 640, 874, 983]}]}
 
 Boxes are those of the pixels that were drawn. Objects are listed from left to right by
 their left edge, so that the order can be learnt. Scene i of a split depends on (seed,
 split, i) alone: the same seed gives the same bytes, and more scenes keep the first ones.
+
+With `polygons` a triangle is annotated by its corners instead, its top first and then
+clockwise, so that this order can be learnt, too:
+
+    {"desc": "blue triangle", "poly": [632, 640, 874, 983, 390, 983]}
 """
 
 import json
@@ -43,6 +48,7 @@ PROMPT = "Detect every object in the image."
 SPLITS = ("train", "val")
 
 Box = tuple[int, int, int, int]
+Corners = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,20 @@ class ToyData:
 
 @dataclass(frozen=True)
 class SceneObject:
-    """desc: `red triangle`; box: x1, y1, x2, y2 in pixels, x2 and y2 one past the last."""
+    """desc: `red triangle`; box: x1, y1, x2, y2 in pixels, x2 and y2 one past the last.
+
+    corners: of a triangle, x and y in pixels by turns; None of a rectangle.
+    """
 
     desc: str
     box: Box
+    corners: Corners | None
 
 
-def make_data(out: Path, train: int, val: int, seed: int) -> ToyData:
+def make_data(out: Path, train: int, val: int, seed: int, *, polygons: bool = False) -> ToyData:
     """Write `train` and `val` scenes with their JSONL and COCO files under `out`.
+
+    polygons: triangles are annotated as such, rectangles as boxes; the images are the same.
 
     Raises:
         ContractError: a count below 1, a negative seed, or `out` not empty.
@@ -83,10 +95,10 @@ def make_data(out: Path, train: int, val: int, seed: int) -> ToyData:
     _require_at_least("seed", seed, 0)
     with publish_directory(out) as part:
         files = ToyData.under(part)
-        _write_split(part, files.train_jsonl, "train", train, seed)
-        _write_split(part, files.val_jsonl, "val", val, seed)
-        write_coco(read_samples(files.train_jsonl, allow_poly=False), part, files.coco_train)
-        write_coco(read_samples(files.val_jsonl, allow_poly=False), part, files.coco_val)
+        _write_split(part, files.train_jsonl, "train", train, seed, polygons)
+        _write_split(part, files.val_jsonl, "val", val, seed, polygons)
+        write_coco(read_samples(files.train_jsonl, allow_poly=polygons), part, files.coco_train)
+        write_coco(read_samples(files.val_jsonl, allow_poly=polygons), part, files.coco_val)
     return ToyData.under(out)
 
 
@@ -99,7 +111,9 @@ def _require_at_least(name: str, value: int, least: int) -> None:
         )
 
 
-def _write_split(root: Path, jsonl: Path, split: str, count: int, seed: int) -> None:
+def _write_split(
+    root: Path, jsonl: Path, split: str, count: int, seed: int, polygons: bool
+) -> None:
     (root / "images" / split).mkdir(parents=True)
     lines = []
     for index in range(count):
@@ -107,20 +121,23 @@ def _write_split(root: Path, jsonl: Path, split: str, count: int, seed: int) -> 
         image, objects = make_scene(rng)
         name = f"images/{split}/{index:05d}.png"
         image.save(root / name)
-        lines.append(json.dumps(_record(name, objects)) + "\n")
+        lines.append(json.dumps(_record(name, objects, polygons)) + "\n")
     jsonl.write_text("".join(lines), encoding="utf-8")
 
 
-def _record(image_name: str, objects: list[SceneObject]) -> dict[str, object]:
+def _record(image_name: str, objects: list[SceneObject], polygons: bool) -> dict[str, object]:
     return {
         "images": [image_name],
         "width": IMAGE_SIDE,
         "height": IMAGE_SIDE,
-        "objects": [
-            {"desc": o.desc, "bbox_2d": [encode_bin(v / IMAGE_SIDE) for v in o.box]}
-            for o in objects
-        ],
+        "objects": [{"desc": o.desc} | _geometry(o, polygons) for o in objects],
     }
+
+
+def _geometry(item: SceneObject, polygons: bool) -> dict[str, list[int]]:
+    if polygons and item.corners is not None:
+        return {"poly": [encode_bin(v / IMAGE_SIDE) for v in item.corners]}
+    return {"bbox_2d": [encode_bin(v / IMAGE_SIDE) for v in item.box]}
 
 
 def make_scene(rng: np.random.Generator) -> tuple[Image.Image, list[SceneObject]]:
@@ -133,7 +150,9 @@ def make_scene(rng: np.random.Generator) -> tuple[Image.Image, list[SceneObject]
         shape = str(rng.choice(SHAPES))
         mask = _shape_mask(shape, box)
         image.paste(COLOURS[colour], mask=Image.fromarray(mask))
-        objects.append(SceneObject(f"{colour} {shape}", _mask_box(mask)))
+        drawn = _mask_box(mask)
+        corners = _triangle(drawn) if shape == "triangle" else None
+        objects.append(SceneObject(f"{colour} {shape}", drawn, corners))
     objects.sort(key=lambda o: o.box)
     return image, objects
 
@@ -166,6 +185,12 @@ def _shape_mask(shape: str, box: Box) -> npt.NDArray[np.uint8]:
     else:
         draw.polygon([((x1 + x2) // 2, y1), (x2, y2), (x1, y2)], fill=255)
     return np.asarray(canvas)
+
+
+def _triangle(box: Box) -> Corners:
+    """Corners of the triangle that fills a box: the middle of its top pixel, then clockwise."""
+    x1, y1, x2, y2 = box
+    return ((x1 + x2 - 1) // 2 + 0.5, y1, x2, y2, x1, y2)
 
 
 def _mask_box(mask: npt.NDArray[np.uint8]) -> Box:

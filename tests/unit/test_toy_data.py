@@ -1,4 +1,7 @@
-"""The toy scenes: the same each time, in the data format, boxes around what is drawn."""
+"""The toy scenes: the same each time, in the data format, boxes around what is drawn.
+
+With polygons, corners of what is drawn, too.
+"""
 
 import json
 from contextlib import suppress
@@ -7,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
 from learner.coords import encode_bin
 from learner.data.coco import to_coco
 from learner.data.jsonl import read_samples
+from learner.data.shapes import bounding_box
 from learner.data.toy import (
     DESCRIPTIONS,
     IMAGE_SIDE,
@@ -22,6 +27,7 @@ from learner.data.toy import (
     make_scene,
 )
 from learner.publish import publish_directory
+from learner.toy_cli import toy_app
 from learner.types import GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError
 
@@ -29,6 +35,12 @@ from shared_contracts.errors import ContractError
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> ToyData:
     return make_data(tmp_path_factory.mktemp("toy") / "data", train=30, val=20, seed=0)
+
+
+@pytest.fixture(scope="module")
+def poly_toy(tmp_path_factory: pytest.TempPathFactory) -> ToyData:
+    out = tmp_path_factory.mktemp("toy") / "poly"
+    return make_data(out, train=30, val=20, seed=0, polygons=True)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -93,6 +105,71 @@ def test_objects_are_apart_large_and_in_order_from_the_left() -> None:
             assert min(x2 - x1, y2 - y1) >= MIN_OBJECT_SIDE
             canvas[y1:y2, x1:x2] += 1
         assert canvas.max() == 1
+
+
+@pytest.mark.req("DATA-01", "RES-02")
+def test_with_polygons_a_triangle_is_its_corners_and_all_else_stays(
+    toy: ToyData, poly_toy: ToyData
+) -> None:
+    images = [contents(t.train_jsonl.parent / "images") for t in (toy, poly_toy)]
+    assert images[0] == images[1]
+    boxes, shapes = (
+        [o for s in read_samples(t.train_jsonl, allow_poly=True) for o in s.objects]
+        for t in (toy, poly_toy)
+    )
+    assert [o.desc for o in shapes] == [o.desc for o in boxes]
+    for box, item in zip(boxes, shapes, strict=True):
+        if "triangle" in item.desc:
+            assert (item.shape.kind, len(item.shape.coords)) == ("poly", 6)
+            assert bounding_box(item.shape) == box.shape.coords
+        else:
+            assert item == box
+    assert {o.shape.kind for o in shapes} == {"bbox_2d", "poly"}
+
+
+def test_a_triangle_starts_at_its_top_and_goes_clockwise(poly_toy: ToyData) -> None:
+    samples = read_samples(poly_toy.train_jsonl, allow_poly=True)
+    triangles = [o.shape for s in samples for o in s.objects if o.shape.kind == "poly"]
+    assert triangles
+    for top_x, top_y, right, bottom, left, also_bottom in (shape.coords for shape in triangles):
+        assert left < top_x < right
+        assert top_y < bottom == also_bottom
+
+
+def test_corners_enclose_what_is_drawn() -> None:
+    for seed in range(50):
+        image, objects = make_scene(np.random.default_rng(seed))
+        pixels = np.asarray(image)
+        drawn = (pixels != pixels[..., :1]).any(axis=-1)
+        for o in objects:
+            x1, y1, x2, y2 = o.box
+            mask = np.zeros_like(drawn)
+            mask[y1:y2, x1:x2] = drawn[y1:y2, x1:x2]
+            flat = o.corners or (x1, y1, x2, y1, x2, y2, x1, y2)
+            code = coco_mask.frPyObjects([list(flat)], IMAGE_SIDE, IMAGE_SIDE)
+            inside = coco_mask.decode(code)[..., 0].astype(bool)
+            assert (inside & mask).sum() > 0.9 * (inside | mask).sum()
+
+
+def test_pycocotools_reads_the_export_of_polygons(poly_toy: ToyData) -> None:
+    coco = COCO(str(poly_toy.coco_val))
+    truths = [o for s in read_samples(poly_toy.val_jsonl, allow_poly=True) for o in s.objects]
+    for annotation, item in zip(coco.loadAnns(coco.getAnnIds()), truths, strict=True):
+        assert ("segmentation" in annotation) == (item.shape.kind == "poly")
+        if item.shape.kind == "bbox_2d":
+            continue
+        x, y, width, height = annotation["bbox"]
+        assert annotation["area"] == pytest.approx(width * height / 2)
+        assert coco.annToMask(annotation).sum() == pytest.approx(width * height / 2, rel=0.1)
+        (flat,) = annotation["segmentation"]
+        assert (min(flat[0::2]), min(flat[1::2])) == pytest.approx((x, y))
+
+
+def test_the_command_makes_polygons_when_it_is_told_to(tmp_path: Path, poly_toy: ToyData) -> None:
+    sizes = ["--train", "30", "--val", "20"]
+    made = tmp_path / "made"
+    toy_app(["make-data", "--out", str(made), *sizes, "--polygons"], standalone_mode=False)
+    assert contents(made) == contents(poly_toy.train_jsonl.parent)
 
 
 @pytest.mark.req("DATA-02")
