@@ -213,41 +213,27 @@ def refused_by_this_version(config: Config) -> dict[str, str]:
     return {}
 
 
-@pytest.mark.parametrize(
-    ("dotted", "value", "where"),
-    [
-        ("stage2_ab.n_softctx_iter", 2, "stage2_ab.n_softctx_iter"),
-        (f"{ASYNC}.enabled", True, f"{ASYNC}.enabled"),
-        (
-            "stage2_ab.pipeline.diagnostics",
-            [COORD_DIAG],
-            "stage2_ab.pipeline.diagnostics[0].enabled",
-        ),
-    ],
-)
-def test_a_valid_config_this_version_does_not_run_is_told_what_to_set(
-    dotted: str, value: Any, where: str
-) -> None:
-    told = refused_by_this_version(parse_config(changed(dotted, value)))
-    assert list(told) == [where]
-    assert "Set it to" in told[where]
+def test_a_valid_config_this_version_does_not_run_is_told_what_to_set() -> None:
+    told = refused_by_this_version(parse_config(changed(f"{ASYNC}.enabled", True)))
+    assert list(told) == [f"{ASYNC}.enabled"]
+    assert "Set it to" in told[f"{ASYNC}.enabled"]
 
 
-def test_the_rollout_aligned_variant_loads_and_is_not_run_yet() -> None:
-    told = refused_by_this_version(
-        parse_config(changed("rollout_matching.pipeline.diagnostics", [COORD_DIAG], ALIGNED))
-    )
-    assert list(told) == [
-        "custom.trainer_variant",
-        "rollout_matching.pipeline.diagnostics[0].enabled",
-    ]
+@pytest.mark.req("RES-02", "CHA-01", "LOSS-06")
+@pytest.mark.parametrize("path", list(BY_PIPELINE))
+def test_both_variants_are_run_with_monitors_and_channel_a_with_iterations(path: str) -> None:
+    mapping = changed(f"{path}.diagnostics", [COORD_DIAG], BY_PIPELINE[path])
+    assert refused_by_this_version(parse_config(mapping)) == {}
+    if "stage2_ab" in mapping:
+        mapping = changed("stage2_ab.n_softctx_iter", 2, mapping)
+        assert refused_by_this_version(parse_config(mapping)) == {}
 
 
 def test_what_is_not_run_stops_a_run_before_it_looks_at_anything_else() -> None:
-    """The profile's checkpoint and data do not exist."""
+    """The warm-up's checkpoint and data do not exist."""
     with pytest.raises(ContractErrors) as caught:
-        check_inputs(parse_config(ALIGNED))
-    assert caught.value.where == "custom.trainer_variant"
+        check_inputs(parse_config(changed(f"{ASYNC}.enabled", True)))
+    assert caught.value.where == f"{ASYNC}.enabled"
 
 
 @pytest.mark.req("RES-02", "DATA-01")
@@ -275,9 +261,6 @@ def test_two_channels_with_every_key_of_matching_are_run() -> None:
     matching = ALIGNED["rollout_matching"]["matching"]
     assert {"ot_cost", "ot_epsilon", "ot_iters"} <= set(matching)
     config = parse_config(changed("rollout_matching.matching", matching))
-    assert refused_by_this_version(config) == {}
-    idle = COORD_DIAG | {"enabled": False}
-    config = parse_config(changed("stage2_ab.pipeline.diagnostics", [idle]))
     assert refused_by_this_version(config) == {}
 
 
