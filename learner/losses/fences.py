@@ -18,7 +18,20 @@ def widened(logits: Tensor) -> Tensor:
 
 def fenced(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Return finite float32 (or wider) logits, divided by `temperature`; same shape."""
-    return torch.nan_to_num((widened(logits) / temperature).clamp(-LOGIT_LIMIT, LOGIT_LIMIT))
+    wide = widened(logits)
+    scaled = wide if temperature == 1.0 else wide / temperature
+    return torch.nan_to_num(scaled.clamp(-LOGIT_LIMIT, LOGIT_LIMIT))
+
+
+def fence_(scaled: Tensor) -> Tensor:
+    """As `fenced`, of logits divided already and without gradient, in their own memory."""
+    return scaled.clamp_(-LOGIT_LIMIT, LOGIT_LIMIT).nan_to_num_()
+
+
+def all_inside(scaled: Tensor) -> Tensor:
+    """Whether `fence_` would change none of (r, V) divided logits; () bool."""
+    least, most = torch.aminmax(scaled)
+    return (least >= -LOGIT_LIMIT) & (most <= LOGIT_LIMIT)
 
 
 def fenced_gradient(logits: Tensor, gradient: Tensor, temperature: float = 1.0) -> Tensor:

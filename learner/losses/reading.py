@@ -6,18 +6,19 @@ logits of the 1000 coordinate tokens. Forward and backward go through the superv
 chunks and hold one gradient of the logits, of their own type, besides them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from learner.losses.fences import fenced, fenced_gradient, widened
+from learner.losses.fences import all_inside, fence_, fenced, fenced_gradient, widened
 from learner.losses.supervision import Selection
 
-# A chunk in float32 is 16 MiB: some 27 rows of a vocabulary of 152k.
-_CHUNK_ELEMENTS = 2**22
+# In float32 4 MiB, which caches hold, and 64 MiB: a GPU has to be kept busy.
+_CHUNK_ELEMENTS_CPU = 2**20
+_CHUNK_ELEMENTS = 2**24
 
 
 class Reading(NamedTuple):
@@ -100,52 +101,82 @@ class _ReadRows(torch.autograd.Function):
         coord_ids: Tensor,
         temperature: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        chunks = rows.split(_rows_per_chunk(logits))
-        plain = torch.cat([_lse(logits[chunk], 1.0) for chunk in chunks])
-        tempered = plain
+        plain, clean = _logsumexp(logits, rows, 1.0)
+        tempered = plain.clone()
         if temperature != 1.0:
-            tempered = torch.cat([_lse(logits[chunk], temperature) for chunk in chunks])
+            tempered, also = _logsumexp(logits, rows, temperature)
+            clean &= also
         nll = plain[: len(targets)] - fenced(logits[rows[: len(targets)], targets])
         coord = widened(logits[rows[:, None], coord_ids])
-        ctx.save_for_backward(logits, rows, targets, coord_ids, plain, tempered)
+        ctx.save_for_backward(logits, rows, targets, coord_ids, plain, tempered, clean)
         ctx.temperature = temperature
-        return nll, tempered.clone(), coord
+        return nll, tempered, coord
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_nll, grad_lse, grad_coord = grads
-        logits, rows, targets, coord_ids, plain, tempered = ctx.saved_tensors
-        grad = torch.zeros_like(logits)
-        by_row = torch.zeros_like(plain)
-        by_row[: len(targets)] = grad_nll
-        start = 0
-        for chunk in rows.split(_rows_per_chunk(logits)):
-            part = slice(start, start + len(chunk))
-            start += len(chunk)
-            raw = logits[chunk]
-            if ctx.temperature == 1.0:
-                block = _lse_gradient(raw, plain[part], by_row[part] + grad_lse[part], 1.0)
-            else:
-                block = _lse_gradient(raw, plain[part], by_row[part], 1.0)
-                block += _lse_gradient(raw, tempered[part], grad_lse[part], ctx.temperature)
-            block[:, coord_ids] += grad_coord[part]
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        of_nll, of_lse, of_coord = upstream
+        logits, rows, targets, coord_ids, plain, tempered, clean = ctx.saved_tensors
+        of_plain = torch.zeros_like(plain)
+        of_plain[: len(targets)] = of_nll
+        pulls = [_Pull(1.0, plain, of_plain), _Pull(ctx.temperature, tempered, of_lse)]
+        if ctx.temperature == 1.0:
+            pulls = [_Pull(1.0, plain, of_plain + of_lse)]
+        gradient = torch.zeros_like(logits)
+        all_clean = bool(clean)
+        for part in _parts(logits, rows):
+            block = _pulled(logits, rows, part, pulls, all_clean=all_clean)
+            block[:, coord_ids] += of_coord[part]
             aims = targets[part]
+            raw = logits[rows[part][: len(aims)], aims]
             nth = torch.arange(len(aims), device=aims.device)
-            block[nth, aims] -= fenced_gradient(raw[nth, aims], by_row[part][: len(aims)])
-            grad[chunk] = block.to(grad.dtype)
-        return grad, None, None, None, None
+            block[nth, aims] -= fenced_gradient(raw, of_nll[part])
+            gradient[rows[part]] = block.to(gradient.dtype)
+        return gradient, None, None, None, None
 
 
-def _rows_per_chunk(logits: Tensor) -> int:
-    return max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+class _Pull(NamedTuple):
+    """A logsumexp of every row, (R,), at a temperature, and the gradient it is pulled by, (R,)."""
+
+    temperature: float
+    lse: Tensor
+    upstream: Tensor
 
 
-def _lse(raw: Tensor, temperature: float) -> Tensor:
-    return torch.logsumexp(fenced(raw, temperature), dim=-1)
+def _parts(logits: Tensor, rows: Tensor) -> Iterator[slice]:
+    """Slices of `rows` whose logits are a chunk."""
+    elements = _CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else _CHUNK_ELEMENTS
+    step = max(1, elements // logits.shape[-1])
+    return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
-def _lse_gradient(raw: Tensor, lse: Tensor, upstream: Tensor, temperature: float) -> Tensor:
-    """Gradient of `_lse` times `upstream`, by row; (r, V), (r,), (r,) -> (r, V)."""
-    soft = fenced(raw, temperature).sub_(lse[:, None]).exp_()
-    soft *= (upstream / temperature)[:, None]
-    return fenced_gradient(raw, soft, temperature)
+def _tempered(logits: Tensor, rows: Tensor, temperature: float) -> Tensor:
+    """Rows of logits in a memory of their own, divided by the temperature."""
+    own = widened(logits.index_select(0, rows))
+    return own if temperature == 1.0 else own.div_(temperature)
+
+
+def _logsumexp(logits: Tensor, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(R,) logsumexp of fenced rows, and whether no fence has replaced anything, (1,) bool."""
+    lse = torch.empty(len(rows), dtype=widened(logits[:0]).dtype, device=logits.device)
+    clean = torch.ones(1, dtype=torch.bool, device=logits.device)
+    for part in _parts(logits, rows):
+        own = _tempered(logits, rows[part], temperature)
+        clean &= all_inside(own)
+        fence_(own)
+        top = own.amax(-1, keepdim=True)
+        lse[part] = own.sub_(top).exp_().sum(-1).log_().add_(top.squeeze(-1))
+    return lse, clean
+
+
+def _pulled(
+    logits: Tensor, rows: Tensor, part: slice, pulls: list[_Pull], *, all_clean: bool
+) -> Tensor:
+    """Gradient of the logsumexps of a part of the rows, summed over `pulls`; (r, V)."""
+    blocks = []
+    for temperature, lse, upstream in pulls:
+        soft = fence_(_tempered(logits, rows[part], temperature)).sub_(lse[part, None]).exp_()
+        soft *= (upstream[part] / temperature)[:, None]
+        if not all_clean:
+            soft = fenced_gradient(logits[rows[part]], soft, temperature)
+        blocks.append(soft)
+    return blocks[0] if len(blocks) == 1 else blocks[0].add_(blocks[1])
