@@ -1,0 +1,65 @@
+"""The scores of the arms over the optimizer steps as one picture."""
+
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from benchmarks.method_parts.records import Record, curves
+
+PANELS = {"f1": "F1", "precision": "Precision", "recall": "Recall"}
+# Okabe and Ito's colours, and for who sees none of them, dashes.
+LINES: Sequence[tuple[str, Any]] = (
+    ("#0072B2", "-"),
+    ("#D55E00", "--"),
+    ("#009E73", "-."),
+    ("#444444", ":"),
+)
+_STYLE: Any = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+}
+
+
+def curves_png(records: Sequence[Record], titles: Mapping[str, str]) -> bytes:
+    """Mean of the seeds as a line and least to most as a band; PNG of 1560 x 600 pixels."""
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(13, 5), dpi=120, layout="constrained")
+        panels = figure.subplots(1, len(PANELS), sharey=True)
+        for panel, (score, name) in zip(panels, PANELS.items(), strict=True):
+            _panel(panel, name, score, records, titles)
+        panels[0].set_ylabel("held-out scenes, mask IoU >= 0.5 and right description")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        png = io.BytesIO()
+        figure.savefig(png, format="png")
+    return png.getvalue()
+
+
+def _panel(
+    panel: Axes, name: str, score: str, records: Sequence[Record], titles: Mapping[str, str]
+) -> None:
+    panel.set(title=name, xlabel="optimizer steps after the warm-up")
+    for (colour, dashes), (arm, title) in zip(LINES, titles.items(), strict=True):
+        steps, runs = curves(records, arm, score)
+        if runs:
+            seeds = list(zip(*runs, strict=True))
+            means = [statistics.fmean(at) for at in seeds]
+            panel.fill_between(
+                steps, [min(at) for at in seeds], [max(at) for at in seeds], color=colour, alpha=0.1
+            )
+            panel.plot(steps, means, color=colour, linestyle=dashes, linewidth=2, label=title)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,0 +1,151 @@
+"""One arm on one seed: the learner's own run, with everything it was answered counted.
+
+    run_arm()   checkpoint of the warm-up -> score -> [steps -> score] ... -> Record
+
+It is put together as `learner.train.train` does, with the arm's channel B in its step.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from transformers import set_seed
+
+from benchmarks.method_parts.arms import Arm
+from benchmarks.method_parts.records import Counts, Evaluation, Record
+from learner.backends import OpenBackend, open_backend
+from learner.channels.a import ChannelA
+from learner.channels.encoding import Encoding
+from learner.config.schema import Config
+from learner.losses.pipeline import Pipeline
+from learner.model.load import LoadedModel, load_model
+from learner.model.prompt import PromptEncoder
+from learner.optim import build_optimizer
+from learner.parsing import parse_rollout
+from learner.preflight import check_inputs, reach_servers
+from learner.progress import ProgressDisplay
+from learner.rollout.policy import Policy
+from learner.runlog import CallLog, open_run_folder
+from learner.step import StepRunner
+from learner.tokens import Tokenizer
+from learner.train import asking_of, build_scorer, build_trainer, self_context_of
+from learner.types import RolloutOutput, Sample
+
+
+class CountingPolicy(Policy):
+    """Counts the answers it passes on; `take` starts anew."""
+
+    def __init__(self, opened: OpenBackend, config: Config, tokenizer: Tokenizer) -> None:
+        super().__init__(
+            opened.backend,
+            opened.weights_version,
+            asking_of(config),
+            opened.repeat_terminate_active,
+            opened.journal,
+        )
+        self._tokenizer = tokenizer
+        self._counts = Counts()
+
+    def answer(self, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
+        outputs = super().answer(samples, seed)
+        self._counts += count(outputs, self._tokenizer)
+        return outputs
+
+    def take(self) -> Counts:
+        taken, self._counts = self._counts, Counts()
+        return taken
+
+
+def count(outputs: Sequence[RolloutOutput], tokenizer: Tokenizer) -> Counts:
+    parsed = [parse_rollout(o.response_token_ids, tokenizer, allow_poly=False) for o in outputs]
+    return Counts(
+        answers=len(outputs),
+        tokens=sum(len(o.response_token_ids) for o in outputs),
+        truncated=sum(p.truncated for p in parsed),
+        ended=sum(o.repeat_terminated for o in outputs),
+        dropped=sum(len(p.dropped) for p in parsed),
+    )
+
+
+class HeldOut:
+    """The run's evaluation, called before its first step and after every `every` steps.
+
+    score: of the run; gives its metrics.
+    evaluations: so far. training: what was answered between them.
+    """
+
+    def __init__(
+        self, score: Callable[[], dict[str, float]], policy: CountingPolicy, every: int
+    ) -> None:
+        self._score, self._policy, self._every = score, policy, every
+        self.evaluations: list[Evaluation] = []
+        self.training = Counts()
+
+    def __call__(self) -> dict[str, float]:
+        self.training += self._policy.take()
+        metrics = self._score()
+        evaluation = Evaluation(
+            step=self._every * len(self.evaluations),
+            precision=metrics["eval/precision"],
+            recall=metrics["eval/recall"],
+            f1=metrics["eval/f1"],
+            box_f1=metrics["eval/box_f1"],
+            counts=self._policy.take(),
+        )
+        self.evaluations.append(evaluation)
+        print(f"  {evaluation}", flush=True)
+        return metrics
+
+
+def run_arm(arm: Arm, config: Config, console: Console) -> Record:
+    """Train as `config` says, in its folder, against its server.
+
+    Raises ContractError, RunError: as `learner train` does.
+    """
+    assert config.training.eval_steps is not None, "an arm is evaluated on its way"
+    started = time.monotonic()
+    inputs, clients = check_inputs(config), reach_servers(config)
+    folder = open_run_folder(config, inputs.placement)
+    set_seed(config.training.seed)
+    loaded = load_model(config)
+    optimizer = build_optimizer(loaded.model, config.training)
+    opened = open_backend(config, loaded, clients, folder, [*inputs.train, *inputs.val])
+    policy = CountingPolicy(opened, config, loaded.tokenizer)
+    display = ProgressDisplay(console, config.training.run_name)
+    try:
+        calls = CallLog(folder)
+        score = build_scorer(config, loaded, inputs, policy, calls)
+        held_out = HeldOut(score, policy, config.training.eval_steps)
+        held_out()
+        runner = _runner(arm, config, loaded, policy, calls)
+        build_trainer(config, loaded, optimizer, inputs, runner, held_out, display).train()
+    finally:
+        display.stop()
+        policy.close()
+    commit = json.loads((folder / "run.json").read_text())["commit"]
+    return Record(
+        arm.key,
+        config.training.seed,
+        commit,
+        time.monotonic() - started,
+        tuple(held_out.evaluations),
+        held_out.training,
+    )
+
+
+def _runner(
+    arm: Arm, config: Config, loaded: LoadedModel, policy: Policy, calls: CallLog
+) -> StepRunner:
+    """As `learner.train.build_runner`, with the arm's channel B."""
+    prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, config.custom.object_field_order)
+    matching = config.rollout_matching.matching
+    return StepRunner(
+        config,
+        ChannelA(encoding, self_context_of(config)),
+        arm.channel_b(encoding, matching, allow_poly=config.allow_poly),
+        Pipeline(config.pipeline, loaded.vocab.ids),
+        policy,
+        calls.write,
+    )
