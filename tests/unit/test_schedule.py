@@ -66,7 +66,15 @@ def test_any_window_has_exactly_its_share_of_b_steps(
 
 
 @pytest.mark.req("STEP-01")
-@pytest.mark.parametrize(("b_ratio", "share", "of"), [(0.7, 7, 10), ("0.333333", 333333, 10**6)])
+@pytest.mark.parametrize(
+    ("b_ratio", "share", "of"),
+    [
+        (0.7, 7, 10),
+        (0.1, 1, 10),
+        ("0.3333333333333333333", 3333333333333333333, 10**19),
+        (1e-6, 1, 10**6),
+    ],
+)
 def test_the_first_steps_up_to_a_million_hold_exactly_their_share(
     b_ratio: str | float, share: int, of: int
 ) -> None:
