@@ -141,7 +141,8 @@ def teach(toy_checkpoint: Path, toy_data: ToyData) -> Teach:
         (segment,), _ = channel.segments([sample], [said])
         if logits is None:
             generator = torch.Generator().manual_seed(3)
-            logits = torch.randn(len(segment), len(loaded.tokenizer), generator=generator).double()
+            vocabulary = len(loaded.processor.tokenizer)
+            logits = torch.randn(len(segment), vocabulary, generator=generator).double()
         logits = logits.detach().clone().requires_grad_()
         pipeline = Pipeline(config.pipeline, loaded.vocab.ids)
         selection = pipeline.select(make_pack([segment]).supervision, "B")

@@ -1,0 +1,156 @@
+"""A whole run of the rollout-aligned variant: the shipped smoke profile on the toy world."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from typer.testing import CliRunner
+
+import learner.train
+from learner.cli import app
+from learner.config import load_config, merge
+from learner.config.schema import Config
+from learner.config.yaml12 import dump_mapping
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData, make_data
+from learner.model.load import LoadedModel, load_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMOKE = Path(__file__).parents[2] / "configs/stage2_rollout_aligned/smoke/default.yaml"
+STEPS = 2
+SAMPLES = 4
+
+
+class Forwards:
+    """Counts the forwards that are trained on: those with gradients and images."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def watched(self, config: Config) -> LoadedModel:
+        loaded = load_model(config)
+        loaded.model.register_forward_pre_hook(self._note, with_kwargs=True)
+        return loaded
+
+    def _note(self, _: nn.Module, __: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and arguments.get("pixel_values") is not None:
+            self.tokens.append(arguments["input_ids"].numel())
+
+
+@pytest.fixture(scope="module")
+def poly_data(tmp_path_factory: pytest.TempPathFactory) -> ToyData:
+    out = tmp_path_factory.mktemp("poly_data") / "data"
+    return make_data(out, train=12, val=3, seed=0, polygons=True)
+
+
+@pytest.fixture(scope="module")
+def config(
+    toy_checkpoint: Path, poly_data: ToyData, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The profile with the toy world's places, and a learner that answers itself."""
+    folder = tmp_path_factory.mktemp("aligned")
+    own = {
+        "model": {"model": str(toy_checkpoint), "torch_dtype": "float32"},
+        "template": {"prompt": "Detect every object in the image."},
+        "data": {"train_jsonl": str(poly_data.train_jsonl), "val_jsonl": str(poly_data.val_jsonl)},
+        "training": {
+            "output_dir": str(folder / "run"),
+            "logging_dir": str(folder / "run" / "tensorboard"),
+            "max_steps": STEPS,
+            "effective_batch_size": SAMPLES,
+            "eval_strategy": "steps",
+            "eval_steps": STEPS,
+            "save_strategy": "steps",
+            "save_steps": STEPS,
+            "learning_rate": 1.0e-3,
+        },
+        "global_max_length": 240,
+        "rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 12},
+    }
+    mapping = merge(load_config(SMOKE).model_dump(mode="json", exclude_none=True), own)
+    file = folder / "train.yaml"
+    file.write_text(dump_mapping(mapping))
+    return file
+
+
+@pytest.fixture(scope="module")
+def run(config: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Lines of metrics.jsonl, and the tokens of each forward that was trained on."""
+    forwards = Forwards()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learner.train, "load_model", forwards.watched)
+        result = CliRunner().invoke(app, ["train", "--config", str(config)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    lines = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], forwards.tokens
+
+
+Run = tuple[list[dict[str, Any]], list[int]]
+
+
+def steps_of(run: Run) -> list[dict[str, Any]]:
+    return [line for line in run[0] if "loss" in line]
+
+
+@pytest.mark.req("RES-02", "LOSS-04", "LOSS-05", "CHB-01")
+def test_every_step_is_channel_b_and_its_finite_atoms_add_up(run: Run) -> None:
+    steps = steps_of(run)
+    assert [line["step/channel_b"] for line in steps] == [1] * STEPS
+    for line in steps:
+        atoms = {key: value for key, value in line.items() if key.startswith("loss/")}
+        assert {key.removeprefix("loss/") for key in atoms} == {
+            "B_rollout_text/struct_ce",
+            "B_rollout_text/desc_ce",
+            "B_coord/coord_soft_ce",
+            "B_coord/coord_w1",
+            "B_coord/coord_gate",
+        }
+        assert all(math.isfinite(value) for value in atoms.values())
+        assert sum(atoms.values()) == pytest.approx(line["loss"], abs=1e-4)
+        assert atoms["loss/B_coord/coord_soft_ce"] > 0
+        assert atoms["loss/B_rollout_text/desc_ce"] == 0
+        assert line["stage2_ab/channel_b/fn_appended"] >= SAMPLES, (
+            "an untrained model finds nothing"
+        )
+
+
+@pytest.mark.req("RES-08", "PACK-01", "STEP-02")
+def test_every_pack_has_one_forward(run: Run) -> None:
+    steps, tokens = steps_of(run), run[1]
+    packs = sum(int(line["packing/post_rollout_packs"]) for line in steps)
+    assert len(tokens) == packs < STEPS * SAMPLES
+    assert max(tokens) <= 240
+    assert sum(tokens) == sum(line["packing/post_rollout_selected_total_len"] for line in steps)
+
+
+@pytest.mark.req("MET-02", "RES-10")
+def test_no_metric_is_an_iou(run: Run) -> None:
+    keys = {key for line in run[0] for key in line}
+    assert "stage2_ab/channel_b/match_rate" in keys
+    assert "rollout/parse_truncated_rate" in keys
+    assert [key for key in keys if "iou" in key.lower()] == []
+
+
+@pytest.mark.req("RES-02")
+def test_the_evaluation_counts_polygons(run: Run, poly_data: ToyData) -> None:
+    samples = read_samples(poly_data.val_jsonl, allow_poly=True)
+    objects = [o for sample in samples for o in sample.objects]
+    assert any(o.shape.kind == "poly" for o in objects)
+    (evaluation,) = [line for line in run[0] if "eval/f1" in line]
+    assert evaluation["eval/ground_truths"] == len(objects)
+
+
+@pytest.mark.req("RUN-01", "CHB-01")
+def test_the_checkpoint_has_learnt_something(run: Run, config: Path, toy_checkpoint: Path) -> None:
+    saved = load_file(config.parent / "run" / f"checkpoint-{STEPS}" / "model.safetensors")
+    before = load_file(toy_checkpoint / "model.safetensors")
+    assert saved.keys() == before.keys()
+    moved = {name for name in saved if not torch.equal(saved[name], before[name])}
+    assert any(name.startswith("model.visual") for name in moved)
+    assert all(torch.isfinite(weight).all() for weight in saved.values())
