@@ -9,6 +9,7 @@ from typing import Any
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.matching import match_objects
+from learner.metrics import Payload
 from learner.parsing import parse_rollout
 from learner.rollout.policy import Policy
 from learner.tokens import Tokenizer
@@ -44,9 +45,20 @@ class Scores:
         """F1 when descriptions are ignored."""
         return 2 * self.located / max(self.predicted + self.ground_truths, 1)
 
-    def metrics(self, prefix: str) -> dict[str, float]:
-        names = ("precision", "recall", "f1", "box_f1", "predicted", "ground_truths", "dropped")
-        return {f"{prefix}/{name}": float(getattr(self, name)) for name in names}
+    def payload(self) -> Payload:
+        objects = self.predicted + self.ground_truths
+        payload = Payload()
+        payload.rate(
+            {
+                "eval/precision": (self.hits, self.predicted),
+                "eval/recall": (self.hits, self.ground_truths),
+                "eval/f1": (2 * self.hits, objects),
+                "eval/box_f1": (2 * self.located, objects),
+            }
+        )
+        counts = ("predicted", "ground_truths", "dropped")
+        payload.add({f"eval/{name}": getattr(self, name) for name in counts})
+        return payload
 
 
 def evaluate(
@@ -57,7 +69,7 @@ def evaluate(
     log_calls: Callable[[dict[str, Any]], None] | None = None,
     *,
     allow_poly: bool,
-) -> tuple[Scores, dict[str, float]]:
+) -> tuple[Scores, Payload]:
     """Roll out every sample with the newest weights and score the answers.
 
     log_calls: takes the record of the calls.
@@ -69,12 +81,18 @@ def evaluate(
         policy.push_if_stale()
         outputs = policy.answer(samples, seed)
     finally:
-        record, metrics = policy.take_notes()
+        record, notes = policy.take_notes()
         if log_calls is not None:
             log_calls({"evaluation_seed": seed, **record})
     answers = [output.response_token_ids for output in outputs]
     parsed = [parse_rollout(ids, tokenizer, allow_poly=allow_poly) for ids in answers]
-    return score(zip(samples, parsed, strict=True)), metrics
+    return score(zip(samples, parsed, strict=True)), notes
+
+
+def evaluation_metrics(scores: Scores, notes: Payload) -> dict[str, float]:
+    """Scores and what they took, as they are logged: every key under `eval/`."""
+    taken = {f"eval/{key}": value for key, value in notes.metrics().items()}
+    return scores.payload().metrics() | taken
 
 
 def score(answers: Iterable[tuple[Sample, ParsedRollout]]) -> Scores:

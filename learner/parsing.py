@@ -25,7 +25,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, SupportsIndex, cast
+from typing import Any, NamedTuple, SupportsIndex, cast
 
 from learner.coords import COORD_BINS, coord_token
 from learner.scanner import WHITE_SPACE, Entry, Scanner
@@ -38,18 +38,7 @@ from learner.tokens import (
     spell_leading,
     token_table,
 )
-from learner.types import GeometryKind, ParsedObject, ParsedRollout
-
-DropReason = Literal[
-    "key_invalid",
-    "missing_desc",
-    "missing_geom",
-    "unknown_geom",
-    "non_coord_token",
-    "wrong_arity",
-    "bbox_invalid",
-    "poly_unsupported",
-]
+from learner.types import DropReason, GeometryKind, ParsedObject, ParsedRollout
 
 GEOMETRY_KEYS = ("bbox_2d", "poly")
 

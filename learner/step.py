@@ -8,16 +8,18 @@ forwards they need is free; the caller makes one optimizer update of them (STEP-
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
+from learner.config.rollout_matching import DecodeMode
 from learner.config.schema import Config
 from learner.losses.pipeline import Pipeline
 from learner.metrics import PhaseClock, StepReport
+from learner.metrics.processes import over_processes
 from learner.model.packed_forward import Pack, Segment, make_pack
 from learner.packing import SegmentBuffer
 from learner.rollout.policy import Policy
@@ -47,6 +49,7 @@ class StepRunner:
         self._training = config.training
         self._capacity = config.global_max_length
         self._b_ratio = config.b_ratio
+        self._decode_mode = config.rollout_matching.decode_mode
         self._channel_a = channel_a
         self._channel_b = channel_b
         self._pipeline = pipeline
@@ -75,7 +78,8 @@ class StepRunner:
             loss = self._learn(model, packs, report, backward)
         if self._policy is not None:
             self._policy.mark_updated()
-        report.metrics |= {"step/channel_b": float(report.channel == "B"), **clock.metrics()}
+        report.payload.note({"step/channel_b": report.channel == "B", **clock.metrics()})
+        report.metrics = over_processes(report.payload, loss.device).metrics()
         return loss, report
 
     def _self_context(
@@ -93,19 +97,26 @@ class StepRunner:
             self._note_calls(self._policy, seed_base, report)
         with clock.phase("target"):
             segments, stats = self._channel_b.segments(samples, rollouts)
-        report.metrics |= stats.metrics()
-        report.metrics |= {
-            "rollout/per_second": len(samples) / clock.seconds("rollout"),
-            "rollout/seed_base": seed_base,
-            "rollout/repeat_terminate_active": float(self._policy.repeat_terminate_active),
-            "sync/weights_version": self._policy.version,
-        }
+        report.payload.merge(stats.payload())
+        report.payload.rate({"rollout/per_second": (len(samples), clock.seconds("rollout"))})
+        report.payload.note(
+            {
+                "rollout/seed_base": seed_base,
+                "rollout/repeat_terminate_active": self._policy.repeat_terminate_active,
+                "sync/weights_version": self._policy.version,
+                **self._decoding(),
+            }
+        )
         return segments
+
+    def _decoding(self) -> dict[str, float]:
+        modes = get_args(DecodeMode)
+        return {f"rollout/decode_{mode}": mode == self._decode_mode for mode in modes}
 
     def _note_calls(self, policy: Policy, seed_base: int, report: StepReport) -> None:
         """What it took to get the rollouts, also when there are none in the end."""
-        record, metrics = policy.take_notes()
-        report.metrics |= metrics
+        record, payload = policy.take_notes()
+        report.payload.merge(payload)
         if self._log_calls is not None:
             self._log_calls({"step": report.step, "rollout_seed_base": seed_base, **record})
 
@@ -113,15 +124,17 @@ class StepRunner:
         """Packs of the step's segments; without packing one each, however long."""
         lengths = [len(segment) for segment in segments]
         packs = self._pooled(segments) if self._training.packing else [[s] for s in segments]
-        fill = sum(lengths) / (max(len(packs), 1) * self._capacity)
-        self._warn_if_underfilled(fill)
-        report.metrics |= {
-            "packing/post_rollout_fill": fill,
-            "packing/post_rollout_segments": len(segments),
-            "packing/post_rollout_packs": len(packs),
-            "packing/post_rollout_selected_total_len": sum(lengths),
-            "packing/post_rollout_buffer": 0,
-        }
+        room = len(packs) * self._capacity
+        self._warn_if_underfilled(sum(lengths) / max(room, 1))
+        report.payload.rate({"packing/post_rollout_fill": (sum(lengths), room)})
+        report.payload.add(
+            {
+                "packing/post_rollout_segments": len(segments),
+                "packing/post_rollout_packs": len(packs),
+                "packing/post_rollout_selected_total_len": sum(lengths),
+                "packing/post_rollout_buffer": 0,
+            }
+        )
         return [make_pack(pack) for pack in packs]
 
     def _pooled(self, segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -165,5 +178,8 @@ class StepRunner:
         channel = self._channel_a if report.channel == "A" else self._channel_b
         readings = channel.readings(model, pack, self._pipeline.reader(selection))
         result = self._pipeline(readings, selection, report.channel)
-        report.add({key: share * value for key, value in result.atoms.items()})
+        report.payload.add({key: share * value for key, value in result.atoms.items()})
+        if result.slots:
+            diagnostics = result.diagnostics.items()
+            report.payload.rate({key: (value, result.slots) for key, value in diagnostics})
         return result.total

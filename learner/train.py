@@ -25,7 +25,7 @@ from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
 from learner.channels.encoding import Encoding
 from learner.config.schema import Config
-from learner.evaluate import Scores, evaluate
+from learner.evaluate import Scores, evaluate, evaluation_metrics
 from learner.losses.pipeline import Pipeline
 from learner.metrics import StepReport
 from learner.model.load import LoadedModel, load_model
@@ -223,7 +223,7 @@ def build_scorer(
             calls.write,
             allow_poly=config.allow_poly,
         )
-        return scores.metrics("eval") | {f"eval/{key}": value for key, value in notes.items()}
+        return evaluation_metrics(scores, notes)
 
     return score
 

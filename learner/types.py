@@ -30,6 +30,18 @@ FieldOrder = Literal["desc_first", "geometry_first"]
 Channel = Literal["A", "B"]
 BackendName = Literal["server", "colocate", "hf"]
 
+# Why the parser drops a predicted object (PARSE-04).
+DropReason = Literal[
+    "key_invalid",
+    "missing_desc",
+    "missing_geom",
+    "unknown_geom",
+    "non_coord_token",
+    "wrong_arity",
+    "bbox_invalid",
+    "poly_unsupported",
+]
+
 
 class Shape(NamedTuple):
     """A geometry in norm1000 space: flat x, y, x, y, ... integers in 0..999."""

@@ -7,14 +7,12 @@ Generation is never packed; nothing of an answer is repaired, and every ground t
 was not matched is appended.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 from torch import nn
 
 from learner.channels.encoding import Encoding
+from learner.channels.rollout_stats import RolloutStats
 from learner.config.rollout_matching import MatchingConfig
 from learner.losses.reading import Reader, Readings
 from learner.matching import match_objects
@@ -30,62 +28,6 @@ from learner.types import (
     Sample,
     Target,
 )
-
-_B = "stage2_ab/channel_b"
-
-
-@dataclass
-class RolloutStats:
-    """Counts over the rollouts of one step."""
-
-    rollouts: int = 0
-    truncated: int = 0
-    invalid: int = 0
-    closure_dropped: int = 0
-    repeat_terminated: int = 0
-    ground_truths: int = 0
-    valid: int = 0
-    matched: int = 0
-    false_positives: int = 0
-    gated: int = 0
-    appended: int = 0
-    drop_reasons: Counter[str] = field(default_factory=Counter)
-    new_tokens: list[int] = field(default_factory=list)
-
-    def add(self, rollout: RolloutOutput, parsed: ParsedRollout, match: MatchResult) -> None:
-        self.rollouts += 1
-        self.truncated += parsed.truncated
-        self.invalid += parsed.invalid_rollout
-        self.repeat_terminated += rollout.repeat_terminated
-        self.ground_truths += len(match.pairs) + len(match.false_negatives)
-        self.valid += len(parsed.objects)
-        self.matched += len(match.pairs)
-        self.false_positives += len(match.false_positives)
-        self.gated += match.gated
-        self.appended += len(match.false_negatives)
-        self.drop_reasons.update(reason for _, reason in parsed.dropped)
-        self.new_tokens.append(len(rollout.response_token_ids))
-
-    def metrics(self) -> dict[str, float]:
-        """The step's rollout metrics (MET-02)."""
-        values: dict[str, float] = {
-            "rollout/parse_truncated_rate": self.truncated / max(self.rollouts, 1),
-            "rollout/parse_dropped_invalid": self.drop_reasons.total(),
-            "rollout/gen_new_tokens_mean": float(np.mean(self.new_tokens or [0])),
-            "rollout/gen_new_tokens_p99": float(np.percentile(self.new_tokens or [0], 99)),
-            "rollout/repeat_terminate_triggered_sequences": self.repeat_terminated,
-            f"{_B}/invalid_rollout": self.invalid,
-            f"{_B}/N_valid_pred": self.valid,
-            f"{_B}/N_drop_invalid": self.drop_reasons.total(),
-            f"{_B}/matched": self.matched,
-            f"{_B}/false_positives": self.false_positives,
-            f"{_B}/gated": self.gated,
-            f"{_B}/fn_appended": self.appended,
-            f"{_B}/match_rate": self.matched / max(self.ground_truths, 1),
-            f"{_B}/closure_supervision/N_drop": self.closure_dropped,
-        }
-        values |= {f"{_B}/strict_drop/{why}": n for why, n in self.drop_reasons.items()}
-        return values
 
 
 class ChannelB:

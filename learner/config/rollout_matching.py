@@ -11,6 +11,8 @@ from learner.types import BackendName
 from shared_contracts.rollout_config import SharedRolloutConfig
 from shared_contracts.strict_model import Refusal, StrictModel
 
+DecodeMode = Literal["greedy", "sampling", "beam"]
+
 
 class DecodingConfig(StrictModel):
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
@@ -102,7 +104,7 @@ class RolloutMatchingConfig(SharedRolloutConfig):
     rollout_backend: Literal["vllm", "hf"] = Field(
         default="vllm", description="who generates: vLLM, or transformers in the learner itself"
     )
-    decode_mode: Literal["greedy", "sampling", "beam"] = Field(
+    decode_mode: DecodeMode = Field(
         default="greedy",
         description="greedy and beam want `decoding.temperature` 0; beam is for `hf` alone",
     )

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from learner.metrics import Payload
+from learner.metrics.declared import SYNC_PHASES
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.weights import SyncReport
 
@@ -85,26 +87,32 @@ class Page:
             "calls": [asdict(call) for call in self.calls],
         }
 
-    def metrics(self) -> dict[str, float]:
+    def payload(self) -> Payload:
         """Counts of the page; seconds, bytes and GB/s of its slowest push, if there was one."""
-        values: dict[str, float] = {
-            "rollout/retries": sum(call.attempt > 1 for call in self.calls),
-            "rollout/splits": len(self.splits),
-            "rollout/servers_lost": len(self.lost),
-            "sync/pushes": len(self.pushes),
-            "sync/repushes": sum(push.again for push in self.pushes),
-        }
+        payload = Payload()
+        payload.add(
+            {
+                "rollout/retries": sum(call.attempt > 1 for call in self.calls),
+                "rollout/splits": len(self.splits),
+                "rollout/servers_lost": len(self.lost),
+                "sync/pushes": len(self.pushes),
+                "sync/repushes": sum(push.again for push in self.pushes),
+            }
+        )
         if self.pushes:
-            values |= _push_metrics(max(self.pushes, key=lambda push: push.seconds).report)
-        return values
+            slowest = max(self.pushes, key=lambda push: push.seconds)
+            payload.merge(_push_payload(slowest.report))
+        return payload
 
 
-def _push_metrics(report: SyncReport) -> dict[str, float]:
-    """SYNC-10."""
-    values = {f"sync/{phase}_s": seconds for phase, seconds in report.seconds.items()}
-    values["sync/bytes"] = report.bytes
-    values["sync/gb_per_s"] = report.bytes / 1e9 / report.seconds["send"]
-    return values
+def _push_payload(report: SyncReport) -> Payload:
+    """SYNC-10. A phase that only a server of another version knows is in the log alone."""
+    seconds = report.seconds
+    payload = Payload()
+    payload.note({f"sync/{phase}_s": seconds[phase] for phase in SYNC_PHASES if phase in seconds})
+    payload.note({"sync/bytes": report.bytes})
+    payload.rate({"sync/gb_per_s": (report.bytes / 1e9, seconds["send"])})
+    return payload
 
 
 class Journal:
@@ -136,7 +144,7 @@ class Journal:
     def split(self, server: str, part: range) -> None:
         self._page.splits.append((server, part.start, len(part)))
 
-    def take(self) -> tuple[dict[str, Any], dict[str, float]]:
+    def take(self) -> tuple[dict[str, Any], Payload]:
         """The page as a line of the log and as metrics; the next one is empty."""
         page, self._page = self._page, Page()
         fallback = None if self._sync is None else self._sync.fallback
@@ -147,9 +155,9 @@ class Journal:
             "sync_fallback": fallback,
         }
         if self._servers is None:
-            return state | page.record(), {}
-        metrics = {
-            "rollout/servers_healthy": self.healthy,
-            "sync/fell_back": float(fallback is not None),
-        }
-        return state | page.record(), metrics | page.metrics()
+            return state | page.record(), Payload()
+        payload = page.payload()
+        payload.note(
+            {"rollout/servers_healthy": self.healthy, "sync/fell_back": fallback is not None}
+        )
+        return state | page.record(), payload

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from learner.metrics import Payload
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.journal import Journal
 from learner.rollout.requests import build_request
@@ -62,11 +63,11 @@ class Policy:
         config = asking.config.model_copy(update={"seed": seed})
         return self._backend.rollout(requests, config)
 
-    def take_notes(self) -> tuple[dict[str, Any], dict[str, float]]:
+    def take_notes(self) -> tuple[dict[str, Any], Payload]:
         """What answers and pushes have taken since the last notes: for the log, and metrics."""
-        record, metrics = self._journal.take()
+        record, payload = self._journal.take()
         decoding = self._asking.config.model_dump(exclude_defaults=True)
-        return {"weights_version": self.version, "decoding": decoding, **record}, metrics
+        return {"weights_version": self.version, "decoding": decoding, **record}, payload
 
     def close(self) -> None:
         self._backend.close()

@@ -42,7 +42,8 @@ def test_a_server_that_was_poisoned_gets_its_weights_again_and_gives_the_same_an
         backend.close()
     assert [output.seed for output in before] == [5, 6, 7]
     assert {output.weights_version for output in before} == {(version, version)}
-    record, metrics = journal.take()
+    record, payload = journal.take()
+    metrics = payload.metrics()
     assert (metrics["sync/pushes"], metrics["sync/repushes"]) == (1, 1)
     assert "a full push" in record["lost"][0][1]
 

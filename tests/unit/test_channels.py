@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from learner.channels.a import ChannelA
-from learner.channels.b import ChannelB, RolloutStats
+from learner.channels.b import ChannelB
 from learner.channels.encoding import Encoding
+from learner.channels.rollout_stats import RolloutStats
 from learner.config.rollout_matching import MatchingConfig
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
@@ -216,7 +217,7 @@ def test_a_sample_whose_closure_cannot_be_found_is_left_out_and_counted(
     segments, stats = answering.segments("{}")
     assert segments == []
     assert stats.closure_dropped == 1
-    assert stats.metrics()["stage2_ab/channel_b/closure_supervision/N_drop"] == 1
+    assert stats.payload().metrics()["stage2_ab/channel_b/closure_supervision/N_drop"] == 1
 
 
 @pytest.mark.req("MET-02")
@@ -232,7 +233,7 @@ def test_the_metrics_of_a_step_are_counted_by_hand(answering: Answering) -> None
     ]
     _, stats = answering.segments(*texts)
     lengths = [len(answering.rollout(text).response_token_ids) for text in texts]
-    metrics = stats.metrics()
+    metrics = stats.payload().metrics()
     b = "stage2_ab/channel_b"
     assert metrics["rollout/parse_truncated_rate"] == pytest.approx(1 / 5)
     assert metrics["rollout/parse_dropped_invalid"] == 1
@@ -255,14 +256,16 @@ def test_the_metrics_of_a_step_are_counted_by_hand(answering: Answering) -> None
 def test_a_triggered_rollout_is_counted(answering: Answering) -> None:
     triggered = replace(answering.rollout(written(CAT)), repeat_terminated=True)
     _, stats = answering.channel.segments([answering.scene], [triggered])
-    assert stats.metrics()["rollout/repeat_terminate_triggered_sequences"] == 1
+    assert stats.payload().metrics()["rollout/repeat_terminate_triggered_sequences"] == 1
 
 
 @pytest.mark.req("MET-02")
 def test_a_step_without_rollouts_has_finite_metrics() -> None:
-    metrics = RolloutStats().metrics()
+    metrics = RolloutStats().payload().metrics()
     assert metrics["rollout/parse_truncated_rate"] == 0
     assert metrics["rollout/gen_new_tokens_p99"] == 0
+    drops = {key: n for key, n in metrics.items() if "/strict_drop/" in key}
+    assert list(drops.values()) == [0] * 8
 
 
 def test_channel_a_teaches_the_whole_annotation(

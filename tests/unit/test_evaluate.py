@@ -93,9 +93,9 @@ def test_nothing_predicted_or_nothing_there_scores_zero_without_dividing_by_it(
     assert (found.precision, found.recall, found.f1, found.box_f1) == (0.0, 0.0, 0.0, 0.0)
 
 
-def test_metrics_carry_the_prefix() -> None:
-    metrics = Scores(predicted=4, ground_truths=4, hits=3, located=4, dropped=1).metrics("eval")
-    assert metrics == {
+def test_scores_are_logged_under_eval() -> None:
+    scores = Scores(predicted=4, ground_truths=4, hits=3, located=4, dropped=1)
+    assert scores.payload().metrics() == {
         "eval/precision": 0.75,
         "eval/recall": 0.75,
         "eval/f1": 0.75,
@@ -156,12 +156,12 @@ def test_the_calls_of_an_evaluation_are_logged_with_it_and_not_with_the_next_ste
     policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()), journal=journal)
     logged: list[dict[str, Any]] = []
     samples = [sample(CAT)]
-    _, metrics = evaluate(policy, samples, 7, toy_tokenizer, logged.append, allow_poly=False)
+    _, notes = evaluate(policy, samples, 7, toy_tokenizer, logged.append, allow_poly=False)
     (record,) = logged
     assert record["evaluation_seed"] == 7
     assert [call["attempt"] for call in record["calls"]] == [2]
-    assert metrics["rollout/retries"] == 1
-    assert policy.take_notes()[1]["rollout/retries"] == 0
+    assert notes.metrics()["rollout/retries"] == 1
+    assert policy.take_notes()[1].metrics()["rollout/retries"] == 0
 
 
 @pytest.mark.req("SYNC-10", "DIST-05", "MET-01")

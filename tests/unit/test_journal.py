@@ -71,8 +71,8 @@ def test_metrics_count_the_page_and_time_its_slowest_push() -> None:
     journal.push(A, False, report(5, "p-0", seconds=2.0))
     journal.push(B, True, report(5, "p-0", seconds=8.0, size=6_000_000_000))
     journal.healthy = 1
-    _, metrics = journal.take()
-    assert metrics == {
+    _, payload = journal.take()
+    assert payload.metrics() == {
         "rollout/servers_healthy": 1,
         "rollout/servers_lost": 1,
         "rollout/retries": 2,
@@ -88,18 +88,31 @@ def test_metrics_count_the_page_and_time_its_slowest_push() -> None:
     }
 
 
+@pytest.mark.req("SYNC-10")
+def test_a_phase_that_only_another_version_of_the_server_knows_stops_nobody() -> None:
+    journal = Journal(ADDRESSES)
+    pushed = report(5, "p-0")
+    pushed.seconds["warp"] = 3.0
+    journal.push(A, False, pushed)
+    record, payload = journal.take()
+    assert record["pushes"][0]["seconds"]["warp"] == 3.0
+    assert "sync/warp_s" not in payload.metrics()
+    assert payload.metrics()["sync/load_s"] == 0.1
+
+
 @pytest.mark.req("MET-01")
 def test_nothing_is_carried_over_to_the_next_page() -> None:
     journal = Journal(ADDRESSES)
-    empty = journal.take()
+    record, payload = journal.take()
     journal.call(call(A, attempt=2))
     journal.push(A, True, report(5, "p-0"))
     journal.lost(A, "gone")
     journal.split(B, range(2))
     journal.take()
-    assert journal.take() == empty
-    assert not any(empty[0][key] for key in ("calls", "pushes", "lost", "splits"))
-    assert empty[1]["rollout/servers_healthy"] == 2
+    again, counted = journal.take()
+    assert (again, counted.metrics()) == (record, payload.metrics())
+    assert not any(record[key] for key in ("calls", "pushes", "lost", "splits"))
+    assert counted.metrics()["rollout/servers_healthy"] == 2
 
 
 @pytest.mark.req("SYNC-01", "SEED-02")
@@ -108,9 +121,9 @@ def test_a_fallback_stays_noted() -> None:
     journal = Journal(ADDRESSES, sync)
     sync.mode, sync.fallback = "full", "RuntimeError: no such layer"
     for _ in range(2):
-        record, metrics = journal.take()
+        record, payload = journal.take()
         assert (record["sync_mode"], record["sync_fallback"]) == ("full", sync.fallback)
-        assert metrics["sync/fell_back"] == 1.0
+        assert payload.metrics()["sync/fell_back"] == 1.0
 
 
 @pytest.mark.req("SEED-02", "DIST-05")
@@ -125,8 +138,9 @@ def test_the_notes_of_a_policy_are_those_of_its_servers_with_how_it_decodes() ->
         policy = Policy(backend, backend.connect(), asking, journal=journal)
         policy.push_if_stale()
         policy.answer([Sample(str(i), (), 64, 64, ()) for i in range(3)], seed=40)
-        record, metrics = policy.take_notes()
+        record, payload = policy.take_notes()
         policy.close()
+    metrics = payload.metrics()
     assert record["weights_version"] == 1
     assert record["decoding"] == {"max_tokens": 9, "temperature": 0.5, "top_k": 3}
     assert (metrics["sync/pushes"], metrics["sync/repushes"]) == (2, 1)

@@ -55,8 +55,8 @@ class Fleet:
 
     def notes(self) -> tuple[list[tuple[str, str]], dict[str, float]]:
         """Who was lost since the last notes, by server number; and the metrics."""
-        record, metrics = self.journal.take()
-        return record["lost"], metrics
+        record, payload = self.journal.take()
+        return record["lost"], payload.metrics()
 
     def pushed(self) -> list[list[int]]:
         return [channel.pushed for channel in self.channels]

@@ -1,6 +1,7 @@
 """One optimizer step on the toy model, with answers from a scripted backend."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
 from learner.channels.encoding import Encoding
+from learner.config import merge, parse_config
+from learner.config.pipeline import CoordDiagModule
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
@@ -306,6 +309,71 @@ def test_a_b_step_says_whether_the_repeat_guard_was_active(
     policy = Policy(Scripted(samples, parts), 0, asking, repeat_terminate_active=active)
     _, report, _ = parts.step(parts.runner(config_of(b_ratio=1), policy), samples[:2])
     assert report.metrics["rollout/repeat_terminate_active"] == (1.0 if active else 0.0)
+
+
+@pytest.mark.req("MET-02")
+@pytest.mark.parametrize(
+    ("decoding", "flags"),
+    [
+        ({"decode_mode": "greedy"}, (1, 0, 0)),
+        ({"decode_mode": "sampling", "decoding": {"temperature": 0.5}}, (0, 1, 0)),
+        ({"decode_mode": "beam", "num_beams": 2, "rollout_backend": "hf"}, (0, 0, 1)),
+    ],
+    ids=["greedy", "sampling", "beam"],
+)
+def test_a_b_step_says_how_its_answers_were_decoded(
+    parts: Parts,
+    samples: list[Sample],
+    config_of: ConfigOf,
+    decoding: dict[str, Any],
+    flags: tuple[int, int, int],
+) -> None:
+    mapping = merge(config_of(b_ratio=1).model_dump(mode="json"), {"rollout_matching": decoding})
+    policy = Policy(Scripted(samples, parts), 0, Asking("", None, RequestConfig()))
+    _, report, _ = parts.step(parts.runner(parse_config(mapping), policy), samples[:2])
+    modes = ("greedy", "sampling", "beam")
+    assert tuple(report.metrics[f"rollout/decode_{mode}"] for mode in modes) == flags
+
+
+@pytest.fixture
+def diagnosed(parts: Parts, config_of: ConfigOf) -> Callable[[bool], StepRunner]:
+    """A runner of channel A with `coord_diag`, with packing or without."""
+    monitor = {"name": "coord_diag", "enabled": True, "weight": 1.0, "channels": ["A"]}
+
+    def make(packing: bool) -> StepRunner:
+        config = config_of(packing=packing)
+        module = CoordDiagModule.model_validate({**monitor, "config": {}})
+        declared = config.pipeline.model_copy(update={"diagnostics": (module,)})
+        pipeline = Pipeline(declared, parts.loaded.vocab.ids)
+        return StepRunner(config, parts.channel_a, parts.channel_b, pipeline, None)
+
+    return make
+
+
+def diagnostics(report: StepReport) -> dict[str, float]:
+    return {key: v for key, v in report.metrics.items() if key.startswith("coord_diag/")}
+
+
+@pytest.mark.req("LOSS-06", "MET-01")
+def test_coordinate_diagnostics_are_means_over_the_coordinates_of_a_step_however_packed(
+    parts: Parts, samples: list[Sample], diagnosed: Callable[[bool], StepRunner]
+) -> None:
+    assert len({len(sample.objects) for sample in samples}) > 1
+    _, packed, _ = parts.step(diagnosed(True), samples)
+    _, alone, _ = parts.step(diagnosed(False), samples)
+    assert packed.metrics["packing/post_rollout_packs"] < len(samples)
+    assert {key.rpartition("/")[0] for key in diagnostics(packed)} == {"coord_diag/A1"}
+    assert diagnostics(packed) == pytest.approx(diagnostics(alone), rel=1e-4)
+    assert 0 < packed.metrics["coord_diag/A1/p_gt_mean"] < 1
+
+
+@pytest.mark.req("LOSS-06")
+def test_a_step_without_coordinates_has_no_coordinate_diagnostics(
+    parts: Parts, samples: list[Sample], diagnosed: Callable[[bool], StepRunner]
+) -> None:
+    _, report, _ = parts.step(diagnosed(True), [replace(samples[0], objects=())])
+    assert report.metrics["packing/post_rollout_segments"] == 1
+    assert diagnostics(report) == {}
 
 
 @pytest.mark.req("PACK-05")

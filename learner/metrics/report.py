@@ -1,4 +1,4 @@
-"""Metrics of one optimizer step; nothing is carried over to the next one."""
+"""What one optimizer step did, and how long each phase of it took."""
 
 import time
 from collections import defaultdict
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from learner.metrics.payload import Payload
 from learner.types import Channel
 
 
@@ -32,14 +33,14 @@ class PhaseClock:
 
 @dataclass
 class StepReport:
-    """What one optimizer step did. `metrics` maps canonical keys to numbers."""
+    """One optimizer step.
+
+    payload: the parts of its numbers that this process has, while the step runs.
+    metrics: canonical keys and numbers of all processes, once it is over.
+    """
 
     step: int
     channel: Channel
     samples: int
+    payload: Payload = field(default_factory=Payload)
     metrics: dict[str, float] = field(default_factory=dict)
-
-    def add(self, values: dict[str, float]) -> None:
-        """Add up values that come in parts (losses of packs, counts)."""
-        for key, value in values.items():
-            self.metrics[key] = self.metrics.get(key, 0.0) + value

@@ -1,0 +1,105 @@
+"""Which keys a whole small run logs, with every loss module, both channels and an evaluation."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from learner.config import parse_config
+from learner.data.toy import ToyData
+from learner.metrics.declared import COORD_DIAG, LOSSES, METRICS, TRAINER, Metric, declared_keys
+from learner.preflight import check_inputs
+from learner.train import train
+from learner.types import Channel
+from tests.unit.small_run import small_mapping
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Line = dict[str, Any]
+
+
+def with_everything(mapping: dict[str, Any]) -> dict[str, Any]:
+    """Every weight above 0, self-context, diagnostics in both channels; answers from `hf`."""
+    stage2 = mapping["stage2_ab"]
+    stage2 |= {"schedule": {"b_ratio": 0.5}, "n_softctx_iter": 2}
+    for module in stage2["pipeline"]["objective"]:
+        weights = {key: 0.5 for key in module["config"] if key.endswith("_weight")}
+        module["config"] |= weights
+    monitor = {"name": "coord_diag", "enabled": True, "weight": 1.0, "channels": ["A", "B"]}
+    stage2["pipeline"]["diagnostics"] = [{**monitor, "config": {}}]
+    mapping["rollout_matching"] = {"rollout_backend": "hf", "max_new_tokens": 8}
+    mapping["training"] |= {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    return mapping
+
+
+@pytest.fixture(scope="module")
+def lines(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
+) -> list[Line]:
+    out = tmp_path_factory.mktemp("everything") / "run"
+    config = parse_config(with_everything(small_mapping(toy_checkpoint, toy_data, out)))
+    folder = train(config, check_inputs(config), [], Console(file=io.StringIO()))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def step_of(lines: list[Line], channel: Channel) -> Line:
+    (line,) = (line for line in lines if line.get("step/channel_b") == float(channel == "B"))
+    return line
+
+
+def of(channel: Channel) -> list[Metric]:
+    return [metric for metric in METRICS if channel in metric.channels]
+
+
+@pytest.mark.req("MET-01", "MET-03")
+def test_every_key_of_the_log_is_declared(lines: list[Line]) -> None:
+    assert len(lines) == 4, "two steps, an evaluation, the end of the run"
+    logged = {key for line in lines for key in line} - {"step"}
+    assert logged - declared_keys() == set()
+
+
+@pytest.mark.req("MET-01", "MET-02")
+@pytest.mark.parametrize("channel", ["A", "B"])
+def test_a_step_logs_all_keys_of_its_channel_and_none_of_the_other(
+    lines: list[Line], channel: Channel
+) -> None:
+    line = step_of(lines, channel)
+    own = {metric.key for metric in of(channel)}
+    unconditional = {metric.key for metric in of(channel) if not metric.when}
+    assert unconditional - line.keys() == set()
+    assert line.keys() - own - TRAINER.keys() == {"step"}
+
+
+@pytest.mark.req("MET-02", "LOSS-06", "CHA-01")
+@pytest.mark.parametrize("channel", ["A", "B"])
+def test_every_declared_loss_and_diagnostic_can_be_logged(
+    lines: list[Line], channel: Channel
+) -> None:
+    line = step_of(lines, channel)
+    wanted = {metric.key for metric in LOSSES + COORD_DIAG if channel in metric.channels}
+    assert {key for key in line if key.startswith(("loss/", "coord_diag/"))} == wanted
+    losses = [line[key] for key in wanted if key.startswith("loss/")]
+    assert sum(losses) == pytest.approx(line["loss"], rel=1e-4)
+    rates = [line[f"coord_diag/{p}/acc_top5"] for p in ("A1", "A2", "B") if p[0] == channel]
+    assert all(0 <= rate <= 1 for rate in rates)
+
+
+@pytest.mark.req("MET-02")
+def test_tail_control_audit_metrics_are_emitted(lines: list[Line]) -> None:
+    line = step_of(lines, "B")
+    assert 0 < line["rollout/gen_new_tokens_p99"] <= 8
+    assert 0 <= line["rollout/parse_truncated_rate"] <= 1
+    assert line["rollout/parse_dropped_invalid"] >= 0
+    assert line["rollout/repeat_terminate_active"] in (0, 1)
+    assert line["rollout/repeat_terminate_triggered_sequences"] >= 0
+    assert (line["rollout/decode_greedy"], line["rollout/decode_sampling"]) == (1, 0)
+
+
+@pytest.mark.req("MET-01")
+def test_an_evaluation_logs_its_own_keys_alone(lines: list[Line]) -> None:
+    (line,) = (line for line in lines if "eval/f1" in line)
+    scores = {metric.key for metric in METRICS if metric.key.startswith("eval/")}
+    assert line.keys() == scores | {"step", "epoch"}
