@@ -7,7 +7,7 @@ divided by their number wherever packs and processes meet.
 import torch
 
 from learner.coords import COORD_BINS
-from learner.losses.fences import coord_gate, coord_log_probs
+from learner.losses.fences import coord_log_probs, coord_mass
 from learner.losses.reading import Reading
 from learner.losses.supervision import Selection
 
@@ -28,14 +28,14 @@ def coord_diag(reading: Reading, selection: Selection, temperature: float) -> di
     truth = selection.slot_bins.round().long()[:, None]
     top = log_probs.topk(_TOP, dim=-1).indices
     mean = (probs * torch.arange(COORD_BINS, device=probs.device)).sum(-1)
-    gate = coord_gate(reading.slot_lse, reading.slot_coord_logits, temperature)
+    mass = coord_mass(reading.slot_lse, reading.slot_coord_logits, temperature)
     values = {
         "acc_top1": (top[:, :1] == truth).any(-1),
         "acc_top5": (top == truth).any(-1),
         "p_gt_mean": probs.gather(1, truth),
         "expected_bin_mae": (mean - selection.slot_bins).abs(),
         "entropy_mean": -(probs * log_probs).sum(-1),
-        "coord_mass_mean": (-gate).exp(),
+        "coord_mass_mean": mass,
     }
     names, sums = list(values), torch.stack([value.sum().double() for value in values.values()])
     return dict(zip(names, sums.tolist(), strict=True))

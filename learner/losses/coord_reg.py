@@ -21,10 +21,10 @@ def soft_targets(bins: Tensor, sigma: float, truncate: int | None) -> Tensor:
     """
     grid = torch.arange(COORD_BINS, device=bins.device, dtype=torch.float32)
     offset = (grid[None, :] - bins[:, None]).abs()
-    weight = torch.exp(-0.5 * (offset / sigma).square())
+    exponent = -0.5 * (offset / sigma).square()
     if truncate is not None:
-        weight = weight.masked_fill(offset > truncate, 0.0)
-    return weight / weight.sum(dim=1, keepdim=True)
+        exponent = exponent.masked_fill(offset > truncate, -torch.inf)
+    return exponent.softmax(dim=1)
 
 
 def wasserstein1(probs: Tensor, targets: Tensor) -> Tensor:
@@ -61,6 +61,6 @@ def coord_reg(reading: Reading, selection: Selection, config: CoordRegConfig) ->
         for name, weight, values in _slot_terms(reading, selection, config)
     ]
     if config.text_gate_weight > 0:
-        leak = text_gate(reading.text_lse, reading.text_coord_logits, config.temperature)
+        leak = text_gate(reading.text_coord_mass)
         terms.append(Term("text_gate", "coord", config.text_gate_weight * leak.sum() / totals.text))
     return terms

@@ -59,11 +59,15 @@ def coord_gate(full_lse: Tensor, coord_logits: Tensor, temperature: float = 1.0)
     return full_lse - full_logsumexp(coord_logits, temperature)
 
 
-def text_gate(full_lse: Tensor, coord_logits: Tensor, temperature: float = 1.0) -> Tensor:
+def coord_mass(full_lse: Tensor, coord_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Share of the coordinate tokens in the vocabulary; shapes as of `coord_gate`, in [0, 1]."""
+    return (-coord_gate(full_lse, coord_logits, temperature)).exp()
+
+
+def text_gate(coord_mass: Tensor) -> Tensor:
     """Penalty on coordinate mass at text positions, in nats.
 
-    `-log(1 - p_coord)` with the probability of text floored at 1e-6; (...) of
-    `full_logsumexp` and (..., 1000) -> (...), in [0, 13.8].
+    `-log(1 - p_coord)` with the probability of text floored at 1e-6; shares of the
+    coordinates in the vocabulary (...) -> (...), in [0, 13.8].
     """
-    text_mass = -torch.expm1(-coord_gate(full_lse, coord_logits, temperature))
-    return -text_mass.clamp_min(PROBABILITY_FLOOR).log()
+    return -(1.0 - coord_mass).clamp_min(PROBABILITY_FLOOR).log()

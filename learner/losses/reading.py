@@ -28,13 +28,13 @@ class Reading(NamedTuple):
     where the text was not read.
 
     text_nll: (T,) `-log p(target)` over the vocabulary, in nats.
-    text_lse, slot_lse: (T,), (K,) logsumexp over the vocabulary at the gates' temperature.
-    text_coord_logits, slot_coord_logits: (T, 1000), (K, 1000) logits as they came.
+    text_coord_mass: (T,) share of the coordinate tokens in the vocabulary, in [0, 1].
+    slot_lse: (K,) logsumexp over the vocabulary. Both are at the gates' temperature.
+    slot_coord_logits: (K, 1000) logits as they came.
     """
 
     text_nll: Tensor
-    text_lse: Tensor
-    text_coord_logits: Tensor
+    text_coord_mass: Tensor
     slot_lse: Tensor
     slot_coord_logits: Tensor
 
@@ -78,105 +78,124 @@ class Reader:
         return widened(logits[self.selection.slot_rows[:, None], self.coord_ids])
 
     def _read(self, logits: Tensor, text_rows: Tensor, targets: Tensor) -> Reading:
-        rows = torch.cat([text_rows, self.selection.slot_rows])
-        read = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _ReadRows.apply)
-        nll, lse, coord = read(logits, rows, targets, self.coord_ids, self.temperature)
-        text = len(text_rows)
-        return Reading(nll, lse[:text], coord[:text], lse[text:], coord[text:])
+        read = cast(Callable[..., tuple[Tensor, ...]], _ReadRows.apply)
+        slot_rows = self.selection.slot_rows
+        return Reading(
+            *read(logits, text_rows, targets, slot_rows, self.coord_ids, self.temperature)
+        )
 
 
 class _ReadRows(torch.autograd.Function):
-    """(L, V) logits, R distinct rows, T targets -> nll (T,), lse (R,), coord (R, 1000).
+    """(L, V) logits, T text rows and targets, K slot rows -> the four of a `Reading`.
 
-    The targets are of the first T rows. The logsumexp of `nll` is at temperature 1, `lse`
-    at the one given.
+    No row is there twice.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,
-        rows: Tensor,
+        text_rows: Tensor,
         targets: Tensor,
+        slot_rows: Tensor,
         coord_ids: Tensor,
         temperature: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        plain, clean = _logsumexp(logits, rows, 1.0)
-        tempered = plain.clone()
+    ) -> tuple[Tensor, ...]:
+        source = _Rows(logits, coord_ids)
+        plain, mass = source.logsumexp(text_rows, 1.0)
+        text = plain
         if temperature != 1.0:
-            tempered, also = _logsumexp(logits, rows, temperature)
-            clean &= also
-        nll = plain[: len(targets)] - fenced(logits[rows[: len(targets)], targets])
-        coord = widened(logits[rows[:, None], coord_ids])
-        ctx.save_for_backward(logits, rows, targets, coord_ids, plain, tempered, clean)
+            text, mass = source.logsumexp(text_rows, temperature)
+        slot, _ = source.logsumexp(slot_rows, temperature)
+        ctx.save_for_backward(logits, text_rows, targets, slot_rows, coord_ids)
+        ctx.found = (plain, text, mass, slot, source.clean)
         ctx.temperature = temperature
-        return nll, tempered, coord
+        nll = plain - fenced(logits[text_rows, targets])
+        coord = widened(logits[slot_rows[:, None], coord_ids])
+        return nll, mass.clone(), slot.clone(), coord
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        of_nll, of_lse, of_coord = upstream
-        logits, rows, targets, coord_ids, plain, tempered, clean = ctx.saved_tensors
-        of_plain = torch.zeros_like(plain)
-        of_plain[: len(targets)] = of_nll
-        pulls = [_Pull(1.0, plain, of_plain), _Pull(ctx.temperature, tempered, of_lse)]
-        if ctx.temperature == 1.0:
-            pulls = [_Pull(1.0, plain, of_plain + of_lse)]
+        of_nll, of_mass, of_slot, of_coord = upstream
+        logits, text_rows, targets, slot_rows, coord_ids = ctx.saved_tensors
+        plain, text, mass, slot, clean = ctx.found
+        source, at = _Rows(logits, coord_ids, clean), ctx.temperature
+        of_text = -of_mass * mass if at != 1.0 else of_nll - of_mass * mass
         gradient = torch.zeros_like(logits)
-        all_clean = bool(clean)
-        for part in _parts(logits, rows):
-            block = _pulled(logits, rows, part, pulls, all_clean=all_clean)
-            block[:, coord_ids] += of_coord[part]
-            aims = targets[part]
-            raw = logits[rows[part][: len(aims)], aims]
+        for part in source.parts(text_rows):
+            rows, aims = text_rows[part], targets[part]
+            block = source.pulled(rows, text[part], at, of_text[part], of_mass[part])
+            if at != 1.0:
+                block += source.pulled(rows, plain[part], 1.0, of_nll[part])
             nth = torch.arange(len(aims), device=aims.device)
-            block[nth, aims] -= fenced_gradient(raw, of_nll[part])
-            gradient[rows[part]] = block.to(gradient.dtype)
-        return gradient, None, None, None, None
+            block[nth, aims] -= fenced_gradient(logits[rows, aims], of_nll[part])
+            gradient[rows] = block.to(gradient.dtype)
+        for part in source.parts(slot_rows):
+            rows = slot_rows[part]
+            block = source.pulled(rows, slot[part], at, of_slot[part])
+            block.index_add_(1, coord_ids, of_coord[part])
+            gradient[rows] = block.to(gradient.dtype)
+        return gradient, None, None, None, None, None
 
 
-class _Pull(NamedTuple):
-    """A logsumexp of every row, (R,), at a temperature, and the gradient it is pulled by, (R,)."""
+class _Rows:
+    """Fenced rows of (L, V) logits in chunks, without gradients.
 
-    temperature: float
-    lse: Tensor
-    upstream: Tensor
+    clean: () bool, whether no fence has replaced anything in what was read so far.
+    """
 
+    def __init__(self, logits: Tensor, coord_ids: Tensor, clean: Tensor | None = None) -> None:
+        self._logits = logits
+        self._coord_ids = coord_ids
+        self.clean = logits.new_ones((), dtype=torch.bool) if clean is None else clean
 
-def _parts(logits: Tensor, rows: Tensor) -> Iterator[slice]:
-    """Slices of `rows` whose logits are a chunk."""
-    elements = _CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else _CHUNK_ELEMENTS
-    step = max(1, elements // logits.shape[-1])
-    return (slice(start, start + step) for start in range(0, len(rows), step))
+    def parts(self, rows: Tensor) -> Iterator[slice]:
+        """Slices of `rows` whose logits are a chunk."""
+        elements = _CHUNK_ELEMENTS_CPU if rows.device.type == "cpu" else _CHUNK_ELEMENTS
+        step = max(1, elements // self._logits.shape[-1])
+        return (slice(start, start + step) for start in range(0, len(rows), step))
 
+    def logsumexp(self, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(R,) -> logsumexp of each row (R,), and the share of the coordinates in it (R,)."""
+        lse = torch.empty(len(rows), dtype=self._wide, device=rows.device)
+        mass = torch.empty_like(lse)
+        for part in self.parts(rows):
+            own = self._divided(rows[part], temperature)
+            self.clean = self.clean & all_inside(own)
+            top = fence_(own).amax(-1, keepdim=True)
+            whole = own.sub_(top).exp_().sum(-1)
+            mass[part] = own.index_select(1, self._coord_ids).sum(-1) / whole
+            lse[part] = whole.log() + top.squeeze(-1)
+        return lse, mass
 
-def _tempered(logits: Tensor, rows: Tensor, temperature: float) -> Tensor:
-    """Rows of logits in a memory of their own, divided by the temperature."""
-    own = widened(logits.index_select(0, rows))
-    return own if temperature == 1.0 else own.div_(temperature)
+    def pulled(
+        self,
+        rows: Tensor,
+        lse: Tensor,
+        temperature: float,
+        whole: Tensor,
+        coord: Tensor | None = None,
+    ) -> Tensor:
+        """Gradient of the logits of `rows`, (r, V), where their logsumexp is pulled by `whole`.
 
+        The softmax times `whole` (r,), and times `coord` (r,) besides at the coordinates.
+        """
+        soft = fence_(self._divided(rows, temperature)).sub_(lse[:, None]).exp_()
+        inner = None
+        if coord is not None:
+            inner = soft.index_select(1, self._coord_ids).mul_((coord / temperature)[:, None])
+        soft.mul_((whole / temperature)[:, None])
+        if inner is not None:
+            soft.index_add_(1, self._coord_ids, inner)
+        if bool(self.clean):
+            return soft
+        return fenced_gradient(self._logits[rows], soft, temperature)
 
-def _logsumexp(logits: Tensor, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(R,) logsumexp of fenced rows, and whether no fence has replaced anything, (1,) bool."""
-    lse = torch.empty(len(rows), dtype=widened(logits[:0]).dtype, device=logits.device)
-    clean = torch.ones(1, dtype=torch.bool, device=logits.device)
-    for part in _parts(logits, rows):
-        own = _tempered(logits, rows[part], temperature)
-        clean &= all_inside(own)
-        fence_(own)
-        top = own.amax(-1, keepdim=True)
-        lse[part] = own.sub_(top).exp_().sum(-1).log_().add_(top.squeeze(-1))
-    return lse, clean
+    @property
+    def _wide(self) -> torch.dtype:
+        return widened(self._logits[:0]).dtype
 
-
-def _pulled(
-    logits: Tensor, rows: Tensor, part: slice, pulls: list[_Pull], *, all_clean: bool
-) -> Tensor:
-    """Gradient of the logsumexps of a part of the rows, summed over `pulls`; (r, V)."""
-    blocks = []
-    for temperature, lse, upstream in pulls:
-        soft = fence_(_tempered(logits, rows[part], temperature)).sub_(lse[part, None]).exp_()
-        soft *= (upstream[part] / temperature)[:, None]
-        if not all_clean:
-            soft = fenced_gradient(logits[rows[part]], soft, temperature)
-        blocks.append(soft)
-    return blocks[0] if len(blocks) == 1 else blocks[0].add_(blocks[1])
+    def _divided(self, rows: Tensor, temperature: float) -> Tensor:
+        """Logits of `rows`, divided, in a memory of their own."""
+        own = widened(self._logits.index_select(0, rows))
+        return own if temperature == 1.0 else own.div_(temperature)
