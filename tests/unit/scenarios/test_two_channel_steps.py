@@ -305,7 +305,7 @@ def decoded(model: Path, data: ToyData, out: Path, decode_batch_size: int) -> De
     return seen
 
 
-@pytest.mark.req("CFG-05", "SRV-03")
+@pytest.mark.req("CFG-05")
 def test_rollout_decode_batch_size_2_with_learner_microbatch_1(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
