@@ -19,19 +19,19 @@ from learner.model.packed_forward import (
     packed_logits,
 )
 from learner.model.prompt import PromptEncoder
-from learner.model.toy import make_model
 from learner.targets import build_ground_truth_target
 from learner.types import GroundTruthObject, Role, Sample, Shape
 from shared_contracts.errors import ContractError
+from tests.unit.loaded_models import loaded_from
+from tests.unit.mixed_samples import mixed_samples
+from tests.unit.toy_learner import ToyLearner
 
 IMAGE_SIZES = [(64, 64), (96, 64), (64, 128)]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("toy") / "model"
-    make_model(path, seed=0)
-    return path
+def checkpoint(toy_checkpoint: Path) -> Path:
+    return toy_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,23 @@ def test_packed_logits_equal_those_of_the_segment_alone(
         alone = packed_logits(model, make_pack([segment]))
         assert torch.allclose(packed[offset : offset + len(segment)], alone, atol=1e-4)
         offset += len(segment)
+
+
+@pytest.mark.req("PACK-04")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_pack_keeps_several_images_and_none_apart_in_any_order(
+    checkpoint: Path, tmp_path: Path, attention: str
+) -> None:
+    loaded = loaded_from(checkpoint)
+    assert isinstance(loaded.model, Qwen3VLForConditionalGeneration)
+    loaded.model.set_attn_implementation(attention)
+    segments = ToyLearner(loaded).channel_a.segments(mixed_samples(tmp_path))
+    alone = [packed_logits(loaded.model, make_pack([segment])) for segment in segments]
+    for order in ([0, 1, 2, 3], [2, 1, 3, 0], [1, 1, 0, 2]):
+        packed = packed_logits(loaded.model, make_pack([segments[i] for i in order]))
+        wanted = torch.cat([alone[i] for i in order])
+        assert torch.allclose(packed, wanted, atol=1e-4), order
 
 
 @pytest.mark.req("PACK-04")

@@ -1,0 +1,95 @@
+"""Losses and gradients of a pack are those of its segments, forwarded one by one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.config import merge, parse_config
+from learner.data.toy import ToyData
+from learner.model.load import LoadedModel, load_model
+from learner.model.packed_forward import Segment, make_pack
+from learner.model.self_context import SelfContext
+from learner.types import Channel, Sample
+from tests.unit.answers import entry
+from tests.unit.mixed_samples import box, mixed_samples
+from tests.unit.small_run import small_mapping, written
+from tests.unit.toy_learner import ToyLearner, sharpened, with_awake_adapters
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
+SETUPS: dict[str, dict[str, Any]] = {
+    "sdpa": {},
+    "eager": {"model": {"attn_implementation": "eager"}},
+    "checkpointing": {"model": {"gradient_checkpointing": True}},
+    "lora": {"tuner": LORA, "model": {"gradient_checkpointing": True}},
+}
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
+    return mixed_samples(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module", params=list(SETUPS.values()), ids=list(SETUPS))
+def loaded(
+    request: pytest.FixtureRequest,
+    toy_checkpoint: Path,
+    toy_data: ToyData,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> LoadedModel:
+    small = small_mapping(toy_checkpoint, toy_data, tmp_path_factory.mktemp("out"))
+    loaded = load_model(parse_config(merge(small, request.param)))
+    loaded.model.train()
+    return with_awake_adapters(sharpened(loaded, 2))
+
+
+def answered(learner: ToyLearner, samples: list[Sample]) -> list[Segment]:
+    """Channel B: a right object and a ghost, one with a corner missing, garbage, a ghost."""
+    ghost = box("ghost", 900, 900, 999, 999)
+    texts = [
+        written(samples[0].objects[0], ghost),
+        f"{{{entry(1, 'kite', (0, 31, 62))}}}",
+        "garbage",
+        written(ghost),
+    ]
+    answers = [learner.answer(*pair) for pair in zip(samples, texts, strict=True)]
+    segments, stats = learner.channel_b.segments(samples, answers)
+    assert (stats.matched, stats.false_positives, stats.invalid) == (1, 2, 1)
+    assert stats.drop_reasons.total() == 1
+    return segments
+
+
+CASES: dict[str, tuple[Channel, SelfContext]] = {
+    "A, one forward": ("A", SelfContext()),
+    "A, two forwards": ("A", SelfContext(2, "st", "unroll")),
+    "B": ("B", SelfContext()),
+}
+
+
+@pytest.mark.req("PACK-04", "LOSS-05", "CHA-01", "CHB-01")
+@pytest.mark.parametrize(("channel", "context"), CASES.values(), ids=CASES.keys())
+def test_segments_add_up_to_their_pack(
+    loaded: LoadedModel, samples: list[Sample], channel: Channel, context: SelfContext
+) -> None:
+    learner = ToyLearner(loaded, context)
+    of_a = learner.channel_a.segments
+    segments = of_a(samples) if channel == "A" else answered(learner, samples)
+    pack = make_pack(segments)
+    whole = learner.loss(pack, channel)
+    totals = learner.pipeline.select(pack.supervision, channel).totals
+    parts = [learner.loss(make_pack([segment]), channel, totals) for segment in segments]
+
+    assert sum(part.total.item() for part in parts) == pytest.approx(whole.total.item(), rel=1e-5)
+    assert all(value > 0 for value in whole.atoms.values())
+    for name, value in whole.atoms.items():
+        assert sum(part.atoms[name] for part in parts) == pytest.approx(value, rel=1e-4), name
+
+    together, apart = learner.gradients(whole), learner.gradients(*parts)
+    largest = max(float(g.abs().max()) for g in together.values())
+    for name, gradient in together.items():
+        own, difference = gradient.abs().max(), (gradient - apart[name]).abs().max()
+        assert own > 0, name
+        assert difference < 1e-5 * largest, name
+        assert difference < 1e-4 * own, name

@@ -1,0 +1,309 @@
+"""Gradients of channel A's self-context, held against finite differences.
+
+What they are the gradients of is written out here once more: a loop of forwards whose
+context is the mean embedding, plus or instead of it what the definition of a mode freezes at
+the point where the gradient is taken. Finite differences of that, in float64, must agree.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import AutoProcessor
+
+from learner.config.pipeline import BboxGeoConfig, ObjectiveModule
+from learner.config.stage2_ab import CoordContextMode, SoftContextGradMode
+from learner.losses.reading import Readings
+from learner.model.load import LoadedModel
+from learner.model.packed_forward import Pack, packed_logits
+from learner.model.self_context import SelfContext
+from learner.model.toy import build_toy_model, toy_config
+from learner.tokens import CoordVocab
+from learner.types import Sample
+from tests.unit.mixed_samples import mixed_samples
+from tests.unit.toy_learner import (
+    BOXES,
+    COORDINATES,
+    TEXT,
+    Gradients,
+    ToyLearner,
+    bins,
+    forwards_of,
+    sharpened,
+    text,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEP = 1e-4
+GROUPS = {
+    "vision": ("visual.blocks.", "visual.patch_embed."),
+    "aligner": ("visual.merger.", "visual.deepstack_merger_list."),
+    "attention": ("self_attn.",),
+    "embedding": ("embed_tokens.",),
+    "head": ("lm_head.",),
+}
+
+
+# CIoU holds a factor of its own constant, which a finite difference does not.
+SMOOTH_BOXES = BOXES.model_copy(
+    update={"config": BboxGeoConfig(smoothl1_weight=2.0, ciou_weight=0)}
+)
+SMOOTH = (text(self_context=0.3), SMOOTH_BOXES, bins(text_gate=0.5))
+
+
+class Wide(TorchFunctionMode):
+    """What the model computes in float32 whatever its weights are, in float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        named = {
+            name: torch.float64 if value is torch.float32 else value
+            for name, value in (kwargs or {}).items()
+        }
+        return func(*args, **named)
+
+
+@pytest.fixture
+def wide() -> Iterator[None]:
+    with Wide():
+        yield
+
+
+def double_model(checkpoint: Path, *, tie: bool) -> LoadedModel:
+    """Of random weights in float64, in training."""
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    tokenizer = processor.tokenizer
+    model = build_toy_model(toy_config(tokenizer, tie), seed=0).double().train()
+    vocab = CoordVocab.from_tokenizer(tokenizer)
+    return sharpened(LoadedModel(model, model.model, processor, tokenizer, vocab), 8)
+
+
+@pytest.fixture(scope="module")
+def untied(toy_checkpoint: Path) -> LoadedModel:
+    return double_model(toy_checkpoint, tie=False)
+
+
+@pytest.fixture(scope="module")
+def tied(toy_checkpoint: Path) -> LoadedModel:
+    return double_model(toy_checkpoint, tie=True)
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    """One object on a small image."""
+    sample = mixed_samples(tmp_path_factory.mktemp("images"))[1]
+    return replace(sample, images=sample.images[1:])
+
+
+class WrittenOut:
+    """The loss of a pack with several forwards, as a smooth function of the weights.
+
+    The first call fixes what the mode freezes: the likeliest bins, how far their embeddings
+    are from the mean (`st`), or, detached, the context itself.
+    """
+
+    def __init__(self, learner: ToyLearner, pack: Pack, context: SelfContext) -> None:
+        self._learner = learner
+        self._pack = pack
+        self._context = context
+        self._frozen: list[Tensor] = []
+
+    def __call__(self) -> Tensor:
+        """The loss, a scalar."""
+        learner, pack = self._learner, self._pack
+        selection = learner.pipeline.select(pack.supervision, "A")
+        reader = learner.pipeline.reader(selection)
+        slots = pack.supervision.coord_positions
+        embedding = learner.encoding.inner.get_input_embeddings()
+        logits = first = self._forward(input_ids=pack.input_ids)
+        for iteration in range(1, self._context.iterations):
+            probs = logits[slots - 1][:, learner.coord_ids].softmax(-1)
+            context = self._fed_back(iteration, probs, embedding(learner.coord_ids))
+            embeddings = embedding(pack.input_ids).clone()
+            embeddings[0, slots] = context
+            logits = self._forward(inputs_embeds=embeddings)
+        final = reader.anchor(first) if logits is first else reader.final(logits)
+        anchor = final if logits is first else reader.anchor(first)
+        return learner.pipeline(Readings(anchor, final), selection, "A").total
+
+    def _forward(self, **tokens: Tensor) -> Tensor:
+        pack = self._pack
+        logits: Tensor = self._learner.model(
+            **tokens,
+            position_ids=pack.position_ids,
+            pixel_values=pack.pixel_values,
+            image_grid_thw=pack.image_grid_thw,
+            use_cache=False,
+        ).logits[0]
+        return logits
+
+    def _fed_back(self, iteration: int, probs: Tensor, table: Tensor) -> Tensor:
+        mean, likeliest = probs @ table, probs.argmax(-1)
+        mode, detached = self._context.embed_mode, self._context.grad_mode == "em_detach"
+        read = mean if mode == "soft" else table[likeliest]
+        if len(self._frozen) < iteration:
+            frozen = read if detached else likeliest if mode == "hard" else read - mean
+            self._frozen.append(frozen.detach())
+        frozen = self._frozen[iteration - 1]
+        if detached:
+            return frozen
+        return table[frozen] if mode == "hard" else mean + frozen
+
+
+def slope(function: Callable[[], Tensor], weights: dict[str, Tensor], along: Gradients) -> float:
+    """Central difference of a function along a direction of unit length."""
+    values = []
+    with torch.no_grad():
+        for sign in (1, -1):
+            for name, direction in along.items():
+                weights[name].add_(direction, alpha=sign * STEP)
+            values.append(function().item())
+            for name, direction in along.items():
+                weights[name].sub_(direction, alpha=sign * STEP)
+    return (values[0] - values[1]) / (2 * STEP)
+
+
+def direction(weights: dict[str, Tensor], parts: tuple[str, ...], seed: int) -> Gradients:
+    """Random, of unit length, over the weights whose name has one of these parts."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = {
+        name: torch.randn(w.shape, generator=generator, dtype=torch.float64)
+        for name, w in weights.items()
+        if any(part in name for part in parts)
+    }
+    length = torch.stack([d.square().sum() for d in chosen.values()]).sum().sqrt()
+    return {name: d / length for name, d in chosen.items()}
+
+
+def weights_of(learner: ToyLearner) -> dict[str, Tensor]:
+    return dict(learner.model.named_parameters())
+
+
+def along(gradients: Gradients, there: Gradients) -> float:
+    return sum(float((gradients[name] * d).sum()) for name, d in there.items())
+
+
+Case = tuple[int, CoordContextMode, SoftContextGradMode]
+CASES: list[Case] = [
+    (2, "soft", "unroll"),
+    (3, "soft", "unroll"),
+    (2, "st", "unroll"),
+    (2, "hard", "unroll"),
+    (3, "st", "em_detach"),
+]
+
+
+@pytest.mark.req("CHA-01")
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_gradients_through_the_iterations_are_finite_differences(
+    untied: LoadedModel, sample: Sample, case: Case
+) -> None:
+    context = SelfContext(*case)
+    learner = ToyLearner(untied, context, SMOOTH)
+    pack = learner.pack([sample])
+    written = WrittenOut(learner, pack, context)
+    loss = learner.loss(pack)
+    assert written().item() == pytest.approx(loss.total.item(), rel=1e-12)
+    gradients, weights = learner.gradients(loss), weights_of(learner)
+    for seed, (group, parts) in enumerate(GROUPS.items()):
+        there = direction(weights, parts, seed)
+        wanted = slope(written, weights, there)
+        assert abs(wanted) > 1e-3, group
+        assert along(gradients, there) == pytest.approx(wanted, rel=1e-5, abs=5e-7), group
+
+
+@pytest.mark.req("CHA-01")
+@pytest.mark.usefixtures("wide")
+def test_tied_weights_gather_the_gradients_of_all_their_uses(
+    tied: LoadedModel, sample: Sample
+) -> None:
+    context = SelfContext(2, "soft")
+    learner = ToyLearner(tied, context, SMOOTH)
+    pack = learner.pack([sample])
+    gradients, weights = learner.gradients(learner.loss(pack)), weights_of(learner)
+    there = direction(weights, GROUPS["embedding"], seed=0)
+    wanted = slope(WrittenOut(learner, pack, context), weights, there)
+    assert along(gradients, there) == pytest.approx(wanted, rel=1e-5, abs=5e-7)
+
+
+def gradients_of(
+    loaded: LoadedModel, sample: Sample, context: SelfContext, modules: Sequence[ObjectiveModule]
+) -> Gradients:
+    learner = ToyLearner(loaded, context, modules)
+    return learner.gradients(learner.loss(learner.pack([sample])))
+
+
+def distance(a: Gradients, b: Gradients, parts: Sequence[str] = ("",)) -> float:
+    """Of two gradients over these parts, as a share of the length of the first."""
+    names = [name for name in a if any(part in name for part in parts)]
+    apart = torch.stack([(a[n] - b[n]).square().sum() for n in names]).sum()
+    length = torch.stack([a[n].square().sum() for n in names]).sum()
+    return float((apart / length).sqrt())
+
+
+@pytest.mark.req("CHA-01")
+@pytest.mark.parametrize("grad_mode", get_args(SoftContextGradMode))
+def test_the_first_forward_keeps_the_gradient_of_its_cross_entropy(
+    untied: LoadedModel, sample: Sample, grad_mode: SoftContextGradMode
+) -> None:
+    context = SelfContext(3, "st", grad_mode)
+    alone = gradients_of(untied, sample, SelfContext(), TEXT)
+    assert distance(alone, gradients_of(untied, sample, context, TEXT)) < 1e-6
+    both = gradients_of(untied, sample, context, (*TEXT, *COORDINATES))
+    rest = gradients_of(untied, sample, context, COORDINATES)
+    assert distance(alone, {name: both[name] - rest[name] for name in both}) < 1e-6
+
+
+@pytest.mark.req("CHA-01")
+@pytest.mark.parametrize("mode", get_args(CoordContextMode))
+def test_detached_geometry_has_the_gradient_of_the_last_forward_alone(
+    untied: LoadedModel, sample: Sample, mode: CoordContextMode
+) -> None:
+    learner = ToyLearner(untied, SelfContext(3, mode, "em_detach"), COORDINATES)
+    pack = learner.pack([sample])
+    with forwards_of(learner.model) as seen:
+        found = learner.gradients(learner.loss(pack))
+    slots = pack.supervision.coord_positions
+    context = seen[-1].arguments["inputs_embeds"][0, slots]
+    embeddings = untied.inner.get_input_embeddings()(pack.input_ids).clone()
+    embeddings[0, slots] = context
+    selection = learner.pipeline.select(pack.supervision, "A")
+    last = learner.pipeline.reader(selection).anchor(packed_logits(learner.model, pack, embeddings))
+    wanted = learner.gradients(learner.pipeline(Readings(last, last), selection, "A"))
+    assert distance(wanted, found) < 1e-6
+
+
+@pytest.mark.req("CHA-01")
+@pytest.mark.parametrize("mode", ["soft", "st"])
+def test_unrolled_geometry_also_trains_what_is_fed_back(
+    untied: LoadedModel, sample: Sample, mode: CoordContextMode
+) -> None:
+    unrolled, detached = (
+        gradients_of(untied, sample, SelfContext(2, mode, grad_mode), COORDINATES)
+        for grad_mode in get_args(SoftContextGradMode)
+    )
+    for group, parts in GROUPS.items():
+        assert distance(unrolled, detached, parts) > 0.01, group
+
+
+@pytest.mark.req("CHA-01")
+def test_the_likeliest_bins_pass_gradients_to_their_embeddings_alone(
+    untied: LoadedModel, sample: Sample
+) -> None:
+    unrolled, detached = (
+        gradients_of(untied, sample, SelfContext(2, "hard", grad_mode), COORDINATES)
+        for grad_mode in get_args(SoftContextGradMode)
+    )
+    moved = {name for name in unrolled if not torch.allclose(unrolled[name], detached[name])}
+    assert moved == {"model.language_model.embed_tokens.weight"}

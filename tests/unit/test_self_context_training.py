@@ -1,0 +1,139 @@
+"""Self-context in whole runs: what the model is called with, and what adapters learn by it."""
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import Qwen3VLForConditionalGeneration
+
+from learner.config import merge, parse_config
+from learner.config.schema import Config
+from learner.data.toy import ToyData
+from learner.model.load import load_model
+from learner.model.self_context import SelfContext
+from learner.preflight import check_inputs
+from learner.train import train
+from learner.types import Sample
+from tests.unit.mixed_samples import mixed_samples
+from tests.unit.small_run import small_mapping
+from tests.unit.toy_learner import (
+    COORDINATES,
+    ToyLearner,
+    forwards_of,
+    sharpened,
+    stated_arguments,
+    with_awake_adapters,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HELPERS = {"labels", "loss_scale", "compute_loss_func", "text_position_ids", "channel"}
+LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
+DORA = {**LORA, "use_dora": True}
+
+
+@contextmanager
+def training_calls() -> Iterator[list[dict[str, Any]]]:
+    """Arguments of every call of a Qwen3-VL in training, whatever is wrapped around it."""
+    calls: list[dict[str, Any]] = []
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if isinstance(module, Qwen3VLForConditionalGeneration) and module.training:
+            assert args == ()
+            assert output.logits.shape[:2] == (1, kwargs["position_ids"].shape[-1])
+            calls.append(kwargs)
+
+    hook = register_module_forward_hook(note, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+def run(config: Config) -> list[dict[str, Any]]:
+    """The metrics of its steps."""
+    folder = train(config, check_inputs(config), [], Console(file=io.StringIO()))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+@pytest.mark.req("CHA-01", "CHA-02", "CHB-01", "RES-08", "RUN-02")
+@pytest.mark.parametrize("tuner", [{}, DORA], ids=["full", "dora"])
+def test_a_run_calls_the_model_as_often_as_it_says_and_with_its_own_arguments(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, tuner: dict[str, Any]
+) -> None:
+    several = {
+        "training": {"max_steps": 2},
+        "global_max_length": 200,
+        "stage2_ab": {"schedule": {"b_ratio": 0.5}, "n_softctx_iter": 3},
+        "rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 6},
+        "tuner": tuner,
+    }
+    small = small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
+    del small["rollout_matching"]["vllm"]
+    with training_calls() as calls:
+        a, b = run(parse_config(merge(small, several)))
+    assert [a["step/channel_b"], b["step/channel_b"]] == [0, 1]
+    assert a["grad_norm"] > 0
+
+    by_ids = [call["input_ids"] is not None for call in calls]
+    packs_of_a, packs_of_b = (int(step["packing/post_rollout_packs"]) for step in (a, b))
+    assert packs_of_a > 1
+    assert by_ids == [True, False, False] * packs_of_a + [True] * packs_of_b
+    for call in calls:
+        assert call.keys() <= stated_arguments()
+        assert not call.keys() & (HELPERS | {"past_key_values", "logits_to_keep"})
+        assert (call["input_ids"] is None) != (call["inputs_embeds"] is None)
+        assert call["use_cache"] is False
+        assert call["attention_mask"] is None
+        assert call["pixel_values"] is not None
+        assert call["position_ids"].shape[:2] == (4, 1)
+    for first in range(0, 3 * packs_of_a, 3):
+        for later in (first + 1, first + 2):
+            for same in ("position_ids", "pixel_values", "image_grid_thw"):
+                assert torch.equal(calls[later][same], calls[first][same])
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    return mixed_samples(tmp_path_factory.mktemp("images"))[1]
+
+
+@pytest.mark.req("CHA-01", "CHA-02")
+@pytest.mark.parametrize(
+    "tuner",
+    [LORA, DORA, {**LORA, "target_modules": ["embed_tokens", "v_proj"]}],
+    ids=["lora", "dora", "lora of embeddings"],
+)
+def test_adapters_learn_through_what_is_fed_back(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, sample: Sample, tuner: dict[str, Any]
+) -> None:
+    config = parse_config(
+        merge(small_mapping(toy_checkpoint, toy_data, tmp_path), {"tuner": tuner})
+    )
+    loaded = with_awake_adapters(sharpened(load_model(config), 8))
+    unrolled = ToyLearner(loaded, SelfContext(2, "st", "unroll"), COORDINATES)
+    detached = ToyLearner(loaded, SelfContext(2, "st", "em_detach"), COORDINATES)
+    pack = unrolled.pack([sample])
+    with forwards_of(loaded.model) as seen:
+        before = unrolled.loss(pack)
+    embedded = loaded.inner.get_input_embeddings()(pack.input_ids)
+    others = torch.ones(len(pack), dtype=torch.bool)
+    others[pack.supervision.coord_positions] = False
+    assert torch.equal(seen[1].arguments["inputs_embeds"][0, others], embedded[0, others])
+
+    gradients, last_alone = unrolled.gradients(before), detached.gradients(detached.loss(pack))
+    weights = dict(loaded.model.named_parameters())
+    for name, gradient in gradients.items():
+        assert "lora_" in name
+        assert (gradient - last_alone[name]).abs().max() > 1e-3 * gradient.abs().max() > 0, name
+        weights[name].data -= 1e-3 * gradient
+    assert unrolled.loss(pack).total < before.total

@@ -1,0 +1,192 @@
+"""A loaded toy model with its channels: packs of samples, their losses and gradients."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3VLForConditionalGeneration
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
+
+from learner.channels.a import ChannelA
+from learner.channels.b import ChannelB
+from learner.channels.encoding import Encoding
+from learner.config.pipeline import (
+    BboxGeoConfig,
+    BboxGeoModule,
+    CoordRegConfig,
+    CoordRegModule,
+    ObjectiveModule,
+    PipelineConfig,
+    TokenCEConfig,
+    TokenCEModule,
+)
+from learner.config.rollout_matching import MatchingConfig
+from learner.losses.pipeline import PackLoss, Pipeline
+from learner.losses.supervision import Totals
+from learner.model.load import LoadedModel
+from learner.model.packed_forward import Pack, make_pack
+from learner.model.prompt import PromptEncoder
+from learner.model.self_context import SelfContext
+from learner.types import Channel, RolloutOutput, Sample
+from tests.unit.answers import encode
+from tests.unit.small_run import rollout
+
+PROMPT = "Detect every object in the image."
+BOTH: tuple[Channel, ...] = ("A", "B")
+
+BOXES = BboxGeoModule(
+    name="bbox_geo",
+    enabled=True,
+    weight=0.7,
+    channels=BOTH,
+    config=BboxGeoConfig(smoothl1_weight=2.0, ciou_weight=0.5),
+)
+
+
+def text(self_context: float) -> TokenCEModule:
+    """self_context: weight of the structure in the last of several forwards."""
+    config = TokenCEConfig(
+        desc_ce_weight=0.5,
+        rollout_fn_desc_weight=0.25,
+        rollout_matched_prefix_struct_weight=0.75,
+        self_context_struct_ce_weight=self_context,
+        rollout_drop_invalid_struct_ce_multiplier=2.0,
+    )
+    return TokenCEModule(name="token_ce", enabled=True, weight=1.5, channels=BOTH, config=config)
+
+
+def bins(text_gate: float) -> CoordRegModule:
+    """text_gate: weight of the gate at the text of the last forward."""
+    config = CoordRegConfig(
+        coord_ce_weight=0.1,
+        soft_ce_weight=0.2,
+        w1_weight=0.3,
+        coord_gate_weight=0.4,
+        text_gate_weight=text_gate,
+        temperature=0.9,
+        target_sigma=20.0,
+        target_truncate=60,
+    )
+    return CoordRegModule(name="coord_reg", enabled=True, weight=1.1, channels=BOTH, config=config)
+
+
+TEXT = (text(self_context=0.0),)
+COORDINATES = (BOXES, bins(text_gate=0.0))
+EVERY_TERM = (text(self_context=0.3), BOXES, bins(text_gate=0.5))
+
+Gradients = dict[str, Tensor]
+
+
+class ToyLearner:
+    """Channel A as `context` says, channel B, and the objective of `modules`."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        context: SelfContext | None = None,
+        modules: Sequence[ObjectiveModule] = EVERY_TERM,
+    ) -> None:
+        self.model = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self.coord_ids = torch.tensor(loaded.vocab.ids)
+        prompt = PromptEncoder(loaded.processor, PROMPT, None)
+        self.encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, "desc_first")
+        self.channel_a = ChannelA(self.encoding, context or SelfContext())
+        self.channel_b = ChannelB(self.encoding, MatchingConfig(), allow_poly=False)
+        declared = PipelineConfig(objective=tuple(modules), diagnostics=())
+        self.pipeline = Pipeline(declared, loaded.vocab.ids)
+
+    def pack(self, samples: Sequence[Sample]) -> Pack:
+        return make_pack(self.channel_a.segments(samples))
+
+    def answer(self, sample: Sample, text: str) -> RolloutOutput:
+        """What a backend would return that answers a sample so."""
+        return rollout(self.encoding.prompt(sample).ids.tolist(), encode(self.tokenizer, text))
+
+    def loss(self, pack: Pack, channel: Channel = "A", totals: Totals | None = None) -> PackLoss:
+        """Over a pack's own totals, or over those of the whole that it is a part of."""
+        selection = self.pipeline.select(pack.supervision, channel)
+        if totals is not None:
+            selection = replace(selection, totals=totals)
+        own = self.channel_a if channel == "A" else self.channel_b
+        readings = own.readings(self.model, pack, self.pipeline.reader(selection))
+        return self.pipeline(readings, selection, channel)
+
+    def gradients(self, *losses: PackLoss) -> Gradients:
+        """Of the sum of losses, by the name of the parameter; zeros where nothing arrives."""
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        total = torch.stack([loss.total for loss in losses]).sum()
+        grads = torch.autograd.grad(
+            total, list(trained.values()), allow_unused=True, materialize_grads=True
+        )
+        return dict(zip(trained, grads, strict=True))
+
+
+@torch.no_grad()
+def sharpened(loaded: LoadedModel, factor: float) -> LoadedModel:
+    """With coordinate logits so many times as large: their distributions get peaks."""
+    for name, weight in loaded.model.named_parameters():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            weight[loaded.vocab.ids] *= factor
+    return loaded
+
+
+@torch.no_grad()
+def with_awake_adapters(loaded: LoadedModel) -> LoadedModel:
+    """With no adapter that is zero, as half of each is to begin with."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in loaded.model.parameters():
+        if weight.requires_grad and not weight.any():
+            weight.normal_(std=0.05, generator=generator)
+    return loaded
+
+
+def stated_arguments() -> set[str]:
+    """What the model's forwards take by name, from the top to the language model."""
+    forwards = (Qwen3VLForConditionalGeneration.forward, Qwen3VLTextModel.forward)
+    return {name for forward in forwards for name in signature(forward).parameters} - {"kwargs"}
+
+
+class Forward(NamedTuple):
+    """One call of the model: its arguments as they were, and logits (L, V) as they came.
+
+    recorded: whether a gradient can flow through them.
+    """
+
+    arguments: dict[str, Any]
+    logits: Tensor
+    recorded: bool
+
+
+@contextmanager
+def forwards_of(model: nn.Module) -> Iterator[list[Forward]]:
+    """The calls of a model while this is open."""
+    seen: list[Forward] = []
+    arguments: list[dict[str, Any]] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert args == ()
+        arguments.append({name: _copy(value) for name, value in kwargs.items()})
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        logits = output.logits
+        assert logits.shape[0] == 1
+        seen.append(Forward(arguments.pop(), _copy(logits[0]), logits.requires_grad))
+
+    hooks = [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after),
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
