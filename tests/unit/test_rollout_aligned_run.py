@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ from learner.config.yaml12 import dump_mapping
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.model.load import LoadedModel, load_model
+from learner.model.prompt import PromptEncoder
+from learner.preflight import read_inputs
+from learner.rollout.policy import Policy
+from learner.runlog import CallLog
+from learner.train import asking_of, build_scorer
+from learner.types import RolloutOutput, Sample
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from tests.unit.answers import encode
+from tests.unit.small_run import rollout, written
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,12 +148,44 @@ def test_no_metric_is_an_iou(run: Run) -> None:
 
 
 @pytest.mark.req("RES-02")
-def test_the_evaluation_counts_polygons(run: Run, poly_data: ToyData) -> None:
+def test_the_run_ends_with_scores_of_all_held_out_objects(run: Run, poly_data: ToyData) -> None:
     samples = read_samples(poly_data.val_jsonl, allow_poly=True)
-    objects = [o for sample in samples for o in sample.objects]
-    assert any(o.shape.kind == "poly" for o in objects)
-    (evaluation,) = [line for line in run[0] if "eval/f1" in line]
-    assert evaluation["eval/ground_truths"] == len(objects)
+    (scores,) = [line for line in run[0] if "eval/f1" in line]
+    assert scores["eval/ground_truths"] == sum(len(sample.objects) for sample in samples)
+
+
+class Perfect:
+    """Answers every sample with its annotation."""
+
+    def __init__(self, samples: list[Sample], loaded: LoadedModel, encode: PromptEncoder) -> None:
+        self._samples = {sample.sample_id: sample for sample in samples}
+        self._tokenizer = loaded.tokenizer
+        self._encode = encode
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        return [self._answer(self._samples[str(request.uuid)]) for request in requests]
+
+    def push_weights(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _answer(self, sample: Sample) -> RolloutOutput:
+        answer = encode(self._tokenizer, written(*sample.objects))
+        return rollout(self._encode(sample).ids.tolist(), answer)
+
+
+@pytest.mark.req("RES-02", "OT-01")
+def test_right_polygons_are_hits_of_the_evaluation(config: Path, tmp_path: Path) -> None:
+    parsed = load_config(config)
+    inputs, loaded = read_inputs(parsed), load_model(parsed)
+    assert any(o.shape.kind == "poly" for sample in inputs.val for o in sample.objects)
+    prompt = PromptEncoder(loaded.processor, parsed.template.prompt, None)
+    policy = Policy(Perfect(inputs.val, loaded, prompt), 0, asking_of(parsed))
+    scores = build_scorer(parsed, loaded, inputs, policy, CallLog(tmp_path))()
+    assert scores["eval/f1"] == 1
+    assert scores["eval/dropped"] == 0
 
 
 @pytest.mark.req("RUN-01", "CHB-01")
