@@ -71,7 +71,7 @@ class Plan:
     every: int
 
 
-FULL = Plan((0, 1, 2), scenes=4096, held_out=256, warmup_steps=220, steps=120, every=20)
+FULL = Plan((0, 1, 2), scenes=4096, held_out=256, warmup_steps=200, steps=120, every=20)
 QUICK = Plan((0,), scenes=512, held_out=32, warmup_steps=20, steps=8, every=4)
 
 
