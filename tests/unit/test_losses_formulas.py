@@ -1,0 +1,169 @@
+"""The pipeline's total and every part of it against the plain formulas in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from learner.losses.pipeline import PackLoss
+from learner.losses.reading import Reader
+from learner.losses.supervision import Selection, Supervision
+from learner.types import Channel
+from tests.unit.loss_rows import (
+    COORD_IDS,
+    EVERYTHING,
+    EXAMPLES,
+    FEW,
+    Case,
+    annotation_row,
+    cases,
+    forwards,
+    logits_for,
+)
+
+
+def hold_against_plain(case: Case, logits: list[Tensor], rel: float) -> PackLoss:
+    result = case.loss(logits)
+    expected = case.plain.atoms(logits)
+    for key in expected.keys() | result.atoms.keys():
+        found, wanted = result.atoms.get(key, 0.0), expected.get(key, 0.0)
+        assert found == pytest.approx(wanted, rel=rel, abs=rel), key
+    assert result.total.item() == pytest.approx(sum(expected.values()), rel=rel, abs=rel)
+    return result
+
+
+@pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "LOSS-05", "RES-05", "RES-09")
+@FEW
+@given(st.data())
+def test_any_row_under_any_config_has_the_plain_loss(data: st.DataObject) -> None:
+    case = data.draw(cases())
+    hold_against_plain(case, data.draw(forwards(case)), rel=1e-6)
+
+
+@pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "LOSS-05")
+@pytest.mark.parametrize(("row", "channel", "count"), EXAMPLES)
+@pytest.mark.parametrize(
+    ("dtype", "rel"), [(torch.float64, 1e-6), (torch.float32, 2e-5), (torch.bfloat16, 2e-5)]
+)
+def test_logits_of_any_type_have_the_plain_loss_of_their_values(
+    row: Supervision, channel: Channel, count: int, dtype: torch.dtype, rel: float
+) -> None:
+    logits = [logits_for(row, seed).to(dtype) for seed in range(count)]
+    result = hold_against_plain(Case(EVERYTHING, row, channel), logits, rel)
+    assert result.total.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert all(math.isfinite(value) and value > 0 for value in result.atoms.values())
+
+
+@pytest.mark.req("LOSS-05")
+@FEW
+@given(st.data())
+def test_the_atoms_add_up_to_the_total(data: st.DataObject) -> None:
+    case = data.draw(cases())
+    result = case.loss([z.float() for z in data.draw(forwards(case))])
+    assert sum(result.atoms.values()) == pytest.approx(result.total.item(), abs=1e-4)
+
+
+@pytest.mark.req("LOSS-05")
+def test_atoms_are_told_apart_by_the_forward_they_come_from() -> None:
+    coord = ["bbox_smoothl1", "bbox_ciou", "coord_ce", "coord_soft_ce", "coord_w1", "coord_gate"]
+    coord.append("text_gate")
+    text = ["struct_ce", "desc_ce"]
+
+    def keys(row: Supervision, channel: Channel, count: int) -> set[str]:
+        logits = [logits_for(row, seed) for seed in range(count)]
+        return set(Case(EVERYTHING, row, channel).loss(logits).atoms)
+
+    in_b, in_a, twice = (keys(*example) for example in EXAMPLES)
+    assert in_b == {f"loss/B_rollout_text/{k}" for k in text} | {f"loss/B_coord/{k}" for k in coord}
+    assert in_a == {f"loss/A1_text/{k}" for k in text} | {f"loss/A2_coord/{k}" for k in coord}
+    assert twice == in_a | {"loss/A2_text/struct_ce"}
+
+
+def part(selection: Selection, text: Tensor, boxes: Tensor, alone: Tensor) -> Selection:
+    """Some of a row's supervised tokens over the totals of all: masks over T, N, and the slots.
+
+    alone: (K,) the slots in no box that are of this part.
+    """
+    kept = alone.clone()
+    kept[selection.boxes[boxes].flatten()] = True
+    renumbered = kept.cumsum(0) - 1
+    return replace(
+        selection,
+        text_rows=selection.text_rows[text],
+        text_targets=selection.text_targets[text],
+        text_roles=selection.text_roles[text],
+        text_weights=selection.text_weights[text],
+        slot_rows=selection.slot_rows[kept],
+        slot_bins=selection.slot_bins[kept],
+        boxes=renumbered[selection.boxes[boxes]],
+    )
+
+
+@pytest.mark.req("LOSS-05")
+@FEW
+@given(st.data())
+def test_parts_of_a_row_over_the_totals_of_the_whole_add_up_to_it(data: st.DataObject) -> None:
+    case = data.draw(cases())
+    logits = data.draw(forwards(case))
+    whole = case.select()
+
+    def halves(size: int) -> Tensor:
+        return torch.tensor(data.draw(st.lists(st.booleans(), min_size=size, max_size=size))).bool()
+
+    text, boxes = halves(len(whole.text_rows)), halves(len(whole.boxes))
+    in_box = torch.zeros(len(whole.slot_rows), dtype=torch.bool)
+    in_box[whole.boxes.flatten()] = True
+    alone = halves(len(whole.slot_rows)) & ~in_box
+    parts = [part(whole, text, boxes, alone), part(whole, ~text, ~boxes, ~alone & ~in_box)]
+
+    losses = [case.loss(logits, selection=one) for one in parts]
+    expected = case.loss(logits)
+    total = losses[0].total + losses[1].total
+    assert total.item() == pytest.approx(expected.total.item(), rel=1e-9, abs=1e-12)
+    for key, value in expected.atoms.items():
+        assert sum(loss.atoms[key] for loss in losses) == pytest.approx(value, rel=1e-9, abs=1e-12)
+    gradients = zip(
+        *(case.gradients(logits, selection=one) for one in (*parts, whole)), strict=True
+    )
+    for one, other, all_ in gradients:
+        assert torch.allclose(one + other, all_, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.req("LOSS-01", "LOSS-04")
+@pytest.mark.parametrize(
+    ("dtype", "temperature"),
+    [(torch.float64, 0.7), (torch.float32, 1.0), (torch.float32, 0.7), (torch.bfloat16, 0.7)],
+)
+def test_a_wide_vocabulary_is_read_as_one_plain_expression(
+    dtype: torch.dtype, temperature: float
+) -> None:
+    """Its supervised rows are 12 MiB in float32: more than is read at once."""
+    row, width = annotation_row(), 2**18
+    draw = torch.Generator().manual_seed(5)
+    logits = (4 * torch.randn(len(row.roles), width, generator=draw)).to(dtype).requires_grad_()
+    selection = Case(EVERYTHING, row, "A").select()
+    ids = torch.tensor(COORD_IDS)
+    reading = Reader(selection, ids, temperature, final_text=True).anchor(logits)
+
+    wide = logits.detach().double().requires_grad_()
+    text, slots = wide[selection.text_rows], wide[selection.slot_rows]
+    chosen = text.gather(1, selection.text_targets[:, None]).squeeze(1)
+    expected = (
+        text.logsumexp(1) - chosen,
+        (text / temperature).softmax(1)[:, ids].sum(1),
+        (slots / temperature).logsumexp(1),
+        slots[:, ids],
+    )
+    pulls = [torch.randn(value.shape, generator=draw, dtype=value.dtype) for value in expected]
+    narrow = [pull.to(found.dtype) for pull, found in zip(pulls, reading, strict=True)]
+    (gradient,) = torch.autograd.grad(list(reading), logits, narrow)
+    (wanted,) = torch.autograd.grad(expected, wide, pulls)
+    for found, value in zip(reading, expected, strict=True):
+        assert torch.allclose(found.double(), value, rtol=1e-5)
+    assert gradient.dtype == dtype
+    rtol = max(2 * torch.finfo(dtype).eps, 1e-5)
+    assert torch.allclose(gradient.double(), wanted, rtol=rtol, atol=1e-6)
