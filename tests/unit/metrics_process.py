@@ -1,43 +1,53 @@
 """One of two learner processes that combine their metrics; started by a test.
 
-    python -m tests.unit.metrics_process RANK STORE CASES MODEL DATA
+    python -m tests.unit.metrics_process RANK STORE CASES
 
-Prints what it knows afterwards: the metrics of every case, and of one step of channel A in which
-process RANK has RANK + 1 samples.
+Prints what it knows afterwards: the metrics of every case, and of one step of its own.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from learner.data.jsonl import read_samples
-from learner.data.toy import ToyData
+from learner.channels.a import ChannelA
+from learner.channels.b import ChannelB
+from learner.channels.encoding import Encoding
+from learner.config import load_config
+from learner.losses.pipeline import Pipeline
 from learner.metrics.processes import over_processes
-from learner.model.load import load_model
-from learner.runlog import CallLog
-from learner.train import build_runner
+from learner.model.packed_forward import Segment
+from learner.step import StepRunner
+from learner.types import Sample
 from tests.unit.plain_metrics import Atom, payload_of
-from tests.unit.small_run import small_config
 
 CPU = torch.device("cpu")
+WARMUP = Path(__file__).parents[2] / "configs" / "demo" / "warmup.yaml"
 
 
-def step_metrics(rank: int, model: Path, data: ToyData) -> dict[str, float]:
-    config = small_config(model, data, model.parent)
-    loaded = load_model(config)
-    runner = build_runner(config, loaded, None, CallLog(model.parent))
-    samples = read_samples(data.train_jsonl, allow_poly=False)[: rank + 1]
-    _, report = runner.run(loaded.model, samples, 0, lambda loss: loss.backward())
+class Untaught(ChannelA):
+    """Leaves all samples out: a step without a forward, that needs no model."""
+
+    def segments(self, samples: Sequence[Sample]) -> list[Segment]:
+        return []
+
+
+def step_metrics(encoding: Encoding) -> dict[str, float]:
+    config = load_config(WARMUP)
+    channel_b = ChannelB(encoding, config.rollout_matching.matching, allow_poly=False)
+    pipeline = Pipeline(config.pipeline, list(range(1000)))
+    runner = StepRunner(config, Untaught(encoding), channel_b, pipeline, None)
+    _, report = runner.run(nn.Linear(1, 1), [], 0, lambda loss: loss.backward())
     return report.metrics
 
 
 def main() -> None:
-    rank, store, cases, model, data = sys.argv[1:]
-    torch.set_num_threads(1)
+    rank, store, cases = sys.argv[1:]
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -47,7 +57,7 @@ def main() -> None:
     )
     ranks = [[Atom(*atom) for atom in case[int(rank)]] for case in json.loads(cases)]
     combined = [over_processes(payload_of(atoms), CPU).metrics() for atoms in ranks]
-    step = step_metrics(int(rank), Path(model), ToyData.under(Path(data)))
+    step = step_metrics(Encoding(*[None] * 4))  # type: ignore[arg-type]  # nothing is encoded
     print(json.dumps({"combined": combined, "step": step}))
     dist.destroy_process_group()
 
