@@ -1,5 +1,6 @@
 """Scenarios of what answers: beams, exchanged backends, their records, their guard (seed 000)."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from learner.channels.b import ChannelB
@@ -27,7 +29,10 @@ from learner.rollout.policy import Asking, Policy
 from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
+from rollout_server.engine_env import engine_environment
+from rollout_server.repeat_config import repeat_config_from_environment
 from rollout_server.run_config import read_run_config
+from rollout_server.settings import ServerSettings
 from shared_contracts.infer import InferCall, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import ServerAddress
@@ -254,3 +259,26 @@ def test_existing_yaml_enables_repeat_aware_behavior_in_vllm_mode(tmp_path: Path
     (tmp_path / "train.yaml").write_text(dump_mapping(after))
     told = read_run_config(tmp_path / "train.yaml")
     assert told.rollout.repeat_terminate == asked, "what the server's processor is started with"
+
+
+@pytest.mark.req("REP-04", "WIRE-01")
+def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(tmp_path: Path) -> None:
+    guard = RepeatTerminateConfig(enabled=True, ngram_size=3, ngram_repeats=5)
+    settings = ServerSettings(model=tmp_path, device="cpu", repeat_terminate=guard)
+    assert repeat_config_from_environment(engine_environment(settings)) == guard, "at its start"
+    with scripted_server() as server:
+        backend = ServerBackend(
+            [RolloutClient(server.base_url, timeout_s=20.0)],
+            [ScriptedChannel(ScriptedRollouts(server))],
+            8,
+        )
+        backend.rollout(
+            [build_request(Sample("0", (), 64, 64, ()), PROMPT, None)], RequestConfig(seed=3)
+        )
+        backend.close()
+    (body,) = server.bodies("POST /infer/")
+    said = json.dumps(body)
+    assert "logits_processors" not in said
+    assert "repeat_terminate" not in said
+    with pytest.raises(ValidationError):
+        RequestConfig.model_validate({"logits_processors": ["a.b:C"]})
