@@ -12,7 +12,7 @@ from torch import Tensor
 from learner.losses.pipeline import PackLoss
 from learner.losses.reading import Reader
 from learner.losses.supervision import Selection, Supervision
-from learner.types import Channel
+from learner.types import Channel, Role
 from tests.unit.loss_rows import (
     COORD_IDS,
     EVERYTHING,
@@ -21,8 +21,10 @@ from tests.unit.loss_rows import (
     Case,
     annotation_row,
     cases,
+    declared,
     forwards,
     logits_for,
+    make_row,
 )
 
 
@@ -56,6 +58,57 @@ def test_logits_of_any_type_have_the_plain_loss_of_their_values(
     result = hold_against_plain(Case(EVERYTHING, row, channel), logits, rel)
     assert result.total.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert all(math.isfinite(value) and value > 0 for value in result.atoms.values())
+
+
+UNUSUAL: dict[str, tuple[list[Role], list[tuple[int, float]], list[list[int]]]] = {
+    "only false positives": ([Role.FALSE_POSITIVE] * 5, [], []),
+    "no slots": ([Role.APPENDED_STRUCTURE, Role.CLOSURE], [], []),
+    "coordinates that are not taught": ([Role.COORD] * 3 + [Role.CLOSURE], [], []),
+    "no text": ([Role.COORD] * 4, [(k, 250.0 * k - 250) for k in range(1, 5)], [[0, 1, 2, 3]]),
+    "no boxes": ([Role.COORD] * 3, [(1, 0.5), (2, 998.25), (3, 41.0)], []),
+    "only a description": ([Role.APPENDED_DESC] * 2, [], []),
+}
+
+
+@pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "LOSS-05")
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_a_row_that_lacks_a_kind_of_token_has_the_plain_loss_of_the_rest(name: str) -> None:
+    roles, slots, boxes = UNUSUAL[name]
+    row = make_row([Role.PROMPT, *roles], [True] * (len(roles) + 1), slots, boxes)
+    case, logits = Case(EVERYTHING, row, "B"), [logits_for(row, 7)]
+    hold_against_plain(case, logits, rel=1e-6)
+    (gradient,) = case.gradients(logits)
+    assert gradient.isfinite().all()
+    assert gradient.any().item() == (len(case.plain.text()) + len(slots) > 0)
+
+
+@pytest.mark.req("LOSS-05", "CFG-08", "RES-10")
+def test_a_term_is_there_exactly_where_it_is_declared_with_a_weight() -> None:
+    case = Case(EVERYTHING, annotation_row(), "A")
+    logits = [logits_for(case.row, seed) for seed in (0, 1)]
+    names = {
+        "self_context_struct_ce_weight": "loss/A2_text/struct_ce",
+        "smoothl1_weight": "loss/A2_coord/bbox_smoothl1",
+        "ciou_weight": "loss/A2_coord/bbox_ciou",
+        "coord_ce_weight": "loss/A2_coord/coord_ce",
+        "soft_ce_weight": "loss/A2_coord/coord_soft_ce",
+        "w1_weight": "loss/A2_coord/coord_w1",
+        "coord_gate_weight": "loss/A2_coord/coord_gate",
+        "text_gate_weight": "loss/A2_coord/text_gate",
+    }
+    whole = case.loss(logits).atoms
+    for position, module in enumerate(EVERYTHING.objective):
+        without = [*EVERYTHING.objective]
+        for field in type(module.config).model_fields:
+            if field in names:
+                config = module.config.model_copy(update={field: 0.0})
+                without[position] = module.model_copy(update={"config": config})
+                found = replace(case, config=declared(*without)).loss(logits).atoms
+                assert found.keys() == whole.keys() - {names.pop(field)}
+    assert not names
+    without = [module for module in EVERYTHING.objective if module.name != "bbox_geo"]
+    found = replace(case, config=declared(*without)).loss(logits).atoms
+    assert found == {key: value for key, value in whole.items() if "bbox" not in key}
 
 
 @pytest.mark.req("LOSS-05")
