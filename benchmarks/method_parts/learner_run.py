@@ -94,7 +94,10 @@ class HeldOut:
             counts=self._policy.take(),
         )
         self.evaluations.append(evaluation)
-        print(f"  {evaluation}", flush=True)
+        print(
+            f"  F1 {evaluation.f1:.3f} after {evaluation.step} steps, {evaluation.counts}",
+            flush=True,
+        )
         return metrics
 
 

@@ -13,7 +13,9 @@ from typing import Self
 
 RECORD = "record.json"
 
-SCORES = "| arm | precision | recall | F1 | F1 of boxes alone | F1 over {base}, same seed |"
+SCORES = (
+    "| arm | precision | recall | F1 | F1 of boxes alone | F1 minus that of {base}, same seed |"
+)
 COUNTS = (
     "| arm | where | answers | tokens | tokens an answer | truncated | ended by the guard "
     "| objects dropped |"
@@ -66,6 +68,11 @@ class Record:
     def last(self) -> Evaluation:
         return self.evaluations[-1]
 
+    @property
+    def evaluated(self) -> Counts:
+        """Over the answers of all evaluations."""
+        return sum((one.counts for one in self.evaluations), Counts())
+
     def write(self, folder: Path) -> None:
         (folder / RECORD).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
@@ -107,7 +114,7 @@ def tables(records: Sequence[Record], titles: Mapping[str, str], base: str) -> s
     counts = [COUNTS, "|---" * 8 + "|"]
     for key, runs in found.items():
         counts.append(_counts(titles[key], "training", [r.training for r in runs]))
-        counts.append(_counts("", "last evaluation", [r.last.counts for r in runs]))
+        counts.append(_counts("", "evaluations", [r.evaluated for r in runs]))
     return "\n".join([*scores, "", *counts])
 
 

@@ -178,9 +178,7 @@ def test_an_arm_that_has_not_ended_has_no_row_and_a_seed_without_its_base_no_dif
     assert alone[5:] == [""]
 
 
-def test_what_was_generated_in_training_is_summed_and_an_arm_that_generates_nothing_says_so() -> (
-    None
-):
+def test_what_was_generated_is_summed_and_an_arm_that_trains_on_no_answer_says_so() -> None:
     trained = [
         record("mixed", seed, 0.4, 0.5, training=Counts(100, tokens, 5, 0, 7))
         for seed, tokens in enumerate((4000, 6000))
@@ -188,6 +186,7 @@ def test_what_was_generated_in_training_is_summed_and_an_arm_that_generates_noth
     table = tables([*trained, record("a_alone", 0, 0.4, 0.5)], TITLES, BASE)
     _, mixed = rows(table, TITLES["mixed"])
     _, alone = rows(table, TITLES["a_alone"])
+    evaluated = rows(table, "")
     assert mixed[1:] == [
         "training",
         "100",
@@ -198,6 +197,9 @@ def test_what_was_generated_in_training_is_summed_and_an_arm_that_generates_noth
         "7",
     ]
     assert alone[1:3] == ["training", "0"]
+    assert [cells[1:] for cells in evaluated] == 2 * [
+        ["evaluations", "20", "800", "40.0", "4", "2", "6"]
+    ]
 
 
 def test_curves_hold_one_line_of_scores_for_each_seed() -> None:
