@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from learner.losses.pipeline import PackLoss, Pipeline
 from learner.losses.reading import Readings
 from learner.losses.supervision import Selection, Supervision
 from learner.types import Channel, Role
+from shared_contracts.strict_model import StrictModel
 from tests.unit.plain_losses import Plain
 
 BOTH: tuple[Channel, ...] = ("A", "B")
@@ -203,76 +205,75 @@ EXAMPLES: list[tuple[Supervision, Channel, int]] = [
 ]
 
 
-@st.composite
-def rows(draw: st.DrawFn, channel: Channel) -> Supervision:
+def random_row(draw: Random, channel: Channel) -> Supervision:
     """Roles in any order, any part of the coordinates taught, any part of those in boxes."""
     in_a = [Role.APPENDED_STRUCTURE, Role.APPENDED_DESC, Role.COORD, Role.CLOSURE]
     known = in_a if channel == "A" else [role for role in Role if role != Role.PROMPT]
-    kinds = draw(st.sets(st.sampled_from(known), min_size=1))
-    tail = draw(st.lists(st.sampled_from(sorted(kinds)), min_size=1, max_size=14))
-    roles = [Role.PROMPT, *tail]
-    dropped = [channel == "B" and draw(st.booleans()) for _ in roles]
+    kinds = draw.sample(known, draw.randint(1, len(known)))
+    kinds += [Role.COORD] * draw.choice([0, len(kinds)])
+    roles = [Role.PROMPT, *draw.choices(kinds, k=draw.randint(1, 20))]
+    dropped = [channel == "B" and draw.random() < 0.5 for _ in roles]
     coords = [p for p, role in enumerate(roles) if role == Role.COORD]
-    taught = [p for p in coords if draw(st.integers(0, 4))]
+    taught = [p for p in coords if draw.random() < 0.8]
     # Sixteenths of bins are exact in float32, also where a target is cut off.
-    bins = [draw(st.integers(0, 999 * 16)) / 16 for _ in taught]
-    order = draw(st.permutations(range(len(taught))))
+    bins = [draw.randint(0, 999 * 16) / 16 for _ in taught]
+    order = draw.sample(range(len(taught)), len(taught))
     boxes = [order[i : i + 4] for i in range(0, len(order) - 3, 4)]
-    kept = boxes[: draw(st.integers(0, len(boxes)))]
+    kept = boxes[: draw.choice([0, 1, len(boxes), len(boxes)])]
     return make_row(roles, dropped, list(zip(taught, bins, strict=True)), kept)
 
 
-WEIGHTS = st.one_of(st.just(0.0), st.floats(0.01, 4.0))
-_ENTRIES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
-    {
-        "enabled": st.integers(0, 7).map(bool),
-        "weight": WEIGHTS,
-        "channels": st.sampled_from([BOTH, BOTH, BOTH, ("A",), ("B",)]),
+def random_weights(draw: Random, config: type[StrictModel]) -> dict[str, float]:
+    """Of each key of a module's config that is a weight, one in four 0."""
+    keys = [key for key in config.model_fields if key.endswith("_weight")]
+    return {key: draw.choice([0.0, 1.0, 1.0, 1.0]) * draw.uniform(0.01, 4.0) for key in keys}
+
+
+def random_entry(draw: Random) -> dict[str, Any]:
+    """What every module states besides its config; most count in both channels."""
+    return {
+        "enabled": draw.random() < 0.9,
+        "weight": draw.choice([0.0, *[1.0] * 7]) * draw.uniform(0.01, 4.0),
+        "channels": draw.choice([BOTH, BOTH, BOTH, BOTH, ("A",), ("B",)]),
     }
-)
 
 
-@st.composite
-def configs(draw: st.DrawFn) -> PipelineConfig:
+def random_config(draw: Random) -> PipelineConfig:
     """Any of the modules in any order, with any weights."""
-    ce = TokenCEConfig(
-        desc_ce_weight=draw(WEIGHTS),
-        rollout_fn_desc_weight=draw(WEIGHTS),
-        rollout_matched_prefix_struct_weight=draw(WEIGHTS),
-        self_context_struct_ce_weight=draw(WEIGHTS),
-        rollout_drop_invalid_struct_ce_multiplier=draw(st.floats(1, 4)),
-    )
-    text = token_ce(ce, **draw(_ENTRIES))
-    box = BboxGeoConfig(smoothl1_weight=draw(WEIGHTS), ciou_weight=draw(WEIGHTS))
-    geometry = bbox_geo(box, **draw(_ENTRIES))
-    has_text = draw(st.booleans())
-    gated = has_text and text.enabled
-    reg = CoordRegConfig(
-        coord_ce_weight=draw(WEIGHTS),
-        soft_ce_weight=draw(WEIGHTS),
-        w1_weight=draw(WEIGHTS),
-        coord_gate_weight=draw(WEIGHTS),
-        text_gate_weight=draw(WEIGHTS) if gated else 0.0,
-        temperature=draw(st.one_of(st.just(1.0), st.floats(0.25, 4.0))),
-        target_sigma=draw(st.floats(0.01, 50.0)),
-        target_truncate=draw(st.one_of(st.none(), st.integers(1, 40))),
-    )
-    entry = draw(_ENTRIES)
-    regression = coord_reg(reg, **(entry | {"channels": text.channels} if gated else entry))
-    modules: list[ObjectiveModule] = [geometry, regression, *([text] if has_text else [])]
-    return declared(*draw(st.permutations(modules)), diagnostics=[coord_diag()])
+    multiplier = {"rollout_drop_invalid_struct_ce_multiplier": draw.uniform(1, 4)}
+    ce = TokenCEConfig(**random_weights(draw, TokenCEConfig), **multiplier)
+    text = token_ce(ce, **random_entry(draw))
+    geometry = bbox_geo(BboxGeoConfig(**random_weights(draw, BboxGeoConfig)), **random_entry(draw))
+    gated = text.enabled and draw.random() < 0.9
+    shape = {
+        "temperature": draw.choice([1.0, draw.uniform(0.25, 4.0)]),
+        "target_sigma": draw.choice([draw.uniform(0.01, 1.0), draw.uniform(1.0, 50.0)]),
+    }
+    truncate = draw.choice([None, draw.randint(1, 40)])
+    reg = CoordRegConfig(target_truncate=truncate, **shape, **random_weights(draw, CoordRegConfig))
+    entry = random_entry(draw)
+    if gated:
+        entry["channels"] = text.channels
+    else:
+        reg = reg.model_copy(update={"text_gate_weight": 0.0})
+    modules: list[ObjectiveModule] = [geometry, coord_reg(reg, **entry)]
+    modules += [text] if gated or draw.random() < 0.5 else []
+    return declared(*draw.sample(modules, len(modules)), diagnostics=[coord_diag()])
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    channel = draw(st.sampled_from(BOTH))
-    return Case(draw(configs()), draw(rows(channel)), channel)
-
-
-@st.composite
-def forwards(draw: st.DrawFn, case: Case) -> list[Tensor]:
+def random_forwards(draw: Random, case: Case) -> list[Tensor]:
     """Logits of one forward, or of the first and last of several in channel A."""
-    count = draw(st.integers(1, 2)) if case.channel == "A" else 1
-    scale, peak = draw(st.floats(0.5, 4.0)), draw(st.floats(0.0, 20.0))
-    seeds = [draw(st.integers(0, 10**6)) for _ in range(count)]
-    return [logits_for(case.row, seed, scale, peak) for seed in seeds]
+    count = draw.randint(1, 2) if case.channel == "A" else 1
+    scale, peak = draw.uniform(0.5, 4.0), draw.uniform(0.0, 20.0)
+    return [logits_for(case.row, draw.randrange(10**6), scale, peak) for _ in range(count)]
+
+
+def random_case(seed: int) -> tuple[Case, list[Tensor]]:
+    """A pipeline, a row, and its logits. From a seed, so that few examples are unlike enough."""
+    draw = Random(seed)
+    channel = draw.choice(BOTH)
+    case = Case(random_config(draw), random_row(draw, channel), channel)
+    return case, random_forwards(draw, case)
+
+
+CASES = st.builds(random_case, st.integers(0, 2**32))

@@ -264,9 +264,11 @@ class Plain:
         return logsumexp(row) - logsumexp([row[index] for index in self.coord_ids])
 
     def _text_gate(self, logits: Tensor, p: int, temperature: float) -> float:
+        """`-log(1 - p_coord)`, where 1 - p_coord is the probability of all the rest."""
         row = log_softmax([fenced(logit, temperature) for logit in logits[p - 1].tolist()])
-        p_coord = sum(math.exp(row[index]) for index in self.coord_ids)
-        return -math.log(max(1 - p_coord, 1e-6))
+        coordinates = set(self.coord_ids)
+        rest = sum(math.exp(value) for index, value in enumerate(row) if index not in coordinates)
+        return -math.log(max(rest, 1e-6))
 
     # Monitors
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.config.pipeline import PipelineConfig
 from learner.losses.supervision import Supervision
 from learner.types import Channel, Role
 from tests.unit.loss_rows import (
+    CASES,
     COORD_IDS,
     EVERYTHING,
     EXAMPLES,
@@ -20,11 +20,9 @@ from tests.unit.loss_rows import (
     Case,
     annotation_row,
     answer_row,
-    cases,
     coord_diag,
     coord_reg,
     declared,
-    forwards,
     logits_for,
     make_row,
     token_ce,
@@ -40,10 +38,9 @@ def temperature(config: PipelineConfig) -> float:
 
 @pytest.mark.req("LOSS-06")
 @FEW
-@given(st.data())
-def test_any_row_has_the_plain_sums_of_each_forward(data: st.DataObject) -> None:
-    case = data.draw(cases())
-    logits = data.draw(forwards(case))
+@given(CASES)
+def test_any_row_has_the_plain_sums_of_each_forward(drawn: tuple[Case, list[Tensor]]) -> None:
+    case, logits = drawn
     result = case.loss(logits)
     assert result.slots == len(case.row.coord_positions)
     seen = dict(zip(["A1", "A2"] if case.channel == "A" else ["B"], logits, strict=False))
@@ -57,12 +54,11 @@ def test_any_row_has_the_plain_sums_of_each_forward(data: st.DataObject) -> None
 
 @pytest.mark.req("LOSS-06")
 @FEW
-@given(st.data())
-def test_monitors_change_neither_the_total_nor_a_gradient(data: st.DataObject) -> None:
-    watched = data.draw(cases())
+@given(CASES)
+def test_monitors_change_neither_the_total_nor_a_gradient(drawn: tuple[Case, list[Tensor]]) -> None:
+    watched, logits = drawn
     alone = watched.config.model_copy(update={"diagnostics": ()})
     case = Case(alone, watched.row, watched.channel)
-    logits = data.draw(forwards(case))
     assert watched.loss(logits).total.item() == case.loss(logits).total.item()
     assert watched.loss(logits).atoms == case.loss(logits).atoms
     for one, other in zip(watched.gradients(logits), case.gradients(logits), strict=True):

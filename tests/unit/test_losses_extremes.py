@@ -5,6 +5,7 @@ What no fence replaces keeps the gradient that the plain formulas give it.
 
 import math
 from collections.abc import Callable, Sequence
+from random import Random
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.loss_rows import (
+    CASES,
     COORD_IDS,
     EVERYTHING,
     EXAMPLES,
@@ -108,16 +110,15 @@ def test_no_logits_make_a_loss_or_a_gradient_that_is_not_finite(
 
 @pytest.mark.req("LOSS-03", "LOSS-04")
 @FEW
-@given(st.data())
-def test_no_mixture_of_rows_makes_a_loss_that_is_not_finite(data: st.DataObject) -> None:
-    row, channel, count = data.draw(st.sampled_from(EXAMPLES))
-    case = Case(EVERYTHING, row, channel)
-    logits = [logits_for(row, seed).float() for seed in range(count)]
+@given(CASES, st.integers(0, 2**32))
+def test_no_mixture_of_rows_makes_a_loss_that_is_not_finite(
+    drawn: tuple[Case, list[Tensor]], seed: int
+) -> None:
+    draw, (case, logits) = Random(seed), drawn
     for forward in logits:
-        for index in range(len(forward)):
-            if data.draw(st.booleans()):
-                ROWS[data.draw(st.sampled_from(sorted(ROWS)))](forward[index])
-    assert_finite(case, logits)
+        for index in draw.sample(range(len(forward)), len(forward) // 2):
+            ROWS[draw.choice(list(ROWS))](forward[index])
+    assert_finite(case, [z.float() for z in logits])
 
 
 def off_the_fence(logits: Tensor, temperature: float) -> Tensor:

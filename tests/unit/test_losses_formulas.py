@@ -14,15 +14,14 @@ from learner.losses.reading import Reader
 from learner.losses.supervision import Selection, Supervision
 from learner.types import Channel, Role
 from tests.unit.loss_rows import (
+    CASES,
     COORD_IDS,
     EVERYTHING,
     EXAMPLES,
     FEW,
     Case,
     annotation_row,
-    cases,
     declared,
-    forwards,
     logits_for,
     make_row,
 )
@@ -40,10 +39,9 @@ def hold_against_plain(case: Case, logits: list[Tensor], rel: float) -> PackLoss
 
 @pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "LOSS-05", "RES-05", "RES-09")
 @FEW
-@given(st.data())
-def test_any_row_under_any_config_has_the_plain_loss(data: st.DataObject) -> None:
-    case = data.draw(cases())
-    hold_against_plain(case, data.draw(forwards(case)), rel=1e-6)
+@given(CASES)
+def test_any_row_under_any_config_has_the_plain_loss(drawn: tuple[Case, list[Tensor]]) -> None:
+    hold_against_plain(*drawn, rel=1e-6)
 
 
 @pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "LOSS-05")
@@ -113,10 +111,10 @@ def test_a_term_is_there_exactly_where_it_is_declared_with_a_weight() -> None:
 
 @pytest.mark.req("LOSS-05")
 @FEW
-@given(st.data())
-def test_the_atoms_add_up_to_the_total(data: st.DataObject) -> None:
-    case = data.draw(cases())
-    result = case.loss([z.float() for z in data.draw(forwards(case))])
+@given(CASES)
+def test_the_atoms_add_up_to_the_total(drawn: tuple[Case, list[Tensor]]) -> None:
+    case, logits = drawn
+    result = case.loss([z.float() for z in logits])
     assert sum(result.atoms.values()) == pytest.approx(result.total.item(), abs=1e-4)
 
 
@@ -158,14 +156,15 @@ def part(selection: Selection, text: Tensor, boxes: Tensor, alone: Tensor) -> Se
 
 @pytest.mark.req("LOSS-05")
 @FEW
-@given(st.data())
-def test_parts_of_a_row_over_the_totals_of_the_whole_add_up_to_it(data: st.DataObject) -> None:
-    case = data.draw(cases())
-    logits = data.draw(forwards(case))
-    whole = case.select()
+@given(CASES, st.integers(0, 2**32))
+def test_parts_of_a_row_over_the_totals_of_the_whole_add_up_to_it(
+    drawn: tuple[Case, list[Tensor]], seed: int
+) -> None:
+    case, logits = drawn
+    whole, draw = case.select(), torch.Generator().manual_seed(seed)
 
     def halves(size: int) -> Tensor:
-        return torch.tensor(data.draw(st.lists(st.booleans(), min_size=size, max_size=size))).bool()
+        return torch.rand(size, generator=draw) < 0.5
 
     text, boxes = halves(len(whole.text_rows)), halves(len(whole.boxes))
     in_box = torch.zeros(len(whole.slot_rows), dtype=torch.bool)
