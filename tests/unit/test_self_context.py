@@ -292,18 +292,27 @@ def test_the_slot_at_a_position_reads_the_logits_of_the_position_before(
 def test_every_iteration_embeds_the_ids_afresh(loaded: LoadedModel, pack: Pack) -> None:
     context = SelfContext(4, "hard")
     plain = forwards(loaded, pack, context)
+    embedded_ids = []
 
     def spoil(_: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
         if kwargs["inputs_embeds"] is not None:
             kwargs["inputs_embeds"].fill_(torch.nan)
 
-    hook = loaded.model.register_forward_hook(spoil, with_kwargs=True)
+    def note(_: nn.Module, args: tuple[Tensor], __: Tensor) -> None:
+        embedded_ids.append(args[0])
+
+    hooks = [
+        loaded.model.register_forward_hook(spoil, with_kwargs=True),
+        loaded.inner.get_input_embeddings().register_forward_hook(note),
+    ]
     try:
         again = forwards(loaded, pack, context)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     for a, b in zip(plain, again, strict=True):
         assert torch.equal(a.logits, b.logits)
+    assert sum(torch.equal(ids, pack.input_ids) for ids in embedded_ids) == 4
 
 
 @pytest.mark.req("CHA-02")
