@@ -277,8 +277,11 @@ def test_a_false_positive_is_silent(teach: Teach, kind: str) -> None:
 
 
 @pytest.mark.req("CHB-01", "LOSS-01", "PARSE-05")
-def test_an_answer_that_cannot_be_read_is_taught_the_whole_annotation(teach: Teach) -> None:
-    lesson = teach("a roof and a sign", ROOF, SIGN)
+@pytest.mark.parametrize("answer", ["a roof and a sign", "{", "{}", ""])
+def test_an_answer_without_an_object_is_taught_the_whole_annotation(
+    teach: Teach, answer: str
+) -> None:
+    lesson = teach(answer, ROOF, SIGN)
     everything = set(range(len(lesson.text)))
     assert lesson.taught == everything - lesson.of(ROOF.desc) - lesson.of(SIGN.desc)
 
