@@ -339,6 +339,13 @@ def test_a_channel_that_a_module_does_not_list_is_none_of_its_business(
     assert_reach(found, [NOTHING], channel)
 
 
+@pytest.mark.req("CFG-08")
+@pytest.mark.parametrize("entry", [{"channels": ("A",)}, {"enabled": False}])
+def test_no_text_is_read_where_no_cross_entropy_is_declared(entry: dict[str, Any]) -> None:
+    config = declared(token_ce(**entry), bbox_geo())
+    assert len(Case(config, ROWS["B"], "B").select().text_rows) == 0
+
+
 @pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04")
 def test_what_is_not_taught_has_no_gradient_with_everything_on() -> None:
     silent = {"PROMPT", "MATCHED_DESC", "FALSE_POSITIVE", "COORD"}
