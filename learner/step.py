@@ -68,7 +68,7 @@ class StepRunner:
         report = StepReport(step, channel_for_step(step, self._b_ratio), len(samples))
         clock = PhaseClock()
         if report.channel == "B":
-            segments = self._self_context(samples, report, clock)
+            segments = self._rollout_segments(samples, report, clock)
         else:
             with clock.phase("target"):
                 segments = self._channel_a.segments(samples)
@@ -82,7 +82,7 @@ class StepRunner:
         report.metrics = over_processes(report.payload, loss.device).metrics()
         return loss, report
 
-    def _self_context(
+    def _rollout_segments(
         self, samples: Sequence[Sample], report: StepReport, clock: PhaseClock
     ) -> list[Segment]:
         """Channel B: newest weights out, answers in, segments of what they got wrong."""
@@ -171,6 +171,8 @@ class StepRunner:
             loss = share * self._pack_loss(model, pack.to(device), share, report)
             backward(loss)
             step_loss += loss.detach()
+        if device.type == "cuda":  # else the clock of the phase stops before the last backward
+            torch.cuda.synchronize(device)
         return step_loss
 
     def _pack_loss(self, model: nn.Module, pack: Pack, share: float, report: StepReport) -> Tensor:

@@ -185,15 +185,22 @@ def asking_of(config: Config) -> Asking:
 
 
 def build_runner(
-    config: Config, loaded: LoadedModel, policy: Policy | None, calls: CallLog
+    config: Config,
+    loaded: LoadedModel,
+    policy: Policy | None,
+    calls: CallLog,
+    channel_b: type[ChannelB] = ChannelB,
 ) -> StepRunner:
-    """The channels and the objective that `config` describes."""
+    """The channels and the objective that `config` describes.
+
+    channel_b: an experiment may have one of its own.
+    """
     prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, config.custom.object_field_order)
     return StepRunner(
         config,
         ChannelA(encoding, self_context_of(config)),
-        ChannelB(encoding, config.rollout_matching.matching, allow_poly=config.allow_poly),
+        channel_b(encoding, config.rollout_matching.matching, allow_poly=config.allow_poly),
         Pipeline(config.pipeline, loaded.vocab.ids),
         policy,
         calls.write,

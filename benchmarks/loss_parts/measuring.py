@@ -120,15 +120,15 @@ def _plain_reading(logits: Tensor, selection: Selection, coord_ids: Tensor) -> R
 
 
 def _cost(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Cost:
-    given = logits.detach().requires_grad_()
+    given = logits.detach()[None].requires_grad_()
     gc.collect()
     before = _forget_peak()
     began = time.perf_counter()
-    total = loss(given)
+    total = loss(given.squeeze(0))
     total.backward()
     seconds = time.perf_counter() - began
     assert given.grad is not None
-    return Cost(total.item(), seconds, _peak() - before, given.grad)
+    return Cost(total.item(), seconds, _peak() - before, given.grad.squeeze(0))
 
 
 def forward_and_backward(forward: Callable[[], Tensor], gradient: Tensor) -> float:

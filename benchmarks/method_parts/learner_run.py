@@ -15,21 +15,16 @@ from transformers import set_seed
 from benchmarks.method_parts.arms import Arm
 from benchmarks.method_parts.records import Counts, Evaluation, Record
 from learner.backends import OpenBackend, open_backend
-from learner.channels.a import ChannelA
-from learner.channels.encoding import Encoding
 from learner.config.schema import Config
-from learner.losses.pipeline import Pipeline
-from learner.model.load import LoadedModel, load_model
-from learner.model.prompt import PromptEncoder
+from learner.model.load import load_model
 from learner.optim import build_optimizer
 from learner.parsing import parse_rollout
 from learner.preflight import check_inputs, reach_servers
 from learner.progress import ProgressDisplay
 from learner.rollout.policy import Policy
 from learner.runlog import CallLog, open_run_folder
-from learner.step import StepRunner
 from learner.tokens import Tokenizer
-from learner.train import asking_of, build_scorer, build_trainer, self_context_of
+from learner.train import asking_of, build_runner, build_scorer, build_trainer
 from learner.types import RolloutOutput, Sample
 
 
@@ -121,7 +116,7 @@ def run_arm(arm: Arm, config: Config, console: Console) -> Record:
         score = build_scorer(config, loaded, inputs, policy, calls)
         held_out = HeldOut(score, policy, config.training.eval_steps)
         held_out()
-        runner = _runner(arm, config, loaded, policy, calls)
+        runner = build_runner(config, loaded, policy, calls, arm.channel_b)
         build_trainer(config, loaded, optimizer, inputs, runner, held_out, display).train()
     finally:
         display.stop()
@@ -134,21 +129,4 @@ def run_arm(arm: Arm, config: Config, console: Console) -> Record:
         time.monotonic() - started,
         tuple(held_out.evaluations),
         held_out.training,
-    )
-
-
-def _runner(
-    arm: Arm, config: Config, loaded: LoadedModel, policy: Policy, calls: CallLog
-) -> StepRunner:
-    """As `learner.train.build_runner`, with the arm's channel B."""
-    prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, config.custom.object_field_order)
-    matching = config.rollout_matching.matching
-    return StepRunner(
-        config,
-        ChannelA(encoding, self_context_of(config)),
-        arm.channel_b(encoding, matching, allow_poly=config.allow_poly),
-        Pipeline(config.pipeline, loaded.vocab.ids),
-        policy,
-        calls.write,
     )

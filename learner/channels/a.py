@@ -11,8 +11,9 @@ from learner.channels.encoding import Encoding
 from learner.losses.reading import Reader, Readings
 from learner.model.packed_forward import Pack, Segment
 from learner.model.self_context import SelfContext
-from learner.targets import build_ground_truth_target
+from learner.targets import TargetUnreadable, build_ground_truth_target
 from learner.types import Sample
+from shared_contracts.errors import ContractError
 
 _TEACHER_FORCED = SelfContext()
 
@@ -34,5 +35,12 @@ class ChannelA:
 
     def _segment(self, sample: Sample) -> Segment:
         own = self._encoding
-        target = build_ground_truth_target(sample.objects, own.tokenizer, own.field_order)
+        try:
+            target = build_ground_truth_target(sample.objects, own.tokenizer, own.field_order)
+        except TargetUnreadable as error:
+            raise ContractError(
+                sample.sample_id,
+                f"its annotation cannot be read back once it is written: {error}",
+                "Mend its descriptions; `learner data check` names what is wrong with them",
+            ) from error
         return own.segment(sample, own.prompt(sample), target, has_dropped=False)

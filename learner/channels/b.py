@@ -84,4 +84,5 @@ class ChannelB:
         except TargetUnreadable:
             stats.closure_dropped += 1
             return None
+        stats.appended += len(target.fn_keys)
         return own.segment(sample, prompt, target, has_dropped=bool(parsed.dropped))

@@ -40,7 +40,6 @@ class RolloutStats:
         self.matched += len(match.pairs)
         self.false_positives += len(match.false_positives)
         self.gated += match.gated
-        self.appended += len(match.false_negatives)
         self.drop_reasons.update(reason for _, reason in parsed.dropped)
         self.new_tokens.append(len(rollout.response_token_ids))
 

@@ -35,10 +35,19 @@ class TokenCEConfig(StrictModel):
         description="channel B: scales structure weights of samples with dropped objects",
     )
 
+    @property
+    def teaches(self) -> bool:
+        """The structure of what is appended always has weight 1."""
+        return True
+
 
 class BboxGeoConfig(StrictModel):
     smoothl1_weight: Weight = Field(description="of SmoothL1 on the decoded coordinates")
     ciou_weight: Weight = Field(description="of CIoU on the decoded boxes")
+
+    @property
+    def teaches(self) -> bool:
+        return self.smoothl1_weight + self.ciou_weight > 0
 
 
 class CoordRegConfig(StrictModel):
@@ -48,10 +57,15 @@ class CoordRegConfig(StrictModel):
     coord_gate_weight: Weight = Field(description="of the non-coordinate mass at coordinate slots")
     text_gate_weight: Weight = Field(description="of the coordinate mass at text positions")
     temperature: float = Field(gt=0, description="divides the coordinate logits first")
-    target_sigma: float = Field(gt=0, description="width of the Gaussian in bins")
+    target_sigma: float = Field(ge=1e-3, description="width of the Gaussian in bins")
     target_truncate: int | None = Field(
         ge=1, description="bins beyond which the Gaussian is zero; null: never"
     )
+
+    @property
+    def teaches(self) -> bool:
+        slots = self.coord_ce_weight + self.soft_ce_weight + self.w1_weight + self.coord_gate_weight
+        return slots + self.text_gate_weight > 0
 
 
 class _Module(StrictModel):

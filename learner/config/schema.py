@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from learner.config.pipeline import PipelineConfig
+from learner.config.pipeline import ObjectiveModule, PipelineConfig
 from learner.config.rollout_matching import RolloutMatchingConfig
 from learner.config.stage2_ab import Stage2ABConfig
 from learner.config.training import TrainingConfig
@@ -169,6 +169,7 @@ class Config(StrictModel):
         yield from self._of_sections()
         yield from self._of_adapters()
         yield from self._of_channels()
+        yield from self._of_self_context()
         if self.stage2_ab is None:
             yield from self._of_channel_b_alone()
 
@@ -200,12 +201,37 @@ class Config(StrictModel):
     def _of_channels(self) -> Iterator[Refusal]:
         """Every channel that may run has something to learn from."""
         for channel in self._channels():
-            if not any(module.counts_in(channel) for module in self.pipeline.objective):
+            if not self._teaching(channel):
                 yield Refusal(
                     f"channel {channel} runs, but no enabled module of positive weight lists it",
                     f"Add {channel} to the channels of a module",
                     f"{self.pipeline_path}.objective",
                 )
+        for index, module in enumerate(self.pipeline.objective):
+            if module.enabled and not module.channels:
+                yield Refusal(
+                    "[]: the module would run in no channel",
+                    "List A, B or both, or set its enabled to false",
+                    f"{self.pipeline_path}.objective[{index}].channels",
+                )
+
+    def _of_self_context(self) -> Iterator[Refusal]:
+        """More than one forward of channel A, and something that learns from the last."""
+        own = self.stage2_ab
+        if own is None or own.n_softctx_iter == 1 or "A" not in self._channels():
+            return
+        modules = self._teaching("A")
+        context = [m.config.self_context_struct_ce_weight for m in modules if m.name == "token_ce"]
+        if not any(context) and all(module.name == "token_ce" for module in modules):
+            yield Refusal(
+                f"{own.n_softctx_iter}, and no module learns from the last of the forwards",
+                "Set it to 1, or add bbox_geo or coord_reg to channel A",
+                "stage2_ab.n_softctx_iter",
+            )
+
+    def _teaching(self, channel: Channel) -> list[ObjectiveModule]:
+        """Modules that move weights in a channel."""
+        return [m for m in self.pipeline.objective if m.counts_in(channel) and m.config.teaches]
 
     def _channels(self) -> Iterator[Channel]:
         """A also runs in place of a step whose asynchronous rollouts are late (ASYNC-01)."""

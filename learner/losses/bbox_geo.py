@@ -55,6 +55,8 @@ def ciou_loss(predicted: Tensor, target: Tensor) -> Tensor:
 
 def bbox_geo(reading: Reading, selection: Selection, config: BboxGeoConfig) -> list[Term]:
     """SmoothL1 (mean over the 4N values) and CIoU (mean over N) of the supervised boxes."""
+    if not len(selection.boxes):
+        return []
     decoded = expected_coords(reading.slot_coord_logits)[selection.boxes]
     truth = (selection.slot_bins.to(decoded.dtype) / (COORD_BINS - 1))[selection.boxes]
     count = selection.totals.boxes

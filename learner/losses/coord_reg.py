@@ -56,11 +56,13 @@ def _slot_terms(
 def coord_reg(reading: Reading, selection: Selection, config: CoordRegConfig) -> list[Term]:
     """Terms at the supervised coordinate slots, and `text_gate` at the supervised text."""
     totals = selection.totals
-    terms = [
-        Term(name, "coord", weight * values.sum() / totals.slots)
-        for name, weight, values in _slot_terms(reading, selection, config)
-    ]
-    if config.text_gate_weight > 0:
+    terms = []
+    if len(selection.slot_rows):
+        terms = [
+            Term(name, "coord", weight * values.sum() / totals.slots)
+            for name, weight, values in _slot_terms(reading, selection, config)
+        ]
+    if config.text_gate_weight > 0 and len(selection.text_rows):
         leak = text_gate(reading.text_coord_mass)
         terms.append(Term("text_gate", "coord", config.text_gate_weight * leak.sum() / totals.text))
     return terms

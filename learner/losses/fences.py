@@ -1,7 +1,8 @@
 """Gate arithmetic and its numeric fences, one owner for training, metrics and rollouts.
 
 The temperature divides logits first. Fences (LOSS-04): NaN becomes 0, infinities and large
-values are clamped to +-1e4, probabilities are floored at 1e-6 where a logarithm follows.
+values are clamped to +-1e4, and the share of text under the logarithm of `text_gate` is at least
+1e-6.
 """
 
 import torch
@@ -43,6 +44,14 @@ def fenced_gradient(logits: Tensor, gradient: Tensor, temperature: float = 1.0) 
 def full_logsumexp(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Logsumexp of fenced logits; (..., V) -> (...)."""
     return torch.logsumexp(fenced(logits, temperature), dim=-1)
+
+
+def logsumexp_and_mass_(scaled: Tensor, coord_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """`full_logsumexp` (r,) and `coord_mass` (r,) of (r, V) fenced logits, in their own memory."""
+    top = scaled.amax(-1, keepdim=True)
+    whole = scaled.sub_(top).exp_().sum(-1)
+    mass = scaled.index_select(1, coord_ids).sum(-1) / whole
+    return whole.log() + top.squeeze(-1), mass
 
 
 def coord_log_probs(coord_logits: Tensor, temperature: float = 1.0) -> Tensor:

@@ -4,7 +4,8 @@
     logits -> reader() -> Readings -> token_ce, bbox_geo, coord_reg -> PackLoss
                                    -> coord_diag
 
-Nothing runs that the config does not declare (CFG-08), and no term whose weight is 0.
+Nothing runs that the config does not declare (CFG-08), no term whose weight is 0, and none on a
+pack that has nothing for it.
 """
 
 from collections.abc import Iterator

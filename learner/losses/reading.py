@@ -12,8 +12,16 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from learner.losses.fences import all_inside, fence_, fenced, fenced_gradient, widened
+from learner.losses.fences import (
+    all_inside,
+    fence_,
+    fenced,
+    fenced_gradient,
+    logsumexp_and_mass_,
+    widened,
+)
 from learner.losses.supervision import Selection
 
 # In float32 4 MiB, which caches hold, and 64 MiB: a GPU has to be kept busy.
@@ -115,6 +123,7 @@ class _ReadRows(torch.autograd.Function):
         return nll, mass.clone(), slot.clone(), coord
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         of_nll, of_mass, of_slot, of_coord = upstream
         logits, text_rows, targets, slot_rows, coord_ids = ctx.saved_tensors
@@ -141,13 +150,15 @@ class _ReadRows(torch.autograd.Function):
 class _Rows:
     """Fenced rows of (L, V) logits in chunks, without gradients.
 
-    clean: () bool, whether no fence has replaced anything in what was read so far.
+    clean: () bool, whether no fence has replaced anything in what was read so far; to pull at
+        rows, the one of when they were read.
     """
 
     def __init__(self, logits: Tensor, coord_ids: Tensor, clean: Tensor | None = None) -> None:
         self._logits = logits
         self._coord_ids = coord_ids
-        self.clean = logits.new_ones((), dtype=torch.bool) if clean is None else clean
+        self.clean = logits.new_ones((), dtype=torch.bool)
+        self._all_clean = clean is not None and bool(clean)
 
     def parts(self, rows: Tensor) -> Iterator[slice]:
         """Slices of `rows` whose logits are a chunk."""
@@ -162,10 +173,7 @@ class _Rows:
         for part in self.parts(rows):
             own = self._divided(rows[part], temperature)
             self.clean = self.clean & all_inside(own)
-            top = fence_(own).amax(-1, keepdim=True)
-            whole = own.sub_(top).exp_().sum(-1)
-            mass[part] = own.index_select(1, self._coord_ids).sum(-1) / whole
-            lse[part] = whole.log() + top.squeeze(-1)
+            lse[part], mass[part] = logsumexp_and_mass_(fence_(own), self._coord_ids)
         return lse, mass
 
     def pulled(
@@ -187,7 +195,7 @@ class _Rows:
         soft.mul_((whole / temperature)[:, None])
         if inner is not None:
             soft.index_add_(1, self._coord_ids, inner)
-        if bool(self.clean):
+        if self._all_clean:
             return soft
         return fenced_gradient(self._logits[rows], soft, temperature)
 

@@ -50,15 +50,14 @@ def token_ce(reading: Reading, selection: Selection) -> list[Term]:
     """`sum(w * CE) / sum(w)`, reported as its structure and its description share."""
     share = selection.text_weights * reading.text_nll / selection.totals.text_weight
     is_desc = is_description(selection.text_roles)
-    return [
-        Term("struct_ce", "text", share[~is_desc].sum()),
-        Term("desc_ce", "text", share[is_desc].sum()),
-    ]
+    parts = {"struct_ce": share[~is_desc], "desc_ce": share[is_desc]}
+    return [Term(name, "text", part.sum()) for name, part in parts.items() if len(part)]
 
 
 def self_context_ce(reading: Reading, selection: Selection, config: TokenCEConfig) -> list[Term]:
     """CE of structure and closure in the last of several forwards of channel A."""
     is_struct = ~is_description(selection.text_roles)
     share = selection.text_weights * reading.text_nll / selection.totals.struct_weight
-    value = config.self_context_struct_ce_weight * share[is_struct].sum()
-    return [Term("struct_ce", "context_text", value)]
+    part = share[is_struct]
+    value = config.self_context_struct_ce_weight * part.sum()
+    return [Term("struct_ce", "context_text", value)] if len(part) else []

@@ -135,7 +135,7 @@ def _channel_b() -> Iterator[Metric]:
     yield counter("gated", "pairs", "of too little overlap to be matched")
     key = "stage2_ab/channel_b/match_rate"
     yield Metric(key, "rate", "1", "matched ground truths / ground truths", _B)
-    meaning = "left out: the end of the answer cannot be located in the target"
+    meaning = "left out: their finished target cannot be read back, or its end not located"
     yield counter("closure_supervision/N_drop", "samples", meaning)
 
 

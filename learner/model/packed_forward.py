@@ -193,8 +193,8 @@ def packed_logits(model: nn.Module, pack: Pack, embeddings: Tensor | None = None
         attention_mask=None,
         use_cache=False,
     )
-    logits: Tensor = output.logits[0]
-    return logits
+    logits: Tensor = output.logits
+    return logits.squeeze(0)  # a view: backward would copy the gradient of an index
 
 
 @torch.no_grad()
