@@ -249,7 +249,7 @@ class Config(StrictModel):
                 "rollout_matching.async_rollout.enabled",
             )
         for index, module in enumerate(self.pipeline.objective):
-            if module.enabled and "B" not in module.channels:
+            if module.enabled and module.channels and "B" not in module.channels:
                 yield Refusal(
                     f"{list(module.channels)}, and channel B alone runs: the module never would",
                     "List B, or set its enabled to false",

@@ -283,6 +283,23 @@ def test_channel_a_teaches_the_whole_annotation(
     assert segment.sample_id == scene.sample_id
 
 
+def test_channel_a_names_the_sample_whose_annotation_cannot_be_read_back(
+    loaded: LoadedModel, encoder: PromptEncoder, scene: Sample
+) -> None:
+    channel = ChannelA(Encoding(loaded.inner, encoder, loaded.tokenizer, "desc_first"))
+    broken = replace(scene, objects=(replace(CAT, desc="a <|im_end|> cat"), DOG))
+    with pytest.raises(ContractError) as caught:
+        channel.segments([scene, broken])
+    assert caught.value.where == scene.sample_id
+
+
+def test_samples_left_out_are_not_counted_as_appended(answering: Answering) -> None:
+    answering.scene = replace(answering.scene, objects=(replace(CAT, desc="<|im_end|>"), DOG))
+    segments, stats = answering.segments("{}")
+    assert segments == []
+    assert (stats.closure_dropped, stats.appended) == (1, 0)
+
+
 def test_an_encoding_is_kept_only_as_long_as_there_is_room(
     loaded: LoadedModel, toy_data: ToyData
 ) -> None:

@@ -236,3 +236,40 @@ def test_every_repeated_module_is_told(declared: Declared) -> None:
         f"{declared.objective}[3].name",
         f"{declared.objective}[4].name",
     ]
+
+
+@pytest.mark.req("CFG-08")
+@pytest.mark.parametrize("path", BY_PIPELINE)
+def test_a_module_that_would_run_in_no_channel_is_refused(path: str) -> None:
+    declared = Declared(path)
+    error = only_error(declared.changed(f"objective.{BBOX_GEO}.channels", []))
+    assert error.where == f"{path}.objective[{BBOX_GEO}].channels"
+    assert "enabled" in error.do
+    parse_config(declared.changed(f"objective.{BBOX_GEO}.weight", 0.0))
+
+
+@pytest.mark.req("CFG-08")
+@pytest.mark.parametrize("path", BY_PIPELINE)
+def test_an_objective_whose_every_term_weighs_nothing_is_refused(path: str) -> None:
+    modules: list[dict[str, Any]] = [dict(MODULES["bbox_geo"]), dict(MODULES["coord_reg"])]
+    modules[0]["config"] = {"smoothl1_weight": 0.0, "ciou_weight": 0.0}
+    modules[1]["config"] = modules[1]["config"] | {
+        key: 0.0 for key in MODULE_KEYS["coord_reg"] if "_weight" in key
+    }
+    declared = Declared(path)
+    nothing = changed(declared.objective, modules, declared.mapping)
+    assert set(errors_of(nothing)) == {declared.objective}
+    modules[1]["config"]["w1_weight"] = 0.1
+    parse_config(changed(declared.objective, modules, declared.mapping))
+
+
+@pytest.mark.req("CHA-01", "CFG-08")
+def test_forwards_that_no_module_learns_from_are_refused() -> None:
+    text_alone: dict[str, Any] = copy.deepcopy(MODULES["token_ce"])
+    text_alone["config"]["self_context_struct_ce_weight"] = 0.0
+    mapping = changed("stage2_ab.pipeline.objective", [text_alone])
+    parse_config(mapping)
+    several = changed("stage2_ab.n_softctx_iter", 3, mapping)
+    assert only_error(several).where == "stage2_ab.n_softctx_iter"
+    key = "stage2_ab.pipeline.objective.0.config.self_context_struct_ce_weight"
+    parse_config(changed(key, 0.1, several))
