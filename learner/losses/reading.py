@@ -1,9 +1,10 @@
 """Logits of a forward, read once: reduced to what the objectives need of them.
 
 A row of logits is as wide as the vocabulary, and a pack has thousands of rows. So no
-objective is handed rows: it gets the cross-entropy of the targets, a logsumexp, and the
-logits of the 1000 coordinate tokens. Forward and backward go through the supervised rows in
-chunks and hold one gradient of the logits, of their own type, besides them.
+objective is handed rows: of text it gets the cross-entropy of the target and the share of the
+coordinates, of a slot a logsumexp and the logits of the 1000 coordinates. Forward and backward
+go through the supervised rows in chunks and hold one gradient of the logits, of their own type,
+besides them.
 """
 
 from collections.abc import Callable, Iterator
