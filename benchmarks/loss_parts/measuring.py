@@ -86,6 +86,10 @@ class Cost:
     peak: int
     gradient: Tensor
 
+    def free(self) -> None:
+        """The memory of the gradient, which is a view."""
+        self.gradient.untyped_storage().resize_(0)
+
 
 def ours(pipeline: Pipeline, logits: Tensor, row: Supervision, channel: Channel) -> Cost:
     """The product's own objective over one forward's logits, (L, V)."""
