@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from benchmarks.method_parts.records import Record, curves
+from learner.data.stats_plot import STYLE
 
 # Of the picture's palette: a third of the bytes of one without.
 COLOURS = 128
@@ -23,23 +24,11 @@ LINES: Sequence[tuple[str, Any]] = (
     ("#009E73", "-."),
     ("#444444", ":"),
 )
-_STYLE: Any = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-}
 
 
 def curves_png(records: Sequence[Record], titles: Mapping[str, str]) -> bytes:
     """Mean of the seeds as a line and least to most as a band; PNG of 1430 x 550 pixels."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE | {"font.size": 10, "axes.titlesize": 11}):
         figure = Figure(figsize=(13, 5), dpi=110, layout="constrained")
         panels = figure.subplots(1, len(PANELS), sharey=True)
         for panel, (score, name) in zip(panels, PANELS.items(), strict=True):

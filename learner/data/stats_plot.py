@@ -23,7 +23,7 @@ _SHADES = ListedColormap(colormaps["Blues"](np.linspace(0.3, 1, 256)))
 _LISTED = 12
 _LONGEST_NAME = 24
 _BINS = 40
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -39,7 +39,7 @@ _STYLE: Any = {
 
 def stats_png(stats: DataStats, title: str) -> bytes:
     """A PNG of 2100 x 1200 pixels."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(14, 8), dpi=150, layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, parse_math=False)
         panels = [_objects]

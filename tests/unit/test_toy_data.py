@@ -4,10 +4,12 @@ With polygons, corners of what is drawn, too.
 """
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from PIL import Image
 from pycocotools import mask as coco_mask
@@ -22,6 +24,7 @@ from learner.data.toy import (
     IMAGE_SIDE,
     MAX_OBJECTS,
     MIN_OBJECT_SIDE,
+    SceneObject,
     ToyData,
     make_data,
     make_scene,
@@ -81,11 +84,16 @@ def test_the_files_are_in_the_data_format_with_paths_relative_to_them(toy: ToyDa
         assert image.size == (samples[0].width, samples[0].height)
 
 
-def test_boxes_hold_exactly_the_drawn_pixels() -> None:
+def drawn_scenes() -> Iterator[tuple[npt.NDArray[np.bool_], list[SceneObject]]]:
+    """Where 50 scenes have anything but background, and their objects."""
     for seed in range(50):
         image, objects = make_scene(np.random.default_rng(seed))
         pixels = np.asarray(image)
-        drawn = (pixels != pixels[..., :1]).any(axis=-1)
+        yield (pixels != pixels[..., :1]).any(axis=-1), objects
+
+
+def test_boxes_hold_exactly_the_drawn_pixels() -> None:
+    for drawn, objects in drawn_scenes():
         for o in objects:
             x1, y1, x2, y2 = o.box
             inside = drawn[y1:y2, x1:x2]
@@ -137,10 +145,7 @@ def test_a_triangle_starts_at_its_top_and_goes_clockwise(poly_toy: ToyData) -> N
 
 
 def test_corners_enclose_what_is_drawn() -> None:
-    for seed in range(50):
-        image, objects = make_scene(np.random.default_rng(seed))
-        pixels = np.asarray(image)
-        drawn = (pixels != pixels[..., :1]).any(axis=-1)
+    for drawn, objects in drawn_scenes():
         for o in objects:
             x1, y1, x2, y2 = o.box
             mask = np.zeros_like(drawn)

@@ -14,16 +14,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
 from learner.channels.encoding import Encoding
-from learner.config.pipeline import (
-    BboxGeoConfig,
-    BboxGeoModule,
-    CoordRegConfig,
-    CoordRegModule,
-    ObjectiveModule,
-    PipelineConfig,
-    TokenCEConfig,
-    TokenCEModule,
-)
+from learner.config.pipeline import CoordRegModule, ObjectiveModule, TokenCEModule
 from learner.config.rollout_matching import MatchingConfig
 from learner.losses.pipeline import PackLoss, Pipeline
 from learner.losses.supervision import Totals
@@ -33,45 +24,23 @@ from learner.model.prompt import PromptEncoder
 from learner.model.self_context import SelfContext
 from learner.types import Channel, RolloutOutput, Sample
 from tests.unit.answers import encode
+from tests.unit.loss_rows import COORD_REG, TOKEN_CE, bbox_geo, coord_reg, declared, token_ce
 from tests.unit.small_run import rollout
 
 PROMPT = "Detect every object in the image."
-BOTH: tuple[Channel, ...] = ("A", "B")
 
-BOXES = BboxGeoModule(
-    name="bbox_geo",
-    enabled=True,
-    weight=0.7,
-    channels=BOTH,
-    config=BboxGeoConfig(smoothl1_weight=2.0, ciou_weight=0.5),
-)
+BOXES = bbox_geo()
 
 
 def text(self_context: float) -> TokenCEModule:
     """self_context: weight of the structure in the last of several forwards."""
-    config = TokenCEConfig(
-        desc_ce_weight=0.5,
-        rollout_fn_desc_weight=0.25,
-        rollout_matched_prefix_struct_weight=0.75,
-        self_context_struct_ce_weight=self_context,
-        rollout_drop_invalid_struct_ce_multiplier=2.0,
-    )
-    return TokenCEModule(name="token_ce", enabled=True, weight=1.5, channels=BOTH, config=config)
+    return token_ce(TOKEN_CE.model_copy(update={"self_context_struct_ce_weight": self_context}))
 
 
 def bins(text_gate: float) -> CoordRegModule:
     """text_gate: weight of the gate at the text of the last forward."""
-    config = CoordRegConfig(
-        coord_ce_weight=0.1,
-        soft_ce_weight=0.2,
-        w1_weight=0.3,
-        coord_gate_weight=0.4,
-        text_gate_weight=text_gate,
-        temperature=0.9,
-        target_sigma=20.0,
-        target_truncate=60,
-    )
-    return CoordRegModule(name="coord_reg", enabled=True, weight=1.1, channels=BOTH, config=config)
+    wide = {"text_gate_weight": text_gate, "target_sigma": 20.0, "target_truncate": 60}
+    return coord_reg(COORD_REG.model_copy(update=wide))
 
 
 TEXT = (text(self_context=0.0),)
@@ -97,8 +66,7 @@ class ToyLearner:
         self.encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, "desc_first")
         self.channel_a = ChannelA(self.encoding, context or SelfContext())
         self.channel_b = ChannelB(self.encoding, MatchingConfig(), allow_poly=False)
-        declared = PipelineConfig(objective=tuple(modules), diagnostics=())
-        self.pipeline = Pipeline(declared, loaded.vocab.ids)
+        self.pipeline = Pipeline(declared(*modules), loaded.vocab.ids)
 
     def pack(self, samples: Sequence[Sample]) -> Pack:
         return make_pack(self.channel_a.segments(samples))
