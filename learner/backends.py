@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from learner.model.offload import Offload
 from learner.model.prompt import encode_request
 from learner.operate.kept_server import KeptServer
 from learner.operate.server_process import ServerProcess, free_ports
+from learner.peers import ALONE, Peers, first
 from learner.preflight import differences
 from learner.publish import publish_text
 from learner.rollout.backend import RolloutBackend
@@ -36,6 +37,7 @@ from learner.rollout.colocate import (
     media_dirs,
     server_settings,
 )
+from learner.rollout.distribution import rank_chunk_size
 from learner.rollout.hf import HfBackend
 from learner.rollout.journal import Journal
 from learner.rollout.server import ServerBackend
@@ -58,12 +60,15 @@ class OpenBackend:
     weights_version: of what it holds now; pushes count on from it.
     repeat_terminate_active: it ends answers that repeat themselves.
     journal: what it notes of its calls and pushes.
+    round_size: requests this rank asks at once, of servers that generate while it trains
+        (STEP-03); None for a backend that does not.
     """
 
     backend: RolloutBackend
     weights_version: int
     repeat_terminate_active: bool
     journal: Journal
+    round_size: int | None = None
 
 
 def open_backend(
@@ -74,6 +79,7 @@ def open_backend(
     samples: Sequence[Sample],
     placement: Placement | None = None,
     optimizer: Optimizer | None = None,
+    peers: Peers = ALONE,
 ) -> OpenBackend:
     """The backend that `config` asks for, ready for its first push; whoever opens it closes it.
 
@@ -82,6 +88,7 @@ def open_backend(
     samples: all that will be asked; a colocated server may read their images.
     placement: of a colocated server, as preflight found it.
     optimizer: of the model, whose state may be moved out of a colocated server's way.
+    peers: the learner processes, all of which open it.
 
     Raises:
         ContractError: what preflight could not find yet, such as a server that does not start.
@@ -92,7 +99,8 @@ def open_backend(
         case "server":
             server = config.rollout_matching.vllm.server
             assert server is not None, "checked with the config"
-            return _over_servers(config, loaded, clients, server.servers)
+            opened = _over_servers(config, loaded, clients, server.servers, peers)
+            return replace(opened, round_size=_round_size(config, clients, peers))
         case "colocate":
             assert placement is not None, "found by preflight"
             return _colocate(config, loaded, folder, samples, placement, optimizer)
@@ -122,6 +130,7 @@ def _over_servers(
     loaded: LoadedModel,
     clients: Sequence[RolloutClient],
     servers: Sequence[ServerAddress],
+    peers: Peers = ALONE,
 ) -> OpenBackend:
     """Form the weight groups; the pushes count on from the servers' newest version."""
     sync = config.rollout_matching.vllm.sync
@@ -141,6 +150,13 @@ def _over_servers(
     )
     guarded = all(client.info().repeat_terminate.active for client in clients)
     return OpenBackend(backend, backend.connect(), guarded, journal)
+
+
+def _round_size(config: Config, clients: Sequence[RolloutClient], peers: Peers) -> int:
+    """What all servers decode at once of one rank's requests (DIST-04), as rank 0 sees them."""
+    batch = config.rollout_matching.decode_batch_size
+    sizes = first(peers, lambda: [client.world_size() for client in clients])
+    return rank_chunk_size(batch, sizes, peers.count)
 
 
 def transport_of(config: Config) -> Transport:

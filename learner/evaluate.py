@@ -89,10 +89,10 @@ def evaluate(
     return score(zip(samples, parsed, strict=True)), notes
 
 
-def evaluation_metrics(scores: Scores, notes: Payload) -> dict[str, float]:
+def evaluation_metrics(scores: Payload, notes: Payload) -> dict[str, float]:
     """Scores and what they took, as they are logged: every key under `eval/`."""
     taken = {f"eval/{key}": value for key, value in notes.metrics().items()}
-    return scores.payload().metrics() | taken
+    return scores.metrics() | taken
 
 
 def score(answers: Iterable[tuple[Sample, ParsedRollout]]) -> Scores:

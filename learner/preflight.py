@@ -32,11 +32,13 @@ class RunInputs:
 
     val: empty when the config names no validation file.
     placement: of a colocated server; None in a run that starts none.
+    processes: of the learner, as torchrun says.
     """
 
     train: list[Sample]
     val: list[Sample]
     placement: Placement | None = None
+    processes: int = 1
 
 
 def check_inputs(config: Config) -> RunInputs:
@@ -47,11 +49,12 @@ def check_inputs(config: Config) -> RunInputs:
     """
     check_served(config)
     placement = check_backend(config, os.environ) if generates(config) else None
-    _check_single_process()
+    processes = learner_processes(os.environ)
+    _check_processes(config, processes)
     _check_output(config)
     inputs = read_inputs(config)
-    _check_step_budget(config, len(inputs.train))
-    return replace(inputs, placement=placement)
+    _check_step_budget(config, len(inputs.train), processes)
+    return replace(inputs, placement=placement, processes=processes)
 
 
 def read_inputs(config: Config) -> RunInputs:
@@ -125,13 +128,13 @@ def learner_processes(environment: Mapping[str, str]) -> int:
     return int(said)
 
 
-def _check_single_process() -> None:
-    ranks = learner_processes(os.environ)
-    if ranks > 1:
+def _check_processes(config: Config, processes: int) -> None:
+    """A colocated server belongs to one process."""
+    if processes > 1 and generates(config) and config.rollout_matching.backend == "colocate":
         raise ContractError(
-            "WORLD_SIZE",
-            f"{ranks} learner processes; one is served yet",
-            "Start `learner train` once, without torchrun",
+            "rollout_matching.vllm.mode",
+            f"colocate, and there are {processes} learner processes",
+            "Use vllm.mode: server with GPUs of its own, or start `learner train` once",
         )
 
 
@@ -145,21 +148,21 @@ def _check_output(config: Config) -> None:
         )
 
 
-def _check_step_budget(config: Config, samples: int) -> None:
+def _check_step_budget(config: Config, samples: int, processes: int) -> None:
     training = config.training
-    training.resolve_accumulation(world_size=1)
+    training.resolve_accumulation(processes)
     if samples < training.effective_batch_size:
         raise ContractError(
             "training.effective_batch_size",
             f"{training.effective_batch_size} samples per step, but data.train_jsonl has {samples}",
             "Lower it, or give more data",
         )
-    if training.packing and training.packing_buffer < training.effective_batch_size:
+    share = training.effective_batch_size // processes
+    if training.packing and training.packing_buffer < share:
         raise ContractError(
             "training.packing_buffer",
-            f"{training.packing_buffer} segments cannot hold the {training.effective_batch_size} "
-            "of a step",
-            "Raise it to at least training.effective_batch_size, or lower that",
+            f"{training.packing_buffer} segments cannot hold the {share} of a step",
+            f"Raise it to at least {share}, or lower training.effective_batch_size",
         )
 
 

@@ -66,10 +66,14 @@ def _commit() -> str | None:
 
 
 class CallLog:
-    """Appends what it took to get rollouts to `rollout_calls.jsonl` (SEED-02, DIST-05)."""
+    """Appends what it took to get rollouts to `rollout_calls.jsonl` (SEED-02, DIST-05).
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "rollout_calls.jsonl"
+    Every process but the first has a file of its own, `rollout_calls.rank1.jsonl` and so on.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        of_rank = f".rank{rank}" if rank else ""
+        self._path = folder / f"rollout_calls{of_rank}.jsonl"
 
     def write(self, record: dict[str, Any]) -> None:
         _append(self._path, record)

@@ -15,8 +15,15 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
-from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.integrations import TensorBoardCallback
 from transformers.utils.logging import disable_progress_bar
 
@@ -25,20 +32,25 @@ from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
 from learner.channels.encoding import Encoding
 from learner.config.schema import Config
+from learner.data.order import ShareOrder
 from learner.evaluate import Scores, evaluate, evaluation_metrics
+from learner.loader import ShareLoader
 from learner.losses.pipeline import Pipeline
-from learner.metrics import StepReport
+from learner.metrics import Payload, StepReport
+from learner.metrics.processes import over_processes
 from learner.model.load import LoadedModel, load_model
 from learner.model.packed_forward import check_packing
 from learner.model.prompt import PromptEncoder
 from learner.model.self_context import SelfContext
 from learner.optim import build_optimizer
+from learner.parallel import open_peers
+from learner.peers import ALONE, Peers, first
 from learner.preflight import RunInputs, generates
 from learner.progress import ProgressDisplay
 from learner.publish import removed_unless_whole, writing
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Asking, Policy
-from learner.rollout.seeds import request_seed, rollout_seed_base
+from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runlog import CallLog, JsonlLog, open_run_folder
 from learner.step import StepRunner
 from learner.types import Sample
@@ -49,13 +61,18 @@ from shared_contracts.infer import RequestConfig
 class StepTrainer(Trainer):
     """Runs `StepRunner` where Trainer would run a forward.
 
-    A dataloader batch is the raw samples of one whole optimizer step.
+    A dataloader batch is this process's raw samples of one whole optimizer step.
     """
 
     def __init__(
-        self, runner: StepRunner, scorer: Callable[[], dict[str, float]], **trainer: Any
+        self,
+        runner: StepRunner,
+        scorer: Callable[[], dict[str, float]],
+        loader: ShareLoader,
+        **trainer: Any,
     ) -> None:
         super().__init__(**trainer)
+        self._loader = loader
         self._runner = runner
         self._scorer = scorer
         self._report: StepReport | None = None
@@ -68,9 +85,13 @@ class StepTrainer(Trainer):
     ) -> Tensor:
         model.train()
         loss, self._report = self._runner.run(
-            model, inputs, self.state.global_step, self.accelerator.backward
+            model, inputs, self.state.global_step, self.accelerator
         )
         return loss
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """This process's shares, whole and raw; `accelerate` has nothing to spread."""
+        return self._loader
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Trainer's own numbers, with those of the step they belong to."""
@@ -104,9 +125,22 @@ def train(
     Raises:
         RunError: the servers are gone for good, or the disk is full.
     """
-    _require_one_gpu()
     disable_progress_bar()
-    folder = open_run_folder(config, inputs.placement)
+    with open_peers(inputs.processes) as peers:
+        return _train(config, inputs, clients, console, peers)
+
+
+def _train(
+    config: Config,
+    inputs: RunInputs,
+    clients: list[RolloutClient],
+    console: Console,
+    peers: Peers,
+) -> Path:
+    if peers.count == 1:
+        _require_one_gpu()
+    folder = Path(config.training.output_dir)
+    first(peers, lambda: str(open_run_folder(config, inputs.placement)))
     set_seed(config.training.seed)
     loaded = load_model(config)
     if config.training.packing:
@@ -118,16 +152,16 @@ def train(
         if generates(config):
             samples = [*inputs.train, *inputs.val]
             opened = open_backend(
-                config, loaded, clients, folder, samples, inputs.placement, optimizer
+                config, loaded, clients, folder, samples, inputs.placement, optimizer, peers
             )
             policy = policy_over(opened, config)
             stack.callback(policy.close)
         display = ProgressDisplay(console, config.training.run_name)
         stack.callback(display.stop)
-        calls = CallLog(folder)
-        runner = build_runner(config, loaded, policy, calls)
-        scorer = build_scorer(config, loaded, inputs, policy, calls)
-        build_trainer(config, loaded, optimizer, inputs, runner, scorer, display).train()
+        calls = CallLog(folder, peers.rank)
+        runner = build_runner(config, loaded, policy, calls, peers=peers)
+        scorer = build_scorer(config, loaded, inputs, policy, calls, peers)
+        build_trainer(config, loaded, optimizer, inputs, runner, scorer, display, peers).train()
     return folder
 
 
@@ -157,8 +191,9 @@ def score_checkpoint(config: Config, samples: list[Sample], clients: list[Rollou
         policy.close()
 
 
-def _evaluation_seed(config: Config) -> int:
-    return request_seed(rollout_seed_base(config.training.seed, 0), 0, 0)
+def _evaluation_seed(config: Config, rank: int = 0) -> int:
+    base = rank_seed_base(rollout_seed_base(config.training.seed, 0), rank)
+    return request_seed(base, 0, 0)
 
 
 def policy_over(opened: OpenBackend, config: Config) -> Policy:
@@ -168,6 +203,7 @@ def policy_over(opened: OpenBackend, config: Config) -> Policy:
         asking_of(config),
         opened.repeat_terminate_active,
         opened.journal,
+        opened.round_size,
     )
 
 
@@ -190,6 +226,7 @@ def build_runner(
     policy: Policy | None,
     calls: CallLog,
     channel_b: type[ChannelB] = ChannelB,
+    peers: Peers = ALONE,
 ) -> StepRunner:
     """The channels and the objective that `config` describes.
 
@@ -204,6 +241,7 @@ def build_runner(
         Pipeline(config.pipeline, loaded.vocab.ids),
         policy,
         calls.write,
+        peers,
     )
 
 
@@ -216,20 +254,34 @@ def self_context_of(config: Config) -> SelfContext:
 
 
 def build_scorer(
-    config: Config, loaded: LoadedModel, inputs: RunInputs, policy: Policy | None, calls: CallLog
+    config: Config,
+    loaded: LoadedModel,
+    inputs: RunInputs,
+    policy: Policy | None,
+    calls: CallLog,
+    peers: Peers = ALONE,
 ) -> Callable[[], dict[str, float]]:
-    """The evaluation of a run: scores of its validation samples, and what they took."""
+    """The evaluation of a run: scores of its validation samples, and what they took.
+
+    Each process has every so-manieth sample answered; the scores are those of all.
+    """
+    own = inputs.val[peers.rank :: peers.count]
+    seed = _evaluation_seed(config, peers.rank)
+    device = next(loaded.model.parameters()).device
 
     def score() -> dict[str, float]:
         assert policy is not None, "a run that evaluates has a policy"
-        scores, notes = evaluate(
-            policy,
-            inputs.val,
-            _evaluation_seed(config),
-            loaded.tokenizer,
-            calls.write,
-            allow_poly=config.allow_poly,
-        )
+        policy.push_if_stale()
+        payloads: list[Payload] = []
+
+        def answered() -> None:
+            scores, notes = evaluate(
+                policy, own, seed, loaded.tokenizer, calls.write, allow_poly=config.allow_poly
+            )
+            payloads.extend([scores.payload(), notes])
+
+        peers.share(answered)
+        scores, notes = (over_processes(payload, device) for payload in payloads)
         return evaluation_metrics(scores, notes)
 
     return score
@@ -243,39 +295,49 @@ def build_trainer(
     runner: StepRunner,
     scorer: Callable[[], dict[str, float]],
     display: ProgressDisplay,
+    peers: Peers = ALONE,
 ) -> StepTrainer:
-    """Trainer around the step, with the logs of the run folder."""
+    """Trainer around the step, with the logs of the run folder, which process 0 keeps."""
     folder = Path(config.training.output_dir)
+    shown: list[TrainerCallback] = []
+    if peers.rank == 0:
+        board = TensorBoardCallback(SummaryWriter(config.training.logging_dir))
+        shown = [JsonlLog(folder), board, display]
     trainer = StepTrainer(
         runner,
         scorer,
+        ShareLoader(inputs.train, order_of(config, len(inputs.train), peers.count), peers.rank),
         model=loaded.model,
-        args=training_arguments(config, folder),
+        args=training_arguments(config, folder, peers.count),
         train_dataset=inputs.train,
         eval_dataset=inputs.val or None,
         data_collator=list,
         processing_class=loaded.processor,
         optimizers=(optimizer, None),
-        callbacks=[
-            JsonlLog(folder),
-            TensorBoardCallback(SummaryWriter(config.training.logging_dir)),
-            display,
-        ],
+        callbacks=shown,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def training_arguments(config: Config, folder: Path) -> TrainingArguments:
-    """Trainer's arguments; one dataloader batch is one optimizer step."""
+def order_of(config: Config, samples: int, processes: int) -> ShareOrder:
+    """Which samples each step of a run takes."""
+    training = config.training
+    batch = training.effective_batch_size
+    return ShareOrder(samples, batch, processes, training.seed, config.data.shuffle)
+
+
+def training_arguments(config: Config, folder: Path, processes: int = 1) -> TrainingArguments:
+    """Trainer's arguments; one dataloader batch is one process's share of an optimizer step."""
     training = config.training
     return TrainingArguments(
         output_dir=str(folder),
         seed=training.seed,
         use_cpu=not torch.cuda.is_available(),
         bf16=config.model.torch_dtype == "bfloat16",
-        per_device_train_batch_size=training.effective_batch_size,
-        dataloader_drop_last=True,
+        per_device_train_batch_size=training.effective_batch_size // processes,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
         remove_unused_columns=False,
         label_names=[],
         max_steps=training.max_steps or -1,
@@ -284,7 +346,6 @@ def training_arguments(config: Config, folder: Path) -> TrainingArguments:
         lr_scheduler_type=training.lr_scheduler_type,
         warmup_steps=training.warmup_ratio,
         max_grad_norm=training.max_grad_norm,
-        train_sampling_strategy="random" if config.data.shuffle else "sequential",
         eval_strategy=training.eval_strategy,
         eval_steps=training.eval_steps,
         save_strategy=training.save_strategy,

@@ -1,7 +1,7 @@
 """What became of the rollouts of a step, counted answer by answer (MET-02)."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import get_args
 
 import numpy as np
@@ -42,6 +42,12 @@ class RolloutStats:
         self.gated += match.gated
         self.drop_reasons.update(reason for _, reason in parsed.dropped)
         self.new_tokens.append(len(rollout.response_token_ids))
+
+    def merge(self, other: "RolloutStats") -> None:
+        """Take over what another part of the same step has counted."""
+        for counted in fields(self):
+            total = getattr(self, counted.name) + getattr(other, counted.name)
+            setattr(self, counted.name, total)
 
     def payload(self) -> Payload:
         """The step's rollout metrics, every reason for a drop among them."""

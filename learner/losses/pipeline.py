@@ -71,7 +71,8 @@ class Pipeline:
 
     def __call__(self, readings: Readings, selection: Selection, channel: Channel) -> PackLoss:
         """Loss of one pack over `selection.totals`."""
-        total = 0.0 * readings.anchor.slot_lse.sum()
+        # Every forward is part of the loss, whatever the pack holds: ranks synchronize over it.
+        total = 0.0 * (readings.anchor.slot_lse.sum() + readings.final.slot_lse.sum())
         atoms: dict[str, Tensor] = {}
         for module in self._modules:
             if not module.counts_in(channel):

@@ -68,7 +68,10 @@ STEP = (
     Metric("time/rollout_s", "seconds", "s", "waiting for the answers", _B),
     Metric("time/target_s", "seconds", "s", "from samples and answers to segments"),
     Metric("time/pack_s", "seconds", "s", "from segments to packs"),
+    Metric("time/wait_s", "seconds", "s", "waiting for packs, those of other processes too"),
     Metric("time/learn_s", "seconds", "s", "forwards and backwards"),
+    Metric("time/step_s", "seconds", "s", "the whole step but the optimizer's update"),
+    Metric("step/replays", "counter", "forwards", "of weight zero, beside processes with more"),
 )
 
 ROLLOUT = (

@@ -25,6 +25,11 @@ class SegmentBuffer(Generic[Segment]):
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def tokens(self) -> int:
+        """Of all segments that wait."""
+        return sum(length for length, _ in self._waiting)
+
     def add(self, segment: Segment, length: int, sample_id: str) -> None:
         """Let a segment wait; `ContractError` if it is too long or the buffer is full."""
         check_length(length, self._capacity, sample_id)

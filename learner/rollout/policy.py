@@ -27,6 +27,8 @@ class Policy:
     version: of the newest weights the backend has; each push makes the next one.
     repeat_terminate_active: the backend ends answers that repeat themselves.
     journal: what the backend notes of its calls and pushes.
+    round_size: requests that are best asked at once, where answers may be waited for while
+        something else is done; None: all of them, and nothing else is done.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Policy:
         asking: Asking,
         repeat_terminate_active: bool = False,
         journal: Journal | None = None,
+        round_size: int | None = None,
     ) -> None:
         self._backend = backend
         self._asking = asking
@@ -43,6 +46,7 @@ class Policy:
         self._stale = True
         self.version = version
         self.repeat_terminate_active = repeat_terminate_active
+        self.round_size = round_size
 
     def mark_updated(self) -> None:
         """The training weights have changed; the next `answer` needs a push first."""

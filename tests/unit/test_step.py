@@ -18,6 +18,7 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
+from learner.forwards import PlainEngine
 from learner.losses.pipeline import Pipeline
 from learner.losses.reading import Readings
 from learner.metrics import PhaseClock, StepReport
@@ -90,7 +91,7 @@ class Parts:
     ) -> tuple[float, StepReport, Gradients]:
         """Loss, report and gradients of one step."""
         self.loaded.model.zero_grad()
-        loss, report = runner.run(self.loaded.model, samples, step, lambda part: part.backward())
+        loss, report = runner.run(self.loaded.model, samples, step, PlainEngine())
         return loss.item(), report, self.gradients()
 
     def gradients(self) -> Gradients:
@@ -395,7 +396,7 @@ def test_poor_filling_is_warned_about_once(
     runner = parts.runner(config_of(capacity=640, packing_min_fill_ratio=0.9))
     for step in range(2):
         parts.step(runner, samples[:1], step)
-    warnings = [r.getMessage() for r in caplog.records if r.name == "learner.step"]
+    warnings = [r.getMessage() for r in caplog.records if r.name == "learner.packer"]
     assert len(warnings) == 1
     assert "training.packing_min_fill_ratio 90 %" in warnings[0]
     assert "global_max_length" in warnings[0]
@@ -413,7 +414,7 @@ def test_nobody_is_warned_without_packing_or_with_a_full_pack(
     training: dict[str, Any],
 ) -> None:
     parts.step(parts.runner(config_of(**training)), samples[:1])
-    assert [r for r in caplog.records if r.name == "learner.step"] == []
+    assert [r for r in caplog.records if r.name == "learner.packer"] == []
 
 
 @pytest.mark.req("PACK-01")
@@ -452,7 +453,7 @@ def test_a_step_that_supervises_nothing_leaves_the_weights_alone_and_warns_of_no
     assert loss == 0.0
     assert gradients == {}
     assert report.metrics["packing/post_rollout_segments"] == 0
-    assert [r for r in caplog.records if r.name == "learner.step"] == []
+    assert [r for r in caplog.records if r.name == "learner.packer"] == []
 
 
 def test_nothing_is_carried_from_one_step_to_the_next(

@@ -11,6 +11,7 @@ from learner.channels.b import ChannelB
 from learner.channels.encoding import Encoding
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
+from learner.forwards import PlainEngine
 from learner.losses.pipeline import Pipeline
 from learner.model.load import LoadedModel, load_model
 from learner.model.prompt import PromptEncoder
@@ -82,11 +83,14 @@ class World:
             policy,
         )
 
-        def backward(loss: torch.Tensor) -> None:
-            self.losses += 1
-            loss.backward()
+        world = self
 
-        _, report = runner.run(self.loaded.model, self.samples, 0, backward)
+        class Counting(PlainEngine):
+            def backward(self, loss: torch.Tensor) -> None:
+                world.losses += 1
+                super().backward(loss)
+
+        _, report = runner.run(self.loaded.model, self.samples, 0, Counting())
         return report.metrics
 
 

@@ -1,0 +1,119 @@
+"""The forwards and backwards of one optimizer step, as many on every rank (DDP-02).
+
+    packs, chunk by chunk -> ranks agree how many to run -> forward, backward ... -> one sync
+
+Ranks have different numbers of packs. After every chunk all run as many as each of them has,
+less one; at the end as many as the one with the most, where the others replay a pack with
+weight zero. So gradients are synchronized exactly once, in the last backward, and nobody waits
+for a forward that does not come.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from learner.metrics import PhaseClock
+from learner.model.packed_forward import Pack
+from learner.peers import Peers
+
+
+class Engine(Protocol):
+    """Who runs backwards and synchronizes gradients: an `accelerate.Accelerator`."""
+
+    def backward(self, loss: Tensor) -> None: ...
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]: ...
+
+
+class PlainEngine:
+    """One process, without an accelerator."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Forwards:
+    """Runs the packs of one step.
+
+    pack_loss: the loss of one pack times its share of this rank's samples; a share of 0 is a
+        replay, whose gradient is zero. spare: a pack to replay for a rank that has none.
+    samples: of this rank. clock: takes the phases `wait` and `learn`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        peers: Peers,
+        pack_loss: Callable[[Pack, float], Tensor],
+        spare: Callable[[], Pack],
+        samples: int,
+        clock: PhaseClock,
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._peers = peers
+        self._pack_loss = pack_loss
+        self._spare = spare
+        self._samples = samples
+        self._clock = clock
+        self._ready: deque[Pack] = deque()
+        self._latest: Pack | None = None
+        self._device = next(model.parameters()).device
+        self._loss = torch.zeros((), device=self._device)
+        self.replays = 0
+
+    def run(self, chunks: Iterator[Sequence[Pack]]) -> Tensor:
+        """Accumulate the gradients of all packs; returns this rank's loss, a detached scalar.
+
+        Gradients are averaged over the ranks where they are synchronized, and ranks have
+        equally many samples: so a rank's own shares make the loss of the whole step.
+        """
+        over = False
+        while not over:
+            over = self._take(chunks)
+        return self._loss
+
+    def _take(self, chunks: Iterator[Sequence[Pack]]) -> bool:
+        """Run what all ranks can after one more chunk; true once that was the last."""
+
+        def chunk() -> tuple[int, bool]:
+            packs = next(chunks, None)
+            self._ready.extend(packs or ())
+            return len(self._ready), packs is None
+
+        with self._clock.phase("wait"):
+            said = self._peers.share(chunk)
+        counts = [count for count, _ in said]
+        if not all(over for _, over in said):
+            for _ in range(min(counts) - 1):
+                self._forward(last=False)
+            return False
+        for left in reversed(range(max(counts))):
+            self._forward(last=left == 0)
+        return True
+
+    def _forward(self, last: bool) -> None:
+        pack, share = self._next()
+        unsynced = nullcontext() if last else self._engine.no_sync(self._model)
+        with self._clock.phase("learn"), unsynced:
+            loss = self._pack_loss(pack.to(self._device), share)
+            self._engine.backward(loss)
+            if last and self._device.type == "cuda":  # else the clock stops before the backward
+                torch.cuda.synchronize(self._device)
+        self._loss += loss.detach()
+
+    def _next(self) -> tuple[Pack, float]:
+        if self._ready:
+            self._latest = self._ready.popleft()
+            return self._latest, len(self._latest.sample_ids) / self._samples
+        self.replays += 1
+        if self._latest is None:
+            self._latest = self._spare()
+        return self._latest, 0.0

@@ -1,0 +1,57 @@
+"""The process group of a run: one process, or as many as torchrun has started (DDP-01).
+
+Gradients go over NCCL between GPUs and over gloo between CPUs; everything else over a store
+of its own, which rank 0 holds.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch.distributed import TCPStore
+
+from learner.peers import ALONE, Peers, StorePeers
+
+# Of one collective. It is long, as processes wait for each other in the store before.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_CONNECT_S = 60.0
+
+
+@contextmanager
+def open_peers(processes: int) -> Iterator[Peers]:
+    """Join the other learner processes; what one of them raises ends all of them.
+
+    processes: as torchrun says.
+    """
+    if processes == 1:
+        yield ALONE
+        return
+    cpu = not torch.cuda.is_available()
+    PartialState(cpu=cpu, backend="gloo" if cpu else "nccl", timeout=COLLECTIVE_TIMEOUT)
+    with _connected().guarded() as peers:
+        yield peers
+    dist.destroy_process_group()
+
+
+def _connected() -> StorePeers:
+    rank, count = dist.get_rank(), dist.get_world_size()
+    host = os.environ["MASTER_ADDR"]
+    held = _store(host, 0, is_master=True) if rank == 0 else None
+    told: list[int] = [0 if held is None else held.port]
+    dist.broadcast_object_list(told, src=0)
+    (port,) = told
+    return StorePeers(rank, count, lambda: _store(host, port, is_master=False), held=held)
+
+
+def _store(host: str, port: int, *, is_master: bool) -> TCPStore:
+    return TCPStore(
+        host,
+        port,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_CONNECT_S),
+    )
