@@ -117,7 +117,7 @@ def _plain_reading(logits: Tensor, selection: Selection, coord_ids: Tensor) -> R
     text, slots = logits[selection.text_rows], logits[selection.slot_rows]
     return Reading(
         text_nll=F.cross_entropy(fenced(text), selection.text_targets, reduction="none"),
-        text_coord_mass=coord_mass(full_logsumexp(text), text[:, coord_ids]),
+        text_mass=1.0 - coord_mass(full_logsumexp(text), text[:, coord_ids]),
         slot_lse=full_logsumexp(slots),
         slot_coord_logits=slots[:, coord_ids],
     )

@@ -63,6 +63,6 @@ def coord_reg(reading: Reading, selection: Selection, config: CoordRegConfig) ->
             for name, weight, values in _slot_terms(reading, selection, config)
         ]
     if config.text_gate_weight > 0 and len(selection.text_rows):
-        leak = text_gate(reading.text_coord_mass)
+        leak = text_gate(reading.text_mass)
         terms.append(Term("text_gate", "coord", config.text_gate_weight * leak.sum() / totals.text))
     return terms

@@ -46,12 +46,18 @@ def full_logsumexp(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return torch.logsumexp(fenced(logits, temperature), dim=-1)
 
 
-def logsumexp_and_mass_(scaled: Tensor, coord_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """`full_logsumexp` (r,) and `coord_mass` (r,) of (r, V) fenced logits, in their own memory."""
+def logsumexp_and_text_mass_(scaled: Tensor, coord_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """`full_logsumexp` (r,) and the text mass (r,) of (r, V) fenced logits, in their own memory.
+
+    The text mass is the share of the tokens that are no coordinates, in [0, 1]. It is summed, not
+    1 less the share of the coordinates, which has few digits where the coordinates have nearly all.
+    """
     top = scaled.amax(-1, keepdim=True)
-    whole = scaled.sub_(top).exp_().sum(-1)
-    mass = scaled.index_select(1, coord_ids).sum(-1) / whole
-    return whole.log() + top.squeeze(-1), mass
+    exps = scaled.sub_(top).exp_()
+    coord = exps.index_select(1, coord_ids).sum(-1)
+    text = exps.index_fill_(1, coord_ids, 0.0).sum(-1)
+    whole = text + coord
+    return whole.log() + top.squeeze(-1), text / whole
 
 
 def coord_log_probs(coord_logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -73,10 +79,10 @@ def coord_mass(full_lse: Tensor, coord_logits: Tensor, temperature: float = 1.0)
     return (-coord_gate(full_lse, coord_logits, temperature)).exp()
 
 
-def text_gate(coord_mass: Tensor) -> Tensor:
+def text_gate(text_mass: Tensor) -> Tensor:
     """Penalty on coordinate mass at text positions, in nats.
 
-    `-log(1 - p_coord)` with the probability of text floored at 1e-6; shares of the
-    coordinates in the vocabulary (...) -> (...), in [0, 13.8].
+    `-log(1 - p_coord)` with `1 - p_coord`, the text mass, floored at 1e-6; shares of what is no
+    coordinate in the vocabulary (...) -> (...), in [0, 13.8].
     """
-    return -(1.0 - coord_mass).clamp_min(PROBABILITY_FLOOR).log()
+    return -text_mass.clamp_min(PROBABILITY_FLOOR).log()

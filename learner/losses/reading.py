@@ -1,10 +1,10 @@
 """Logits of a forward, read once: reduced to what the objectives need of them.
 
 A row of logits is as wide as the vocabulary, and a pack has thousands of rows. So no
-objective is handed rows: of text it gets the cross-entropy of the target and the share of the
-coordinates, of a slot a logsumexp and the logits of the 1000 coordinates. Forward and backward
-go through the supervised rows in chunks and hold one gradient of the logits, of their own type,
-besides them.
+objective is handed rows: of text it gets the cross-entropy of the target and the share of what
+is no coordinate, of a slot a logsumexp and the logits of the 1000 coordinates. Forward and
+backward go through the supervised rows in chunks and hold one gradient of the logits, of their own
+type, besides them.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from learner.losses.fences import (
     fence_,
     fenced,
     fenced_gradient,
-    logsumexp_and_mass_,
+    logsumexp_and_text_mass_,
     widened,
 )
 from learner.losses.supervision import Selection
@@ -37,13 +37,13 @@ class Reading(NamedTuple):
     where the text was not read.
 
     text_nll: (T,) `-log p(target)` over the vocabulary, in nats.
-    text_coord_mass: (T,) share of the coordinate tokens in the vocabulary, in [0, 1].
+    text_mass: (T,) share of the tokens that are no coordinates in the vocabulary, in [0, 1].
     slot_lse: (K,) logsumexp over the vocabulary. Both are at the gates' temperature.
     slot_coord_logits: (K, 1000) logits as they came.
     """
 
     text_nll: Tensor
-    text_coord_mass: Tensor
+    text_mass: Tensor
     slot_lse: Tensor
     slot_coord_logits: Tensor
 
@@ -130,11 +130,13 @@ class _ReadRows(torch.autograd.Function):
         logits, text_rows, targets, slot_rows, coord_ids = ctx.saved_tensors
         plain, text, mass, slot, clean = ctx.found
         source, at = _Rows(logits, coord_ids, clean), ctx.temperature
-        of_text = -of_mass * mass if at != 1.0 else of_nll - of_mass * mass
+        of_text, of_coord_in_text = of_mass * (1.0 - mass), -of_mass * mass
+        if at == 1.0:
+            of_text, of_coord_in_text = of_text + of_nll, of_coord_in_text + of_nll
         gradient = torch.zeros_like(logits)
         for part in source.parts(text_rows):
             rows, aims = text_rows[part], targets[part]
-            block = source.pulled(rows, text[part], at, of_text[part], of_mass[part])
+            block = source.pulled(rows, text[part], at, of_text[part], of_coord_in_text[part])
             if at != 1.0:
                 block += source.pulled(rows, plain[part], 1.0, of_nll[part])
             nth = torch.arange(len(aims), device=aims.device)
@@ -168,13 +170,13 @@ class _Rows:
         return (slice(start, start + step) for start in range(0, len(rows), step))
 
     def logsumexp(self, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(R,) -> logsumexp of each row (R,), and the share of the coordinates in it (R,)."""
+        """(R,) -> logsumexp of each row (R,), and the share of what is no coordinate (R,)."""
         lse = torch.empty(len(rows), dtype=self._wide, device=rows.device)
         mass = torch.empty_like(lse)
         for part in self.parts(rows):
             own = self._divided(rows[part], temperature)
             self.clean = self.clean & all_inside(own)
-            lse[part], mass[part] = logsumexp_and_mass_(fence_(own), self._coord_ids)
+            lse[part], mass[part] = logsumexp_and_text_mass_(fence_(own), self._coord_ids)
         return lse, mass
 
     def pulled(
@@ -187,7 +189,7 @@ class _Rows:
     ) -> Tensor:
         """Gradient of the logits of `rows`, (r, V), where their logsumexp is pulled by `whole`.
 
-        The softmax times `whole` (r,), and times `coord` (r,) besides at the coordinates.
+        The softmax times `whole` (r,), but at the coordinates times `coord` (r,) if given.
         """
         soft = fence_(self._divided(rows, temperature)).sub_(lse[:, None]).exp_()
         inner = None
@@ -195,7 +197,7 @@ class _Rows:
             inner = soft.index_select(1, self._coord_ids).mul_((coord / temperature)[:, None])
         soft.mul_((whole / temperature)[:, None])
         if inner is not None:
-            soft.index_add_(1, self._coord_ids, inner)
+            soft.index_copy_(1, self._coord_ids, inner)
         if self._all_clean:
             return soft
         return fenced_gradient(self._logits[rows], soft, temperature)

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from learner.coords import COORD_BINS
 from learner.losses.bbox_geo import ciou_loss, expected_coords
 from learner.losses.coord_reg import soft_targets, wasserstein1
-from learner.losses.fences import coord_gate, coord_mass, fenced, full_logsumexp, text_gate
+from learner.losses.fences import (
+    coord_gate,
+    coord_mass,
+    fenced,
+    full_logsumexp,
+    logsumexp_and_text_mass_,
+    text_gate,
+)
 from learner.losses.token_ce import role_weights, token_weights
 from learner.types import Role
 from tests.unit.loss_rows import COORD_IDS, SOME, TEXT_IDS, TOKEN_CE, VOCAB
@@ -132,8 +139,23 @@ def test_gates_are_the_two_sides_of_one_mass() -> None:
     leak = coord_gate(full, coord)
     p_coord = torch.softmax(logits.double(), 1)[:, COORD_IDS].sum(1)
     assert torch.allclose(leak.double(), -p_coord.log(), atol=1e-5)
-    gates = text_gate(coord_mass(full, coord))
-    assert torch.allclose(gates.double(), -(1 - p_coord).log(), atol=1e-4)
+    assert torch.allclose(coord_mass(full, coord).double(), p_coord, atol=1e-5)
+    again, text_mass = logsumexp_and_text_mass_(logits.clone(), torch.tensor(COORD_IDS))
+    assert torch.allclose(again, full)
+    assert torch.allclose(text_gate(text_mass).double(), -(1 - p_coord).log(), atol=1e-5)
+
+
+@pytest.mark.req("LOSS-04")
+@pytest.mark.parametrize("raised", [0.0, 5.0, 9.0])
+def test_the_text_gate_keeps_its_digits_where_the_coordinates_have_nearly_all(
+    raised: float,
+) -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3))
+    logits[:, COORD_IDS] += raised
+    p_text = torch.softmax(logits.double(), 1)[:, TEXT_IDS].sum(1)
+    assert (p_text > 1e-6).all()
+    _, text_mass = logsumexp_and_text_mass_(logits, torch.tensor(COORD_IDS))
+    assert text_mass.double().tolist() == pytest.approx(p_text.tolist(), rel=1e-5)
 
 
 @pytest.mark.req("LOSS-04")
@@ -141,7 +163,7 @@ def test_the_text_gate_ends_at_its_floor() -> None:
     logits = torch.zeros(2, VOCAB, dtype=torch.float64)
     logits[0, TEXT_IDS] = -50.0
     logits[1, COORD_IDS] = -50.0
-    gates = text_gate(coord_mass(full_logsumexp(logits), logits[:, COORD_IDS]))
+    gates = text_gate(logsumexp_and_text_mass_(logits, torch.tensor(COORD_IDS))[1])
     assert gates.tolist() == pytest.approx([-math.log(1e-6), 0.0], abs=1e-12)
 
 
