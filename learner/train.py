@@ -127,16 +127,18 @@ def train(
     """
     disable_progress_bar()
     with open_peers(inputs.processes) as peers:
-        return _train(config, inputs, clients, console, peers)
+        train_as(peers, config, inputs, clients, console)
+    return Path(config.training.output_dir)
 
 
-def _train(
+def train_as(
+    peers: Peers,
     config: Config,
     inputs: RunInputs,
     clients: list[RolloutClient],
     console: Console,
-    peers: Peers,
-) -> Path:
+) -> StepTrainer:
+    """`train` as one of `peers`; returns its trainer, which is done."""
     if peers.count == 1:
         _require_one_gpu()
     folder = Path(config.training.output_dir)
@@ -161,8 +163,9 @@ def _train(
         calls = CallLog(folder, peers.rank)
         runner = build_runner(config, loaded, policy, calls, peers=peers)
         scorer = build_scorer(config, loaded, inputs, policy, calls, peers)
-        build_trainer(config, loaded, optimizer, inputs, runner, scorer, display, peers).train()
-    return folder
+        trainer = build_trainer(config, loaded, optimizer, inputs, runner, scorer, display, peers)
+        trainer.train()
+    return trainer
 
 
 def _require_one_gpu() -> None:
