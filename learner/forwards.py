@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from learner.metrics import PhaseClock
 from learner.model.packed_forward import Pack
 from learner.peers import Peers
+from learner.schedule import forwards_due
 
 
 class Engine(Protocol):
@@ -90,14 +91,11 @@ class Forwards:
 
         with self._clock.phase("wait"):
             said = self._peers.share(chunk)
-        counts = [count for count, _ in said]
-        if not all(over for _, over in said):
-            for _ in range(min(counts) - 1):
-                self._forward(last=False)
-            return False
-        for left in reversed(range(max(counts))):
-            self._forward(last=left == 0)
-        return True
+        over = all(over for _, over in said)
+        due = forwards_due([count for count, _ in said], [over for _, over in said])
+        for left in reversed(range(due)):
+            self._forward(last=over and left == 0)
+        return over
 
     def _forward(self, last: bool) -> None:
         pack, share = self._next()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from learner.config.training import TrainingConfig
 from learner.metrics import Payload
 from learner.model.packed_forward import Pack, Segment, make_pack
-from learner.packing import SegmentBuffer
+from learner.packing import StepPacking
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,40 +36,28 @@ class Packer:
 
 
 class StepPacks:
-    """The packs of one step; nothing is carried over to the next one.
-
-    Without packing, every segment is a pack of its own, however long.
-    """
+    """The packs of one step, and counts of them; nothing is carried over to the next one."""
 
     def __init__(
         self, training: TrainingConfig, capacity: int, check_fill: Callable[[float], None]
     ) -> None:
-        self._training = training
         self._capacity = capacity
         self._check_fill = check_fill
-        self._buffer = SegmentBuffer[Segment](capacity, training.packing_buffer)
+        self._packing = StepPacking[Segment](
+            capacity,
+            training.packing_buffer,
+            training.packing_min_fill_ratio,
+            packing=training.packing,
+        )
         self._segments = self._packs = self._tokens = 0
 
     def add(self, segments: Sequence[Segment]) -> list[Pack]:
         """Full packs of what there is; the rest waits for more."""
-        if not self._training.packing:
-            return self._made([[segment] for segment in segments])
-        packs = []
-        for segment in segments:
-            self._buffer.add(segment, len(segment), segment.sample_id)
-            while self._buffer.tokens >= self._capacity:
-                packs.append(self._buffer.take_pack())
-        return self._made(packs)
+        return self._made(self._packing.add(segments))
 
     def rest(self, segments: Sequence[Segment]) -> list[Pack]:
         """The last segments, and all that waits, in the fewest packs."""
-        if not self._training.packing:
-            packs = [[segment] for segment in segments]
-        else:
-            for segment in segments:
-                self._buffer.add(segment, len(segment), segment.sample_id)
-            packs = self._buffer.take_pool(self._training.packing_min_fill_ratio)
-        made = self._made(packs)
+        made = self._made(self._packing.rest(segments))
         self._check_fill(self._tokens / max(self._packs * self._capacity, 1))
         return made
 

@@ -1,5 +1,6 @@
-"""Which channel an optimizer step runs (STEP-01)."""
+"""Which channel an optimizer step runs (STEP-01), and how many forwards (DDP-02)."""
 
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from functools import lru_cache
@@ -34,3 +35,12 @@ def exact_ratio(b_ratio: str | float | Decimal) -> Fraction:
             "Give the share of channel-B steps as a decimal, e.g. 0.5",
         )
     return Fraction(written)
+
+
+def forwards_due(ready: Sequence[int], over: Sequence[bool]) -> int:
+    """Forwards that every rank runs after another chunk of each.
+
+    ready: packs that each rank holds. over: ranks that will have no more. As many as all of
+    them have, less one; once all are over, as many as the one with the most.
+    """
+    return max(ready) if all(over) else max(min(ready) - 1, 0)

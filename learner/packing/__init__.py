@@ -1,8 +1,8 @@
 """Which segments share a forward (section 11 of the contract); lengths in, indices out.
 
 A segment is one whole sample, prompt and target. `plan_packs` divides the pool of a step,
-`select_segments` takes one pack out of a buffer that goes on, and `SegmentBuffer` is the
-buffer of both.
+`select_segments` takes one pack out of a buffer that goes on, `SegmentBuffer` is the
+buffer of both, and `StepPacking` divides what a step has, while more is on its way.
 """
 
 from learner.packing.buffer import SegmentBuffer
@@ -10,5 +10,14 @@ from learner.packing.exact import EXACT_POOL
 from learner.packing.length import check_length
 from learner.packing.plan import plan_packs
 from learner.packing.select import select_segments
+from learner.packing.step import StepPacking, Whole
 
-__all__ = ["EXACT_POOL", "SegmentBuffer", "check_length", "plan_packs", "select_segments"]
+__all__ = [
+    "EXACT_POOL",
+    "SegmentBuffer",
+    "StepPacking",
+    "Whole",
+    "check_length",
+    "plan_packs",
+    "select_segments",
+]
