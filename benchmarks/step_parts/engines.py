@@ -1,0 +1,145 @@
+"""Engines of a fixed latency on both sides: rollout servers, and a learner whose forwards wait."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.processes import Peer
+from learner.channels.a import ChannelA
+from learner.channels.b import ChannelB
+from learner.channels.rollout_stats import RolloutStats
+from learner.losses.pipeline import PackLoss, Pipeline
+from learner.losses.reading import Reader, Readings
+from learner.losses.supervision import Selection, Supervision
+from learner.model.packed_forward import EncodedPrompt, Pack, Segment
+from learner.rollout.client import RolloutClient
+from learner.rollout.server import ServerBackend
+from learner.types import Channel, RolloutOutput, Sample, Target
+from shared_contracts.weights import CommunicatorReady, SyncReport, WeightStatus
+
+PROMPT_TOKENS = 1_200
+ANSWER_TOKENS = 300
+TIMEOUT_S = 60.0
+
+
+class FixedPushes:
+    """A weight channel whose pushes cost nothing; every server takes every version."""
+
+    def __init__(self, client: RolloutClient) -> None:
+        self._epoch = client.info().server_epoch
+        self._version = 0
+
+    def connect(self) -> CommunicatorReady:
+        return CommunicatorReady(
+            weights_version=self._version,
+            world_size=2,
+            transport="gloo",
+            server_epoch=self._epoch,
+            dtype="float32",
+        )
+
+    def push(self, version: int) -> SyncReport:
+        self._version = version
+        status = WeightStatus(state="READY", weights_version=version, server_epoch=self._epoch)
+        return SyncReport(status=status, seconds={"send": 0.0, "total": 0.0}, bytes=0, verified=0)
+
+    def abandon(self) -> None:
+        """There is no group."""
+
+    def close(self) -> None:
+        """There is no group."""
+
+
+@contextmanager
+def fixed_servers(
+    count: int, seconds: float, sequences: int, folder: Path
+) -> Iterator[ServerBackend]:
+    """A backend over `count` servers that take `seconds` for each call of up to `sequences`."""
+    args = [str(count), str(seconds), str(PROMPT_TOKENS), str(ANSWER_TOKENS)]
+    peer = Peer("benchmarks.peers.fixed_servers", args, folder / "servers.log", {}, piped=True)
+    with peer:
+        clients = [RolloutClient(url, TIMEOUT_S) for url in json.loads(peer.hear())]
+        backend = ServerBackend(clients, [FixedPushes(c) for c in clients], sequences)
+        backend.connect()
+        backend.push_weights(1)
+        yield backend
+        backend.close()
+
+
+class Weights(nn.Module):
+    """A model of one number: there is something to have gradients of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.zeros(()))
+
+
+class FixedA(ChannelA):
+    """Segments of a few tokens, and forwards that take `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def segments(self, samples: Sequence[Sample]) -> list[Segment]:
+        return [tiny_segment(sample.sample_id) for sample in samples]
+
+    def readings(self, model: nn.Module, pack: Pack, reader: Reader) -> Readings:
+        return waited(model, self._seconds)
+
+
+class FixedB(ChannelB):
+    """As `FixedA`; answers are not looked at."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def segments(
+        self, samples: Sequence[Sample], rollouts: Sequence[RolloutOutput]
+    ) -> tuple[list[Segment], RolloutStats]:
+        return [tiny_segment(sample.sample_id) for sample in samples], RolloutStats()
+
+    def readings(self, model: nn.Module, pack: Pack, reader: Reader) -> Readings:
+        return waited(model, self._seconds)
+
+
+def waited(model: nn.Module, seconds: float) -> Readings:
+    """In the place of readings, after a while: the loss itself."""
+    time.sleep(seconds)
+    assert isinstance(model, Weights)
+    return cast(Readings, model.number * 1.0)
+
+
+class FixedPipeline(Pipeline):
+    """An objective whose loss is there already."""
+
+    def __init__(self) -> None:
+        """There is nothing to declare."""
+
+    def select(self, row: Supervision, channel: Channel) -> Selection:
+        return cast(Selection, row)
+
+    def reader(self, selection: Selection) -> Reader:
+        return cast(Reader, selection)
+
+    def __call__(self, readings: Readings, selection: Selection, channel: Channel) -> PackLoss:
+        return PackLoss(cast(Tensor, readings), {}, {}, 0)
+
+
+def tiny_segment(sample_id: str) -> Segment:
+    """One token of prompt and one of an answer, of which nothing is supervised."""
+    one = torch.zeros(1, dtype=torch.long)
+    prompt = EncodedPrompt(one, one, None, None)
+    target = Target([0], 0, [], np.zeros(1, dtype=np.int8), [])
+    both = torch.zeros(2, dtype=torch.long)
+    return Segment(sample_id, prompt, target, both, both.expand(4, 2), has_dropped=False)
+
+
+def samples(count: int) -> list[Sample]:
+    return [Sample(f"fixed:{number}", (), 64, 64, ()) for number in range(count)]

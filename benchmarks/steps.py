@@ -1,0 +1,128 @@
+"""What the learner's scheduling costs, with engines of a fixed latency on both sides.
+
+    .venv/bin/python -m benchmarks.steps [--only NAME ...] [--rounds N] [--out FILE.json]
+
+pipelined    a channel-B step whose chunks are rolled out while others are learned, over the
+             longer of the two alone; a step that does one after the other is reported beside it
+servers      requests per second of 8, 4 and 2 servers over those of one, and of as many as there
+             are; CPU time of the learner per request
+
+The servers are a program of their own that answers over HTTP after a fixed time; a forward and
+backward of the learner waits a fixed time, as a GPU would have it wait. Everything between is
+the product's own. Prints the table of docs/benchmarks.md.
+"""
+
+import statistics
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.command import run
+from benchmarks.processes import PeerFailed
+from benchmarks.results import Result, median_of
+from benchmarks.step_parts.engines import (
+    FixedA,
+    FixedB,
+    FixedPipeline,
+    Weights,
+    fixed_servers,
+    samples,
+)
+from learner.config import load_mapping, merge, parse_config
+from learner.config.schema import Config
+from learner.forwards import PlainEngine
+from learner.rollout.policy import Asking, Policy
+from learner.rollout.requests import build_request
+from learner.rollout.server import ServerBackend
+from learner.step import StepRunner
+from shared_contracts.errors import ContractError, RunError
+from shared_contracts.infer import RequestConfig
+
+CONFIG = Path(__file__).parents[1] / "configs" / "demo" / "warmup.yaml"
+PIPELINED_GOAL = 1.1
+LINEAR_GOAL = 0.95
+CPU_MS_GOAL = 1.0
+# A step of the pipeline: so many chunks, each of them so long on either side.
+CHUNKS, CHUNK_SAMPLES, CHUNK_S = 16, 8, 0.5
+SEQUENCES = 64
+# So many slices of `SEQUENCES` for every server, each as long as 300 tokens of 20 ms.
+SLICES, SLICE_S = 2, 6.0
+
+
+class Bench:
+    def __init__(self, folder: Path, rounds: int, stack: ExitStack) -> None:
+        self.folder = folder
+        self.rounds = rounds
+
+
+def pipelined(bench: Bench) -> list[Result]:
+    longer = CHUNKS * CHUNK_S
+    overlapped, sequential = [], []
+    with fixed_servers(1, CHUNK_S, CHUNK_SAMPLES, bench.folder) as backend:
+        for _ in range(bench.rounds):
+            overlapped.append(_step_s(backend, CHUNK_SAMPLES) / longer)
+            sequential.append(_step_s(backend, None) / longer)
+    name = "channel-B step over the longer of rollouts and learning"
+    beside = f"one after the other: {statistics.median(sequential):.2f}"
+    detail = f"{CHUNKS} chunks of {CHUNK_SAMPLES} samples, {CHUNK_S:g} s on each side; {beside}"
+    return [median_of(name, overlapped, PIPELINED_GOAL, at_least=False, detail=detail)]
+
+
+def _step_s(backend: ServerBackend, round_size: int | None) -> float:
+    """Seconds of one channel-B step. round_size: of a chunk; None: no overlap."""
+    asking = Asking("", None, RequestConfig(max_tokens=1, return_details=True))
+    policy = Policy(backend, 1, asking, round_size=round_size)
+    forward_s = CHUNK_S / CHUNK_SAMPLES
+    channels = FixedA(forward_s), FixedB(forward_s)
+    runner = StepRunner(_config(), *channels, FixedPipeline(), policy)
+    own = samples(CHUNKS * CHUNK_SAMPLES)
+    began = time.perf_counter()
+    runner.run(Weights(), own, 0, PlainEngine())
+    return time.perf_counter() - began
+
+
+def _config() -> Config:
+    """Channel B alone, without packing."""
+    every_step = {"stage2_ab": {"schedule": {"b_ratio": 1}}, "training": {"packing": False}}
+    return parse_config(merge(load_mapping(CONFIG), every_step))
+
+
+def servers(bench: Bench) -> list[Result]:
+    rates: dict[int, list[float]] = {count: [] for count in (1, 2, 4, 8)}
+    cpu_ms: dict[int, list[float]] = {count: [] for count in rates}
+    for _ in range(bench.rounds):
+        for count in rates:
+            per_second, ms = _rollout(bench, count)
+            rates[count].append(per_second)
+            cpu_ms[count].append(ms)
+    results = []
+    for count in (2, 4, 8):
+        shares = [many / (count * one) for one, many in zip(rates[1], rates[count], strict=True)]
+        detail = f"{statistics.median(rates[count]):.0f} requests/s"
+        name = f"{count} servers, requests per second over {count} times those of one"
+        results.append(median_of(name, shares, LINEAR_GOAL, at_least=True, detail=detail))
+    name = "CPU time of the learner per request, 8 servers"
+    results.append(median_of(name, cpu_ms[8], CPU_MS_GOAL, at_least=False, unit=" ms"))
+    return results
+
+
+def _rollout(bench: Bench, count: int) -> tuple[float, float]:
+    """Requests per second, and milliseconds of this process's CPU time per request."""
+    with fixed_servers(count, SLICE_S, SEQUENCES, bench.folder) as backend:
+        asked = [build_request(s, "Detect.", None) for s in samples(count * SEQUENCES * SLICES)]
+        config = RequestConfig(max_tokens=1, seed=1, return_details=True)
+        cpu, began = time.process_time(), time.perf_counter()
+        backend.rollout(asked, config)
+        seconds, spent = time.perf_counter() - began, time.process_time() - cpu
+    return len(asked) / seconds, 1000 * spent / len(asked)
+
+
+PARTS = {"pipelined": pipelined, "servers": servers}
+
+
+def main() -> None:
+    run("steps", __doc__ or "", PARTS, Bench, 5, (PeerFailed, RunError, ContractError))
+
+
+if __name__ == "__main__":
+    main()
