@@ -7,79 +7,16 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.contract.running_server import CPU, START_TIMEOUT_S
-from tests.integration.two_hosts import Host, NotAllowed, two_hosts
+from tests.integration.conftest import Far
+from tests.integration.far_server import GROUP_PORT, TOKEN, FarServer, ended
+from tests.integration.two_hosts import Host
 
 ROOT = Path(__file__).resolve().parents[2]
-PORT, GROUP_PORT = 8000, 8001
-TOKEN = "a-token-for-two-hosts"
-# Runs on the server's own host: status and body of a GET.
-LOOK = """
-import json, sys, urllib.error, urllib.request
-url, token = sys.argv[1:]
-asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
-try:
-    answer = urllib.request.urlopen(asked, timeout=5)
-except urllib.error.HTTPError as error:
-    answer = error
-except OSError:
-    print(json.dumps([0, ""]))
-    sys.exit()
-print(json.dumps([answer.status, answer.read().decode()]))
-"""
-
-
-class FarServer:
-    """A rollout server on its host, looked at from there."""
-
-    def __init__(self, host: Host, checkpoint: Path, folder: Path) -> None:
-        self.url = f"http://{host.address}:{PORT}"
-        self.log = folder / "server.log"
-        self._host = host
-        token = folder / "token"
-        token.write_text(TOKEN)
-        token.chmod(0o600)
-        command = [sys.executable, "-m", "rollout_server", "serve", "--model", str(checkpoint)]
-        where = ["--host", host.address, "--port", str(PORT), "--token-file", str(token)]
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*host.enter, *command, *CPU, *where, "--max-model-len", "512"],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    def look(self, path: str) -> tuple[int, str]:
-        """Status and body; status 0 when nobody answers."""
-        command = [*self._host.enter, sys.executable, "-c", LOOK, self.url + path, TOKEN]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        status, body = json.loads(said)
-        return status, body
-
-    def wait_for(self, status: int) -> Any:
-        """The body of `/health/` once its status is `status`."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            found, body = self.look("/health/")
-            if found == status:
-                return json.loads(body)
-            time.sleep(0.1)
-        raise AssertionError(self.log.read_text()[-2000:])
-
-    def wait_until_it_decodes(self) -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            for line in self.look("/metrics/")[1].splitlines():
-                if line.startswith("rollout_running_sequences{") and float(line.split()[-1]):
-                    return
-        raise AssertionError(self.look("/metrics/"))
 
 
 class FarLearner:
@@ -113,29 +50,13 @@ class FarLearner:
         return self.hear()
 
 
-@contextmanager
-def ended(process: "subprocess.Popen[Any]") -> Iterator[None]:
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
 @pytest.mark.req("SYNC-04", "SYNC-05", "SYNC-07", "DIST-05", "CFG-06")
 def test_a_cut_cable_is_noticed_by_both_sides_and_all_is_made_good(
-    tied: Path, other_tied: Path, tmp_path: Path
+    far: Far, other_tied: Path
 ) -> None:
-    try:
-        with two_hosts() as (here, there):
-            server = FarServer(here, tied, tmp_path)
-            with ended(server.process):
-                server.wait_for(200)
-                learner = FarLearner(there, server, other_tied)
-                with ended(learner.process):
-                    play(here, server, learner)
-    except NotAllowed as reason:
-        pytest.skip(str(reason))
+    learner = FarLearner(far.there, far.server, other_tied)
+    with ended(learner.process):
+        play(far.here, far.server, learner)
 
 
 def play(here: Host, server: FarServer, learner: FarLearner) -> None:
@@ -145,9 +66,9 @@ def play(here: Host, server: FarServer, learner: FarLearner) -> None:
     assert f"({server.url}) in phase rendezvous: " in refused
     assert f"{here.address}:{GROUP_PORT}" in refused
     here.unblock(GROUP_PORT)
-    assert learner.do("connect") == {"connected": 0}
+    version = learner.do("connect")["connected"]
 
-    assert learner.do("push") == {"pushed": 1}
+    assert learner.do("push") == {"pushed": version + 1}
     undisturbed = learner.do("ask")
 
     assert learner.do("push half") == {"half": True}
@@ -158,8 +79,8 @@ def play(here: Host, server: FarServer, learner: FarLearner) -> None:
     assert "weight sync failed at the " in reason
     assert f"({server.url}) in phase transfer" in reason
     here.mend()
-    assert learner.hear() == {"pushed": 2}
-    assert server.wait_for(200)["weights_version"] == 2
+    assert learner.hear() == {"pushed": version + 2}
+    assert server.wait_for(200)["weights_version"] == version + 2
     assert learner.do("ask") == undisturbed
 
     learner.tell("ask")
