@@ -202,23 +202,41 @@ def test_both_shells_agree_with_the_guard_at_every_token(
     assert hf.triggered == [row[-1] for row in expected]
 
 
+# Who of five comes or goes, a bit for each, and which two then trade places: in half of the steps.
+TURNS = st.integers(0, 2**5 - 1)
+SWAPS = st.sampled_from([None] * 6 + [(one, other) for one in (0, 1) for other in (2, 3, 4)])
+
+
 @pytest.mark.req("REP-04")
-@given(data=st.data(), deferred=st.booleans())
+@given(
+    data=st.data(),
+    told=st.lists(configs(), min_size=5, max_size=5),
+    changes=st.lists(st.tuples(TURNS, SWAPS), min_size=30, max_size=30),
+    deferred=st.booleans(),
+)
 def test_rows_may_come_go_return_and_trade_places(
-    vllm_config: Any, key: list[int], data: st.DataObject, deferred: bool
+    vllm_config: Any,
+    key: list[int],
+    data: st.DataObject,
+    told: list[RepeatTerminateConfig],
+    changes: list[tuple[int, tuple[int, int] | None]],
+    deferred: bool,
 ) -> None:
     """Preempted rows are left out for some steps and come back with what they had."""
-    ids = st.lists(st.sampled_from([A, B, *key]), min_size=31, max_size=31)
-    everyone = [Row(params(extra_args=own(data.draw(configs()))), data.draw(ids)) for _ in range(5)]
+    ids = data.draw(st.lists(st.sampled_from([A, B, *key]), min_size=5 * 31, max_size=5 * 31))
+    streams = [ids[31 * i : 31 * (i + 1)] for i in range(5)]
+    everyone = [
+        Row(params(extra_args=own(config)), stream)
+        for config, stream in zip(told, streams, strict=True)
+    ]
     batch = Batch(make_processor(vllm_config), deferred)
-    for _ in range(30):
-        inside = [any(row is each for each in batch.rows) for row in everyone]
-        turn = data.draw(st.lists(st.booleans(), min_size=5, max_size=5))
-        changed = list(zip(everyone, inside, turn, strict=True))
+    for turns, swap in changes:
+        turning = [row for i, row in enumerate(everyone) if turns >> i & 1]
+        inside = [any(row is each for each in batch.rows) for row in turning]
         batch.change(
-            leave=[row for row, there, turns in changed if there and turns],
-            join=[row for row, there, turns in changed if not there and turns],
-            swap=data.draw(st.none() | st.tuples(st.integers(0, 1), st.integers(2, 4))),
+            leave=[row for row, there in zip(turning, inside, strict=True) if there],
+            join=[row for row, there in zip(turning, inside, strict=True) if not there],
+            swap=swap,
         )
         batch.step()
     for row in everyone:
