@@ -1,0 +1,169 @@
+"""Who decodes: clocks with the speeds of an engine.
+
+Continuous    vLLM: a sequence enters as soon as a place is free, and leaves when it ends
+Batches       transformers' `generate`: a batch waits for its longest answer
+
+Both prefill the prompts of what enters, which nothing else goes beside, and then take steps of
+`step_s + step_per_sequence_s * running` seconds. The first token comes with the prefill: an
+answer of n tokens and its end takes n steps.
+"""
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from simpy import Environment, Event
+
+from learner.simulate.speeds import EngineSpeed
+
+# What a process of the simulation yields, and how it ends.
+Wait = Generator[Event, Any, None]
+
+_ROUNDING = 1e-9
+
+
+@dataclass
+class Asked:
+    """One request. left: decode steps to its end. limit: most that it might take."""
+
+    prompt: int
+    left: int
+    limit: int
+
+
+@dataclass
+class Use:
+    """What an engine did. busy_s: in which it ran anything. decoded_s: sequences * seconds."""
+
+    busy_s: float = 0.0
+    decoded_s: float = 0.0
+    tokens: int = 0
+    sequences: int = 0
+
+
+class Continuous:
+    """Decodes at most `places` sequences at once; who comes too many waits in line."""
+
+    def __init__(self, env: Environment, speed: EngineSpeed, places: int) -> None:
+        self._env = env
+        self._speed = speed
+        self._places = places
+        self._waiting: deque[tuple[Asked, Event]] = deque()
+        self._running: list[tuple[Asked, Event]] = []
+        self._arrival = env.event()
+        self.use = Use()
+        env.process(self._work())
+
+    @property
+    def outstanding(self) -> int:
+        """Tokens to prefill, or that may still be decoded."""
+        waiting = sum(asked.prompt + asked.limit for asked, _ in self._waiting)
+        return waiting + sum(asked.prompt + asked.limit for asked, _ in self._running)
+
+    def submit(self, asked: Asked) -> Event:
+        """Happens when the answer is complete."""
+        answered = self._env.event()
+        self._waiting.append((asked, answered))
+        if not self._arrival.triggered:
+            self._arrival.succeed()
+        return answered
+
+    def _work(self) -> Wait:
+        while True:
+            if self._waiting and len(self._running) < self._places:
+                yield from self._prefill()
+            elif self._running:
+                yield from self._decode()
+            else:
+                self._arrival = self._env.event()
+                yield self._arrival
+
+    def _prefill(self) -> Wait:
+        entering: list[tuple[Asked, Event]] = []
+        while self._waiting and len(self._running) + len(entering) < self._places:
+            entering.append(self._waiting.popleft())
+        self._running += entering
+        seconds = sum(asked.prompt for asked, _ in entering) / self._speed.prefill_tokens_per_s
+        self.use.busy_s += seconds
+        self.use.sequences += len(entering)
+        self.use.tokens += sum(asked.left for asked, _ in entering)
+        yield self._env.timeout(seconds)
+        self._leave()
+
+    def _decode(self) -> Wait:
+        """Steps until a sequence ends, or one comes that could enter."""
+        count = len(self._running)
+        step = self._speed.step_s + self._speed.step_per_sequence_s * count
+        steps = min(asked.left for asked, _ in self._running)
+        began = self._env.now
+        over: Event = self._env.timeout(steps * step)
+        if count < self._places:
+            self._arrival = self._env.event()
+            yield over | self._arrival
+            taken = ceil((self._env.now - began) / step - _ROUNDING)
+            steps = min(steps, max(1, taken))
+            if not over.processed:
+                yield self._env.timeout(max(0.0, began + steps * step - self._env.now))
+        else:
+            yield over
+        self.use.busy_s += steps * step
+        self.use.decoded_s += steps * step * count
+        for asked, _ in self._running:
+            asked.left -= steps
+        self._leave()
+
+    def _leave(self) -> None:
+        for asked, answered in self._running:
+            if asked.left == 0:
+                answered.succeed()
+        self._running = [(asked, answered) for asked, answered in self._running if asked.left]
+
+
+class Server:
+    """Engines behind one address, each request to the one with the fewest outstanding tokens.
+
+    world_size: GPUs.
+    """
+
+    def __init__(
+        self, env: Environment, speed: EngineSpeed, replicas: int, places: int, world_size: int
+    ) -> None:
+        self._env = env
+        self._call_s = speed.call_s
+        self.engines = [Continuous(env, speed, places) for _ in range(replicas)]
+        self.world_size = world_size
+
+    def answer(self, requests: Sequence[Asked]) -> Wait:
+        """One call: it ends with the last answer."""
+        yield self._env.timeout(self._call_s)
+        answers = []
+        for asked in requests:
+            engine = min(self.engines, key=lambda engine: engine.outstanding)
+            answers.append(engine.submit(asked))
+        yield self._env.all_of(answers)
+
+
+class Batches:
+    """The learner's own model: batches of at most `rows`, one after the other."""
+
+    def __init__(self, env: Environment, speed: EngineSpeed, rows: int) -> None:
+        self._env = env
+        self._speed = speed
+        self._rows = rows
+        self.use = Use()
+
+    def answer(self, requests: Sequence[Asked]) -> Wait:
+        """Prompts are padded to the longest of their batch."""
+        for start in range(0, len(requests), self._rows):
+            batch = requests[start : start + self._rows]
+            width = len(batch) * max(asked.prompt for asked in batch)
+            steps = max(asked.left for asked in batch)
+            decode = steps * (self._speed.step_s + self._speed.step_per_sequence_s * len(batch))
+            seconds = self._speed.call_s + width / self._speed.prefill_tokens_per_s + decode
+            self.use.busy_s += seconds
+            self.use.decoded_s += decode * len(batch)
+            self.use.tokens += sum(asked.left for asked in batch)
+            self.use.sequences += len(batch)
+            yield self._env.timeout(seconds)

@@ -1,0 +1,130 @@
+"""What one simulation runs on: a clock, ranks, and who generates for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+from simpy import Environment
+
+from learner.config.schema import Config
+from learner.data.order import ShareOrder
+from learner.rollout.distribution import plan_chunks, rank_caps, rank_chunk_size
+from learner.simulate.engines import Asked, Batches, Server, Use, Wait
+from learner.simulate.lengths import Lengths, Tokens
+from learner.simulate.peers import Gathering
+from learner.simulate.speeds import Speeds
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated.
+
+    servers: how many, each of the shape that `speeds` gives; a run of another backend has none
+    or one. ranks: learner processes. steps: the first so many of the run.
+    """
+
+    config: Config
+    speeds: Speeds
+    lengths: Lengths
+    servers: int = 1
+    ranks: int = 1
+    steps: int = 50
+
+    @property
+    def order(self) -> ShareOrder:
+        """Which samples each step takes, as a run has it."""
+        training = self.config.training
+        batch = training.effective_batch_size
+        shuffle = self.config.data.shuffle
+        return ShareOrder(self.lengths.samples, batch, self.ranks, training.seed, shuffle)
+
+    @property
+    def run_steps(self) -> int:
+        training = self.config.training
+        if training.max_steps is not None:
+            return training.max_steps
+        assert training.num_train_epochs is not None, "one of both is set"
+        return max(1, int(Decimal(training.num_train_epochs) * self.order.steps_per_epoch))
+
+    @property
+    def world_sizes(self) -> list[int]:
+        shape = self.speeds.server
+        return [shape.replicas * shape.tensor_parallel_size] * self.servers
+
+
+class Machines:
+    """Engines and ranks on one clock."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.env = Environment()
+        self.peers = Gathering(self.env, setting.ranks)
+        rollout = setting.config.rollout_matching
+        self._max_tokens = rollout.max_new_tokens
+        self._decode_batch_size = rollout.decode_batch_size
+        self._own: list[Batches] = []
+        self.servers: list[Server] = []
+        if rollout.backend == "hf":
+            rows = rollout.decode_batch_size // (rollout.num_beams or 1)
+            rows = 1 if rollout.decoding.temperature else rows
+            engine = setting.speeds.engine
+            self._own = [Batches(self.env, engine, rows) for _ in range(setting.ranks)]
+        else:
+            self.servers = [self._server(size) for size in setting.world_sizes]
+
+    def _server(self, world_size: int) -> Server:
+        speeds = self.setting.speeds
+        shape = speeds.server
+        places = shape.max_num_seqs or self._decode_batch_size * shape.tensor_parallel_size
+        return Server(self.env, speeds.engine, shape.replicas, places, world_size)
+
+    @property
+    def uses(self) -> list[list[Use]]:
+        """Of the engines of each server; of each rank, where it generates itself."""
+        if self._own:
+            return [[own.use] for own in self._own]
+        return [[engine.use for engine in server.engines] for server in self.servers]
+
+    @property
+    def round_size(self) -> int | None:
+        """Requests a rank asks at once (STEP-03); None: all, and it does nothing else then."""
+        if self.setting.config.rollout_matching.backend != "server":
+            return None
+        ranks = self.setting.ranks
+        return rank_chunk_size(self._decode_batch_size, self.setting.world_sizes, ranks)
+
+    def samples(self, share: int, rank: int) -> list[Tokens]:
+        """What rank `rank` has in share `share`, which stands for the step of its number."""
+        setting = self.setting
+        return [setting.lengths.of(share, i) for i in setting.order.share(share, rank)]
+
+    def push(self) -> Wait:
+        """The newest weights to who generates."""
+        if self.servers:
+            yield self.env.timeout(self.setting.speeds.push.seconds)
+
+    def answer(self, rank: int, samples: Sequence[Tokens]) -> Wait:
+        """One rollout of a rank: each request once, as `learner.rollout` hands them out."""
+        asked = [Asked(tokens.prompt, self._steps(tokens), self._max_tokens) for tokens in samples]
+        if self._own:
+            yield from self._own[rank].answer(asked)
+            return
+        ranks = self.setting.ranks
+        caps = rank_caps(self._decode_batch_size, self.setting.world_sizes, ranks, rank)
+        chunks = plan_chunks(len(asked), caps)
+        yield self.env.all_of(
+            [
+                self.env.process(self._share(server, asked[chunk.start : chunk.stop], cap))
+                for server, chunk, cap in zip(self.servers, chunks, caps, strict=True)
+                if chunk
+            ]
+        )
+
+    def _steps(self, tokens: Tokens) -> int:
+        return min(tokens.answer, self._max_tokens)
+
+    def _share(self, server: Server, requests: Sequence[Asked], cap: int) -> Wait:
+        """A server's chunk, in slices of at most its cap (DIST-04)."""
+        most = max(1, cap)
+        for start in range(0, len(requests), most):
+            yield from server.answer(requests[start : start + most])

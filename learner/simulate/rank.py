@@ -1,0 +1,99 @@
+"""One learner process on a clock: `learner.step` and `learner.forwards`, with lengths for packs."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from learner.schedule import channel_for_step, forwards_due
+from learner.simulate.chunks import Ahead, Bench, Chunks, Clock, Rounds, Whole
+from learner.simulate.engines import Wait
+from learner.simulate.lengths import Tokens
+from learner.simulate.machines import Machines
+from learner.simulate.outcome import SimulatedStep
+from learner.types import Channel
+
+# An answer without objects, and its end: what a rank that has no packs replays after a prompt.
+_EMPTY_ANSWER = 3
+
+
+class Rank:
+    """Runs all steps. records: one for each of them, which all ranks write."""
+
+    def __init__(self, machines: Machines, rank: int, records: Sequence[SimulatedStep]) -> None:
+        self._machines = machines
+        self._env = machines.env
+        self._peers = machines.peers
+        self._rank = rank
+        self._records = records
+        self._speeds = machines.setting.speeds.learner
+        self.busy_s = 0.0
+
+    def run(self) -> Wait:
+        for record in self._records:
+            clock = Clock(self._env)
+            with clock.phase("step"):
+                yield from self._step(record, clock)
+            self._note(record, clock)
+            yield from self._peers.share(self._rank)
+            record.update_s = self._speeds.update_s
+            self.busy_s += record.update_s
+            yield self._env.timeout(record.update_s)
+
+    def _step(self, record: SimulatedStep, clock: Clock) -> Wait:
+        record.channel = channel_for_step(record.step, self._machines.setting.config.b_ratio)
+        yield from self._peers.share(self._rank)
+        samples = self._machines.samples(record.step, self._rank)
+        record.samples += len(samples)
+        bench = Bench(self._machines, clock, record.channel, record)
+        if record.channel == "A":
+            yield from self._learn(Whole(bench, samples), samples, record, clock)
+            return
+        with clock.phase("push"):
+            yield from self._peers.share(self._rank)
+            yield from self._machines.push()
+        rounds = Rounds(self._machines, self._rank, bench, clock, samples)
+        ahead = self._machines.round_size is not None
+        yield from self._learn(
+            Ahead(self._env, rounds) if ahead else rounds, samples, record, clock
+        )
+
+    def _learn(
+        self, chunks: Chunks, samples: Sequence[Tokens], record: SimulatedStep, clock: Clock
+    ) -> Wait:
+        """Forwards and backwards, as many on every rank (DDP-02)."""
+        ready, tokens, over = deque[int](), samples[0].prompt + _EMPTY_ANSWER, False
+        while not over:
+            with clock.phase("wait"):
+                packs = yield from chunks.next()
+                ready.extend(sum(map(len, pack)) for pack in packs or ())
+                said = yield from self._peers.share(self._rank, (len(ready), packs is None))
+            over = all(ended for _, ended in said)
+            due = forwards_due([count for count, _ in said], [ended for _, ended in said])
+            with clock.phase("learn"):
+                for _ in range(due):
+                    record.forwards += 1
+                    record.replays += not ready
+                    tokens = ready.popleft() if ready else tokens
+                    yield from self._forward(record.channel, tokens)
+        with clock.phase("learn"):
+            yield from self._synchronize()
+
+    def _forward(self, channel: Channel, tokens: int) -> Wait:
+        learn = (self._speeds.a if channel == "A" else self._speeds.b).learn
+        own = self._machines.setting.config.stage2_ab
+        iterations = own.n_softctx_iter if own is not None and channel == "A" else 1
+        seconds = iterations * (learn.forward_s + learn.token_s * tokens)
+        self.busy_s += seconds
+        yield self._env.timeout(seconds)
+
+    def _synchronize(self) -> Wait:
+        """Gradients, at the end of the last backward."""
+        if self._peers.count > 1:
+            yield from self._peers.share(self._rank)
+            yield self._env.timeout(self._speeds.sync_s)
+
+    def _note(self, record: SimulatedStep, clock: Clock) -> None:
+        """Seconds are those of the slowest rank, phase by phase, as in the metrics."""
+        seconds = dict(clock.seconds)
+        record.seconds = max(record.seconds, seconds.pop("step"))
+        for phase, value in seconds.items():
+            record.phases[phase] = max(record.phases.get(phase, 0.0), value)
