@@ -60,11 +60,15 @@ def rank_caps(
 ) -> list[int]:
     """Most requests that one learner rank may have in flight at each server (DIST-03).
 
-    The places of all servers, `decode_batch_size` a device, stand in a row, and every rank
-    has a stretch of `rank_chunk_size` of them: however many ranks there are, together they
-    never overfill a server.
+    The servers put up `rank_chunk_size` places for every rank, in proportion to their world
+    sizes and at most `decode_batch_size` a device. These stand in a row, and place k is that of
+    rank `k mod W`. So every rank has exactly its share, as evenly spread over the servers as
+    whole places can be, and however many ranks there are, together they overfill no server.
     """
     share = rank_chunk_size(decode_batch_size, world_sizes, learner_world_size)
-    first, last = rank * share, (rank + 1) * share
-    bounds = [0, *accumulate(decode_batch_size * size for size in world_sizes)]
-    return [max(0, min(end, last) - max(start, first)) for start, end in pairwise(bounds)]
+    places = _proportional_sizes(share * learner_world_size, world_sizes)
+    bounds = pairwise(accumulate(places, initial=0))
+    return [
+        len(range(rank, end, learner_world_size)) - len(range(rank, start, learner_world_size))
+        for start, end in bounds
+    ]

@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from uuid import uuid4
 
-from learner.rollout.distribution import plan_chunks, rank_caps
+from learner.rollout.distribution import plan_chunks
 from learner.rollout.journal import Journal
 from learner.rollout.member import Member, Part, ServerLost
 from learner.rollout.parallel import Calls
 from shared_contracts.errors import RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
+
+# Most requests in flight at each server, of which the world sizes are given.
+Caps = Callable[[Sequence[int]], Sequence[int]]
 
 # Servers that come back and are lost again without one answer end the run.
 FRUITLESS_RETURNS = 3
@@ -52,6 +55,7 @@ class Job:
 class Handout:
     """Runs a job.
 
+    members: all servers, also those that are lost. caps: of this process (`rank_caps`).
     wait_for_one: blocks until a lost member may be asked again; raises when none will be.
     patience_s: how long members may come back in vain.
     """
@@ -60,14 +64,14 @@ class Handout:
         self,
         job: Job,
         members: Sequence[Member],
-        decode_batch_size: int,
+        caps: Caps,
         journal: Journal,
         wait_for_one: Callable[[], object],
         patience_s: float,
     ) -> None:
         self._job = job
         self._members = members
-        self._decode_batch_size = decode_batch_size
+        self._caps_of = caps
         self._journal = journal
         self._wait_for_one = wait_for_one
         self._patience_s = patience_s
@@ -75,7 +79,7 @@ class Handout:
         self._shares: dict[Member, deque[Part]] = {member: deque() for member in members}
         self._caps: dict[Member, int] = {}
         self._busy: set[Member] = set()
-        self._calls: Calls[tuple[Member, Part], list[RolloutEnvelope]] = Calls()
+        self._calls: Calls[tuple[Member, Part, int], list[RolloutEnvelope]] = Calls()
         self._returns: list[float] = []
         self._over = threading.Event()
 
@@ -98,9 +102,7 @@ class Handout:
     def _share(self, part: Part, owner: Member | None) -> None:
         """owner: who lost the part; None: nobody had it yet."""
         members = self._askable()
-        caps = rank_caps(
-            self._decode_batch_size, [m.world_size for m in members], learner_world_size=1, rank=0
-        )
+        caps = self._caps_at(members)
         self._caps |= zip(members, caps, strict=True)
         chunks = plan_chunks(len(part.requests), caps)
         for member, chunk in zip(members, chunks, strict=True):
@@ -110,6 +112,16 @@ class Handout:
             self._shares[member].append(Part(requests, part.tried))
             if owner not in (None, member):
                 self._journal.split(member.url, requests)
+
+    def _caps_at(self, askable: Sequence[Member]) -> list[int]:
+        """Of places at all servers, so that it does not matter whom another process has lost.
+
+        A process that has no place where it may ask has one request in flight there.
+        """
+        caps = self._caps_of([member.world_size for member in self._members])
+        at = dict(zip(self._members, caps, strict=True))
+        here = [at[member] for member in askable]
+        return here if any(here) else [1] * len(askable)
 
     def _askable(self) -> list[Member]:
         """The members that may be asked; waits when there is none."""
@@ -134,7 +146,9 @@ class Handout:
                 part = self._next_slice(member)
                 self._busy.add(member)
                 call = self._job.call(part.requests)
-                self._calls.start((member, part), partial(member.answer, call, part, self._over))
+                self._calls.start(
+                    (member, part, member.returns), partial(member.answer, call, part, self._over)
+                )
 
     def _next_slice(self, member: Member) -> Part:
         """The first requests of a member's share, at most as many as it decodes at once."""
@@ -146,21 +160,22 @@ class Handout:
         return Part(requests[:most], tried)
 
     def _take(self) -> None:
-        (member, part), outcome = self._calls.take()
+        (member, part, returns), outcome = self._calls.take()
         self._busy.discard(member)
         try:
             envelopes = outcome.result()
         except ServerLost as error:
             self._shares[member].appendleft(Part(part.requests, error.tried))
-            self._lose(member, str(error))
+            self._lose(member, str(error), returns)
             return
         self._envelopes |= zip(part.requests, envelopes, strict=True)
         self._returns.clear()
         if member.restarted(envelopes):
-            self._lose(member, "the server or one of its replicas was started anew")
+            self._lose(member, "the server or one of its replicas was started anew", returns)
 
-    def _lose(self, member: Member, reason: str) -> None:
-        member.lose(reason)
+    def _lose(self, member: Member, reason: str, returns: int) -> None:
+        """returns: of the member, when it was asked; it may have come back since."""
+        member.lose(reason, returns)
         share = list(self._shares[member])
         self._shares[member].clear()
         for part in share:

@@ -1,8 +1,8 @@
-"""One server of the backend: asked, pushed to, lost and taken back (DIST-05, SYNC-07).
+"""One server of the backend: asked, lost and asked again (DIST-05, SYNC-07).
 
 may be asked --- an answer fails for good, or comes of another epoch ---> lost
      ^                                                                     |
-     +--- its group is formed anew, and the weights are pushed again <-----+
+     +--- process 0 pushes the weights again; the others see that it has --+
 """
 
 import logging
@@ -22,12 +22,10 @@ from tenacity import (
     wait_exponential,
 )
 
-from learner.rollout.backend import WeightChannel
 from learner.rollout.client import (
     SERVER_ERRORS,
     OtherWeights,
     RolloutClient,
-    ServerUnreachable,
     TooManyCalls,
     may_pass,
     needs_push,
@@ -47,11 +45,19 @@ Differences = Callable[[str, Info], Sequence[ContractError]]
 ATTEMPTS = 4
 _BACKOFF = wait_exponential(multiplier=0.5, max=8.0)
 _LONGEST_PAUSE_S = 60.0
-# After a take-back that failed, before the next one: doubled each time, up to the longest.
-FIRST_REST_S = 5.0
-_LONGEST_REST_S = 300.0
 # Not the global generator, whose state belongs to the training.
 _JITTER = random.Random()
+
+
+class Standing(NamedTuple):
+    """What process 0 tells the others of a server; all values of JSON.
+
+    server_epoch: None before its weight group was formed. lost: why it may not be asked.
+    """
+
+    server_epoch: str | None
+    world_size: int
+    lost: str | None
 
 
 class Part(NamedTuple):
@@ -78,19 +84,21 @@ def no_differences(url: str, info: Info) -> Sequence[ContractError]:
 
 
 class Member:
-    """A server with its weight channel.
+    """A server, as a process sees it that does not push to it.
+
+    It may be asked by one thread and taken back by another.
 
     url: names it in logs. sleep: pauses between attempts.
-    differences: looked for before a lost server is pushed to, as it may be another one now.
-    world_size: its engine workers; asked once, and known anew with every group.
-    lost: why it may not be asked now; None: it may.
-    starting: the newest look found that it is there and its engines are being built.
+    differences: looked for before a lost server is asked again, as it may be another one now.
+    world_size: its engine workers; asked once, and known anew with every epoch.
+    lost: why it may not be asked now; None: it may. returns: how often it came back.
+    coming: the newest look found that it is there, and what it still lacks is on its way:
+        its engines are being built, or process 0 has to push to it.
     """
 
     def __init__(
         self,
         client: RolloutClient,
-        channel: WeightChannel,
         journal: Journal,
         sleep: Sleep = time.sleep,
         differences: Differences = no_differences,
@@ -98,40 +106,14 @@ class Member:
         self.url = client.base_url
         self.world_size = client.world_size()
         self.lost: str | None = None
-        self.starting = False
+        self.returns = 0
+        self.coming = False
         self._client = client
-        self._channel = channel
         self._journal = journal
         self._sleep = sleep
         self._differences = differences
         self._epoch: str | None = None
-        self._taken: int | None = None  # the version it has, unless something happened to it
-        self._rest_s = self._rests_until = 0.0
-
-    def connect(self) -> int:
-        """Form the weight group; returns the server's weights version."""
-        ready = self._channel.connect()
-        self._epoch, self.world_size = ready.server_epoch, ready.world_size - 1
-        return ready.weights_version
-
-    def push(self, version: int, again: bool = False) -> None:
-        """Make `version` the server's weights; it may be asked from then on.
-
-        Raises:
-            RunError: the push broke, or did not reach every replica.
-        """
-        self.connect()
-        try:
-            report = self._channel.push(version)
-        except RunError as error:
-            self._taken = version if _answer_was_lost(error) else None
-            raise
-        self._taken = version
-        self.connect()  # it may have formed the group anew
-        if report.status.server_epoch != self._epoch:
-            raise RunError(f"{self.url} lost a replica while weights were pushed")
-        self._journal.push(self.url, again, report)
-        self.lost = None
+        self._changing = threading.Lock()  # whether it is lost
 
     def answer(
         self, call: InferCall, part: Part, given_up: threading.Event
@@ -172,60 +154,67 @@ class Member:
         epochs = {envelope.coordexp.server_epoch for envelope in envelopes}
         return self._epoch is not None and epochs != {self._epoch}
 
-    def lose(self, reason: str) -> None:
-        """Ask it no more until it is taken back."""
-        if self.lost is None:
-            _LOG.warning("rollout server %s is lost: %s", self.url, reason)
-            self._journal.lost(self.url, reason)
-        self.lost = reason
-        self._channel.abandon()
+    def lose(self, reason: str, returns: int | None = None) -> bool:
+        """Ask it no more until it is back; false where that is no news.
 
-    def look(self) -> bool:
-        """Whether a lost server could take a push now; one quick call."""
-        try:
-            self._client.check_pushable()
-        except SERVER_ERRORS as error:
-            self.lost = str(error)
-            self.starting = isinstance(error, ProblemError) and error.problem.kind == "not-ready"
-            return False
-        self.starting = False
-        return True
+        returns: when it was asked in vain; it may have been lost or have come back since.
+        """
+        with self._changing:
+            if returns is not None and (self.lost is not None or returns != self.returns):
+                return False
+            if self.lost is None:
+                _LOG.warning("rollout server %s is lost: %s", self.url, reason)
+                self._journal.lost(self.url, reason)
+            self.lost = reason
+            return True
 
-    def rests(self) -> bool:
-        """Whether it failed to come back, so lately that it is not tried again yet."""
-        return time.monotonic() < self._rests_until
+    def standing(self) -> Standing:
+        return Standing(self._epoch, self.world_size, self.lost)
 
-    def take_back(self, version: int | None) -> None:
-        """Ask it again, once it has the weights `version`; None: any will do.
+    def adopt(self, standing: Standing) -> None:
+        """Take process 0's word; a loss is its news, which it has noted."""
+        self._epoch, self.world_size = standing.server_epoch, standing.world_size
+        self.lost = standing.lost
+        if standing.lost is None:
+            self._is_back()
 
-        A push whose answer was lost is not made twice, which the server would refuse.
-        Raises what `push` raises, SERVER_ERRORS, and RunError for a server that differs.
-        After a failure it `rests`, longer every time.
+    def rejoin(self, version: int | None) -> None:
+        """Ask a lost server again, if it says that it has the weights `version`; None: any.
+
+        It then is the server of its present epoch. Two quick calls.
         """
         try:
-            self._bring_back(version)
-        except RunError as error:
-            self._rest_s = min(max(FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
-            self._rests_until = time.monotonic() + self._rest_s
-            if self.lost != str(error):
-                _LOG.warning("rollout server %s stays lost: %s", self.url, error)
-            raise
-        self._rest_s = self._rests_until = 0.0
-        self.lost = None
-        _LOG.warning("rollout server %s is back", self.url)
+            self._client.health()
+            info = self._client.info()
+        except SERVER_ERRORS as error:
+            self.stays_lost(error)
+            self.coming |= needs_push(error)
+            return
+        held = info.weights_version
+        if found := self._differences(self.url, info):
+            self.stays_lost(RunError("; ".join(map(str, found))))
+        elif version is not None and (info.weights_state, held) != ("READY", version):
+            says = f"its weights are {held} ({info.weights_state}), and {version} is not pushed yet"
+            self.stays_lost(RunError(says))
+            self.coming = held <= version
+        else:
+            self._epoch, self.world_size = info.server_epoch, info.world_size
+            self._is_back()
+            _LOG.warning("rollout server %s is back", self.url)
+
+    def stays_lost(self, error: RunError) -> None:
+        """A look at it found why it cannot be asked yet."""
+        self.lost = str(error)
+        self.coming = isinstance(error, ProblemError) and error.problem.kind == "not-ready"
 
     def close(self) -> None:
-        self._channel.close()
         self._client.close()
 
-    def _bring_back(self, version: int | None) -> None:
-        info = self._client.info()
-        if found := self._differences(self.url, info):
-            raise RunError("; ".join(map(str, found)))
-        if version is not None and not self._holds(version, info):
-            self.push(version, again=True)
-        elif self._epoch is not None:
-            self._epoch, self.world_size = info.server_epoch, info.world_size
+    def _is_back(self) -> None:
+        with self._changing:
+            self.lost = None
+            self.returns += 1
+        self.coming = False
 
     def _ask(
         self, call: InferCall, requests: range, attempt: int, given_up: threading.Event
@@ -249,19 +238,6 @@ class Member:
             return self._client.live().server_epoch != self._epoch
         except SERVER_ERRORS:
             return True
-
-    def _holds(self, version: int, info: Info) -> bool:
-        """Whether it was pushed this version, and nothing was started anew since.
-
-        What it says of itself is believed only where no push is known to have failed.
-        """
-        held = (info.server_epoch, info.weights_state, info.weights_version)
-        return self._taken == version and held == (self._epoch, "READY", version)
-
-
-def _answer_was_lost(error: RunError) -> bool:
-    """Whether a push broke in such a way that it may have got through."""
-    return isinstance(error.__cause__, (ServerUnreachable, TimeoutError))
 
 
 def _pause_s(state: RetryCallState) -> float:

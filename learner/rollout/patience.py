@@ -1,6 +1,14 @@
 """How long a learner waits when it has no server left."""
 
 import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from tenacity import RetryCallState, Retrying, retry_if_result, wait_exponential
+
+from shared_contracts.errors import RunError
+
+T = TypeVar("T")
 
 # Longer than any engine takes to be built again.
 LONGEST_WAIT_S = 1800.0
@@ -28,3 +36,43 @@ class Patience:
                 "to come back or to be starting"
             )
         return None
+
+
+class Awaited(Protocol):
+    """url: names it. lost: why it may not be asked now. coming: it says that it soon may."""
+
+    url: str
+    lost: str | None
+    coming: bool
+
+
+def wait_for_one(
+    look: Callable[[], list[T]],
+    awaited: Sequence[Awaited],
+    silence_s: float,
+    sleep: Callable[[float], None],
+) -> list[T]:
+    """Look until there is someone.
+
+    Raises:
+        RunError: nobody while there was `Patience`.
+    """
+    patience = Patience(silence_s)
+
+    def is_over(_: RetryCallState) -> bool:
+        if any(one.coming for one in awaited):
+            patience.heard()
+        return patience.end() is not None
+
+    def nobody(_: RetryCallState) -> list[T]:
+        reasons = "; ".join(f"{one.url}: {one.lost}" for one in awaited)
+        raise RunError(f"no rollout server can be pushed to and asked; {patience.end()}. {reasons}")
+
+    retry = Retrying(
+        retry=retry_if_result(lambda found: not found),
+        stop=is_over,
+        wait=wait_exponential(multiplier=0.1, max=2.0),
+        sleep=sleep,
+        retry_error_callback=nobody,
+    )
+    return retry(look)

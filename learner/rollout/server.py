@@ -1,27 +1,31 @@
 """The `server` backend: rollouts from servers reached by URL.
 
-push_weights   to every server that is there; at least one must have them
+push_weights   by process 0, to every server that is there; at least one must have them
 rollout        take back who was lost -> Handout over those that may be asked
+tend           process 0, while it waits for others: who was started anew gets the weights again
+
+With several learner processes all of them ask the servers, and process 0 alone pushes (SYNC-08).
 """
 
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_result, wait_exponential
-
+from learner.peers import ALONE, Peers
 from learner.rollout.backend import WeightChannel
 from learner.rollout.client import RolloutClient
+from learner.rollout.distribution import rank_caps, rank_chunk_size
 from learner.rollout.handout import Handout, Job
 from learner.rollout.journal import Journal
 from learner.rollout.member import Differences, Member, Sleep, no_differences
-from learner.rollout.parallel import in_parallel
-from learner.rollout.patience import Patience
+from learner.rollout.patience import wait_for_one
+from learner.rollout.pushed_member import PushedMember
+from learner.rollout.upkeep import Following, Pushing, Upkeep
 from learner.types import RolloutOutput
-from shared_contracts.errors import ProblemError, RunError
 from shared_contracts.infer import RequestConfig, RolloutEnvelope, RolloutInferRequest
 
-_REFUSED = 422
+T = TypeVar("T")
 
 
 class ServerBackend:
@@ -32,10 +36,12 @@ class ServerBackend:
     though less and less often when it cannot take pushes. When no other is left, it is
     waited for: as long as it says that it is starting, else up to `timeout_s` of the clients.
 
-    clients, channels: one per server, in the order of `servers[]`.
+    clients: one per server, in the order of `servers[]`.
+    channels: one per server in process 0, and none in the others.
     decode_batch_size: most sequences decoded at once per rollout GPU (DIST-03).
     journal: gets notes of every call and push. sleep: pauses between attempts.
     differences: between what a server that comes back says of itself and what it must be.
+    peers: the learner processes, each with a backend over the same servers.
     """
 
     def __init__(
@@ -46,25 +52,38 @@ class ServerBackend:
         journal: Journal | None = None,
         sleep: Sleep = time.sleep,
         differences: Differences = no_differences,
+        peers: Peers = ALONE,
     ) -> None:
         self._journal = journal or Journal()
         self._decode_batch_size = decode_batch_size
         self._timeout_s = max(client.timeout_s for client in clients)
         self._sleep = sleep
-        self._version: int | None = None
-        self._members = [
-            Member(client, channel, self._journal, sleep, differences)
-            for client, channel in zip(clients, channels, strict=True)
-        ]
+        self._peers = peers
+        self._members: Sequence[Member]
+        self._upkeep: Upkeep
+        if peers.rank == 0:
+            pushed = [
+                PushedMember(client, channel, self._journal, sleep, differences)
+                for client, channel in zip(clients, channels, strict=True)
+            ]
+            self._members, self._upkeep = pushed, Pushing(pushed, peers, self._wait_for)
+        else:
+            self._members = [Member(one, self._journal, sleep, differences) for one in clients]
+            self._upkeep = Following(self._members, peers)
 
     def connect(self) -> int:
         """Form the weight group with every server; returns their newest weights version."""
-        return max(in_parallel([member.connect for member in self._members]))
+        return self._upkeep.connect()
+
+    def round_size(self) -> int:
+        """Requests that this process asks at once (DIST-04)."""
+        sizes = [member.world_size for member in self._members]
+        return rank_chunk_size(self._decode_batch_size, sizes, self._peers.count)
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
-        """Outputs in the order of the requests.
+        """Outputs in the order of the requests; every process may ask for its own.
 
         Raises:
             RunError: no server is left and none came back in time, or a request was refused.
@@ -72,11 +91,17 @@ class ServerBackend:
         if not requests:
             return []
         self._take_back_lost()
-        job = Job(requests, request_config, self._version)
+        job = Job(requests, request_config, self._upkeep.version)
+        caps = partial(
+            rank_caps,
+            self._decode_batch_size,
+            learner_world_size=self._peers.count,
+            rank=self._peers.rank,
+        )
         handout = Handout(
             job,
             self._members,
-            self._decode_batch_size,
+            caps,
             self._journal,
             lambda: self._wait_for(self._take_back_lost),
             self._timeout_s,
@@ -88,20 +113,20 @@ class ServerBackend:
     def push_weights(self, version: int) -> None:
         """Push to all servers at the same time; one that fails is lost.
 
-        When all fail, they are waited for and pushed to once more.
+        Every process calls it, and none returns before all of them have its outcome. When all
+        servers fail, they are waited for and pushed to once more.
 
         Raises:
-            RunError: no server took the push.
+            RunError: no server took the push; in every process.
         """
-        for last_attempt in (False, True):
-            members = self._wait_for(self._pushable)
-            outcomes = in_parallel([partial(_bring_to, version, member) for member in members])
-            errors = [outcome for outcome in outcomes if outcome is not None]
-            if len(errors) < len(members):
-                self._version = version
-                return
-            if last_attempt:
-                raise errors[0]
+        self._upkeep.push(version)
+
+    def tend(self) -> None:
+        """Look after the servers while this process waits for others; cheap where all is well.
+
+        Raises only what would fail again, as a push that a server refuses.
+        """
+        self._upkeep.tend()
 
     def close(self) -> None:
         for member in self._members:
@@ -110,80 +135,13 @@ class ServerBackend:
     def _askable(self) -> list[Member]:
         return [member for member in self._members if member.lost is None]
 
-    def _lost(self) -> list[Member]:
-        """Those to look at; who rests is left alone while there are others to ask."""
-        lost = [member for member in self._members if member.lost is not None]
-        if len(lost) == len(self._members):
-            return lost
-        return [member for member in lost if not member.rests()]
-
-    def _pushable(self) -> list[Member]:
-        """Who may be asked, and who is lost but could take a push now."""
-        lost = self._lost()
-        found = zip(lost, in_parallel([member.look for member in lost]), strict=True)
-        back = [member for member, pushable in found if pushable]
-        return [member for member in self._members if member.lost is None or member in back]
-
     def _take_back_lost(self) -> list[Member]:
-        """Look at every lost server once; those that are back get the weights first (SYNC-07)."""
-        in_parallel([partial(self._take_back, member) for member in self._lost()])
+        self._upkeep.take_back_lost()
         return self._askable()
 
-    def _take_back(self, member: Member) -> None:
-        if member.look():
-            _bring_to(self._version, member)
-
-    def _wait_for(self, look: Callable[[], list[Member]]) -> list[Member]:
-        """Look until there is someone.
-
-        Raises:
-            RunError: nobody while there was `Patience`.
-        """
-        patience = Patience(self._timeout_s)
-
-        def is_over(_: RetryCallState) -> bool:
-            if any(member.starting for member in self._members):
-                patience.heard()
-            return patience.end() is not None
-
-        def nobody(_: RetryCallState) -> list[Member]:
-            reasons = "; ".join(f"{member.url}: {member.lost}" for member in self._members)
-            raise RunError(
-                f"no rollout server can be pushed to and asked; {patience.end()}. {reasons}"
-            )
-
-        retry = Retrying(
-            retry=retry_if_result(lambda found: not found),
-            stop=is_over,
-            wait=wait_exponential(multiplier=0.1, max=2.0),
-            sleep=self._sleep,
-            retry_error_callback=nobody,
-        )
-        return retry(look)
-
-
-def _bring_to(version: int | None, member: Member) -> RunError | None:
-    """Make `version` the member's weights; it is lost when that fails, for the error returned.
-
-    Raises what would fail again.
-    """
-    try:
-        if member.lost is None and version is not None:
-            member.push(version)
-        else:
-            member.take_back(version)
-    except RunError as error:
-        if _is_final(error):
-            raise
-        member.lose(str(error))
-        return error
-    return None
-
-
-def _is_final(error: RunError) -> bool:
-    """Whether a server has refused what was pushed to it."""
-    cause = error.__cause__
-    return isinstance(cause, ProblemError) and cause.problem.status == _REFUSED
+    def _wait_for(self, look: Callable[[], list[T]]) -> list[T]:
+        """Look until there is someone; raises RunError when there was nobody for too long."""
+        return wait_for_one(look, self._members, self._timeout_s, self._sleep)
 
 
 def _output(envelope: RolloutEnvelope) -> RolloutOutput:

@@ -131,7 +131,10 @@ def test_fewer_decoded_sequences_than_learner_ranks_fail_fast_with_three_ways_ou
     [
         (4, [1, 2], 1, [[4, 8]]),
         (1, [1, 1], 2, [[1, 0], [0, 1]]),
-        (3, [2, 1], 2, [[4, 0], [2, 2]]),
+        (4, [1, 1], 2, [[2, 2], [2, 2]]),
+        # Eight places are needed of nine: five at the larger server, dealt out in turns.
+        (3, [2, 1], 2, [[3, 1], [2, 2]]),
+        # Three are needed of four.
         (2, [1, 1], 3, [[1, 0], [1, 0], [0, 1]]),
     ],
 )
@@ -172,3 +175,19 @@ def test_however_many_ranks_there_are_no_server_is_overfilled(
         round_size = data.draw(st.integers(0, share))
         for chunk, cap in zip(plan_chunks(round_size, of_rank), of_rank, strict=True):
             assert len(chunk) <= cap
+
+
+@pytest.mark.req("DIST-02", "DIST-03", "RES-04")
+@given(st.integers(1, 8), WORLD_SIZES, st.integers(1, 9))
+def test_every_rank_has_its_part_of_every_server(
+    decode_batch_size: int, world_sizes: list[int], ranks: int
+) -> None:
+    """As nearly as whole places allow: nobody is left with one server of many equal ones."""
+    assume(decode_batch_size * sum(world_sizes) >= ranks)
+    caps = [rank_caps(decode_batch_size, world_sizes, ranks, rank) for rank in range(ranks)]
+    for of_server in zip(*caps, strict=True):
+        assert max(of_server) - min(of_server) <= 1
+    for of_rank in caps:
+        for size in set(world_sizes):
+            equal = [cap for cap, other in zip(of_rank, world_sizes, strict=True) if other == size]
+            assert max(equal) - min(equal) <= 1

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from learner.rollout.client import OtherWeights, RolloutClient
 from learner.rollout.handout import FRUITLESS_RETURNS, Handout, Job
 from learner.rollout.journal import Journal
-from learner.rollout.member import ATTEMPTS, Member, Part, ServerLost
+from learner.rollout.member import ATTEMPTS, Part, ServerLost
+from learner.rollout.pushed_member import PushedMember
 from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
@@ -187,7 +188,7 @@ def test_a_call_that_was_given_up_ends_while_the_server_still_generates() -> Non
         rollouts.faults.append(generate)
         call = Job(requests(1), RequestConfig(), version=None).call(range(1))
         with RolloutClient(server.base_url, live_interval_s=0.05) as client:
-            member = Member(client, ScriptedChannel(rollouts), Journal(), lambda _: None)
+            member = PushedMember(client, ScriptedChannel(rollouts), Journal(), lambda _: None)
             with pytest.raises(ServerLost, match="given up") as caught:
                 member.answer(call, Part(range(1)), given_up)
             with pytest.raises(ServerLost, match="given up"):
@@ -408,7 +409,7 @@ def test_a_server_that_comes_back_as_another_one_is_not_pushed_to() -> None:
 def test_a_server_whose_group_cannot_be_formed_is_left_alone_for_a_while(
     rest_s: float, tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("learner.rollout.member.FIRST_REST_S", rest_s)
+    monkeypatch.setattr("learner.rollout.pushed_member.FIRST_REST_S", rest_s)
     with fleet(2) as run:
         run.rollouts[0].faults.append(S.restart)
         run.ask(4)
@@ -428,7 +429,7 @@ def test_a_server_whose_group_cannot_be_formed_is_left_alone_for_a_while(
 def test_a_server_that_rests_is_tried_when_no_other_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("learner.rollout.member.FIRST_REST_S", 600.0)
+    monkeypatch.setattr("learner.rollout.pushed_member.FIRST_REST_S", 600.0)
     with fleet(2) as run:
         run.rollouts[0].faults.append(S.restart)
         run.ask(4)
@@ -458,11 +459,11 @@ def test_only_returns_without_an_answer_between_them_are_in_vain(
         rollouts, journal = S(server), Journal()
         times_lost = FRUITLESS_RETURNS + 2
         rollouts.faults.extend(([S.hang_up] * ATTEMPTS + [S.ok] * answers_between) * times_lost)
-        member = Member(client, ScriptedChannel(rollouts), journal, lambda _: None)
+        member = PushedMember(client, ScriptedChannel(rollouts), journal, lambda _: None)
         handout = Handout(
             Job(requests(times_lost), RequestConfig(), version=None),
             [member],
-            decode_batch_size=1,
+            caps=lambda world_sizes: [1] * len(world_sizes),
             journal=journal,
             wait_for_one=lambda: member.take_back(None),
             patience_s=0.0,
