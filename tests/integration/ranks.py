@@ -1,0 +1,102 @@
+"""Runs of several learner processes that a test starts, kills and starts again."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.contract.running_server import is_alive
+
+# So long the rest of a run may take to end, once one of its processes has (DDP-01).
+END_S = 30.0
+RUN_S = 240.0
+
+
+class Ranks:
+    """The processes of one run. pids: by rank."""
+
+    def __init__(self, pids: list[int], ends: "queue.Queue[dict[str, int]]", logs: list[Path]):
+        self.pids = pids
+        self._ends = ends
+        self._logs = logs
+        self._codes: dict[int, int] = {}
+
+    def kill(self, *ranks: int) -> None:
+        for rank in ranks:
+            os.kill(self.pids[rank], signal.SIGKILL)
+
+    def wait(self, timeout_s: float = END_S) -> list[int]:
+        """Exit code of each rank; minus the signal of one that was killed."""
+        while len(self._codes) < len(self.pids):
+            try:
+                end = self._ends.get(timeout=timeout_s)
+            except queue.Empty:
+                raise AssertionError(f"after {timeout_s:g} s:\n{self.said()}") from None
+            self._codes[end["pid"]] = end["code"]
+        assert not any(map(is_alive, self.pids))
+        return [self._codes[pid] for pid in self.pids]
+
+    def running(self) -> bool:
+        return all(map(is_alive, self.pids))
+
+    def said(self) -> str:
+        return "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in self._logs)
+
+
+class Nursery:
+    """Starts runs, one at a time."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._ends: queue.Queue[dict[str, int]] = queue.Queue()
+        threading.Thread(target=self._hear, daemon=True).start()
+
+    def start(self, config: Path, ranks: int, log: Path) -> Ranks:
+        assert self._process.stdin is not None
+        wanted = {"config": str(config), "ranks": ranks, "log": str(log)}
+        self._process.stdin.write(json.dumps(wanted) + "\n")
+        self._process.stdin.flush()
+        pids = self._lines.get(timeout=RUN_S)["pids"]
+        return Ranks(pids, self._ends, [log.with_suffix(f".{rank}.log") for rank in range(ranks)])
+
+    def _hear(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            said = json.loads(line)
+            (self._lines if "pids" in said else self._ends).put(said)
+
+
+@contextmanager
+def nursery(folder: Path) -> Iterator[Nursery]:
+    """Ends with every process that it has started."""
+    own = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
+    with (folder / "nursery.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.rank_nursery"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=os.environ | own,
+        )
+    try:
+        yield Nursery(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until(holds: Callable[[], bool], ranks: Ranks) -> None:
+    """Until something happens in a run that goes on."""
+    pause = threading.Event()
+    while not holds():
+        assert ranks.running(), ranks.said()
+        pause.wait(0.005)
