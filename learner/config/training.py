@@ -1,5 +1,6 @@
 """`training`: the optimizer, the step budget, packing, saving and logging."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ SchedulerName = Literal[
     "inverse_sqrt",
 ]
 Strategy = Literal["no", "steps"]
+DataParallel = Literal["ddp", "fsdp2"]
 
 # Keys of `training` where null is the same as leaving them out.
 NULL_MEANS_DERIVED = ("logging_dir", "vit_lr", "aligner_lr")
@@ -72,6 +74,10 @@ class TrainingConfig(StrictModel):
     gradient_accumulation_steps: int | None = Field(
         default=None, ge=1, description="null: derived; else it must equal the derived value"
     )
+    data_parallel: DataParallel = Field(
+        default="ddp",
+        description="of several processes: `ddp`, the whole model in each; `fsdp2`, shards of it",
+    )
 
     packing: bool = Field(default=True, description="several samples share one forward")
     packing_buffer: int = Field(
@@ -97,6 +103,14 @@ class TrainingConfig(StrictModel):
     save_steps: int = Field(default=500, ge=1, description="optimizer steps between checkpoints")
     save_total_limit: int | None = Field(
         default=None, ge=1, description="checkpoints kept; null: all"
+    )
+    resume: Literal["never", "auto"] = Field(
+        default="never",
+        description="`auto`: go on from the newest whole checkpoint in `output_dir`, or start "
+        "anew where there is none; `never`: refuse a folder with a run in it",
+    )
+    log_rollouts: bool = Field(
+        default=True, description="write the answers of channel B and what became of them"
     )
 
     @model_validator(mode="before")
@@ -131,6 +145,12 @@ class TrainingConfig(StrictModel):
                 "Use constant_with_warmup, or set it to 0",
                 "warmup_ratio",
             )
+        if self.resume == "auto" and self.save_strategy == "no":
+            yield Refusal(
+                "auto, and save_strategy is no: there would be nothing to go on from",
+                "Set save_strategy to steps, or resume to never",
+                "resume",
+            )
 
     def _of_steps(self) -> Iterator[Refusal]:
         if (self.max_steps is None) == (self.num_train_epochs is None):
@@ -160,6 +180,13 @@ class TrainingConfig(StrictModel):
                 "Leave it out",
                 "gradient_accumulation_steps",
             )
+
+    def total_steps(self, samples: int) -> int:
+        """Optimizer steps of a run over `samples` samples, of which an epoch takes whole steps."""
+        if self.max_steps is not None:
+            return self.max_steps
+        assert self.num_train_epochs is not None, "checked with the config"
+        return math.ceil(self.num_train_epochs * (samples // self.effective_batch_size))
 
     def resolve_accumulation(self, world_size: int) -> int:
         """Micro batches per optimizer step of each of `world_size` processes (CFG-07).
