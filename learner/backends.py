@@ -43,6 +43,7 @@ from learner.rollout.journal import Journal
 from learner.rollout.server import ServerBackend
 from learner.sync.mode import SyncMode
 from learner.sync.push import WeightPusher
+from learner.sync.source import GatheredWeights
 from learner.types import Sample
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.server_info import TOKEN_VARIABLE
@@ -134,8 +135,13 @@ def _over_servers(
 ) -> OpenBackend:
     """Form the weight groups; the pushes count on from the servers' newest version."""
     sync = config.rollout_matching.vllm.sync
-    mode = SyncMode.of(
-        loaded.model, resolved_sync_mode(config, learner_world_size=1), sync.fallback_to_full
+    gathered = _gathered(config, loaded, peers)
+    mode = (
+        SyncMode.of(
+            loaded.model, resolved_sync_mode(config, learner_world_size=1), sync.fallback_to_full
+        )
+        if gathered is None
+        else SyncMode(gathered, None, sync.fallback_to_full)
     )
     journal = Journal(servers, mode)
     transport = transport_of(config)
@@ -146,10 +152,22 @@ def _over_servers(
     ]
     batch = config.rollout_matching.decode_batch_size
     backend = ServerBackend(
-        clients, channels, batch, journal, differences=partial(differences, config)
+        clients,
+        channels,
+        batch,
+        journal,
+        differences=partial(differences, config),
+        gather=None if gathered is None else gathered.gather,
     )
     guarded = all(client.info().repeat_terminate.active for client in clients)
     return OpenBackend(backend, backend.connect(), guarded, journal)
+
+
+def _gathered(config: Config, loaded: LoadedModel, peers: Peers) -> GatheredWeights | None:
+    """Where pushed weights are put together; None where every process has them whole."""
+    if config.training.data_parallel == "ddp":
+        return None
+    return GatheredWeights(loaded.model, sends=peers.rank == 0)
 
 
 def _round_size(config: Config, clients: Sequence[RolloutClient], peers: Peers) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from learner.peers import ALONE, Peers
-from learner.rollout.backend import WeightChannel
+from learner.rollout.backend import PushNeeded, WeightChannel
 from learner.rollout.client import RolloutClient
 from learner.rollout.distribution import rank_caps, rank_chunk_size
 from learner.rollout.handout import Handout, Job
@@ -42,6 +42,7 @@ class ServerBackend:
     journal: gets notes of every call and push. sleep: pauses between attempts.
     differences: between what a server that comes back says of itself and what it must be.
     peers: the learner processes, each with a backend over the same servers.
+    gather: called in each of them before process 0 pushes, where its weights are in pieces.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class ServerBackend:
         sleep: Sleep = time.sleep,
         differences: Differences = no_differences,
         peers: Peers = ALONE,
+        gather: Callable[[], None] | None = None,
     ) -> None:
+        self._gather = gather
         self._journal = journal or Journal()
         self._decode_batch_size = decode_batch_size
         self._timeout_s = max(client.timeout_s for client in clients)
@@ -88,9 +91,28 @@ class ServerBackend:
         Raises:
             RunError: no server is left and none came back in time, or a request was refused.
         """
+        return self._rolled_out(requests, request_config, self._take_back_lost)
+
+    def rollout_beside(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        """`rollout` by what was pushed last while the training weights change: pushes nothing.
+
+        Raises:
+            PushNeeded: no server is left that has the weights, and there is one without them.
+        """
+        return self._rolled_out(requests, request_config, self._rejoin_lost)
+
+    def _rolled_out(
+        self,
+        requests: Sequence[RolloutInferRequest],
+        request_config: RequestConfig,
+        look: Callable[[], list[Member]],
+    ) -> list[RolloutOutput]:
+        """look: takes back who is lost, if it can be; returns who may be asked."""
         if not requests:
             return []
-        self._take_back_lost()
+        look()
         job = Job(requests, request_config, self._upkeep.version)
         caps = partial(
             rank_caps,
@@ -103,7 +125,7 @@ class ServerBackend:
             self._members,
             caps,
             self._journal,
-            lambda: self._wait_for(self._take_back_lost),
+            lambda: self._wait_for(look),
             self._timeout_s,
         )
         envelopes = handout.run()
@@ -119,12 +141,15 @@ class ServerBackend:
         Raises:
             RunError: no server took the push; in every process.
         """
+        if self._gather is not None:
+            self._gather()
         self._upkeep.push(version)
 
     def tend(self) -> None:
         """Look after the servers while this process waits for others; cheap where all is well.
 
-        Raises only what would fail again, as a push that a server refuses.
+        Only while the training weights are those that were pushed last. Raises only what would
+        fail again, as a push that a server refuses.
         """
         self._upkeep.tend()
 
@@ -138,6 +163,14 @@ class ServerBackend:
     def _take_back_lost(self) -> list[Member]:
         self._upkeep.take_back_lost()
         return self._askable()
+
+    def _rejoin_lost(self) -> list[Member]:
+        self._upkeep.rejoin_lost()
+        askable = self._askable()
+        if not askable and any(member.wants_push for member in self._members):
+            reasons = "; ".join(f"{member.url}: {member.lost}" for member in self._members)
+            raise PushNeeded(f"no rollout server has the weights any more ({reasons})")
+        return askable
 
     def _wait_for(self, look: Callable[[], list[T]]) -> list[T]:
         """Look until there is someone; raises RunError when there was nobody for too long."""

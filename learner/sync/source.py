@@ -14,6 +14,7 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta
 
@@ -110,6 +111,37 @@ class MergedWeights(BaseWeights):
         for name, weight, layer in self._entries():
             merged = weight.detach() if layer is None else _merged_weight(layer)
             yield name, merged.to(getattr(torch, dtype))
+
+
+class GatheredWeights(BaseWeights):
+    """All weights of a model of which every process holds shards (FSDP2).
+
+    What is sent are the weights at the last `gather`, in memory of the host.
+
+    sends: this process keeps them, to send them; the others help to gather them.
+    """
+
+    adapter = None
+    base = None
+
+    def __init__(self, model: nn.Module, *, sends: bool) -> None:
+        super().__init__(model)
+        self._sends = sends
+        self._whole: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Put every parameter together, one after another; all processes at the same time."""
+        for name, weight, _ in self._entries():
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight.detach()
+            if self._sends:
+                self._whole[name] = whole.to("cpu", copy=True)
+
+    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, weight); one that needs no cast is kept until the next `gather`."""
+        assert self._whole, "`gather` comes before a push, which another process makes"
+        for name, weight in self._whole.items():
+            yield name, weight.to(getattr(torch, dtype))
 
 
 def _merged_weight(layer: LoraLayer) -> Tensor:
