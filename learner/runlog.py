@@ -4,6 +4,7 @@
 <output_dir>/run.json               versions, commit, command, who generates
 <output_dir>/metrics.jsonl          one JSON object per logged step
 <output_dir>/rollout_calls.jsonl    one per step with rollouts, and per evaluation
+<output_dir>/rollouts/              the answers of channel B, a file per step (`rollout_log`)
 <output_dir>/tensorboard/           the same numbers for TensorBoard
 """
 
@@ -21,21 +22,24 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from learner.config import Config, dump_resolved
 from learner.config.sync_mode import resolved_sync_mode
 from learner.publish import append_line, publish_text
+from learner.resume import BEGINNING, METRICS, RESOLVED, Start, prepare_folder
 from learner.rollout.colocate import Placement
 from learner.rollout.describe import describe_backend
 
 _LIBRARIES = ("rollmatch", "torch", "transformers", "accelerate", "peft")
 
 
-def open_run_folder(config: Config, placement: Placement | None) -> Path:
-    """Create the folder and write what is known before the first step.
+def open_run_folder(config: Config, placement: Placement | None, start: Start = BEGINNING) -> Path:
+    """Create the folder, or bring it back to `start`; write what is known before the first step.
 
     placement: of a colocated server, where one is started.
     """
     folder = Path(config.training.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    publish_text(folder / "resolved_config.yaml", dump_resolved(config))
-    publish_text(folder / "run.json", json.dumps(_run_facts(config, placement), indent=2) + "\n")
+    prepare_folder(folder, start)
+    facts = {**_run_facts(config, placement), "started_at_step": start.step}
+    publish_text(folder / RESOLVED, dump_resolved(config))
+    publish_text(folder / "run.json", json.dumps(facts, indent=2) + "\n")
     return folder
 
 
@@ -83,7 +87,7 @@ class JsonlLog(TrainerCallback):
     """Appends every log event to `metrics.jsonl`."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "metrics.jsonl"
+        self._path = folder / METRICS
 
     def on_log(
         self,

@@ -7,7 +7,7 @@ Generation is never packed; nothing of an answer is repaired, and every ground t
 was not matched is appended.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from learner.matching import match_objects
 from learner.model.packed_forward import Pack, Segment, packed_logits
 from learner.parsing import parse_rollout
 from learner.rollout.prompt_check import check_prompt_ids
+from learner.rollout_log import Judged
 from learner.targets import TargetUnreadable, build_target
 from learner.types import (
     GroundTruthObject,
@@ -42,14 +43,23 @@ class ChannelB:
         self._allow_poly = allow_poly
 
     def segments(
-        self, samples: Sequence[Sample], rollouts: Sequence[RolloutOutput]
+        self,
+        samples: Sequence[Sample],
+        rollouts: Sequence[RolloutOutput],
+        note: Callable[[Judged], None] | None = None,
     ) -> tuple[list[Segment], RolloutStats]:
-        """Segments of the samples that can be supervised, and what was counted."""
+        """Segments of the samples that can be supervised, and what was counted.
+
+        note: takes what became of each answer, in order.
+        """
         stats = RolloutStats()
         segments = []
         for sample, rollout in zip(samples, rollouts, strict=True):
-            if (segment := self._segment(sample, rollout, stats)) is not None:
+            segment, judged = self._segment(sample, rollout, stats)
+            if segment is not None:
                 segments.append(segment)
+            if note is not None:
+                note(judged)
         return segments, stats
 
     def readings(self, model: nn.Module, pack: Pack, reader: Reader) -> Readings:
@@ -68,7 +78,7 @@ class ChannelB:
 
     def _segment(
         self, sample: Sample, rollout: RolloutOutput, stats: RolloutStats
-    ) -> Segment | None:
+    ) -> tuple[Segment | None, Judged]:
         own = self._encoding
         prompt = own.prompt(sample)
         check_prompt_ids(
@@ -83,6 +93,7 @@ class ChannelB:
             target = self.target(parsed, sample.objects, match)
         except TargetUnreadable:
             stats.closure_dropped += 1
-            return None
+            return None, Judged(sample, rollout, parsed, match, supervised=False)
         stats.appended += len(target.fn_keys)
-        return own.segment(sample, prompt, target, has_dropped=bool(parsed.dropped))
+        segment = own.segment(sample, prompt, target, has_dropped=bool(parsed.dropped))
+        return segment, Judged(sample, rollout, parsed, match, supervised=True)

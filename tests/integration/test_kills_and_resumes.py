@@ -1,0 +1,224 @@
+"""A run that is killed with SIGKILL and started again is the run that was not killed (RUN-01).
+
+Real processes; the answers come from the learner itself, greedily. `make nightly` also kills
+at ten random moments.
+"""
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from learner.config import dump_mapping, parse_config
+from learner.data.order import ShareOrder
+from learner.data.toy import ToyData, make_data
+from learner.model.toy import make_model
+from learner.preflight import check_inputs
+from learner.rollout_log import unfolded
+from learner.train import train
+from tests.unit.small_run import small_mapping
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER = Path(__file__).with_name("killed_learner.py")
+STEPS, BATCH, SAMPLES, SEED = 8, 4, 16, 11
+B_STEPS = [1, 3, 5, 7]
+NUMBERS = ("loss", "grad_norm", "learning_rate", "sync/weights_version")
+
+
+@dataclass(frozen=True)
+class World:
+    """What runs start from, and a run that nobody has killed."""
+
+    folder: Path
+    model: Path
+    data: ToyData
+
+    def config(self, run: Path) -> Path:
+        """Two epochs; a checkpoint every two steps, of which two are kept."""
+        mapping = small_mapping(
+            self.model,
+            self.data,
+            run,
+            stage2_ab={"schedule": {"b_ratio": 0.5}},
+            training={
+                "max_steps": STEPS,
+                "save_steps": 2,
+                "save_total_limit": 2,
+                "effective_batch_size": BATCH,
+                "resume": "auto",
+            },
+        )
+        mapping["rollout_matching"] = {
+            "rollout_backend": "hf",
+            "max_new_tokens": 12,
+            "decode_batch_size": 4,
+        }
+        path = run.with_suffix(".yaml")
+        path.write_text(dump_mapping(mapping))
+        return path
+
+    @property
+    def whole(self) -> Path:
+        return self.folder / "whole"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("kills")
+    model = folder / "model"
+    make_model(model, seed=0)
+    data = make_data(folder / "data", train=SAMPLES, val=2, seed=0)
+    world = World(folder, model, data)
+    config = parse_config(small_mapping_of(world.config(world.whole)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    train(config, check_inputs(config), [], Console(file=io.StringIO()))
+    torch.set_num_threads(threads)
+    yield world
+
+
+def small_mapping_of(path: Path) -> dict[str, Any]:
+    from learner.config import load_mapping
+
+    return load_mapping(path)
+
+
+def learn(config: Path, *moment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(DRIVER), str(config), *moment],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """What is the same however often a run was killed."""
+    steps = [line for line in lines(run / "metrics.jsonl") if "loss" in line]
+    return [
+        {"step": line["step"], **{key: line.get(key) for key in NUMBERS}} for line in steps
+    ]
+
+
+def weights(checkpoint: Path) -> dict[str, bytes]:
+    tensors = load_file(checkpoint / "model.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def assert_the_same_run(run: Path, whole: Path) -> None:
+    assert numbers(run) == numbers(whole)
+    assert [line["step"] for line in numbers(run)] == list(range(1, STEPS + 1))
+    assert weights(run / f"checkpoint-{STEPS}") == weights(whole / f"checkpoint-{STEPS}")
+    assert not (run / ".unfinished").exists()
+    assert not list(run.rglob("*.part"))
+
+
+def assert_every_sample_is_logged_once(run: Path, data: ToyData) -> None:
+    order = ShareOrder(SAMPLES, BATCH, 1, SEED, shuffle=True)
+    name = data.train_jsonl
+    wanted = {(step, f"{name}:{i + 1}") for step in B_STEPS for i in order.share(step, 0)}
+    logged = [
+        (record["step"], record["sample_id"])
+        for path in (run / "rollouts").iterdir()
+        for record in lines(path)
+    ]
+    assert sorted(logged) == sorted(wanted)
+    calls = [record["step"] for record in lines(run / "rollout_calls.jsonl")]
+    assert calls == B_STEPS
+
+
+@pytest.mark.req("RUN-01", "STEP-01", "MET-01", "MET-03")
+def test_a_run_killed_within_a_step_and_within_a_checkpoint_ends_as_if_it_had_not_been(
+    world: World,
+) -> None:
+    run = world.folder / "killed"
+    config = world.config(run)
+    answered = "rollouts/step_000003.jsonl.part"
+    assert learn(config, "open", answered).returncode == -signal.SIGKILL
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert len(numbers(run)) == 3  # of which the third will be made again
+    half = ".unfinished/checkpoint-6/trainer_state.json"
+    resumed = learn(config, "open", half)
+    assert resumed.returncode == -signal.SIGKILL, resumed.stderr
+    assert f"Going on from {run / 'checkpoint-2'}" in resumed.stdout
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert (run / ".unfinished" / "checkpoint-6" / "model.safetensors").exists()
+    last = learn(config)
+    assert last.returncode == 0, last.stderr
+    assert f"Going on from {run / 'checkpoint-4'}" in last.stdout
+    assert_the_same_run(run, world.whole)
+    assert_every_sample_is_logged_once(run, world.data)
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+
+
+@pytest.mark.req("RUN-01")
+def test_a_run_that_was_not_killed_logs_every_sample_once_as_well(world: World) -> None:
+    assert_every_sample_is_logged_once(world.whole, world.data)
+
+
+@pytest.mark.req("RUN-01")
+def test_a_checkpoint_loads_in_plain_transformers(world: World) -> None:
+    checkpoint = world.whole / f"checkpoint-{STEPS}"
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    held = {name: p.detach().numpy().tobytes() for name, p in model.named_parameters()}
+    assert held == {name: weights(checkpoint)[name] for name in held}
+    assert AutoProcessor.from_pretrained(checkpoint).tokenizer.eos_token == "<|im_end|>"
+
+
+@pytest.mark.req("MET-03")
+def test_the_log_of_a_step_has_what_was_asked_and_answered(world: World) -> None:
+    (_, first, *_) = sorted((world.whole / "rollouts").iterdir())
+    for record in lines(first):
+        assert record["rank"] == 0
+        assert record["weights_version"] == [2, 2]
+        assert len(unfolded(record["prompt_token_ids"])) > len(record["prompt_token_ids"])
+        assert 1 <= len(record["response_token_ids"]) <= 12
+        assert record["supervised"]
+        assert set(record["parse"]) == {"truncated", "invalid", "objects", "dropped"}
+        assert len(record["match"]["pairs"]) + len(record["match"]["false_negatives"]) > 0
+
+
+def test_ten_random_kills_change_nothing(world: World, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("hypothesis_profile") != "nightly":
+        pytest.skip("takes minutes: make nightly")
+    seconds = random.Random(f"{os.getpid()}")
+    run = world.folder / "random"
+    config, kills = world.config(run), 0
+    while True:
+        command = [sys.executable, str(DRIVER), str(config)]
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+        try:
+            code = process.wait(seconds.uniform(8, 16) if kills < 10 else None)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+            continue
+        assert code == 0
+        break
+    assert_the_same_run(run, world.whole)
+    assert_every_sample_is_logged_once(run, world.data)
