@@ -10,7 +10,7 @@ step consumes a fixed number of samples (STEP-02).
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from shared_contracts.errors import ContractError, RunError
 
@@ -47,7 +47,10 @@ class ReadyShare(Generic[P]):
         return max(1, sum(len(part.packs) for part in self.parts))
 
 
-class ReadyQueue(Generic[P]):
+R = TypeVar("R", bound=ReadyShare[Any])
+
+
+class ReadyQueue(Generic[R]):
     """First in, first out, of at most `queue_limit` packs.
 
     version_window: a share by weights more versions older than the newest is stale.
@@ -56,7 +59,7 @@ class ReadyQueue(Generic[P]):
     def __init__(self, queue_limit: int, version_window: int) -> None:
         self.queue_limit = queue_limit
         self._window = version_window
-        self._shares: deque[ReadyShare[P]] = deque()
+        self._shares: deque[R] = deque()
         self._newest = 0
 
     def __len__(self) -> int:
@@ -67,7 +70,7 @@ class ReadyQueue(Generic[P]):
     def packs(self) -> int:
         return sum(ready.size for ready in self._shares)
 
-    def put(self, ready: ReadyShare[P]) -> list[ReadyShare[P]]:
+    def put(self, ready: R) -> list[R]:
         """Append a share; returns the oldest ones that were dropped for it.
 
         Raises ContractError for a share that would not even fit alone.
@@ -86,34 +89,35 @@ class ReadyQueue(Generic[P]):
         self._shares.append(ready)
         return dropped
 
-    def drop_stale(self, version: int) -> list[ReadyShare[P]]:
+    def is_stale(self, ready: R) -> bool:
+        """Nothing may be trained on it any more."""
+        return ready.version < self._newest - self._window
+
+    def drop_stale(self, version: int) -> list[R]:
         """Drop what is too old now that `version` is the newest; returns it."""
         if version < self._newest:
             raise RunError(f"the newest weights are of version {version}, and before: {self}")
         self._newest = version
-        stale = [ready for ready in self._shares if self._is_stale(ready)]
-        self._shares = deque(ready for ready in self._shares if not self._is_stale(ready))
+        stale = [ready for ready in self._shares if self.is_stale(ready)]
+        self._shares = deque(ready for ready in self._shares if not self.is_stale(ready))
         return stale
 
-    def take(self, step: int) -> ReadyShare[P]:
+    def take(self, step: int) -> R:
         """The oldest share, for channel-B step `step`.
 
         Raises RunError when there is none, or it is stale: who asks has looked before.
         """
         if not self._shares:
             raise RunError(f"channel B was to run step {step}, and no share is ready: {self}")
-        if self._is_stale(self._shares[0]):
+        if self.is_stale(self._shares[0]):
             raise RunError(f"channel B was to run step {step} on a stale share: {self}")
         return self._shares.popleft()
 
-    def take_newest(self) -> ReadyShare[P] | None:
+    def take_newest(self) -> R | None:
         """The share that would be trained on last, for other use; None when there is none."""
         return self._shares.pop() if self._shares else None
 
-    def _is_stale(self, ready: ReadyShare[P]) -> bool:
-        return ready.version < self._newest - self._window
-
-    def _check(self, ready: ReadyShare[P]) -> None:
+    def _check(self, ready: R) -> None:
         versions = [part.version for part in ready.parts]
         if not versions or versions != sorted(set(versions)):
             raise RunError(f"share {ready.share} has parts of the versions {versions}: {self}")

@@ -89,7 +89,13 @@ class AsyncRolloutConfig(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _target_fits_the_queue(self) -> "AsyncRolloutConfig":
+    def _packs_can_be_used(self) -> "AsyncRolloutConfig":
+        if self.enabled and self.version_window == 0 and self.sync_every_steps == 1:
+            raise Refusal(
+                "0, and weights are pushed before every step: no pack made before it could be used",
+                "Use 1 or more, or raise sync_every_steps",
+                "version_window",
+            )
         if self.prefetch_target_packs > self.queue_limit:
             raise Refusal(
                 f"{self.prefetch_target_packs} packs do not fit into queue_limit "

@@ -170,6 +170,7 @@ class Config(StrictModel):
         yield from self._of_adapters()
         yield from self._of_channels()
         yield from self._of_self_context()
+        yield from self._of_async()
         if self.stage2_ab is None:
             yield from self._of_channel_b_alone()
 
@@ -240,6 +241,14 @@ class Config(StrictModel):
             yield "A"
         if self.b_ratio > 0:
             yield "B"
+
+    def _of_async(self) -> Iterator[Refusal]:
+        if self.rollout_matching.async_rollout.enabled and self.b_ratio == 0:
+            yield Refusal(
+                "is true, and stage2_ab.schedule.b_ratio is 0: nothing is ever asked for",
+                "Set it to false, or raise stage2_ab.schedule.b_ratio",
+                "rollout_matching.async_rollout.enabled",
+            )
 
     def _of_channel_b_alone(self) -> Iterator[Refusal]:
         if self.rollout_matching.async_rollout.enabled:

@@ -29,6 +29,8 @@ _REDUCTIONS: dict[Kind, Reduction] = {
 }
 _BOTH: tuple[Channel, ...] = ("A", "B")
 _B: tuple[Channel, ...] = ("B",)
+_BESIDE = "asynchronous rollouts"
+_B_OR_BESIDE = f"channel B, or {_BESIDE}"
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ STEP = (
     Metric("packing/post_rollout_selected_total_len", "counter", "tokens", "in the packs"),
     Metric("packing/post_rollout_fill", "rate", "1", "tokens in the packs / room in them"),
     Metric("packing/post_rollout_buffer", "counter", "samples", "kept for a later step"),
-    Metric("time/push_s", "seconds", "s", "bringing new weights to who generates", _B),
+    Metric(
+        "time/push_s", "seconds", "s", "bringing new weights to who generates", when=_B_OR_BESIDE
+    ),
     Metric("time/rollout_s", "seconds", "s", "waiting for the answers", _B),
     Metric("time/target_s", "seconds", "s", "from samples and answers to segments"),
     Metric("time/pack_s", "seconds", "s", "from segments to packs"),
@@ -107,6 +111,55 @@ ROLLOUT = (
     Metric("rollout/parse_truncated_rate", "rate", "1", "truncated answers / answers", _B),
     Metric("rollout/parse_dropped_invalid", "counter", "objects", "dropped as invalid", _B),
     Metric("sync/weights_version", "peak", "version", "of the weights that answered", _B),
+)
+
+_ASYNC = "stage2_ab/async"
+
+ASYNC = (
+    Metric(
+        f"{_ASYNC}/b_step_skipped_due_to_queue",
+        "flag",
+        "0 or 1",
+        "channel A runs in place of B, as a process had no share ready",
+        ("A",),
+        f"{_BESIDE}, and only if so",
+    ),
+    Metric(
+        f"{_ASYNC}/ready_packs",
+        "counter",
+        "packs",
+        "ready when the step began, of all processes",
+        when=_BESIDE,
+    ),
+    Metric(
+        f"{_ASYNC}/version_lag",
+        "peak",
+        "versions",
+        "from the oldest weights that answered to the newest, of the process where it is longest",
+        _B,
+        _BESIDE,
+    ),
+    Metric(
+        f"{_ASYNC}/dropped_oldest",
+        "counter",
+        "packs",
+        "dropped for newer ones, as the queue was full; their samples are asked for again",
+        when=_BESIDE,
+    ),
+    Metric(
+        f"{_ASYNC}/dropped_stale",
+        "counter",
+        "packs",
+        "dropped as too old for `version_window`; their samples are asked for again",
+        when=_BESIDE,
+    ),
+    Metric(
+        f"{_ASYNC}/prefetch_idle_s",
+        "seconds",
+        "s",
+        "the prefetcher had enough packs ready and asked for nothing, of the idlest process",
+        when=_BESIDE,
+    ),
 )
 
 _DROPS: dict[DropReason, str] = {
@@ -219,9 +272,10 @@ SYNC_PHASES = {
 
 def _servers() -> Iterator[Metric]:
     def metric(key: str, kind: Kind, unit: str, meaning: str, when: str) -> Metric:
-        return Metric(key, kind, unit, meaning, _B, when)
+        return Metric(key, kind, unit, meaning, when=when)
 
-    served, pushed = "from servers", "after a push to servers"
+    served = f"from servers: {_B_OR_BESIDE}"
+    pushed = "after a push to servers"
     yield metric("rollout/servers_healthy", "peak", "servers", "that may be asked", served)
     yield metric("rollout/servers_lost", "counter", "times", "a server was given up", served)
     yield metric("rollout/retries", "counter", "calls", "made again", served)
@@ -254,11 +308,12 @@ def _evaluation() -> Iterator[Metric]:
 EVALUATION = tuple(_evaluation())
 
 # Every metric of a payload: of a step, of what its rollouts took, of an evaluation.
-METRICS = STEP + ROLLOUT + CHANNEL_B + LOSSES + COORD_DIAG + SERVERS + EVALUATION
+METRICS = STEP + ROLLOUT + ASYNC + CHANNEL_B + LOSSES + COORD_DIAG + SERVERS + EVALUATION
 
 GROUPS = (
     Group("The step", STEP),
     Group("Rollouts", ROLLOUT),
+    Group("Asynchronous rollouts", ASYNC),
     Group("What became of the answers", CHANNEL_B),
     Group("Losses", LOSSES),
     Group("Coordinate distributions", COORD_DIAG),

@@ -6,6 +6,7 @@ proves it on every rollout.
 
 import base64
 import io
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -20,7 +21,10 @@ from shared_contracts.infer import RolloutInferRequest
 
 
 class PromptEncoder:
-    """Encodes a sample's prompt; keeps the last encodings, `cache_bytes` of tensors at most."""
+    """Encodes a sample's prompt; keeps the last encodings, `cache_bytes` of tensors at most.
+
+    Several threads may call it.
+    """
 
     def __init__(
         self,
@@ -35,8 +39,13 @@ class PromptEncoder:
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
         self._cache: OrderedDict[str, EncodedPrompt] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __call__(self, sample: Sample) -> EncodedPrompt:
+        with self._lock:
+            return self._known_or_encoded(sample)
+
+    def _known_or_encoded(self, sample: Sample) -> EncodedPrompt:
         if (known := self._cache.get(sample.sample_id)) is not None:
             self._cache.move_to_end(sample.sample_id)
             return known

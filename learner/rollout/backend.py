@@ -4,8 +4,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from learner.types import RolloutOutput
+from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.weights import CommunicatorReady, SyncReport
+
+
+class PushNeeded(RunError):
+    """Nobody can answer before weights are pushed again; whoever may push is told."""
 
 
 class WeightChannel(Protocol):
