@@ -7,9 +7,9 @@ hf         HfBackend on the model in training
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from learner.model.offload import Offload
 from learner.model.prompt import encode_request
 from learner.operate.kept_server import KeptServer
 from learner.operate.server_process import ServerProcess, free_ports
-from learner.peers import ALONE, Peers, first
+from learner.peers import ALONE, Peers
 from learner.preflight import differences
 from learner.publish import publish_text
 from learner.rollout.backend import RolloutBackend
@@ -37,9 +37,9 @@ from learner.rollout.colocate import (
     media_dirs,
     server_settings,
 )
-from learner.rollout.distribution import rank_chunk_size
 from learner.rollout.hf import HfBackend
 from learner.rollout.journal import Journal
+from learner.rollout.policy import Ask
 from learner.rollout.server import ServerBackend
 from learner.sync.mode import SyncMode
 from learner.sync.push import WeightPusher
@@ -63,6 +63,7 @@ class OpenBackend:
     journal: what it notes of its calls and pushes.
     round_size: requests this rank asks at once, of servers that generate while it trains
         (STEP-03); None for a backend that does not.
+    tend, ask_beside: of such servers, as `Policy` wants them.
     """
 
     backend: RolloutBackend
@@ -70,6 +71,8 @@ class OpenBackend:
     repeat_terminate_active: bool
     journal: Journal
     round_size: int | None = None
+    tend: Callable[[], None] | None = None
+    ask_beside: Ask | None = None
 
 
 def open_backend(
@@ -100,8 +103,7 @@ def open_backend(
         case "server":
             server = config.rollout_matching.vllm.server
             assert server is not None, "checked with the config"
-            opened = _over_servers(config, loaded, clients, server.servers, peers)
-            return replace(opened, round_size=_round_size(config, clients, peers))
+            return _over_servers(config, loaded, clients, server.servers, peers)
         case "colocate":
             assert placement is not None, "found by preflight"
             return _colocate(config, loaded, folder, samples, placement, optimizer)
@@ -133,22 +135,16 @@ def _over_servers(
     servers: Sequence[ServerAddress],
     peers: Peers = ALONE,
 ) -> OpenBackend:
-    """Form the weight groups; the pushes count on from the servers' newest version."""
-    sync = config.rollout_matching.vllm.sync
+    """Form the weight groups, by process 0; pushes count on from the servers' newest version."""
     gathered = _gathered(config, loaded, peers)
-    mode = (
-        SyncMode.of(
-            loaded.model, resolved_sync_mode(config, learner_world_size=1), sync.fallback_to_full
-        )
-        if gathered is None
-        else SyncMode(gathered, None, sync.fallback_to_full)
-    )
+    mode = _sync_mode(config, loaded, gathered, peers)
     journal = Journal(servers, mode)
-    transport = transport_of(config)
+    transport, verify = transport_of(config), config.rollout_matching.vllm.sync.verify
     bucket_bytes = bucket_bytes_of(config, transport)
     channels = [
-        WeightPusher(client, entry.group_port, mode, transport, bucket_bytes, sync.verify)
+        WeightPusher(client, entry.group_port, mode, transport, bucket_bytes, verify)
         for client, entry in zip(clients, servers, strict=True)
+        if peers.rank == 0
     ]
     batch = config.rollout_matching.decode_batch_size
     backend = ServerBackend(
@@ -157,10 +153,20 @@ def _over_servers(
         batch,
         journal,
         differences=partial(differences, config),
+        peers=peers,
         gather=None if gathered is None else gathered.gather,
     )
     guarded = all(client.info().repeat_terminate.active for client in clients)
-    return OpenBackend(backend, backend.connect(), guarded, journal)
+    version = backend.connect()
+    return OpenBackend(
+        backend,
+        version,
+        guarded,
+        journal,
+        backend.round_size(),
+        backend.tend,
+        backend.rollout_beside,
+    )
 
 
 def _gathered(config: Config, loaded: LoadedModel, peers: Peers) -> GatheredWeights | None:
@@ -170,11 +176,13 @@ def _gathered(config: Config, loaded: LoadedModel, peers: Peers) -> GatheredWeig
     return GatheredWeights(loaded.model, sends=peers.rank == 0)
 
 
-def _round_size(config: Config, clients: Sequence[RolloutClient], peers: Peers) -> int:
-    """What all servers decode at once of one rank's requests (DIST-04), as rank 0 sees them."""
-    batch = config.rollout_matching.decode_batch_size
-    sizes = first(peers, lambda: [client.world_size() for client in clients])
-    return rank_chunk_size(batch, sizes, peers.count)
+def _sync_mode(
+    config: Config, loaded: LoadedModel, gathered: GatheredWeights | None, peers: Peers
+) -> SyncMode:
+    fallback = config.rollout_matching.vllm.sync.fallback_to_full
+    if gathered is not None:
+        return SyncMode(gathered, None, fallback)
+    return SyncMode.of(loaded.model, resolved_sync_mode(config, peers.count), fallback)
 
 
 def transport_of(config: Config) -> Transport:

@@ -45,6 +45,7 @@ class Forwards:
     pack_loss: the loss of one pack times its share of this rank's samples; a share of 0 is a
         replay, whose gradient is zero. spare: a pack to replay for a rank that has none.
     samples: of this rank. clock: takes the phases `wait` and `learn`.
+    meanwhile: what this rank does while it waits for the others.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class Forwards:
         spare: Callable[[], Pack],
         samples: int,
         clock: PhaseClock,
+        meanwhile: Callable[[], object] | None = None,
     ) -> None:
+        self._meanwhile = meanwhile
         self._model = model
         self._engine = engine
         self._peers = peers
@@ -90,7 +93,7 @@ class Forwards:
             return len(self._ready), packs is None
 
         with self._clock.phase("wait"):
-            said = self._peers.share(chunk)
+            said = self._peers.share(chunk, self._meanwhile)
         over = all(over for _, over in said)
         due = forwards_due([count for count, _ in said], [over for _, over in said])
         for left in reversed(range(due)):

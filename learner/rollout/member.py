@@ -92,8 +92,8 @@ class Member:
     differences: looked for before a lost server is asked again, as it may be another one now.
     world_size: its engine workers; asked once, and known anew with every epoch.
     lost: why it may not be asked now; None: it may. returns: how often it came back.
-    coming: the newest look found that it is there, and what it still lacks is on its way:
-        its engines are being built, or process 0 has to push to it.
+    starting: the newest look found that it is there and its engines are being built.
+    wants_push: the newest look found that it lacks nothing but a push.
     """
 
     def __init__(
@@ -107,7 +107,8 @@ class Member:
         self.world_size = client.world_size()
         self.lost: str | None = None
         self.returns = 0
-        self.coming = False
+        self.starting = False
+        self.wants_push = False
         self._client = client
         self._journal = journal
         self._sleep = sleep
@@ -181,31 +182,30 @@ class Member:
     def rejoin(self, version: int | None) -> None:
         """Ask a lost server again, if it says that it has the weights `version`; None: any.
 
-        It then is the server of its present epoch. Two quick calls.
+        Nothing is pushed to it. It then is the server of its present epoch. Two quick calls.
         """
         try:
             self._client.health()
             info = self._client.info()
         except SERVER_ERRORS as error:
             self.stays_lost(error)
-            self.coming |= needs_push(error)
             return
         held = info.weights_version
         if found := self._differences(self.url, info):
             self.stays_lost(RunError("; ".join(map(str, found))))
         elif version is not None and (info.weights_state, held) != ("READY", version):
             says = f"its weights are {held} ({info.weights_state}), and {version} is not pushed yet"
-            self.stays_lost(RunError(says))
-            self.coming = held <= version
+            self.stays_lost(RunError(says), wants_push=held <= version)
         else:
             self._epoch, self.world_size = info.server_epoch, info.world_size
             self._is_back()
             _LOG.warning("rollout server %s is back", self.url)
 
-    def stays_lost(self, error: RunError) -> None:
+    def stays_lost(self, error: RunError, wants_push: bool = False) -> None:
         """A look at it found why it cannot be asked yet."""
         self.lost = str(error)
-        self.coming = isinstance(error, ProblemError) and error.problem.kind == "not-ready"
+        self.starting = isinstance(error, ProblemError) and error.problem.kind == "not-ready"
+        self.wants_push = wants_push or needs_push(error)
 
     def close(self) -> None:
         self._client.close()
@@ -214,7 +214,7 @@ class Member:
         with self._changing:
             self.lost = None
             self.returns += 1
-        self.coming = False
+        self.starting = self.wants_push = False
 
     def _ask(
         self, call: InferCall, requests: range, attempt: int, given_up: threading.Event

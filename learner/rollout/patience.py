@@ -39,11 +39,15 @@ class Patience:
 
 
 class Awaited(Protocol):
-    """url: names it. lost: why it may not be asked now. coming: it says that it soon may."""
+    """url: names it. lost: why it may not be asked now.
+
+    starting, wants_push: it is there, and soon may be asked; or once it was pushed to.
+    """
 
     url: str
     lost: str | None
-    coming: bool
+    starting: bool
+    wants_push: bool
 
 
 def wait_for_one(
@@ -60,7 +64,7 @@ def wait_for_one(
     patience = Patience(silence_s)
 
     def is_over(_: RetryCallState) -> bool:
-        if any(one.coming for one in awaited):
+        if any(one.starting or one.wants_push for one in awaited):
             patience.heard()
         return patience.end() is not None
 

@@ -79,6 +79,13 @@ class PushedMember(Member):
         self._is_back()
         _LOG.warning("rollout server %s is back", self.url)
 
+    def rejoin(self, version: int | None) -> None:
+        """Where no push of it is known to have failed; that is believed more than the server."""
+        if version in (None, self._taken):
+            super().rejoin(version)
+        elif self.look():
+            self.wants_push = True
+
     def lose(self, reason: str, returns: int | None = None) -> bool:
         if lost := super().lose(reason, returns):
             self._channel.abandon()
@@ -105,7 +112,7 @@ class PushedMember(Member):
         except SERVER_ERRORS as error:
             self.stays_lost(error)
             return False
-        self.coming = False
+        self.starting = self.wants_push = False
         return True
 
     def rests(self) -> bool:

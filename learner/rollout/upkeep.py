@@ -46,6 +46,9 @@ class Upkeep(Protocol):
     def take_back_lost(self) -> None:
         """Look at every lost server once; those are back that have the weights."""
 
+    def rejoin_lost(self) -> None:
+        """The same, and nothing is pushed: while the training weights may be changing."""
+
     def tend(self) -> None:
         """Do for the servers what other processes may be waiting for."""
 
@@ -68,7 +71,7 @@ class Pushing:
         return self._tell(lambda: max(in_parallel([one.connect for one in self._members])))
 
     def push(self, version: int) -> None:
-        self._peers.share(lambda: None, meanwhile=self.tend)  # nobody asks old weights any more
+        self._peers.share(lambda: None)  # from here on nobody asks the old weights
         self._tell(partial(self._push, version))
         self._peers.share(lambda: None)
 
@@ -76,6 +79,10 @@ class Pushing:
         """Those that are back get the weights first (SYNC-07)."""
         with self._busy:
             _bring(self._back(), self.version)
+
+    def rejoin_lost(self) -> None:
+        with self._busy:
+            _rejoin(self._lost(), self.version)
 
     def tend(self) -> None:
         """Notice who was started anew, and push again to whoever can take it.
@@ -141,6 +148,10 @@ def _bring(members: Sequence[PushedMember], version: int | None) -> list[RunErro
     return in_parallel([partial(member.bring_to, version) for member in members])
 
 
+def _rejoin(members: Sequence[Member], version: int | None) -> None:
+    in_parallel([partial(member.rejoin, version) for member in members])
+
+
 class Following:
     """Of a process that never pushes."""
 
@@ -159,8 +170,10 @@ class Following:
 
     def take_back_lost(self) -> None:
         """Those are back that process 0 has pushed to, as they say themselves."""
-        lost = [member for member in self._members if member.lost is not None]
-        in_parallel([partial(member.rejoin, self.version) for member in lost])
+        self.rejoin_lost()
+
+    def rejoin_lost(self) -> None:
+        _rejoin([one for one in self._members if one.lost is not None], self.version)
 
     def tend(self) -> None:
         """Process 0 does."""
