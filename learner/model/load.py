@@ -32,20 +32,29 @@ class LoadedModel:
 
 
 def load_model(config: Config) -> LoadedModel:
-    """Load the checkpoint directory `model.model` onto the GPU, or the CPU.
+    """Load the checkpoint directory `model.model` onto the GPU, or the CPU."""
+    return prepared(config, load_weights(config))
+
+
+def load_weights(config: Config) -> PreTrainedModel:
+    """The model of the checkpoint directory, on the CPU.
 
     Weights that are trained are float32, whatever `torch_dtype` computes in: an update of
     a bfloat16 weight is mostly lost in rounding. Under LoRA the frozen weights have
     `torch_dtype`, and peft makes the adapters float32.
     """
-    path = config.model.model
-    processor = AutoProcessor.from_pretrained(path)
-    vocab = CoordVocab.from_tokenizer(processor.tokenizer)
     model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
-        path,
-        dtype=_weight_dtype(config),
+        config.model.model,
+        dtype=weight_dtype(config),
         attn_implementation=config.model.attn_implementation,
     )
+    return model
+
+
+def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
+    """`model`, which `load_weights` has loaded, on its device, with its processor and tuner."""
+    processor = AutoProcessor.from_pretrained(config.model.model)
+    vocab = CoordVocab.from_tokenizer(processor.tokenizer)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
@@ -54,7 +63,8 @@ def load_model(config: Config) -> LoadedModel:
     return LoadedModel(trained, inner, processor, processor.tokenizer, vocab)
 
 
-def _weight_dtype(config: Config) -> torch.dtype:
+def weight_dtype(config: Config) -> torch.dtype:
+    """What weights are loaded as."""
     if config.tuner.train_type == "lora" and config.model.torch_dtype == "bfloat16":
         return torch.bfloat16
     return torch.float32
