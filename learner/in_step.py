@@ -6,8 +6,10 @@ A chunk is what the servers decode at once for this rank (DIST-04). Where they a
 the next chunk is made while the last one is learned (STEP-03).
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol
 
 from learner.channels.b import ChannelB
 from learner.channels.rollout_stats import RolloutStats
@@ -16,7 +18,11 @@ from learner.model.packed_forward import Pack
 from learner.packer import Packer
 from learner.rollout.policy import Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
+from learner.rollout_log import Judged
 from learner.types import Sample
+
+# Takes what became of the answers of a step.
+LogRollouts = Callable[[int, Sequence[Judged]], None]
 
 
 class PackFeed(Protocol):
@@ -36,35 +42,75 @@ class PackFeed(Protocol):
 class RolloutSource(Protocol):
     """Where channel B has its packs from, and what its steps leave for channel A."""
 
+    @property
+    def beside(self) -> bool:
+        """Answers are asked for beside the steps, those of channel A too."""
+
+    def begin(self, step: int, clock: PhaseClock) -> None:
+        """Before step `step`, of any channel. clock: times a push."""
+
     def ready(self, step: int) -> bool:
         """Whether this rank could run channel B in step `step`."""
 
-    def samples(self, own: Sequence[Sample]) -> Sequence[Sample]:
-        """What channel A trains on in a step whose samples are `own`."""
+    def samples(self, step: int, own: Sequence[Sample]) -> Sequence[Sample]:
+        """What channel A trains on in step `step`, for which the loader has `own`."""
 
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> PackFeed:
         """The packs of channel-B step `step`. clock: times their phases."""
 
+    def seed_step(self, step: int) -> int:
+        """Which step the seeds of step `step`'s answers are those of (SEED-01)."""
+
     def mark_updated(self) -> None:
         """The training weights have changed."""
 
+    def payload(self) -> Payload:
+        """What was counted beside the packs since the last step."""
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Nobody else asks or pushes within; every process enters it at the same point."""
+
+    def state(self) -> dict[str, Any]:
+        """JSON for a checkpoint of this process: what a run that goes on has to know."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`, before the first step."""
+
+    def close(self) -> None:
+        """Ask no more."""
+
 
 class InStep:
-    """The source of step mode. rank: of this process. seed: `training.seed`."""
+    """The source of step mode. rank: of this process. seed: `training.seed`.
+
+    log_rollouts: called once in every step.
+    """
+
+    beside = False
 
     def __init__(
-        self, policy: Policy, channel_b: ChannelB, packer: Packer, seed: int, rank: int = 0
+        self,
+        policy: Policy,
+        channel_b: ChannelB,
+        packer: Packer,
+        seed: int,
+        rank: int = 0,
+        log_rollouts: LogRollouts | None = None,
     ) -> None:
         self._policy = policy
         self._channel_b = channel_b
         self._packer = packer
         self._seed = seed
         self._rank = rank
+        self._log_rollouts = log_rollouts
 
     def ready(self, step: int) -> bool:
         return True
 
-    def samples(self, own: Sequence[Sample]) -> Sequence[Sample]:
+    def begin(self, step: int, clock: PhaseClock) -> None:
+        return
+
+    def samples(self, step: int, own: Sequence[Sample]) -> Sequence[Sample]:
         return own
 
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> "StepFeed":
@@ -72,10 +118,29 @@ class InStep:
         with clock.phase("push"):
             self._policy.push_if_stale()
         base = rank_seed_base(rollout_seed_base(self._seed, step), self._rank)
-        return StepFeed(self._policy, self._channel_b, self._packer, base, own, clock)
+        log = None if self._log_rollouts is None else partial(self._log_rollouts, step)
+        return StepFeed(self._policy, self._channel_b, self._packer, base, own, clock, log)
+
+    def seed_step(self, step: int) -> int:
+        return step
 
     def mark_updated(self) -> None:
         self._policy.mark_updated()
+
+    def payload(self) -> Payload:
+        return Payload()
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        return
+
+    def close(self) -> None:
+        return
 
 
 class StepFeed:
@@ -89,9 +154,11 @@ class StepFeed:
         seed_base: int,
         samples: Sequence[Sample],
         clock: PhaseClock,
+        log: Callable[[Sequence[Judged]], None] | None = None,
     ) -> None:
         self._policy = policy
         self._channel_b = channel_b
+        self._log = log
         self._seed_base = seed_base
         self._samples = samples
         self._clock = clock
@@ -104,17 +171,20 @@ class StepFeed:
 
     def chunks(self) -> Iterator[Sequence[Pack]]:
         size = self._policy.round_size or max(len(self._samples), 1)
+        judged: list[Judged] = []
         for start in range(0, len(self._samples), size):
             samples = self._samples[start : start + size]
             with self._clock.phase("rollout"):
                 seed = request_seed(self._seed_base, 0, start)
                 rollouts = self._policy.answer(samples, seed)
             with self._clock.phase("target"):
-                segments, stats = self._channel_b.segments(samples, rollouts)
+                segments, stats = self._channel_b.segments(samples, rollouts, judged.append)
                 self._stats.merge(stats)
             with self._clock.phase("pack"):
                 last = start + size >= len(self._samples)
                 packs = self._packs.rest(segments) if last else self._packs.add(segments)
+            if last and self._log is not None:
+                self._log(judged)
             yield packs
 
     def payload(self) -> Payload:
@@ -122,4 +192,5 @@ class StepFeed:
         payload.merge(self._packs.payload())
         answered = (len(self._samples), self._clock.seconds("rollout"))
         payload.rate({"rollout/per_second": answered})
+        payload.note({"sync/weights_version": self._policy.version})
         return payload

@@ -21,7 +21,7 @@ from learner.channels.b import ChannelB
 from learner.config.rollout_matching import DecodeMode
 from learner.config.schema import Config
 from learner.forwards import Engine, Forwards
-from learner.in_step import InStep, PackFeed, RolloutSource
+from learner.in_step import InStep, LogRollouts, PackFeed, RolloutSource
 from learner.losses.pipeline import Pipeline
 from learner.metrics import PhaseClock, StepReport
 from learner.metrics.processes import over_processes
@@ -41,6 +41,7 @@ class StepRunner:
     policy: who answers in channel B; None in a run without channel B.
     log_calls: takes one record of each channel-B step (SEED-02).
     source: of channel B's packs, where they are not made within the step.
+    log_rollouts: takes the answers of each channel-B step made within it (MET-03).
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class StepRunner:
         log_calls: Callable[[dict[str, Any]], None] | None = None,
         peers: Peers = ALONE,
         source: RolloutSource | None = None,
+        log_rollouts: LogRollouts | None = None,
     ) -> None:
         self._seed = config.training.seed
         self._b_ratio = config.b_ratio
@@ -66,7 +68,14 @@ class StepRunner:
         self._packer = Packer(config.training, config.global_max_length)
         self._source = source
         if source is None and policy is not None:
-            self._source = InStep(policy, channel_b, self._packer, self._seed, self._peers.rank)
+            self._source = InStep(
+                policy, channel_b, self._packer, self._seed, self._peers.rank, log_rollouts
+            )
+
+    @property
+    def source(self) -> RolloutSource | None:
+        """None in a run that asks for no answers."""
+        return self._source
 
     def run(
         self, model: nn.Module, samples: Sequence[Sample], step: int, engine: Engine
@@ -80,19 +89,22 @@ class StepRunner:
         """
         clock = PhaseClock()
         with clock.phase("step"):
-            report = self._begin(step, len(samples))
+            report = self._begin(step, len(samples), clock)
             if report.channel == "B":
                 loss = self._channel_b_step(model, samples, report, clock, engine)
             else:
                 loss = self._channel_a_step(model, samples, report, clock, engine)
         if self._source is not None:
             self._source.mark_updated()
+            report.payload.merge(self._source.payload())
         report.payload.note({"step/channel_b": report.channel == "B", **clock.metrics()})
         report.metrics = over_processes(report.payload, loss.device).metrics()
         return loss, report
 
-    def _begin(self, step: int, samples: int) -> StepReport:
+    def _begin(self, step: int, samples: int, clock: PhaseClock) -> StepReport:
         """Rank 0 says which channel the schedule wants; it runs where every rank can."""
+        if self._source is not None:
+            self._source.begin(step, clock)
         wanted: Channel = first(self._peers, lambda: channel_for_step(step, self._b_ratio))
         report = StepReport(step, wanted, samples)
         if wanted == "B":
@@ -110,7 +122,7 @@ class StepRunner:
         clock: PhaseClock,
         engine: Engine,
     ) -> Tensor:
-        own = samples if self._source is None else self._source.samples(samples)
+        own = samples if self._source is None else self._source.samples(report.step, samples)
         packs = self._packer.begin()
 
         def chunks() -> Iterator[Sequence[Pack]]:
@@ -122,6 +134,8 @@ class StepRunner:
 
         loss = self._learn(model, chunks(), own, report, clock, engine)
         report.payload.merge(packs.payload())
+        if self._source is not None and self._source.beside:
+            self._note_calls(report)
         return loss
 
     def _channel_b_step(
@@ -140,12 +154,12 @@ class StepRunner:
             with _chunks_of(feed) as chunks:
                 loss = self._learn(model, chunks, samples, report, clock, engine)
         finally:
-            self._note_calls(self._policy, report)
+            self._note_calls(report)
         report.payload.merge(feed.payload())
         report.payload.note(
             {
                 "rollout/repeat_terminate_active": self._policy.repeat_terminate_active,
-                "sync/weights_version": self._policy.version,
+                "rollout/seed_base": self._seed_base(report.step),
                 **self._decoding(),
             }
         )
@@ -155,14 +169,19 @@ class StepRunner:
         modes = get_args(DecodeMode)
         return {f"rollout/decode_{mode}": mode == self._decode_mode for mode in modes}
 
-    def _note_calls(self, policy: Policy, report: StepReport) -> None:
+    def _note_calls(self, report: StepReport) -> None:
         """What it took to get the rollouts, also when there are none in the end."""
-        seed_base = rollout_seed_base(self._seed, report.step)
-        record, payload = policy.take_notes()
+        assert self._policy is not None
+        record, payload = self._policy.take_notes()
         report.payload.merge(payload)
-        report.payload.note({"rollout/seed_base": seed_base})
         if self._log_calls is not None:
-            self._log_calls({"step": report.step, "rollout_seed_base": seed_base, **record})
+            used = report.channel == "B"
+            base = {"rollout_seed_base": self._seed_base(report.step)} if used else {}
+            self._log_calls({"step": report.step, **base, **record})
+
+    def _seed_base(self, step: int) -> int:
+        assert self._source is not None
+        return rollout_seed_base(self._seed, self._source.seed_step(step))
 
     def _learn(
         self,
@@ -182,6 +201,7 @@ class StepRunner:
             partial(self._spare, samples),
             len(samples),
             clock,
+            None if self._policy is None else self._policy.tend,
         )
         loss = forwards.run(chunks)
         report.payload.add({"step/replays": forwards.replays})
