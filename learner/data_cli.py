@@ -128,6 +128,7 @@ def stats(
     from learner.data.stats import collect
     from learner.data.stats_tables import stats_tables
     from learner.publish import require_new_file
+    from learner.run_lengths import lengths_of_run
 
     _require_one_source(files, config)
     if config is not None and model is not None:
@@ -137,7 +138,7 @@ def stats(
     lengths = None if model is None else _lengths_of_checkpoint(model)
     if config is not None:
         run = load_config(config)
-        files, lengths = _files_of(run), _lengths_of_run(run)
+        files, lengths = _files_of(run), lengths_of_run(run)
     samples = [s for file in files or [] for s in read_samples(file, allow_poly=True)]
     found = collect(samples, lengths)
     print_tables(stats_tables(found, top))
@@ -219,10 +220,12 @@ def _covers_a_pixel(resolution: int) -> "CoversAPixel":
 
 
 def _lengths_if_there(config: "Config") -> "SampleLengths | None":
-    """As `_lengths_of_run`; without a tokenizer None, and a note."""
+    """As `lengths_of_run`; without a tokenizer None, and a note."""
+    from learner.run_lengths import lengths_of_run
+
     tokenizer = Path(config.model.model) / "tokenizer.json"
     if tokenizer.is_file():
-        return _lengths_of_run(config)
+        return lengths_of_run(config)
     typer.echo(f"note: tokens are not counted: model.model has no {tokenizer}", err=True)
     return None
 
@@ -237,25 +240,3 @@ def _lengths_of_checkpoint(checkpoint: Path) -> "SampleLengths":
 
     check_checkpoint(checkpoint)
     return SampleLengths(checkpoint, partial(serialize_objects, field_order="desc_first"))
-
-
-def _lengths_of_run(config: "Config") -> "SampleLengths":
-    from functools import partial
-
-    from learner.data.lengths import SampleLengths, TokenLimits
-    from learner.preflight import check_checkpoint
-    from learner.rollout.requests import build_messages
-    from learner.serialize import serialize_objects
-
-    check_checkpoint(config.model.model)
-    template = config.template
-    pack = config.global_max_length if config.training.packing else None
-    return SampleLengths(
-        config.model.model,
-        partial(serialize_objects, field_order=config.custom.object_field_order),
-        lambda sample: [
-            message.model_dump(exclude_none=True)
-            for message in build_messages(sample, template.prompt, template.system)
-        ],
-        TokenLimits(config.rollout_matching.max_new_tokens, pack),
-    )

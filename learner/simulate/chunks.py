@@ -13,7 +13,6 @@ from learner.simulate.engines import Wait
 from learner.simulate.lengths import Tokens
 from learner.simulate.machines import Machines
 from learner.simulate.outcome import SimulatedStep
-from learner.types import Channel
 
 
 @dataclass(frozen=True)
@@ -54,20 +53,17 @@ class Chunks(Protocol):
 class Bench:
     """Where one rank makes segments and packs of the samples of one share.
 
-    record: takes the counts of the packs.
+    record: says for which channel, and takes the counts of the packs.
     """
 
-    def __init__(
-        self, machines: Machines, clock: Clock, channel: Channel, record: SimulatedStep
-    ) -> None:
+    def __init__(self, machines: Machines, clock: Clock, record: SimulatedStep) -> None:
         config = machines.setting.config
         learner = machines.setting.speeds.learner
         self._env = machines.env
         self._clock = clock
-        self._channel = channel
         self._record = record
         self._capacity = config.global_max_length
-        self._speeds = learner.a if channel == "A" else learner.b
+        self._speeds = learner.a if record.channel == "A" else learner.b
         self._packing = StepPacking[Length](
             config.global_max_length,
             config.training.packing_buffer,
@@ -82,14 +78,20 @@ class Bench:
         segments = [self._segment(tokens) for tokens in samples]
         with self._clock.phase("pack"):
             yield self._env.timeout(len(samples) * self._speeds.pack_s)
-        packs = self._packing.rest(segments) if last else self._packing.add(segments)
+        return self._counted(self._packing.rest(segments) if last else self._packing.add(segments))
+
+    def flush(self) -> Packs:
+        """All that waits."""
+        return self._counted(self._packing.rest([]))
+
+    def _counted(self, packs: Packs) -> Packs:
         self._record.segments += sum(map(len, packs))
         self._record.tokens += sum(len(segment) for pack in packs for segment in pack)
         self._record.room += len(packs) * self._capacity
         return packs
 
     def _segment(self, tokens: Tokens) -> Length:
-        taught = tokens.target if self._channel == "A" else tokens.corrected
+        taught = tokens.target if self._record.channel == "A" else tokens.corrected
         return Length("drawn by the simulation", tokens.prompt + taught)
 
 

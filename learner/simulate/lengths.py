@@ -12,7 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, field_validator
 
+from learner.data.images import UnreadableImage
+from learner.data.lengths import SampleLengths
 from learner.simulate.speeds import read_strict
+from learner.types import Sample
+from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import Refusal, StrictModel
 
 
@@ -54,15 +58,33 @@ class Pool:
         return self._known[int(rng.integers(len(self._known)))]
 
 
-class PerSample:
-    """The samples of a data file, in its order."""
+class OfData:
+    """The samples of a data file; a sample is measured when a step takes it.
 
-    def __init__(self, known: Sequence[Tokens]) -> None:
-        self.samples = len(known)
-        self._known = known
+    Answers are as long as the ground truth's: the model answers as it is taught to.
+    """
+
+    def __init__(self, data: Sequence[Sample], lengths: SampleLengths) -> None:
+        self.samples = len(data)
+        self._data = data
+        self._lengths = lengths
+        self._measured: dict[int, Tokens] = {}
 
     def of(self, step: int, index: int) -> Tokens:
-        return self._known[index]
+        """Raises ContractError for an image that cannot be counted."""
+        if index not in self._measured:
+            self._measured[index] = self._measure(self._data[index])
+        return self._measured[index]
+
+    def _measure(self, sample: Sample) -> Tokens:
+        try:
+            prompt = self._lengths.prompt(sample)
+        except UnreadableImage as error:
+            raise ContractError(
+                sample.sample_id, f"one of its images {error}", "Replace it, or remove the line."
+            ) from error
+        target = self._lengths.target(sample)
+        return Tokens(prompt, target - 1, target, target)
 
 
 Quantiles = list[float]

@@ -1,7 +1,7 @@
 """What one simulation runs on: a clock, ranks, and who generates for them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from simpy import Environment
@@ -13,6 +13,7 @@ from learner.simulate.engines import Asked, Batches, Server, Use, Wait
 from learner.simulate.lengths import Lengths, Tokens
 from learner.simulate.peers import Gathering
 from learner.simulate.speeds import Speeds
+from shared_contracts.errors import ContractError
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,40 @@ class Setting:
     def world_sizes(self) -> list[int]:
         shape = self.speeds.server
         return [shape.replicas * shape.tensor_parallel_size] * self.servers
+
+    def with_machines(self, config: Config, counts: Mapping[str, int]) -> "Setting":
+        """The same of another config; counts: servers, ranks, and the shape of each server."""
+        shape = {key: value for key, value in counts.items() if key not in ("servers", "ranks")}
+        server = self.speeds.server.model_copy(update=shape)
+        return replace(
+            self,
+            config=config,
+            speeds=self.speeds.model_copy(update={"server": server}),
+            servers=counts.get("servers", self.servers),
+            ranks=counts.get("ranks", self.ranks),
+        )
+
+    def check(self) -> None:
+        """Raise ContractError for what preflight would refuse."""
+        training, backend = self.config.training, self.config.rollout_matching.backend
+        if backend != "server" and self.servers > 1:
+            raise ContractError(
+                "servers", f"{self.servers}, and the backend is {backend}", "Leave them out"
+            )
+        if backend == "colocate" and self.ranks > 1:
+            raise ContractError(
+                "rollout_matching.vllm.mode",
+                f"colocate, and there are {self.ranks} learner processes",
+                "Use vllm.mode: server, or one process",
+            )
+        training.resolve_accumulation(self.ranks)
+        if self.lengths.samples < training.effective_batch_size:
+            raise ContractError(
+                "training.effective_batch_size",
+                f"{training.effective_batch_size} samples per step, and there are "
+                f"{self.lengths.samples}",
+                "Lower it, or give more samples",
+            )
 
 
 class Machines:

@@ -15,8 +15,9 @@ class SimulatedStep:
 
     seconds: as `time/step_s`, without the update. phases: of the rank where each took longest;
     made beside the step, where rollouts are ahead of training. update_s: until the next step.
-    tokens, room: of the packs. ready: packs of the emptiest rank, in asynchronous mode.
-    skipped: the schedule wanted channel B. dropped: shares, as stale or for newer ones.
+    tokens, room: of the packs. In asynchronous mode: ready: packs of all ranks before the
+    step; skipped: the schedule wanted channel B; stale, overflowed: packs dropped as too
+    old, and for newer ones.
     """
 
     step: int
@@ -34,6 +35,12 @@ class SimulatedStep:
     skipped: bool = False
     stale: int = 0
     overflowed: int = 0
+
+    def add_packs(self, other: "SimulatedStep") -> None:
+        """Take over what was counted of the packs of a share."""
+        self.segments += other.segments
+        self.tokens += other.tokens
+        self.room += other.room
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Outcome:
     learner_busy: float
     rollout_gpus: int
     learner_gpus: int
+    asynchronous: bool = False
 
     @property
     def gpus(self) -> int:
@@ -87,3 +95,9 @@ class Outcome:
     @property
     def samples_per_s(self) -> float:
         return sum(step.samples for step in self.steps) / self.seconds
+
+    @property
+    def fill(self) -> float:
+        """Tokens in the packs / room in them."""
+        room = sum(step.room for step in self.steps)
+        return sum(step.tokens for step in self.steps) / room if room else 0.0

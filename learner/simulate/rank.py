@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from learner.schedule import channel_for_step, forwards_due
+from learner.simulate.beside import Beside, Ready
 from learner.simulate.chunks import Ahead, Bench, Chunks, Clock, Rounds, Whole
 from learner.simulate.engines import Wait
 from learner.simulate.lengths import Tokens
@@ -26,12 +27,17 @@ class Rank:
         self._records = records
         self._speeds = machines.setting.speeds.learner
         self.busy_s = 0.0
+        asynchronous = machines.setting.config.rollout_matching.async_rollout.enabled
+        self._beside = Beside(machines, rank) if asynchronous else None
 
     def run(self) -> Wait:
         for record in self._records:
             clock = Clock(self._env)
             with clock.phase("step"):
-                yield from self._step(record, clock)
+                if self._beside is None:
+                    yield from self._step(record, clock)
+                else:
+                    yield from self._step_beside(self._beside, record, clock)
             self._note(record, clock)
             yield from self._peers.share(self._rank)
             record.update_s = self._speeds.update_s
@@ -39,27 +45,49 @@ class Rank:
             yield self._env.timeout(record.update_s)
 
     def _step(self, record: SimulatedStep, clock: Clock) -> Wait:
-        record.channel = channel_for_step(record.step, self._machines.setting.config.b_ratio)
+        """Step mode: the rollouts of channel B are made within the step."""
+        record.channel = self._wanted(record)
         yield from self._peers.share(self._rank)
-        samples = self._machines.samples(record.step, self._rank)
-        record.samples += len(samples)
-        bench = Bench(self._machines, clock, record.channel, record)
         if record.channel == "A":
-            yield from self._learn(Whole(bench, samples), samples, record, clock)
+            yield from self._channel_a(record.step, record, clock)
             return
         with clock.phase("push"):
             yield from self._peers.share(self._rank)
             yield from self._machines.push()
+        samples = self._machines.samples(record.step, self._rank)
+        bench = Bench(self._machines, clock, record)
         rounds = Rounds(self._machines, self._rank, bench, clock, samples)
         ahead = self._machines.round_size is not None
-        yield from self._learn(
-            Ahead(self._env, rounds) if ahead else rounds, samples, record, clock
-        )
+        chunks = Ahead(self._env, rounds) if ahead else rounds
+        yield from self._learn(chunks, samples, record, clock)
+
+    def _step_beside(self, beside: Beside, record: SimulatedStep, clock: Clock) -> Wait:
+        """Asynchronous mode: the rollouts are there, or channel A takes the step."""
+        yield from beside.begin(record, clock)
+        if self._wanted(record) == "B":
+            ready = yield from beside.is_ready()
+            record.channel, record.skipped = ("B", False) if ready else ("A", True)
+        if record.channel == "B":
+            made = beside.take(record)
+            samples = self._machines.samples(made.share, self._rank)
+            yield from self._learn(Ready(self._env, made), samples, record, clock)
+        else:
+            yield from self._channel_a(beside.take_unanswered(), record, clock)
+        beside.end(record)
+
+    def _wanted(self, record: SimulatedStep) -> Channel:
+        return channel_for_step(record.step, self._machines.setting.config.b_ratio)
+
+    def _channel_a(self, share: int, record: SimulatedStep, clock: Clock) -> Wait:
+        samples = self._machines.samples(share, self._rank)
+        bench = Bench(self._machines, clock, record)
+        yield from self._learn(Whole(bench, samples), samples, record, clock)
 
     def _learn(
         self, chunks: Chunks, samples: Sequence[Tokens], record: SimulatedStep, clock: Clock
     ) -> Wait:
         """Forwards and backwards, as many on every rank (DDP-02)."""
+        record.samples += len(samples)
         ready, tokens, over = deque[int](), samples[0].prompt + _EMPTY_ANSWER, False
         while not over:
             with clock.phase("wait"):

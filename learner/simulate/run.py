@@ -14,6 +14,7 @@ def simulate(setting: Setting) -> Outcome:
     Raises:
         ContractError: what a run would end with, such as a segment that no pack can hold.
     """
+    setting.check()
     machines = Machines(setting)
     records = [SimulatedStep(step, "A") for step in range(min(setting.steps, setting.run_steps))]
     ranks = [Rank(machines, rank, records) for rank in range(setting.ranks)]
@@ -27,6 +28,7 @@ def simulate(setting: Setting) -> Outcome:
         learner_busy=sum(rank.busy_s for rank in ranks) / (seconds * setting.ranks),
         rollout_gpus=sum(setting.world_sizes) if machines.servers else 0,
         learner_gpus=setting.ranks,
+        asynchronous=setting.config.rollout_matching.async_rollout.enabled,
     )
 
 

@@ -1,0 +1,181 @@
+"""What a run folder says of speeds and lengths.
+
+resolved_config.yaml    the settings that the run had
+metrics.jsonl           seconds of every phase, packs, tokens
+rollouts/step_*.jsonl   prompts and answers, sample by sample
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from learner.config import load_config
+from learner.config.schema import Config
+from learner.data.jsonl import read_samples
+from learner.rollout_log import unfolded
+from learner.simulate.lengths import Pool, Tokens
+from learner.types import Channel
+from shared_contracts.errors import ContractError
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """metrics: of all processes. rollouts: of each process, prompt and answer in tokens; empty
+    for channel A, and where they are not logged.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    rollouts: Sequence[Sequence[tuple[int, int]]] = ()
+
+    @property
+    def channel(self) -> Channel:
+        return "B" if self.metrics["step/channel_b"] else "A"
+
+    def seconds(self, phase: str) -> float:
+        return self.metrics.get(f"time/{phase}_s", 0.0)
+
+    @property
+    def segments(self) -> float:
+        return self.metrics["packing/post_rollout_segments"]
+
+    @property
+    def forwards(self) -> float:
+        return self.metrics["packing/post_rollout_packs"] + self.metrics.get("step/replays", 0.0)
+
+    @property
+    def tokens(self) -> float:
+        return self.metrics["packing/post_rollout_selected_total_len"]
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """ranks: learner processes. seconds: of the whole training, None for a run that has not ended.
+
+    Steps are in order; the first one of each channel is left out where there are others, as it
+    pays for what is done once.
+    """
+
+    folder: Path
+    config: Config
+    ranks: int
+    steps: Sequence[LoggedStep]
+    all_steps: Sequence[LoggedStep]
+    seconds: float | None
+
+    def of(self, channel: Channel) -> list[LoggedStep]:
+        return [step for step in self.steps if step.channel == channel]
+
+    @property
+    def answered(self) -> list[LoggedStep]:
+        """Steps whose answers are logged."""
+        return [step for step in self.steps if step.rollouts]
+
+
+def read_run(folder: Path) -> LoggedRun:
+    """Read a run folder.
+
+    Raises:
+        ContractError: it is none, or no step is logged in it.
+    """
+    config = load_config(folder / "resolved_config.yaml")
+    lines = list(_lines(folder / "metrics.jsonl"))
+    ranks = 1 + len(list(folder.glob("rollout_calls.rank*.jsonl")))
+    steps = [
+        LoggedStep(
+            line["step"] - 1,
+            {key: value for key, value in line.items() if isinstance(value, int | float)},
+            _rollouts(folder, line["step"] - 1, ranks),
+        )
+        for line in lines
+        if "step/channel_b" in line
+    ]
+    if not steps:
+        raise ContractError(
+            str(folder / "metrics.jsonl"), "no step is logged", "Name the folder of a run"
+        )
+    seconds = next((line["train_runtime"] for line in lines if "train_runtime" in line), None)
+    return LoggedRun(folder, config, ranks, list(_warmed_up(steps)), steps, seconds)
+
+
+def pool_of(run: LoggedRun, config: Config, seed: int) -> Pool:
+    """Lengths as the run logged them, to be drawn from for a run of `config`.
+
+    What channel B appended to an answer is the mean of its step; what channel A taught is as
+    much more or less than that as the means of the packs are.
+
+    Raises:
+        ContractError: no answers are logged.
+    """
+    if not run.answered:
+        raise ContractError(
+            str(run.folder / "rollouts"),
+            "no answers are logged",
+            "Give lengths with --lengths, or name a run with steps of channel B",
+        )
+    known = [tokens for step in run.answered for tokens in _tokens(step)]
+    before = mean(tokens.prompt for tokens in known)
+    taught = [step.tokens / step.segments - before for step in run.of("A") if step.segments]
+    more = round(mean(taught) - mean(t.corrected for t in known)) if taught else 0
+    known = [t._replace(target=max(1, t.corrected + more)) for t in known]
+    return Pool(known, _samples(config), seed)
+
+
+def _samples(config: Config) -> int:
+    """In the training data; it need not be there for a run whose length is given in steps."""
+    file = config.data.train_jsonl
+    if config.training.max_steps is not None and not file.is_file():
+        return config.training.effective_batch_size
+    return len(read_samples(file, allow_poly=config.allow_poly))
+
+
+def _tokens(step: LoggedStep) -> list[Tokens]:
+    rollouts = [rollout for of_rank in step.rollouts for rollout in of_rank]
+    appended = (step.tokens - sum(map(sum, rollouts))) / len(rollouts)
+    return [
+        Tokens(prompt, answer, 0, max(1, round(answer + appended))) for prompt, answer in rollouts
+    ]
+
+
+def _warmed_up(steps: Sequence[LoggedStep]) -> Iterator[LoggedStep]:
+    channels = [step.channel for step in steps]
+    seen = set[Channel]()
+    for step in steps:
+        if step.channel in seen or channels.count(step.channel) == 1:
+            yield step
+        seen.add(step.channel)
+
+
+def _rollouts(folder: Path, step: int, ranks: int) -> list[list[tuple[int, int]]]:
+    files = [
+        folder / "rollouts" / f"step_{step:06d}{f'.rank{rank}' if rank else ''}.jsonl"
+        for rank in range(ranks)
+    ]
+    if not all(file.is_file() for file in files):
+        return []
+    return [
+        [
+            (len(unfolded(line["prompt_token_ids"])), len(line["response_token_ids"]))
+            for line in _lines(file)
+        ]
+        for file in files
+    ]
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ContractError(
+            str(file), f"cannot be read ({error.strerror})", "Name the folder of a run"
+        ) from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise ContractError(
+                f"{file}:{number}", f"is no JSON ({error})", "Name the folder of a run"
+            ) from error
