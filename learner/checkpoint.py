@@ -72,11 +72,6 @@ class Checkpoint:
     path: Path
     manifest: Manifest
 
-    def state(self, rank: int, processes: int) -> dict[str, Any]:
-        """What process `rank` added to it; nothing where as many processes did not make it."""
-        same = processes == self.manifest.processes
-        return self.manifest.states[rank] if same else {}
-
 
 class BrokenCheckpoint(Exception):
     """A folder with the name of a checkpoint that is not whole; says what is wrong with it."""
@@ -87,7 +82,7 @@ class Checkpoints:
 
     folder: of the run. keep: how many stay there; None: all.
     facts: of the run; None in all processes but the first.
-    state: what each process adds, in values of JSON; `Checkpoint.state` gives it back.
+    state: what each process adds, in values of JSON; they are in the manifest.
     """
 
     def __init__(

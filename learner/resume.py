@@ -83,6 +83,12 @@ class Start:
         """Of the checkpoint."""
         return str(self.checkpoint.path) if self.checkpoint else None
 
+    def state(self, rank: int, processes: int) -> dict[str, Any]:
+        """What process `rank` added to the checkpoint; empty where it added nothing."""
+        if self.checkpoint is None or self.checkpoint.manifest.processes != processes:
+            return {}
+        return self.checkpoint.manifest.states[rank]
+
     @property
     def weights_version(self) -> int:
         return self.checkpoint.manifest.weights_version if self.checkpoint else 0
@@ -113,12 +119,13 @@ def find_start(config: Config, processes: int) -> Start:
         notes = [f"No checkpoint in {folder} yet: this run starts anew, and its logs with it"]
         return Start(None, True, tuple(notes) if (folder / METRICS).exists() else ())
     _require_same_run(config, checkpoint)
+    _require_states(checkpoint, processes)
     notes = [f"Warning: {error}; it is set aside" for error in broken]
     notes.append(f"Going on from {checkpoint.path}")
     if checkpoint.manifest.processes != processes:
         notes.append(
             f"Warning: {checkpoint.manifest.processes} processes made it and {processes} go on: "
-            "random numbers are drawn otherwise than they would have been"
+            "the steps have the same samples, but random numbers and seeds of answers differ"
         )
     return Start(checkpoint, True, tuple(notes))
 
@@ -146,6 +153,18 @@ def _require_unused(folder: Path) -> None:
             f"{folder} holds another run",
             "Name a new folder or move the old run away; to go on with that run, set "
             "training.resume to auto",
+        )
+
+
+def _require_states(checkpoint: Checkpoint, processes: int) -> None:
+    """What each process added to a checkpoint is for as many processes."""
+    made = checkpoint.manifest.processes
+    if made != processes and any(checkpoint.manifest.states):
+        raise ContractError(
+            "training.resume",
+            f"auto, and {checkpoint.path} is of {made} processes with a state of each, and there "
+            f"are {processes} now",
+            f"Launch {made} processes, or start a new run in another folder",
         )
 
 
