@@ -1,0 +1,56 @@
+"""One learner process of a few, which runs one config after another; started by a test.
+
+    torchrun ... -m tests.integration.process_run OUT CONFIG ...
+
+Writes OUT/CONFIG's stem-RANK.pt after each: `weights`, whole, and `rates`, the learning rate of
+every parameter that is trained, as this process has them.
+"""
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from learner.config import load_config
+from learner.parallel import open_peers
+from learner.peers import Peers
+from learner.preflight import check_inputs, learner_processes
+from learner.train import StepTrainer, train_as
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def state_of(trainer: StepTrainer) -> dict[str, object]:
+    model, optimizer = trainer.model, trainer.optimizer
+    assert model is not None
+    assert optimizer is not None
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        "weights": {name: whole(w).detach().clone() for w, name in names.items()},
+        "rates": {names[p]: g["lr"] for g in optimizer.param_groups for p in g["params"]},
+    }
+
+
+def run(peers: Peers, config_file: Path, out: Path) -> None:
+    config = load_config(config_file)
+    trainer = train_as(peers, config, check_inputs(config), [], Console(file=io.StringIO()))
+    torch.save(state_of(trainer), out / f"{config_file.stem}-{peers.rank}.pt")
+
+
+def main() -> None:
+    out, *configs = map(Path, sys.argv[1:])
+    torch.set_num_threads(1)
+    with open_peers(learner_processes(os.environ)) as peers:
+        for config in configs:
+            run(peers, config, out)
+
+
+if __name__ == "__main__":
+    main()
