@@ -90,7 +90,9 @@ class AsyncSource:
         self._total = total_steps
         self._peers = peers
         self._log_rollouts = log_rollouts
-        self._queue = queue or ReadyQueue(settings.queue_limit, settings.version_window)
+        if queue is None:
+            queue = ReadyQueue(settings.queue_limit, settings.version_window)
+        self._queue = queue
         self._gate = Gate()
         self._maker = ShareMaker(
             policy, channel_b, packer, samples_of, seed, peers.rank, self._gate
