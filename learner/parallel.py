@@ -44,7 +44,10 @@ def _connected() -> StorePeers:
     told: list[int] = [0 if held is None else held.port]
     dist.broadcast_object_list(told, src=0)
     (port,) = told
-    return StorePeers(rank, count, lambda: _store(host, port, is_master=False), held=held)
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return StorePeers(
+        rank, count, lambda: _store(host, port, is_master=False), launcher=launcher, held=held
+    )
 
 
 def _store(host: str, port: int, *, is_master: bool) -> TCPStore:
