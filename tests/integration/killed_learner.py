@@ -1,7 +1,7 @@
 """`learner train --config FILE` in a process that kills itself at one moment.
 
-    python killed_learner.py FILE EVENT ENDING    at the first audit event EVENT (such as `open`
-                                                  or `os.rename`) on a path that ends so
+python killed_learner.py FILE EVENT ENDING    at the first audit event EVENT (such as `open`
+                                              or `os.rename`) on a path that ends so
 """
 
 import os

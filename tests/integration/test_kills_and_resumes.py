@@ -11,7 +11,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from learner.config import dump_mapping, parse_config
+from learner.config import dump_mapping, load_config
 from learner.data.order import ShareOrder
 from learner.data.toy import ToyData, make_data
 from learner.model.toy import make_model
@@ -76,24 +75,18 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("kills")
     model = folder / "model"
     make_model(model, seed=0)
     data = make_data(folder / "data", train=SAMPLES, val=2, seed=0)
     world = World(folder, model, data)
-    config = parse_config(small_mapping_of(world.config(world.whole)))
+    config = load_config(world.config(world.whole))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     train(config, check_inputs(config), [], Console(file=io.StringIO()))
     torch.set_num_threads(threads)
-    yield world
-
-
-def small_mapping_of(path: Path) -> dict[str, Any]:
-    from learner.config import load_mapping
-
-    return load_mapping(path)
+    return world
 
 
 def learn(config: Path, *moment: str) -> subprocess.CompletedProcess[str]:
@@ -107,6 +100,10 @@ def learn(config: Path, *moment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("checkpoint-*"))
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -114,9 +111,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def numbers(run: Path) -> list[dict[str, Any]]:
     """What is the same however often a run was killed."""
     steps = [line for line in lines(run / "metrics.jsonl") if "loss" in line]
-    return [
-        {"step": line["step"], **{key: line.get(key) for key in NUMBERS}} for line in steps
-    ]
+    return [{"step": line["step"], **{key: line.get(key) for key in NUMBERS}} for line in steps]
 
 
 def weights(checkpoint: Path) -> dict[str, bytes]:
@@ -154,20 +149,26 @@ def test_a_run_killed_within_a_step_and_within_a_checkpoint_ends_as_if_it_had_no
     config = world.config(run)
     answered = "rollouts/step_000003.jsonl.part"
     assert learn(config, "open", answered).returncode == -signal.SIGKILL
-    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert checkpoints(run) == ["checkpoint-2"]
     assert len(numbers(run)) == 3  # of which the third will be made again
     half = ".unfinished/checkpoint-6/trainer_state.json"
     resumed = learn(config, "open", half)
     assert resumed.returncode == -signal.SIGKILL, resumed.stderr
     assert f"Going on from {run / 'checkpoint-2'}" in resumed.stdout
-    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert checkpoints(run) == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
     assert (run / ".unfinished" / "checkpoint-6" / "model.safetensors").exists()
     last = learn(config)
     assert last.returncode == 0, last.stderr
     assert f"Going on from {run / 'checkpoint-4'}" in last.stdout
     assert_the_same_run(run, world.whole)
     assert_every_sample_is_logged_once(run, world.data)
-    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+    assert checkpoints(run) == [
+        "checkpoint-6",
+        "checkpoint-8",
+    ]
 
 
 @pytest.mark.req("RUN-01")

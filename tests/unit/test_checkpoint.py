@@ -1,0 +1,183 @@
+"""Checkpoints are whole or not there, whatever ends a process or fills a disk."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.checkpoint import (
+    MANIFEST,
+    BrokenCheckpoint,
+    Checkpoints,
+    RunFacts,
+    checkpoints_in,
+    newest_whole,
+    read_checkpoint,
+    set_broken_aside,
+)
+from learner.peers import ALONE, Peers
+from shared_contracts.errors import RunError
+from tests.unit.ranks_in_threads import in_ranks
+
+FACTS = RunFacts(weights_version=3, data_sha256="ab", logs={"metrics.jsonl": 7})
+# Saves checkpoints 1 to 4, of which two are kept, and dies at the first audit event EVENT on a
+# path that ends as told.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from tests.unit.test_checkpoint import save
+event, ending = sys.argv[2:]
+def hook(seen, arguments):
+    if seen == event and str(arguments[0]).endswith(ending):
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+for step in (1, 2, 3, 4):
+    save(Path(sys.argv[1]), step, keep=2)
+"""
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def save(
+    folder: Path,
+    step: int,
+    keep: int | None = None,
+    peers: Peers = ALONE,
+    state: Callable[[], dict[str, Any]] = dict,
+    fail: Exception | None = None,
+) -> None:
+    """A checkpoint of one file for each rank, the last of which may fail."""
+    checkpoints = Checkpoints(folder, keep, lambda: FACTS, state, peers)
+
+    def write() -> None:
+        part = checkpoints.unfinished / f"checkpoint-{step}"
+        part.mkdir(parents=True, exist_ok=True)
+        (part / f"rng_{peers.rank}").write_text("state of a rank")
+        if fail is not None and peers.rank == peers.count - 1:
+            raise fail
+
+    checkpoints.save(step, write)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.req("RUN-01")
+def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
+    save(tmp_path, 12, state=lambda: {"queue": [1, 2]})
+    assert names(tmp_path) == ["checkpoint-12"]
+    manifest = read_checkpoint(tmp_path / "checkpoint-12").manifest
+    assert (manifest.step, manifest.processes, manifest.states) == (12, 1, [{"queue": [1, 2]}])
+    assert (manifest.weights_version, manifest.logs) == (3, {"metrics.jsonl": 7})
+    assert manifest.files == {"rng_0": 15}
+
+
+@pytest.mark.req("RUN-01")
+def test_all_ranks_write_one_checkpoint(tmp_path: Path) -> None:
+    in_ranks(3, lambda peers: save(tmp_path, 2, 1, peers, lambda: {"rank": peers.rank}))
+    manifest = read_checkpoint(tmp_path / "checkpoint-2").manifest
+    assert set(manifest.files) == {"rng_0", "rng_1", "rng_2"}
+    assert manifest.states == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert manifest.processes == 3
+
+
+@pytest.mark.req("RUN-01")
+def test_steps_are_numbers_not_words_and_the_oldest_go(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-100"]
+    save(tmp_path, 101)
+    assert checkpoints_in(tmp_path)[0].name == "checkpoint-101"
+    assert len(checkpoints_in(tmp_path)) == 3
+
+
+@pytest.mark.req("RUN-01", "DDP-01")
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_error_in_one_rank_is_raised_in_all_and_leaves_nothing(
+    tmp_path: Path, count: int
+) -> None:
+    save(tmp_path, 1)
+    full = OSError(28, "No space left on device")
+    outcomes = in_ranks(count, lambda peers: save(tmp_path, 2, 1, peers, fail=full))
+    for outcome in outcomes:
+        error = outcome.exception()
+        assert isinstance(error, RunError)
+        assert f"cannot write {tmp_path / 'checkpoint-2'}: No space left on device" in str(error)
+    assert names(tmp_path) == ["checkpoint-1"]
+    read_checkpoint(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.req("RUN-01")
+@pytest.mark.parametrize(
+    ("event", "ending", "left"),
+    [
+        ("open", f".unfinished/checkpoint-4/{MANIFEST}.part", ["checkpoint-2", "checkpoint-3"]),
+        ("os.rename", ".unfinished/checkpoint-4", ["checkpoint-2", "checkpoint-3"]),
+        ("os.rename", "run/checkpoint-2", ["checkpoint-2", "checkpoint-3", "checkpoint-4"]),
+        ("os.remove", "rng_0", ["checkpoint-2", "checkpoint-3"]),  # of the first to be removed
+    ],
+    ids=["manifest", "publish", "retire", "remove"],
+)
+def test_a_process_that_is_killed_leaves_whole_checkpoints_only(
+    tmp_path: Path, event: str, ending: str, left: list[str]
+) -> None:
+    folder = tmp_path / "run"
+    script = KILLED.format(root=str(ROOT))
+    command = [sys.executable, "-c", script, str(folder), event, ending]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert names(folder) == [".unfinished", *left]
+    for name in left:
+        read_checkpoint(folder / name)
+    save(folder, 5, keep=2)
+    assert names(folder) == [left[-1], "checkpoint-5"]
+
+
+@pytest.mark.req("RUN-01")
+@pytest.mark.parametrize("fault", ["shorter", "lost", "no manifest", "half a manifest", "newer"])
+def test_a_broken_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path, fault: str) -> None:
+    for step in (2, 4):
+        save(tmp_path, step)
+    path = tmp_path / "checkpoint-4"
+    manifest = path / MANIFEST
+    told = {
+        "shorter": f"{path / 'rng_0'} has 3 bytes of 15",
+        "lost": f"{path} has lost rng_0",
+        "no manifest": f"{path} has no {MANIFEST}",
+        "half a manifest": f"{path} has no {MANIFEST}",
+        "newer": f"{path} has format 2, this version has 1",
+    }[fault]
+    match fault:
+        case "shorter":
+            os.truncate(path / "rng_0", 3)
+        case "lost":
+            (path / "rng_0").unlink()
+        case "no manifest":
+            manifest.unlink()
+        case "half a manifest":
+            manifest.write_text(manifest.read_text()[:40])
+        case "newer":
+            manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2}))
+    found, broken = newest_whole(tmp_path)
+    assert found is not None
+    assert (found.manifest.step, len(broken)) == (2, 1)
+    assert told in str(broken[0])
+    with pytest.raises(BrokenCheckpoint):
+        read_checkpoint(path)
+    set_broken_aside(tmp_path, found)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4.broken"]
+    save(tmp_path, 4)
+    assert newest_whole(tmp_path)[1] == []
+
+
+def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-4.broken").mkdir()
+    (tmp_path / "checkpoint-5").write_text("a file")
+    assert newest_whole(tmp_path) == (None, [])
+    assert newest_whole(tmp_path / "absent") == (None, [])

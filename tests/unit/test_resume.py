@@ -1,0 +1,293 @@
+"""Where a run starts: what is refused, what goes on, and that nothing is lost or doubled."""
+
+import io
+import json
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, PeftModel
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from learner import cli
+from learner.checkpoint import Checkpoints, RunFacts
+from learner.config import dump_mapping, dump_resolved, load_mapping, merge, parse_config
+from learner.config.schema import Config
+from learner.data.toy import ToyData
+from learner.log_cut import cut_back, log_sizes
+from learner.peers import ALONE, Peers
+from learner.preflight import check_inputs
+from learner.resume import RESOLVED, data_digest, find_start
+from learner.train import train
+from shared_contracts.errors import ContractError, ContractErrors
+from tests.unit.ranks_in_threads import in_ranks
+from tests.unit.small_run import small_mapping
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 4
+
+
+@pytest.fixture
+def mapping(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> dict[str, Any]:
+    """A run of two epochs that may go on: two channels, answers of the learner, a constant rate."""
+    training = {"max_steps": STEPS, "save_steps": 1, "lr_scheduler_type": "constant"}
+    mapping = small_mapping(
+        toy_checkpoint,
+        toy_data,
+        tmp_path / "run",
+        training={**training, "effective_batch_size": 12, "warmup_ratio": 0.0, "resume": "auto"},
+        stage2_ab={"schedule": {"b_ratio": 0.5}},
+    )
+    hf = {"rollout_backend": "hf", "max_new_tokens": 4, "decode_batch_size": 4}
+    mapping["rollout_matching"] = hf
+    return mapping
+
+
+def with_checkpoint(config: Config, step: int, peers: Peers = ALONE, **state: Any) -> Path:
+    """A run folder with a checkpoint that has a manifest and little else."""
+    folder = config.training.output_dir
+    folder.mkdir(exist_ok=True)
+    (folder / RESOLVED).write_text(dump_resolved(config))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n' * step)
+    facts = RunFacts(4, data_digest(config.data.train_jsonl), log_sizes(folder))
+    checkpoints = Checkpoints(folder, None, lambda: facts, lambda: state, peers)
+    part = checkpoints.unfinished / f"checkpoint-{step}"
+    checkpoints.save(step, lambda: part.mkdir(parents=True, exist_ok=True))
+    return folder / f"checkpoint-{step}"
+
+
+@pytest.mark.req("RUN-01")
+def test_a_folder_with_a_run_in_it_is_refused_unless_it_may_go_on(mapping: dict[str, Any]) -> None:
+    checkpoint = with_checkpoint(parse_config(mapping), 4)
+    start = find_start(parse_config(mapping), processes=1)
+    assert (start.step, start.weights_version, start.folder) == (4, 4, str(checkpoint))
+    never = parse_config(merge(mapping, {"training": {"resume": "never"}}))
+    with pytest.raises(ContractError, match="holds another run") as caught:
+        find_start(never, processes=1)
+    assert "training.resume to auto" in caught.value.do
+    (checkpoint.parent / "metrics.jsonl").unlink()
+    with pytest.raises(ContractError, match="holds another run"):
+        find_start(never, processes=1)
+    shutil.rmtree(checkpoint)
+    assert find_start(never, processes=1).step == 0
+
+
+@pytest.mark.req("RUN-01")
+def test_nothing_whole_is_no_reason_to_start_anew(mapping: dict[str, Any]) -> None:
+    config = parse_config(mapping)
+    assert find_start(config, processes=1).notes == ()
+    older, newer = with_checkpoint(config, 2), with_checkpoint(config, 4)
+    (newer / "rollmatch_state.json").write_text("{")
+    start = find_start(config, processes=1)
+    assert start.step == 2
+    assert any("Warning" in note and str(newer) in note for note in start.notes)
+    (older / "rollmatch_state.json").unlink()
+    with pytest.raises(ContractError, match=r"no checkpoint in .* is whole") as caught:
+        find_start(config, processes=1)
+    assert str(older) in str(caught.value)
+    assert str(newer) in str(caught.value)
+
+
+@pytest.mark.req("RUN-01")
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("training", "seed", 12),
+        ("training", "effective_batch_size", 8),
+        ("training", "learning_rate", 1e-5),
+        ("training", "lr_scheduler_type", "linear"),
+        ("training", "packing", False),
+        ("data", "shuffle", False),
+        ("rollout_matching", "max_new_tokens", 5),
+        ("stage2_ab", "schedule", {"b_ratio": 0.25}),
+        ("tuner", "train_type", "lora"),
+    ],
+)
+def test_another_run_cannot_go_on_from_a_checkpoint(
+    mapping: dict[str, Any], section: str, key: str, value: Any
+) -> None:
+    with_checkpoint(parse_config(mapping), 4)
+    change = {section: {key: value}}
+    if value == "lora":
+        mapping["tuner"] = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
+    with pytest.raises(ContractErrors, match="cannot go on so") as caught:
+        find_start(parse_config(merge(mapping, change)), processes=1)
+    assert caught.value.where.startswith(f"{section}.{key}")
+    assert RESOLVED in caught.value.found
+
+
+def test_all_differences_are_told_at_once(mapping: dict[str, Any]) -> None:
+    with_checkpoint(parse_config(mapping), 4)
+    changed = merge(mapping, {"training": {"seed": 1}, "data": {"shuffle": False}})
+    with pytest.raises(ContractErrors) as caught:
+        find_start(parse_config(changed), processes=1)
+    assert [error.where for error in caught.value.errors] == ["data.shuffle", "training.seed"]
+
+
+def test_what_a_run_saves_shows_and_asks_may_change(mapping: dict[str, Any]) -> None:
+    with_checkpoint(parse_config(mapping), 4)
+    changes = {
+        "training": {"max_steps": 12, "save_steps": 3, "save_total_limit": 1, "run_name": "on"},
+        "rollout_matching": {"decode_batch_size": 2, "rollout_backend": "vllm"},
+        "custom": {"extra": {"note": 1}},
+    }
+    assert find_start(parse_config(merge(mapping, changes)), processes=1).step == 4
+
+
+@pytest.mark.req("RUN-01")
+def test_samples_that_were_changed_are_found(mapping: dict[str, Any], tmp_path: Path) -> None:
+    own = tmp_path / "train.jsonl"
+    own.write_text(Path(mapping["data"]["train_jsonl"]).read_text())
+    config = parse_config(merge(mapping, {"data": {"train_jsonl": str(own)}}))
+    with_checkpoint(config, 4)
+    assert find_start(config, processes=1).step == 4
+    own.write_text(own.read_text() + "\n")
+    with pytest.raises(ContractErrors, match="is not the file any more"):
+        find_start(config, processes=1)
+
+
+@pytest.mark.req("RUN-01")
+def test_another_number_of_processes_goes_on_with_a_note_unless_each_has_a_state(
+    mapping: dict[str, Any],
+) -> None:
+    config = parse_config(mapping)
+    config.training.output_dir.mkdir()
+    in_ranks(2, lambda peers: with_checkpoint(config, 2, peers))
+    assert find_start(config, processes=2).state(1, 2) == {}
+    start = find_start(config, processes=1)
+    assert start.step == 2
+    assert "2 processes made it and 1 go on" in start.notes[-1]
+    in_ranks(2, lambda peers: with_checkpoint(config, 4, peers, queue=[peers.rank]))
+    assert find_start(config, processes=2).state(1, 2) == {"queue": [1]}
+    with pytest.raises(ContractError, match="of 2 processes with a state of each"):
+        find_start(config, processes=1)
+
+
+@pytest.mark.req("RUN-01", "MET-01")
+def test_logs_are_cut_to_what_they_were(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("1\n2\n")
+    sizes = log_sizes(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("1\n2\n3\n{half")
+    (tmp_path / "rollout_calls.rank1.jsonl").write_text("3\n")
+    (tmp_path / "other.jsonl").write_text("3\n")
+    (tmp_path / "rollouts").mkdir()
+    for name in ("step_000001.jsonl", "step_000002.jsonl", "step_000002.rank1.jsonl.part"):
+        (tmp_path / "rollouts" / name).write_text("{}\n")
+    for _ in range(2):
+        cut_back(tmp_path, sizes, step=2)
+        assert (tmp_path / "metrics.jsonl").read_text() == "1\n2\n"
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "metrics.jsonl",
+            "other.jsonl",
+            "rollouts",
+        ]
+        assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000001.jsonl"]
+    (tmp_path / "metrics.jsonl").write_text("1\n")
+    cut_back(tmp_path, sizes, step=2)
+    assert (tmp_path / "metrics.jsonl").read_text() == "1\n"
+
+
+def run(mapping: dict[str, Any], name: str, said: io.StringIO | None = None) -> Path:
+    out = Path(mapping["training"]["output_dir"]).with_name(name)
+    config = parse_config(merge(mapping, {"training": {"output_dir": str(out)}}))
+    return train(config, check_inputs(config), [], Console(file=said or io.StringIO()))
+
+
+def until(mapping: dict[str, Any], steps: int) -> dict[str, Any]:
+    return merge(mapping, {"training": {"max_steps": steps}})
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def numbers(folder: Path) -> list[tuple[Any, ...]]:
+    """Steps and evaluations, without what they took."""
+    keys = ("step", "loss", "grad_norm", "learning_rate", "eval/f1", "eval/predicted")
+    logged = lines(folder / "metrics.jsonl")
+    return [tuple(line.get(key) for key in keys) for line in logged if "train_runtime" not in line]
+
+
+def shown_in_tensorboard(folder: Path) -> list[int]:
+    """Steps with a loss."""
+    events: Any = import_module("tensorboard.backend.event_processing.event_accumulator")
+    board = events.EventAccumulator(str(folder / "tensorboard")).Reload()
+    return [event.step for event in board.Scalars("train/loss")]
+
+
+def tensors(path: Path) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.req("RUN-01", "MET-01")
+def test_a_run_that_goes_on_is_the_run_that_did_not_stop(
+    mapping: dict[str, Any], toy_checkpoint: Path
+) -> None:
+    """Adapters with dropout, evaluations, a broken checkpoint, at the end of an epoch."""
+    lora = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.2}
+    mapping["tuner"] = lora
+    mapping = merge(mapping, {"training": {"eval_strategy": "steps", "eval_steps": 2}})
+    whole = run(mapping, "whole")
+    resumed = run(until(mapping, 3), "resumed")
+    state = resumed / "checkpoint-3" / "trainer_state.json"
+    state.write_text(state.read_text()[:100])
+    said = io.StringIO()
+    run(mapping, "resumed", said)
+    assert f"{state} has 100 bytes of" in said.getvalue()
+    assert f"Going on from {resumed / 'checkpoint-2'}" in said.getvalue()
+    assert numbers(resumed) == numbers(whole)
+    calls = lines(resumed / "rollout_calls.jsonl")
+    assert [call.get("step", "evaluation") for call in calls] == [1, "evaluation", 3, "evaluation"]
+    adapter = f"checkpoint-{STEPS}/adapter_model.safetensors"
+    assert tensors(resumed / adapter) == tensors(whole / adapter)
+    names = sorted(path.name for path in (resumed / "rollouts").iterdir())
+    assert names == ["step_000001.jsonl", "step_000003.jsonl"]
+    base = AutoModelForImageTextToText.from_pretrained(toy_checkpoint)
+    loaded = PeftModel.from_pretrained(base, resumed / f"checkpoint-{STEPS}")
+    config = loaded.peft_config["default"]
+    assert isinstance(config, LoraConfig)
+    assert config.r == 4
+
+
+@pytest.mark.req("RUN-01", "MET-01")
+def test_a_run_without_a_checkpoint_starts_anew_and_steps_to_a_save_may_change(
+    mapping: dict[str, Any],
+) -> None:
+    mapping["stage2_ab"]["schedule"]["b_ratio"] = 0.0
+    folder = run(until(mapping, 1), "run")
+    before = numbers(folder)
+    shutil.rmtree(folder / "checkpoint-1")
+    said = io.StringIO()
+    run(until(mapping, 1), "run", said)
+    assert "this run starts anew" in said.getvalue()
+    assert numbers(folder) == before
+    run(merge(mapping, {"training": {"save_steps": 3}}), "run")
+    names = sorted(path.name for path in folder.glob("checkpoint-*"))
+    assert names == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+    assert [line[0] for line in numbers(folder)] == [1, 2, 3, 4]
+    assert shown_in_tensorboard(folder) == [1, 2, 3, 4]
+
+
+@pytest.mark.req("RUN-01", "CFG-01")
+def test_a_finished_run_says_so_and_does_nothing(
+    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_checkpoint(parse_config(mapping), STEPS)
+    path = Path(mapping["training"]["output_dir"]).with_suffix(".yaml")
+    path.write_text(dump_mapping(mapping))
+    assert load_mapping(path) == mapping
+    before = sorted(path.parent.rglob("*"))
+    cli.train(path)
+    assert f"Finished at step {STEPS}" in capsys.readouterr().out
+    assert sorted(path.parent.rglob("*")) == before
+
+
+def test_going_on_needs_checkpoints(mapping: dict[str, Any]) -> None:
+    with pytest.raises(ContractErrors, match="nothing to go on from") as caught:
+        parse_config(merge(mapping, {"training": {"save_strategy": "no"}}))
+    assert caught.value.where == "training.resume"
