@@ -8,6 +8,7 @@ import typer
 
 from learner.config_cli import config_app
 from learner.data_cli import data_app
+from learner.simulate_cli import simulate
 from learner.toy_cli import toy_app
 from shared_contracts.cli import run_cli
 
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(toy_app, name="toy")
+app.command()(simulate)
 
 
 @app.command()
@@ -37,6 +39,9 @@ def train(
     console = Console()
     parsed = load_config(config)
     inputs = check_inputs(parsed)
+    if inputs.finished(parsed.training):
+        console.print(f"Finished at step {inputs.start.step}: {parsed.training.output_dir}")
+        return
     clients = []
     if generates(parsed):
         console.print(f"Rollouts: {describe_backend(parsed, inputs.placement)}")

@@ -1,6 +1,7 @@
 """What can be found wrong before torch is imported or a model is loaded.
 
-check_inputs(config)   data files, images, checkpoint folder, coordinate tokens, the backend
+check_inputs(config)   data files, images, checkpoint folder, coordinate tokens, the backend,
+                       and what the run folder holds already
 reach_servers(config)  every server answers, and has the settings of the config
 differences(...)       what a server has otherwise; asked again when one comes back
 """
@@ -13,12 +14,14 @@ from pathlib import Path
 
 from learner.config.schema import Config
 from learner.config.sync_mode import resolved_sync_mode
+from learner.config.training import TrainingConfig
 from learner.coords import COORD_BINS, coord_token
 from learner.data.jsonl import read_samples
 from learner.data.lengths import read_tokenizer
+from learner.resume import BEGINNING, Start, find_start
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import GPU_DEVICES, Placement, place, visible_gpus
-from learner.served import check_served
+from learner.rollout.distribution import rank_chunk_size
 from learner.tokens import IM_END
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
@@ -33,28 +36,33 @@ class RunInputs:
     val: empty when the config names no validation file.
     placement: of a colocated server; None in a run that starts none.
     processes: of the learner, as torchrun says.
+    start: where the run goes on, if it does.
     """
 
     train: list[Sample]
     val: list[Sample]
     placement: Placement | None = None
     processes: int = 1
+    start: Start = BEGINNING
+
+    def finished(self, training: TrainingConfig) -> bool:
+        """The run was at its end already."""
+        return self.start.step >= training.total_steps(len(self.train))
 
 
 def check_inputs(config: Config) -> RunInputs:
-    """Everything a new run needs besides servers.
+    """Everything a run needs besides servers, be it new or one that goes on.
 
     Raises:
         ContractError: names the file, line or key.
     """
-    check_served(config)
     placement = check_backend(config, os.environ) if generates(config) else None
     processes = learner_processes(os.environ)
     _check_processes(config, processes)
-    _check_output(config)
+    start = find_start(config, processes)
     inputs = read_inputs(config)
     _check_step_budget(config, len(inputs.train), processes)
-    return replace(inputs, placement=placement, processes=processes)
+    return replace(inputs, placement=placement, processes=processes, start=start)
 
 
 def read_inputs(config: Config) -> RunInputs:
@@ -136,16 +144,21 @@ def _check_processes(config: Config, processes: int) -> None:
             f"colocate, and there are {processes} learner processes",
             "Use vllm.mode: server with GPUs of its own, or start `learner train` once",
         )
+    if config.training.data_parallel == "fsdp2":
+        _check_sharding(config, processes)
 
 
-def _check_output(config: Config) -> None:
-    folder = Path(config.training.output_dir)
-    if (folder / "metrics.jsonl").exists():
-        raise ContractError(
-            "training.output_dir",
-            f"{folder} holds another run",
-            "Name a new folder, or move the old run away",
-        )
+def _check_sharding(config: Config, processes: int) -> None:
+    """What needs whole weights in one process, which are pieces in several under FSDP2."""
+    if processes == 1:
+        found = "fsdp2, and there is one learner process: nothing to shard over"
+    elif config.tuner.train_type == "lora":
+        found = "fsdp2 beside tuner.train_type lora: adapters are merged into whole weights"
+    elif generates(config) and config.rollout_matching.backend == "hf":
+        found = "fsdp2 beside rollout_backend hf, which generates with the whole model"
+    else:
+        return
+    raise ContractError("training.data_parallel", found, "Set it to ddp")
 
 
 def _check_step_budget(config: Config, samples: int, processes: int) -> None:
@@ -158,10 +171,23 @@ def _check_step_budget(config: Config, samples: int, processes: int) -> None:
             "Lower it, or give more data",
         )
     share = training.effective_batch_size // processes
+    _check_queue(config, share)
     if training.packing and training.packing_buffer < share:
         raise ContractError(
             "training.packing_buffer",
             f"{training.packing_buffer} segments cannot hold the {share} of a step",
+            f"Raise it to at least {share}, or lower training.effective_batch_size",
+        )
+
+
+def _check_queue(config: Config, share: int) -> None:
+    """Without packing it is known how many packs a share is; else the run finds out."""
+    queue = config.rollout_matching.async_rollout
+    if queue.enabled and not config.training.packing and share > queue.queue_limit:
+        raise ContractError(
+            "rollout_matching.async_rollout.queue_limit",
+            f"{queue.queue_limit} packs cannot hold the {share} that each process trains on in "
+            "a step without packing",
             f"Raise it to at least {share}, or lower training.effective_batch_size",
         )
 
@@ -208,7 +234,8 @@ def reach_servers(config: Config) -> list[RolloutClient]:
 
     Raises:
         ContractError: a server is not there, or not ready within `timeout_s`; or has
-            settings of its own (all servers are told at once).
+            settings of its own (all servers are told at once); or together they decode less
+            than a request of every learner process at once (DIST-04).
     """
     server = config.rollout_matching.vllm.server
     if config.rollout_matching.backend != "server" or server is None:
@@ -219,9 +246,13 @@ def reach_servers(config: Config) -> list[RolloutClient]:
     ]
     for client in clients:
         client.wait_until_pushable()
-    errors = [e for client in clients for e in differences(config, client.base_url, client.info())]
+    infos = [client.info() for client in clients]
+    told = zip(clients, infos, strict=True)
+    errors = [e for client, info in told for e in differences(config, client.base_url, info)]
     if errors:
         raise ContractErrors(errors)
+    sizes, processes = [info.world_size for info in infos], learner_processes(os.environ)
+    rank_chunk_size(config.rollout_matching.decode_batch_size, sizes, processes)
     return clients
 
 
@@ -249,7 +280,10 @@ def _differences(config: Config, where: str, info: Info) -> Iterator[ContractErr
             "Start it with `rollout-server serve --run-config` and the YAML of this run, or "
             "lower decode_batch_size",
         )
-    if resolved_sync_mode(config, learner_world_size=1) == "adapter" and not info.enable_lora:
+    if (
+        resolved_sync_mode(config, learner_processes(os.environ)) == "adapter"
+        and not info.enable_lora
+    ):
         yield ContractError(
             f"{where} enable_lora",
             f"is false, and rollout_matching.vllm.sync.mode {rollout.vllm.sync.mode} resolves to "

@@ -6,8 +6,10 @@ The Trainer of transformers owns the optimizer, the schedule, checkpoints and tr
 ours only hands it whole steps of raw samples (RUN-02).
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +20,31 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 from transformers import (
+    DefaultFlowCallback,
     PrinterCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
 from transformers.integrations import TensorBoardCallback
 from transformers.utils.logging import disable_progress_bar
 
+from learner.arguments import training_arguments
+from learner.async_rollout.source import async_source
 from learner.backends import OpenBackend, open_backend
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
 from learner.channels.encoding import Encoding
+from learner.checkpoint import Checkpoints, RunFacts
 from learner.config.schema import Config
 from learner.data.order import ShareOrder
 from learner.evaluate import Scores, evaluate, evaluation_metrics
+from learner.in_step import RolloutSource
 from learner.loader import ShareLoader
+from learner.log_cut import log_sizes
 from learner.losses.pipeline import Pipeline
 from learner.metrics import Payload, StepReport
 from learner.metrics.processes import over_processes
@@ -47,14 +57,16 @@ from learner.parallel import open_peers
 from learner.peers import ALONE, Peers, first
 from learner.preflight import RunInputs, generates
 from learner.progress import ProgressDisplay
-from learner.publish import removed_unless_whole, writing
+from learner.publish import writing
+from learner.resume import Start, data_digest
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
+from learner.rollout_log import RolloutLog
 from learner.runlog import CallLog, JsonlLog, open_run_folder
 from learner.step import StepRunner
 from learner.types import Sample
-from shared_contracts.errors import ContractError
+from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig
 
 
@@ -69,9 +81,13 @@ class StepTrainer(Trainer):
         runner: StepRunner,
         scorer: Callable[[], dict[str, float]],
         loader: ShareLoader,
+        optimizer: Optimizer,
+        checkpoints: Checkpoints,
         **trainer: Any,
     ) -> None:
         super().__init__(**trainer)
+        self.optimizer = optimizer  # Trainer takes none where weights will be sharded
+        self._checkpoints = checkpoints
         self._loader = loader
         self._runner = runner
         self._scorer = scorer
@@ -108,11 +124,14 @@ class StepTrainer(Trainer):
         )
         return metrics
 
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where Trainer writes its checkpoints, one at a time."""
+        return str(self._checkpoints.unfinished)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's, of which nothing is left when it fails."""
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        with removed_unless_whole(folder), writing(folder):
-            super()._save_checkpoint(model, trial)
+        """Trainer's, which appears whole or not at all."""
+        write = partial(super()._save_checkpoint, model, trial)
+        self._checkpoints.save(self.state.global_step, write)
 
 
 def train(
@@ -137,14 +156,22 @@ def train_as(
     inputs: RunInputs,
     clients: list[RolloutClient],
     console: Console,
+    load: Callable[[Config], LoadedModel] = load_model,
 ) -> StepTrainer:
-    """`train` as one of `peers`; returns its trainer, which is done."""
+    """`train` as one of `peers`; returns its trainer, which is done.
+
+    load: a harness may have loaded the weights already.
+    """
     if peers.count == 1:
         _require_one_gpu()
+    assert not inputs.finished(config.training), "whoever starts runs sees to it"
     folder = Path(config.training.output_dir)
-    first(peers, lambda: str(open_run_folder(config, inputs.placement)))
+    start = _agreed(inputs.start, peers)
+    first(peers, lambda: str(open_run_folder(config, inputs.placement, start)))
+    for note in start.notes if peers.rank == 0 else ():
+        console.print(note, highlight=False, soft_wrap=True)
     set_seed(config.training.seed)
-    loaded = load_model(config)
+    loaded = load(config)
     if config.training.packing:
         check_packing(loaded.model)
     optimizer = build_optimizer(loaded.model, config.training)
@@ -156,16 +183,38 @@ def train_as(
             opened = open_backend(
                 config, loaded, clients, folder, samples, inputs.placement, optimizer, peers
             )
-            policy = policy_over(opened, config)
+            version = max(opened.weights_version, start.weights_version)
+            policy = policy_over(replace(opened, weights_version=version), config)
             stack.callback(policy.close)
         display = ProgressDisplay(console, config.training.run_name)
         stack.callback(display.stop)
         calls = CallLog(folder, peers.rank)
-        runner = build_runner(config, loaded, policy, calls, peers=peers)
-        scorer = build_scorer(config, loaded, inputs, policy, calls, peers)
-        trainer = build_trainer(config, loaded, optimizer, inputs, runner, scorer, display, peers)
-        trainer.train()
+        rollouts = RolloutLog(folder, peers.rank) if config.training.log_rollouts else None
+        runner = build_runner(
+            config, loaded, policy, calls, peers=peers, rollouts=rollouts, train=inputs.train
+        )
+        if runner.source is not None:
+            stack.callback(runner.source.close)
+            if state := start.state(peers.rank, peers.count):
+                runner.source.restore(state)
+        scorer = build_scorer(config, loaded, inputs, policy, calls, peers, runner.source)
+        own = runner.source.state if runner.source is not None else dict
+        trainer = build_trainer(
+            config, loaded, optimizer, inputs, runner, scorer, display, peers, policy, own
+        )
+        trainer.train(resume_from_checkpoint=start.folder)
     return trainer
+
+
+def _agreed(start: Start, peers: Peers) -> Start:
+    """Where all processes start, which is the same when they share the run folder."""
+    steps = peers.share(lambda: start.step)
+    if len(set(steps)) > 1:
+        raise RunError(
+            f"the learner processes see checkpoints of different steps ({steps}): "
+            "training.output_dir must be one folder for all of them"
+        )
+    return start
 
 
 def _require_one_gpu() -> None:
@@ -207,6 +256,8 @@ def policy_over(opened: OpenBackend, config: Config) -> Policy:
         opened.repeat_terminate_active,
         opened.journal,
         opened.round_size,
+        opened.tend,
+        opened.ask_beside,
     )
 
 
@@ -230,21 +281,33 @@ def build_runner(
     calls: CallLog,
     channel_b: type[ChannelB] = ChannelB,
     peers: Peers = ALONE,
+    rollouts: RolloutLog | None = None,
+    train: Sequence[Sample] = (),
 ) -> StepRunner:
     """The channels and the objective that `config` describes.
 
-    channel_b: an experiment may have one of its own.
+    channel_b: an experiment may have one of its own. rollouts: where answers are logged.
+    train: what asynchronous rollouts are asked for; else the steps bring their samples.
     """
+    log_rollouts = rollouts.write if rollouts else None
     prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, config.custom.object_field_order)
+    answers = channel_b(encoding, config.rollout_matching.matching, allow_poly=config.allow_poly)
+    source = None
+    if config.rollout_matching.async_rollout.enabled:
+        assert policy is not None, "there is no asynchronous run without channel B"
+        order = order_of(config, len(train), peers.count)
+        source = async_source(config, policy, answers, train, order, peers, log_rollouts)
     return StepRunner(
         config,
         ChannelA(encoding, self_context_of(config)),
-        channel_b(encoding, config.rollout_matching.matching, allow_poly=config.allow_poly),
+        answers,
         Pipeline(config.pipeline, loaded.vocab.ids),
         policy,
         calls.write,
         peers,
+        source,
+        log_rollouts,
     )
 
 
@@ -263,10 +326,12 @@ def build_scorer(
     policy: Policy | None,
     calls: CallLog,
     peers: Peers = ALONE,
+    source: RolloutSource | None = None,
 ) -> Callable[[], dict[str, float]]:
     """The evaluation of a run: scores of its validation samples, and what they took.
 
     Each process has every so-manieth sample answered; the scores are those of all.
+    source: of the steps, which is quiet meanwhile.
     """
     own = inputs.val[peers.rank :: peers.count]
     seed = _evaluation_seed(config, peers.rank)
@@ -274,7 +339,6 @@ def build_scorer(
 
     def score() -> dict[str, float]:
         assert policy is not None, "a run that evaluates has a policy"
-        policy.push_if_stale()
         payloads: list[Payload] = []
 
         def answered() -> None:
@@ -283,7 +347,9 @@ def build_scorer(
             )
             payloads.extend([scores.payload(), notes])
 
-        peers.share(answered)
+        with nullcontext() if source is None else source.quiet():
+            policy.push_if_stale()
+            peers.share(answered, meanwhile=policy.tend)
         scores, notes = (over_processes(payload, device) for payload in payloads)
         return evaluation_metrics(scores, notes)
 
@@ -299,28 +365,53 @@ def build_trainer(
     scorer: Callable[[], dict[str, float]],
     display: ProgressDisplay,
     peers: Peers = ALONE,
+    policy: Policy | None = None,
+    state: Callable[[], dict[str, Any]] = dict,
 ) -> StepTrainer:
-    """Trainer around the step, with the logs of the run folder, which process 0 keeps."""
+    """Trainer around the step, with the logs of the run folder, which process 0 keeps.
+
+    state: what this process adds to a checkpoint; `inputs.start.state` gives it back.
+    """
     folder = Path(config.training.output_dir)
     shown: list[TrainerCallback] = []
     if peers.rank == 0:
-        board = TensorBoardCallback(SummaryWriter(config.training.logging_dir))
-        shown = [JsonlLog(folder), board, display]
+        again_from = inputs.start.step + 1 if inputs.start.goes_on else None
+        board = SummaryWriter(config.training.logging_dir, purge_step=again_from)
+        shown = [JsonlLog(folder), TensorBoardCallback(board), display]
+    facts = _facts_of(config, policy) if peers.rank == 0 else None
     trainer = StepTrainer(
         runner,
         scorer,
         ShareLoader(inputs.train, order_of(config, len(inputs.train), peers.count), peers.rank),
+        optimizer,
+        Checkpoints(folder, config.training.save_total_limit, facts, state, peers),
         model=loaded.model,
         args=training_arguments(config, folder, peers.count),
         train_dataset=inputs.train,
         eval_dataset=inputs.val or None,
         data_collator=list,
         processing_class=loaded.processor,
-        optimizers=(optimizer, None),
-        callbacks=shown,
+        callbacks=[_StepsOfThisConfig(), *shown],
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(DefaultFlowCallback)  # what a harness has made of it, with more saves
+    trainer.add_callback(DefaultFlowCallback)
     return trainer
+
+
+def _facts_of(config: Config, policy: Policy | None) -> Callable[[], RunFacts]:
+    """What checkpoints are told; the file of samples is that of the start of the run."""
+    folder, digest = Path(config.training.output_dir), data_digest(config.data.train_jsonl)
+    return lambda: RunFacts(policy.version if policy else 0, digest, log_sizes(folder))
+
+
+class _StepsOfThisConfig(TrainerCallback):
+    """Steps between saves and evaluations are the config's, also in a run that goes on."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        state.compute_steps(args, state.max_steps)
 
 
 def order_of(config: Config, samples: int, processes: int) -> ShareOrder:
@@ -328,35 +419,3 @@ def order_of(config: Config, samples: int, processes: int) -> ShareOrder:
     training = config.training
     batch = training.effective_batch_size
     return ShareOrder(samples, batch, processes, training.seed, config.data.shuffle)
-
-
-def training_arguments(config: Config, folder: Path, processes: int = 1) -> TrainingArguments:
-    """Trainer's arguments; one dataloader batch is one process's share of an optimizer step."""
-    training = config.training
-    return TrainingArguments(
-        output_dir=str(folder),
-        seed=training.seed,
-        use_cpu=not torch.cuda.is_available(),
-        bf16=config.model.torch_dtype == "bfloat16",
-        per_device_train_batch_size=training.effective_batch_size // processes,
-        ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,
-        remove_unused_columns=False,
-        label_names=[],
-        max_steps=training.max_steps or -1,
-        num_train_epochs=training.num_train_epochs or 1.0,
-        learning_rate=training.learning_rate,
-        lr_scheduler_type=training.lr_scheduler_type,
-        warmup_steps=training.warmup_ratio,
-        max_grad_norm=training.max_grad_norm,
-        eval_strategy=training.eval_strategy,
-        eval_steps=training.eval_steps,
-        save_strategy=training.save_strategy,
-        save_steps=training.save_steps,
-        save_total_limit=training.save_total_limit,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        report_to="none",
-        run_name=training.run_name,
-        disable_tqdm=True,
-    )
