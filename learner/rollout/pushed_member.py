@@ -7,7 +7,7 @@ import logging
 import time
 
 from learner.rollout.backend import WeightChannel
-from learner.rollout.client import SERVER_ERRORS, RolloutClient, ServerUnreachable
+from learner.rollout.client import SERVER_ERRORS, RolloutClient, ServerUnreachable, needs_push
 from learner.rollout.journal import Journal
 from learner.rollout.member import Differences, Member, Sleep, no_differences
 from shared_contracts.errors import ProblemError, RunError
@@ -92,15 +92,17 @@ class PushedMember(Member):
         return lost
 
     def notice(self) -> None:
-        """Lose it where it, or a replica, was started anew; one quick call.
+        """Lose it where it was started anew, or otherwise lacks the weights; one quick call.
 
         One that does not answer is left to those who ask it: when it is there again it is
         another epoch.
         """
         returns = self.returns
         try:
-            epoch = self._client.live().server_epoch
-        except SERVER_ERRORS:
+            epoch = self._client.health().server_epoch
+        except SERVER_ERRORS as error:
+            if needs_push(error):
+                self.lose(str(error), returns)
             return
         if epoch != self._epoch:
             self.lose("the server or one of its replicas was started anew", returns)

@@ -119,8 +119,11 @@ class ScriptedRollouts:
         if self.starting_looks:
             self.starting_looks -= 1
             return problem("not-ready", "replica 0 is starting", "replicas[0]")
-        refused = self._refusal()
-        return health(self.version or 0) if refused is None else refused
+        if (refused := self._refusal()) is not None:
+            return refused
+        if self.stale:
+            return problem("push-needed", "a replica was built again", "replicas[0]")
+        return health(self.version or 0).model_copy(update={"server_epoch": self.epoch})
 
     def _info(self, _: object) -> Info:
         said = {"weights_version": self.version or 0, "server_epoch": self.epoch}
