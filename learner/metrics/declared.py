@@ -277,7 +277,7 @@ def _servers() -> Iterator[Metric]:
     served = f"from servers: {_B_OR_BESIDE}"
     pushed = "after a push to servers"
     yield metric("rollout/servers_healthy", "peak", "servers", "that may be asked", served)
-    yield metric("rollout/servers_lost", "counter", "times", "a server was given up", served)
+    yield metric("rollout/servers_lost", "counter", "times", "a process gave a server up", served)
     yield metric("rollout/retries", "counter", "calls", "made again", served)
     yield metric("rollout/splits", "counter", "parts", "of a lost server's requests", served)
     yield metric("sync/fell_back", "flag", "0 or 1", "full weights replace the adapter", served)
