@@ -1,6 +1,6 @@
 # make demo    set up, then watch a toy detector being trained by rollout matching
 # make test    set up, then run every test
-# make nightly the properties of the pure stages, each with 20,000 new examples
+# make nightly the properties of the pure stages, each with 20,000 new examples, and random kills
 # make check   what CI runs: lint, types, import contracts, requirement table, every test
 # make format  let ruff rewrite what it can
 # make setup   the environment alone
@@ -23,6 +23,7 @@ test: setup-dev
 
 nightly: setup-dev
 	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=nightly --timeout=0 $(ARGS)
+	$(BIN)/python -m pytest tests/integration/test_kills_and_resumes.py -k random --hypothesis-profile=nightly --timeout=0
 
 check: lint test
 

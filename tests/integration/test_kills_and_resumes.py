@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tests.unit.small_run import small_mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = Path(__file__).with_name("killed_learner.py")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 STEPS, BATCH, SAMPLES, SEED = 8, 4, 16, 11
 B_STEPS = [1, 3, 5, 7]
 NUMBERS = ("loss", "grad_norm", "learning_rate", "sync/weights_version")
@@ -89,14 +91,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return world
 
 
+def command(config: Path, *moment: str) -> list[str]:
+    return [sys.executable, str(DRIVER), str(config), *moment]
+
+
 def learn(config: Path, *moment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(DRIVER), str(config), *moment],
+        command(config, *moment),
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=ENVIRONMENT,
     )
 
 
@@ -198,28 +204,33 @@ def test_the_log_of_a_step_has_what_was_asked_and_answered(world: World) -> None
         assert len(record["match"]["pairs"]) + len(record["match"]["false_negatives"]) > 0
 
 
+def killed_after(config: Path, seconds: float) -> bool:
+    """Whether a run had to be killed; else it ended well."""
+    process = subprocess.Popen(
+        command(config), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL
+    )
+    try:
+        assert process.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return True
+    return False
+
+
+@pytest.mark.req("RUN-01")
 def test_ten_random_kills_change_nothing(world: World, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("hypothesis_profile") != "nightly":
         pytest.skip("takes minutes: make nightly")
-    seconds = random.Random(f"{os.getpid()}")
+    began = time.monotonic()
+    assert learn(world.config(world.folder / "timed")).returncode == 0
+    whole_s = time.monotonic() - began
+    chance = random.Random()
     run = world.folder / "random"
-    config, kills = world.config(run), 0
-    while True:
-        command = [sys.executable, str(DRIVER), str(config)]
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
-        try:
-            code = process.wait(seconds.uniform(8, 16) if kills < 10 else None)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            kills += 1
-            continue
-        assert code == 0
-        break
+    kills = 0
+    while killed_after(world.config(run), chance.uniform(0.4, 1.0) * whole_s) and kills < 10:
+        kills += 1
+    if not (run / f"checkpoint-{STEPS}").exists():
+        assert learn(world.config(run)).returncode == 0
     assert_the_same_run(run, world.whole)
     assert_every_sample_is_logged_once(run, world.data)
