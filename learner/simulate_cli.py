@@ -40,18 +40,23 @@ def simulate(
         typer.Option(help="A key and values, e.g. servers=1,2,4; may be given several times."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="New file: the same numbers.")] = None,
+    save_speeds: Annotated[
+        Path | None, typer.Option(help="New YAML: the speeds that were simulated, for --speeds.")
+    ] = None,
 ) -> None:
     """Simulate a run: expected step time, utilisation, and what other machines would change."""
     from learner.config import load_config, load_mapping
+    from learner.config.yaml12 import dump_mapping
     from learner.data.show import print_tables
-    from learner.publish import require_new_file
+    from learner.publish import publish_text, require_new_file
     from learner.simulate import Setting
     from learner.simulate import simulate as run
     from learner.simulate.tables import as_json, outcome_tables, sources_table, sweep_table
     from learner.simulate.vary import Given, parse_variation, sweep
 
-    if json is not None:
-        require_new_file("--json", json)
+    for option, file in (("--json", json), ("--save-speeds", save_speeds)):
+        if file is not None:
+            require_new_file(option, file)
     if speeds is not None and from_run is not None:
         raise ContractError("--speeds", "given beside --from-run", "Give one of them")
     variations = [parse_variation(option) for option in vary or ()]
@@ -67,6 +72,8 @@ def simulate(
     )
     if fitted is not None:
         print_tables([("Speeds fitted from the run", sources_table(fitted.sources))])
+    if save_speeds is not None:
+        publish_text(save_speeds, dump_mapping(at.speeds.model_dump()))
     report: dict[str, object] = {"speeds": at.speeds.model_dump()}
     if variations:
         given = Given(load_mapping(config), at)

@@ -1,6 +1,7 @@
 """`learner simulate` on the command line."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from typer.testing import CliRunner
 
 from learner.cli import app
 from learner.config import dump_resolved
+from learner.config.yaml12 import read_mapping
+from learner.simulate.lengths import read_lengths
+from learner.simulate.speeds import Speeds, load_speeds
 from shared_contracts.errors import ContractError
 from tests.unit.simulated import simulated_config
 
@@ -110,6 +114,22 @@ def test_faults_of_its_files_are_told_with_their_line(
     with pytest.raises(ContractError) as refused:
         simulate(files, option, str(faulty))
     assert refused.value.where == f"{faulty}:{line} {where}"
+
+
+def test_the_page_shows_every_speed_with_its_default(files: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8")
+    shown, lengths = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (files / "shown.yaml").write_text(shown)
+    (files / "shown_lengths.yaml").write_text(lengths)
+    assert read_mapping(files / "shown.yaml") == Speeds().model_dump()
+    assert read_lengths(files / "shown_lengths.yaml", seed=0).samples > 0
+
+
+def test_saved_speeds_are_those_that_were_simulated(files: Path) -> None:
+    (files / "speeds.yaml").write_text("engine: {step_s: 0.5}\n")
+    saved = files / "saved.yaml"
+    with_lengths(files, "--speeds", str(files / "speeds.yaml"), "--save-speeds", str(saved))
+    assert load_speeds(saved) == load_speeds(files / "speeds.yaml") != Speeds()
 
 
 def test_it_loads_neither_torch_nor_transformers(files: Path) -> None:
