@@ -130,7 +130,7 @@ class AsyncSource:
         return self._samples_of(self._stock.take_unanswered(step))
 
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> "ShareFeed":
-        with clock.phase("rollout"):
+        with clock.phase("rollout"), clock.phase("target"), clock.phase("pack"):  # made beside
             self._fed = self._stock.take(step)
         if self._log_rollouts is not None:
             self._log_rollouts(step, self._fed.judged)

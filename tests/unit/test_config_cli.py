@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-import learner.served
 from learner.cli import app
 from learner.config import dump_mapping, load_config, load_mapping, merge, parse_config
 from learner.config.origins import dotted, find_origins
@@ -249,17 +248,6 @@ def test_every_shipped_config_is_valid(path: Path) -> None:
 @pytest.mark.parametrize("words", [[], ["--config", WARMUP]], ids=["nothing", "option"])
 def test_check_takes_files_and_nothing_else(words: list[str | Path]) -> None:
     assert cli("config", "check", *words).exit_code == 2
-
-
-@pytest.mark.req("CFG-10")
-def test_what_is_not_run_yet_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: Any) -> None:
-        raise ContractErrors([ContractError("a.b", "3 is valid, but not run yet", "Set 1")])
-
-    monkeypatch.setattr(learner.served, "check_served", refuse)
-    done = cli("config", "check", WARMUP)
-    note = "  note: a.b: 3 is valid, but not run yet. Set 1"
-    assert (done.exit_code, done.stdout) == (0, f"{WARMUP}: valid\n{note}\n")
 
 
 # --- Faults with their lines ------------------------------------------------------------
