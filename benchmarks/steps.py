@@ -4,6 +4,8 @@
 
 pipelined    a channel-B step whose chunks are rolled out while others are learned, over the
              longer of the two alone; a step that does one after the other is reported beside it
+async        channel-B steps per second with answers that are asked for beside training, over
+             those of steps that ask and then learn, both sides of equal length
 servers      requests per second of 8, 4 and 2 servers over those of one, and of as many as there
              are; CPU time of the learner per request
 
@@ -14,6 +16,7 @@ the product's own. Prints the table of docs/benchmarks.md.
 
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,9 +31,12 @@ from benchmarks.step_parts.engines import (
     fixed_servers,
     samples,
 )
+from learner.async_rollout.source import AsyncSource
 from learner.config import load_mapping, merge, parse_config
+from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
 from learner.forwards import PlainEngine
+from learner.packer import Packer
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
@@ -40,13 +46,19 @@ from shared_contracts.infer import RequestConfig
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo" / "warmup.yaml"
 PIPELINED_GOAL = 1.1
+ASYNC_GOAL = 1.8
 LINEAR_GOAL = 0.95
 CPU_MS_GOAL = 1.0
 # A step of the pipeline: so many chunks, each of them so long on either side.
 CHUNKS, CHUNK_SAMPLES, CHUNK_S = 16, 8, 0.5
+# Steps of as many samples as one server decodes at once.
+ASYNC_STEPS, SHARE_SAMPLES, SHARE_S = 30, 8, 0.4
 SEQUENCES = 64
 # So many slices of `SEQUENCES` for every server, each as long as 300 tokens of 20 ms.
 SLICES, SLICE_S = 2, 6.0
+
+
+SourceOf = Callable[[Policy, FixedB], AsyncSource]
 
 
 class Bench:
@@ -87,6 +99,52 @@ def _config() -> Config:
     return parse_config(merge(load_mapping(CONFIG), every_step))
 
 
+def asynchronous(bench: Bench) -> list[Result]:
+    ratios, skipped = [], 0
+    for _ in range(bench.rounds):
+        with fixed_servers(1, SHARE_S, SHARE_SAMPLES, bench.folder) as backend:
+            one_after_the_other = _b_steps_per_s(backend, None)[0]
+            beside, late = _b_steps_per_s(backend, _asynchronous)
+        ratios.append(beside / one_after_the_other)
+        skipped += late
+    name = "channel-B steps per second, asynchronous over sequential"
+    steps = bench.rounds * ASYNC_STEPS
+    detail = f"{SHARE_S:g} s on each side, a push after every step; {skipped} of {steps} steps late"
+    return [median_of(name, ratios, ASYNC_GOAL, at_least=True, detail=detail)]
+
+
+def _b_steps_per_s(backend: ServerBackend, source_of: SourceOf | None) -> tuple[float, int]:
+    """Rate of channel-B steps, and how many steps ran channel A instead.
+
+    source_of: None: the step's own.
+    """
+    config = _config()
+    policy = Policy(backend, 1, Asking("", None, RequestConfig(max_tokens=1, return_details=True)))
+    channel_b = FixedB(SHARE_S / SHARE_SAMPLES)
+    source = None if source_of is None else source_of(policy, channel_b)
+    channels = FixedA(SHARE_S / SHARE_SAMPLES), channel_b
+    runner = StepRunner(config, *channels, FixedPipeline(), policy, source=source)
+    own, weights, late = samples(SHARE_SAMPLES), Weights(), 0
+    began = time.perf_counter()
+    for step in range(ASYNC_STEPS):
+        _, report = runner.run(weights, own, step, PlainEngine())
+        late += report.channel == "A"
+    seconds = time.perf_counter() - began
+    if source is not None:
+        source.close()
+    return (ASYNC_STEPS - late) / seconds, late
+
+
+def _asynchronous(policy: Policy, channel_b: FixedB) -> AsyncSource:
+    config = _config()
+    settings = AsyncRolloutConfig(
+        queue_limit=4 * SHARE_SAMPLES, prefetch_target_packs=2 * SHARE_SAMPLES
+    )
+    own = samples(SHARE_SAMPLES)
+    packer = Packer(config.training, config.global_max_length)
+    return AsyncSource(settings, policy, channel_b, packer, lambda _: own, 10 * ASYNC_STEPS, 0)
+
+
 def servers(bench: Bench) -> list[Result]:
     rates: dict[int, list[float]] = {count: [] for count in (1, 2, 4, 8)}
     cpu_ms: dict[int, list[float]] = {count: [] for count in rates}
@@ -117,7 +175,7 @@ def _rollout(bench: Bench, count: int) -> tuple[float, float]:
     return len(asked) / seconds, 1000 * spent / len(asked)
 
 
-PARTS = {"pipelined": pipelined, "servers": servers}
+PARTS = {"pipelined": pipelined, "async": asynchronous, "servers": servers}
 
 
 def main() -> None:

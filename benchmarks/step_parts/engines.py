@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -21,6 +21,7 @@ from learner.losses.supervision import Selection, Supervision
 from learner.model.packed_forward import EncodedPrompt, Pack, Segment
 from learner.rollout.client import RolloutClient
 from learner.rollout.server import ServerBackend
+from learner.rollout_log import Judged
 from learner.types import Channel, RolloutOutput, Sample, Target
 from shared_contracts.weights import CommunicatorReady, SyncReport, WeightStatus
 
@@ -101,7 +102,10 @@ class FixedB(ChannelB):
         self._seconds = seconds
 
     def segments(
-        self, samples: Sequence[Sample], rollouts: Sequence[RolloutOutput]
+        self,
+        samples: Sequence[Sample],
+        rollouts: Sequence[RolloutOutput],
+        note: Callable[[Judged], None] | None = None,
     ) -> tuple[list[Segment], RolloutStats]:
         return [tiny_segment(sample.sample_id) for sample in samples], RolloutStats()
 
