@@ -1,0 +1,130 @@
+"""`swift sft` with our plugin against `learner train`, over the same YAML (RUN-02)."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+
+import learner.adapters
+from learner.config import load_config
+from learner.data.toy import make_data
+from learner.model.toy import make_model
+from learner.preflight import check_inputs
+from learner.train import train
+from tests.unit.small_run import small_mapping
+
+PLUGIN = Path(learner.adapters.__path__[0]) / "ms_swift.py"
+# What depends on the clock, beside all that is below `time/`.
+TIMED = {
+    "rollout/per_second",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Folders of the same run, made by `learner train` and by `swift sft`; ms-swift's own one."""
+
+    ours: Path
+    swifts: Path
+    records: Path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Three steps, the second of them channel B's, which the model itself answers."""
+    root = tmp_path_factory.mktemp("ms_swift")
+    make_model(root / "model", seed=0)
+    data = make_data(root / "data", train=24, val=4, seed=0)
+    for name in ("ours", "swifts"):
+        mapping = small_mapping(
+            root / "model",
+            data,
+            root / name,
+            stage2_ab={"schedule": {"b_ratio": 0.5}},
+            rollout_matching={"rollout_backend": "hf", "decode_batch_size": 4},
+        )
+        (root / f"{name}.yaml").write_text(yaml.safe_dump(mapping))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config = load_config(root / "ours.yaml")
+    train(config, check_inputs(config), [], Console(file=io.StringIO()))
+    torch.set_num_threads(threads)
+    swift_sft(root)
+    return Runs(root / "ours", root / "swifts", root / "records")
+
+
+def swift_sft(root: Path) -> None:
+    options = {
+        "external_plugins": PLUGIN,
+        "model": root / "model",
+        "model_type": "rollmatch",
+        "tuner_type": "rollmatch",
+        "dataset": "rollmatch",
+        "output_dir": root / "records",
+        "add_version": "false",
+    }
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    environment = {
+        "ROLLMATCH_CONFIG": str(root / "swifts.yaml"),
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "MODELSCOPE_CACHE": str(root / "cache"),
+    }
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("swift")), "sft", *words],
+        cwd=root,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run, without what depends on the clock."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [
+        {k: v for k, v in line.items() if k not in TIMED and not k.startswith("time/")}
+        for line in lines
+    ]
+
+
+@pytest.mark.req("RUN-02")
+def test_stage_2_ab_runs_under_ms_swift_with_raw_sample_collation(runs: Runs) -> None:
+    ours, swifts = logged(runs.ours), logged(runs.swifts)
+    assert [line.get("step/channel_b") for line in ours] == [0, 1, 0, None]
+    assert [line["step"] for line in swifts] == [1, 2, 3, 3]
+    for expected, line in zip(ours, swifts, strict=True):
+        assert line == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.req("RUN-02")
+def test_a_checkpoint_of_swift_sft_is_one_of_learner_train(runs: Runs) -> None:
+    ours, swifts = (folder / "checkpoint-3" for folder in (runs.ours, runs.swifts))
+    assert {path.name for path in ours.iterdir()} == {path.name for path in swifts.iterdir()}
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        assert (ours / name).read_text() == (swifts / name).read_text()
+    weights = [load_file(folder / "model.safetensors") for folder in (ours, swifts)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-5, atol=1e-5)
+
+
+def test_ms_swift_keeps_its_records_apart_from_the_run(runs: Runs) -> None:
+    assert {path.name for path in runs.records.iterdir()} == {"args.json", "logging.jsonl"}
+    assert {path.name for path in runs.swifts.iterdir()} == {p.name for p in runs.ours.iterdir()}
