@@ -3,7 +3,7 @@
     torchrun ... -m tests.integration.process_run OUT CONFIG ...
 
 Writes OUT/CONFIG's stem-RANK.pt after each: `weights`, whole, and `rates`, the learning rate of
-every parameter that is trained, as this process has them.
+every parameter that is trained, as this process has them; `pushed`, what it would push.
 """
 
 import io
@@ -20,6 +20,7 @@ from learner.config import load_config
 from learner.parallel import open_peers
 from learner.peers import Peers
 from learner.preflight import check_inputs, learner_processes
+from learner.sync.source import GatheredWeights
 from learner.train import StepTrainer, train_as
 
 
@@ -27,21 +28,24 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def state_of(trainer: StepTrainer) -> dict[str, object]:
+def state_of(trainer: StepTrainer, rank: int) -> dict[str, object]:
     model, optimizer = trainer.model, trainer.optimizer
     assert model is not None
     assert optimizer is not None
+    gathered = GatheredWeights(model, sends=rank == 0)
+    gathered.gather()
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         "weights": {name: whole(w).detach().clone() for w, name in names.items()},
         "rates": {names[p]: g["lr"] for g in optimizer.param_groups for p in g["params"]},
+        "pushed": dict(gathered.tensors("float32")) if rank == 0 else {},
     }
 
 
 def run(peers: Peers, config_file: Path, out: Path) -> None:
     config = load_config(config_file)
     trainer = train_as(peers, config, check_inputs(config), [], Console(file=io.StringIO()))
-    torch.save(state_of(trainer), out / f"{config_file.stem}-{peers.rank}.pt")
+    torch.save(state_of(trainer, peers.rank), out / f"{config_file.stem}-{peers.rank}.pt")
 
 
 def main() -> None:

@@ -1,0 +1,281 @@
+"""Several learner processes make the steps that one makes, under DDP and FSDP2.
+
+torchrun starts them once, over gloo, for all configs of a number of processes. Without packing
+the forwards of one process and of several are the same, so losses and updates must be, too.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from learner.config import dump_mapping, load_config, merge
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData, make_data
+from learner.model.toy import make_model
+from learner.peers import ALONE
+from learner.train import order_of
+from tests.integration.process_run import run
+from tests.integration.ranks import Nursery, nursery
+from tests.unit.small_run import small_mapping
+
+pytestmark = pytest.mark.timeout(600)
+
+RUN_S = 500.0
+HF = {"rollout_backend": "hf", "max_new_tokens": 12, "decode_batch_size": 4}
+FSDP2 = {"training": {"data_parallel": "fsdp2"}}
+UNROLL = {"stage2_ab": {"n_softctx_iter": 2, "softctx_grad_mode": "unroll"}}
+DETACH = {
+    "stage2_ab": {"n_softctx_iter": 2, "softctx_grad_mode": "em_detach"},
+    "model": {"gradient_checkpointing": True},
+}
+CHANNEL_B = {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}
+LORA = {"tuner": {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8}}
+# So small that in some steps one process has more packs than the other.
+PACKED = {"training": {"packing": True}, "global_max_length": 300}
+# Made in two runs, of which the second goes on with what the first has left.
+CONSTANT = {
+    "training": {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "save_steps": 2},
+}
+HALF = merge(CONSTANT, {"training": {"max_steps": 2}})
+
+ALSO_ALONE: dict[str, dict[str, Any]] = {
+    "unroll": UNROLL,
+    "detach": DETACH,
+    "b": CHANNEL_B,
+    "lora": LORA,
+}
+OF_TWO: dict[str, dict[str, Any]] = {
+    **ALSO_ALONE,
+    "packed": PACKED,
+    "constant": CONSTANT,
+    "sharded_unroll": merge(UNROLL, FSDP2),
+    "sharded_detach": merge(DETACH, FSDP2),
+    "sharded_packed": merge(PACKED, FSDP2),
+    "sharded_constant": merge(HALF, FSDP2),
+    "sharded_resumed": merge(merge(CONSTANT, FSDP2), {"training": {"resume": "auto"}}),
+}
+OF_FOUR = {"unroll": UNROLL, "sharded_unroll": merge(UNROLL, FSDP2)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """weights: by rank, whole. rates: of the learning, by parameter. steps: as logged.
+
+    pushed: what process 0 would push.
+    """
+
+    folder: Path
+    weights: list[dict[str, Tensor]]
+    rates: list[dict[str, float]]
+    steps: list[dict[str, float]]
+    pushed: dict[str, Tensor]
+
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.steps]
+
+
+@dataclass(frozen=True)
+class World:
+    folder: Path
+    model: Path
+    data: ToyData
+
+    def start(self) -> dict[str, Tensor]:
+        return load_file(self.model / "model.safetensors")
+
+    def configs(self, group: str, changes: dict[str, dict[str, Any]]) -> list[Path]:
+        (self.folder / group).mkdir()
+        files = []
+        for name, change in changes.items():
+            own = "sharded_constant" if name == "sharded_resumed" else name
+            mapping = small_mapping(self.model, self.data, self.folder / group / f"run-{own}")
+            mapping["rollout_matching"] = HF
+            mapping["training"] |= {"packing": False, "effective_batch_size": 8}
+            files.append(self.folder / group / f"{name}.yaml")
+            files[-1].write_text(dump_mapping(merge(mapping, change)))
+        return files
+
+    def runs(self, group: str, files: list[Path]) -> dict[str, Run]:
+        return {file.stem: self._read(file) for file in files}
+
+    def _read(self, file: Path) -> Run:
+        states = [torch.load(path) for path in sorted(file.parent.glob(f"{file.stem}-[0-9].pt"))]
+        folder = Path(load_config(file).training.output_dir)
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return Run(
+            folder,
+            [state["weights"] for state in states],
+            [state["rates"] for state in states],
+            [line for line in lines if "loss" in line],
+            states[0]["pushed"],
+        )
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("processes")
+    make_model(folder / "model", seed=0)
+    data = make_data(folder / "data", train=24, val=4, seed=0)
+    return World(folder, folder / "model", data)
+
+
+def torchrun(world: World, processes: int, changes: dict[str, dict[str, Any]]) -> dict[str, Run]:
+    group = f"of_{processes}"
+    files = world.configs(group, changes)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = ["-m", "tests.integration.process_run", str(world.folder / group)]
+    done = subprocess.run(
+        [*launch, f"--nproc-per-node={processes}", *program, *map(str, files)],
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "Warning" not in done.stderr
+    return world.runs(group, files)
+
+
+@pytest.fixture(scope="module")
+def alone(world: World) -> dict[str, Run]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    files = world.configs("alone", ALSO_ALONE)
+    for file in files:
+        run(ALONE, file, file.parent)
+    torch.set_num_threads(threads)
+    return world.runs("alone", files)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    with nursery(tmp_path_factory.mktemp("nursery")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two(world: World) -> dict[str, Run]:
+    return torchrun(world, 2, OF_TWO)
+
+
+@pytest.fixture(scope="module")
+def four(world: World) -> dict[str, Run]:
+    return torchrun(world, 4, OF_FOUR)
+
+
+def assert_same(world: World, one: Run, other: Run) -> None:
+    """Losses within 1e-5 of theirs; updates within 1e-5 of their own size."""
+    assert other.losses() == pytest.approx(one.losses(), rel=1e-5)
+    expected, found = one.weights[0], other.weights[0]
+    assert found.keys() == expected.keys()
+    start = world.start()
+    moved = sum(float((w - start[n]).square().sum()) for n, w in expected.items() if n in start)
+    off = sum(float((found[name] - w).square().sum()) for name, w in expected.items())
+    scale = moved if expected.keys() <= start.keys() else squares(expected)
+    assert off**0.5 <= 1e-5 * scale**0.5
+
+
+def squares(weights: dict[str, Tensor]) -> float:
+    return sum(float(weight.square().sum()) for weight in weights.values())
+
+
+@pytest.mark.req("RES-14", "STEP-02", "DDP-02", "CHA-02", "RUN-02")
+@pytest.mark.parametrize("name", ALSO_ALONE)
+def test_two_processes_make_the_steps_of_one(
+    world: World, alone: dict[str, Run], two: dict[str, Run], name: str
+) -> None:
+    assert_same(world, alone[name], two[name])
+    assert two[name].rates == alone[name].rates * 2
+
+
+@pytest.mark.req("DDP-02", "CHA-02", "RUN-02")
+@pytest.mark.parametrize("name", ["unroll", "detach", "packed"])
+def test_sharded_steps_are_those_of_ddp(world: World, two: dict[str, Run], name: str) -> None:
+    assert_same(world, two[name], two[f"sharded_{name}"])
+    assert two[f"sharded_{name}"].rates == two[name].rates
+
+
+@pytest.mark.req("SYNC-02", "SYNC-08")
+def test_process_0_pushes_whole_weights_of_a_sharded_model_under_their_names(
+    two: dict[str, Run],
+) -> None:
+    sharded = two["sharded_unroll"]
+    assert list(sharded.pushed) == list(two["unroll"].weights[0])
+    assert all(torch.equal(sharded.pushed[name], w) for name, w in sharded.weights[0].items())
+
+
+@pytest.mark.req("DDP-02", "STEP-02")
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_four_processes_make_the_steps_of_one(
+    world: World, alone: dict[str, Run], four: dict[str, Run], name: str
+) -> None:
+    assert_same(world, alone["unroll"], four[name])
+
+
+@pytest.mark.req("DDP-02")
+@pytest.mark.parametrize("name", ["packed", "sharded_packed"])
+def test_processes_with_unequal_numbers_of_packs_replay_some(
+    two: dict[str, Run], name: str
+) -> None:
+    steps = two[name].steps
+    assert sum(step["step/replays"] for step in steps) > 0
+    assert all(torch.tensor(step["loss"]).isfinite() for step in steps)
+
+
+@pytest.mark.req("DDP-02")
+def test_all_processes_have_the_same_weights_after_every_kind_of_step(
+    two: dict[str, Run], four: dict[str, Run]
+) -> None:
+    for one in [*two.values(), *four.values()]:
+        first, *others = one.weights
+        assert all(torch.equal(own[name], first[name]) for own in others for name in first)
+
+
+@pytest.mark.req("RUN-01")
+def test_a_sharded_shardedgoes_on_from_its_checkpoint_which_plain_transformers_loads(
+    world: World, two: dict[str, Run]
+) -> None:
+    resumed = two["sharded_resumed"]
+    assert [step["step"] for step in resumed.steps] == [1, 2, 3]
+    assert_same(world, two["constant"], resumed)
+    checkpoint = resumed.folder / "checkpoint-3"
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, output_loading_info=True)
+    model, info = loaded
+    assert not info["missing_keys"]
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, resumed.weights[0][name]), name
+
+
+@pytest.mark.req("DDP-01")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_an_error_of_one_process_ends_both_with_its_text(
+    world: World, tmp_path: Path, started: Nursery, parallel: str
+) -> None:
+    """An image is broken that process 1 alone reads, in its second step."""
+    data = make_data(tmp_path / "data", train=24, val=4, seed=1)
+    config = small_mapping(world.model, data, tmp_path / "run")
+    config["training"] |= {"effective_batch_size": 8, "data_parallel": parallel}
+    (tmp_path / "run.yaml").write_text(dump_mapping(config))
+    order = order_of(load_config(tmp_path / "run.yaml"), 24, processes=2)
+    sample = read_samples(data.train_jsonl, allow_poly=False)[order.share(1, 1)[0]]
+    whole = sample.images[0].read_bytes()
+    sample.images[0].write_bytes(whole[: len(whole) // 2])
+
+    ranks = started.start(tmp_path / "run.yaml", 2, tmp_path / "log")
+    codes = ranks.wait(timeout_s=RUN_S)
+    said = [(tmp_path / f"log.{rank}.log").read_text() for rank in range(2)]
+    assert all(codes), said
+    assert "learner process 1 failed: " in said[0]
+    told = said[0].partition("learner process 1 failed: ")[2].splitlines()[0]
+    assert told in said[1]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
