@@ -11,6 +11,8 @@
 
 EXTRA ?= cpu
 ARGS ?=
+# Processes that run tests: files are spread over them in order, and a shared server is in one.
+WORKERS ?= --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
 BIN := .venv/bin
 
 .PHONY: demo test nightly check lint format setup setup-dev
@@ -19,11 +21,11 @@ demo: setup
 	$(BIN)/learner demo $(ARGS)
 
 test: setup-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 nightly: setup-dev
 	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=nightly --timeout=0 $(ARGS)
-	$(BIN)/python -m pytest tests/integration/test_kills_and_resumes.py -k random --hypothesis-profile=nightly --timeout=0
+	$(BIN)/python -m pytest tests/integration/test_kills_and_resumes.py tests/integration/test_kills.py -k "random or killed or only_server" --hypothesis-profile=nightly --timeout=0
 
 check: lint test
 

@@ -1,8 +1,9 @@
-"""Fixtures that several folders share, and how hypothesis runs.
+"""Fixtures that several folders share, how hypothesis runs, and which tests stay together.
 
 A started server serves the whole test run.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,24 @@ from tests.contract.toy_checkpoints import make_checkpoint
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=500)
 settings.register_profile("nightly", deadline=None, max_examples=20_000)
 settings.load_profile("ci")
+
+
+# Two processes share two cores (`make test`): each keeps to one, and what it starts too.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a file run in one process, and so do those that share a server."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    fixtures = getattr(item, "fixturenames", ())  # not every item is a function
+    shared = next((name for name in ("server", "far") if name in fixtures), None)
+    return shared or item.location[0]
 
 
 @pytest.fixture(scope="session")
