@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simpy import Environment
 
 from learner.schedule import forwards_due
 from learner.simulate import Setting, simulate
+from learner.simulate.chunks import Ahead, Making
+from learner.simulate.engines import Wait
 from shared_contracts.errors import ContractError
 from tests.unit.simulated import EQUAL, SPREAD, in_step_mode_and_ahead, setting
 
@@ -91,11 +94,52 @@ def test_rollouts_of_the_next_round_are_made_while_the_last_is_learned() -> None
         assert step.seconds < parts - 0.5
 
 
+@pytest.mark.req("STEP-03")
+def test_one_round_waits_and_one_is_made_while_another_is_learned() -> None:
+    env = Environment()
+    begun: list[float] = []
+
+    class Quick:
+        def next(self) -> Making:
+            begun.append(env.now)
+            yield env.timeout(1.0)
+            return [] if len(begun) < 5 else None
+
+    def learning() -> Wait:
+        rounds = Ahead(env, Quick())
+        while (yield from rounds.next()) is not None:
+            yield env.timeout(10.0)
+
+    env.run(env.process(learning()))
+    assert begun == [0.0, 1.0, 2.0, 11.0, 21.0]
+
+
 def test_a_learner_that_generates_itself_does_one_after_the_other() -> None:
     for step in simulate(setting(**HF)).of("B"):
         names = ("push", "rollout", "target", "pack", "learn")
         assert step.seconds == pytest.approx(sum(step.phases[name] for name in names))
         assert step.phases["push"] == 0
+
+
+@pytest.mark.req("DIST-04")
+def test_a_colocated_server_is_asked_slice_by_slice_and_nothing_is_learned_meanwhile() -> None:
+    own = {"rollout_matching": {"vllm": {"mode": "colocate", "server": None}}}
+    asked = setting(lengths=EQUAL, **own)
+    engine = asked.speeds.engine
+    a_slice = engine.call_s + 4 * 50 / engine.prefill_tokens_per_s
+    a_slice += 20 * (engine.step_s + 4 * engine.step_per_sequence_s)
+    for step in simulate(asked).of("B"):
+        assert step.phases["rollout"] == pytest.approx(4 * a_slice)
+        names = ("push", "rollout", "target", "pack", "learn")
+        assert step.seconds == pytest.approx(sum(step.phases[name] for name in names))
+
+
+def test_gradients_of_several_ranks_are_synchronized_once_a_step() -> None:
+    free, dear = (
+        simulate(setting({"learner": {"sync_s": seconds}}, ranks=2)) for seconds in (0.0, 1.5)
+    )
+    for before, after in zip(free.steps, dear.steps, strict=True):
+        assert after.seconds == pytest.approx(before.seconds + 1.5)
 
 
 def test_a_step_of_channel_a_is_targets_and_a_forward_for_each_pack() -> None:
@@ -212,6 +256,15 @@ def test_a_run_ahead_of_training_is_no_shorter_than_its_pushes_and_its_learning(
     learned = sum(step.phases["learn"] + step.update_s for step in outcome.steps)
     assert outcome.seconds >= learned + pushes * push - 1e-9
     assert sum(step.phases.get("push", 0.0) > 0 for step in outcome.steps) == pushes
+
+
+@pytest.mark.req("SYNC-09")
+def test_a_push_waits_for_the_round_that_is_being_answered() -> None:
+    outcome = simulate(ahead(speeds={"engine": {"step_s": 0.05}}))
+    alone = setting().speeds.push.seconds
+    pushes = [step.phases["push"] for step in outcome.steps]
+    assert pushes[0] == pytest.approx(alone)
+    assert max(pushes) > alone + 0.5
 
 
 @pytest.mark.req("ASYNC-01")
