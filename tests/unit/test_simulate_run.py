@@ -123,7 +123,7 @@ def test_a_learner_that_generates_itself_does_one_after_the_other() -> None:
 
 @pytest.mark.req("DIST-04")
 def test_a_colocated_server_is_asked_slice_by_slice_and_nothing_is_learned_meanwhile() -> None:
-    own = {"rollout_matching": {"vllm": {"mode": "colocate", "server": None}}}
+    own: dict[str, Any] = {"rollout_matching": {"vllm": {"mode": "colocate", "server": None}}}
     asked = setting(lengths=EQUAL, **own)
     engine = asked.speeds.engine
     a_slice = engine.call_s + 4 * 50 / engine.prefill_tokens_per_s
