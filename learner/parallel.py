@@ -15,6 +15,7 @@ from accelerate import PartialState
 from torch.distributed import TCPStore
 
 from learner.peers import ALONE, Peers, StorePeers
+from shared_contracts.errors import ContractError
 
 # Of one collective. It is long, as processes wait for each other in the store before.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -26,15 +27,28 @@ def open_peers(processes: int) -> Iterator[Peers]:
     """Join the other learner processes; what one of them raises ends all of them.
 
     processes: as torchrun says.
+
+    Raises ContractError where nobody has told this process how to find the others.
     """
     if processes == 1:
         yield ALONE
         return
+    _require_rendezvous(processes)
     cpu = not torch.cuda.is_available()
     PartialState(cpu=cpu, backend="gloo" if cpu else "nccl", timeout=COLLECTIVE_TIMEOUT)
     with _connected().guarded() as peers:
         yield peers
     dist.destroy_process_group()
+
+
+def _require_rendezvous(processes: int) -> None:
+    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
+        raise ContractError(
+            "WORLD_SIZE",
+            f"says {processes} learner processes, and {', '.join(missing)} say nothing",
+            "Start the learner with torchrun, or unset WORLD_SIZE",
+        )
 
 
 def _connected() -> StorePeers:

@@ -249,7 +249,9 @@ def test_a_buffer_smaller_than_a_step_is_refused(run: Run) -> None:
     assert (ended.code, ended.parts[0]) == (2, "training.packing_buffer")
 
 
-def test_several_learner_processes_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_learner_processes_that_torchrun_has_not_started_are_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     ended = run.train()
     assert (ended.code, ended.parts[0]) == (2, "WORLD_SIZE")
