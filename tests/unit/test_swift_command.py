@@ -101,3 +101,13 @@ def test_a_run_is_named_by_its_variable() -> None:
     assert config_path({"ROLLMATCH_CONFIG": "train.yaml"}) == Path("train.yaml")
     with pytest.raises(ContractError, match="ROLLMATCH_CONFIG: it is not set"):
         config_path({})
+
+
+def test_a_colocated_server_is_for_learner_train(tmp_path: Path) -> None:
+    sections = {
+        "stage2_ab": {"schedule": {"b_ratio": 0.5}},
+        "rollout_matching": {"vllm": {"mode": "colocate", "server": None}},
+    }
+    data = ToyData.under(tmp_path / "data")
+    colocated = small_config(tmp_path / "model", data, tmp_path / "run", **sections)
+    assert list(refused(colocated, command(colocated))) == ["rollout_matching.vllm.mode"]
