@@ -181,3 +181,12 @@ def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-5").write_text("a file")
     assert newest_whole(tmp_path) == (None, [])
     assert newest_whole(tmp_path / "absent") == (None, [])
+
+
+@pytest.mark.req("RUN-01")
+def test_what_a_killed_run_left_does_not_get_into_a_checkpoint(tmp_path: Path) -> None:
+    left = tmp_path / ".unfinished" / "checkpoint-4"
+    left.mkdir(parents=True)
+    (left / "rng_7").write_text("of a process that is no more")
+    save(tmp_path, 4)
+    assert set(read_checkpoint(tmp_path / "checkpoint-4").manifest.files) == {"rng_0"}
