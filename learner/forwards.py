@@ -2,14 +2,14 @@
 
     packs, chunk by chunk -> ranks agree how many to run -> forward, backward ... -> one sync
 
-Ranks have different numbers of packs. After every chunk all run as many as each of them has,
-less one; at the end as many as the one with the most, where the others replay a pack with
-weight zero. So gradients are synchronized exactly once, in the last backward, and nobody waits
-for a forward that does not come.
+Ranks have different numbers of packs. After every chunk all run as many as each of them has; at
+the end as many as the one with the most, where the others replay a pack with weight zero. So
+gradients are synchronized exactly once, in the last backward, and nobody waits for a forward
+that does not come. Where the last chunk has no pack on any rank, all replay one to synchronize.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -18,8 +18,11 @@ from torch import Tensor, nn
 
 from learner.metrics import PhaseClock
 from learner.model.packed_forward import Pack
+from learner.packing import Chunk
 from learner.peers import Peers
 from learner.schedule import forwards_due
+
+_NO_MORE: Chunk[Pack] = Chunk((), True)
 
 
 class Engine(Protocol):
@@ -71,9 +74,10 @@ class Forwards:
         self._latest: Pack | None = None
         self._device = next(model.parameters()).device
         self._loss = torch.zeros((), device=self._device)
+        self._unsynced = False
         self.replays = 0
 
-    def run(self, chunks: Iterator[Sequence[Pack]]) -> Tensor:
+    def run(self, chunks: Iterator[Chunk[Pack]]) -> Tensor:
         """Accumulate the gradients of all packs; returns this rank's loss, a detached scalar.
 
         Gradients are averaged over the ranks where they are synchronized, and ranks have
@@ -84,19 +88,19 @@ class Forwards:
             over = self._take(chunks)
         return self._loss
 
-    def _take(self, chunks: Iterator[Sequence[Pack]]) -> bool:
+    def _take(self, chunks: Iterator[Chunk[Pack]]) -> bool:
         """Run what all ranks can after one more chunk; true once that was the last."""
 
         def chunk() -> tuple[int, bool]:
-            packs = next(chunks, None)
-            self._ready.extend(packs or ())
-            return len(self._ready), packs is None
+            packs, last = next(chunks, _NO_MORE)
+            self._ready.extend(packs)
+            return len(self._ready), last
 
         with self._clock.phase("wait"):
             said = self._peers.share(chunk, self._meanwhile)
-        over = all(over for _, over in said)
-        due = forwards_due([count for count, _ in said], [over for _, over in said])
-        for left in reversed(range(due)):
+        counts, ended = zip(*said, strict=True)
+        over = all(ended)
+        for left in reversed(range(forwards_due(counts, ended, unsynced=self._unsynced))):
             self._forward(last=over and left == 0)
         return over
 
@@ -108,6 +112,7 @@ class Forwards:
             self._engine.backward(loss)
             if last and self._device.type == "cuda":  # else the clock stops before the backward
                 torch.cuda.synchronize(self._device)
+        self._unsynced = not last
         self._loss += loss.detach()
 
     def _next(self) -> tuple[Pack, float]:

@@ -16,6 +16,7 @@ from learner.channels.rollout_stats import RolloutStats
 from learner.metrics import Payload, PhaseClock
 from learner.model.packed_forward import Pack
 from learner.packer import Packer
+from learner.packing import Chunk
 from learner.rollout.policy import Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.rollout_log import Judged
@@ -32,7 +33,7 @@ class PackFeed(Protocol):
     def overlaps(self) -> bool:
         """Its chunks may be made while others are learned."""
 
-    def chunks(self) -> Iterator[Sequence[Pack]]:
+    def chunks(self) -> Iterator[Chunk[Pack]]:
         """All packs, in parts; iterated once."""
 
     def payload(self) -> Payload:
@@ -169,7 +170,7 @@ class StepFeed:
     def overlaps(self) -> bool:
         return self._policy.round_size is not None
 
-    def chunks(self) -> Iterator[Sequence[Pack]]:
+    def chunks(self) -> Iterator[Chunk[Pack]]:
         size = self._policy.round_size or max(len(self._samples), 1)
         judged: list[Judged] = []
         for start in range(0, len(self._samples), size):
@@ -185,7 +186,7 @@ class StepFeed:
                 packs = self._packs.rest(segments) if last else self._packs.add(segments)
             if last and self._log is not None:
                 self._log(judged)
-            yield packs
+            yield Chunk(packs, last)
 
     def payload(self) -> Payload:
         payload = self._stats.payload()

@@ -37,10 +37,11 @@ def exact_ratio(b_ratio: str | float | Decimal) -> Fraction:
     return Fraction(written)
 
 
-def forwards_due(ready: Sequence[int], over: Sequence[bool]) -> int:
+def forwards_due(ready: Sequence[int], over: Sequence[bool], unsynced: bool) -> int:
     """Forwards that every rank runs after another chunk of each.
 
-    ready: packs that each rank holds. over: ranks that will have no more. As many as all of
-    them have, less one; once all are over, as many as the one with the most.
+    ready: packs that each rank holds. over: ranks that will have no more. unsynced: gradients
+    of this step wait to be synchronized. As many as all of them have; once all are over, as
+    many as the one with the most, and at least the one that synchronizes.
     """
-    return max(ready) if all(over) else max(min(ready) - 1, 0)
+    return max(*ready, int(unsynced)) if all(over) else min(ready)

@@ -28,6 +28,7 @@ from learner.metrics.processes import over_processes
 from learner.model.packed_forward import Pack, make_pack
 from learner.overlap import ahead
 from learner.packer import Packer
+from learner.packing import Chunk
 from learner.peers import ALONE, Peers, first
 from learner.rollout.policy import Policy
 from learner.rollout.seeds import rollout_seed_base
@@ -125,12 +126,12 @@ class StepRunner:
         own = samples if self._source is None else self._source.samples(report.step, samples)
         packs = self._packer.begin()
 
-        def chunks() -> Iterator[Sequence[Pack]]:
+        def chunks() -> Iterator[Chunk[Pack]]:
             with clock.phase("target"):
                 segments = self._channel_a.segments(own)
             with clock.phase("pack"):
                 made = packs.rest(segments)
-            yield made
+            yield Chunk(made, last=True)
 
         loss = self._learn(model, chunks(), own, report, clock, engine)
         report.payload.merge(packs.payload())
@@ -186,7 +187,7 @@ class StepRunner:
     def _learn(
         self,
         model: nn.Module,
-        chunks: Iterator[Sequence[Pack]],
+        chunks: Iterator[Chunk[Pack]],
         samples: Sequence[Sample],
         report: StepReport,
         clock: PhaseClock,
@@ -227,5 +228,5 @@ class StepRunner:
         return share * result.total
 
 
-def _chunks_of(feed: PackFeed) -> AbstractContextManager[Iterator[Sequence[Pack]]]:
+def _chunks_of(feed: PackFeed) -> AbstractContextManager[Iterator[Chunk[Pack]]]:
     return ahead(feed.chunks()) if feed.overlaps else nullcontext(feed.chunks())

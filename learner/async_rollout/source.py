@@ -28,6 +28,7 @@ from learner.in_step import LogRollouts
 from learner.metrics import Payload, PhaseClock
 from learner.model.packed_forward import Pack
 from learner.packer import Packer
+from learner.packing import Chunk
 from learner.peers import ALONE, Peers
 from learner.rollout.policy import Policy
 from learner.types import Sample
@@ -150,16 +151,15 @@ class AsyncSource:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Within, no process asks; all enter it at the same point. What fails within ends the run.
+        """Within, no process asks, and the newest weights are pushed; all enter it together.
 
-        Weights that are pushed within count as the newest.
+        What fails within ends the run.
         """
         self._peers.share(self._gate.close)
         yield
         if self._started is not None:
             self._stock.refresh(self._policy.version)
-        if not self._policy.stale:
-            self._updates = 0
+        self._updates = 0
         self._gate.open()
 
     def state(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class AsyncSource:
         assert self._started is not None
         if (error := self._started[1].error) is not None:
             raise error
-        due = self._policy.stale and self._updates >= self._settings.sync_every_steps
+        due = self._updates >= self._settings.sync_every_steps
         return self._policy.version, due or self._gate.push_wanted
 
 
@@ -208,8 +208,8 @@ class ShareFeed:
         self._made = made
         self._newest = newest
 
-    def chunks(self) -> Iterator[Sequence[Pack]]:
-        yield self._made.packs
+    def chunks(self) -> Iterator[Chunk[Pack]]:
+        yield Chunk(self._made.packs, last=True)
 
     def payload(self) -> Payload:
         payload = self._made.payload

@@ -10,10 +10,11 @@ from learner.packing.exact import EXACT_POOL
 from learner.packing.length import check_length
 from learner.packing.plan import plan_packs
 from learner.packing.select import select_segments
-from learner.packing.step import StepPacking, Whole
+from learner.packing.step import Chunk, StepPacking, Whole
 
 __all__ = [
     "EXACT_POOL",
+    "Chunk",
     "SegmentBuffer",
     "StepPacking",
     "Whole",

@@ -1,7 +1,7 @@
 """The segments of one step, divided into packs at once or while more are on their way."""
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from learner.packing.buffer import SegmentBuffer
 
@@ -15,6 +15,16 @@ class Whole(Protocol):
 
 
 S = TypeVar("S", bound=Whole)
+
+
+P = TypeVar("P")
+
+
+class Chunk(NamedTuple, Generic[P]):
+    """Packs of a step that are there at once. last: the step has no more."""
+
+    packs: Sequence[P]
+    last: bool
 
 
 class StepPacking(Generic[S]):

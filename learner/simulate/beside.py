@@ -12,6 +12,7 @@ from simpy import Environment, Event
 
 from learner.async_rollout.queue import Part, ReadyQueue, ReadyShare
 from learner.async_rollout.shares import Shares
+from learner.packing import Chunk
 from learner.simulate.chunks import Bench, Clock, Length, Making, Packs
 from learner.simulate.engines import Wait
 from learner.simulate.lengths import Tokens
@@ -31,12 +32,11 @@ class Ready:
 
     def __init__(self, env: Environment, made: MadeShare) -> None:
         self._env = env
-        self._packs: Packs | None = made.packs
+        self._packs = made.packs
 
     def next(self) -> Making:
-        packs, self._packs = self._packs, None
         yield self._env.timeout(0)
-        return packs
+        return Chunk(self._packs, True)
 
 
 class Beside:

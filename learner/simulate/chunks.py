@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from simpy import Environment, Event, Store
 
-from learner.packing import StepPacking
+from learner.packing import Chunk, StepPacking
 from learner.simulate.engines import Wait
 from learner.simulate.lengths import Tokens
 from learner.simulate.machines import Machines
@@ -27,8 +27,8 @@ class Length:
 
 
 Packs = list[list[Length]]
-# A part of a simulated process that ends with packs, or None when there are no more.
-Making = Generator[Event, Any, Packs | None]
+# A part of a simulated process that ends with packs.
+Making = Generator[Event, Any, Chunk[list[Length]]]
 
 
 class Clock:
@@ -47,7 +47,7 @@ class Clock:
 
 class Chunks(Protocol):
     def next(self) -> Making:
-        """The next part; None once there are no more."""
+        """The next part, until the last."""
 
 
 class Bench:
@@ -100,13 +100,10 @@ class Whole:
 
     def __init__(self, bench: Bench, samples: Sequence[Tokens]) -> None:
         self._bench = bench
-        self._samples: Sequence[Tokens] | None = samples
+        self._samples = samples
 
     def next(self) -> Making:
-        if self._samples is None:
-            return None
-        samples, self._samples = self._samples, None
-        return (yield from self._bench.make(samples, last=True))
+        return Chunk((yield from self._bench.make(self._samples, last=True)), True)
 
 
 class Rounds:
@@ -122,13 +119,12 @@ class Rounds:
         self._left = list(samples)
 
     def next(self) -> Making:
-        if not self._left:
-            return None
         size = self._machines.round_size or len(self._left)
         asked, self._left = self._left[:size], self._left[size:]
         with self._clock.phase("rollout"):
             yield from self._machines.answer(self._rank, asked)
-        return (yield from self._bench.make(asked, last=not self._left))
+        last = not self._left
+        return Chunk((yield from self._bench.make(asked, last)), last)
 
 
 class Ahead:
@@ -142,10 +138,10 @@ class Ahead:
     def _produce(self) -> Wait:
         over = False
         while not over:
-            packs = yield from self._chunks.next()
-            over = packs is None
-            yield self._queue.put([packs])
+            chunk = yield from self._chunks.next()
+            over = chunk.last
+            yield self._queue.put(chunk)
 
     def next(self) -> Making:
-        produced: list[Packs | None] = yield self._queue.get()
-        return produced[0]
+        chunk: Chunk[list[Length]] = yield self._queue.get()
+        return chunk

@@ -88,14 +88,16 @@ class Rank:
     ) -> Wait:
         """Forwards and backwards, as many on every rank (DDP-02)."""
         record.samples += len(samples)
-        ready, tokens, over = deque[int](), samples[0].prompt + _EMPTY_ANSWER, False
+        ready, tokens = deque[int](), samples[0].prompt + _EMPTY_ANSWER
+        over = unsynced = False
         while not over:
             with clock.phase("wait"):
-                packs = yield from chunks.next()
-                ready.extend(sum(map(len, pack)) for pack in packs or ())
-                said = yield from self._peers.share(self._rank, (len(ready), packs is None))
-            over = all(ended for _, ended in said)
-            due = forwards_due([count for count, _ in said], [ended for _, ended in said])
+                packs, last = yield from chunks.next()
+                ready.extend(sum(map(len, pack)) for pack in packs)
+                said = yield from self._peers.share(self._rank, (len(ready), last))
+            counts, ended = zip(*said, strict=True)
+            due, over = forwards_due(counts, ended, unsynced), all(ended)
+            unsynced = unsynced or due > 0
             with clock.phase("learn"):
                 for _ in range(due):
                     record.forwards += 1

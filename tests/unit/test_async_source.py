@@ -71,7 +71,7 @@ def step_of(actor: Actor, step: int) -> tuple[str, list[str]]:
     wanted = channel_for_step(step, 0.5)
     if wanted == "B" and actor.source.ready(step):
         feed = actor.source.feed(step, [], PhaseClock())
-        trained = [i for packs in feed.chunks() for pack in packs for i in pack.sample_ids]
+        trained = [i for chunk in feed.chunks() for pack in chunk.packs for i in pack.sample_ids]
     else:
         wanted = "A"
         trained = [sample.sample_id for sample in actor.source.samples(step, [])]
@@ -101,7 +101,9 @@ def test_channel_a_leaves_to_channel_b_what_is_being_answered(actor_of: ActorOf)
     assert actor.make_ready() == 0
     assert actor.source.ready(1)
     feed = actor.source.feed(1, [], PhaseClock())
-    assert [list(pack.sample_ids) for packs in feed.chunks() for pack in packs] == [actor.ids(0)]
+    assert [list(pack.sample_ids) for chunk in feed.chunks() for pack in chunk.packs] == [
+        actor.ids(0)
+    ]
     assert actor.servers.next_asked() == actor.ids(2)
 
 

@@ -14,6 +14,7 @@ from learner.forwards import Forwards, PlainEngine
 from learner.losses.supervision import Supervision
 from learner.metrics import PhaseClock
 from learner.model.packed_forward import Pack
+from learner.packing import Chunk
 from learner.peers import ALONE, Peers
 from tests.unit.ranks_in_threads import in_ranks
 
@@ -72,7 +73,10 @@ def run(peers: Peers, chunks: Chunks) -> Ran:
         return share * model.weight.sum()
 
     samples = sum(map(sum, chunks))
-    packs = ([pack(count) for count in chunk] for chunk in chunks)
+    packs = (
+        Chunk([pack(count) for count in chunk], number == len(chunks))
+        for number, chunk in enumerate(chunks, 1)
+    )
     spare: Callable[[], Pack] = lambda: pack(1, "spare")  # noqa: E731
     forwards = Forwards(
         model, Recording(ran), peers, pack_loss, spare, max(samples, 1), PhaseClock()
@@ -88,6 +92,12 @@ def runs(ranks: Sequence[Chunks]) -> list[Ran]:
     return [ran.result() for ran in found]
 
 
+def before_the_last_chunk(ranks: Sequence[Chunks]) -> int:
+    """Packs that every rank has before the last chunk of the rank with the most chunks."""
+    last = max(map(len, ranks)) - 1
+    return min(sum(map(len, chunks[: max(last, 0)])) for chunks in ranks)
+
+
 @pytest.mark.req("DDP-02", "STEP-02")
 @FEWER
 @given(
@@ -98,6 +108,8 @@ def test_every_rank_runs_as_many_forwards_and_synchronizes_once_in_the_last(
 ) -> None:
     packs = [[count for chunk in chunks for count in chunk] for chunks in ranks]
     most = max(map(len, packs))
+    # Where the last chunks are empty, all there is was run before: one more synchronizes.
+    most += 0 < most == before_the_last_chunk(ranks)
     for own, ran in zip(packs, runs(ranks), strict=True):
         assert ran.synced == [False] * (most - 1) + [True] * (most > 0)
         first = ran.forwards[: len(own)]
@@ -124,27 +136,29 @@ def test_packs_of_the_first_chunks_run_before_the_last_is_there() -> None:
     ran = Ran()
     model = nn.Linear(1, 1, bias=False)
 
-    def packs() -> Iterator[list[Pack]]:
-        for _ in range(3):
+    def packs() -> Iterator[Chunk[Pack]]:
+        for number in range(3):
             ran_before.append(len(ran.forwards))
-            yield [pack(1), pack(1)]
+            yield Chunk([pack(1), pack(1)], number == 2)
 
     def pack_loss(pack: Pack, share: float) -> Tensor:
         ran.forwards.append(("own", 1, share))
         return share * model.weight.sum()
 
     Forwards(model, Recording(ran), ALONE, pack_loss, lambda: pack(1), 6, PhaseClock()).run(packs())
-    assert ran_before == [0, 1, 3]  # one is kept, for it may be the last
+    assert ran_before == [0, 2, 4]
+    assert ran.synced == [False] * 5 + [True]
+    assert ran.replays == 0
 
 
 @pytest.mark.req("DDP-01", "DDP-02")
 def test_packs_that_fail_to_come_on_one_rank_end_the_step_on_all() -> None:
     def broken(peers: Peers) -> Ran:
-        def packs() -> Iterator[list[Pack]]:
-            yield [pack(1)]
+        def packs() -> Iterator[Chunk[Pack]]:
+            yield Chunk([pack(1)], last=False)
             if peers.rank == 1:
                 raise ValueError("a corrupt image")
-            yield [pack(1)]
+            yield Chunk([pack(1)], last=True)
 
         model = nn.Linear(1, 1)
         loss: Callable[[Pack, float], Tensor] = lambda _, share: share * model.weight.sum()  # noqa: E731

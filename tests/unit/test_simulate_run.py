@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simpy import Environment
 
+from learner.packing import Chunk
 from learner.schedule import forwards_due
 from learner.simulate import Setting, simulate
 from learner.simulate.chunks import Ahead, Making
@@ -103,11 +104,13 @@ def test_one_round_waits_and_one_is_made_while_another_is_learned() -> None:
         def next(self) -> Making:
             begun.append(env.now)
             yield env.timeout(1.0)
-            return [] if len(begun) < 5 else None
+            return Chunk([], len(begun) == 5)
 
     def learning() -> Wait:
         rounds = Ahead(env, Quick())
-        while (yield from rounds.next()) is not None:
+        last = False
+        while not last:
+            _, last = yield from rounds.next()
             yield env.timeout(10.0)
 
     env.run(env.process(learning()))
@@ -166,11 +169,13 @@ def test_all_ranks_run_as_many_forwards_and_replay_what_they_lack(ranks: int) ->
 
 
 @pytest.mark.req("DDP-02")
-def test_the_last_pack_of_a_rank_waits_until_all_ranks_are_over() -> None:
-    assert forwards_due([3, 1], [False, False]) == 0
-    assert forwards_due([3, 2], [False, True]) == 1
-    assert forwards_due([3, 0], [True, False]) == 0
-    assert forwards_due([3, 0], [True, True]) == 3
+def test_ranks_run_what_all_have_and_at_the_end_what_one_has_or_what_synchronizes() -> None:
+    assert forwards_due([3, 1], [False, False], unsynced=False) == 1
+    assert forwards_due([3, 2], [False, True], unsynced=True) == 2
+    assert forwards_due([3, 0], [True, False], unsynced=True) == 0
+    assert forwards_due([3, 0], [True, True], unsynced=True) == 3
+    assert forwards_due([0, 0], [True, True], unsynced=True) == 1
+    assert forwards_due([0, 0], [True, True], unsynced=False) == 0
 
 
 def test_a_run_lasts_as_long_as_its_steps_do_at_the_pace_of_the_first() -> None:

@@ -96,7 +96,7 @@ def test_ready_packs_are_version_pure(actor_of: ActorOf, parts: Parts) -> None:
     held.go_on.release(100)
     assert actor.queue.made.get(timeout=PATIENCE_S) == 0
     feed = actor.source.feed(1, [], PhaseClock())
-    packs = [list(pack.sample_ids) for packs in feed.chunks() for pack in packs]
+    packs = [list(pack.sample_ids) for chunk in feed.chunks() for pack in chunk.packs]
     first, second = actor.ids(0)
     assert packs == [[first], [second]], "either would have fitted into the pack of the other"
 
