@@ -242,7 +242,7 @@ def test_all_processes_have_the_same_weights_after_every_kind_of_step(
 
 
 @pytest.mark.req("RUN-01")
-def test_a_sharded_shardedgoes_on_from_its_checkpoint_which_plain_transformers_loads(
+def test_a_sharded_run_goes_on_from_its_checkpoint_which_plain_transformers_loads(
     world: World, two: dict[str, Run]
 ) -> None:
     resumed = two["sharded_resumed"]
