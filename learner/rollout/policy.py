@@ -60,11 +60,6 @@ class Policy:
         """The training weights have changed; the next `answer` needs a push first."""
         self._stale = True
 
-    @property
-    def stale(self) -> bool:
-        """Training has moved on since the last push, or there was none."""
-        return self._stale
-
     def push(self) -> None:
         """Push the next version."""
         self._backend.push_weights(self.version + 1)
