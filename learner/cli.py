@@ -49,6 +49,8 @@ def train(
 
     _share_cores()
     os.environ.update(learner_environment(inputs.placement))
+    if inputs.processes > 1:  # a process that ends is told by name, not by its sockets
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from learner.publish import expect_full_disks_in_threads
     from learner.train import train as run
 

@@ -15,11 +15,13 @@ from accelerate import PartialState
 from torch.distributed import TCPStore
 
 from learner.peers import ALONE, Peers, StorePeers
-from shared_contracts.errors import ContractError
+from shared_contracts.errors import ContractError, RunError
 
 # Of one collective. It is long, as processes wait for each other in the store before.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _CONNECT_S = 60.0
+# In what the transports of collectives raise.
+_TRANSPORTS = ("gloo", "NCCL")
 
 
 @contextmanager
@@ -36,9 +38,21 @@ def open_peers(processes: int) -> Iterator[Peers]:
     _require_rendezvous(processes)
     cpu = not torch.cuda.is_available()
     PartialState(cpu=cpu, backend="gloo" if cpu else "nccl", timeout=COLLECTIVE_TIMEOUT)
-    with _connected().guarded() as peers:
+    with _connected().guarded() as peers, _connections_told():
         yield peers
     dist.destroy_process_group()
+
+
+@contextmanager
+def _connections_told() -> Iterator[None]:
+    """Tell in words what gloo and NCCL say when a process they wait for is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or any(name in str(error) for name in _TRANSPORTS):
+            (reason, *_) = str(error).splitlines()
+            raise RunError(f"a learner process is gone, the connection broke: {reason}") from error
+        raise
 
 
 def _require_rendezvous(processes: int) -> None:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 from shared_contracts.cli import BAD_INPUT, RUN_FAILED, describe
 from shared_contracts.errors import ContractError, ContractErrors, RunError
 
 _FAILED = "failed"
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 # What a store makes of a timeout, and of a connection that is lost.
 StoreError = RuntimeError
 
@@ -29,7 +29,6 @@ class Store(Protocol):
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
     def check(self, keys: list[str]) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
     def delete_key(self, key: str) -> bool: ...
@@ -91,7 +90,7 @@ class Watch:
         with self._lock, suppress(StoreError):  # one has gone without a word, or process 0
             self._store.set(f"left/{self._rank}", "")
             if self._rank == 0:
-                self._store.wait(others, timedelta(seconds=self._timing.linger))
+                there_within(self._store, others, self._timing.linger)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this process ends; the first failure of a run counts."""
@@ -123,7 +122,8 @@ class Watch:
             try:
                 self._failure = self._failure or self._found()
             except StoreError as error:
-                self._failure = RunError(f"learner process 0 is gone: {error}")
+                (reason, *_) = str(error).splitlines()
+                self._failure = RunError(f"learner process 0 is gone: {reason}")
 
     def _found(self) -> RunError | ContractError | None:
         if self._store.check([_FAILED]):
@@ -144,6 +144,20 @@ class Watch:
         if rank not in self._heard or self._heard[rank][0] != beat:
             self._heard[rank] = (beat, now)
         return now - self._heard[rank][1]
+
+
+def there_within(store: Store, keys: list[str], seconds: float) -> bool:
+    """Whether all keys are there, as soon as they are; looked for more and more seldom.
+
+    A store's own `wait` writes to the log whenever its time is over.
+    """
+    deadline, pause = time.monotonic() + seconds, _SHORTEST_PAUSE_S
+    while not store.check(keys):
+        if (left := deadline - time.monotonic()) <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return True
 
 
 def described(error: BaseException) -> dict[str, Any]:

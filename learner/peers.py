@@ -13,10 +13,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from learner.peer_watch import Store, StoreError, Timing, Watch, described, rebuilt
+from learner.peer_watch import (
+    Store,
+    StoreError,
+    Timing,
+    Watch,
+    described,
+    rebuilt,
+    there_within,
+)
 from shared_contracts.errors import RunError
 
 T = TypeVar("T")
@@ -137,7 +144,7 @@ class StorePeers:
     def _heard(self, rank: int, meanwhile: Callable[[], object] | None) -> dict[str, Any]:
         key = self._key(self._round, rank)
         deadline = time.monotonic() + self._timing.patience
-        while not self._store.check([key]):
+        while not there_within(self._store, [key], self._timing.beat):
             if (failure := self._watch.failure()) is not None:
                 self._heard_of = failure
                 raise failure
@@ -146,8 +153,6 @@ class StorePeers:
                 raise RunError(f"learner process {rank} is there, but took over {patience:g} s")
             if meanwhile is not None:
                 meanwhile()
-            with suppress(StoreError):
-                self._store.wait([key], timedelta(seconds=self._timing.beat))
         heard: dict[str, Any] = json.loads(self._store.get(key))
         return heard
 

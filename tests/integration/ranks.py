@@ -46,6 +46,9 @@ class Ranks:
     def running(self) -> bool:
         return all(map(is_alive, self.pids))
 
+    def log(self, rank: int) -> str:
+        return self._logs[rank].read_text()
+
     def said(self) -> str:
         return "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in self._logs)
 

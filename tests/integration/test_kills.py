@@ -114,6 +114,9 @@ class Run:
         codes = self.ranks.wait()
         for rank in range(RANKS):
             assert codes[rank] == (-9 if rank in ranks else 1), self.ranks.said()
+            if rank not in ranks:
+                assert "error: " in self.ranks.log(rank)
+                assert "Traceback" not in self.ranks.log(rank)
         return codes
 
 

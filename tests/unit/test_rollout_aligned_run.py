@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
-from typer.testing import CliRunner
 
-import learner.train
-from learner.cli import app
 from learner.config import load_config, merge
 from learner.config.schema import Config
 from learner.config.yaml12 import dump_mapping
@@ -21,10 +19,11 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.model.load import LoadedModel, load_model
 from learner.model.prompt import PromptEncoder
-from learner.preflight import read_inputs
+from learner.peers import ALONE
+from learner.preflight import check_inputs, read_inputs
 from learner.rollout.policy import Policy
 from learner.runlog import CallLog
-from learner.train import asking_of, build_scorer
+from learner.train import asking_of, build_scorer, train_as
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
@@ -93,10 +92,8 @@ def config(
 def run(config: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Lines of metrics.jsonl, and the tokens of each forward that was trained on."""
     forwards = Forwards()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learner.train, "load_model", forwards.watched)
-        result = CliRunner().invoke(app, ["train", "--config", str(config)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    parsed = load_config(config)
+    train_as(ALONE, parsed, check_inputs(parsed), [], Console(quiet=True), forwards.watched)
     lines = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], forwards.tokens
 
