@@ -1,5 +1,7 @@
 """The queue of ready shares and who has which share: every order of events."""
 
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -133,6 +135,18 @@ def test_a_run_that_goes_on_has_every_share_left_that_was_not_trained_on() -> No
     shares.give_back(4)
     again = Shares.restored(shares.state(), 8)
     assert [again.claim() for _ in range(7)] == [0, 2, 4, 5, 6, 7, None]
+
+
+@pytest.mark.req("ASYNC-01")
+def test_no_share_is_begun_that_would_drop_a_ready_one() -> None:
+    stock = Stock(Shares(0, 9), queue_at(1, limit=3), target=3)
+    assert stock.begin() == 0
+    stock.put(ready(0, 1, packs=2))
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(stock.begin)
+        assert not wait([begun], timeout=0.1).done, "two more packs would be four"
+        stock.take(0)
+        assert begun.result() == 1
 
 
 TOTAL, LIMIT, WINDOW, TARGET = 12, 5, 1, 4
