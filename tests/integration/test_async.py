@@ -48,9 +48,7 @@ def lines_of(file: Path) -> list[Line]:
 
 
 @pytest.fixture(scope="module")
-def run(
-    server: RunningServer, tied: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Run:
+def run(server: RunningServer, tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The shared server has the weights it began with when all is over."""
     folder = tmp_path_factory.mktemp("async")
     data = make_data(server.media / "async", train=BATCH * STEPS, val=4, seed=0)
