@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from learner.metrics import PhaseClock
 from learner.model.packed_forward import Pack
-from learner.packing import Chunk
+from learner.packing import Chunk, forwards_due
 from learner.peers import Peers
-from learner.schedule import forwards_due
 
 _NO_MORE: Chunk[Pack] = Chunk((), True)
 

@@ -1,6 +1,5 @@
-"""Which channel an optimizer step runs (STEP-01), and how many forwards (DDP-02)."""
+"""Which channel an optimizer step runs (STEP-01)."""
 
-from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from functools import lru_cache
@@ -35,13 +34,3 @@ def exact_ratio(b_ratio: str | float | Decimal) -> Fraction:
             "Give the share of channel-B steps as a decimal, e.g. 0.5",
         )
     return Fraction(written)
-
-
-def forwards_due(ready: Sequence[int], over: Sequence[bool], unsynced: bool) -> int:
-    """Forwards that every rank runs after another chunk of each.
-
-    ready: packs that each rank holds. over: ranks that will have no more. unsynced: gradients
-    of this step wait to be synchronized. As many as all of them have; once all are over, as
-    many as the one with the most, and at least the one that synchronizes.
-    """
-    return max(*ready, int(unsynced)) if all(over) else min(ready)

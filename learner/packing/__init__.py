@@ -10,7 +10,7 @@ from learner.packing.exact import EXACT_POOL
 from learner.packing.length import check_length
 from learner.packing.plan import plan_packs
 from learner.packing.select import select_segments
-from learner.packing.step import Chunk, StepPacking, Whole
+from learner.packing.step import Chunk, StepPacking, Whole, forwards_due
 
 __all__ = [
     "EXACT_POOL",
@@ -19,6 +19,7 @@ __all__ = [
     "StepPacking",
     "Whole",
     "check_length",
+    "forwards_due",
     "plan_packs",
     "select_segments",
 ]

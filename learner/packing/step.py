@@ -58,3 +58,13 @@ class StepPacking(Generic[S]):
         for segment in segments:
             self._buffer.add(segment, len(segment), segment.sample_id)
         return self._buffer.take_pool(self._min_fill)
+
+
+def forwards_due(ready: Sequence[int], over: Sequence[bool], unsynced: bool) -> int:
+    """Forwards that every rank runs after another chunk of each.
+
+    ready: packs that each rank holds. over: ranks that will have no more. unsynced: gradients
+    of this step wait to be synchronized. As many as all of them have; once all are over, as
+    many as the one with the most, and at least the one that synchronizes.
+    """
+    return max(*ready, int(unsynced)) if all(over) else min(ready)

@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Sequence
 
-from learner.schedule import channel_for_step, forwards_due
+from learner.packing import forwards_due
+from learner.schedule import channel_for_step
 from learner.simulate.beside import Beside, Ready
 from learner.simulate.chunks import Ahead, Bench, Chunks, Clock, Rounds, Whole
 from learner.simulate.engines import Wait

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simpy import Environment
 
-from learner.packing import Chunk
-from learner.schedule import forwards_due
+from learner.packing import Chunk, forwards_due
 from learner.simulate import Setting, simulate
 from learner.simulate.chunks import Ahead, Making
 from learner.simulate.engines import Wait

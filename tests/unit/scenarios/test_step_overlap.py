@@ -1,0 +1,137 @@
+"""Scenarios of what happens within one optimizer step (seed 001)."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learner.channels.b import ChannelB
+from learner.config.schema import Config
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData
+from learner.forwards import PlainEngine
+from learner.loader import ShareLoader
+from learner.losses.reading import Reader, Readings
+from learner.metrics import StepReport
+from learner.model.packed_forward import Pack
+from learner.rollout.policy import Asking, Policy
+from learner.step import StepRunner
+from learner.train import order_of
+from learner.types import RolloutOutput, Sample
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from tests.unit.small_run import small_config
+from tests.unit.test_step import Parts, Scripted
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CHUNK, CHUNKS = 2, 4
+WAIT_S = 60.0
+
+
+class Servers(Scripted):
+    """Answers at once; lets a test wait for the n-th call."""
+
+    def __init__(self, samples: list[Sample], parts: Parts) -> None:
+        super().__init__(samples, parts)
+        self.asked: list[int] = []
+        self._changed = threading.Condition()
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        with self._changed:
+            self.asked.append(len(requests))
+            self._changed.notify_all()
+        return super().rollout(requests, request_config)
+
+    def wait_for(self, calls: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.asked) >= calls, WAIT_S)
+
+
+class Watched(ChannelB):
+    """Calls `before` at the begin of every forward."""
+
+    before: Callable[[], None]
+
+    def readings(self, model: torch.nn.Module, pack: Pack, reader: Reader) -> Readings:
+        self.before()
+        return super().readings(model, pack, reader)
+
+
+class World:
+    def __init__(self, checkpoint: Path, data: ToyData, folder: Path, **training: Any) -> None:
+        self.config: Config = small_config(
+            checkpoint,
+            data,
+            folder,
+            training=training,
+            stage2_ab={"schedule": {"b_ratio": 1.0}},
+        )
+        self.parts = Parts(self.config)
+        self.samples = read_samples(data.train_jsonl, allow_poly=False)
+        self.servers = Servers(self.samples, self.parts)
+        matching = self.config.rollout_matching.matching
+        self.channel_b = Watched(self.parts.encoding, matching, allow_poly=False)
+        self.channel_b.before = lambda: None
+
+    def step(self, samples: Sequence[Sample], round_size: int | None) -> StepReport:
+        asking = Asking("Detect.", None, RequestConfig())
+        policy = Policy(self.servers, 0, asking, round_size=round_size)
+        parts = self.parts
+        runner = StepRunner(self.config, parts.channel_a, self.channel_b, parts.pipeline, policy)
+        return runner.run(parts.loaded.model, samples, 0, PlainEngine())[1]
+
+
+@pytest.mark.req("STEP-03")
+def test_rollout_and_learner_overlap_within_a_step(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    """While the first chunk is learned the next one waits and one more is made, and no more."""
+    world = World(toy_checkpoint, toy_data, tmp_path, packing=False)
+    asked_at_forwards: list[int] = []
+
+    def wait_for_the_next_chunks() -> None:
+        chunk = len(asked_at_forwards) // CHUNK
+        world.servers.wait_for(min(chunk + 3, CHUNKS))
+        asked_at_forwards.append(len(world.servers.asked))
+
+    world.channel_b.before = wait_for_the_next_chunks
+    report = world.step(world.samples[: CHUNK * CHUNKS], round_size=CHUNK)
+    assert world.servers.asked == [CHUNK] * CHUNKS
+    assert asked_at_forwards == [3, 3, 4, 4, 4, 4, 4, 4]
+    assert report.metrics["packing/post_rollout_packs"] == CHUNK * CHUNKS
+
+
+@pytest.mark.req("STEP-03")
+def test_without_servers_of_their_own_gpus_rollouts_and_learning_take_turns(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    world = World(toy_checkpoint, toy_data, tmp_path, packing=False)
+    asked_at_forwards: list[list[int]] = []
+    world.channel_b.before = lambda: asked_at_forwards.append(list(world.servers.asked))
+    world.step(world.samples[:4], round_size=None)
+    assert asked_at_forwards == [[4]] * 4
+
+
+@pytest.mark.req("STEP-02", "CFG-07")
+def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    """Nothing runs before all 8 micro batches of a rank are there: it gets them as one."""
+    budget = {
+        "effective_batch_size": 16,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "max_steps": 1,
+        "save_steps": 1,
+    }
+    world = World(toy_checkpoint, toy_data, tmp_path, **budget)
+    assert world.config.training.resolve_accumulation(world_size=2) == 8
+    order = order_of(world.config, len(world.samples), processes=2)
+    (share,) = ShareLoader(world.samples, order, rank=1)
+    world.step(share, round_size=None)
+    assert world.servers.asked == [8]
