@@ -120,10 +120,30 @@ class Checkpoints:
             with writing(final):
                 self._publish(final, step, states)
 
+        first(self._peers, lambda: clear_unfinished(self._folder))
+        states = self._written_by_all(written)
         with self._cleared_on_error():
-            first(self._peers, lambda: clear_unfinished(self._folder))
-            states = self._peers.share(written)
             first(self._peers, published)
+
+    def _written_by_all(self, written: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """What each process wrote; nobody clears away what another one still writes."""
+        failures: list[Exception] = []
+
+        def attempted() -> dict[str, Any] | None:
+            try:
+                return written()
+            except Exception as error:  # noqa: BLE001 - raised below, once all are done
+                failures.append(error)
+                return None
+
+        def all_well() -> None:
+            for failure in failures:
+                raise failure
+
+        with self._cleared_on_error():
+            states = self._peers.share(attempted)
+            self._peers.share(all_well)
+        return [state for state in states if state is not None]
 
     def _cleared_on_error(self) -> AbstractContextManager[None]:
         return removed_unless_whole(self.unfinished) if self._peers.rank == 0 else nullcontext()

@@ -59,9 +59,6 @@ class RolloutSource(Protocol):
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> PackFeed:
         """The packs of channel-B step `step`. clock: times their phases."""
 
-    def seed_step(self, step: int) -> int:
-        """Which step the seeds of step `step`'s answers are those of (SEED-01)."""
-
     def mark_updated(self) -> None:
         """The training weights have changed."""
 
@@ -121,9 +118,6 @@ class InStep:
         base = rank_seed_base(rollout_seed_base(self._seed, step), self._rank)
         log = None if self._log_rollouts is None else partial(self._log_rollouts, step)
         return StepFeed(self._policy, self._channel_b, self._packer, base, own, clock, log)
-
-    def seed_step(self, step: int) -> int:
-        return step
 
     def mark_updated(self) -> None:
         self._policy.mark_updated()

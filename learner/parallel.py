@@ -37,7 +37,9 @@ def open_peers(processes: int) -> Iterator[Peers]:
         return
     _require_rendezvous(processes)
     cpu = not torch.cuda.is_available()
-    PartialState(cpu=cpu, backend="gloo" if cpu else "nccl", timeout=COLLECTIVE_TIMEOUT)
+    # On GPUs some state of a sharded model is gathered on the CPU.
+    backend = "gloo" if cpu else "cuda:nccl,cpu:gloo"
+    PartialState(cpu=cpu, backend=backend, timeout=COLLECTIVE_TIMEOUT)
     with _connected().guarded() as peers, _connections_told():
         yield peers
     dist.destroy_process_group()

@@ -43,6 +43,7 @@ class Timing:
     patience: so long others wait for what a process does, as long as it beats.
     grace: so long a process may still end by itself once the run has failed elsewhere.
     linger: so long process 0, which holds the store, waits for the others to leave.
+    unwind: so long a process that has failed may take to end.
     """
 
     beat: float = 1.0
@@ -50,6 +51,7 @@ class Timing:
     patience: float = 7200.0
     grace: float = 5.0
     linger: float = 8.0
+    unwind: float = 20.0
 
 
 class Watch:
@@ -78,6 +80,7 @@ class Watch:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._failure: RunError | ContractError | None = None
+        self._failed: tuple[BaseException, float] | None = None  # of this process, and when
         self._heard: dict[int, tuple[bytes, float]] = {}
 
     def start(self) -> None:
@@ -93,7 +96,13 @@ class Watch:
                 there_within(self._store, others, self._timing.linger)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others why this process ends; the first failure of a run counts."""
+        """Tell the others why this process ends; the first failure of a run counts.
+
+        It has `unwind` seconds for that from now on.
+        """
+        if self._failed is not None:
+            return
+        self._failed = (error, time.monotonic())
         said = json.dumps({"rank": self._rank, "error": described(error)})
         with self._lock, suppress(StoreError):
             self._store.compare_set(_FAILED, "", said)
@@ -111,11 +120,21 @@ class Watch:
             with self._lock, suppress(StoreError):  # `_look` says so
                 self._store.set(f"beat/{self._rank}", str(beats))
             self._look()
+            self._end_if_stuck()
             if self._failure is not None:
                 if not self._stopped.wait(self._timing.grace):
                     print(_told(self._failure), file=sys.stderr, flush=True)
                     self._end(_exit_code(self._failure))
                 return
+
+    def _end_if_stuck(self) -> None:
+        """What a failed process cleans up may hang, as a group whose GPU has an error."""
+        if self._failed is None:
+            return
+        error, since = self._failed
+        if time.monotonic() - since > self._timing.unwind:
+            print(_told(error), file=sys.stderr, flush=True)
+            self._end(_exit_code(error))
 
     def _look(self) -> None:
         with self._lock:
@@ -179,9 +198,9 @@ def rebuilt(described: dict[str, Any], rank: int) -> RunError | ContractError:
     return errors[0] if len(errors) == 1 else ContractErrors(errors)
 
 
-def _told(error: RunError | ContractError) -> str:
+def _told(error: BaseException) -> str:
     return describe(error) if isinstance(error, ContractError) else f"error: {error}"
 
 
-def _exit_code(error: RunError | ContractError) -> int:
+def _exit_code(error: BaseException) -> int:
     return BAD_INPUT if isinstance(error, ContractError) else RUN_FAILED

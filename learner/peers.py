@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 from learner.peer_watch import (
@@ -50,6 +50,12 @@ class Peers(Protocol):
         Raises what `work` raised here; elsewhere the same as ContractError or RunError.
         """
 
+    def telling(self) -> AbstractContextManager[None]:
+        """Around what others wait for: they hear at once of what it raises.
+
+        Not only when this process has cleaned up, which may take long.
+        """
+
 
 class Alone:
     """A run of one process."""
@@ -61,6 +67,9 @@ class Alone:
         self, work: Callable[[], T], meanwhile: Callable[[], object] | None = None
     ) -> list[T]:
         return [work()]
+
+    def telling(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 ALONE = Alone()
@@ -113,6 +122,16 @@ class StorePeers:
                 self._heard_of = rebuilt(other["error"], rank)
                 raise self._heard_of
         return [other["value"] for other in heard]
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            own = error is not self._heard_of
+            if own and (error is self._told or self._watch.failure() is None):
+                self._watch.fail(error)
+            raise
 
     @contextmanager
     def guarded(self) -> "Iterator[StorePeers]":

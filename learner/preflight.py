@@ -20,7 +20,7 @@ from learner.data.jsonl import read_samples
 from learner.data.lengths import read_tokenizer
 from learner.resume import BEGINNING, Start, find_start
 from learner.rollout.client import RolloutClient
-from learner.rollout.colocate import GPU_DEVICES, Placement, place, visible_gpus
+from learner.rollout.colocate import CUDA_VISIBLE, GPU_DEVICES, Placement, place, visible_gpus
 from learner.rollout.distribution import rank_chunk_size
 from learner.tokens import IM_END
 from learner.types import Sample
@@ -59,6 +59,7 @@ def check_inputs(config: Config) -> RunInputs:
     placement = check_backend(config, os.environ) if generates(config) else None
     processes = learner_processes(os.environ)
     _check_processes(config, processes)
+    check_launcher(os.environ)
     start = find_start(config, processes)
     inputs = read_inputs(config)
     _check_step_budget(config, len(inputs.train), processes)
@@ -92,7 +93,6 @@ def check_backend(
         return None
     placement = place(rollout.vllm, visible_gpus(environment, gpus))
     _check_own_server(config)
-    _check_offload(config, environment)
     return placement
 
 
@@ -110,19 +110,6 @@ def _check_own_server(config: Config) -> None:
             f"{config.model.model} holds no *.safetensors file, which the colocated server loads",
             "Save the weights as safetensors",
         )
-
-
-def _check_offload(config: Config, environment: Mapping[str, str]) -> None:
-    """Moves whole tensors: what shards them itself cannot be moved (ROLL-03)."""
-    for library in ("DeepSpeed", "FSDP"):
-        launched = environment.get(f"ACCELERATE_USE_{library.upper()}", "").lower()
-        if config.rollout_matching.offload.enabled and launched in ("1", "true", "yes"):
-            raise ContractError(
-                "rollout_matching.offload.enabled",
-                f"is true, and the learner was launched with {library}, which places weights "
-                "and optimizer state itself",
-                f"Set it to false, or launch without {library}",
-            )
 
 
 def learner_processes(environment: Mapping[str, str]) -> int:
@@ -146,6 +133,28 @@ def _check_processes(config: Config, processes: int) -> None:
         )
     if config.training.data_parallel == "fsdp2":
         _check_sharding(config, processes)
+
+
+def check_launcher(environment: Mapping[str, str], gpus: Path = GPU_DEVICES) -> None:
+    """How the processes were started fits what they run, and the machine.
+
+    gpus: where the driver shows them. Raises ContractError.
+    """
+    for library in ("DeepSpeed", "FSDP"):
+        if environment.get(f"ACCELERATE_USE_{library.upper()}", "").lower() in ("1", "true", "yes"):
+            raise ContractError(
+                f"ACCELERATE_USE_{library.upper()}",
+                f"the learner was launched with {library}, which its YAML says nothing of",
+                "Launch with torchrun; training.data_parallel: fsdp2 shards the model",
+            )
+    local = environment.get("LOCAL_WORLD_SIZE", "1")
+    seen = visible_gpus(environment, gpus)
+    if seen and local.isdecimal() and int(local) > len(seen):
+        raise ContractError(
+            CUDA_VISIBLE,
+            f"{len(seen)} GPUs are visible to {local} learner processes on this machine",
+            f"Start at most {len(seen)} here, or make more visible",
+        )
 
 
 def _check_sharding(config: Config, processes: int) -> None:

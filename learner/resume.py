@@ -5,7 +5,7 @@
 
 A run goes on only as the run it was: whatever the samples of a step, the weights or the loss
 depend on must be as in `resolved_config.yaml`. How long it runs, what it saves and shows, and
-where answers come from may change.
+where answers come from may change; the last also changes how answers are grouped into packs.
 """
 
 import hashlib
@@ -116,8 +116,11 @@ def find_start(config: Config, processes: int) -> Start:
                 f"no checkpoint in {folder} is whole ({'; '.join(map(str, broken))})",
                 "Restore one, or move the folder away to start anew",
             )
-        notes = [f"No checkpoint in {folder} yet: this run starts anew, and its logs with it"]
-        return Start(None, True, tuple(notes) if (folder / METRICS).exists() else ())
+        if not (folder / METRICS).exists():
+            return Start(None, True)
+        _require_same_config(config, folder)
+        note = f"No checkpoint in {folder} yet: this run starts anew, and its logs with it"
+        return Start(None, True, (note,))
     _require_same_run(config, checkpoint)
     _require_states(checkpoint, processes)
     notes = [f"Warning: {error}; it is set aside" for error in broken]
@@ -168,28 +171,30 @@ def _require_states(checkpoint: Checkpoint, processes: int) -> None:
         )
 
 
-def _require_same_run(config: Config, checkpoint: Checkpoint) -> None:
-    resolved = checkpoint.path.parent / RESOLVED
+def _require_same_config(config: Config, folder: Path) -> None:
+    resolved = folder / RESOLVED
     errors = [
         ContractError(
             key,
-            f"is {new!r}, and {resolved} has {old!r}: {checkpoint.path.name} cannot go on so",
-            "Set it back; or start a new run in another folder, with the checkpoint as model.model",
+            f"is {new!r}, and {resolved} has {old!r}: the run there cannot go on so",
+            "Set it back; or start a new run in another folder, with a checkpoint as model.model",
         )
         for key, old, new in _differences(_text_of(resolved), config)
     ]
-    digest = data_digest(config.data.train_jsonl)
-    if not errors and digest != checkpoint.manifest.data_sha256:
-        errors = [
-            ContractError(
-                "data.train_jsonl",
-                f"{config.data.train_jsonl} is not the file any more that {checkpoint.path} was "
-                "trained on",
-                "Restore the file, or start a new run in another folder",
-            )
-        ]
     if errors:
         raise ContractErrors(errors)
+
+
+def _require_same_run(config: Config, checkpoint: Checkpoint) -> None:
+    _require_same_config(config, checkpoint.path.parent)
+    digest = data_digest(config.data.train_jsonl)
+    if digest != checkpoint.manifest.data_sha256:
+        raise ContractError(
+            "data.train_jsonl",
+            f"{config.data.train_jsonl} is not the file any more that {checkpoint.path} was "
+            "trained on",
+            "Restore the file, or start a new run in another folder",
+        )
 
 
 def _text_of(resolved: Path) -> str:

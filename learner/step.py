@@ -160,7 +160,6 @@ class StepRunner:
         report.payload.note(
             {
                 "rollout/repeat_terminate_active": self._policy.repeat_terminate_active,
-                "rollout/seed_base": self._seed_base(report.step),
                 **self._decoding(),
             }
         )
@@ -173,16 +172,15 @@ class StepRunner:
     def _note_calls(self, report: StepReport) -> None:
         """What it took to get the rollouts, also when there are none in the end."""
         assert self._policy is not None
+        assert self._source is not None
         record, payload = self._policy.take_notes()
         report.payload.merge(payload)
+        base = {}
+        if not self._source.beside:  # else the calls are of several coming steps
+            base = {"rollout_seed_base": rollout_seed_base(self._seed, report.step)}
+            report.payload.note({"rollout/seed_base": base["rollout_seed_base"]})
         if self._log_calls is not None:
-            used = report.channel == "B"
-            base = {"rollout_seed_base": self._seed_base(report.step)} if used else {}
             self._log_calls({"step": report.step, **base, **record})
-
-    def _seed_base(self, step: int) -> int:
-        assert self._source is not None
-        return rollout_seed_base(self._seed, self._source.seed_step(step))
 
     def _learn(
         self,

@@ -168,6 +168,7 @@ def train_as(
     folder = Path(config.training.output_dir)
     start = _agreed(inputs.start, peers)
     first(peers, lambda: str(open_run_folder(config, inputs.placement, start)))
+    peers.share(lambda: _require_shared(folder))
     for note in start.notes if peers.rank == 0 else ():
         console.print(note, highlight=False, soft_wrap=True)
     set_seed(config.training.seed)
@@ -202,7 +203,8 @@ def train_as(
         trainer = build_trainer(
             config, loaded, optimizer, inputs, runner, scorer, display, peers, policy, own
         )
-        trainer.train(resume_from_checkpoint=start.folder)
+        with peers.telling():
+            trainer.train(resume_from_checkpoint=start.folder)
     return trainer
 
 
@@ -217,6 +219,15 @@ def _agreed(start: Start, peers: Peers) -> Start:
     return start
 
 
+def _require_shared(folder: Path) -> None:
+    """Every process writes its logs, and its part of a checkpoint, where process 0 does."""
+    if not (folder / "run.json").is_file():
+        raise RunError(
+            f"{folder} of process 0 is not here: training.output_dir must be one folder for all "
+            "learner processes, on a share where they are on several machines"
+        )
+
+
 def _require_one_gpu() -> None:
     """With several visible GPUs Trainer would split every step's samples over them.
 
@@ -225,8 +236,8 @@ def _require_one_gpu() -> None:
     if torch.cuda.device_count() > 1:
         raise ContractError(
             "CUDA_VISIBLE_DEVICES",
-            f"{torch.cuda.device_count()} GPUs are visible; the learner trains on one yet",
-            "Set it to the one GPU of the learner; the servers have the others",
+            f"{torch.cuda.device_count()} GPUs are visible to one learner process",
+            "Set it to one GPU; or start a process for each, with torchrun --nproc-per-node",
         )
 
 

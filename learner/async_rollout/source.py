@@ -101,7 +101,6 @@ class AsyncSource:
         self._shares: Shares | None = None
         self._started: tuple[Stock[MadeShare], Prefetcher] | None = None
         self._updates = settings.sync_every_steps
-        self._fed: MadeShare | None = None
         self._ready_packs = 0
 
     def begin(self, step: int, clock: PhaseClock) -> None:
@@ -132,13 +131,10 @@ class AsyncSource:
 
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> "ShareFeed":
         with clock.phase("rollout"), clock.phase("target"), clock.phase("pack"):  # made beside
-            self._fed = self._stock.take(step)
+            made = self._stock.take(step)
         if self._log_rollouts is not None:
-            self._log_rollouts(step, self._fed.judged)
-        return ShareFeed(self._fed, self._policy.version)
-
-    def seed_step(self, step: int) -> int:
-        return step if self._fed is None else self._fed.share
+            self._log_rollouts(step, made.judged)
+        return ShareFeed(made, self._policy.version)
 
     def mark_updated(self) -> None:
         self._updates += 1

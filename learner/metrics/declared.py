@@ -79,7 +79,14 @@ STEP = (
 )
 
 ROLLOUT = (
-    Metric("rollout/seed_base", "peak", "seed", "what the seeds of the step start from", _B),
+    Metric(
+        "rollout/seed_base",
+        "peak",
+        "seed",
+        "what the seeds of the step start from",
+        _B,
+        "answers made within the step",
+    ),
     Metric("rollout/decode_greedy", "flag", "0 or 1", "answers are decoded greedily", _B),
     Metric("rollout/decode_sampling", "flag", "0 or 1", "answers are sampled", _B),
     Metric("rollout/decode_beam", "flag", "0 or 1", "answers are the best of several beams", _B),

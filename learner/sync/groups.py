@@ -101,6 +101,8 @@ def new_nccl_id() -> str:
 class NcclGroup:
     """Rank 0 over NCCL with vLLM's own packed producer, on the current GPU.
 
+    Weights may be on the CPU, where those of a sharded model are gathered.
+
     All ranks meet by the unique id of `body`: nothing listens on a port that an attempt which
     hangs would keep.
     """
@@ -109,12 +111,13 @@ class NcclGroup:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
         assert body.nccl_unique_id is not None
+        self._device = torch.accelerator.current_device_index()
         self._bucket_bytes = body.bucket_bytes
         self._group: PyNcclCommunicator = uid_init_process_group(
             base64.b64decode(body.nccl_unique_id),
             rank=0,
             world_size=body.world_size,
-            device=torch.accelerator.current_device_index(),
+            device=self._device,
         )
 
     def send(
@@ -130,7 +133,7 @@ class NcclGroup:
             iterator=iter(weights),
             group=self._group,
             src=0,
-            post_iter_func=lambda item: item[1],
+            post_iter_func=lambda item: item[1].to(self._device, non_blocking=True),
             buffer_size_bytes=self._bucket_bytes,
             num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
         )

@@ -142,8 +142,6 @@ def test_a_shares_rollouts_have_the_seeds_of_the_step_of_its_number(
     actor.queue.made.get(timeout=PATIENCE_S)
     base = rank_seed_base(rollout_seed_base(config.training.seed, 0), 0)
     assert actor.servers.seeds == [request_seed(base, 0, i) for i in range(SHARE)]
-    actor.source.feed(3, [], PhaseClock())
-    assert actor.source.seed_step(3) == 0
 
 
 # --- Versions ---------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """Checkpoints are whole or not there, whatever ends a process or fills a disk."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,3 +192,30 @@ def test_what_a_killed_run_left_does_not_get_into_a_checkpoint(tmp_path: Path) -
     (left / "rng_7").write_text("of a process that is no more")
     save(tmp_path, 4)
     assert set(read_checkpoint(tmp_path / "checkpoint-4").manifest.files) == {"rng_0"}
+
+
+@pytest.mark.req("RUN-01", "DDP-01")
+def test_a_rank_that_still_writes_does_not_lose_the_ground_to_one_that_failed(
+    tmp_path: Path,
+) -> None:
+    failed = threading.Event()
+
+    def saved(peers: Peers) -> None:
+        checkpoints = Checkpoints(tmp_path, None, lambda: FACTS, dict, peers)
+
+        def write() -> None:
+            part = checkpoints.unfinished / "checkpoint-2"
+            part.mkdir(parents=True, exist_ok=True)
+            if peers.rank == 0:
+                failed.set()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            assert failed.wait(60)
+            threading.Event().wait(0.2)
+            (part / "late").write_text("written all the same")
+
+        checkpoints.save(2, write)
+
+    for outcome in in_ranks(2, saved):
+        assert "No space left on device" in str(outcome.exception())
+        assert isinstance(outcome.exception(), RunError)
+    assert list(tmp_path.iterdir()) == []

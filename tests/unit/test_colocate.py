@@ -19,7 +19,7 @@ from learner.config.schema import Config
 from learner.model.offload import Offload
 from learner.operate.kept_server import STEADY_S, KeptServer
 from learner.operate.server_process import ServerProcess, free_ports
-from learner.preflight import check_backend
+from learner.preflight import check_backend, check_launcher
 from learner.rollout.colocate import (
     CUDA_VISIBLE,
     ColocatedBackend,
@@ -180,16 +180,22 @@ def checkpoint(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.req("ROLL-03")
 @pytest.mark.parametrize("library", ["DeepSpeed", "FSDP"])
-def test_offload_beside_what_shards_the_model_fails_fast(
-    checkpoint: dict[str, Any], library: str
-) -> None:
-    offload = {"offload": {"enabled": True, "offload_model": True}}
-    sharded = {CUDA_VISIBLE: "", f"ACCELERATE_USE_{library.upper()}": "true"}
+def test_a_launcher_that_shards_the_model_behind_the_configs_back_fails_fast(library: str) -> None:
+    """Whole tensors could neither be moved out of a server's way nor pushed."""
+    variable = f"ACCELERATE_USE_{library.upper()}"
     with pytest.raises(ContractError, match=library) as caught:
-        check_backend(config_of(offload, model=checkpoint), sharded)
-    assert caught.value.where == "rollout_matching.offload.enabled"
-    check_backend(config_of(model=checkpoint), sharded)
-    check_backend(config_of({**offload, "rollout_backend": "hf"}, model=checkpoint), sharded)
+        check_launcher({variable: "true"})
+    assert caught.value.where == variable
+    check_launcher({variable: "false"})
+
+
+@pytest.mark.req("DDP-01")
+def test_more_processes_than_gpus_on_a_machine_fail_fast(four_gpus: Path) -> None:
+    with pytest.raises(ContractError, match="2 GPUs are visible to 3 learner processes") as caught:
+        check_launcher({"LOCAL_WORLD_SIZE": "3", CUDA_VISIBLE: "0,1"}, four_gpus)
+    assert caught.value.where == CUDA_VISIBLE
+    check_launcher({"LOCAL_WORLD_SIZE": "4"}, four_gpus)
+    check_launcher({"LOCAL_WORLD_SIZE": "2"}, four_gpus / "none")
 
 
 @pytest.mark.req("ROLL-03")

@@ -289,3 +289,51 @@ def test_without_its_store_process_0_is_gone() -> None:
     with pytest.raises(RunError, match="learner process 0 is gone: Broken pipe"), one.guarded():  # noqa: PT012
         store.lost = True
         one.share(lambda: None)
+
+
+@pytest.mark.req("DDP-01")
+def test_others_hear_of_a_failure_before_the_failed_process_has_cleaned_up() -> None:
+    heard = threading.Event()
+
+    def work(peers: StorePeers) -> None:
+        if peers.rank == 0:
+            try:
+                peers.share(lambda: None)
+            finally:
+                heard.set()
+        try:
+            with peers.telling():
+                raise RunError("out of memory")
+        finally:
+            assert heard.wait(60), "what it waits for comes of telling"
+
+    told = outcomes(ranks_of(2), work)
+    assert [str(error) for error in told] == [
+        "learner process 1 failed: out of memory",
+        "out of memory",
+    ]
+
+
+@pytest.mark.req("DDP-01")
+def test_a_failed_process_whose_clean_up_hangs_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    codes: list[int] = []
+    ended = threading.Event()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    def work(peers: StorePeers) -> None:
+        if peers.rank == 0:
+            assert ended.wait(60)
+            return
+        try:
+            with peers.telling():
+                raise ContractError("a.b", "no", "Add it")
+        finally:
+            assert ended.wait(60)
+
+    timing = Timing(beat=0.01, silence=60.0, grace=60.0, linger=0.1, unwind=0.05)
+    outcomes(ranks_of(2, timing, end=end), work)
+    assert codes[0] == 2
+    assert "error: a.b" in capfd.readouterr().err

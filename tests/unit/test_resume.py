@@ -147,7 +147,7 @@ def test_samples_that_were_changed_are_found(mapping: dict[str, Any], tmp_path: 
     with_checkpoint(config, 4)
     assert find_start(config, processes=1).step == 4
     own.write_text(own.read_text() + "\n")
-    with pytest.raises(ContractErrors, match="is not the file any more"):
+    with pytest.raises(ContractError, match="is not the file any more"):
         find_start(config, processes=1)
 
 
@@ -291,3 +291,20 @@ def test_going_on_needs_checkpoints(mapping: dict[str, Any]) -> None:
     with pytest.raises(ContractErrors, match="nothing to go on from") as caught:
         parse_config(merge(mapping, {"training": {"save_strategy": "no"}}))
     assert caught.value.where == "training.resume"
+
+
+@pytest.mark.req("RUN-01")
+def test_the_logs_of_another_run_are_not_taken_for_those_of_this_one(
+    mapping: dict[str, Any],
+) -> None:
+    """It has no checkpoint, so going on would be starting anew, and its logs would be gone."""
+    config = parse_config(mapping)
+    folder = config.training.output_dir
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    other = parse_config(merge(mapping, {"training": {"seed": 99}}))
+    (folder / RESOLVED).write_text(dump_resolved(other))
+    with pytest.raises(ContractErrors) as caught:
+        find_start(config, processes=1)
+    assert [error.where for error in caught.value.errors] == ["training.seed"]
+    assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
