@@ -12,7 +12,7 @@
 EXTRA ?= cpu
 ARGS ?=
 # Processes that run tests: files are spread over them in order, and a shared server is in one.
-WORKERS ?= --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
+WORKERS ?= --numprocesses=2 --dist=loadscope --no-loadscope-reorder
 BIN := .venv/bin
 
 .PHONY: demo test nightly check lint format setup setup-dev

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.contract.running_server import RunningServer, draw_scene, running_server
 from tests.contract.toy_checkpoints import make_checkpoint
@@ -26,17 +28,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of a file run in one process, and so do those that share a server."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
+# Files outside of `contract` that use a fixture of the whole run.
+_SHARING = {"test_async": "server", "test_kills": "server"} | {
+    "test_network_cut": "hosts",
+    "test_two_hosts": "hosts",
+}
 
 
-def _group(item: pytest.Item) -> str:
-    fixtures = getattr(item, "fixturenames", ())  # not every item is a function
-    shared = next((name for name in ("server", "far") if name in fixtures), None)
-    return shared or item.location[0]
+class _Together(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """The tests of a file run in one process, and so do files that share a server."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = Path(nodeid.partition("::")[0])
+        return "server" if file.parent.name == "contract" else _SHARING.get(file.stem, str(file))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return _Together(config, log)
 
 
 @pytest.fixture(scope="session")
