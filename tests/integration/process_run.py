@@ -43,6 +43,7 @@ def state_of(trainer: StepTrainer, rank: int) -> dict[str, object]:
 
 
 def run(peers: Peers, config_file: Path, out: Path) -> None:
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate sets it in the run before
     config = load_config(config_file)
     trainer = train_as(peers, config, check_inputs(config), [], Console(file=io.StringIO()))
     torch.save(state_of(trainer, peers.rank), out / f"{config_file.stem}-{peers.rank}.pt")
