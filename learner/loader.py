@@ -1,23 +1,12 @@
 """Raw samples for the Trainer: one batch is this process's share of an optimizer step (RUN-02)."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from learner.data.order import ShareOrder
 from learner.types import Sample
-
-
-class _Samples(Dataset[Sample]):
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self._samples[index]
 
 
 class _Shares(Sampler[list[int]]):
@@ -49,7 +38,8 @@ class ShareLoader(DataLoader[Any]):
 
     def __init__(self, samples: Sequence[Sample], order: ShareOrder, rank: int) -> None:
         self._shares = _Shares(order, rank)
-        super().__init__(_Samples(samples), batch_sampler=self._shares, collate_fn=list)
+        dataset = cast("Dataset[Sample]", samples)  # a sequence has all that is used of one
+        super().__init__(dataset, batch_sampler=self._shares, collate_fn=list)
 
     def set_epoch(self, epoch: int) -> None:
         self._shares.set_epoch(epoch)
