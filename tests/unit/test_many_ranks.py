@@ -26,7 +26,7 @@ from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RequestConfig
-from tests.unit.scripted_rollouts import ScriptedChannel, ScriptedRollouts, bodies
+from tests.unit.scripted_rollouts import Fault, ScriptedChannel, ScriptedRollouts, bodies
 from tests.unit.scripted_server import Reply, problem, scripted_server
 from tests.unit.test_recovery import differences
 
@@ -476,22 +476,27 @@ def test_a_push_that_a_server_refuses_while_process_0_tends_ends_all() -> None:
     assert isinstance(second, (RunError, SystemExit)), "in its rollouts, the watch ends it"
 
 
+def one_asks(run: Ranks, asking: int, fault: Fault) -> Sequence[object]:
+    """What all processes end with when one meets a fault and the other waits for it."""
+
+    def work(rank: Rank) -> None:
+        begin(rank)
+        rank.peers.share(nothing)
+        if rank.peers.rank == asking:
+            run.rollouts[0].faults.append(fault)
+            rank.ask_in_turn(4)
+        else:
+            rank.peers.share(nothing, meanwhile=rank.backend.tend)
+
+    return run.all(work)
+
+
 @pytest.mark.req("DDP-01", "DIST-05")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_process_whose_rollouts_fail_ends_the_others(failing: int) -> None:
     with ranks(1) as run:
-
-        def work(rank: Rank) -> None:
-            begin(rank)
-            rank.peers.share(nothing)
-            if rank.peers.rank == failing:
-                refuse = problem("invalid-request", "too long", "messages")
-                run.rollouts[0].faults.append(lambda one, call: refuse)
-                rank.ask_in_turn(4)
-            else:
-                rank.peers.share(nothing, meanwhile=rank.backend.tend)
-
-        errors = run.all(work)
+        refuse = problem("invalid-request", "too long", "messages")
+        errors = one_asks(run, failing, lambda one, call: refuse)
     for error in errors:
         assert isinstance(error, RunError)
         assert "too long" in str(error)
@@ -504,17 +509,7 @@ def test_a_server_that_stays_away_ends_all_processes_with_what_was_waited_for(
     waiting: int,
 ) -> None:
     with ranks(1, timeout_s=0.3) as run:
-
-        def work(rank: Rank) -> None:
-            begin(rank)
-            rank.peers.share(nothing)
-            if rank.peers.rank == waiting:
-                run.rollouts[0].faults.append(S.die)
-                rank.ask_in_turn(4)
-            else:
-                rank.peers.share(nothing, meanwhile=rank.backend.tend)
-
-        errors = run.all(work)
+        errors = one_asks(run, waiting, S.die)
     for error in errors:
         assert isinstance(error, RunError)
         assert "rollout_matching.vllm.server.timeout_s" in str(error)
