@@ -8,8 +8,14 @@ import typer
 
 from learner.config_cli import config_app
 from learner.data_cli import data_app
+from learner.doctor_cli import doctor
+from learner.eval_cli import evaluate
+from learner.launch_cli import launch
+from learner.replay_cli import replay
+from learner.report_cli import report
 from learner.simulate_cli import simulate
 from learner.toy_cli import toy_app
+from learner.watch_cli import watch
 from shared_contracts.cli import run_cli
 
 app = typer.Typer(
@@ -21,6 +27,12 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(toy_app, name="toy")
+app.command()(launch)
+app.command()(doctor)
+app.command("eval")(evaluate)
+app.command()(report)
+app.command()(replay)
+app.command()(watch)
 app.command()(simulate)
 
 

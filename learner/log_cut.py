@@ -30,9 +30,15 @@ def cut_back(folder: Path, sizes: dict[str, int], step: int) -> None:
         elif path.stat().st_size > sizes[path.name]:
             os.truncate(path, sizes[path.name])
     for path in (folder / ROLLOUTS).glob("step_*"):
-        match = _OF_STEP.fullmatch(path.name)
-        if match and int(match[1]) >= step:
+        of = step_of(path.name)
+        if of is not None and of >= step:
             path.unlink()
+
+
+def step_of(name: str) -> int | None:
+    """The step that a file of `rollouts/` is of; None for another name."""
+    match = _OF_STEP.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def _logs(folder: Path) -> list[Path]:

@@ -30,6 +30,7 @@ from shared_contracts.errors import ContractError, ContractErrors
 
 RESOLVED = "resolved_config.yaml"
 METRICS = "metrics.jsonl"
+RUN = "run.json"
 
 # Keys, or all keys below one, that may be otherwise in a run that goes on.
 FREE = (

@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from learner.config import Config, dump_resolved
 from learner.config.sync_mode import resolved_sync_mode
 from learner.publish import append_line, publish_text
-from learner.resume import BEGINNING, METRICS, RESOLVED, Start, prepare_folder
+from learner.resume import BEGINNING, METRICS, RESOLVED, RUN, Start, prepare_folder
 from learner.rollout.colocate import Placement
 from learner.rollout.describe import describe_backend
 
@@ -39,7 +39,7 @@ def open_run_folder(config: Config, placement: Placement | None, start: Start = 
     prepare_folder(folder, start)
     facts = {**_run_facts(config, placement), "started_at_step": start.step}
     publish_text(folder / RESOLVED, dump_resolved(config))
-    publish_text(folder / "run.json", json.dumps(facts, indent=2) + "\n")
+    publish_text(folder / RUN, json.dumps(facts, indent=2) + "\n")
     return folder
 
 

@@ -58,7 +58,7 @@ from learner.peers import ALONE, Peers, first
 from learner.preflight import RunInputs, generates
 from learner.progress import ProgressDisplay
 from learner.publish import writing
-from learner.resume import Start, data_digest
+from learner.resume import RUN, Start, data_digest
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
@@ -221,7 +221,7 @@ def _agreed(start: Start, peers: Peers) -> Start:
 
 def _require_shared(folder: Path) -> None:
     """Every process writes its logs, and its part of a checkpoint, where process 0 does."""
-    if not (folder / "run.json").is_file():
+    if not (folder / RUN).is_file():
         raise RunError(
             f"{folder} of process 0 is not here: training.output_dir must be one folder for all "
             "learner processes, on a share where they are on several machines"

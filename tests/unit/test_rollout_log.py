@@ -58,6 +58,13 @@ def test_an_answer_is_logged_with_all_that_became_of_it(
         "step": 12,
         "rank": 0,
         "sample_id": "a.jsonl:1",
+        "images": ["a.png"],
+        "width": 64,
+        "height": 64,
+        "ground_truth": [
+            {"desc": "cat", "kind": "bbox_2d", "coords": [10, 20, 300, 400]},
+            {"desc": "dög", "kind": "bbox_2d", "coords": [500, 500, 900, 900]},
+        ],
         "seed": 77,
         "weights_version": [4, 4],
         "finish_reason": "length",

@@ -1,0 +1,1 @@
+"""Answers as COCO detections and their average precision."""

@@ -1,0 +1,1 @@
+"""Checks of a set-up, each with what to do about it."""

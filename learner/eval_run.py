@@ -1,0 +1,1 @@
+"""An evaluation from a config to a folder of artifacts."""

@@ -1,0 +1,1 @@
+"""A step of channel B, built again from its logged answers."""

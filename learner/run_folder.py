@@ -1,0 +1,110 @@
+"""Reads a run folder back: what the report, the replay and the live view have in common.
+
+    RunFolder.open(path)   refuses what is no run folder
+    .metrics()             the lines of metrics.jsonl
+    .calls()               those of rollout_calls*.jsonl
+    .answers(step)         those of rollouts/step_N*.jsonl
+
+A run that is still going on may be read: a last line that is not whole yet is left out. Imports
+no torch.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from learner.config import Config, load_config
+from learner.log_cut import ROLLOUTS, step_of
+from learner.resume import METRICS, RESOLVED, RUN
+from learner.rollout_log import StepAnswer
+from shared_contracts.errors import ContractError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run, of `training.output_dir`."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """Raises ContractError where `path` is no run folder."""
+        missing = [name for name in (RUN, RESOLVED) if not (path / name).is_file()]
+        if missing:
+            raise ContractError(
+                str(path),
+                f"is no run folder: it has no {' and no '.join(missing)}",
+                "Name the training.output_dir of a run",
+            )
+        return cls(path)
+
+    def config(self) -> Config:
+        """As the run understood it."""
+        return load_config(self.path / RESOLVED)
+
+    def facts(self) -> dict[str, Any]:
+        """Versions, command, commit: `run.json`."""
+        file = self.path / RUN
+        try:
+            facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise _unreadable(str(file), error) from error
+        return facts
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """A line for each logged step, each evaluation, and one when training has ended."""
+        file = self.path / METRICS
+        return list(_lines(file)) if file.is_file() else []
+
+    def calls(self) -> list[dict[str, Any]]:
+        """What it took to get rollouts, of all processes; a line has `step`, or
+        `evaluation_seed`."""
+        files = sorted(self.path.glob("rollout_calls*.jsonl"))
+        return [line for file in files for line in _lines(file)]
+
+    def answer_steps(self) -> list[int]:
+        """Steps of channel B whose answers are logged, counted from 0, in order."""
+        names = (path.name for path in (self.path / ROLLOUTS).glob("step_*.jsonl"))
+        return sorted({step for name in names if (step := step_of(name)) is not None})
+
+    def answers(self, step: int) -> list[StepAnswer]:
+        """Of all processes, in the order of process and sample; empty where none are logged.
+
+        Raises ContractError for a line that is no answer.
+        """
+        folder = self.path / ROLLOUTS
+        files = [folder / f"step_{step:06d}.jsonl"]
+        files += sorted(folder.glob(f"step_{step:06d}.rank*.jsonl"))
+        answers = [_answer(file, line) for file in files if file.is_file() for line in _lines(file)]
+        return sorted(answers, key=lambda answer: answer.rank)
+
+
+def _answer(file: Path, line: dict[str, Any]) -> StepAnswer:
+    try:
+        return StepAnswer.model_validate(line)
+    except ValidationError as error:
+        raise ContractError(
+            str(file),
+            f"has a line that is no logged answer ({error.errors()[0]['msg']} at "
+            f"{'.'.join(map(str, error.errors()[0]['loc']))})",
+            "Read it with the version of Rollmatch that wrote it (`versions` in run.json)",
+        ) from error
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Its JSON objects; without the last line while that is being written."""
+    text = file.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise _unreadable(f"{file}:{number}", error) from error
+
+
+def _unreadable(where: str, error: ValueError) -> ContractError:
+    return ContractError(where, f"is no JSON ({error})", "Name the folder of a whole run")

@@ -1,0 +1,1 @@
+"""What the live view of a run shows."""
