@@ -101,10 +101,12 @@ def _add_probes(app: FastAPI, pool: Pool) -> None:
 
     @_route(app, "GET", "/live/")
     async def live() -> Live:
+        """That the process turns, and when each engine last answered; needs no engine."""
         return pool.live()
 
     @_route(app, "GET", "/get_world_size/")
     async def get_world_size() -> WorldSize:
+        """Devices of all replicas: how many sequences the learner keeps in flight follows."""
         return pool.world_size()
 
     @_route(app, "GET", "/info/")
@@ -153,24 +155,29 @@ def _add_infer(app: FastAPI, pool: Pool, answers: Answers) -> None:
 def _add_weight_updates(app: FastAPI, pool: Pool) -> None:
     @_route(app, "POST", "/init_communicator/", WEIGHT_PROBLEMS)
     async def init_communicator(body: InitCommunicator) -> CommunicatorReady:
+        """Form the weight group of the learner and all workers; the one before it is left."""
         return await pool.weights.init_communicator(body)
 
     @_route(app, "POST", "/start_weight_update/", WEIGHT_PROBLEMS)
     async def start_weight_update(body: StartWeightUpdate) -> WeightStatus:
+        """Let running calls end, pause, and hold the manifest against what the model expects."""
         return await pool.weights.start(body)
 
     @_route(app, "POST", "/update_weights/", WEIGHT_PROBLEMS)
     async def update_weights(body: UpdateWeights) -> WeightStatus:
+        """Receive and load one bucket of parameters, which travels over the weight group."""
         return await pool.weights.receive(body)
 
     @_route(app, "POST", "/finish_weight_update/", WEIGHT_PROBLEMS)
     async def finish_weight_update(body: FinishWeightUpdate) -> SyncReport:
+        """Verify, reset the caches, take the new version, and answer calls again."""
         report = await pool.weights.finish(body)
         pool.telemetry.count_push(report)
         return report
 
     @_route(app, "POST", "/close_communicator/", WEIGHT_PROBLEMS)
     async def close_communicator() -> WeightStatus:
+        """Leave the weight group; an update that ran over it is given up."""
         return await pool.weights.close_communicator()
 
 

@@ -1,5 +1,7 @@
 """The OpenAPI document, and a property-based run of it against a real server (WIRE-07)."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +105,15 @@ def test_the_server_serves_this_document_and_is_as_ready_as_before(server: Runni
     assert server.http.get("/openapi.json").json() == DOCUMENT
     health = server.http.get("/health/")
     assert (health.status_code, health.json()["state"]) == (200, "READY")
+
+
+@pytest.mark.req("WIRE-07")
+def test_the_reference_page_is_up_to_date() -> None:
+    script = Path(__file__).parents[2] / "scripts/api_reference.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_route_says_what_it_does() -> None:
+    operations = [op for methods in DOCUMENT["paths"].values() for op in methods.values()]
+    assert all(operation.get("description") for operation in operations)
