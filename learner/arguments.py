@@ -1,14 +1,17 @@
 """What the Trainer of transformers is told of a config."""
 
 import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import DistributedType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
 
+from learner.config.load import dump_resolved
 from learner.config.schema import Config
 
 # Trainer and accelerate know no other way to leave buffers alone, which every forward would
@@ -16,10 +19,20 @@ from learner.config.schema import Config
 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
 
 
-def training_arguments(config: Config, folder: Path, processes: int = 1) -> TrainingArguments:
+@dataclass
+class RunArguments(TrainingArguments):
+    """Trainer's arguments, and what they come from: trackers show a run's arguments.
+
+    rollmatch: the resolved config.
+    """
+
+    rollmatch: dict[str, Any] = field(default_factory=dict)
+
+
+def training_arguments(config: Config, folder: Path, processes: int = 1) -> RunArguments:
     """Trainer's arguments; one dataloader batch is one process's share of an optimizer step."""
     training = config.training
-    arguments = TrainingArguments(
+    arguments = RunArguments(
         output_dir=str(folder),
         seed=training.seed,
         use_cpu=not torch.cuda.is_available(),
@@ -44,6 +57,7 @@ def training_arguments(config: Config, folder: Path, processes: int = 1) -> Trai
         report_to="none",
         run_name=training.run_name,
         disable_tqdm=True,
+        rollmatch=yaml.safe_load(dump_resolved(config)),
         **_sharding(config),
     )
     if arguments.fsdp:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from learner.config.schema import Config
 from learner.config.sync_mode import resolved_sync_mode
+from learner.config.trackers import require_trackers
 from learner.config.training import TrainingConfig
 from learner.coords import COORD_BINS, coord_token
 from learner.data.jsonl import read_samples
@@ -60,6 +61,7 @@ def check_inputs(config: Config) -> RunInputs:
     processes = learner_processes(os.environ)
     _check_processes(config, processes)
     check_launcher(os.environ)
+    require_trackers(config.training.report_to, os.environ)
     start = find_start(config, processes)
     inputs = read_inputs(config)
     _check_step_budget(config, len(inputs.train), processes)

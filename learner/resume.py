@@ -54,6 +54,7 @@ FREE = (
     "training.packing_min_fill_ratio",
     "training.per_device_eval_batch_size",
     "training.per_device_train_batch_size",
+    "training.report_to",
     "training.resume",
     "training.run_name",
     "training.save_steps",

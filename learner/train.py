@@ -18,7 +18,6 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from torch.utils.tensorboard import SummaryWriter
 from transformers import (
     DefaultFlowCallback,
     PrinterCallback,
@@ -29,7 +28,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.integrations import TensorBoardCallback
 from transformers.utils.logging import disable_progress_bar
 
 from learner.arguments import training_arguments
@@ -65,6 +63,7 @@ from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_bas
 from learner.rollout_log import RolloutLog
 from learner.runlog import CallLog, JsonlLog, open_run_folder
 from learner.step import StepRunner
+from learner.trackers import tracker_callbacks
 from learner.types import Sample
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig
@@ -386,9 +385,8 @@ def build_trainer(
     folder = Path(config.training.output_dir)
     shown: list[TrainerCallback] = []
     if peers.rank == 0:
-        again_from = inputs.start.step + 1 if inputs.start.goes_on else None
-        board = SummaryWriter(config.training.logging_dir, purge_step=again_from)
-        shown = [JsonlLog(folder), TensorBoardCallback(board), display]
+        trackers = tracker_callbacks(config.training, inputs.start)
+        shown = [JsonlLog(folder), *trackers, display]
     facts = _facts_of(config, policy) if peers.rank == 0 else None
     trainer = StepTrainer(
         runner,

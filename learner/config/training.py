@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from learner.config.trackers import NOTHING, ReportTo, Tracker
 from learner.config.values import AbsolutePath, refuse_all
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import Refusal, StrictModel
@@ -109,6 +110,11 @@ class TrainingConfig(StrictModel):
         description="`auto`: go on from the newest whole checkpoint in `output_dir`, or start "
         "anew where there is none; `never`: refuse a folder with a run in it",
     )
+    report_to: list[ReportTo] = Field(
+        default=["tensorboard"],
+        description="trackers that get the metrics and the config, by transformers' names; "
+        "`[none]`: the run folder alone",
+    )
     log_rollouts: bool = Field(
         default=True, description="write the answers of channel B and what became of them"
     )
@@ -126,6 +132,20 @@ class TrainingConfig(StrictModel):
         if not name.strip():
             raise Refusal("a blank name", "Give the run a name")
         return name
+
+    @field_validator("report_to")
+    @classmethod
+    def _no_tracker_twice(cls, report_to: list[ReportTo]) -> list[ReportTo]:
+        if NOTHING in report_to and len(report_to) > 1:
+            raise Refusal("none beside trackers", "Write [none] alone, or take none out")
+        if len(set(report_to)) < len(report_to):
+            raise Refusal("a tracker is named twice", "Name each once")
+        return report_to
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """Those of `report_to`."""
+        return [tracker for tracker in self.report_to if tracker != NOTHING]
 
     @model_validator(mode="after")
     def _keys_agree(self) -> "TrainingConfig":
