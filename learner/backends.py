@@ -46,7 +46,7 @@ from learner.sync.push import WeightPusher
 from learner.sync.source import GatheredWeights
 from learner.types import Sample
 from shared_contracts.rollout_config import ServerAddress
-from shared_contracts.server_info import TOKEN_VARIABLE
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from shared_contracts.weights import Transport
 
 # Imports, weights, and on GPUs the capture of graphs.
@@ -245,6 +245,7 @@ def _start_server(
     publish_text(run, dump_resolved(config))
     options = ["--config", str(settings), "--run-config", str(run)]
     environment = os.environ | {TOKEN_VARIABLE: token}
+    environment.pop(TOKEN_FILE_VARIABLE, None)  # of servers that others have started
     if placement.gpus:
         environment.pop(CUDA_VISIBLE, None)  # the settings name GPUs by their ids on this machine
     (port,) = free_ports(1)

@@ -11,27 +11,40 @@ from pydantic import SecretStr
 
 from rollout_server.settings import ServerSettings
 from shared_contracts.errors import ContractError
-from shared_contracts.server_info import TOKEN_VARIABLE
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from shared_contracts.token_file import checked_token, read_token_file
 
 logger = logging.getLogger(__name__)
 
 
 def read_token(settings: ServerSettings, environment: Mapping[str, str]) -> SecretStr | None:
-    """The token of `token_file` or of ROLLOUT_SERVER_TOKEN, without white space around it.
+    """The token of `token_file` or of the environment, without white space around it.
 
-    None where neither is given. Raises ContractError for one that cannot be used, and for
+    None where nothing gives one. Raises ContractError for one that cannot be used, and for
     two that differ.
     """
-    in_file = None if settings.token_file is None else _token_in(settings.token_file)
-    in_variable = environment.get(TOKEN_VARIABLE)
-    if in_variable is not None:
-        in_variable = _checked(in_variable, TOKEN_VARIABLE)
-    if in_file and in_variable and in_file != in_variable:
-        raise ContractError(
-            "token_file", f"it holds another token than {TOKEN_VARIABLE}", "Give one of the two"
-        )
-    token = in_file or in_variable
-    return None if token is None else SecretStr(token)
+    found = _tokens(settings, environment)
+    if not found:
+        return None
+    (where, token), *others = found.items()
+    for other, value in others:
+        if value != token:
+            raise ContractError(
+                where, f"it holds another token than {other}", "Give one of the two"
+            )
+    return SecretStr(token)
+
+
+def _tokens(settings: ServerSettings, environment: Mapping[str, str]) -> dict[str, str]:
+    """Every token that is given, by what gives it."""
+    found = {}
+    if settings.token_file is not None:
+        found["token_file"] = _token_in(settings.token_file, "token_file")
+    if path := environment.get(TOKEN_FILE_VARIABLE):
+        found[TOKEN_FILE_VARIABLE] = _token_in(Path(path), TOKEN_FILE_VARIABLE)
+    if (token := environment.get(TOKEN_VARIABLE)) is not None:
+        found[TOKEN_VARIABLE] = checked_token(token, TOKEN_VARIABLE)
+    return found
 
 
 def check_access(settings: ServerSettings, environment: Mapping[str, str] = os.environ) -> None:
@@ -51,29 +64,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _token_in(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            content = file.read()
-            mode = os.fstat(file.fileno()).st_mode
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ContractError(
-            "token_file", f"{path} cannot be read ({reason})", "Name a readable text file"
-        ) from None
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
+def _token_in(path: Path, where: str) -> str:
+    token = read_token_file(path, where)
+    if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
         logger.warning("other users may read the token in %s; chmod 600 it", path)
-    return _checked(content, "token_file")
-
-
-def _checked(text: str, where: str) -> str:
-    token = text.strip()
-    if not token:
-        raise ContractError(where, "the token is empty", "Write one, such as 32 random characters")
-    if not all("!" <= letter <= "~" for letter in token):
-        raise ContractError(
-            where,
-            "the token holds white space or other characters a header does not carry",
-            "Use letters and digits",
-        )
     return token

@@ -9,6 +9,8 @@ from shared_contracts.weights import Transport, WeightState
 
 # The environment variable in which both programs look for the server's token.
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
+# The one that names a file of it, as the secrets of containers and services are files.
+TOKEN_FILE_VARIABLE = "ROLLOUT_SERVER_TOKEN_FILE"
 
 # serving       answers calls
 # starting      its engine is being built, for the first time or again
@@ -77,6 +79,8 @@ class Info(_Wire):
     max_model_len: tokens of a context; null until an engine has told.
     enable_lora: an adapter may be pushed instead of full weights.
     server_epoch: changes when the server or one of its replicas has been started anew.
+    weight_group: where the weight group that stands has met, as host:port; null without one.
+    host: name of the server's machine. gpus: their ids there; none on a CPU or where Ray places.
     versions: of this server and of what it stands on, by distribution name.
     """
 
@@ -90,5 +94,8 @@ class Info(_Wire):
     weights_version: int
     weight_transport: Transport
     server_epoch: str
+    weight_group: str | None = None
+    host: str = ""
+    gpus: list[int] = []
     repeat_terminate: RepeatTerminateStatus
     versions: dict[str, str]

@@ -14,6 +14,7 @@ import ssl
 import threading
 import time
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -24,6 +25,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_expone
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.server_info import (
+    TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
     Health,
     Info,
@@ -31,6 +33,7 @@ from shared_contracts.server_info import (
     WorldSize,
     process_of,
 )
+from shared_contracts.token_file import read_token_file
 from shared_contracts.weights import (
     CommunicatorReady,
     FinishWeightUpdate,
@@ -109,8 +112,9 @@ def needs_push(error: BaseException) -> bool:
 class RolloutClient:
     """Calls of one server. `infer_timeout_s` None or <= 0 sets no limit on `/infer/`.
 
-    Every call carries the token of ROLLOUT_SERVER_TOKEN, where that is set; a token that no
-    header can carry, and one that the server refuses, is a ContractError.
+    Every call carries the token of ROLLOUT_SERVER_TOKEN, or of the file that
+    ROLLOUT_SERVER_TOKEN_FILE names, where one is set; a token that no header can carry, and
+    one that the server refuses, is a ContractError.
 
     live_interval_s: between two looks at a server that generates.
     token: of a server of the learner's own, in place of the environment's.
@@ -354,17 +358,27 @@ def _read(response: httpx.Response, where: str, answer: TypeAdapter[Answer]) -> 
 
 
 def _authorization() -> dict[str, str]:
-    """The header of the token in the environment; empty without one."""
+    """The header of the token in the environment; empty without one.
+
+    Raises ContractError for a token that no header can carry, and for two that differ.
+    """
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    if not token:
-        return {}
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ContractError(
             TOKEN_VARIABLE,
             "holds a blank or a character that no HTTP header can carry",
             "Use a token of plain letters and digits, here and at the server",
         )
-    return _bearer(token)
+    if path := os.environ.get(TOKEN_FILE_VARIABLE):
+        in_file = read_token_file(Path(path), TOKEN_FILE_VARIABLE)
+        if token and token != in_file:
+            raise ContractError(
+                TOKEN_FILE_VARIABLE,
+                f"{path} holds another token than {TOKEN_VARIABLE}",
+                "Set one of the two",
+            )
+        token = in_file
+    return _bearer(token) if token else {}
 
 
 def _bearer(token: str) -> dict[str, str]:
@@ -373,7 +387,8 @@ def _bearer(token: str) -> dict[str, str]:
 
 def _unauthorized(where: str) -> ContractError:
     if _authorization():
-        found, do = f"the server refuses the token of {TOKEN_VARIABLE}", "Set it to"
+        source = TOKEN_FILE_VARIABLE if os.environ.get(TOKEN_FILE_VARIABLE) else TOKEN_VARIABLE
+        found, do = f"the server refuses the token of {source}", "Set it to"
     else:
         found, do = "the server wants a token, and there is none", f"Set {TOKEN_VARIABLE} to"
     return ContractError(where, found, f"{do} the token the server was started with")

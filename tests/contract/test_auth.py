@@ -17,7 +17,7 @@ from rollout_server.pool import Pool
 from rollout_server.secret import check_access, is_loopback, read_token
 from rollout_server.settings import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, ContractError, Problem
-from shared_contracts.server_info import TOKEN_VARIABLE
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 TOKEN = "f00d-cafe_0123456789~"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -246,6 +246,21 @@ def test_two_tokens_that_differ_are_refused_and_not_shown(token_file: Path) -> N
         check_access(settings(token_file=token_file), {TOKEN_VARIABLE: "other-word"})
     assert TOKEN not in str(error.value)
     assert "other-word" not in str(error.value)
+
+
+@pytest.mark.req("SRV-06", "DEP-01")
+def test_the_environment_may_name_the_file(token_file: Path) -> None:
+    environment = {TOKEN_FILE_VARIABLE: str(token_file)}
+    token = read_token(settings(), environment)
+    assert token is not None
+    assert token.get_secret_value() == TOKEN
+    assert read_token(settings(token_file=token_file), {**environment, TOKEN_VARIABLE: TOKEN})
+    with pytest.raises(ContractError, match=f"another token than {TOKEN_VARIABLE}") as error:
+        read_token(settings(), {**environment, TOKEN_VARIABLE: "other-word"})
+    assert error.value.where == TOKEN_FILE_VARIABLE
+    with pytest.raises(ContractError, match="cannot be read") as error:
+        check_access(settings(), {TOKEN_FILE_VARIABLE: f"{token_file}.gone"})
+    assert error.value.where == TOKEN_FILE_VARIABLE
 
 
 @pytest.mark.req("SRV-06")

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ from learner.rollout.client import (
 from shared_contracts.errors import PROBLEM_TITLES, ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall
 from shared_contracts.repeat_guard import RepeatTerminateConfig
-from shared_contracts.server_info import TOKEN_VARIABLE
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from tests.unit.scripted_server import (
     HangUp,
     Reply,
@@ -53,7 +54,8 @@ CALL = InferCall.model_validate(
 
 @pytest.fixture(autouse=True)
 def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    for variable in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.fixture
@@ -383,6 +385,43 @@ def test_every_call_carries_the_token_of_the_environment(
         client.info()
         client.infer(CALL)
     assert server.authorizations == ["Bearer s3cret"] * 4
+
+
+@pytest.fixture
+def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What ROLLOUT_SERVER_TOKEN_FILE names; the test writes it."""
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
+    return tmp_path / "token"
+
+
+@pytest.mark.req("SRV-06", "DEP-01")
+def test_a_token_in_a_file_is_carried_too(server: ScriptedServer, token_file: Path) -> None:
+    token_file.write_text("s3cret\n")
+    with RolloutClient(server.base_url) as client:
+        client.info()
+    server.routes["GET /info/"] = lambda _: problem("unauthorized", "no valid token", "header")
+    with RolloutClient(server.base_url) as client, pytest.raises(ContractError) as caught:
+        client.info()
+    assert server.authorizations == ["Bearer s3cret"] * 2
+    assert f"refuses the token of {TOKEN_FILE_VARIABLE}" in caught.value.found
+
+
+@pytest.mark.req("SRV-06", "DEP-01")
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [(None, "cannot be read"), ("\n", "is empty"), ("two words", "white space"), ("b", "another")],
+)
+def test_a_token_file_that_cannot_be_used_is_refused_and_not_shown(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, found: str
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    if content is not None:
+        token_file.write_text(content)
+    with pytest.raises(ContractError, match=found) as caught:
+        RolloutClient("http://127.0.0.1:9")
+    assert caught.value.where == TOKEN_FILE_VARIABLE
+    assert "s3cret" not in str(caught.value)
+    assert "two words" not in str(caught.value)
 
 
 @pytest.mark.req("SRV-06")
