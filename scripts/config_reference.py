@@ -28,8 +28,8 @@ trainer's variant extend exactly `../base.yaml` and state themselves the fields 
 variables are not expanded.
 
 A key that is not listed here is an error, and so is a value of the wrong type. Keys of older
-configurations, and keys of the contract that are not served yet, are refused with what to do
-instead (`learner/config/moved_keys.py`). All faults of a file are reported at once.
+configurations are refused with what to do instead (`learner/config/moved_keys.py`). All faults of
+a file are reported at once.
 
 - `learner config show --config FILE` prints every key with its effective value and, beside it,
   where that comes from: the `file:line` that decides it, `default`, or `derived` from another

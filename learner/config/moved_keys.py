@@ -11,7 +11,7 @@ from learner.config.rollout_matching import RolloutMatchingConfig
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import joined, shown, unknown_key
 
-Verdict = Literal["removed", "moved", "not served yet"]
+Verdict = Literal["removed", "moved"]
 
 OLD_ROLLOUT_SECTION = "custom.extra.rollout_matching"
 IGNORED_KEY = ("custom", "coord_loss")
@@ -21,7 +21,6 @@ _PIPELINES = ("stage2_ab.pipeline", "rollout_matching.pipeline")
 _SAID: dict[Verdict, str] = {
     "removed": "was removed",
     "moved": "has moved",
-    "not served yet": "is part of the contract but not served yet",
 }
 
 
@@ -36,10 +35,6 @@ def _pipeline_key(module: str, key: str) -> Retired:
 
 def _removed(do: str) -> Retired:
     return Retired("removed", do)
-
-
-def _not_served(do: str) -> Retired:
-    return Retired("not served yet", do)
 
 
 _DECODE_BATCH = Retired("moved", "Use rollout_matching.decode_batch_size")
@@ -115,9 +110,6 @@ RETIRED_KEYS: dict[str, Retired] = {
     ),
     "rollout_matching.vllm.server.group_port": Retired(
         "moved", "Use rollout_matching.vllm.server.servers[].group_port"
-    ),
-    "rollout_matching.eval_detection": _not_served(
-        "Remove it: training.eval_strategy and eval_steps rule the evaluation"
     ),
 }
 

@@ -106,6 +106,29 @@ class AsyncRolloutConfig(StrictModel):
         return self
 
 
+class EvalDetectionConfig(StrictModel):
+    """What an evaluation of a run does beyond precision, recall and F1 (EVAL-01)."""
+
+    enabled: bool = Field(
+        default=False, description="add COCO's average precision to every evaluation's metrics"
+    )
+    save_answers: bool = Field(
+        default=False,
+        description="keep answers, scores and COCO files of every evaluation in the run folder, "
+        "in `evaluations`",
+    )
+
+    @model_validator(mode="after")
+    def _something_is_saved(self) -> "EvalDetectionConfig":
+        if self.save_answers and not self.enabled:
+            raise Refusal(
+                "is true, and enabled is false: nothing would be kept",
+                "Set rollout_matching.eval_detection.enabled to true, or it to false",
+                "save_answers",
+            )
+        return self
+
+
 class RolloutMatchingConfig(SharedRolloutConfig):
     rollout_backend: Literal["vllm", "hf"] = Field(
         default="vllm", description="who generates: vLLM, or transformers in the learner itself"
@@ -127,6 +150,9 @@ class RolloutMatchingConfig(SharedRolloutConfig):
     )
     async_rollout: AsyncRolloutConfig = Field(
         default=AsyncRolloutConfig(), description="rollouts ahead of training"
+    )
+    eval_detection: EvalDetectionConfig = Field(
+        default=EvalDetectionConfig(), description="what a run's evaluations measure and keep"
     )
     pipeline: PipelineConfig | None = Field(
         default=None,

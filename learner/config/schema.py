@@ -181,6 +181,12 @@ class Config(StrictModel):
                 "Give a file to evaluate on, or set training.eval_strategy to no",
                 "data.val_jsonl",
             )
+        if self.rollout_matching.eval_detection.enabled and self.training.eval_strategy == "no":
+            yield Refusal(
+                "is true, and training.eval_strategy is no: the run evaluates nothing",
+                "Set it to false, or training.eval_strategy to steps",
+                "rollout_matching.eval_detection.enabled",
+            )
         if self.rollout_matching.max_new_tokens >= self.global_max_length:
             yield Refusal(
                 f"{self.rollout_matching.max_new_tokens} leaves no room for a prompt in "

@@ -230,8 +230,3 @@ def test_the_old_coordinate_loss_section_fails_fast(base: dict[str, Any]) -> Non
 @pytest.mark.parametrize("value", [None, 1, {"weight": 1.0}])
 def test_custom_coord_loss_is_ignored_in_silence(value: Any) -> None:
     assert parse_config(changed("custom.coord_loss", value)) == parse_config(WARMUP)
-
-
-def test_a_key_the_contract_leaves_open_is_said_to_be_not_served_yet() -> None:
-    error = refused("rollout_matching.eval_detection", {"enabled": True})
-    assert "not served yet" in error.found
