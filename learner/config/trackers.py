@@ -3,7 +3,7 @@
 `learner.trackers` starts them; here nothing heavy is imported.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
@@ -26,7 +26,7 @@ Tracker = Literal[
     "wandb",
 ]
 NOTHING: Literal["none"] = "none"
-ReportTo = Tracker | Literal["none"]
+ReportTo = Literal[Tracker, "none"]
 
 
 class Needs(NamedTuple):
@@ -50,13 +50,15 @@ def needs(tracker: Tracker) -> Needs:
     return _NEEDS.get(tracker, Needs((tracker,), tracker))
 
 
-def require_trackers(report_to: list[ReportTo], environment: Mapping[str, str]) -> None:
+def require_trackers(report_to: Sequence[ReportTo], environment: Mapping[str, str]) -> None:
     """Raise ContractErrors for every tracker that is not installed, or cannot be reached."""
     if errors := list(_missing(report_to, environment)):
         raise ContractErrors(errors)
 
 
-def _missing(report_to: list[ReportTo], environment: Mapping[str, str]) -> Iterator[ContractError]:
+def _missing(
+    report_to: Sequence[ReportTo], environment: Mapping[str, str]
+) -> Iterator[ContractError]:
     for place, tracker in enumerate(report_to):
         where = f"training.report_to[{place}]"
         if tracker == NOTHING:

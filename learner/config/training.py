@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -110,8 +110,8 @@ class TrainingConfig(StrictModel):
         description="`auto`: go on from the newest whole checkpoint in `output_dir`, or start "
         "anew where there is none; `never`: refuse a folder with a run in it",
     )
-    report_to: list[ReportTo] = Field(
-        default=["tensorboard"],
+    report_to: Annotated[tuple[ReportTo, ...], Field(strict=False)] = Field(
+        default=("tensorboard",),
         description="trackers that get the metrics and the config, by transformers' names; "
         "`[none]`: the run folder alone",
     )
@@ -135,7 +135,7 @@ class TrainingConfig(StrictModel):
 
     @field_validator("report_to")
     @classmethod
-    def _no_tracker_twice(cls, report_to: list[ReportTo]) -> list[ReportTo]:
+    def _no_tracker_twice(cls, report_to: tuple[ReportTo, ...]) -> tuple[ReportTo, ...]:
         if NOTHING in report_to and len(report_to) > 1:
             raise Refusal("none beside trackers", "Write [none] alone, or take none out")
         if len(set(report_to)) < len(report_to):
