@@ -16,14 +16,14 @@ from learner.channels.rollout_stats import RolloutStats
 from learner.metrics import Payload, PhaseClock
 from learner.model.packed_forward import Pack
 from learner.packer import Packer
-from learner.packing import Chunk
+from learner.packing import Chunk, Place
 from learner.rollout.policy import Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.rollout_log import Judged
 from learner.types import Sample
 
-# Takes what became of the answers of a step.
-LogRollouts = Callable[[int, Sequence[Judged]], None]
+# Takes what became of the answers of a step, and where the segments of those with a target went.
+LogRollouts = Callable[[int, Sequence[Judged], Sequence[Place]], None]
 
 
 class PackFeed(Protocol):
@@ -149,7 +149,7 @@ class StepFeed:
         seed_base: int,
         samples: Sequence[Sample],
         clock: PhaseClock,
-        log: Callable[[Sequence[Judged]], None] | None = None,
+        log: Callable[[Sequence[Judged], Sequence[Place]], None] | None = None,
     ) -> None:
         self._policy = policy
         self._channel_b = channel_b
@@ -167,19 +167,21 @@ class StepFeed:
     def chunks(self) -> Iterator[Chunk[Pack]]:
         size = self._policy.round_size or max(len(self._samples), 1)
         judged: list[Judged] = []
-        for start in range(0, len(self._samples), size):
+        for number, start in enumerate(range(0, len(self._samples), size)):
             samples = self._samples[start : start + size]
             with self._clock.phase("rollout"):
                 seed = request_seed(self._seed_base, 0, start)
                 rollouts = self._policy.answer(samples, seed)
             with self._clock.phase("target"):
-                segments, stats = self._channel_b.segments(samples, rollouts, judged.append)
+                noted: list[Judged] = []
+                segments, stats = self._channel_b.segments(samples, rollouts, noted.append)
                 self._stats.merge(stats)
+                judged += [each._replace(chunk=number) for each in noted]
             with self._clock.phase("pack"):
                 last = start + size >= len(self._samples)
-                packs = self._packs.rest(segments) if last else self._packs.add(segments)
+                packs = self._packs.chunk(segments, last=last)
             if last and self._log is not None:
-                self._log(judged)
+                self._log(judged, self._packs.places)
             yield Chunk(packs, last)
 
     def payload(self) -> Payload:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from learner.config.training import TrainingConfig
 from learner.metrics import Payload
 from learner.model.packed_forward import Pack, Segment, make_pack
-from learner.packing import StepPacking
+from learner.packing import CountedPacking, Place
 
 _LOG = logging.getLogger(__name__)
 
@@ -20,7 +20,8 @@ class Packer:
         self._warned = False
 
     def begin(self) -> "StepPacks":
-        return StepPacks(self._training, self._capacity, self._warn_if_underfilled)
+        packing = CountedPacking[Segment](self._training, self._capacity)
+        return StepPacks(packing, self._warn_if_underfilled)
 
     def _warn_if_underfilled(self, fill: float) -> None:
         least = self._training.packing_min_fill_ratio
@@ -39,45 +40,31 @@ class StepPacks:
     """The packs of one step, and counts of them; nothing is carried over to the next one."""
 
     def __init__(
-        self, training: TrainingConfig, capacity: int, check_fill: Callable[[float], None]
+        self, packing: CountedPacking[Segment], check_fill: Callable[[float], None]
     ) -> None:
-        self._capacity = capacity
+        self._packing = packing
         self._check_fill = check_fill
-        self._packing = StepPacking[Segment](
-            capacity,
-            training.packing_buffer,
-            training.packing_min_fill_ratio,
-            packing=training.packing,
-        )
-        self._segments = self._packs = self._tokens = 0
+
+    def chunk(self, segments: Sequence[Segment], *, last: bool) -> list[Pack]:
+        """Packs that are made when a chunk of the step has come."""
+        packs = self._packing.chunk(segments, last=last)
+        if last:
+            self._check_fill(self._packing.fill)
+        return [make_pack(pack) for pack in packs]
 
     def add(self, segments: Sequence[Segment]) -> list[Pack]:
         """Full packs of what there is; the rest waits for more."""
-        return self._made(self._packing.add(segments))
+        return self.chunk(segments, last=False)
 
     def rest(self, segments: Sequence[Segment]) -> list[Pack]:
         """The last segments, and all that waits, in the fewest packs."""
-        made = self._made(self._packing.rest(segments))
-        self._check_fill(self._tokens / max(self._packs * self._capacity, 1))
-        return made
+        return self.chunk(segments, last=True)
+
+    @property
+    def places(self) -> list[Place]:
+        """Where each segment went, in the order in which they came, once none of them waits."""
+        return self._packing.places
 
     def payload(self) -> Payload:
         """Counts of all packs so far."""
-        payload = Payload()
-        room = self._packs * self._capacity
-        payload.rate({"packing/post_rollout_fill": (self._tokens, room)})
-        payload.add(
-            {
-                "packing/post_rollout_segments": self._segments,
-                "packing/post_rollout_packs": self._packs,
-                "packing/post_rollout_selected_total_len": self._tokens,
-                "packing/post_rollout_buffer": 0,
-            }
-        )
-        return payload
-
-    def _made(self, packs: Sequence[Sequence[Segment]]) -> list[Pack]:
-        self._packs += len(packs)
-        self._segments += sum(map(len, packs))
-        self._tokens += sum(len(segment) for pack in packs for segment in pack)
-        return [make_pack(pack) for pack in packs]
+        return self._packing.payload()

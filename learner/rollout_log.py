@@ -7,9 +7,9 @@ counted when it is done. Imports no torch.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
@@ -23,6 +23,7 @@ from learner.types import (
     RolloutOutput,
     Sample,
     Shape,
+    Target,
 )
 
 # So many equal ids in a row, as the placeholders of an image are, are written as [id, count].
@@ -30,13 +31,32 @@ _RUN = 4
 
 
 class Judged(NamedTuple):
-    """An answer, and what channel B made of it. supervised: it is trained on."""
+    """An answer, and what channel B made of it.
+
+    target: what is taught of it; None where it is left out, and left_out says why.
+    chunk: of the answers of its step that were asked for at once, from 0.
+    """
 
     sample: Sample
     rollout: RolloutOutput
     parsed: ParsedRollout
     match: MatchResult
-    supervised: bool
+    target: Target | None = None
+    left_out: str | None = None
+    chunk: int = 0
+
+
+class Segmented(Protocol):
+    """Where the segment of an answer went: a `learner.packing.Place`."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def pack(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def come(self) -> int: ...
 
 
 def folded(ids: Iterable[int]) -> list[int | list[int]]:
@@ -97,11 +117,69 @@ class LoggedMatch(_Record):
     gated: int
 
 
+class LoggedGroup(NamedTuple):
+    """The coordinate tokens of a supervised object; fields as in `CoordGroup`."""
+
+    positions: list[int]
+    bins: list[float]
+    matched: bool
+    is_box: bool
+
+
+class LoggedTarget(_Record):
+    """`Y_train`; fields as in `Target`, but for those that make it short.
+
+    kept: so many of its ids are the first ones of the response. ids: the rest of them.
+    keys: of the appended objects. roles: a digit for each id, the value of its `Role`.
+    """
+
+    prefix_len: int
+    kept: int
+    ids: list[int]
+    keys: list[str]
+    roles: str
+    groups: list[LoggedGroup]
+
+    @classmethod
+    def of(cls, target: Target, response: Sequence[int]) -> "LoggedTarget":
+        """response: ids of the answer, of which the target keeps the beginning."""
+        both = zip(target.token_ids[: target.prefix_len], response, strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        return cls(
+            prefix_len=target.prefix_len,
+            kept=kept,
+            ids=target.token_ids[kept:],
+            keys=target.fn_keys,
+            roles="".join(map(str, target.role.tolist())),
+            groups=[
+                LoggedGroup(list(g.positions), list(map(float, g.bins)), g.matched, g.is_box)
+                for g in target.coord_groups
+            ],
+        )
+
+    def token_ids(self, response: Sequence[int]) -> list[int]:
+        """All of them."""
+        return [*response[: self.kept], *self.ids]
+
+
+class LoggedSegment(_Record):
+    """Where it went in its step, and its tokens; fields as in `learner.packing.Place`."""
+
+    length: int
+    pack: int
+    position: int
+    come: int
+
+    @classmethod
+    def of(cls, place: Segmented) -> "LoggedSegment":
+        return cls(length=place.length, pack=place.pack, position=place.position, come=place.come)
+
+
 class LoggedAnswer(_Record):
     """One answer, and what became of it.
 
     images: absolute paths. width, height: pixels of the first. weights_version: when it was
-    begun and when it was ended.
+    begun and when it was ended. target: where it is supervised; left_out: else, why.
     """
 
     sample_id: str
@@ -116,13 +194,15 @@ class LoggedAnswer(_Record):
     supervised: bool
     parse: LoggedParse
     match: LoggedMatch
+    target: LoggedTarget | None = None
+    left_out: str | None = None
     text: str
     prompt_token_ids: FoldedIds
     response_token_ids: list[int]
 
     @classmethod
     def of(cls, judged: Judged) -> "LoggedAnswer":
-        sample, rollout, parsed, match, supervised = judged
+        sample, rollout, parsed, match, target, left_out, _ = judged
         return cls(
             sample_id=sample.sample_id,
             images=list(sample.images),
@@ -136,7 +216,7 @@ class LoggedAnswer(_Record):
             weights_version=rollout.weights_version,
             finish_reason=rollout.finish_reason,
             repeat_terminated=rollout.repeat_terminated,
-            supervised=supervised,
+            supervised=target is not None,
             parse=LoggedParse(
                 truncated=parsed.truncated,
                 invalid=parsed.invalid_rollout,
@@ -152,6 +232,8 @@ class LoggedAnswer(_Record):
                 false_negatives=list(match.false_negatives),
                 gated=match.gated,
             ),
+            target=LoggedTarget.of(target, rollout.response_token_ids) if target else None,
+            left_out=left_out,
             text=rollout.text,
             prompt_token_ids=list(rollout.prompt_token_ids),
             response_token_ids=list(rollout.response_token_ids),
@@ -165,10 +247,16 @@ class LoggedAnswer(_Record):
 
 
 class StepAnswer(LoggedAnswer):
-    """A line of the log of a run. rank: of the learner process that asked."""
+    """A line of the log of a run.
+
+    rank: of the learner process that asked. chunk: as in `Judged`; None in a log from before
+    it was noted. segment: None for an answer that is left out.
+    """
 
     step: int
     rank: int
+    chunk: int | None = None
+    segment: LoggedSegment | None = None
 
 
 class RolloutLog:
@@ -178,18 +266,25 @@ class RolloutLog:
         self._folder = folder / ROLLOUTS
         self._rank = rank
 
-    def write(self, step: int, judged: Sequence[Judged]) -> None:
+    def write(self, step: int, judged: Sequence[Judged], places: Sequence[Segmented] = ()) -> None:
         """All of a step at once; the file appears whole or not at all.
+
+        places: of the segments of those with a target, in order.
 
         Raises RunError when the disk is full.
         """
         self._folder.mkdir(exist_ok=True)
-        lines = [self._line(step, each) for each in judged]
+        left = iter(places)
+        lines = [
+            self._line(step, each, next(left, None) if each.target else None) for each in judged
+        ]
         publish_text(answers_file(self._folder, step, self._rank), "".join(lines))
 
-    def _line(self, step: int, judged: Judged) -> str:
+    def _line(self, step: int, judged: Judged, place: Segmented | None) -> str:
         answer: dict[str, Any] = dict(LoggedAnswer.of(judged))
-        return StepAnswer(step=step, rank=self._rank, **answer).model_dump_json() + "\n"
+        segment = None if place is None else LoggedSegment.of(place)
+        own = StepAnswer(step=step, rank=self._rank, chunk=judged.chunk, segment=segment, **answer)
+        return own.model_dump_json() + "\n"
 
 
 def answers_file(folder: Path, step: int, rank: int) -> Path:

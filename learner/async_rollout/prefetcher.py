@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from learner.async_rollout.gate import Gate, GateShut
-from learner.async_rollout.queue import Part, ReadyShare
+from learner.async_rollout.parts import Parts
+from learner.async_rollout.queue import ReadyShare
 from learner.async_rollout.stock import Stock
 from learner.channels.b import ChannelB
 from learner.channels.rollout_stats import RolloutStats
 from learner.metrics import Payload
 from learner.model.packed_forward import Pack, Segment
-from learner.packer import Packer, StepPacks
+from learner.packer import Packer
+from learner.packing import Place
 from learner.rollout.backend import PushNeeded
 from learner.rollout.policy import Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
@@ -26,10 +28,14 @@ from shared_contracts.errors import RunError
 
 @dataclass(frozen=True)
 class MadeShare(ReadyShare[Pack]):
-    """payload: what was counted while it was made. judged: what became of each answer."""
+    """payload: what was counted while it was made. judged: what became of each answer.
+
+    places: where the segments of those with a target went.
+    """
 
     payload: Payload
     judged: Sequence[Judged]
+    places: Sequence[Place]
 
 
 class ShareMaker:
@@ -63,20 +69,22 @@ class ShareMaker:
         base = rank_seed_base(rollout_seed_base(self._seed, share), self._rank)
         size = self._policy.round_size or len(samples)
         packs, stats, seconds = self._packer.begin(), RolloutStats(), 0.0
-        parts, judged = _Parts(packs), list[Judged]()
-        for start in range(0, len(samples), size):
+        parts, judged = Parts[Segment, Pack](packs), list[Judged]()
+        for number, start in enumerate(range(0, len(samples), size)):
             of_round = samples[start : start + size]
             started = time.perf_counter()
             version, rollouts = self._answered(of_round, request_seed(base, 0, start))
             seconds += time.perf_counter() - started
-            segments, counted = self._channel_b.segments(of_round, rollouts, judged.append)
+            noted: list[Judged] = []
+            segments, counted = self._channel_b.segments(of_round, rollouts, noted.append)
             stats.merge(counted)
+            judged += [each._replace(chunk=number) for each in noted]
             parts.add(version, segments)
         made = parts.finished()
         payload = stats.payload()
         payload.merge(packs.payload())
         payload.rate({"rollout/per_second": (len(samples), seconds)})
-        return MadeShare(share, made, payload, judged)
+        return MadeShare(share, made, payload, judged, packs.places)
 
     def _answered(self, samples: Sequence[Sample], seed: int) -> tuple[int, list[RolloutOutput]]:
         """With the version that answered; asks again after a push where that was needed."""
@@ -89,32 +97,6 @@ class ShareMaker:
                     self._gate.push_wanted = True
                     continue
             return version, _answered_by(version, rollouts)
-
-
-class _Parts:
-    """Segments -> packs, in a part for each version of the weights."""
-
-    def __init__(self, packs: StepPacks) -> None:
-        self._packs = packs
-        self._over: list[Part[Pack]] = []
-        self._version: int | None = None
-        self._made: list[Pack] = []
-
-    def add(self, version: int, segments: Sequence[Segment]) -> None:
-        """A new version finishes the packs of the last one, however full: none mixes them."""
-        if self._version not in (None, version):
-            self._finish()
-        self._version = version
-        self._made += self._packs.add(segments)
-
-    def finished(self) -> list[Part[Pack]]:
-        self._finish()
-        return self._over
-
-    def _finish(self) -> None:
-        assert self._version is not None, "a share has samples"
-        self._over.append(Part(self._version, [*self._made, *self._packs.rest([])]))
-        self._made = []
 
 
 class Prefetcher:

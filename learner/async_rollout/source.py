@@ -133,7 +133,7 @@ class AsyncSource:
         with clock.phase("rollout"), clock.phase("target"), clock.phase("pack"):  # made beside
             made = self._stock.take(step)
         if self._log_rollouts is not None:
-            self._log_rollouts(step, made.judged)
+            self._log_rollouts(step, made.judged, made.places)
         return ShareFeed(made, self._policy.version)
 
     def mark_updated(self) -> None:

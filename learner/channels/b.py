@@ -12,15 +12,13 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from learner.channels.encoding import Encoding
+from learner.channels.judge import Judge
 from learner.channels.rollout_stats import RolloutStats
 from learner.config.rollout_matching import MatchingConfig
 from learner.losses.reading import Reader, Readings
-from learner.matching import match_objects
-from learner.model.packed_forward import Pack, Segment, packed_logits
-from learner.parsing import parse_rollout
+from learner.model.packed_forward import EncodedPrompt, Pack, Segment, packed_logits
 from learner.rollout.prompt_check import check_prompt_ids
 from learner.rollout_log import Judged
-from learner.targets import TargetUnreadable, build_target
 from learner.types import (
     GroundTruthObject,
     MatchResult,
@@ -39,8 +37,7 @@ class ChannelB:
 
     def __init__(self, encoding: Encoding, matching: MatchingConfig, *, allow_poly: bool) -> None:
         self._encoding = encoding
-        self._matching = matching
-        self._allow_poly = allow_poly
+        self._judge = Judge(encoding.tokenizer, encoding.field_order, matching, allow_poly)
 
     def segments(
         self,
@@ -55,9 +52,11 @@ class ChannelB:
         stats = RolloutStats()
         segments = []
         for sample, rollout in zip(samples, rollouts, strict=True):
-            segment, judged = self._segment(sample, rollout, stats)
-            if segment is not None:
-                segments.append(segment)
+            prompt = self._prompt(sample, rollout)
+            judged = self._judge(sample, rollout, self.target)
+            stats.add(judged)
+            if judged.target is not None:
+                segments.append(self._segment(judged, judged.target, prompt))
             if note is not None:
                 note(judged)
         return segments, stats
@@ -71,29 +70,17 @@ class ChannelB:
         self, parsed: ParsedRollout, ground_truth: Sequence[GroundTruthObject], match: MatchResult
     ) -> Target:
         """`Y_train`; raises `TargetUnreadable`."""
-        own = self._encoding
-        return build_target(
-            parsed, ground_truth, match, own.tokenizer, own.field_order, matching=self._matching
-        )
+        return self._judge.target(parsed, ground_truth, match)
 
-    def _segment(
-        self, sample: Sample, rollout: RolloutOutput, stats: RolloutStats
-    ) -> tuple[Segment | None, Judged]:
+    def _prompt(self, sample: Sample, rollout: RolloutOutput) -> EncodedPrompt:
+        """As the model's own processor has it, and as the backend had it (ROLL-01)."""
         own = self._encoding
         prompt = own.prompt(sample)
         check_prompt_ids(
             sample.sample_id, prompt.ids.tolist(), rollout.prompt_token_ids, own.tokenizer
         )
-        parsed = parse_rollout(
-            rollout.response_token_ids, own.tokenizer, allow_poly=self._allow_poly
-        )
-        match = match_objects(parsed.objects, sample.objects, self._matching)
-        stats.add(rollout, parsed, match)
-        try:
-            target = self.target(parsed, sample.objects, match)
-        except TargetUnreadable:
-            stats.closure_dropped += 1
-            return None, Judged(sample, rollout, parsed, match, supervised=False)
-        stats.appended += len(target.fn_keys)
-        segment = own.segment(sample, prompt, target, has_dropped=bool(parsed.dropped))
-        return segment, Judged(sample, rollout, parsed, match, supervised=True)
+        return prompt
+
+    def _segment(self, judged: Judged, target: Target, prompt: EncodedPrompt) -> Segment:
+        has_dropped = bool(judged.parsed.dropped)
+        return self._encoding.segment(judged.sample, prompt, target, has_dropped=has_dropped)

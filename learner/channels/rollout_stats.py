@@ -7,7 +7,8 @@ from typing import get_args
 import numpy as np
 
 from learner.metrics import Payload
-from learner.types import DropReason, MatchResult, ParsedRollout, RolloutOutput
+from learner.rollout_log import Judged
+from learner.types import DropReason
 
 _B = "stage2_ab/channel_b"
 
@@ -30,7 +31,8 @@ class RolloutStats:
     drop_reasons: Counter[str] = field(default_factory=Counter)
     new_tokens: list[int] = field(default_factory=list)
 
-    def add(self, rollout: RolloutOutput, parsed: ParsedRollout, match: MatchResult) -> None:
+    def add(self, judged: Judged) -> None:
+        rollout, parsed, match, target = judged.rollout, judged.parsed, judged.match, judged.target
         self.rollouts += 1
         self.truncated += parsed.truncated
         self.invalid += parsed.invalid_rollout
@@ -42,6 +44,8 @@ class RolloutStats:
         self.gated += match.gated
         self.drop_reasons.update(reason for _, reason in parsed.dropped)
         self.new_tokens.append(len(rollout.response_token_ids))
+        self.closure_dropped += target is None
+        self.appended += len(target.fn_keys) if target is not None else 0
 
     def merge(self, other: "RolloutStats") -> None:
         """Take over what another part of the same step has counted."""

@@ -2,10 +2,12 @@
 
 A segment is one whole sample, prompt and target. `plan_packs` divides the pool of a step,
 `select_segments` takes one pack out of a buffer that goes on, `SegmentBuffer` is the
-buffer of both, and `StepPacking` divides what a step has, while more is on its way.
+buffer of both, `StepPacking` divides what a step has, while more is on its way, and
+`CountedPacking` does so as a run has it set up, and counts.
 """
 
 from learner.packing.buffer import SegmentBuffer
+from learner.packing.counted import CountedPacking, Place
 from learner.packing.exact import EXACT_POOL
 from learner.packing.length import check_length
 from learner.packing.plan import plan_packs
@@ -15,6 +17,8 @@ from learner.packing.step import Chunk, StepPacking, Whole, forwards_due
 __all__ = [
     "EXACT_POOL",
     "Chunk",
+    "CountedPacking",
+    "Place",
     "SegmentBuffer",
     "StepPacking",
     "Whole",

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,16 +11,20 @@ from transformers import PreTrainedTokenizerFast
 
 from learner.channels.b import ChannelB
 from learner.channels.encoding import Encoding
+from learner.channels.judge import Judge
 from learner.config.rollout_matching import MatchingConfig
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.matching import match_objects
 from learner.model.load import load_model
 from learner.model.prompt import PromptEncoder
+from learner.packing import Place
 from learner.parsing import parse_rollout
-from learner.rollout_log import Judged, RolloutLog, folded, unfolded
+from learner.rollout_log import Judged, LoggedTarget, RolloutLog, folded, unfolded
+from learner.targets import build_target
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.errors import RunError
+from tests.unit.answers import ground_truths, rollouts
 from tests.unit.small_run import small_config
 
 CAT = GroundTruthObject("cat", Shape("bbox_2d", (10, 20, 300, 400)))
@@ -40,7 +45,8 @@ def judged(tokenizer: PreTrainedTokenizerFast, name: str = "a.jsonl:1") -> Judge
     rollout = RolloutOutput(prompt, ids, ANSWER, "length", False, (4, 4), 77)
     parsed = parse_rollout(ids, tokenizer)
     match = match_objects(parsed.objects, sample.objects, MatchingConfig())
-    return Judged(sample, rollout, parsed, match, supervised=True)
+    target = build_target(parsed, sample.objects, match, tokenizer, "desc_first")
+    return Judged(sample, rollout, parsed, match, target, chunk=2)
 
 
 @pytest.mark.req("MET-03")
@@ -48,11 +54,19 @@ def test_an_answer_is_logged_with_all_that_became_of_it(
     toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     item = judged(toy_tokenizer)
-    RolloutLog(tmp_path).write(12, [item, judged(toy_tokenizer, "a.jsonl:2")])
+    unreadable = judged(toy_tokenizer)._replace(target=None, left_out="no brace")
+    second = judged(toy_tokenizer, "a.jsonl:2")
+    places = [Place(400, 1, 0, 4), Place(410, 0, 2, 3)]
+    RolloutLog(tmp_path).write(12, [item, unreadable, second], places)
     (path,) = (tmp_path / "rollouts").iterdir()
     assert path.name == "step_000012.jsonl"
-    first, second = (json.loads(line) for line in path.read_text().splitlines())
-    assert second["sample_id"] == "a.jsonl:2"
+    first, left, last = (json.loads(line) for line in path.read_text().splitlines())
+    assert (left["supervised"], left["target"], left["segment"]) == (False, None, None)
+    assert left["left_out"] == "no brace"
+    assert last["sample_id"] == "a.jsonl:2"
+    assert last["segment"] == {"length": 410, "pack": 0, "position": 2, "come": 3}
+    target = first.pop("target")
+    check_target(target, item)
     assert unfolded(first.pop("prompt_token_ids")) == item.rollout.prompt_token_ids
     assert first == {
         "step": 12,
@@ -70,6 +84,9 @@ def test_an_answer_is_logged_with_all_that_became_of_it(
         "finish_reason": "length",
         "repeat_terminated": False,
         "supervised": True,
+        "left_out": None,
+        "chunk": 2,
+        "segment": {"length": 400, "pack": 1, "position": 0, "come": 4},
         "parse": {
             "truncated": True,
             "invalid": False,
@@ -88,6 +105,40 @@ def test_an_answer_is_logged_with_all_that_became_of_it(
         "text": ANSWER,
         "response_token_ids": item.rollout.response_token_ids,
     }
+
+
+def check_target(logged: dict[str, Any], item: Judged) -> None:
+    """Nothing of the target is lost, and of its ids only what the answer does not have is kept."""
+    target, response = item.target, item.rollout.response_token_ids
+    assert target is not None
+    read = LoggedTarget(**logged)
+    assert read.token_ids(response) == target.token_ids
+    assert read.prefix_len == target.prefix_len == read.kept == len(response)
+    assert logged["ids"] == target.token_ids[read.kept :]
+    assert logged["keys"] == ["object_4"]
+    assert [int(digit) for digit in logged["roles"]] == target.role.tolist()
+    assert [tuple(map(tuple, group[:2])) for group in logged["groups"]] == [
+        (group.positions, group.bins) for group in target.coord_groups
+    ]
+    assert [group[2:] for group in logged["groups"]] == [[True, True], [False, True]]
+
+
+@pytest.mark.req("MET-03")
+@given(data=st.data())
+def test_any_target_comes_back_from_the_log(
+    data: st.DataObject, toy_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    ids = data.draw(rollouts(toy_tokenizer))
+    truths = data.draw(st.lists(ground_truths(), max_size=3))
+    judge = Judge(toy_tokenizer, "desc_first", MatchingConfig(), allow_poly=False)
+    sample = Sample("a:1", (), 8, 8, tuple(truths))
+    target = judge(sample, RolloutOutput([], ids, "", None, False, (1, 1), None)).target
+    if target is not None:
+        logged = LoggedTarget.model_validate_json(LoggedTarget.of(target, ids).model_dump_json())
+        assert logged.token_ids(ids) == target.token_ids
+        assert [tuple(group.bins) for group in logged.groups] == [
+            group.bins for group in target.coord_groups
+        ]
 
 
 @pytest.mark.req("MET-03")
@@ -143,5 +194,9 @@ def test_what_cannot_be_supervised_is_noted_as_left_out(
     noted: list[Judged] = []
     segments, stats = channel.segments([good, bad], rollouts, noted.append)
     assert (len(segments), stats.closure_dropped) == (1, 1)
-    assert [(each.sample, each.supervised) for each in noted] == [(good, True), (bad, False)]
+    assert [each.sample for each in noted] == [good, bad]
+    assert noted[0].target is not None
+    assert noted[0].left_out is None
+    assert noted[1].target is None
+    assert "no closing brace" in str(noted[1].left_out) or "drops" in str(noted[1].left_out)
     assert [each.parsed.invalid_rollout for each in noted] == [True, True]
