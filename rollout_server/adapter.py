@@ -5,7 +5,7 @@
         .faults(...)  before anything changes: why the engine cannot serve an adapter
         .fill(...)    load one; the former one is gone
         .clear()      full weights: an adapter of zeros
-    Arriving          an adapter under way; its Collector stands in for the model
+    Arriving          an adapter under way (`collector`)
 
 vLLM's own way to an adapter is a path. It loads from there only what its manager does not
 hold, so an adapter that was put into the manager under the id of `SERVED` is never looked
@@ -14,12 +14,12 @@ the first request: a sequence that waits in the engine while weights change need
 name afterwards.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
@@ -30,11 +30,8 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
-from rollout_server.coverage import Box
-from rollout_server.placement import Placement, Plan, Target
-from rollout_server.readback import Asked, subtotals
+from rollout_server.collector import Collected
 from rollout_server.verification import RawPart
-from shared_contracts.digests import matrix_shape
 from shared_contracts.weights import AdapterMeta, ParameterMeta
 
 SERVED = LoRARequest(lora_name="weights", lora_int_id=1, lora_path="in-memory")
@@ -42,47 +39,22 @@ SERVED = LoRARequest(lora_name="weights", lora_int_id=1, lora_path="in-memory")
 Halves = list[Tensor | None]
 
 
-class Collector(nn.Module):
-    """Takes what a transfer engine would load into the model.
-
-    tensors: what came, by name, on the CPU and in memory of its own.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: dict[str, Tensor] = {}
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in weights:
-            self.tensors[name] = tensor.detach().to("cpu", copy=True)  # buckets are used again
-
-
 @dataclass
-class Arriving:
+class Arriving(Collected):
     """An adapter that is being pushed, or was."""
 
     meta: AdapterMeta
-    parameters: Sequence[ParameterMeta]
-    collector: Collector = field(default_factory=Collector)
 
     def read_back(
         self, slot: "AdapterSlot", asked: Sequence[tuple[str, Sequence[int] | None]]
     ) -> list[list[RawPart]]:
-        """Subtotals of what came, each parameter as one part (`readback.subtotals`).
+        """Subtotals of what came.
 
         Raises RuntimeError where the engine's layers do not hold exactly that.
         """
         if wrong := slot.differences(self.meta, self.collector.tensors):
             raise RuntimeError(f"these layers hold another adapter: {', '.join(wrong)}")
-        by_name = {parameter.name: parameter for parameter in self.parameters}
-        held, plan = nn.Module(), Plan()
-        for index, (name, tensor) in enumerate(self.collector.tensors.items()):
-            held.register_parameter(str(index), nn.Parameter(tensor, requires_grad=False))
-            rows, columns = matrix_shape(tensor.shape)
-            box = Box(0, 0, rows, columns)
-            target = Target("", str(index), rows, columns)
-            plan.placements[name].append(Placement(box, target, box))
-        return subtotals(held, plan, [Asked(by_name[n], c) for n, c in asked], on_cpu=True)
+        return self.subtotals(asked)
 
 
 class AdapterSlot:

@@ -172,7 +172,8 @@ def _add_weight_updates(app: FastAPI, pool: Pool) -> None:
     async def finish_weight_update(body: FinishWeightUpdate) -> SyncReport:
         """Verify, reset the caches, take the new version, and answer calls again."""
         report = await pool.weights.finish(body)
-        pool.telemetry.count_push(report)
+        if not report.trial:
+            pool.telemetry.count_push(report)
         return report
 
     @_route(app, "POST", "/close_communicator/", WEIGHT_PROBLEMS)

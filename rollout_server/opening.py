@@ -4,6 +4,7 @@ open_update(on_all, body, dtype)
     full weights    the layers are made loadable; the manifest must fit them
     an adapter      the layers are left alone; each worker must be able to serve it, and
                     where the learner says what its base is, must hold that base
+    a trial         the layers are left alone; each worker must hold the base already
 """
 
 from collections.abc import Awaitable, Callable
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 
 from rollout_server.coverage import Fault, adapter_refused, mismatch
 from rollout_server.updatable import EngineCall, worker_phase
-from rollout_server.verification import differences, unknown_digests
+from rollout_server.verification import Difference, differ, differences, unknown_digests
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import AdapterBase, DtypeName, ParameterMeta, StartWeightUpdate
 
@@ -22,8 +23,8 @@ OnAll: TypeAlias = Callable[[str, EngineCall[list[Any]]], Awaitable[list[list[An
 def unfit_base(body: StartWeightUpdate) -> str | None:
     """What is wrong with the base that `body` brings; None when nothing is."""
     if body.base is None:
-        return None
-    if body.adapter is None:
+        return "a trial brings what the engines should hold already" if body.trial else None
+    if body.adapter is None and not body.trial:
         return "there is no adapter that it would be the base of"
     return unknown_digests(body.base.digests, _by_name(body.base.parameters))
 
@@ -35,6 +36,8 @@ async def open_update(
 
     With a problem, the update is to be abandoned; no weight has changed then.
     """
+    if body.trial:
+        return await _open_trial(on_all, body, dtype)
     return await (
         _open_full(on_all, body, dtype)
         if body.adapter is None
@@ -66,25 +69,43 @@ async def _open_adapter(
     return None
 
 
+async def _open_trial(
+    on_all: OnAll, body: StartWeightUpdate, dtype: DtypeName
+) -> ProblemError | None:
+    assert body.base is not None
+    faults, wrong = await _compared(on_all, body.base, dtype)
+    if faults:
+        return mismatch(faults)
+    if wrong:
+        return differ(wrong, len(body.base.digests), "base")
+    await on_all("start", worker_phase("open_trial", parameters=_plain(body.parameters)))
+    return None
+
+
 async def _base_faults(on_all: OnAll, base: AdapterBase, dtype: DtypeName) -> list[str]:
     """Where the engines hold anything but the learner's base; its shape comes before values."""
-    asked = [(digest.name, digest.columns) for digest in base.digests]
-    call = worker_phase("check_base", parameters=_plain(base.parameters), dtype=dtype, asked=asked)
-    answers = await on_all("start: base", call)
-    found = [
-        (fault["name"], fault["detail"])
-        for engine in answers
-        for faults, _ in engine
-        for fault in faults
-    ]
-    for replica, engine in enumerate(answers if not found else ()):
-        held = [parts for _, parts in engine]
-        wrong = differences(replica, base.digests, _by_name(base.parameters), held)
-        found += [(each.name, f"replica {replica}: {each.detail}") for each in wrong]
+    faults, wrong = await _compared(on_all, base, dtype)
+    found = [(fault.name, fault.detail) for fault in faults]
+    found += [(each.name, f"replica {each.replica}: {each.detail}") for each in wrong]
     return [
         f"the engines' weights are not the learner's base: {name}: {detail}"
         for name, detail in found
     ]
+
+
+async def _compared(
+    on_all: OnAll, base: AdapterBase, dtype: DtypeName
+) -> tuple[list[Fault], list[Difference]]:
+    """Faults of the manifest of a base and, without any, where the engines hold other values."""
+    asked = [(digest.name, digest.columns) for digest in base.digests]
+    call = worker_phase("check_base", parameters=_plain(base.parameters), dtype=dtype, asked=asked)
+    answers = await on_all("start: base", call)
+    faults = [Fault(**fault) for engine in answers for found, _ in engine for fault in found]
+    wrong: list[Difference] = []
+    for replica, engine in enumerate(answers if not faults else ()):
+        held = [parts for _, parts in engine]
+        wrong += differences(replica, base.digests, _by_name(base.parameters), held)
+    return faults, wrong
 
 
 def _plain(parameters: list[ParameterMeta]) -> list[dict[str, Any]]:

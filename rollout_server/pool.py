@@ -6,6 +6,7 @@ health(), live(), info(), world_size()           the probes
 """
 
 import asyncio
+import socket
 import uuid
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -135,6 +136,9 @@ class Pool:
             weights_version=status.weights_version,
             weight_transport=self.settings.transport,
             server_epoch=self.server_epoch,
+            weight_group=self._weights.group,
+            host=socket.gethostname(),
+            gpus=list(self.settings.gpus),
             repeat_terminate=RepeatTerminateStatus(
                 active=bool(engines) and all(engine.guard_active for engine in engines),
                 config=guard,

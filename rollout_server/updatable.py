@@ -44,10 +44,14 @@ class UpdatableEngines(Protocol):
 
 @dataclass
 class Update:
-    """The update in progress; seconds by phase, bytes of one replica that came."""
+    """The update in progress; seconds by phase, bytes of one replica that came.
+
+    trial: nothing is loaded, so that whatever breaks changes nothing.
+    """
 
     version: int
     parameters: Sequence[ParameterMeta]
+    trial: bool = False
     bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -13,6 +13,7 @@ Two things lead back from `start` to where it came from, with nothing changed: a
 takes too long, and a manifest that is not what the model expects. `finish` ends in READY
 only when what the engines hold is what was sent. A transfer that broke ends the group, too:
 a rank has left it. The loss of a replica breaks the group, and with it an update that runs.
+A trial loads nothing: from where it has begun, READY is what it ends in, broken or not.
 """
 
 import asyncio
@@ -93,6 +94,11 @@ class WeightUpdates:
         self._settled.set()
 
     @property
+    def group(self) -> str | None:
+        """Where the weight group that stands has met; None without one."""
+        return None if self._group is None else f"{self._group.host}:{self._group.port}"
+
+    @property
     def status(self) -> WeightStatus:
         return WeightStatus(
             state=self.state, weights_version=self.version, server_epoch=self._server_epoch()
@@ -128,7 +134,10 @@ class WeightUpdates:
         """Drain and pause every engine, make its layers loadable, check the manifest."""
         async with self._phase():
             self._require_group("/start_weight_update/")
-            self._check_order(body.version)
+            if body.trial:
+                self._check_trial(body.version)
+            else:
+                self._check_order(body.version)
             if (fault := unfit_base(body)) is not None:
                 raise refusal("invalid-request", fault, "base")
             before = self.state
@@ -139,6 +148,7 @@ class WeightUpdates:
             with self._timed("pause"):
                 await self._drain(before)
                 await self._open(body, before)
+            self._update.trial = body.trial
         return self.status
 
     async def receive(self, body: UpdateWeights) -> WeightStatus:
@@ -164,7 +174,8 @@ class WeightUpdates:
             with self._timed("verify"):
                 await self._verify(update, body.digests)
             with self._timed("caches"):
-                await self._on_all("finish: caches", lambda e: e.publish(update.version))
+                if not update.trial:
+                    await self._on_all("finish: caches", lambda e: e.publish(update.version))
                 await self._on_all("finish: resume", lambda e: e.resume())
             self.version = update.version
             self._enter("READY")
@@ -174,6 +185,7 @@ class WeightUpdates:
             seconds=update.seconds,
             bytes=update.bytes,
             verified=len(body.digests),
+            trial=update.trial,
         )
 
     async def close_communicator(self) -> WeightStatus:
@@ -264,6 +276,13 @@ class WeightUpdates:
         if version < self.version + (not again):
             found = f"version {version} does not come after the server's, {self.version}"
             raise refusal("weight-update-order", found, "version")
+
+    def _check_trial(self, version: int) -> None:
+        """Only weights that are whole and everywhere the same can be compared."""
+        held = {engine.weights_version for engine in self._engines.all()}
+        if self.state != "READY" or held != {version} or self.version != version:
+            found = f"version {version} cannot be tried: the server is {self.state} with version "
+            raise refusal("weight-update-order", f"{found}{self.version}", "version")
 
     async def _open(self, body: StartWeightUpdate, before: WeightState) -> None:
         """Make every worker ready for what comes; what does not fit takes `start` back."""
@@ -388,8 +407,13 @@ class WeightUpdates:
     async def _poison(self, reason: str, group_broke: bool = False) -> None:
         """Make every engine reloadable, leave it paused and end what waits in it.
 
+        A trial is taken back instead.
+
         group_broke: a rank has left the group; the others leave it, too.
         """
+        if self._update is not None and self._update.trial:
+            await self._take_trial_back(self._update, reason, group_broke)
+            return
         logger.error("weights poisoned: %s", reason)
         self._enter("POISONED")
         engines = self._engines.alive()
@@ -408,6 +432,17 @@ class WeightUpdates:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 logger.error("while cleaning up after a broken update: %s", outcome)
+
+    async def _take_trial_back(self, trial: Update, reason: str, group_broke: bool) -> None:
+        """End a trial, which has loaded nothing; what breaks on the way poisons."""
+        logger.error("the trial of %d parameter(s) broke: %s", len(trial.parameters), reason)
+        trial.trial = False
+        phases = ["abandon_trial"] + ["shutdown_weight_transfer_engine"] * group_broke
+        for name in phases:
+            await self._on(self._engines.alive(), "trial: undo", worker_phase(name))
+        await self._back_to("READY")
+        if group_broke:
+            self._group = None
 
     def _arm_expiry(self, idle_s: float) -> None:
         def expire() -> None:

@@ -1,8 +1,8 @@
 """Methods vLLM mixes into each worker (`worker_extension_cls`).
 
 weight_phase    runs a phase of a weight update, by its name, and reports how it ended:
-    open_weight_update (or adapter_faults, check_base, open_adapter_update), receive_weights,
-    complete_load, read_back, abandon_weight_update, and vLLM's own
+    open_weight_update (or adapter_faults, check_base, open_adapter_update, open_trial),
+    receive_weights, complete_load, read_back, abandon_weight_update, abandon_trial, and vLLM's own
     init_weight_transfer_engine and shutdown_weight_transfer_engine; serve_no_adapter, before
     an engine's first sequence
 repeat_guard    what guards this worker's sequences
@@ -25,6 +25,7 @@ from vllm.config import set_current_vllm_config
 from vllm.lora.model_manager import LoRAModelManager
 
 from rollout_server.adapter import AdapterSlot, Arriving
+from rollout_server.collector import Collected
 from rollout_server.placement import Plan, shared_parameters, trace
 from rollout_server.readback import Asked, subtotals
 from rollout_server.repeat_processor import RepeatProcessor
@@ -46,6 +47,8 @@ class WorkerExtension(Worker):
     _planned: Planned | None = None
     # The adapter of the update in progress, or of the last one; None where that was of all.
     _arriving: Arriving | None = None
+    # What a trial brings, if the update in progress or the last one is a trial.
+    _tried: Collected | None = None
     # Whether a push has changed the weights that the engine read from the checkpoint.
     _base_replaced = False
 
@@ -67,7 +70,7 @@ class WorkerExtension(Worker):
         """
         manifest = [ParameterMeta.model_validate(parameter) for parameter in parameters]
         model = self.model_runner.get_model()
-        self._arriving = None
+        self._arriving = self._tried = None
         if self._planned is not None and self._planned[0] == manifest:
             self.start_weight_update()
             return []
@@ -111,11 +114,21 @@ class WorkerExtension(Worker):
         self, adapter: dict[str, Any], parameters: list[dict[str, Any]]
     ) -> None:
         """Have an adapter that has no faults collected beside the model."""
+        manifest = [ParameterMeta.model_validate(parameter) for parameter in parameters]
+        self._arriving = Arriving(manifest, AdapterMeta.model_validate(adapter))
+        self._tried = None
+        self._collect(self._arriving)
+
+    def open_trial(self, parameters: list[dict[str, Any]]) -> None:
+        """Have parameters collected beside the model, to be compared and forgotten."""
+        manifest = [ParameterMeta.model_validate(parameter) for parameter in parameters]
+        self._tried = Collected(manifest)
+        self._collect(self._tried)
+
+    def _collect(self, coming: Collected) -> None:
         engine = self.weight_transfer_engine
         assert engine is not None
-        manifest = [ParameterMeta.model_validate(parameter) for parameter in parameters]
-        self._arriving = Arriving(AdapterMeta.model_validate(adapter), manifest)
-        engine.set_weight_update_target(self._arriving.collector, engine.model_config)
+        engine.set_weight_update_target(coming.collector, engine.model_config)
         self.start_weight_update()
 
     def receive_weights(self, update_info: dict[str, Any]) -> dict[str, float]:
@@ -123,7 +136,7 @@ class WorkerExtension(Worker):
 
         Only the gloo engine tells them apart.
         """
-        if self._arriving is None:
+        if self._arriving is None and self._tried is None:
             self._base_replaced = True
         began = time.monotonic()
         self.update_weights(update_info)
@@ -134,11 +147,11 @@ class WorkerExtension(Worker):
     def complete_load(self) -> dict[str, float]:
         """Finish the layers that wait for it and rebuild packed copies; the seconds of it.
 
-        An adapter is put to use; after anything else none is left in use.
+        An adapter is put to use; after full weights none is left in use.
         """
         began = time.monotonic()
         self.finish_weight_update()
-        slot = self._adapter_slot()
+        slot = None if self._tried is not None else self._adapter_slot()
         if slot is not None and self._arriving is not None:
             slot.fill(self._arriving.meta, self._arriving.collector.tensors)
         elif slot is not None:
@@ -152,7 +165,12 @@ class WorkerExtension(Worker):
         slot.clear()
 
     def read_back(self, asked: Sequence[tuple[str, Sequence[int] | None]]) -> list[list[RawPart]]:
-        """What this worker holds of parameters of the manifest (`verification`)."""
+        """What this worker holds of parameters of the manifest (`verification`).
+
+        After a trial: what came, which `check_base` has held against the model.
+        """
+        if self._tried is not None:
+            return self._tried.subtotals(asked)
         if self._arriving is not None:
             slot = self._adapter_slot()
             assert slot is not None
@@ -183,6 +201,14 @@ class WorkerExtension(Worker):
             engine.finish_weight_update()
             engine.reset_weight_update_target()
         self._weight_update_active = False
+
+    def abandon_trial(self) -> None:
+        """End a trial that broke; the model was not opened and is left alone."""
+        engine = self.weight_transfer_engine
+        assert engine is not None
+        engine.reset_weight_update_target()
+        self._weight_update_active = False
+        self._tried = None
 
     def repeat_guard(self) -> dict[str, Any] | None:
         """Settings and sentinel of this worker's `RepeatProcessor`; None without one."""

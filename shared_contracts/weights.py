@@ -9,7 +9,8 @@ One push, in order; each call answers when its phase is over on every replica:
     POST /close_communicator/    -> WeightStatus
 
 A push sends the full weights of the checkpoint's layout, or with `adapter` a LoRA adapter
-over the weights the server was started with.
+over the weights the server was started with. With `trial` it sends some parameters that the
+engines hold already: these are received and compared by every worker, and nothing changes.
 
 `/init_communicator/` and `/update_weights/` answer only when the learner has done its
 half, so the learner posts them from a thread and meanwhile, with `gloo`,
@@ -240,7 +241,7 @@ class ParameterDigest(_Wire):
 
 
 class AdapterBase(_Wire):
-    """The weights that an adapter is over, as the learner has them.
+    """The weights that an adapter is over, or a trial is of, as the learner has them.
 
     parameters: all of them, as a full push would send them. digests: of some, or of all.
     """
@@ -253,17 +254,27 @@ class StartWeightUpdate(_Wire):
     """The manifest of a push.
 
     version: the version the server will have after it; higher than before, or the same where
-        a replica does not have the server's version.
+        a replica does not have the server's version. A trial names the one the server has.
     parameters: all that will be sent, in the order it travels.
     adapter: the parameters are those of an adapter over the checkpoint's weights.
-    base: only beside an adapter: what the engines must hold, or it is refused. The learner
-        sends it once for each weight group; a replica that starts anew ends the group.
+    base: beside an adapter or a trial: what the engines must hold, or it is refused. The
+        learner sends that of an adapter once for each weight group; a replica that starts anew
+        ends the group.
+    trial: the parameters are received and compared, and dropped: weights, caches and version
+        stay, also where it breaks.
     """
 
     version: Count
     parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
     adapter: AdapterMeta | None = None
     base: AdapterBase | None = None
+    trial: bool = False
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> "StartWeightUpdate":
+        if self.trial and self.adapter is not None:
+            raise ValueError("a trial sends parameters of the checkpoint, and no adapter")
+        return self
 
 
 class UpdateWeights(_Wire):
@@ -288,9 +299,11 @@ class SyncReport(_Wire):
         `load`, `verify`, `caches`; transfer and load overlap.
     bytes: payload of one replica.
     verified: parameters whose digest was compared.
+    trial: nothing was loaded.
     """
 
     status: WeightStatus
     seconds: dict[str, float]
     bytes: int
     verified: int
+    trial: bool = False

@@ -199,6 +199,18 @@ class WeightPusher:
                 if not self._choice.failed(source, error):
                     raise
 
+    def try_out(self, source: WeightSource) -> SyncReport:
+        """Send what the server should hold already; its workers compare it and load nothing.
+
+        source: yields what is sent; its base says what all weights are.
+
+        Raises:
+            WeightSyncError: the server holds something else, or a phase broke; its weights and
+                version are what they were.
+        """
+        joined = self._join()
+        return self._push(joined, source, joined.ready.weights_version, trial=True)
+
     def abandon(self) -> None:
         """Let go of the group of a server that was lost; the next push forms it anew."""
         if joined := self._leave():
@@ -258,7 +270,9 @@ class WeightPusher:
         joined.group.abandon()
         raise self._broken("learner", "rendezvous", ConnectionAbortedError(_CLOSED))
 
-    def _push(self, joined: _Joined, source: WeightSource, version: int) -> SyncReport:
+    def _push(
+        self, joined: _Joined, source: WeightSource, version: int, trial: bool = False
+    ) -> SyncReport:
         """One try; an error or an interrupt of any kind leaves no group behind."""
         dtype = joined.ready.dtype
         began = time.monotonic()
@@ -269,9 +283,10 @@ class WeightPusher:
                 parameters=parameters,
                 adapter=source.adapter,
                 base=None if joined.base_checked else self._base(source, dtype, version),
+                trial=trial,
             )
             self._phase("start", lambda: self._client.start_weight_update(manifest))
-            joined.base_checked |= manifest.base is not None
+            joined.base_checked |= manifest.base is not None and not trial
             started = time.monotonic()
             digests = self._transfer(joined.group, source, dtype, parameters, version)
             sent = time.monotonic()
