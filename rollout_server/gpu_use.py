@@ -1,73 +1,13 @@
-"""Who already uses the GPUs the server is to take, as `nvidia-smi` tells it (SRV-04)."""
+"""Whether the GPUs the server is to take are free (SRV-04)."""
 
-import logging
-import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from shared_contracts.errors import ContractError
+from shared_contracts.gpu_use import GpuUse, in_gib
 
 # An idle GPU holds some hundred MiB of its driver's; a process in another container is
 # seen by its memory alone.
 IDLE_MIB = 2048
-QUERY_TIMEOUT_S = 30.0
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class GpuMemory:
-    index: int
-    uuid: str
-    used_mib: int
-    total_mib: int
-
-
-@dataclass(frozen=True)
-class GpuProcess:
-    """used_mib: None where the driver does not tell."""
-
-    gpu_uuid: str
-    pid: int
-    name: str
-    used_mib: int | None
-
-
-@dataclass(frozen=True)
-class GpuUse:
-    gpus: list[GpuMemory]
-    processes: list[GpuProcess]
-
-
-def query_gpu_use(program: str = "nvidia-smi") -> GpuUse | None:
-    """What is known now; None, with a warning in the log, where `program` does not tell."""
-    try:
-        gpus = _ask(program, "--query-gpu=index,uuid,memory.used,memory.total")
-        processes = _ask(program, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
-        return GpuUse(parse_gpus(gpus), parse_processes(processes))
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        logger.warning("%s does not tell who uses the GPUs (%s)", program, error)
-        return None
-
-
-def parse_gpus(text: str) -> list[GpuMemory]:
-    """Lines such as `0, GPU-6f1c, 1024, 81559` (MiB). Raises ValueError for others."""
-    rows = [[field.strip() for field in line.split(",")] for line in _lines(text)]
-    return [GpuMemory(int(i), uuid, int(used), int(total)) for i, uuid, used, total in rows]
-
-
-def parse_processes(text: str) -> list[GpuProcess]:
-    """Lines such as `GPU-6f1c, 4242, /usr/bin/python, 40960` (MiB).
-
-    The name may hold commas; the memory may be `[N/A]`. Raises ValueError for others.
-    """
-    processes = []
-    for line in _lines(text):
-        uuid, pid, rest = line.split(",", maxsplit=2)
-        name, _, memory = rest.rpartition(",")
-        used = int(memory) if memory.strip().isdecimal() else None
-        processes.append(GpuProcess(uuid.strip(), int(pid), name.strip(), used))
-    return processes
 
 
 def check_unused(gpus: Sequence[int], use: GpuUse) -> None:
@@ -77,37 +17,13 @@ def check_unused(gpus: Sequence[int], use: GpuUse) -> None:
             continue
         holders = [process for process in use.processes if process.gpu_uuid == gpu.uuid]
         if holders:
-            raise _occupied(f"GPU {gpu.index} is used by {' and '.join(map(_named, holders))}")
+            raise _occupied(f"GPU {gpu.index} is used by {' and '.join(map(str, holders))}")
         if gpu.used_mib > IDLE_MIB:
             raise _occupied(
-                f"{_gib(gpu.used_mib)} of GPU {gpu.index} are used by a process that cannot "
+                f"{in_gib(gpu.used_mib)} of GPU {gpu.index} are used by a process that cannot "
                 "be seen from here, such as one in another container"
             )
 
 
 def _occupied(found: str) -> ContractError:
     return ContractError("gpus", found, "Stop it, name other GPUs, or give --share-gpus")
-
-
-def _named(process: GpuProcess) -> str:
-    memory = "" if process.used_mib is None else f", {_gib(process.used_mib)}"
-    return f"{process.name} (pid {process.pid}{memory})"
-
-
-def _gib(mib: int) -> str:
-    return f"{mib / 1024:.1f} GiB"
-
-
-def _lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.strip()]
-
-
-def _ask(program: str, query: str) -> str:
-    done = subprocess.run(
-        [program, query, "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=QUERY_TIMEOUT_S,
-    )
-    return done.stdout

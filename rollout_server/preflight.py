@@ -7,10 +7,11 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollout_server.gpu_use import check_unused, query_gpu_use
+from rollout_server.gpu_use import check_unused
 from rollout_server.secret import check_access
 from rollout_server.settings import ServerSettings
 from shared_contracts.errors import ContractError
+from shared_contracts.gpu_use import query_gpu_use
 
 GPU_DEVICES = Path("/proc/driver/nvidia/gpus")
 # Pillow takes larger images for an attack, whatever the setting says.

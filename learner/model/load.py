@@ -59,7 +59,7 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
     inner = model.model
-    trained = _tuned(model, config.tuner)
+    trained = tuned(model, config.tuner)
     return LoadedModel(trained, inner, processor, processor.tokenizer, vocab)
 
 
@@ -70,7 +70,8 @@ def weight_dtype(config: Config) -> torch.dtype:
     return torch.float32
 
 
-def _tuned(model: PreTrainedModel, tuner: TunerConfig) -> nn.Module:
+def tuned(model: PreTrainedModel, tuner: TunerConfig) -> nn.Module:
+    """`model` with the adapters that are trained, where there are any."""
     if not isinstance(tuner, LoraTuner):
         return model
     model.enable_input_require_grads()

@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 
 from rollout_server.engine_env import engine_environment
-from rollout_server.gpu_use import (
-    IDLE_MIB,
+from rollout_server.gpu_use import IDLE_MIB, check_unused
+from rollout_server.preflight import check_media, check_ray, check_settings
+from rollout_server.settings import ServerSettings
+from shared_contracts.errors import ContractError
+from shared_contracts.gpu_use import (
     GpuMemory,
     GpuProcess,
     GpuUse,
-    check_unused,
     parse_gpus,
     parse_processes,
     query_gpu_use,
 )
-from rollout_server.preflight import check_media, check_ray, check_settings
-from rollout_server.settings import ServerSettings
-from shared_contracts.errors import ContractError
 from shared_contracts.server_info import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[2]

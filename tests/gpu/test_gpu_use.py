@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from rollout_server.gpu_use import IDLE_MIB, check_unused, query_gpu_use
+from rollout_server.gpu_use import IDLE_MIB, check_unused
 from shared_contracts.errors import ContractError
+from shared_contracts.gpu_use import query_gpu_use
 
 
 @pytest.mark.gpu
