@@ -1,9 +1,10 @@
-"""A rollout server of the learner's own, which is started again when it dies (ROLL-03)."""
+"""A rollout server as a child process, which is started again when it dies (ROLL-03, DEP-02)."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from learner.operate.server_process import ServerProcess
 from shared_contracts.errors import ContractError, RunError
@@ -22,6 +23,7 @@ class KeptServer:
 
     start: starts the process, each time on the same port.
     clock: seconds; tells how long a start served.
+    first: started already, and healthy. name: in messages.
     starts: how often it was started.
     """
 
@@ -31,8 +33,10 @@ class KeptServer:
         start_timeout_s: float,
         pauses_s: Sequence[float] = PAUSES_S,
         clock: Callable[[], float] = time.monotonic,
+        first: ServerProcess | None = None,
+        name: str = "the colocated rollout server",
     ) -> None:
-        """Wait for the first start.
+        """Wait for the first start, unless it is given.
 
         Raises:
             ContractError: it ended, or was not ready in time; nothing is left running.
@@ -45,12 +49,10 @@ class KeptServer:
         self._stopped = threading.Event()
         self._changing = threading.Lock()
         self._given_up: RunError | None = None
-        self._process = start()
-        try:
-            self._process.wait_until_healthy(start_timeout_s)
-        except BaseException:
-            self._process.stop()
-            raise
+        self._name = name
+        self._process = first or start()
+        if first is None:
+            self._wait_for_the_first()
         self._ready_since, self._ready = clock(), self._process
         # The kernel ends a child with the thread that started it: this one waits for it.
         threading.Thread(target=self._keep, daemon=True).start()
@@ -84,7 +86,7 @@ class KeptServer:
                     raise RunError(str(error)) from error
                 time.sleep(_POLL_S)  # it ended: the next start comes
             else:
-                self._ready_since, self._ready = self._clock(), process
+                self._mark_ready(process)
 
     def stop(self) -> None:
         """End the process and what keeps it; idempotent."""
@@ -92,13 +94,24 @@ class KeptServer:
             self._stopped.set()
         self._process.stop()
 
+    def kill(self) -> None:
+        """Have a `stop` that waits elsewhere end at once."""
+        with self._changing:
+            self._stopped.set()
+        self._process.kill()
+
+    def _wait_for_the_first(self) -> None:
+        try:
+            self._process.wait_until_healthy(self._start_timeout_s)
+        except BaseException:
+            self._process.stop()
+            raise
+
     def _keep(self) -> None:
         try:
             self._keep_running()
         except OSError as error:
-            self._given_up = RunError(
-                f"the colocated rollout server ended and could not be started again: {error}"
-            )
+            self._given_up = RunError(f"{self._name} ended and could not be started again: {error}")
 
     def _keep_running(self) -> None:
         """Start it again after each end, until it is stopped or ended too often in a row."""
@@ -110,18 +123,25 @@ class KeptServer:
             ends = 1 if self._was_steady() else ends + 1
             if ends > len(self._pauses_s):
                 self._given_up = RunError(
-                    f"the colocated rollout server ended {ends} times, the last time with code "
-                    f"{code}. {self._process.log_tail()}"
+                    f"{self._name} ended {ends} times, the last time with code {code}. "
+                    f"{self._process.log_tail()}"
                 )
                 return
             pause_s = self._pauses_s[ends - 1]
             _LOG.warning(
-                "the colocated rollout server ended with code %d and is started again in %g s",
-                code,
-                pause_s,
+                "%s ended with code %d and is started again in %g s", self._name, code, pause_s
             )
             if self._stopped.wait(pause_s) or not self._start_again():
                 return
+            with suppress(ContractError):  # it ended, or takes longer: its end is waited for
+                self._process.wait_until_healthy(self._start_timeout_s)
+                self._mark_ready(self._process)
+
+    def _mark_ready(self, process: ServerProcess) -> None:
+        """Note since when it is ready: when it was first seen to be."""
+        with self._changing:
+            if self._ready is not process:
+                self._ready_since, self._ready = self._clock(), process
 
     def _was_steady(self) -> bool:
         """Whether the newest start was seen to be healthy long before now."""

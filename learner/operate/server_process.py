@@ -14,13 +14,14 @@ from typing import Self
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from shared_contracts.errors import ContractError
 
+LOOPBACK = "127.0.0.1"
 STOP_GRACE_S = 30.0
 _LOG_TAIL_LINES = 15
 
 
 def free_ports(count: int) -> list[int]:
     """Distinct TCP ports that are free on loopback now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    sockets = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
     ports: list[int] = [s.getsockname()[1] for s in sockets]
     for s in sockets:
         s.close()
@@ -28,12 +29,13 @@ def free_ports(count: int) -> list[int]:
 
 
 class ServerProcess:
-    """`rollout-server serve` on loopback, with its output at the end of a log file.
+    """`rollout-server serve`, with its output at the end of a log file.
 
     The server ends with the thread that started it, and so with this process, however that
-    ends.
+    ends. An interrupt of the terminal does not reach it: it is for whoever started it.
 
     port: a free one unless given. environment: this process's own unless given.
+    host: IPv4 address to listen on. base_url: where it is called; of `host` unless given.
     """
 
     def __init__(
@@ -42,18 +44,22 @@ class ServerProcess:
         log: Path,
         port: int | None = None,
         environment: Mapping[str, str] | None = None,
+        host: str = LOOPBACK,
+        base_url: str | None = None,
     ) -> None:
         port = port or free_ports(1)[0]
-        self.base_url = f"http://127.0.0.1:{port}"
+        self.base_url = base_url or f"http://{host}:{port}"
         self.log = log
-        command = [sys.executable, "-m", "rollout_server", "serve", "--port", str(port)]
+        command = [sys.executable, "-m", "rollout_server", "serve"]
+        address = ["--host", host, "--port", str(port)]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*command, "--parent-pid", str(os.getpid()), *options],
+                [*command, *address, "--parent-pid", str(os.getpid()), *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                process_group=0,
             )
 
     def __enter__(self) -> Self:
@@ -89,6 +95,10 @@ class ServerProcess:
                 time.sleep(0.2)
         raise self._failure(f"it was not ready within {timeout_s:.0f} s")
 
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
     def wait(self) -> int:
         """Wait for its end; returns the exit code."""
         return self._process.wait()
@@ -103,6 +113,10 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL; its engines end with it. Whoever waits for its end goes on."""
+        self._process.kill()
 
     def log_tail(self) -> str:
         """Where the log is, and its last lines."""
