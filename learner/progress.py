@@ -8,7 +8,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-_PHASES = ("rollout", "target", "pack", "learn", "push")
+from learner.metrics.step_line import PHASES, channel_of, step_line
+
 _PLAIN_EVERY = 20
 
 
@@ -45,7 +46,7 @@ class ProgressDisplay(TrainerCallback):
         if self._live is not None:
             self._live.update(Group(self._progress, _table(logs)))
         elif state.global_step % _PLAIN_EVERY == 0 or state.global_step == state.max_steps:
-            line = _line(state.global_step, state.max_steps, logs)
+            line = step_line(state.global_step, state.max_steps, logs)
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def on_train_end(
@@ -60,23 +61,12 @@ class ProgressDisplay(TrainerCallback):
             self._live = None
 
 
-def _channel(logs: dict[str, Any]) -> str:
-    return "B" if logs["step/channel_b"] else "A"
-
-
 def _table(logs: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False)
-    values = {"channel": _channel(logs), "loss": f"{logs['loss']:.4f}"}
-    values |= {p: f"{logs[f'time/{p}_s']:.2f} s" for p in _PHASES if f"time/{p}_s" in logs}
+    values = {"channel": channel_of(logs), "loss": f"{logs['loss']:.4f}"}
+    values |= {p: f"{logs[f'time/{p}_s']:.2f} s" for p in PHASES if f"time/{p}_s" in logs}
     values["rollouts/s"] = f"{logs.get('rollout/per_second', 0.0):.1f}"
     for name in values:
         table.add_column(name, justify="right")
     table.add_row(*values.values())
     return table
-
-
-def _line(step: int, total: int, logs: dict[str, Any]) -> str:
-    seconds = " ".join(f"{p} {logs[f'time/{p}_s']:.2f}s" for p in _PHASES if f"time/{p}_s" in logs)
-    rate = logs.get("rollout/per_second")
-    tail = f", {rate:.1f} rollouts/s" if rate else ""
-    return f"step {step}/{total} channel {_channel(logs)} loss {logs['loss']:.4f} {seconds}{tail}"

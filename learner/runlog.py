@@ -1,7 +1,7 @@
 """The run folder: what was asked, with what, and a line of numbers per logged step.
 
 <output_dir>/resolved_config.yaml   the config as it was understood
-<output_dir>/run.json               versions, commit, command, who generates
+<output_dir>/run.json               versions, commit, command, process, who generates
 <output_dir>/metrics.jsonl          one JSON object per logged step
 <output_dir>/rollout_calls.jsonl    one per step with rollouts, and per evaluation
 <output_dir>/rollouts/              the answers of channel B, a file per step (`rollout_log`)
@@ -21,12 +21,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from learner.config import Config, dump_resolved
 from learner.config.sync_mode import resolved_sync_mode
+from learner.process_mark import mark_of_this
 from learner.publish import append_line, publish_text
-from learner.resume import BEGINNING, METRICS, RESOLVED, RUN, Start, prepare_folder
+from learner.resume import BEGINNING, METRICS, RESOLVED, RUN, Start, data_digest, prepare_folder
 from learner.rollout.colocate import Placement
 from learner.rollout.describe import describe_backend
 
-_LIBRARIES = ("rollmatch", "torch", "transformers", "accelerate", "peft")
+_LIBRARIES = (
+    *("rollmatch", "torch", "transformers", "accelerate", "peft"),
+    *("tokenizers", "numpy", "scipy", "pycocotools"),  # what became of an answer depends on them
+)
 
 
 def open_run_folder(config: Config, placement: Placement | None, start: Start = BEGINNING) -> Path:
@@ -48,14 +52,29 @@ def _run_facts(config: Config, placement: Placement | None) -> dict[str, Any]:
     server = rollout.vllm.server if rollout.backend == "server" else None
     return {
         "command": sys.argv,
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in _LIBRARIES},
-        "commit": _commit(),
+        "process": mark_of_this(),
+        **software(),
+        "tokenizer_sha256": _tokenizer_digest(Path(config.model.model)),
         "rollout_backend": rollout.backend,
         "rollouts": describe_backend(config, placement),
         "servers": [entry.model_dump() for entry in server.servers] if server else [],
         "sync_mode": None if rollout.backend == "hf" else resolved_sync_mode(config, 1),
     }
+
+
+def software() -> dict[str, Any]:
+    """What runs here: versions, and the commit of this package."""
+    return {
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in _LIBRARIES},
+        "commit": _commit(),
+    }
+
+
+def _tokenizer_digest(checkpoint: Path) -> str | None:
+    """By which `learner replay` knows it again; None where there is none."""
+    file = checkpoint / "tokenizer.json"
+    return data_digest(file) if file.is_file() else None
 
 
 def _commit() -> str | None:
