@@ -1,0 +1,94 @@
+"""What stands at the head of the page: what the run is, how far it is, what came out."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from learner.report.charts import told
+from learner.report.run_view import RunView
+from learner.resume import METRICS
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number worth large letters. note: what it is the mean of, and the like."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def state(run: RunView) -> str:
+    """One sentence."""
+    total = run.total_steps
+    steps = f"step {run.last_step:,}" + (f" of {total:,}" if total else "")
+    if run.error is not None:
+        return f"Ended by an error at {steps}."
+    if run.ended is not None:
+        return f"Finished: {run.last_step:,} steps in {duration(run.ended['train_runtime'])}."
+    if not run.metrics:
+        return "No step is logged yet."
+    written = (run.folder.path / METRICS).stat().st_mtime
+    when = datetime.fromtimestamp(written, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"Not finished: {steps}. The last line was logged {when}."
+
+
+def duration(seconds: float | None) -> str:
+    """`115 s`, `12 min`, `3 h 20 min`."""
+    if seconds is None:
+        return "a time that is not known"
+    if seconds < 180:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def tiles(run: RunView) -> list[Tile]:
+    """Those that are known."""
+    found = []
+    if run.evaluations:
+        last = run.evaluations[-1]
+        found = [
+            Tile("F1", _share(last["eval/f1"]), f"evaluation after step {last['step']:,}"),
+            Tile("Precision", _share(last.get("eval/precision")), "same evaluation"),
+            Tile("Recall", _share(last.get("eval/recall")), "same evaluation"),
+        ]
+    match_rate = "stage2_ab/channel_b/match_rate"
+    if series := run.series(match_rate):
+        note = f"mean of the last {min(10, len(series))} steps with answers"
+        found.append(Tile("Match rate", _share(run.mean_of_last(match_rate)), note))
+    if series := run.series("loss"):
+        note = f"mean of the last {min(10, len(series))} steps"
+        found.append(Tile("Loss", told(run.mean_of_last("loss")), note))
+    if series := run.series("time/step_s"):
+        found.append(Tile("Seconds a step", told(run.mean_of_last("time/step_s")), "the last ten"))
+    return found
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def facts(run: RunView) -> dict[str, str]:
+    """What the run is."""
+    config, known = run.config, run.facts
+    versions: dict[str, Any] = known.get("versions", {})
+    rollouts = known.get("rollouts")
+    shown = {
+        "variant": f"{config.custom.trainer_variant}, channel B in {config.b_ratio:%} of the steps",
+        "model": str(config.model.model),
+        "trained": _tuner(run),
+        "answers by": f"{known.get('rollout_backend')}: {rollouts}" if rollouts else "",
+        "weights travel": known.get("sync_mode") or "",
+        "data": str(config.data.train_jsonl),
+        "batch": f"{config.training.effective_batch_size} samples a step",
+        "commit": (known.get("commit") or "")[:12],
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "python": str(known.get("python", "")),
+    }
+    return {name: value for name, value in shown.items() if value}
+
+
+def _tuner(run: RunView) -> str:
+    kind = run.config.tuner.train_type
+    return {"full": "all weights"}.get(kind, kind)
