@@ -1,7 +1,7 @@
 """Which process writes a run folder, so that whoever reads it can tell whether it still lives.
 
-    mark_of_this()   in run.json
-    lives(mark)      asked later, by anybody
+mark_of_this()   in run.json
+lives(mark)      asked later, by anybody
 """
 
 import os
@@ -29,7 +29,7 @@ def lives(mark: dict[str, Any]) -> bool | None:
     here = (socket.gethostname(), _namespace())
     if None in here or (mark.get("host"), mark.get("pid_namespace")) != here:
         return None
-    return _start_ticks(mark["pid"]) == mark["start_ticks"]
+    return bool(_start_ticks(mark["pid"]) == mark["start_ticks"])
 
 
 def _namespace() -> str | None:

@@ -1,1 +1,0 @@
-"""What the live view of a run shows."""

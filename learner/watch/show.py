@@ -1,0 +1,170 @@
+"""Shows a run until it has ended: a screen that is drawn anew, or plain lines.
+
+A screen fits the terminal of the moment (SIGWINCH); where output goes to a file, a pipe or a
+terminal without a cursor, there is a line for each new step instead.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from learner.metrics.step_line import step_line
+from learner.run_folder import RunFolder
+from learner.watch.frame import frame
+from learner.watch.spark import ASCII, BLOCKS, Glyphs
+from learner.watch.watched import Numbers, Watched
+from learner.watch.words import duration, plain
+from shared_contracts.errors import RunError
+
+_EVERY_S = 1.0
+_WIDTH_OF_A_FILE = 100
+_ENDED_BY_SIGNAL = 128
+
+
+def watch_run(folder: RunFolder, once: bool, follow: bool) -> None:
+    """Show the run until it has finished.
+
+    once: print one frame and return. follow: stay when it has ended.
+
+    Raises:
+        RunError: the process that writes the folder is gone, or the folder is.
+    """
+    run = Watched(folder)
+    console = _console()
+    glyphs = ASCII if console.options.ascii_only else BLOCKS
+    if once:
+        run.look()
+        width = console.width if console.is_terminal else _width_of_a_file()
+        console.print(_drawn(run, width, None, glyphs), soft_wrap=True)
+        return
+    if console.is_terminal and not console.is_dumb_terminal:
+        _screen(run, console, glyphs, follow)
+    else:
+        _lines(run, console, follow)
+    _say_how_it_ended(run)
+
+
+def _console() -> Console:
+    """Of standard output, whose size is asked of the terminal every time."""
+    if sys.stdout.isatty():
+        for name in ("COLUMNS", "LINES"):
+            os.environ.pop(name, None)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    return Console(highlight=False, emoji=False)
+
+
+def _width_of_a_file() -> int:
+    given = os.environ.get("COLUMNS", "")
+    return int(given) if given.isdecimal() and int(given) > 0 else _WIDTH_OF_A_FILE
+
+
+def _drawn(run: Watched, width: int, height: int | None, glyphs: Glyphs) -> Group:
+    lines = frame(run, width, height, glyphs)
+    for line in lines:
+        line.no_wrap, line.overflow = True, "crop"
+    return Group(*lines)
+
+
+def _screen(run: Watched, console: Console, glyphs: Glyphs, follow: bool) -> None:
+    """On the terminal's other screen; the last frame stays on the usual one."""
+    wake = threading.Event()
+    with (
+        _on_signals(wake),
+        Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
+    ):
+        while True:
+            run.look()
+            width, height = console.size
+            live.update(_drawn(run, width, height, glyphs), refresh=True)
+            if _over(run, follow):
+                break
+            wake.wait(_EVERY_S)
+            wake.clear()
+    console.print(_drawn(run, console.width, None, glyphs))
+
+
+def _lines(run: Watched, console: Console, follow: bool) -> None:
+    """The last step there is, then every new one."""
+
+    def say(text: str) -> None:
+        console.print(Text(text), soft_wrap=True)
+        console.file.flush()
+
+    told = 0
+    say(f"{plain(run.config.training.run_name)}: {run.path}")
+    wake = threading.Event()
+    with _on_signals(wake):
+        new = run.look()[-1:]
+        while True:
+            for line in new:
+                say(_said(line, run.total))
+            events = run.events
+            for event in events[max(told, 0) :] if told <= len(events) else []:
+                at = "evaluation" if event.at is None else f"step {event.at}"
+                say(f"{at}: {plain(event.what)}")
+            told = len(events)
+            if _over(run, follow):
+                return
+            wake.wait(_EVERY_S)
+            wake.clear()
+            new = run.look()
+
+
+def _said(line: Numbers, total: int | None) -> str:
+    if "loss" in line:
+        return step_line(line["step"], total, line)
+    scores = {key.removeprefix("eval/"): value for key, value in line.items() if "/" in key}
+    if "f1" in scores:
+        shown = " ".join(
+            f"{n} {scores[n]:.3f}" for n in ("f1", "precision", "recall") if n in scores
+        )
+        return f"step {line['step']} evaluation {shown}"
+    return f"step {line['step']} training has ended after {duration(line.get('train_runtime'))}"
+
+
+def _over(run: Watched, follow: bool) -> bool:
+    return not follow and run.state in ("finished", "gone", "removed")
+
+
+def _say_how_it_ended(run: Watched) -> None:
+    if run.state == "gone":
+        mark = run.facts["process"]
+        raise RunError(
+            f"{run.path}: process {mark['pid']} on {mark['host']} is gone, and the run has not "
+            f"finished: no step for {duration(run.silent_s)}, at step {run.step}. With "
+            "training.resume: auto the same command goes on"
+        )
+    if run.state == "removed":
+        raise RunError(f"{run.path} is no run folder any more")
+
+
+@contextmanager
+def _on_signals(wake: threading.Event) -> Iterator[None]:
+    """A new size is shown at once, and whoever ends this gives the terminal back first."""
+
+    def resized(number: int, frame: FrameType | None) -> None:
+        wake.set()
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(_ENDED_BY_SIGNAL + number)
+
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {
+        signal.SIGWINCH: resized,
+        signal.SIGTERM: ended,
+        signal.SIGHUP: ended,
+    }
+    former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
