@@ -10,6 +10,7 @@ no torch.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,15 @@ class RunFolder:
         files = sorted(self.path.glob("rollout_calls*.jsonl"))
         return [line for file in files for line in _lines(file)]
 
+    def calling_ranks(self) -> dict[int, set[int]]:
+        """Processes that noted calls for a step, by step."""
+        ranks: dict[int, set[int]] = {}
+        for file in self.path.glob("rollout_calls*.jsonl"):
+            for line in _lines(file):
+                if "step" in line:
+                    ranks.setdefault(line["step"], set()).add(_rank_of(file))
+        return ranks
+
     def answer_steps(self) -> list[int]:
         """Steps of channel B whose answers are logged, counted from 0, in order."""
         names = (path.name for path in (self.path / ROLLOUTS).glob("step_*.jsonl"))
@@ -81,6 +91,12 @@ class RunFolder:
         files += sorted(folder.glob(f"step_{step:06d}.rank*.jsonl"))
         answers = [_answer(file, line) for file in files if file.is_file() for line in _lines(file)]
         return sorted(answers, key=lambda answer: answer.rank)
+
+
+def _rank_of(log: Path) -> int:
+    """Of `rollout_calls.rank1.jsonl`."""
+    match = re.search(r"\.rank(\d+)\.", log.name)
+    return int(match[1]) if match else 0
 
 
 def _answer(file: Path, line: dict[str, Any]) -> StepAnswer:

@@ -1,1 +1,0 @@
-"""A step of channel B, built again from its logged answers."""
