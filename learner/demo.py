@@ -118,7 +118,7 @@ def _train(config: Config, console: Console) -> None:
 
 
 def _score(config: Config, held_out: list[Sample]) -> Scores:
-    return score_checkpoint(config, held_out, reach_servers(config))
+    return score_checkpoint(config, held_out, reach_servers(config)).scores
 
 
 def _last_checkpoint(run: Path) -> Path:

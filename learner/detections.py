@@ -202,7 +202,7 @@ def _detected(truth: COCO, found: COCO, kind: Overlap) -> Detected:
 def _summary(scored: COCOeval) -> AveragePrecision:
     """Of its twelve numbers: six of precision, then recall of 1, 10 and 100 detections."""
     values = [None if value < 0 else float(value) for value in scored.stats]
-    return AveragePrecision(*values[:6], ar=values[8])
+    return AveragePrecision(*(values[place] for place in (0, 1, 2, 3, 4, 5, 8)))
 
 
 def _by_category(truth: COCO, found: COCO, scored: COCOeval) -> Iterator[CategoryPrecision]:

@@ -1,5 +1,6 @@
 """`learner eval`: score a checkpoint by its rollouts (EVAL-01)."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,43 @@ import typer
 
 
 def evaluate(
-    config: Annotated[Path, typer.Option(help="Training YAML.")],
+    config: Annotated[
+        Path, typer.Option(help="Training YAML: model, data, prompt, and who answers.")
+    ],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Score this one, e.g. RUN/checkpoint-500. (model.model)"),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="JSONL file of samples. (data.val_jsonl)")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="New folder. (one in training.output_dir/evaluations)"),
+    ] = None,
 ) -> None:
     """Score a checkpoint by its rollouts, and write what it answered."""
-    raise NotImplementedError(config)
+    from rich.console import Console
+
+    from learner.config import load_config
+    from learner.data.show import print_tables
+    from learner.eval_plan import plan_evaluation
+    from learner.preflight import reach_servers
+    from learner.rollout.colocate import learner_environment
+    from learner.rollout.describe import describe_backend
+
+    plan = plan_evaluation(load_config(config), checkpoint, data, out)
+    console = Console(highlight=False)
+    answering = describe_backend(plan.config, plan.placement)
+    console.print(f"Checkpoint: {plan.checkpoint}", soft_wrap=True, markup=False)
+    console.print(f"Samples: {len(plan.samples)} of {plan.data}", soft_wrap=True, markup=False)
+    console.print(f"Answers: {answering}", soft_wrap=True, markup=False)
+    clients = reach_servers(plan.config)
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see `learner train`
+    os.environ.update(learner_environment(plan.placement))
+    from learner.eval_run import run_evaluation, tables
+
+    scored = run_evaluation(plan, clients, console)
+    print_tables(tables(scored))
+    console.print(f"\nEvaluation: {plan.out}", soft_wrap=True, markup=False)

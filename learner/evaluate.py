@@ -1,6 +1,6 @@
-"""Score a policy by its rollouts: generate, parse strictly, match, count.
+"""Score a policy by its rollouts: generate, parse strictly, match, count (EVAL-01).
 
-Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Scores
+Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> ScoredAnswer -> Scores
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,10 +12,37 @@ from learner.matching import match_objects
 from learner.metrics import Payload
 from learner.parsing import parse_rollout
 from learner.rollout.policy import Policy
+from learner.rollout_log import Judged, LoggedAnswer
 from learner.tokens import Tokenizer
-from learner.types import ParsedRollout, Sample
+from learner.types import RolloutOutput, Sample
 
 IOU_THRESHOLD = 0.5
+
+
+class ScoredAnswer(LoggedAnswer):
+    """An answer, how it was matched at IoU 0.5, and its own scores.
+
+    hits: matched objects of the right description. precision: hits / predicted; recall: hits /
+    ground truths; f1: 2 hits / (predicted + ground truths). None where that divides by nothing.
+    """
+
+    hits: int
+    precision: float | None
+    recall: float | None
+    f1: float | None
+
+    @classmethod
+    def scored(cls, judged: Judged) -> "ScoredAnswer":
+        answer = LoggedAnswer.of(judged)
+        said, truths = answer.parse.objects, answer.ground_truth
+        hits = sum(said[p].desc == truths[g].desc for p, g in answer.match.pairs)
+        return cls(
+            **dict(answer),
+            hits=hits,
+            precision=hits / len(said) if said else None,
+            recall=hits / len(truths) if truths else None,
+            f1=2 * hits / (len(said) + len(truths)) if said or truths else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -27,6 +54,17 @@ class Scores:
     hits: int
     located: int
     dropped: int
+
+    @classmethod
+    def of(cls, answers: Iterable[ScoredAnswer]) -> "Scores":
+        answers = list(answers)
+        return cls(
+            predicted=sum(len(answer.parse.objects) for answer in answers),
+            ground_truths=sum(len(answer.ground_truth) for answer in answers),
+            hits=sum(answer.hits for answer in answers),
+            located=sum(len(answer.match.pairs) for answer in answers),
+            dropped=sum(len(answer.parse.dropped) for answer in answers),
+        )
 
     @property
     def precision(self) -> float:
@@ -41,8 +79,16 @@ class Scores:
         return 2 * self.hits / max(self.predicted + self.ground_truths, 1)
 
     @property
+    def box_precision(self) -> float:
+        """The same of boxes alone: descriptions are ignored."""
+        return self.located / max(self.predicted, 1)
+
+    @property
+    def box_recall(self) -> float:
+        return self.located / max(self.ground_truths, 1)
+
+    @property
     def box_f1(self) -> float:
-        """F1 when descriptions are ignored."""
         return 2 * self.located / max(self.predicted + self.ground_truths, 1)
 
     def payload(self) -> Payload:
@@ -61,6 +107,18 @@ class Scores:
         return payload
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """answers: one per sample, in order. notes: metrics of the calls, and of the push if any."""
+
+    answers: list[ScoredAnswer]
+    notes: Payload
+
+    @property
+    def scores(self) -> Scores:
+        return Scores.of(self.answers)
+
+
 def evaluate(
     policy: Policy,
     samples: Sequence[Sample],
@@ -69,13 +127,11 @@ def evaluate(
     log_calls: Callable[[dict[str, Any]], None] | None = None,
     *,
     allow_poly: bool,
-) -> tuple[Scores, Payload]:
+) -> Evaluation:
     """Roll out every sample with the newest weights and score the answers.
 
     log_calls: takes the record of the calls.
     allow_poly: false in the two-channel variant, where a polygon is no prediction.
-
-    Returns the scores, and the metrics of the calls and of the push, if there was one.
     """
     try:
         policy.push_if_stale()
@@ -84,9 +140,11 @@ def evaluate(
         record, notes = policy.take_notes()
         if log_calls is not None:
             log_calls({"evaluation_seed": seed, **record})
-    answers = [output.response_token_ids for output in outputs]
-    parsed = [parse_rollout(ids, tokenizer, allow_poly=allow_poly) for ids in answers]
-    return score(zip(samples, parsed, strict=True)), notes
+    answers = [
+        ScoredAnswer.scored(judge(sample, output, tokenizer, allow_poly=allow_poly))
+        for sample, output in zip(samples, outputs, strict=True)
+    ]
+    return Evaluation(answers, notes)
 
 
 def evaluation_metrics(scores: Payload, notes: Payload) -> dict[str, float]:
@@ -95,15 +153,12 @@ def evaluation_metrics(scores: Payload, notes: Payload) -> dict[str, float]:
     return scores.metrics() | taken
 
 
-def score(answers: Iterable[tuple[Sample, ParsedRollout]]) -> Scores:
-    """Match at IoU 0.5 and count."""
-    config = MatchingConfig(maskiou_gate=IOU_THRESHOLD)
-    predicted = ground_truths = hits = located = dropped = 0
-    for sample, parsed in answers:
-        match = match_objects(parsed.objects, sample.objects, config)
-        predicted += len(parsed.objects)
-        ground_truths += len(sample.objects)
-        located += len(match.pairs)
-        hits += sum(parsed.objects[p].desc == sample.objects[g].desc for p, g in match.pairs)
-        dropped += len(parsed.dropped)
-    return Scores(predicted, ground_truths, hits, located, dropped)
+def judge(
+    sample: Sample, output: RolloutOutput, tokenizer: Tokenizer, *, allow_poly: bool
+) -> Judged:
+    """Parse an answer and match it at IoU 0.5; nothing is trained on it."""
+    parsed = parse_rollout(output.response_token_ids, tokenizer, allow_poly=allow_poly)
+    match = match_objects(
+        parsed.objects, sample.objects, MatchingConfig(maskiou_gate=IOU_THRESHOLD)
+    )
+    return Judged(sample, output, parsed, match)

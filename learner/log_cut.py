@@ -7,11 +7,14 @@ is cut off, and written again by the steps that are made again.
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 LOGS = ("metrics.jsonl", "rollout_calls*.jsonl")
 ROLLOUTS = "rollouts"
+EVALUATIONS = "evaluations"
 _OF_STEP = re.compile(r"step_(\d+)\b.*")
+_EVALUATION = re.compile(r"step_(\d+)")
 
 
 def log_sizes(folder: Path) -> dict[str, int]:
@@ -20,7 +23,8 @@ def log_sizes(folder: Path) -> dict[str, int]:
 
 
 def cut_back(folder: Path, sizes: dict[str, int], step: int) -> None:
-    """Cut each log to its size, and remove those without one; drop the rollouts from `step` on.
+    """Cut each log to its size, and remove those without one; drop the rollouts from `step` on,
+    and the evaluations after `step` steps.
 
     sizes: what `log_sizes` said after `step` steps. May be called again when it was killed.
     """
@@ -33,6 +37,10 @@ def cut_back(folder: Path, sizes: dict[str, int], step: int) -> None:
         of = step_of(path.name)
         if of is not None and of >= step:
             path.unlink()
+    for path in (folder / EVALUATIONS).glob("step_*"):
+        after = _EVALUATION.fullmatch(path.name)
+        if after is not None and int(after[1]) > step:
+            shutil.rmtree(path)
 
 
 def step_of(name: str) -> int | None:

@@ -39,12 +39,13 @@ from learner.channels.encoding import Encoding
 from learner.checkpoint import Checkpoints, RunFacts
 from learner.config.schema import Config
 from learner.data.order import ShareOrder
-from learner.evaluate import Scores, evaluate, evaluation_metrics
+from learner.eval_folder import EvaluationLog
+from learner.evaluate import Evaluation, evaluate, evaluation_metrics
 from learner.in_step import RolloutSource
 from learner.loader import ShareLoader
 from learner.log_cut import log_sizes
 from learner.losses.pipeline import Pipeline
-from learner.metrics import Payload, StepReport
+from learner.metrics import StepReport
 from learner.metrics.processes import over_processes
 from learner.model.load import LoadedModel, load_model
 from learner.model.packed_forward import check_packing
@@ -56,12 +57,14 @@ from learner.peers import ALONE, Peers, first
 from learner.preflight import RunInputs, generates
 from learner.progress import ProgressDisplay
 from learner.publish import writing
+from learner.report.at_the_end import reported
 from learner.resume import RUN, Start, data_digest
 from learner.rollout.client import RolloutClient
+from learner.rollout.colocate import Placement
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.rollout_log import RolloutLog
-from learner.runlog import CallLog, JsonlLog, open_run_folder
+from learner.runlog import CallLog, JsonlLog, open_run_folder, software
 from learner.step import StepRunner
 from learner.trackers import tracker_callbacks
 from learner.types import Sample
@@ -78,7 +81,7 @@ class StepTrainer(Trainer):
     def __init__(
         self,
         runner: StepRunner,
-        scorer: Callable[[], dict[str, float]],
+        scorer: Callable[[int], dict[str, float]],
         loader: ShareLoader,
         optimizer: Optimizer,
         checkpoints: Checkpoints,
@@ -116,7 +119,7 @@ class StepTrainer(Trainer):
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Score by rollouts, then what Trainer does after an evaluation."""
-        metrics = self._scorer()
+        metrics = self._scorer(self.state.global_step)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
@@ -176,6 +179,8 @@ def train_as(
         check_packing(loaded.model)
     optimizer = build_optimizer(loaded.model, config.training)
     with ExitStack() as stack:
+        if peers.rank == 0:
+            stack.enter_context(reported(folder, console))
         stack.enter_context(writing(folder))
         policy = None
         if generates(config):
@@ -240,22 +245,50 @@ def _require_one_gpu() -> None:
         )
 
 
-def score_checkpoint(config: Config, samples: list[Sample], clients: list[RolloutClient]) -> Scores:
-    """Score the answers of `model.model`, by the servers of `config` or by transformers."""
-    loaded = load_model(config)
-    folder = Path(config.training.output_dir)
-    policy = policy_over(open_backend(config, loaded, clients, folder, samples), config)
+def score_checkpoint(
+    config: Config,
+    samples: list[Sample],
+    clients: list[RolloutClient],
+    folder: Path | None = None,
+    placement: Placement | None = None,
+    load: Callable[[Config], LoadedModel] = load_model,
+) -> Evaluation:
+    """Score the answers of `model.model`, by whoever answers in `config`.
+
+    folder, placement: of a colocated server, if there is one. load: what is scored may be more
+    than the folder of `model.model`.
+    """
+    loaded = load(config)
+    folder = folder or Path(config.training.output_dir)
+    opened = open_backend(config, loaded, clients, folder, samples, placement)
+    policy = policy_over(opened, config)
     try:
-        seed = _evaluation_seed(config)
-        scores, _ = evaluate(policy, samples, seed, loaded.tokenizer, allow_poly=config.allow_poly)
-        return scores
+        seed = evaluation_seed(config)
+        return evaluate(policy, samples, seed, loaded.tokenizer, allow_poly=config.allow_poly)
     finally:
         policy.close()
 
 
-def _evaluation_seed(config: Config, rank: int = 0) -> int:
+def evaluation_seed(config: Config, rank: int = 0) -> int:
+    """Of the first sample of a process; sample i has the seed + i."""
     base = rank_seed_base(rollout_seed_base(config.training.seed, 0), rank)
     return request_seed(base, 0, 0)
+
+
+def evaluation_facts(config: Config, data: Path) -> dict[str, Any]:
+    """How samples are scored, beside by which weights."""
+    how = {"pipeline", "async_rollout", "eval_detection", "offload"}
+    return {
+        "data": str(data),
+        "seed": evaluation_seed(config),
+        "settings": {
+            "trainer_variant": config.custom.trainer_variant,
+            "template": config.template.model_dump(mode="json"),
+            "torch_dtype": config.model.torch_dtype,
+            "rollout_matching": config.rollout_matching.model_dump(mode="json", exclude=how),
+        },
+        **software(),
+    }
 
 
 def policy_over(opened: OpenBackend, config: Config) -> Policy:
@@ -337,33 +370,50 @@ def build_scorer(
     calls: CallLog,
     peers: Peers = ALONE,
     source: RolloutSource | None = None,
-) -> Callable[[], dict[str, float]]:
+) -> Callable[[int], dict[str, float]]:
     """The evaluation of a run: scores of its validation samples, and what they took.
+
+    It is called with the optimizer steps that were made.
 
     Each process has every so-manieth sample answered; the scores are those of all.
     source: of the steps, which is quiet meanwhile.
     """
     own = inputs.val[peers.rank :: peers.count]
-    seed = _evaluation_seed(config, peers.rank)
+    seed = evaluation_seed(config, peers.rank)
     device = next(loaded.model.parameters()).device
+    detection = config.rollout_matching.eval_detection
+    log = _evaluation_log(config, peers) if detection.enabled else None
 
-    def score() -> dict[str, float]:
+    def score(step: int) -> dict[str, float]:
         assert policy is not None, "a run that evaluates has a policy"
-        payloads: list[Payload] = []
+        evaluations: list[Evaluation] = []
 
         def answered() -> None:
-            scores, notes = evaluate(
+            evaluation = evaluate(
                 policy, own, seed, loaded.tokenizer, calls.write, allow_poly=config.allow_poly
             )
-            payloads.extend([scores.payload(), notes])
+            evaluations.append(evaluation)
+            if log is not None:
+                log.leave(evaluation.answers)
 
         with nullcontext() if source is None else source.quiet():
             policy.push_if_stale()
             peers.share(answered, meanwhile=policy.tend)
+        (evaluation,) = evaluations
+        payloads = (evaluation.scores.payload(), evaluation.notes)
         scores, notes = (over_processes(payload, device) for payload in payloads)
-        return evaluation_metrics(scores, notes)
+        metrics = evaluation_metrics(scores, notes)
+        return metrics if log is None else {**metrics, **log.finish(step)}
 
     return score
+
+
+def _evaluation_log(config: Config, peers: Peers) -> EvaluationLog:
+    folder, data = Path(config.training.output_dir), config.data.val_jsonl
+    assert data is not None, "checked with the config"
+    facts = {"run": str(folder), **evaluation_facts(config, data)}
+    save = config.rollout_matching.eval_detection.save_answers
+    return EvaluationLog(folder, data, facts, polygons=config.allow_poly, save=save, peers=peers)
 
 
 def build_trainer(
@@ -372,7 +422,7 @@ def build_trainer(
     optimizer: Optimizer,
     inputs: RunInputs,
     runner: StepRunner,
-    scorer: Callable[[], dict[str, float]],
+    scorer: Callable[[int], dict[str, float]],
     display: ProgressDisplay,
     peers: Peers = ALONE,
     policy: Policy | None = None,

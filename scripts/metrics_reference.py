@@ -26,9 +26,10 @@ With several processes a line is of all of them. How their parts meet follows fr
 | loss | sum; a pack counts by its share of the step's samples |
 | seconds, flag, peak | maximum |
 | rate | sum of the numerators / sum of the denominators; 0 where both are 0 |
+| whole | none: process 0 computes it of all answers together |
 
-Two all-reduces a step do that, of vectors in the order of this page; nothing is gathered, and no
-rate is a mean of rates. The losses of a step add up to `loss`.
+Two all-reduces a step do that, of vectors in the order of this page; no step gathers anything, and
+no rate is a mean of rates. The losses of a step add up to `loss`.
 
 A key that a step cannot have is not in its line; there is no 0 in its place. A key without a
 condition is in the line of every step of its channel, 0 too: all reasons of `strict_drop`, for one.

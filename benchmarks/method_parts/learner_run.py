@@ -64,24 +64,22 @@ def count(outputs: Sequence[RolloutOutput], tokenizer: Tokenizer) -> Counts:
 
 
 class HeldOut:
-    """The run's evaluation, called before its first step and after every `every` steps.
+    """The run's evaluation, called before its first step and after every so many steps.
 
     score: of the run; gives its metrics.
     evaluations: so far. training: what was answered between them.
     """
 
-    def __init__(
-        self, score: Callable[[], dict[str, float]], policy: CountingPolicy, every: int
-    ) -> None:
-        self._score, self._policy, self._every = score, policy, every
+    def __init__(self, score: Callable[[int], dict[str, float]], policy: CountingPolicy) -> None:
+        self._score, self._policy = score, policy
         self.evaluations: list[Evaluation] = []
         self.training = Counts()
 
-    def __call__(self) -> dict[str, float]:
+    def __call__(self, step: int) -> dict[str, float]:
         self.training += self._policy.take()
-        metrics = self._score()
+        metrics = self._score(step)
         evaluation = Evaluation(
-            step=self._every * len(self.evaluations),
+            step=step,
             precision=metrics["eval/precision"],
             recall=metrics["eval/recall"],
             f1=metrics["eval/f1"],
@@ -114,8 +112,8 @@ def run_arm(arm: Arm, config: Config, console: Console) -> Record:
     try:
         calls = CallLog(folder)
         score = build_scorer(config, loaded, inputs, policy, calls)
-        held_out = HeldOut(score, policy, config.training.eval_steps)
-        held_out()
+        held_out = HeldOut(score, policy)
+        held_out(0)
         runner = build_runner(config, loaded, policy, calls, arm.channel_b)
         build_trainer(config, loaded, optimizer, inputs, runner, held_out, display).train()
     finally:

@@ -5,6 +5,7 @@ A key that is not here cannot be logged. How processes combine a metric follows 
     counter, loss           sum
     seconds, flag, peak     max
     rate                    sum of the numerators / sum of the denominators
+    whole                   the same in every process: process 0 has it of all answers together
 
 Losses are additive: each pack counts by its share of the step's samples (LOSS-05). No overlap of
 boxes or masks is among the metrics of training; they are for matching alone.
@@ -16,7 +17,7 @@ from typing import Literal, get_args
 
 from learner.types import Channel, DropReason
 
-Kind = Literal["counter", "loss", "seconds", "flag", "peak", "rate"]
+Kind = Literal["counter", "loss", "seconds", "flag", "peak", "rate", "whole"]
 Reduction = Literal["sum", "max", "rate"]
 
 _REDUCTIONS: dict[Kind, Reduction] = {
@@ -26,6 +27,7 @@ _REDUCTIONS: dict[Kind, Reduction] = {
     "flag": "max",
     "peak": "max",
     "rate": "rate",
+    "whole": "max",
 }
 _BOTH: tuple[Channel, ...] = ("A", "B")
 _B: tuple[Channel, ...] = ("B",)
@@ -299,9 +301,16 @@ def _servers() -> Iterator[Metric]:
 SERVERS = tuple(_servers())
 
 
+_AREAS = {"small": "up to 32^2", "medium": "from there to 96^2", "large": "above 96^2"}
+_DETECTION = "with `eval_detection.enabled`"
+
+
 def _evaluation() -> Iterator[Metric]:
     def metric(name: str, kind: Kind, unit: str, meaning: str) -> Metric:
         return Metric(f"eval/{name}", kind, unit, meaning, ())
+
+    def precision(name: str, meaning: str, when: str = _DETECTION) -> Metric:
+        return Metric(f"eval/{name}", "whole", "1", meaning, (), when)
 
     yield metric("precision", "rate", "1", "hits / predicted objects")
     yield metric("recall", "rate", "1", "hits / ground truths")
@@ -310,6 +319,18 @@ def _evaluation() -> Iterator[Metric]:
     yield metric("predicted", "counter", "objects", "predicted and valid")
     yield metric("ground_truths", "counter", "objects", "annotated")
     yield metric("dropped", "counter", "objects", "predicted and dropped as invalid")
+    yield precision("ap", "COCO's average precision of boxes, IoU 0.50 to 0.95")
+    yield precision("ap50", "the same at IoU 0.50")
+    yield precision("ap75", "the same at IoU 0.75")
+    for size, area in _AREAS.items():
+        when = f"{_DETECTION}, and there are any"
+        yield precision(f"ap_{size}", f"`eval/ap` of objects of {area} pixels", when)
+    yield precision("ar", "COCO's average recall of boxes, 100 detections an image")
+    yield precision("box_ap", "`eval/ap`, descriptions ignored")
+    yield precision("box_ap50", "`eval/ap50`, descriptions ignored")
+    masks = f"{_DETECTION} and polygons"
+    for at in ("ap", "ap50", "ap75"):
+        yield precision(f"segm_{at}", f"`eval/{at}` of masks in place of boxes", masks)
 
 
 EVALUATION = tuple(_evaluation())

@@ -26,7 +26,7 @@ def payload_of(atoms: Sequence[Atom]) -> Payload:
         match KINDS[key]:
             case "counter" | "loss":
                 payload.add({key: value})
-            case "seconds" | "flag" | "peak":
+            case "seconds" | "flag" | "peak" | "whole":
                 payload.note({key: value})
             case "rate":
                 payload.rate({key: (value, whole)})

@@ -11,10 +11,9 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from learner.data.toy import ToyData
-from learner.evaluate import Scores, evaluate, score
+from learner.evaluate import ScoredAnswer, Scores, evaluate, judge
 from learner.model.load import load_model
 from learner.optim import build_optimizer
-from learner.parsing import parse_rollout
 from learner.preflight import read_inputs
 from learner.progress import ProgressDisplay
 from learner.rollout.journal import Call, Journal
@@ -26,7 +25,7 @@ from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress
 from tests.unit.answers import BIRD, CAT, DOG, coords, encode, entry
 from tests.unit.scripted_rollouts import report
-from tests.unit.small_run import small_config
+from tests.unit.small_run import rollout, small_config
 
 CAT_BOX, DOG_BOX = CAT.shape.coords, DOG.shape.coords
 
@@ -35,13 +34,17 @@ def sample(*objects: GroundTruthObject) -> Sample:
     return Sample("a:1", (), 64, 64, objects)
 
 
+def answer(
+    tokenizer: PreTrainedTokenizerFast, text: str, objects: Sequence[GroundTruthObject]
+) -> ScoredAnswer:
+    said = rollout([], encode(tokenizer, text))
+    return ScoredAnswer.scored(judge(sample(*objects), said, tokenizer, allow_poly=False))
+
+
 def scored(
     tokenizer: PreTrainedTokenizerFast, *answers: tuple[str, Sequence[GroundTruthObject]]
 ) -> Scores:
-    return score(
-        (sample(*objects), parse_rollout(encode(tokenizer, text), tokenizer))
-        for text, objects in answers
-    )
+    return Scores.of(answer(tokenizer, text, objects) for text, objects in answers)
 
 
 def test_a_hit_needs_the_place_and_the_description(toy_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -51,7 +54,38 @@ def test_a_hit_needs_the_place_and_the_description(toy_tokenizer: PreTrainedToke
     assert found.precision == pytest.approx(1 / 2)
     assert found.recall == pytest.approx(1 / 3)
     assert found.f1 == pytest.approx(2 * 1 / (2 + 3))
+    assert found.box_precision == 1.0
+    assert found.box_recall == pytest.approx(2 / 3)
     assert found.box_f1 == pytest.approx(2 * 2 / (2 + 3))
+
+
+@pytest.mark.req("EVAL-01")
+def test_an_answer_has_scores_of_its_own_by_the_same_matches(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    text = f"{{{entry(1, 'cat', CAT_BOX)}, {entry(2, 'cat', DOG_BOX)}}}"
+    found = answer(toy_tokenizer, text, [CAT, DOG, BIRD])
+    assert found.match.pairs == [(0, 0), (1, 1)]
+    assert found.match.false_negatives == [2]
+    assert (found.hits, found.precision) == (1, 1 / 2)
+    assert found.recall == pytest.approx(1 / 3)
+    assert found.f1 == pytest.approx(2 / 5)
+
+
+@pytest.mark.req("EVAL-01")
+@pytest.mark.parametrize(
+    ("text", "objects", "own"),
+    [("{}", [], (None, None, None)), ("{}", [CAT], (None, 0.0, 0.0))],
+    ids=["nothing there, nothing said", "nothing said"],
+)
+def test_a_score_that_divides_by_nothing_is_none(
+    toy_tokenizer: PreTrainedTokenizerFast,
+    text: str,
+    objects: list[GroundTruthObject],
+    own: tuple[float | None, ...],
+) -> None:
+    found = answer(toy_tokenizer, text, objects)
+    assert (found.precision, found.recall, found.f1) == own
 
 
 @pytest.mark.parametrize(("right_edge", "located"), [(560, 1), (440, 0)])
@@ -139,10 +173,10 @@ def test_evaluation_asks_the_newest_weights_and_polygons_count_where_they_are_al
     policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()))
     roof_box = GroundTruthObject("roof", Shape("bbox_2d", (0, 0, 500, 500)))
     samples = [sample(CAT, roof_box)]
-    found, _ = evaluate(policy, samples, seed=7, tokenizer=toy_tokenizer, allow_poly=False)
+    found = evaluate(policy, samples, seed=7, tokenizer=toy_tokenizer, allow_poly=False).scores
     assert backend.done == ["push 1", "rollout 1 seed 7"]
     assert found == Scores(predicted=1, ground_truths=2, hits=1, located=1, dropped=1)
-    found, _ = evaluate(policy, samples, seed=7, tokenizer=toy_tokenizer, allow_poly=True)
+    found = evaluate(policy, samples, seed=7, tokenizer=toy_tokenizer, allow_poly=True).scores
     assert (found.predicted, found.dropped) == (2, 0)
 
 
@@ -156,11 +190,11 @@ def test_the_calls_of_an_evaluation_are_logged_with_it_and_not_with_the_next_ste
     policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()), journal=journal)
     logged: list[dict[str, Any]] = []
     samples = [sample(CAT)]
-    _, notes = evaluate(policy, samples, 7, toy_tokenizer, logged.append, allow_poly=False)
+    done = evaluate(policy, samples, 7, toy_tokenizer, logged.append, allow_poly=False)
     (record,) = logged
     assert record["evaluation_seed"] == 7
     assert [call["attempt"] for call in record["calls"]] == [2]
-    assert notes.metrics()["rollout/retries"] == 1
+    assert done.notes.metrics()["rollout/retries"] == 1
     assert policy.take_notes()[1].metrics()["rollout/retries"] == 0
 
 

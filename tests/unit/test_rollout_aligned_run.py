@@ -178,7 +178,7 @@ def test_right_polygons_are_hits_of_the_evaluation(config: Path, tmp_path: Path)
     assert any(o.shape.kind == "poly" for sample in inputs.val for o in sample.objects)
     prompt = PromptEncoder(loaded.processor, parsed.template.prompt, None)
     policy = Policy(Perfect(inputs.val, loaded, prompt), 0, asking_of(parsed))
-    scores = build_scorer(parsed, loaded, inputs, policy, CallLog(tmp_path))()
+    scores = build_scorer(parsed, loaded, inputs, policy, CallLog(tmp_path))(0)
     assert scores["eval/f1"] == 1
     assert scores["eval/dropped"] == 0
 

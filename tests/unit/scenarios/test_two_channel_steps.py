@@ -75,7 +75,9 @@ class Run:
         policy = Policy(Asked(inputs.train, parts, self.events), 0, asking_of(config))
         runner = build_runner(config, parts.loaded, policy, CallLog(folder))
         display = ProgressDisplay(Console(file=io.StringIO()), "run")
-        self.trainer = build_trainer(config, parts.loaded, optimizer, inputs, runner, dict, display)
+        self.trainer = build_trainer(
+            config, parts.loaded, optimizer, inputs, runner, lambda step: {}, display
+        )
         self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         logged = (folder / "metrics.jsonl").read_text().splitlines()
         self.steps = [line for line in map(json.loads, logged) if "loss" in line]
