@@ -171,7 +171,7 @@ def test_only_the_first_process_reports(mapping: dict[str, Any], report_to: str,
         build_optimizer(loaded.model, config.training),
         inputs,
         build_runner(config, loaded, None, CallLog(folder)),
-        dict,
+        lambda step: {},
         ProgressDisplay(Console(file=io.StringIO()), "small"),
         Second() if rank else Alone(),
     )
