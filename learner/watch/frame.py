@@ -37,8 +37,10 @@ def frame(run: Watched, width: int, height: int | None, glyphs: Glyphs) -> Lines
         own = (width - _GAP) // 2
         left, right = (_column(_made(makers, run, own, glyphs), room) for makers in (_LEFT, _RIGHT))
         body = [_beside(a, b, own) for a, b in zip_longest(left, right, fillvalue=Text())]
-    lines = [*top, *body]
-    return lines if height is None else lines[:height]
+    lines = [*top, *body][:height]
+    for line in lines:
+        line.truncate(width, overflow="crop")
+    return lines
 
 
 def _made(makers: Sequence[Maker], run: Watched, width: int, glyphs: Glyphs) -> list[Section]:
@@ -70,6 +72,8 @@ def _shared_out(found: Sequence[Section], room: int) -> list[int]:
     heights = [0] * len(found)
     for place, section in enumerate(found):
         least = min(section.least, len(section.lines))
+        if place == 0:  # also where it says too little
+            least = max(0, min(least, room - 1))
         cost = least + 1 + (1 if any(heights) else 0)
         if cost <= room:
             heights[place], room = least, room - cost

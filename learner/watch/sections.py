@@ -15,6 +15,7 @@ Lines = list[Text]
 
 # From the first to the last of a step; `push` is before the answers, or beside.
 _PHASES = ("push", "rollout", "target", "pack", "wait", "learn")
+_ALL = "step"
 _MEAN_OF = 20
 _VALUE = 9
 _LEAST_SPARK = 6
@@ -100,7 +101,7 @@ def _worrying(run: Watched) -> bool:
 def _progress(run: Watched, width: int, glyphs: Glyphs) -> Text:
     total = run.total
     count = f"step {run.step}/{total if total is not None else '?'}"
-    left = f" left {duration(run.seconds_left)}" if run.state in ("running", "starting") else ""
+    left = f" ETA {duration(run.seconds_left)}" if run.state in ("running", "starting") else ""
     if total is None:
         return Text(count[:width])
     share = run.step / total
@@ -152,28 +153,25 @@ def _interleaved(lines: Lines) -> Lines:
 
 def times(run: Watched, width: int, glyphs: Glyphs) -> Section:
     """Mean seconds of each phase of the last steps of either channel, as bars."""
+    means = [(c, name, s) for c in ("B", "A") for name, s in _phase_means(run, c).items()]
+    means.sort(key=lambda mean: mean[1] != _ALL)  # so that a low terminal shows both
+    longest = max((seconds for _, _, seconds in means), default=0.0)
     lines = []
-    means = {channel: _phase_means(run, channel) for channel in ("A", "B")}
-    longest = max((s for of in means.values() for s in of.values()), default=0.0)
-    for channel, of in means.items():
-        for phase, seconds in of.items():
-            label, value = f"{channel} {phase}", f"{seconds:.2f} s"
-            line = Text(f"{label:<{min(14, width)}}{value:>{_VALUE}}")
-            if (room := width - line.cell_len - 1) >= _LEAST_SPARK and longest:
-                full, _ = bar(seconds / longest, room, glyphs)
-                line.append(f" {full}", style="green" if channel == "A" else "cyan")
-            lines.append(_cut(line, width))
-    return Section("Seconds of a step", lines, least=3)
+    for channel, name, seconds in means:
+        label, value = f"{name}, {channel}", f"{seconds:.2f} s"
+        line = Text(f"{label:<{min(14, width)}}{value:>{_VALUE}}")
+        if (room := width - line.cell_len - 1) >= _LEAST_SPARK and longest:
+            full, _ = bar(seconds / longest, room, glyphs)
+            line.append(f" {full}", style="green" if channel == "A" else "cyan")
+        lines.append(_cut(line, width))
+    return Section("Seconds of a step", lines, least=2)
 
 
 def _phase_means(run: Watched, channel: str) -> dict[str, float]:
     of = [step for step in run.steps if channel_of(step) == channel][-_MEAN_OF:]
-    named = {
-        phase: [s[f"time/{phase}_s"] for s in of if f"time/{phase}_s" in s] for phase in _PHASES
-    }
-    whole = [step["time/step_s"] for step in of if "time/step_s" in step]
-    found = {"all": whole, **named}
-    return {phase: fmean(values) for phase, values in found.items() if values}
+    keys = {_ALL: "time/step_s", **{phase: f"time/{phase}_s" for phase in _PHASES}}
+    found = {name: [step[key] for step in of if step.get(key)] for name, key in keys.items()}
+    return {name: fmean(values) for name, values in found.items() if values}
 
 
 def answers(run: Watched, width: int, glyphs: Glyphs) -> Section:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from types import FrameType
 
 from rich.console import Console, Group
@@ -42,8 +43,7 @@ def watch_run(folder: RunFolder, once: bool, follow: bool) -> None:
     glyphs = ASCII if console.options.ascii_only else BLOCKS
     if once:
         run.look()
-        width = console.width if console.is_terminal else _width_of_a_file()
-        console.print(_drawn(run, width, None, glyphs), soft_wrap=True)
+        console.print(_drawn(run, console.width, None, glyphs))
         return
     if console.is_terminal and not console.is_dumb_terminal:
         _screen(run, console, glyphs, follow)
@@ -54,17 +54,14 @@ def watch_run(folder: RunFolder, once: bool, follow: bool) -> None:
 
 def _console() -> Console:
     """Of standard output, whose size is asked of the terminal every time."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a run's name where there is no Unicode
     if sys.stdout.isatty():
         for name in ("COLUMNS", "LINES"):
             os.environ.pop(name, None)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
+    elif not os.environ.get("COLUMNS"):
+        os.environ["COLUMNS"] = str(_WIDTH_OF_A_FILE)
     return Console(highlight=False, emoji=False)
-
-
-def _width_of_a_file() -> int:
-    given = os.environ.get("COLUMNS", "")
-    return int(given) if given.isdecimal() and int(given) > 0 else _WIDTH_OF_A_FILE
 
 
 def _drawn(run: Watched, width: int, height: int | None, glyphs: Glyphs) -> Group:
@@ -124,9 +121,8 @@ def _said(line: Numbers, total: int | None) -> str:
         return step_line(line["step"], total, line)
     scores = {key.removeprefix("eval/"): value for key, value in line.items() if "/" in key}
     if "f1" in scores:
-        shown = " ".join(
-            f"{n} {scores[n]:.3f}" for n in ("f1", "precision", "recall") if n in scores
-        )
+        named = [n for n in ("f1", "precision", "recall") if scores.get(n) is not None]
+        shown = " ".join(f"{name} {scores[name]:.3f}" for name in named)
         return f"step {line['step']} evaluation {shown}"
     return f"step {line['step']} training has ended after {duration(line.get('train_runtime'))}"
 

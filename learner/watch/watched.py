@@ -145,8 +145,8 @@ class Watched:
     @property
     def step(self) -> int:
         """The last step that is logged, or where the run went on."""
-        started: int = self.facts.get("started_at_step", 0)
-        return max([started, *(line["step"] for line in list(self.steps)[-1:])])
+        last = self.steps[-1]["step"] if self.steps else 0
+        return max(int(self.facts.get("started_at_step", 0)), int(last))
 
     @property
     def total(self) -> int | None:

@@ -24,8 +24,8 @@ def number(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "nan"
     if value == 0 or 1e-3 <= abs(value) < 1e5:
-        figures = 0 if value == 0 else math.floor(math.log10(abs(value)))
-        return f"{value:.0f}" if value == int(value) else f"{value:.{max(0, 3 - max(0, figures))}f}"
+        whole = value == int(value)
+        return f"{value:.{0 if whole else max(0, 3 - math.floor(math.log10(abs(value))))}f}"
     return f"{value:.2e}"
 
 
