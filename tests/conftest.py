@@ -32,6 +32,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 _SHARING = {"test_async": "server", "test_kills": "server"} | {
     "test_network_cut": "hosts",
     "test_two_hosts": "hosts",
+    "test_commands": "docs",
+    "test_outputs": "docs",
 }
 
 

@@ -1,0 +1,245 @@
+"""Options of commands that cannot be run here, by the programs' own parsers where they have one.
+
+Each check raises `Unknown` for what the program would not take.
+"""
+
+import ast
+import importlib.util
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import typer.main
+import yaml
+from typer.core import TyperCommand, TyperGroup
+from typer.exceptions import TyperException
+
+import learner.cli
+import rollout_server.cli
+from tests.docs.commands import Command, command
+from tests.docs.documents import ROOT
+
+Found = TyperCommand | TyperGroup
+
+OURS = {"learner": learner.cli.app, "rollout-server": rollout_server.cli.app}
+# Of programs whose parser is not at hand.
+RAY = {"start": {"--head", "--port", "--address"}}
+COMPOSE = {
+    "build": {"--pull"},
+    "config": {"--quiet", "-q"},
+    "down": {"--volumes", "-v", "--timeout", "-t"},
+    "logs": {"--follow", "-f", "--tail"},
+    "ps": {"--all", "-a"},
+    "pull": set[str](),
+    "run": {"--rm", "--no-deps", "--entrypoint"},
+    "exec": {"-T"},
+    "up": {"--build", "--wait", "--detach", "-d", "--abort-on-container-exit", "--exit-code-from"},
+}
+SIGNALS = {"-TERM", "-INT", "-KILL", "-9", "-15"}
+
+
+class Unknown(AssertionError):
+    """A program, command, option or file that is not there."""
+
+
+def check(asked: Command) -> None:
+    """Hold a command against what its program takes."""
+    if asked.program in OURS:
+        parse_ours(asked.words)
+    elif asked.program == "kill":
+        _require(set(option_names(asked.words[1:])) <= SIGNALS, asked)
+    elif asked.program in _CHECKS:
+        _CHECKS[asked.program](asked)
+    elif asked.program not in ("curl", "export", "deploy/train_stage2.sh"):
+        raise Unknown(f"{asked}: {asked.program} is no program that the documents may use")
+
+
+def parse_ours(words: list[str]) -> dict[str, Any]:
+    """Arguments of a whole command line of one of the two programs, by name."""
+    found, rest = _program(words[0]), words[1:]
+    while isinstance(found, TyperGroup):
+        found, rest = _command_below(found, rest[0] if rest else "", words), rest[1:]
+    try:
+        return dict(found.make_context(words[0], list(rest)).params)
+    except TyperException as error:
+        raise Unknown(f"{' '.join(words)}: {error.format_message()}") from None
+
+
+def option_names(words: list[str]) -> list[str]:
+    return [word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z0-9]", word)]
+
+
+def mentioned(words: list[str]) -> None:
+    """Hold a part of a command of ours, as prose names it, against the program."""
+    found = _program(words[0])
+    for word in words[1:]:
+        if not isinstance(found, TyperGroup):
+            break
+        if not word.startswith("-"):
+            found = _command_below(found, word, words)
+    known = options_of(found)
+    for option in option_names(words[1:]):
+        if option not in known:
+            raise Unknown(f"{' '.join(words)}: there is no {option}; there are {sorted(known)}")
+
+
+def options_of(found: Found) -> set[str]:
+    names = [name for p in found.params for name in (*p.opts, *p.secondary_opts)]
+    return {"--help", *(name for name in names if name.startswith("-"))}
+
+
+def all_options() -> set[str]:
+    """Every option of both programs."""
+    pending = [_program(name) for name in OURS]
+    known: set[str] = set()
+    while pending:
+        found = pending.pop()
+        known |= options_of(found)
+        pending += _below(found).values() if isinstance(found, TyperGroup) else ()
+    return known
+
+
+def _program(name: str) -> Found:
+    return cast(Found, typer.main.get_command(OURS[name]))
+
+
+def _below(group: TyperGroup) -> dict[str, Found]:
+    return cast(dict[str, Found], group.commands)
+
+
+def _command_below(group: TyperGroup, word: str, words: list[str]) -> Found:
+    found = _below(group).get(word)
+    if found is None:
+        raise Unknown(f"{' '.join(words)}: no command {word!r}; there are {sorted(group.commands)}")
+    return found
+
+
+def torchrun_options() -> set[str]:
+    from torch.distributed.run import get_args_parser
+
+    return set(re.findall(r"--[a-z][a-z-]+", get_args_parser().format_help()))
+
+
+def _torchrun(asked: Command) -> None:
+    from torch.distributed.run import get_args_parser
+
+    numbered = [re.sub(r"^\$[A-Z]+$", "0", word) for word in asked.words[1:]]
+    try:
+        parsed = get_args_parser().parse_args(numbered)
+    except SystemExit:
+        raise Unknown(f"{asked}: torchrun does not take that") from None
+    below = [parsed.training_script, *parsed.training_script_args]
+    _require(parsed.no_python and below[0] in OURS, asked)
+    parse_ours(below)
+
+
+def _make(asked: Command) -> None:
+    done = subprocess.run(
+        ["make", "-n", *asked.words[1:]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    _require(done.returncode == 0, asked, done.stderr)
+    # A variable that the Makefile does not read does nothing.
+    known = set(re.findall(r"^([A-Z]+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    known.add("PYTHON")
+    given = {word.partition("=")[0] for word in asked.words[1:] if "=" in word}
+    _require(given <= known, asked, f"the Makefile reads {sorted(known)}")
+
+
+def _ray(asked: Command) -> None:
+    _require(set(option_names(asked.words[2:])) <= RAY.get(asked.words[1], set()), asked)
+
+
+def _swift(asked: Command) -> None:
+    _require(asked.words[1] == "sft", asked)
+    known = set(_fields(_package("swift") / "arguments"))
+    unknown = [name for name in option_names(asked.words[2:]) if name[2:] not in known]
+    _require(not unknown, asked, f"swift sft has no {unknown}")
+    _files_of(asked)
+
+
+def _fields(folder: Path) -> Iterator[str]:
+    """Fields of all classes of a package: without an import, which takes ten seconds."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                yield node.target.id
+
+
+def _vllm(asked: Command) -> None:
+    _require(asked.words[1] == "serve", asked)
+    source = (_package("vllm") / "engine" / "arg_utils.py").read_text()
+    for option in option_names(asked.words[2:]):
+        _require(f'"{option}"' in source, asked, option)
+    for module, name in re.findall(r"\b(\w+(?:\.\w+)+):(\w+)", asked.text):
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        _require(path.is_file() and f"class {name}" in path.read_text(), asked, f"{module}:{name}")
+
+
+def _docker(asked: Command) -> None:
+    """`docker compose [-f FILE] [--profile P] COMMAND ... SERVICE ...` and `docker build`."""
+    words = asked.words[1:]
+    if words[0] == "build":
+        _require(set(option_names(words[1:])) <= {"-f", "-t", "--target", "--build-arg"}, asked)
+        _files_of(asked)
+        return
+    _require(words[0] == "compose", asked)
+    rest = words[1:]
+    file, profiles = ROOT / "deploy" / "docker-compose.yaml", []
+    while rest and rest[0].startswith("-"):
+        name, value = rest[0], rest[1]
+        _require(name in ("-f", "--file", "--profile", "--env-file", "-p"), asked, name)
+        file = ROOT / value if name in ("-f", "--file") else file
+        profiles += [value] if name == "--profile" else []
+        rest = rest[2:]
+    _require(file.is_file(), asked, f"no {file}")
+    services = yaml.safe_load(file.read_text())["services"]
+    offered = {p for service in services.values() for p in service.get("profiles", ())}
+    _require(set(profiles) <= offered, asked, f"profiles are {sorted(offered)}")
+    _require(rest[0] in COMPOSE and set(option_names(rest[1:])) <= COMPOSE[rest[0]], asked)
+    named = [word for word in rest[1:] if not word.startswith("-")]
+    if rest[0] in ("run", "exec"):
+        named = named[:1]
+    _require(set(named) <= set(services), asked, f"services are {sorted(services)}")
+
+
+def _files_of(asked: Command) -> None:
+    for word in asked.words[1:]:
+        if "/" in word and not word.startswith(("/", "-", "http")) and ":" not in word:
+            _require((ROOT / word).exists(), asked, f"no {word}")
+
+
+def python_module(text: str) -> None:
+    """`.venv/bin/python -m benchmarks.NAME --option ...`: the module, and options it names."""
+    words = command("", 0, text).words
+    module = words[2]
+    path = ROOT / f"{module.replace('.', '/')}.py"
+    if words[1] != "-m" or not path.is_file():
+        raise Unknown(f"{text}: there is no {module}")
+    source = path.read_text() + (ROOT / "benchmarks" / "command.py").read_text()
+    for option in option_names(words[3:]):
+        if f'"{option}"' not in source:
+            raise Unknown(f"{text}: {module} has no {option}")
+
+
+def _package(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _require(holds: bool, asked: Command, why: str = "it does not take that") -> None:
+    if not holds:
+        raise Unknown(f"{asked}: {why}")
+
+
+_CHECKS = {
+    "torchrun": _torchrun,
+    "make": _make,
+    "ray": _ray,
+    "swift": _swift,
+    "vllm": _vllm,
+    "docker": _docker,
+}
