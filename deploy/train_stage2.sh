@@ -1,10 +1,20 @@
 #!/usr/bin/env bash
-# Start a training run whose rollout servers are up: deploy/train_stage2.sh CONFIG
+# Start a training run:
+#
+#   deploy/train_stage2.sh CONFIG
+#       servers are up already: wait for them, then start the learner
+#   deploy/train_stage2.sh --server-gpus 0,1,2 --train-gpus 3 CONFIG
+#       servers and learner on this machine, by `learner launch`
+#
+#   --server-gpus IDS   GPUs of a server, once for each server of CONFIG in its order;
+#                       or SERVER_GPUS, where a blank ends the GPUs of one server
+#   --train-gpus IDS    GPUs of the learner; or TRAIN_GPUS
+#   --nproc N           learner processes: as many as --train-gpus, else 1; or NPROC
 #
 # What the YAML says is asked of `learner preflight`, whose shell assignments are all that is
-# read here. Training is not started unless ROLLOUT_CONTRACT_JSON is one line of JSON with
+# read here. Nothing is started unless ROLLOUT_CONTRACT_JSON is one line of JSON with
 # rollout_backend, vllm_mode and server_base_urls, and every server answers GET /health/
-# within ROLLOUT_SERVER_TIMEOUT_S seconds.
+# within ROLLOUT_SERVER_TIMEOUT_S seconds, unless it is started here.
 set -euo pipefail
 
 stop() {
@@ -12,14 +22,54 @@ stop() {
   exit "${2:-1}"
 }
 
-(( $# == 1 )) || stop "usage: $0 CONFIG" 2
+usage() {
+  stop "usage: $0 [--server-gpus IDS]... [--train-gpus IDS] [--nproc N] CONFIG" 2
+}
+
+require_ids() {
+  [[ $2 =~ ^[0-9]+(,[0-9]+)*$ ]] || stop "$1 is '$2', not a list of GPU ids like 0,1,2" 2
+}
+
+read -ra server_gpus <<< "${SERVER_GPUS-}"
+train_gpus=${TRAIN_GPUS-} nproc=${NPROC-} config='' given=()
+while (( $# )); do
+  case $1 in
+    --server-gpus | --train-gpus | --nproc) (( $# > 1 )) || usage ;;&
+    --server-gpus) given+=("$2"); shift ;;
+    --train-gpus) train_gpus=$2; shift ;;
+    --nproc) nproc=$2; shift ;;
+    -*) usage ;;
+    *) [[ -z $config ]] || usage; config=$1 ;;
+  esac
+  shift
+done
+[[ -n $config ]] || usage
+(( ${#given[@]} == 0 )) || server_gpus=("${given[@]}")
+
+for ids in "${server_gpus[@]}"; do require_ids --server-gpus "$ids"; done
+[[ -z $train_gpus ]] || require_ids --train-gpus "$train_gpus"
+all=$(IFS=,; echo "${server_gpus[*]}${train_gpus:+,$train_gpus}")
+twice=$(tr ',' '\n' <<< "$all" | sort -n | uniq -d | xargs)
+[[ -z $twice ]] || stop "GPU $twice is named more than once in --server-gpus and --train-gpus" 2
+if [[ -n $train_gpus ]]; then
+  IFS=, read -ra learner_gpus <<< "$train_gpus"
+  count=${#learner_gpus[@]}
+  [[ ${nproc:-$count} == "$count" ]] \
+    || stop "--nproc is '$nproc', and --train-gpus $train_gpus are $count GPUs" 2
+fi
+nproc=${nproc:-${count:-1}}
+[[ $nproc =~ ^[1-9][0-9]*$ ]] || stop "--nproc is '$nproc', not a number of processes" 2
+if (( ${#server_gpus[@]} )); then
+  [[ -n $train_gpus ]] || stop "--server-gpus is given without --train-gpus" 2
+fi
 
 unset ROLLOUT_CONTRACT_JSON ROLLOUT_SERVER_TIMEOUT_S
-assignments=$(learner preflight --config "$1") || stop "learner preflight failed" $?
+assignments=$(learner preflight --config "$config") || stop "learner preflight failed" $?
 eval "$assignments" || stop "learner preflight printed no shell assignments"
 
 ROLLOUT_CONTRACT_JSON="${ROLLOUT_CONTRACT_JSON-}" \
 ROLLOUT_SERVER_TIMEOUT_S="${ROLLOUT_SERVER_TIMEOUT_S-}" \
+STARTED_HERE=${#server_gpus[@]} \
 python3 - <<'PYTHON'
 import json
 import math
@@ -69,6 +119,14 @@ def read_contract(text):
     return backend, mode, urls
 
 
+def require_split(lists, backend, mode, urls):
+    """GPUs are given for as many servers as there are to start."""
+    if mode != "server":
+        stop(f"--server-gpus is given, and rollout_backend {backend} with vllm_mode {mode} has none")
+    if lists != len(urls):
+        stop(f"--server-gpus is given {lists} times, and server_base_urls has {len(urls)}")
+
+
 def seconds(text):
     try:
         number = float(text)
@@ -103,10 +161,19 @@ def wait_for(url, deadline):
 
 
 backend, mode, urls = read_contract(os.environ["ROLLOUT_CONTRACT_JSON"])
-if mode == "server":
+if lists := int(os.environ["STARTED_HERE"]):
+    require_split(lists, backend, mode, urls)
+elif mode == "server":
     deadline = time.monotonic() + seconds(os.environ["ROLLOUT_SERVER_TIMEOUT_S"])
     for url in urls:
         wait_for(url, deadline)
 PYTHON
 
-exec learner train --config "$1"
+if (( ${#server_gpus[@]} )); then
+  exec learner launch --config "$config" "${server_gpus[@]/#/--server-gpus=}" \
+    --train-gpus "$train_gpus"
+fi
+[[ -z $train_gpus ]] || export CUDA_VISIBLE_DEVICES=$train_gpus
+(( nproc == 1 )) || exec torchrun --standalone --nproc-per-node "$nproc" --no-python \
+  learner train --config "$config"
+exec learner train --config "$config"

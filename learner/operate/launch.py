@@ -23,6 +23,7 @@ from learner.operate.learner_process import LearnerProcess
 from learner.operate.readiness import wait_until_ready
 from learner.operate.server_process import ServerProcess
 from learner.operate.stop_signals import StopAsked, StopSignals
+from shared_contracts.errors import RunError
 
 # Imports, weights, and on GPUs the capture of graphs.
 START_S = 900.0
@@ -73,17 +74,24 @@ def launch(crew: Crew, tell: Tell) -> int:
                 servers.start()
                 tell("Starting the learner")
                 with crew.learner(asked) as learner:
-                    code = _until_the_end(learner, servers, asked)
-                    tell(f"The learner ended with code {code}")
-                    return code
+                    return _until_the_end(learner, servers, asked, tell)
         except StopAsked as stop:
             return 128 + stop.number
 
 
-def _until_the_end(learner: LearnerProcess, servers: "Servers", asked: StopSignals) -> int:
-    while (code := learner.code()) is None:
-        servers.check()
-        asked.pause(_POLL_S)
+def _until_the_end(
+    learner: LearnerProcess, servers: "Servers", asked: StopSignals, tell: Tell
+) -> int:
+    try:
+        while (code := learner.code()) is None:
+            servers.check()
+            asked.pause(_POLL_S)
+    except (RunError, StopAsked) as reason:
+        with suppress(OSError):  # the terminal may be gone
+            (line, *_) = str(reason).splitlines()
+            tell(f"Stopping the learner ({line})")
+        raise
+    tell(f"The learner ended with code {code}")
     return code
 
 
@@ -125,7 +133,7 @@ class Servers:
         trace: TracebackType | None,
     ) -> None:
         """SIGTERM to all at once, SIGKILL after a grace time or with a second signal."""
-        with suppress(OSError):  # the terminal may be gone
+        with suppress(OSError):
             self._tell("Stopping the servers")
         running: Sequence[KeptServer | ServerProcess] = self._kept or self._processes
         with ThreadPoolExecutor(max(len(running), 1)) as pool:

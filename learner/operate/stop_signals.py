@@ -24,7 +24,7 @@ class StopAsked(Exception):
 class StopSignals:
     """Notes SIGINT, SIGTERM and SIGHUP while entered, in the main thread.
 
-    One that the process was started to ignore, as with nohup, stays ignored.
+    A SIGHUP that the process was started to ignore, as by nohup, stays ignored.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
