@@ -6,6 +6,7 @@
 <output_dir>/rollout_calls.jsonl    one per step with rollouts, and per evaluation
 <output_dir>/rollouts/              the answers of channel B, a file per step (`rollout_log`)
 <output_dir>/tensorboard/           the same numbers for TensorBoard
+<output_dir>/report.html            all of it on a page, when training has ended (`report`)
 """
 
 import json

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from learner.metrics.declared import CHANNEL_B
 from learner.report.charts import Bars, Chart, histogram, present, told
 from learner.report.outcomes import FAULTS
 from learner.report.run_view import Line, RunView
@@ -9,6 +10,15 @@ from learner.report.tally import Tally
 
 DROPS = "stage2_ab/channel_b/strict_drop/"
 GUARD = "rollout/repeat_terminate_triggered_sequences"
+
+
+def drop_meanings() -> dict[str, str]:
+    """Why the parser drops an object, by reason."""
+    return {
+        metric.key.removeprefix(DROPS): metric.meaning.removeprefix("of those: ")
+        for metric in CHANNEL_B
+        if metric.key.startswith(DROPS)
+    }
 
 
 @dataclass(frozen=True)

@@ -85,17 +85,18 @@ def curve(
     *,
     log: bool = False,
     shares: bool = False,
+    smooth: bool = True,
 ) -> Chart | None:
     """A line for each series that has a point; None where none has.
 
-    log: on a logarithmic axis. shares: from 0 to 1.
+    log: on a logarithmic axis. shares: from 0 to 1. smooth: with the mean of many points.
     """
     present = {name: points for name, points in series.items() if points}
     if not present:
         return None
     traces: list[Trace] = []
     for colour, (name, points) in enumerate(present.items()):
-        traces += _lines(name, points, colour)
+        traces += _lines(name, points, colour, smooth and len(points) >= _SMOOTH_FROM)
     notes = []
     if any(len(points) > MOST_POINTS for points in present.values()):
         notes.append(
@@ -107,10 +108,9 @@ def curve(
     return Chart(slug, title, [y_title], traces, notes, table, log=log, shares=shares)
 
 
-def _lines(name: str, points: list[Point], place: int) -> list[Trace]:
+def _lines(name: str, points: list[Point], place: int, smooth: bool) -> list[Trace]:
     colour, dash = place % 8 + 1, "solid" if place < 8 else "dot"
     x, y = _axes(thinned(points))
-    smooth = len(points) >= _SMOOTH_FROM
     each = Trace(name, x, y, colour, "faint" if smooth else "line", dash=dash)
     if not smooth:
         return [each]

@@ -1,9 +1,11 @@
 """The curves of a run: losses, scores, rates, learning rate, lengths."""
 
 from learner.report.charts import Chart, curve, present
-from learner.report.run_view import Point, RunView, keys_below, points
+from learner.report.run_view import Point, RunView, keys_below, numbers, points
 
 _B = "stage2_ab/channel_b"
+# An axis of gradient norms is logarithmic from this ratio on.
+_DECADES = 50
 _FAMILIES = {
     "A1_text": "text, first forward",
     "A2_text": "text, last forward",
@@ -26,15 +28,22 @@ def curves(run: RunView) -> list[Chart]:
         _rates(run),
         _diagnostics(run),
         _queue(run),
-        curve("learning-rate", "Learning rate", "rate", {"rate": run.series("learning_rate")}),
-        curve(
-            "grad-norm",
-            "Gradient norm",
-            "before clipping",
-            {"gradient norm": run.series("grad_norm")},
-            log=_positive(run.series("grad_norm")),
-        ),
+        _learning_rate(run),
+        _gradient(run),
     )
+
+
+def _learning_rate(run: RunView) -> Chart | None:
+    series = {"rate": run.series("learning_rate")}
+    return curve("learning-rate", "Learning rate", "rate", series, smooth=False)
+
+
+def _gradient(run: RunView) -> Chart | None:
+    norms = run.series("grad_norm")
+    known = list(numbers(norms))
+    log = _positive(norms) and max(known) > _DECADES * min(known)
+    series = {"gradient norm": norms}
+    return curve("grad-norm", "Gradient norm", "before it is clipped", series, log=log)
 
 
 def _loss(run: RunView) -> Chart | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from learner.report.answer_charts import DROPS, GUARD
+from learner.report.answer_charts import DROPS, GUARD, drop_meanings, drop_totals
 from learner.report.charts import told
 from learner.report.run_view import Line, Point, RunView, numbers, of_channel, points
 from learner.report.tally import Tally
@@ -18,6 +18,8 @@ Weight = Literal["bad", "look", "good"]
 _B = "stage2_ab/channel_b"
 # Shares from which on something is told.
 _TRUNCATED = 0.01
+_DROPPED = 0.01
+_WRONG = 0.1
 _WAITING = 0.3
 _PUSHING = 0.3
 _UNREADABLE = 1
@@ -89,6 +91,14 @@ def _answers(run: RunView, tally: Tally) -> Iterator[Finding]:
         if empty := tally.faults["no_object"]:
             share = f"{empty / tally.answers:.1%}"
             yield Finding("look", f"{share} of the answers are no JSON object at all", "answers")
+        if tally.faults["dropped"] / tally.answers >= _DROPPED:
+            share = f"{tally.faults['dropped'] / tally.answers:.1%}"
+            text = f"The parser dropped objects of {share} of the answers{_most_dropped(run)}"
+            yield Finding("look", text, "answers")
+        if tally.faults["wrong_desc"] / tally.answers >= _WRONG:
+            share = f"{tally.faults['wrong_desc'] / tally.answers:.1%}"
+            text = f"{share} of the answers describe an object they found by a wrong name"
+            yield Finding("look", text, "gallery")
         if left := tally.faults["not_supervised"]:
             text = f"{_times(left, 'answer')} could not be trained on and were left out"
             yield Finding("look", text, "gallery")
@@ -99,6 +109,13 @@ def _answers(run: RunView, tally: Tally) -> Iterator[Finding]:
             yield Finding("look", text, "answers")
     if ended := int(sum(numbers(run.series(GUARD)))):
         yield Finding("look", f"The repeat guard ended {_times(ended, 'answer')}", "answers")
+
+
+def _most_dropped(run: RunView) -> str:
+    """The most frequent reason, to stand behind a sentence."""
+    totals = drop_totals(run.steps, drop_meanings())
+    most = max(totals, key=lambda reason: totals[reason])
+    return f", most of them as {most}" if totals[most] else ""
 
 
 def _drops(run: RunView) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.config.rollout_matching import MatchingConfig
-from learner.metrics.declared import CHANNEL_B
+from learner.report.answer_charts import drop_meanings
 from learner.report.cards import ROLES, cards_of
 from learner.report.choose import choose
 from learner.report.outcomes import FAULTS
@@ -40,18 +40,6 @@ class Gallery:
             "replay": self.replay,
             "none": "No answers are logged.",
         }
-
-
-_DROPS = "stage2_ab/channel_b/strict_drop/"
-
-
-def drop_meanings() -> dict[str, str]:
-    """Why the parser drops an object, by reason."""
-    return {
-        metric.key.removeprefix(_DROPS): metric.meaning.removeprefix("of those: ")
-        for metric in CHANNEL_B
-        if metric.key.startswith(_DROPS)
-    }
 
 
 def write_gallery(

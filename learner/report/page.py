@@ -6,6 +6,7 @@ Its content security policy lets it ask for nothing, and run no script but its o
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from learner.publish import publish_text
 
@@ -53,6 +55,11 @@ def inert_json(value: Any) -> str:
     return text.translate(_INERT)
 
 
+def _code(text: str) -> Markup:
+    """What stands between backticks as code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
 def _policy(scripts: Sequence[str]) -> str:
     digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
@@ -71,5 +78,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["inert_json"] = inert_json
+    environment.filters["inert_json"] = lambda value: Markup(inert_json(value))
+    environment.filters["code"] = _code
+    environment.filters["path"] = lambda value: escape(value).replace("/", Markup("/<wbr>"))
     return environment

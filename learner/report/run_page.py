@@ -7,6 +7,7 @@ from typing import Any
 
 from learner.report.answer_charts import (
     drop_chart,
+    drop_meanings,
     drop_rows,
     fault_rows,
     finish_rows,
@@ -16,7 +17,7 @@ from learner.report.answer_charts import (
 from learner.report.charts import Chart, present
 from learner.report.curves import curves
 from learner.report.findings import findings
-from learner.report.gallery import Gallery, drop_meanings
+from learner.report.gallery import Gallery
 from learner.report.head import facts, state, tiles
 from learner.report.page import asset, publish_page
 from learner.report.run_view import RunView

@@ -14,7 +14,7 @@ from learner.report.run_view import Line, RunView, of_channel
 # Phases that follow each other; with what is left they are the step.
 _LIVED = {"push": 5, "wait": 2, "learn": 1}
 # What makes the packs that are waited for.
-_MADE = {"rollout": 4, "target": 3, "pack": 6}
+_MADE = {"rollout": 4, "target": 3, "pack": 8}
 _MEANINGS = {
     "push": "bringing new weights to who generates",
     "wait": "waiting for packs: what of making them is not hidden behind learning",
@@ -26,6 +26,7 @@ _MEANINGS = {
 }
 # Of a push, on the clock of the learner; the others are the server's.
 _OF_LEARNER = {"start": 3, "send": 1, "finish": 4}
+_OF_SERVER = {"pause": 2, "transfer": 5, "load": 6, "verify": 7, "caches": 8}
 _MOST_SERVERS = 8
 
 
@@ -105,22 +106,32 @@ def _notes(run: RunView, bars: Bars) -> list[str]:
     return [*notes, bars.note] if bars.note else notes
 
 
-def phase_rows(run: RunView) -> list[PhaseRow]:
-    """Phases that took any time."""
+def phase_rows(run: RunView) -> dict[str, list[PhaseRow]]:
+    """Phases that took any time, by the clock that they are of."""
     lines = [line for line in run.steps if "time/step_s" in line]
+    parts = {
+        "one after the other": [*_LIVED, "other"],
+        "making packs: within wait, or beside learn": list(_MADE),
+    }
+    rows = {
+        title: [row for phase in phases if (row := _phase_row(lines, phase))]
+        for title, phases in parts.items()
+    }
+    return {title: found for title, found in rows.items() if found}
+
+
+def _phase_row(lines: list[Line], phase: str) -> PhaseRow | None:
     whole = sum(seconds(line, "step") for line in lines)
-    rows = []
-    for phase, meaning in _MEANINGS.items():
-        total = sum(seconds(line, phase) for line in lines)
-        if total:
-            of_a, of_b = (_mean(of_channel(lines, each), phase) for each in "AB")
-            share = f"{total / whole:.1%}" if whole else "-"
-            rows.append(PhaseRow(phase, meaning, told(round(total, 2)), share, of_a, of_b))
-    return rows
+    total = sum(seconds(line, phase) for line in lines)
+    if not total:
+        return None
+    of_a, of_b = (_mean(of_channel(lines, each), phase) for each in "AB")
+    share = f"{total / whole:.1%}" if whole else "-"
+    return PhaseRow(phase, _MEANINGS[phase], f"{total:,.1f}", share, of_a, of_b)
 
 
 def _mean(lines: Sequence[Line], phase: str) -> str:
-    return told(sum(seconds(line, phase) for line in lines) / len(lines)) if lines else "-"
+    return f"{sum(seconds(line, phase) for line in lines) / len(lines):,.3f}" if lines else "-"
 
 
 def push_charts(run: RunView) -> list[Chart]:
@@ -136,14 +147,11 @@ def push_charts(run: RunView) -> list[Chart]:
 
 def _push_chart(place: int, server: str, pushes: list[tuple[str, Line]]) -> Chart:
     bars = Bars.over(range(1, len(pushes) + 1))
-    phases = dict.fromkeys(_OF_LEARNER, 1)
-    phases |= {phase: 2 for phase in SYNC_PHASES if phase not in (*_OF_LEARNER, "total")}
     traces = []
-    for at, (phase, row) in enumerate(phases.items()):
+    for phase, colour in (_OF_LEARNER | _OF_SERVER).items():
         values = [push["seconds"].get(phase) for _, push in pushes]
         if any(values):
-            colour = _OF_LEARNER.get(phase, at % 8 + 1)
-            traces.append(bars.trace(phase, values, colour, row))
+            traces.append(bars.trace(phase, values, colour, 1 if phase in _OF_LEARNER else 2))
     if not bars.note:
         hover = [f"{when}, version {push['version']}" for when, push in pushes]
         traces = [

@@ -24,6 +24,8 @@
     return `rgb(${red}, ${green}, ${blue})`;
   }
 
+  const isLimit = (trace) => trace.y.length === 2 && trace.y[0] === trace.y[1];
+
   function traceOf(chart, trace, places) {
     const own = `line-${trace.colour}`;
     const common = {
@@ -49,7 +51,7 @@
     return {
       ...common,
       type: "scatter",
-      mode: trace.x.length < 25 ? "lines+markers" : "lines",
+      mode: trace.x.length < 25 && !isLimit(trace) ? "lines+markers" : "lines",
       connectgaps: false,
       showlegend: !smooth,
       hoverinfo: places.has(trace.name) && !smooth ? "skip" : "all",
@@ -76,11 +78,13 @@
     };
   }
 
+  const highest = (chart) => Math.max(...chart.traces.flatMap((trace) => trace.y.map(Number)));
+
   function layoutOf(chart) {
     const rows = chart.rows.length;
     const layout = {
       autosize: true,
-      margin: { l: 54, r: 12, t: 8, b: 42 },
+      margin: { l: 54, r: 12, t: 8, b: 36 },
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, color: resolved(colour("ink")) },
@@ -92,18 +96,20 @@
         bordercolor: resolved(colour("rule")),
         font: { size: 12, color: resolved(colour("ink")) },
       },
-      legend: { orientation: "h", x: 0, y: -0.16, yanchor: "top", font: { size: 12 } },
+      legend: { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom", font: { size: 12 } },
       showlegend: new Set(chart.traces.map((trace) => trace.name)).size > 1,
       dragmode: "zoom",
       xaxis: axis(chart.x_title, { anchor: rows > 1 ? `y${rows}` : "y", zeroline: false }),
     };
+    if (chart.whole && chart.traces[0].x.length < 16) layout.xaxis.tickvals = chart.traces[0].x;
+    if (chart.whole && chart.traces[0].x.length < 16) layout.xaxis.ticktext = chart.traces[0].hover;
     const gap = 0.1;
     const height = (1 - gap * (rows - 1)) / rows;
     chart.rows.forEach((title, place) => {
       const top = 1 - place * (height + gap);
       const own = axis(title, { domain: [Math.max(0, top - height), top], rangemode: "tozero" });
-      if (chart.log) Object.assign(own, { type: "log", dtick: 1, exponentformat: "power", rangemode: "normal" });
-      if (chart.shares) Object.assign(own, { range: [0, 1.02], tickformat: ".0%" });
+      if (chart.log) Object.assign(own, { type: "log", exponentformat: "power", rangemode: "normal", minor: { showgrid: false } });
+      if (chart.shares) Object.assign(own, { tickformat: ".0%" }, highest(chart) > 0.4 ? { range: [0, 1.02] } : {});
       if (chart.slug.startsWith("loss") || chart.slug === "coordinates") own.rangemode = "normal";
       layout[place ? `yaxis${place + 1}` : "yaxis"] = own;
     });

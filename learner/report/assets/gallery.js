@@ -5,7 +5,7 @@
   const data = JSON.parse(document.getElementById("gallery-data").textContent);
   if (!data.cards.length) return;
 
-  const PAGE = 24;
+  const PAGE = 30;
   const SVG = "http://www.w3.org/2000/svg";
   const gallery = document.getElementById("gallery");
   const tools = document.getElementById("tools");
@@ -105,8 +105,8 @@
     const link = make("a", { href: `#${card.slug}`, class: "open" },
       make("span", { class: "stage" }, shot(card)),
       make("span", { class: "caption" },
-        make("b", {}, told), " ", make("span", {}, where), " ",
-        make("span", { class: "name", dir: "auto", title: card.sample_id }, card.name)),
+        make("b", {}, told), " ", make("span", {}, where)),
+      make("span", { class: "name", title: card.sample_id }, make("bdi", {}, card.name)),
       chips(card));
     return make("li", { id: card.slug }, link);
   }
@@ -210,9 +210,9 @@
     const partner = item.pair === null ? null : card.objects[item.pair];
     const differs = partner !== null && partner.desc !== item.desc;
     return make("tr", { "data-place": place, tabindex: "0", class: item.role },
-      make("td", {}, swatch(item.role), data.roles[item.role][0]),
-      make("td", {}, item.key),
-      make("td", { dir: "auto", class: differs ? "differs" : "" }, item.desc),
+      make("td", { class: "role" }, swatch(item.role), data.roles[item.role][0]),
+      make("td", {}, make("bdi", { class: differs ? "differs" : "" }, item.desc),
+        make("span", { class: "under" }, item.key)),
       make("td", { class: "number" }, numbers(item)),
       make("td", { class: "number" }, item.iou === null ? "–" : item.iou.toFixed(3)),
       make("td", {}, partner === null ? "–" : partner.key));
@@ -220,17 +220,21 @@
 
   function objectTable(card) {
     if (!card.objects.length) return make("p", {}, "No object was predicted, and none is annotated.");
-    const heads = ["", "key", "description", "bins", "IoU", "partner"];
+    const heads = ["", "description", "bins", "IoU", "partner"];
     return make("div", { class: "scroll", tabindex: "0" },
       make("table", {},
         make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head)))),
         make("tbody", {}, ...card.objects.map((_, place) => objectRow(card, place)))));
   }
 
+  // What stands between backticks as code.
+  const withCode = (text) =>
+    text.split("`").map((part, place) => (place % 2 ? make("code", {}, part) : part));
+
   function droppedList(card) {
     const items = card.dropped.map(([key, reason]) =>
       make("li", {}, make("code", { dir: "auto" }, key), " ", make("b", {}, reason),
-        ` – ${data.drops[reason] ?? ""}`));
+        " – ", ...withCode(data.drops[reason] ?? "")));
     return make("div", {}, make("h4", {}, "Dropped by the parser"), make("ul", {}, ...items));
   }
 
