@@ -1,13 +1,44 @@
 """`learner doctor`: what holds of a set-up before GPUs are paid for (DEP-03)."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shared_contracts.cli import RUN_FAILED
+
 
 def doctor(
     config: Annotated[Path, typer.Option(help="Training YAML.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Check a set-up: versions, ports, images, memory, a push and a rollout."""
-    raise NotImplementedError(config)
+    """Check a set-up for real: files, versions, GPUs, memory, and every server.
+
+    Servers are asked for a few answers, and one tensor travels to them, which they compare and
+    drop; nothing is changed. Exit code 1 when a check fails, 2 when the config is wrong.
+    """
+    from rich.console import Console
+
+    from learner.config import load_config
+
+    parsed = load_config(config)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see cli.py
+    console = Console(stderr=True)
+    with console.status("Looking at files and libraries", spinner="line") as status:
+        from learner.doctor.run import examine
+        from learner.doctor.show import as_json, failed, summary, tables
+
+        findings = []
+        for finding in examine(parsed):
+            status.update(f"After {finding.check} {finding.about}")
+            findings.append(finding)
+    if json:
+        typer.echo(as_json(findings))
+    else:
+        shown = Console()
+        for table in tables(findings):
+            shown.print(table)
+        shown.print(summary(findings), highlight=False)
+    if failed(findings):
+        raise typer.Exit(RUN_FAILED)

@@ -199,17 +199,18 @@ class WeightPusher:
                 if not self._choice.failed(source, error):
                     raise
 
-    def try_out(self, source: WeightSource) -> SyncReport:
+    def try_out(self) -> SyncReport:
         """Send what the server should hold already; its workers compare it and load nothing.
 
-        source: yields what is sent; its base says what all weights are.
+        The source yields what is sent, and its base says what all weights are.
 
         Raises:
             WeightSyncError: the server holds something else, or a phase broke; its weights and
                 version are what they were.
         """
         joined = self._join()
-        return self._push(joined, source, joined.ready.weights_version, trial=True)
+        version = joined.ready.weights_version
+        return self._push(joined, self._choice.current(), version, trial=True)
 
     def abandon(self) -> None:
         """Let go of the group of a server that was lost; the next push forms it anew."""
