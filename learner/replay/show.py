@@ -59,7 +59,7 @@ def steps_table(different: Sequence[Replayed], identical: Sequence[int]) -> Titl
 
 def difference_table(difference: Difference, tokenizer: Tokenizer) -> Titled:
     """Where a step first differs, and both values."""
-    table = new_table("", "")
+    table = facts_table()
     table.add_row("field", plain(difference.field))
     for label, value in _told(difference, tokenizer):
         table.add_row(label, plain(value))
@@ -114,6 +114,14 @@ def _version(library: str) -> str | None:
         return version(library)
     except PackageNotFoundError:
         return None
+
+
+def facts_table() -> Table:
+    """Names and what they are, without a head."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
 
 
 def around(ids: Sequence[int], position: int, tokenizer: Tokenizer) -> str:

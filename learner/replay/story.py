@@ -9,7 +9,8 @@ from rich.text import Text
 
 from learner.data.show import new_table, plain
 from learner.metrics.declared import METRICS
-from learner.rollout_log import Judged, StepAnswer
+from learner.replay.show import facts_table
+from learner.rollout_log import Judged, LoggedTarget, StepAnswer
 from learner.tokens import Tokenizer, decode_exactly
 from learner.types import Role, Shape, Target
 
@@ -30,7 +31,7 @@ def story(
 ) -> Iterator[tuple[str, Table]]:
     """Tables under their titles. mates: other answers whose segments are in the same pack."""
     yield f"Sample {answer.sample_id}", _facts(answer, judged, mates)
-    yield "Answer", _alone(answer.text)
+    yield "Answer", _alone(decode_exactly(tokenizer, answer.response_token_ids))
     if answer.parse.objects or answer.parse.dropped:
         yield "Objects of the answer", _objects(judged)
     yield "Ground truth", _truths(judged)
@@ -38,11 +39,11 @@ def story(
     if judged.target is None:
         yield title, _alone(f"nothing, the answer is left out: {judged.left_out}")
     else:
-        yield title, _target(judged.target, tokenizer)
+        yield title, _target(judged.target, judged.rollout.response_token_ids, tokenizer)
 
 
 def _facts(answer: StepAnswer, judged: Judged, mates: Sequence[StepAnswer]) -> Table:
-    table = new_table("", "")
+    table = facts_table()
     for image in answer.images:
         table.add_row("image", plain(image))
     begun, ended = answer.weights_version
@@ -56,7 +57,8 @@ def _facts(answer: StepAnswer, judged: Judged, mates: Sequence[StepAnswer]) -> T
         table.add_row(
             "segment", f"{prompt + taught} tokens: {prompt} of the prompt, {taught} taught"
         )
-        beside = f"beside {', '.join(mate.sample_id for mate in mates)}" if mates else "alone"
+        names = ", ".join(mate.sample_id.rpartition("/")[2] for mate in mates)
+        beside = f"beside {names}" if mates else "alone"
         came = f"made when {segment.come} segments of the step had come"
         table.add_row("pack", plain(f"number {segment.pack}, {came}; {beside}"))
     return table
@@ -113,17 +115,29 @@ def _truths(judged: Judged) -> Table:
     return table
 
 
-def _target(target: Target, tokenizer: Tokenizer) -> Table:
-    """Its text in parts, coloured by role, and how many tokens have each role."""
-    table = new_table("part", "#tokens", "text")
+def _target(target: Target, response: list[int], tokenizer: Tokenizer) -> Table:
+    """Its text in parts, coloured by role, and what of the answer is not in it."""
+    kept = LoggedTarget.of(target, response).kept
     last = len(target.token_ids) - 1
-    parts = [("kept", 0, target.prefix_len), ("appended", target.prefix_len, last)]
-    for name, start, end in [*parts, ("end", last, last + 1)]:
-        table.add_row(name, str(end - start), _coloured(target, start, end, tokenizer))
-    for role in Role:
-        if count := int((target.role == role).sum()):
-            name = role.name.lower().replace("_", " ")
-            table.add_row("role", str(count), Text(name, _STYLES[role]))
+    table = new_table("part", "#tokens", "text")
+
+    def add(part: str, start: int, end: int) -> None:
+        if end > start:
+            table.add_row(part, str(end - start), _coloured(target, start, end, tokenizer))
+
+    add("kept", 0, kept)
+    add("spelled anew", kept, target.prefix_len)
+    add("appended" if target.fn_keys else "closed", target.prefix_len, last)
+    add("end", last, last + 1)
+    if cut := response[kept:]:
+        table.add_row("cut off", str(len(cut)), Text(decode_exactly(tokenizer, cut), "strike dim"))
+    counts = {role: int((target.role == role).sum()) for role in Role}
+    legend = Text(", ").join(
+        Text(f"{count} {role.name.lower().replace('_', ' ')}", _STYLES[role])
+        for role, count in counts.items()
+        if count
+    )
+    table.add_row("roles", str(last + 1), legend)
     return table
 
 
@@ -136,7 +150,8 @@ def _coloured(target: Target, start: int, end: int, tokenizer: Tokenizer) -> Tex
 
 
 def _alone(text: str) -> Table:
-    table = new_table("")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(overflow="fold")
     table.add_row(plain(text))
     return table
 

@@ -1,0 +1,174 @@
+"""Run folders with logged steps of channel B, made by what makes them in training, in seconds.
+
+Answers are scripted, and nothing is forwarded: packs, log and counts are those of the run.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerControl, TrainerState
+
+from learner.async_rollout.gate import Gate
+from learner.async_rollout.prefetcher import ShareMaker
+from learner.channels.b import ChannelB
+from learner.channels.encoding import Encoding
+from learner.channels.rollout_stats import RolloutStats
+from learner.config.schema import Config
+from learner.in_step import InStep
+from learner.metrics import Payload, PhaseClock
+from learner.model.load import LoadedModel
+from learner.model.packed_forward import Segment
+from learner.model.prompt import PromptEncoder
+from learner.packer import Packer
+from learner.rollout.policy import Policy
+from learner.rollout_log import RolloutLog
+from learner.runlog import CallLog, JsonlLog, open_run_folder
+from learner.train import asking_of
+from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from tests.unit.answers import encode
+from tests.unit.small_run import rollout, written
+
+SHARE = 7
+
+
+class Answers:
+    """Answers in turn: right, half, next to it, garbage, cut off, with a part that is dropped."""
+
+    def __init__(self, samples: Sequence[Sample], loaded: LoadedModel, prompt: PromptEncoder):
+        self._samples = {sample.sample_id: sample for sample in samples}
+        self._tokenizer = loaded.tokenizer
+        self._prompt = prompt
+        self._turn = count()
+        self.version = 1
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        return [self._answer(self._samples[str(request.uuid)]) for request in requests]
+
+    def push_weights(self, version: int) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        return
+
+    def _answer(self, sample: Sample) -> RolloutOutput:
+        objects = sample.objects
+        right = encode(self._tokenizer, written(*objects))
+        answers = [
+            right,
+            encode(self._tokenizer, written(*objects[:1])),
+            encode(self._tokenizer, written(*map(moved, objects))),
+            encode(self._tokenizer, "garbage"),
+            right[: 2 * len(right) // 3],
+            encode(self._tokenizer, re.sub(r'"desc": "[^"]*", ', "", written(*objects), count=1)),
+        ]
+        ids = answers[next(self._turn) % len(answers)]
+        output = rollout(self._prompt(sample).ids.tolist(), ids)
+        return replace(output, weights_version=(self.version, self.version), seed=5)
+
+
+def moved(item: GroundTruthObject) -> GroundTruthObject:
+    """A little to the right and down."""
+    coords = tuple(min(999, value + 17) for value in item.shape.coords)
+    return GroundTruthObject(item.desc, Shape(item.shape.kind, coords))
+
+
+class Pushing(ChannelB):
+    """New weights are pushed after every second round."""
+
+    def __init__(self, channel: ChannelB, policy: Policy) -> None:
+        self.__dict__.update(channel.__dict__)
+        self._policy = policy
+        self._rounds = count(1)
+
+    def segments(self, *given: Any, **named: Any) -> tuple[list[Segment], RolloutStats]:
+        made = super().segments(*given, **named)
+        if next(self._rounds) % 2 == 0:
+            self._policy.push()
+        return made
+
+
+class RunMaker:
+    """Makes run folders with one loaded model. samples: of all steps, which take turns."""
+
+    def __init__(self, loaded: LoadedModel, samples: Sequence[Sample]) -> None:
+        self._loaded = loaded
+        self._samples = samples
+
+    def make(
+        self,
+        config: Config,
+        *,
+        chunk: int | None = None,
+        ranks: int = 1,
+        steps: Sequence[int] = (1, 3),
+    ) -> Path:
+        """A folder as a run of `config` leaves it, whose other steps were of channel A.
+
+        chunk: requests that are asked for at once; None for all of a step.
+        """
+        folder = open_run_folder(config, None)
+        prompt = PromptEncoder(self._loaded.processor, config.template.prompt, None)
+        policies = [self._policy(config, prompt, chunk) for _ in range(ranks)]
+        for step in range(max(steps) + 1):
+            if step not in steps:
+                self._line(folder, step, {"step/channel_b": 0.0})
+                continue
+            payload = Payload()
+            for rank, policy in enumerate(policies):
+                first = step + rank * SHARE
+                own = [self._samples[(first + i) % len(self._samples)] for i in range(SHARE)]
+                payload.merge(self._step(folder, config, policy, prompt, step, rank, own))
+            self._line(folder, step, {"step/channel_b": 1.0, **payload.metrics()})
+        return folder
+
+    def _policy(self, config: Config, prompt: PromptEncoder, chunk: int | None) -> Policy:
+        answers = Answers(self._samples, self._loaded, prompt)
+        return Policy(answers, 0, asking_of(config), round_size=chunk)
+
+    def _step(
+        self,
+        folder: Path,
+        config: Config,
+        policy: Policy,
+        prompt: PromptEncoder,
+        step: int,
+        rank: int,
+        own: Sequence[Sample],
+    ) -> Payload:
+        loaded = self._loaded
+        order = config.custom.object_field_order
+        encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, order)
+        channel = ChannelB(encoding, config.rollout_matching.matching, allow_poly=config.allow_poly)
+        packer = Packer(config.training, config.global_max_length)
+        log = RolloutLog(folder, rank)
+        CallLog(folder, rank).write({"step": step})
+        if not config.rollout_matching.async_rollout.enabled:
+            source = InStep(policy, channel, packer, 0, rank, log.write)
+            feed = source.feed(step, own, PhaseClock())
+            assert list(feed.chunks())[-1].last
+            policy.mark_updated()
+            return feed.payload()
+        policy.push()
+        maker = ShareMaker(
+            policy, Pushing(channel, policy), packer, lambda _: own, 0, rank, opened()
+        )
+        made = maker.make(step)
+        log.write(step, made.judged, made.places)
+        return made.payload
+
+    def _line(self, folder: Path, step: int, metrics: dict[str, float]) -> None:
+        state, control = TrainerState(global_step=step + 1), TrainerControl()
+        JsonlLog(folder).on_log(None, state, control, metrics)  # type: ignore[arg-type]
+
+
+def opened() -> Gate:
+    gate = Gate()
+    gate.open()
+    return gate
