@@ -14,7 +14,7 @@ LOGS = ("metrics.jsonl", "rollout_calls*.jsonl")
 ROLLOUTS = "rollouts"
 EVALUATIONS = "evaluations"
 _OF_STEP = re.compile(r"step_(\d+)\b.*")
-_EVALUATION = re.compile(r"step_(\d+)")
+_EVALUATION = re.compile(r"step_(\d+)(\.part)?")
 
 
 def log_sizes(folder: Path) -> dict[str, int]:
