@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from learner.config import load_config
 from rollout_server.settings import load_settings
@@ -109,11 +111,31 @@ def test_every_variable_is_explained_at_the_top_of_the_file() -> None:
         assert re.search(rf"\b{name}\b", head), name
 
 
-def test_what_is_mounted_from_this_folder_is_there() -> None:
-    sources = re.findall(r"^ +- (\./[^:]+):", COMPOSE, re.MULTILINE)
-    assert len(sources) == 3
-    for source in sources:
-        assert (DEPLOY / source).is_dir(), source
+def test_prometheus_and_grafana_get_files_that_name_services_and_mounts_of_compose() -> None:
+    by_name = {service.name: service.raw for service in services_of(COMPOSE)}
+    mounts = dict(
+        m.split(":")[:2] for n in ("prometheus", "grafana") for m in by_name[n]["volumes"]
+    )
+    inside = {path: DEPLOY / source for source, path in mounts.items() if source[0] == "."}
+    scraping = yaml.safe_load((inside["/etc/prometheus"] / "prometheus.yml").read_text())
+    (job,) = scraping["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    for service in servers():
+        port = parsed(service.command)["port"]
+        assert target in [f"{name}:{port}" for name in service.host_names]
+    secret = Path(job["authorization"]["credentials_file"])
+    assert secret.name in by_name["prometheus"]["secrets"]
+    provisioning = inside["/etc/grafana/provisioning"]
+    (source,) = _yaml_of(provisioning / "datasources")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = _yaml_of(provisioning / "dashboards")["providers"]
+    assert list(inside[provider["options"]["path"]].glob("*.json"))
+
+
+def _yaml_of(folder: Path) -> dict[str, Any]:
+    (file,) = folder.glob("*.yaml")
+    content: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return content
 
 
 # --- The examples -----------------------------------------------------------------------
@@ -288,7 +310,7 @@ def test_the_health_check_says_what_is_wrong() -> None:
 
 def test_the_programs_take_every_command_of_the_readme() -> None:
     commands = list(commands_in(shell_of(README)))
-    assert {Path(words[0]).name for words in commands} == {"learner", "rollout-server"}
+    assert {words[1] for words in commands} == {"launch", "toy"}
     assert [fault for words in commands if (fault := command_fault(words))] == []
 
 

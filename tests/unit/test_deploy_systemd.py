@@ -107,16 +107,20 @@ def test_a_unit_that_would_not_do_is_caught(unit: Path, old: str, new: str, foun
 
 def test_servers_and_learner_take_different_gpus() -> None:
     server, learner = (words_of(unit.read_text(encoding="utf-8")) for unit in (SERVER, LEARNER))
-    (visible,) = (word.partition("=")[2] for word in learner if word.startswith("CUDA_VISIBLE"))
-    assert not set(parsed(server)["gpus"].split(",")) & set(visible.split(","))
+    script, option, gpus, config = learner
+    assert option == "--train-gpus"
+    assert config == str(parsed(server)["run_config"])
+    assert not set(parsed(server)["gpus"].split(",")) & set(gpus.split(","))
+    assert ROOT / script.removeprefix("/opt/rollmatch/") == DEPLOY / "train_stage2.sh"
 
 
-def test_the_learner_starts_by_the_script_that_waits_for_its_servers() -> None:
-    words = words_of(LEARNER.read_text(encoding="utf-8"))
-    scripts = [word for word in words if word.startswith("/opt/rollmatch/")]
-    assert [ROOT / script.removeprefix("/opt/rollmatch/") for script in scripts] == [
-        DEPLOY / "train_stage2.sh"
-    ]
+def test_no_variable_of_the_units_makes_the_learner_start_servers_itself() -> None:
+    script = (DEPLOY / "train_stage2.sh").read_text(encoding="utf-8")
+    read = set(re.findall(r"\$\{([A-Z_]+)-\}", script))
+    assert {"SERVER_GPUS", "TRAIN_GPUS", "NPROC"} <= read
+    given = (SYSTEMD / "run.env").read_text(encoding="utf-8")
+    names = set(re.findall(r"^(\w+)=", given, re.MULTILINE))
+    assert read & names == {"TRAIN_GPUS"}
 
 
 # --- What systemd itself says -------------------------------------------------------------
@@ -133,7 +137,7 @@ def verified(root: Path, server: str, learner: str) -> str:
     units.mkdir(parents=True)
     for target in TARGETS:
         (units / f"{target}.target").write_text("[Unit]\nDescription=stub\n")
-    for stub in (*STUBS, "usr/bin/env"):
+    for stub in STUBS:
         (root / stub).parent.mkdir(parents=True, exist_ok=True)
         (root / stub).write_text("#!/bin/sh\n")
         (root / stub).chmod(0o755)
