@@ -13,14 +13,7 @@ import rollout_server.preflight
 from rollout_server.settings import ServerSettings
 from tests.contract.running_server import wait_until_gone
 from tests.docs import documents, options
-from tests.docs.commands import (
-    NOT_RUN,
-    PROGRAMS,
-    Command,
-    all_commands,
-    command,
-    commands_of,
-)
+from tests.docs.commands import PROGRAMS, Command, all_commands, command, commands_of
 from tests.docs.documents import Block
 from tests.docs.world import World, only
 
@@ -160,8 +153,3 @@ def test_a_block_of_shell_is_clean(block: Block, tmp_path: Path) -> None:
     for words in (["bash", "-n"], [str(program), "--shell=bash", f"--exclude={LOOSE}"]):
         done = subprocess.run([*words, script], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_every_reason_not_to_run_is_of_a_command() -> None:
-    reasons = {command.not_run for command in COMMANDS}
-    assert {why for _, why in NOT_RUN} <= reasons

@@ -55,6 +55,7 @@ FOREIGN = {
         *("--task_type", "--val_dataset"),
     },
     "docs/benchmarks.md": {"--only", "--rounds"},
+    "deploy/README.md": {"--profile"},
 }
 # Sections of the training YAML, and those within that prose begins with.
 SECTIONS = {*Config.model_fields, "vllm", "server", "sync", "schedule", "pipeline", "matching"}
@@ -89,7 +90,7 @@ def missing_file(code: Inline) -> bool:
     names_folder = text.startswith(tuple(f"{folder}/" for folder in FOLDERS))
     if not (names_folder and " " not in text) and not FILE.fullmatch(text):
         return False
-    if any(fnmatch(text, made) for made in MADE):
+    if text.startswith("/") or any(fnmatch(text, made) for made in MADE):
         return False
     return not any(fnmatch(f"/{file}", f"*/{text.rstrip('/')}") for file in tracked())
 

@@ -53,7 +53,7 @@ class World:
     def typed(self, asked: Command) -> str:
         """The command with every placeholder replaced by what stands for it here."""
         text = asked.text.replace("http://127.0.0.1:8000", self.base_url)
-        text = text.replace("/data/images", str(self.folder)).replace("runs/RUN", "runs/earlier")
+        text = text.replace("/data/images", str(self.folder))
         if asked.program == "rollout-server":
             text = f"{text} --port {self.port} {SERVER}"
         return text
@@ -111,6 +111,9 @@ class World:
         for name in ("train.yaml", "RUN.yaml", "F"):
             (self.folder / name).symlink_to("my_run.yaml")
             assert re.fullmatch(NAMES_OF_RUN, name)
+        for name in ("RUN", "runs/my_run"):
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            (self.folder / name).symlink_to(self.run_folder)
         settings = {"model": "CHECKPOINT", "device": "cpu", "allowed_media_dirs": ["."]}
         (self.folder / "server.yaml").write_text(dump_mapping(settings))
         speeds = next(b for b in documents.blocks("yaml") if b.start.startswith("engine:"))
