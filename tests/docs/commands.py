@@ -8,7 +8,7 @@ or is missing there.
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.docs.documents import Block, documents
 
@@ -22,15 +22,22 @@ PROGRAMS = {
     "make",
     "ray",
     "rollout-server",
+    "sbatch",
     "swift",
+    "systemctl",
     "torchrun",
     "vllm",
 }
+# Of the system, in every shell.
+PLAIN = {"cat", "chmod", "cp", "install", "mkdir", "openssl", "umask", "useradd"}
 
 # What is not run, and why: the first pattern that the command has decides.
 NOT_RUN = (
     (r"^make ", "installs 7 GB or runs what runs this test; CI runs `make`"),
     (r"^docker ", "needs a docker engine"),
+    (r"^(cp|install|useradd|systemctl|umask) ", "needs root"),
+    (r"^sbatch ", "needs Slurm"),
+    (r"^deploy/train_stage2.sh .*-gpus", "needs GPUs"),
     (r"^learner demo", "takes minutes; tests/integration/test_demo.py runs it"),
     (r"^learner launch", "needs GPUs; its own tests run it on the CPU"),
     (r"^learner (doctor|eval|watch|train) --config configs/", "needs the checkpoint named there"),
@@ -68,23 +75,44 @@ class Command:
         return self.words[0] if self.words else ""
 
     @property
+    def simple(self) -> "list[Command]":
+        """The commands that it is made of by `&&`, `;`, `|` and parentheses."""
+        plain = self.text.partition("<<")[0]
+        lexer = shlex.shlex(plain, posix=True, punctuation_chars="();|&<>")
+        lexer.whitespace_split = True
+        parts: list[list[str]] = [[]]
+        for word in lexer:
+            if set(word) <= set("();|&"):
+                parts.append([])
+            else:
+                parts[-1].append(word)
+        if sum(map(bool, parts)) < 2:
+            return [self]
+        return [replace(self, words=_unassigned(part)[0]) for part in parts if part]
+
+    @property
     def not_run(self) -> str | None:
         """Why it is not run."""
-        plain = shlex.join(self.words) if self.program != "export" else self.text
+        plain = shlex.join(self.simple[0].words) if self.program != "export" else self.text
         return next((why for pattern, why in NOT_RUN if re.search(pattern, plain)), None)
 
 
 def command(document: str, line: int, text: str, block: str = "") -> Command:
-    words = shlex.split(text, comments=True)
-    environment = {}
-    while words and (assigned := re.fullmatch(r"([A-Z_]+)=(.*)", words[0], re.DOTALL)):
-        environment[assigned[1]] = assigned[2]
-        del words[0]
+    words, environment = _unassigned(shlex.split(text.partition("<<")[0], comments=True))
     return Command(document, line, text, words, environment, block)
 
 
+def _unassigned(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The words after the assignments that a command begins with, and these."""
+    environment = {}
+    while words and (assigned := re.fullmatch(r"([A-Z0-9_]+)=(.*)", words[0], re.DOTALL)):
+        environment[assigned[1]] = assigned[2]
+        words = words[1:]
+    return words, environment
+
+
 def commands_of(block: Block) -> Iterator[Command]:
-    """Its commands: a line each, but for open quotes and a backslash at the end."""
+    """Its commands: a line each, but for open quotes, here-documents and a final backslash."""
     pending, first = "", 0
     for number, raw in enumerate(block.text.splitlines(), block.line + 1):
         first = first if pending else number
@@ -129,6 +157,8 @@ SHELLS = ("sh", "bash", "shell", "console")
 
 
 def _is_open(text: str) -> bool:
+    if here := re.search(r"<<-?'?(\w+)'?", text):
+        return text.splitlines()[-1] != here[1]
     try:
         shlex.split(text, comments=True)
     except ValueError:

@@ -18,7 +18,7 @@ from typer.exceptions import TyperException
 
 import learner.cli
 import rollout_server.cli
-from tests.docs.commands import Command, command
+from tests.docs.commands import PLAIN, Command, command
 from tests.docs.documents import ROOT
 
 Found = TyperCommand | TyperGroup
@@ -37,6 +37,8 @@ COMPOSE = {
     "exec": {"-T"},
     "up": {"--build", "--wait", "--detach", "-d", "--abort-on-container-exit", "--exit-code-from"},
 }
+DOCKER_RUN = {"--rm", "--user", "-v", "--gpus", "--shm-size", "-p", "-e", "--network"}
+SYSTEMCTL = {"daemon-reload", "disable", "enable", "restart", "start", "status", "stop"}
 SIGNALS = {"-TERM", "-INT", "-KILL", "-9", "-15"}
 
 
@@ -46,13 +48,20 @@ class Unknown(AssertionError):
 
 def check(asked: Command) -> None:
     """Hold a command against what its program takes."""
+    for simple in asked.simple:
+        _check_one(simple)
+    if asked.not_run is not None:
+        _files_of(asked)
+
+
+def _check_one(asked: Command) -> None:
     if asked.program in OURS:
         parse_ours(asked.words)
     elif asked.program == "kill":
         _require(set(option_names(asked.words[1:])) <= SIGNALS, asked)
     elif asked.program in _CHECKS:
         _CHECKS[asked.program](asked)
-    elif asked.program not in ("curl", "export", "deploy/train_stage2.sh"):
+    elif asked.program not in ("curl", "export", *PLAIN):
         raise Unknown(f"{asked}: {asked.program} is no program that the documents may use")
 
 
@@ -136,14 +145,15 @@ def _torchrun(asked: Command) -> None:
 
 
 def _make(asked: Command) -> None:
+    words = re.sub(r"-C \S+ ", "", " ".join(asked.words[1:])).split()
     done = subprocess.run(
-        ["make", "-n", *asked.words[1:]], cwd=ROOT, capture_output=True, text=True, check=False
+        ["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
     _require(done.returncode == 0, asked, done.stderr)
     # A variable that the Makefile does not read does nothing.
     known = set(re.findall(r"^([A-Z]+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE))
     known.add("PYTHON")
-    given = {word.partition("=")[0] for word in asked.words[1:] if "=" in word}
+    given = {word.partition("=")[0] for word in words if "=" in word}
     _require(given <= known, asked, f"the Makefile reads {sorted(known)}")
 
 
@@ -156,7 +166,6 @@ def _swift(asked: Command) -> None:
     known = set(_fields(_package("swift") / "arguments"))
     unknown = [name for name in option_names(asked.words[2:]) if name[2:] not in known]
     _require(not unknown, asked, f"swift sft has no {unknown}")
-    _files_of(asked)
 
 
 def _fields(folder: Path) -> Iterator[str]:
@@ -182,7 +191,12 @@ def _docker(asked: Command) -> None:
     words = asked.words[1:]
     if words[0] == "build":
         _require(set(option_names(words[1:])) <= {"-f", "-t", "--target", "--build-arg"}, asked)
-        _files_of(asked)
+        return
+    if words[0] == "run":
+        ours = next((i for i, word in enumerate(words) if word in OURS), len(words))
+        _require(set(option_names(words[1:ours])) <= DOCKER_RUN, asked)
+        if ours < len(words):
+            parse_ours(words[ours:])
         return
     _require(words[0] == "compose", asked)
     rest = words[1:]
@@ -204,10 +218,32 @@ def _docker(asked: Command) -> None:
     _require(set(named) <= set(services), asked, f"services are {sorted(services)}")
 
 
+def _systemctl(asked: Command) -> None:
+    _require(asked.words[1] in SYSTEMCTL, asked)
+    _require(set(option_names(asked.words[2:])) <= {"--now", "--no-pager"}, asked)
+    units = [word for word in asked.words[2:] if not word.startswith("-")]
+    for unit in units:
+        file = ROOT / "deploy" / "systemd" / f"{unit.removesuffix('.service')}.service"
+        _require(file.is_file(), asked, f"no {file.name}")
+
+
+def _sbatch(asked: Command) -> None:
+    """Its script is checked as a file; its own options by the list of those that are used."""
+    _require(set(option_names(asked.words[1:])) <= {"--nodes", "--gres", "--time"}, asked)
+
+
+def _train_stage2(asked: Command) -> None:
+    script = (ROOT / asked.program).read_text()
+    for option in option_names(asked.words[1:]):
+        _require(option in script, asked, f"no {option}")
+
+
 def _files_of(asked: Command) -> None:
-    for word in asked.words[1:]:
-        if "/" in word and not word.startswith(("/", "-", "http")) and ":" not in word:
-            _require((ROOT / word).exists(), asked, f"no {word}")
+    """Files of the repository that it names, wherever that is installed, are there."""
+    for word in asked.words:
+        named = re.match(r"(?:\S*/)?((?:deploy|configs|learner|scripts|docs)/[^\s:]+)$", word)
+        if named and not list(ROOT.glob(named[1].rstrip("/"))):
+            raise Unknown(f"{asked}: no {named[1]}")
 
 
 def python_module(text: str) -> None:
@@ -242,4 +278,7 @@ _CHECKS = {
     "swift": _swift,
     "vllm": _vllm,
     "docker": _docker,
+    "systemctl": _systemctl,
+    "sbatch": _sbatch,
+    "deploy/train_stage2.sh": _train_stage2,
 }
