@@ -23,7 +23,10 @@ def evaluate(
         typer.Option(help="New folder. (one in training.output_dir/evaluations)"),
     ] = None,
 ) -> None:
-    """Score a checkpoint by its rollouts, and write what it answered."""
+    """Score a checkpoint by its rollouts, and write what it answered.
+
+    Servers of the config get its weights, so they must be nobody else's meanwhile.
+    """
     from rich.console import Console
 
     from learner.config import load_config

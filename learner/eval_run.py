@@ -24,6 +24,7 @@ from learner.eval_folder import Scored, shown, write_evaluation
 from learner.eval_plan import EvaluationPlan
 from learner.evaluate import ScoredAnswer
 from learner.model.load import LoadedModel, load_model
+from learner.report.outcomes import badness
 from learner.rollout.client import RolloutClient
 from learner.train import evaluation_facts, score_checkpoint
 from shared_contracts.errors import ContractError
@@ -98,13 +99,9 @@ def tables(scored: Scored) -> list[tuple[str, Table]]:
 
 
 def worst_answers(answers: Sequence[ScoredAnswer], most: int) -> list[ScoredAnswer]:
-    """Those with something wrong, of the lowest F1; of equal ones those with more mistakes."""
+    """Those with something wrong, in the order of the page."""
     wrong = [answer for answer in answers if answer.f1 is not None and answer.f1 < 1]
-    return sorted(wrong, key=lambda answer: (answer.f1, -_mistakes(answer)))[:most]
-
-
-def _mistakes(answer: ScoredAnswer) -> int:
-    return len(answer.parse.objects) + len(answer.ground_truth) - 2 * answer.hits
+    return sorted(wrong, key=badness)[:most]
 
 
 def _scores(scored: Scored) -> Table:

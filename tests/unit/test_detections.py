@@ -111,6 +111,13 @@ def test_objects_are_small_or_large_by_their_pixels() -> None:
 
 
 @pytest.mark.req("EVAL-01")
+def test_images_of_many_objects_are_scored_whole() -> None:
+    crowd = [box("cat", 80 * place, 0, 80 * place + 60, 60) for place in range(12)]
+    found = boxes((crowd, crowd)).objects
+    assert found.ap == found.ar == pytest.approx(1)
+
+
+@pytest.mark.req("EVAL-01")
 @pytest.mark.parametrize(
     ("cases", "ap"),
     [([([CAT], [])], 0.0), ([([], [CAT])], None), ([([], [])], None)],
