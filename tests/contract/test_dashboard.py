@@ -1,6 +1,8 @@
 """The dashboard and the alerts against what a server really exposes."""
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -326,3 +328,15 @@ def test_the_scrape_is_answered_with_the_token_of_the_secret_and_refused_without
     answer = client.get(job["metrics_path"], headers=headers)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool here")
+def test_promtool_takes_the_files_and_sees_the_alerts_fire() -> None:
+    folder, tests = DEPLOY / "prometheus", Path(__file__).with_name("alert_rules.yml")
+    for command in (
+        ["check", "config", "--syntax-only", str(folder / "prometheus.yml")],
+        ["check", "rules", str(folder / "alerts.yml")],
+        ["test", "rules", str(tests)],
+    ):
+        done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
