@@ -11,7 +11,7 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from learner.log_cut import ROLLOUTS
 from learner.publish import publish_text
@@ -137,7 +137,7 @@ class LoggedTarget(_Record):
     kept: int
     ids: list[int]
     keys: list[str]
-    roles: str
+    roles: Annotated[str, Field(pattern="^[1-7]*$")]
     groups: list[LoggedGroup]
 
     @classmethod

@@ -1,6 +1,7 @@
 """The verdict on a step that was built again, and on many."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -10,12 +11,14 @@ from rich.table import Table
 from learner.data.show import new_table, plain
 from learner.replay.compare import NOTHING, STAGES, Difference, Differing, Replayed
 from learner.replay.logged import listed
-from learner.rollout_log import LoggedAnswer
+from learner.rollout_log import Judged, LoggedAnswer
 from learner.tokens import Tokenizer, token_table
 from learner.types import Role
 
 Titled = tuple[str, Table]
 
+# Steps that differ, each with its own line.
+_STEPS = 20
 # Tokens shown before and after one that differs.
 _AROUND = 10
 # What is compared at each stage.
@@ -42,16 +45,20 @@ def step_table(replayed: Replayed) -> Titled:
     title = f"Step {step.step}: {_count(len(step.answers), 'answer')}"
     if len(step.ranks) > 1:
         title += f" of {len(step.ranks)} processes"
-    return f"{title}, {_count(replayed.packs, 'pack')}", table
+    if replayed.packs:
+        title += f", {_count(replayed.packs, 'pack')}"
+    return title, table
 
 
 def steps_table(different: Sequence[Replayed], identical: Sequence[int]) -> Titled:
     """A line for each step that differs, and one for all that do not."""
     table = new_table("steps", "verdict", "first difference")
-    for replayed in different:
+    for replayed in different[:_STEPS]:
         assert replayed.first is not None, "it differs"
         where = f"{replayed.first.field}, {about(replayed.first)}"
         table.add_row(str(replayed.logged.step), "different", plain(where))
+    if len(different) > _STEPS:
+        table.add_row(listed([each.logged.step for each in different[_STEPS:]]), "different", "")
     if identical:
         table.add_row(listed(identical), "identical", "")
     return _count(len(different) + len(identical), "step"), table
@@ -63,6 +70,9 @@ def difference_table(difference: Difference, tokenizer: Tokenizer) -> Titled:
     table.add_row("field", plain(difference.field))
     for label, value in _told(difference, tokenizer):
         table.add_row(label, plain(value))
+    if difference.answer is not None:
+        step, sample = difference.answer[0].step, difference.answer[0].sample_id
+        table.add_row("see", plain(f"--step {step} --sample {sample}"))
     return f"First difference: {difference.stage}, {about(difference)}", table
 
 
@@ -141,6 +151,12 @@ def _told(difference: Difference, tokenizer: Tokenizer) -> Iterable[tuple[str, s
         return
     yield "logged", _text(at.logged)
     yield "rebuilt", _text(at.rebuilt)
+    if difference.answer is not None and difference.stage == "match" and at.path[0] == "pairs":
+        logged, judged = difference.answer
+        pairs = [logged.match.pairs, judged.match.pairs]
+        number = int(at.path[1])
+        for pair in sorted({own[number] for own in pairs if number < len(own)}):
+            yield f"[{pair[0]}, {pair[1]}]", _pair(judged, *pair)
     if len(at.path) > 1:
         yield "in, logged", _text(at.inside[0])
         yield "in, rebuilt", _text(at.inside[1])
@@ -171,6 +187,17 @@ def _of_target(
             reason = rebuilt.left_out if at.path == ("supervised",) else None
             if reason or logged.left_out:
                 yield "left out", str(reason or logged.left_out)
+
+
+def _pair(judged: Judged, prediction: int, truth: int) -> str:
+    """In words."""
+    objects, truths = judged.parsed.objects, judged.sample.objects
+    if prediction >= len(objects) or truth >= len(truths):
+        return "objects that are not there"
+    found, item = objects[prediction], truths[truth]
+    iou = judged.match.mask_iou[prediction, truth]
+    overlap = "never compared" if math.isnan(iou) else f"IoU {iou:.4f} as rebuilt"
+    return f"{found.key} ({found.desc}) with ground truth {truth} ({item.desc}), {overlap}"
 
 
 def _ids(answer: LoggedAnswer) -> list[int]:

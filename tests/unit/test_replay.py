@@ -263,7 +263,10 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
         (put("parse", "objects", 0, "coords", 2, 998), ["parse.objects[0].coords[2]", "998"]),
         (put("parse", "truncated", True), ["parse.truncated", "logged true", "rebuilt false"]),
         (put("parse", "dropped", [["object_9", "key_invalid"]]), ["parse.dropped[0]", "nothing"]),
-        (put("match", "pairs", []), ["match.pairs[0]", "logged nothing", "rebuilt [0, 0]"]),
+        (
+            put("match", "pairs", []),
+            ["match.pairs[0]", "logged nothing", "rebuilt [0, 0]", "with ground truth 0"],
+        ),
         (put("match", "gated", 77), ["match.gated", "logged 77"]),
         (put("target", "prefix_len", 3), ["target.prefix_len", "logged 3"]),
         (put("target", "keys", 0, "object_8"), ["target.keys[0]", '"object_8"', '"object_2"']),
@@ -442,6 +445,12 @@ def test_logs_that_do_not_have_it_all_are_refused(run: Path) -> None:
 
     edit(run, without_chunks)
     assert "it is of an earlier version" in refusal(run, "--step", "3")
+
+
+@pytest.mark.req("REPLAY-01")
+def test_a_role_that_is_none_is_refused(run: Path) -> None:
+    edit(run, in_first(lambda line: line["target"].update(roles="9")))
+    assert "is no logged answer" in refusal(run, "--step", "3")
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

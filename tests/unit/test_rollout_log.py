@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 
 from learner.channels.b import ChannelB
 from learner.channels.encoding import Encoding
-from learner.channels.judge import Judge
 from learner.config.rollout_matching import MatchingConfig
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
@@ -24,7 +23,6 @@ from learner.rollout_log import Judged, LoggedTarget, RolloutLog, folded, unfold
 from learner.targets import build_target
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.errors import RunError
-from tests.unit.answers import ground_truths, rollouts
 from tests.unit.small_run import small_config
 
 CAT = GroundTruthObject("cat", Shape("bbox_2d", (10, 20, 300, 400)))
@@ -121,24 +119,6 @@ def check_target(logged: dict[str, Any], item: Judged) -> None:
         (group.positions, group.bins) for group in target.coord_groups
     ]
     assert [group[2:] for group in logged["groups"]] == [[True, True], [False, True]]
-
-
-@pytest.mark.req("MET-03")
-@given(data=st.data())
-def test_any_target_comes_back_from_the_log(
-    data: st.DataObject, toy_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    ids = data.draw(rollouts(toy_tokenizer))
-    truths = data.draw(st.lists(ground_truths(), max_size=3))
-    judge = Judge(toy_tokenizer, "desc_first", MatchingConfig(), allow_poly=False)
-    sample = Sample("a:1", (), 8, 8, tuple(truths))
-    target = judge(sample, RolloutOutput([], ids, "", None, False, (1, 1), None)).target
-    if target is not None:
-        logged = LoggedTarget.model_validate_json(LoggedTarget.of(target, ids).model_dump_json())
-        assert logged.token_ids(ids) == target.token_ids
-        assert [tuple(group.bins) for group in logged.groups] == [
-            group.bins for group in target.coord_groups
-        ]
 
 
 @pytest.mark.req("MET-03")
