@@ -79,13 +79,12 @@ def _tokenizer_digest(checkpoint: Path) -> str | None:
 
 
 def _commit() -> str | None:
-    """Commit of the source tree this package runs from; None outside a checkout."""
-    result = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Commit of the source tree this package runs from; None outside a checkout or without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
     return result.stdout.strip() or None
 
 

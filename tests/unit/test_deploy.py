@@ -4,6 +4,7 @@ Every check is seen to fail: each test of a file has one beside it in which one 
 """
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from learner.config import load_config
+from learner.runlog import software
 from rollout_server.settings import load_settings
 from shared_contracts.errors import Problem
 from tests.unit.deployment import (
@@ -303,6 +305,15 @@ def test_the_health_check_says_what_is_wrong() -> None:
         gone = server.base_url
     assert healthy(gone)[0] == 1
     assert "refused" in healthy(gone)[1]
+
+
+@pytest.mark.req("DEP-01", "MET-03")
+def test_a_run_needs_no_git_which_the_image_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert shutil.which("git") is None
+    assert software()["commit"] is None
 
 
 # --- README and scripts -----------------------------------------------------------------
