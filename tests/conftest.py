@@ -29,7 +29,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 # Files outside of `contract` that use a fixture of the whole run.
-_SHARING = {"test_async": "server", "test_kills": "server"} | {
+_SHARING = {"test_async": "server", "test_doctor": "server", "test_kills": "server"} | {
     "test_network_cut": "hosts",
     "test_two_hosts": "hosts",
     "test_commands": "docs",

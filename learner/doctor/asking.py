@@ -116,8 +116,8 @@ def prompts(
         except ContractError as error:
             return Finding(PROMPT, url, "fail", f"{error.where}: {error.found}", error.do)
         counted.append(len(theirs))
-    found = f"{len(counted)} prompts of {min(counted)} to {max(counted)} tokens agree"
-    return ok(PROMPT, found, url)
+    lengths = " to ".join(str(length) for length in sorted({min(counted), max(counted)}))
+    return ok(PROMPT, f"{len(counted)} prompts of {lengths} tokens agree", url)
 
 
 def _rollout(
