@@ -80,7 +80,11 @@ def config(
             "learning_rate": 1.0e-3,
         },
         "global_max_length": 240,
-        "rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 12},
+        "rollout_matching": {
+            "rollout_backend": "hf",
+            "max_new_tokens": 12,
+            "eval_detection": {"enabled": True},
+        },
     }
     mapping = merge(load_config(SMOKE).model_dump(mode="json", exclude_none=True), own)
     file = folder / "train.yaml"
@@ -171,7 +175,7 @@ class Perfect:
         return rollout(self._encode(sample).ids.tolist(), answer)
 
 
-@pytest.mark.req("RES-02", "OT-01")
+@pytest.mark.req("RES-02", "OT-01", "EVAL-01")
 def test_right_polygons_are_hits_of_the_evaluation(config: Path, tmp_path: Path) -> None:
     parsed = load_config(config)
     inputs, loaded = read_inputs(parsed), load_model(parsed)
@@ -181,6 +185,7 @@ def test_right_polygons_are_hits_of_the_evaluation(config: Path, tmp_path: Path)
     scores = build_scorer(parsed, loaded, inputs, policy, CallLog(tmp_path))(0)
     assert scores["eval/f1"] == 1
     assert scores["eval/dropped"] == 0
+    assert scores["eval/ap"] == scores["eval/segm_ap"] == pytest.approx(1)
 
 
 @pytest.mark.req("RUN-01", "CHB-01")
