@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 # What the variables of the compose file are in these tests.
 VARIABLES = {
-    "WORK": "/work",
+    "WORK": "/project",
     "CONFIG": "train.yaml",
-    "IMAGES": "/work/data",
-    "CHECKPOINT": "/work/model",
-    "RUNS": "/work/runs",
-    "TOKEN_FILE": "/work/token",
+    "IMAGES": "/project/data",
+    "CHECKPOINT": "/project/model",
+    "RUNS": "/project/runs",
+    "TOKEN_FILE": "/project/token",
 }
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?:(?P<how>:[?-])(?P<text>[^}]*))?\}")
 
