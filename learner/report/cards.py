@@ -49,7 +49,7 @@ class Card:
 
     step: counted from 1, as in metrics.jsonl; None in an evaluation. log_step: counted from 0.
     width, height: pixels of the image as the data file has them. picture: place in the list of
-    pictures. truths, predicted, hits, missed: how many.
+    pictures. truths, predicted, hits, missed: how many. left_out: why it was not trained on.
     """
 
     slug: str
@@ -70,6 +70,7 @@ class Card:
     missed: int
     objects: list[ShownObject]
     dropped: list[tuple[str, str]]
+    left_out: str | None
     text: str
     picture: int
     images: int
@@ -115,6 +116,7 @@ def _card(answer: LoggedAnswer, slug: str, picture: int, resolution: int) -> Car
         missed=len(answer.match.false_negatives),
         objects=shown_objects(answer, resolution),
         dropped=answer.parse.dropped,
+        left_out=answer.left_out,
         text=answer.text,
         picture=picture,
         images=len(answer.images),

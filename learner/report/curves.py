@@ -75,6 +75,9 @@ def _scores(run: RunView) -> Chart | None:
         "eval/precision": "precision",
         "eval/recall": "recall",
         "eval/box_f1": "F1 of boxes alone",
+        "eval/ap": "AP",
+        "eval/ap50": "AP at 0.5",
+        "eval/box_ap": "AP of boxes alone",
     }
     series = {name: points(run.evaluations, key) for key, name in names.items()}
     return curve("scores", "Scores of evaluations", "score", series, shares=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from learner.rollout_log import LoggedAnswer
+from learner.rollout_log import LoggedAnswer, StepAnswer
 
 FaultName = Literal[
     "no_object",
@@ -66,7 +66,7 @@ FAULTS: dict[FaultName, Fault] = {
     "not_supervised": Fault(
         "not trained on",
         "It was left out of training.",
-        lambda answer: not answer.supervised,
+        lambda answer: isinstance(answer, StepAnswer) and not answer.supervised,
     ),
 }
 

@@ -265,6 +265,7 @@
       ["weights", begun === ended ? `version ${begun}` : `version ${begun}, at the end ${ended}`],
       ["objects", `${card.predicted} predicted, ${card.truths} annotated, ${card.hits} hits`],
     ];
+    if (card.left_out) entries.push(["not trained on", card.left_out]);
     if (card.step !== null) {
       const rank = card.rank ? `, learner process ${card.rank}` : "";
       entries.unshift(["step", `${card.step} (in rollouts/ and replay: ${card.log_step})${rank}`]);

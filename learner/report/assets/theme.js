@@ -8,7 +8,6 @@
   const dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
 
   function tell() {
-    button.setAttribute("aria-pressed", String(dark()));
     button.querySelector("span").textContent = dark() ? "Light" : "Dark";
     document.dispatchEvent(new Event("theme"));
   }

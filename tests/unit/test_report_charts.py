@@ -1,0 +1,185 @@
+"""Series are made short without a lie; seconds are added only where they follow each other."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.report.charts import (
+    MOST_POINTS,
+    Bars,
+    curve,
+    histogram,
+    quantile,
+    running_mean,
+    thinned,
+    told,
+)
+from learner.report.curves import curves
+from learner.report.run_view import Point, RunView
+from learner.report.timeline import (
+    hidden,
+    phase_rows,
+    push_charts,
+    seconds,
+    server_rows,
+    step_chart,
+)
+from tests.unit.report_folder import SERVER, MadeRun, call_line, step_line
+
+VALUES = st.one_of(st.none(), st.floats(-1e6, 1e6))
+
+
+def test_a_short_series_is_drawn_as_it_is() -> None:
+    points: list[Point] = [(1, 3.0), (2, None), (3, 1.0)]
+    assert thinned(points, most=3) == points
+
+
+@given(st.lists(VALUES, min_size=50, max_size=400))
+def test_a_long_series_keeps_its_extremes_its_order_and_a_gap(values: list[float | None]) -> None:
+    points = list(enumerate(values, start=1))
+    short = thinned(points, most=40)
+    known = [value for value in values if value is not None]
+    kept = [value for _, value in short if value is not None]
+    assert len(short) <= 60  # lowest, highest and a gap of each of 20 stretches
+    assert [x for x, _ in short] == sorted({x for x, _ in short})
+    assert set(short) <= set(points)
+    assert (min(kept), max(kept)) == (min(known), max(known)) if known else not kept
+    assert (None in values) == any(value is None for _, value in short)
+
+
+def test_a_single_spike_among_thousands_of_steps_is_drawn_and_the_chart_says_so() -> None:
+    points: list[Point] = [(step, 1.0) for step in range(1, 20_001)]
+    points[12_345] = (12_346, 99.0)
+    chart = curve("a", "A", "a", {"a": points}, smooth=False)
+    assert chart is not None
+    (trace,) = chart.traces
+    assert (12_346, 99.0) in zip(trace.x, trace.y, strict=True)
+    assert len(trace.x) <= 2 * MOST_POINTS
+    assert any("lowest and the highest" in note for note in chart.notes)
+    assert (chart.table[0].count, chart.table[0].highest) == (20_000, "99")
+
+
+def test_the_running_mean_has_a_gap_where_the_series_has_one() -> None:
+    points: list[Point] = [(1, 2.0), (2, None), (3, 4.0), (4, 6.0), (5, 0.0), (6, 10.0), (7, 5.0)]
+    means = running_mean(points)
+    assert means[:4] == [(1, 2.0), (2, None), (3, 3.0), (4, 4.0)]
+    assert means[5] == (6, 5.0)  # of steps 2 to 6, without the gap
+    assert means[6] == (7, 5.0)  # of steps 3 to 7
+
+
+def test_bars_of_many_steps_are_means_and_say_so() -> None:
+    assert Bars.over([1, 2, 3]).note == ""
+    bars = Bars.over(range(1, 1001))
+    assert bars.note == "Each bar is the mean of 3 steps."
+    trace = bars.trace("a", [float(step) for step in range(1, 1001)], 1)
+    assert (trace.x[0], trace.y[0]) == (2, 2.0)
+    assert (trace.x[-1], trace.y[-1]) == (1000, 1000.0)
+    assert Bars.over([]).places == []
+
+
+@given(st.dictionaries(st.integers(0, 5000), st.integers(1, 9), min_size=1))
+def test_a_histogram_counts_every_answer_once(counts: dict[int, int]) -> None:
+    chart = histogram("a", "A", "tokens", counts, 1)
+    assert chart is not None
+    (trace,) = chart.traces
+    assert sum(height or 0 for height in trace.y) == sum(counts.values())
+    assert len(trace.y) <= 42
+    assert trace.hover is not None
+    assert len(trace.hover) == len(trace.y)
+
+
+def test_a_histogram_of_nothing_is_none_and_quartiles_are_those_of_the_answers() -> None:
+    assert histogram("a", "A", "tokens", {}, 1) is None
+    counts = {1: 1, 2: 2, 10: 1}
+    assert [quantile(counts, share) for share in (0.25, 0.5, 0.75, 1.0)] == [1, 2, 2, 10]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "not a number"),
+        (0.0, "0"),
+        (1920.0, "1,920"),
+        (0.98622, "0.9862"),
+        (12.3456, "12.35"),
+        (12345.6, "12,346"),
+        (1e-4, "1.000e-04"),
+    ],
+)
+def test_numbers_are_told_with_four_digits(value: float | None, text: str) -> None:
+    assert told(value) == text
+
+
+@pytest.mark.req("REPORT-01")
+def test_the_phases_of_a_step_that_follow_each_other_are_the_whole_step(tmp_path: Path) -> None:
+    lines = [step_line(1, "A"), step_line(2), step_line(3)]
+    chart = step_chart(RunView.of(MadeRun(tmp_path, lines).write()))
+    assert chart is not None
+    above = {trace.name: trace.y for trace in chart.traces if trace.row == 1}
+    below = {trace.name: trace.y for trace in chart.traces if trace.row == 2}
+    assert set(above) == {"push", "wait", "learn", "other"}
+    assert set(below) == {"rollout", "target", "pack"}
+    for place, line in enumerate(lines):
+        together = sum(heights[place] or 0 for heights in above.values())
+        assert together == pytest.approx(line["time/step_s"])
+
+
+def test_what_was_hidden_behind_learning_is_told_and_not_added_to_the_step(
+    tmp_path: Path,
+) -> None:
+    line = step_line(1)  # 0.6 + 0.1 + 0.01 s of making packs, of which 0.4 s were waited for
+    assert hidden(line) == pytest.approx(0.31)
+    assert seconds(line, "other") == pytest.approx(0.1)
+    chart = step_chart(RunView.of(MadeRun(tmp_path, [line]).write()))
+    assert chart is not None
+    assert "Hidden behind learning: 0.3000 of 0.7000 s (44%)." in chart.notes
+    rows = phase_rows(RunView.of(MadeRun(tmp_path, [line]).write()))
+    assert [len(part) for part in rows.values()] == [4, 3]
+
+
+def test_pushes_are_drawn_by_server_and_by_clock(tmp_path: Path) -> None:
+    other = "http://server-2:8000"
+    calls = [call_line(1), call_line(3), call_line(3, other, lost=[[SERVER, "no answer"]])]
+    calls[1]["calls"].append({**calls[1]["calls"][0], "outcome": "timed out"})
+    run = RunView.of(MadeRun(tmp_path, [step_line(2)], calls).write())
+    charts = push_charts(run)
+    assert [chart.title for chart in charts] == [f"Pushes to {SERVER}", f"Pushes to {other}"]
+    rows = {trace.name: trace.row for trace in charts[0].traces}
+    assert {name for name, row in rows.items() if row == 1} == {"start", "send", "finish"}
+    assert {name for name, row in rows.items() if row == 2} >= {"pause", "transfer", "load"}
+    assert charts[0].traces[0].hover == ["step 2, version 2", "step 4, version 4"]
+    first, second = server_rows(run)
+    assert (first.server, first.pushes, first.answered, first.failed) == (SERVER, 2, 2, 1)
+    assert (first.requests, first.lost, first.payload) == (16, 1, "7 MB")
+    assert (second.pushes, second.lost) == (1, 0)
+
+
+@pytest.mark.req("REPORT-01")
+def test_a_run_of_two_channels_has_a_curve_for_each_thing(tmp_path: Path) -> None:
+    lines = [step_line(step, "AB"[step % 2]) for step in range(1, 60)]
+    lines.append({"step": 59, "eval/f1": 0.5, "eval/precision": 0.5, "eval/recall": 0.5})
+    drawn = {chart.slug: chart for chart in curves(RunView.of(MadeRun(tmp_path, lines).write()))}
+    assert set(drawn) >= {
+        "loss",
+        "loss-a",
+        "loss-b",
+        "scores",
+        "match-rate",
+        "parse-rates",
+        "lengths",
+        "learning-rate",
+        "grad-norm",
+    }
+    assert [row.name for row in drawn["loss"].table] == ["channel A", "channel B"]
+    assert drawn["loss-b"].log
+    limit = next(row for row in drawn["lengths"].table if row.name == "max_new_tokens")
+    assert limit.highest == "16"
+
+
+def test_a_loss_that_was_no_number_is_a_gap_and_forbids_no_axis(tmp_path: Path) -> None:
+    lines = [step_line(1), step_line(2, loss=None, grad_norm=None), step_line(3)]
+    drawn = {chart.slug: chart for chart in curves(RunView.of(MadeRun(tmp_path, lines).write()))}
+    (trace,) = drawn["loss"].traces
+    assert trace.y == [6.0, None, 2.0]

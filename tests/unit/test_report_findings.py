@@ -1,0 +1,216 @@
+"""What a person should look at first is computed, and a good run has nothing wrong in it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.report.findings import Finding, findings
+from learner.report.head import duration, facts, state, tiles
+from learner.report.run_view import RunView
+from learner.report.tally import Tally
+from learner.rollout_log import StepAnswer
+from tests.unit.report_folder import B, MadeRun, answer, call_line, step_line
+
+END = {"train_runtime": 115.2, "train_loss": 1.0}
+
+
+def steps(count: int = 30, **more: Any) -> list[dict[str, Any]]:
+    return [step_line(step, **more) for step in range(1, count + 1)]
+
+
+def found(
+    path: Path,
+    lines: list[dict[str, Any]],
+    answers: list[StepAnswer] | None = None,
+    unreadable: int = 0,
+    **run: Any,
+) -> list[Finding]:
+    error = run.pop("error", None)
+    view = RunView.of(MadeRun(path, lines, **run).write(), error)
+    tally = Tally()
+    tally.offer(answers or [])
+    return findings(view, tally, unreadable)
+
+
+def texts(found: list[Finding]) -> list[str]:
+    return [f"{finding.weight} {finding.section}: {finding.text}" for finding in found]
+
+
+def test_a_good_run_has_nothing_wrong_in_it(tmp_path: Path) -> None:
+    lines = steps(time__wait_s=0.1, time__push_s=0.1)
+    assert [finding.weight for finding in found(tmp_path, lines, [answer()] * 50)] == ["good"]
+
+
+def spoilt(step: int, **more: Any) -> list[dict[str, Any]]:
+    lines = steps(time__wait_s=0.1)
+    lines[step - 1] |= more
+    return lines
+
+
+@pytest.mark.req("REPORT-01")
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (
+            spoilt(7, loss=None),
+            "bad curves: The loss was not a finite number in 1 step (first: step 7)",
+        ),
+        (
+            spoilt(7, grad_norm=None),
+            "bad curves: The gradient norm was not a finite number in 1 step (first: step 7)",
+        ),
+        (spoilt(3, **{"rollout/servers_lost": 2.0}), "bad sync: Servers were lost 2 times"),
+        (
+            spoilt(3, **{"rollout/retries": 1.0}),
+            "look sync: 1 server call had to be made again",
+        ),
+        (
+            spoilt(3, **{"rollout/repeat_terminate_triggered_sequences": 5.0}),
+            "look answers: The repeat guard ended 5 answers",
+        ),
+        (
+            spoilt(9, **{"time/push_s": 0.9}),
+            "look timeline: 1 push took longer than the step's training",
+        ),
+        (
+            steps(),
+            "look timeline: Steps with answers spent 33% of their time waiting for packs",
+        ),
+        (
+            steps(time__push_s=0.48),
+            "look timeline: Steps with answers spent 40% of their time pushing weights",
+        ),
+        (
+            steps(rollout__parse_truncated_rate=0.12),
+            "look answers: 12.0% of the answers were truncated",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_with_where_to_look(
+    lines: list[dict[str, Any]], told: str, tmp_path: Path
+) -> None:
+    assert told in texts(found(tmp_path, lines))
+    assert told not in texts(found(tmp_path / "good", steps(time__wait_s=0.1)))
+
+
+def test_a_drop_reason_that_rises_is_named_with_both_shares(tmp_path: Path) -> None:
+    lines = steps()
+    for line in lines:
+        late = line["step"] > 20
+        line[f"{B}/strict_drop/bbox_invalid"] = 4.0 if late else 1.0
+        line[f"{B}/N_drop_invalid"] = 6.0 if late else 3.0
+        line[f"{B}/strict_drop/key_invalid"] = 2.0  # as ever
+    rises = [text for text in texts(found(tmp_path, lines)) if "rises" in text]
+    assert rises == [
+        "look answers: Drop reason bbox_invalid rises: 2.33% of the predicted objects in the first "
+        "third, 8.70% in the last"
+    ]
+
+
+def test_answers_say_what_is_wrong_with_them(tmp_path: Path) -> None:
+    cut = answer(truncated=True, finish_reason="length")
+    answers = [
+        *[answer()] * 80,
+        *[cut] * 12,
+        answer(invalid=True),
+        answer(supervised=False),
+        *[answer(predicted=[("dog", (110, 100, 400, 400))])] * 15,
+        *[answer(dropped=[("object_2", "key_invalid")])] * 2,
+    ]
+    lines = steps()
+    lines[0] |= {f"{B}/strict_drop/key_invalid": 2.0}
+    assert {text for text in texts(found(tmp_path, lines, answers, 3)) if "answer" in text} >= {
+        "look answers: 10.8% of the answers were truncated at max_new_tokens (16)",
+        "look answers: 0.9% of the answers are no JSON object at all",
+        "look gallery: 1 answer could not be trained on and were left out",
+        "look gallery: 13.5% of the answers describe an object they found by a wrong name",
+        "look answers: The parser dropped objects of 1.8% of the answers, most of them as "
+        "key_invalid",
+        "look gallery: 3 images of the answers shown cannot be read any more",
+    }
+
+
+def test_an_evaluation_that_was_better_before_is_told(tmp_path: Path) -> None:
+    scores = [{"step": 10 * at, "eval/f1": f1} for at, f1 in enumerate([0.2, 0.8, 0.75], start=1)]
+    assert "look curves: The best F1 was 0.800 at step 20; the last is 0.750" in texts(
+        found(tmp_path, [*steps(), *scores])
+    )
+    rising = texts(found(tmp_path / "rising", [*steps(), *scores[:2]]))
+    assert "good curves: The last F1, 0.800, is the best" in rising
+
+
+def test_a_loss_and_a_match_rate_that_go_the_wrong_way_are_told(tmp_path: Path) -> None:
+    lines = steps()
+    for line in lines:
+        line["loss"] = float(line["step"])
+        line[f"{B}/match_rate"] = 1 / line["step"]
+    told = texts(found(tmp_path, lines))
+    assert (
+        "look curves: The loss of channel B rose: 5.500 in the first third of its steps, 25.50 in "
+        "the last" in told
+    )
+    assert any(text.startswith("look curves: The match rate did not rise: 29.3%") for text in told)
+
+
+def test_an_adapter_that_gave_way_to_full_weights_is_told(tmp_path: Path) -> None:
+    calls = [call_line(1, sync_fallback="it has DoRA"), call_line(2, sync_fallback=None)]
+    assert "bad sync: Full weights replaced the adapter: it has DoRA" in texts(
+        found(tmp_path, steps(), calls=calls)
+    )
+
+
+def test_what_is_wrong_comes_before_what_is_worth_a_look(tmp_path: Path) -> None:
+    lines = steps(time__push_s=0.9)
+    lines[3]["loss"] = None
+    weights = [finding.weight for finding in found(tmp_path, lines, error="no server is left")]
+    assert weights == sorted(weights, key=["bad", "look", "good"].index)
+    assert weights[0] == "bad"
+
+
+def view(path: Path, lines: list[dict[str, Any]], error: str | None = None, **run: Any) -> RunView:
+    return RunView.of(MadeRun(path, lines, **run).write(), error)
+
+
+def test_the_state_of_a_run_is_told(tmp_path: Path) -> None:
+    lines = steps(2)
+    assert state(view(tmp_path / "none", [])) == "No step is logged yet."
+    going_on = state(view(tmp_path / "on", lines))
+    assert going_on.startswith("Not finished: step 2 of 3. The last line was logged 2")
+    over = [*lines, {"step": 2, **END}]
+    assert state(view(tmp_path / "end", over)) == "Finished: 2 steps in 115 s."
+    again = [*over, step_line(3)]  # resumed with more steps
+    assert state(view(tmp_path / "again", again)).startswith("Not finished: step 3 of 3.")
+    failed = state(view(tmp_path / "failed", lines, "no server is left"))
+    assert failed == "Ended by an error at step 2 of 3."
+
+
+def test_the_steps_of_a_run_over_epochs_are_told_from_its_pace(tmp_path: Path) -> None:
+    epochs = {"training": {"max_steps": None, "num_train_epochs": 2.0, "save_steps": 50}}
+    run = view(tmp_path, steps(30), sections={**epochs})
+    assert run.total_steps == 200
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(115.2, "115 s"), (600.0, "10 min"), (12_000.0, "3 h 20 min")],
+)
+def test_durations_are_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_head_has_the_last_scores_and_what_the_run_is(tmp_path: Path) -> None:
+    scores = {"step": 30, "eval/f1": 0.78, "eval/precision": 0.8, "eval/recall": 0.76}
+    run = view(tmp_path, [*steps(), scores], facts={"rollout_backend": "hf", "rollouts": "itself"})
+    assert {tile.name: tile.value for tile in tiles(run)} == {
+        "F1": "0.780",
+        "Precision": "0.800",
+        "Recall": "0.760",
+        "Match rate": "0.884",
+        "Loss": "0.2383",
+        "Seconds a step": "1.200",
+    }
+    told = facts(run)
+    assert told["variant"] == "stage2_two_channel, channel B in 50% of the steps"
+    assert told["answers by"] == "hf: itself"
+    assert told["commit"] == "0123456789ab"
