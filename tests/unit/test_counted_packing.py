@@ -10,7 +10,7 @@ from learner.config.training import TrainingConfig
 from learner.packing import CountedPacking, Place
 
 CAPACITY = 100
-CHUNKS = st.lists(st.lists(st.integers(1, CAPACITY), max_size=5), min_size=1, max_size=4)
+CHUNKS = st.lists(st.lists(st.integers(1, CAPACITY), max_size=4), min_size=1, max_size=3)
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ def training(*, packing: bool) -> TrainingConfig:
             "output_dir": "nowhere",
             "learning_rate": 1e-3,
             "effective_batch_size": 4,
+            "max_steps": 1,
             "packing": packing,
         }
     )
