@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from shared_contracts.errors import PROBLEM_TITLES
 from tests.docs import documents
 from tests.docs.documents import ROOT, Block
 
@@ -17,9 +18,16 @@ PACKAGES = ("learner", "rollout_server", "shared_contracts")
 # Messages of programs that are not ours, by what they begin with.
 FOREIGN = (
     "torch.OutOfMemoryError: CUDA out of memory.",
-    "ValueError: No available memory for the cache blocks.",
-    "curl: (7) Failed to connect to",
+    "Connection refused",
+    "[Errno 111] Connection refused",
 )
+# What carries the message of something else: a phase of a push, a call.
+WRAPPERS = (
+    re.compile(r"(?P<said>weight sync failed at the \w+ \(\S+\) in phase \w+: )"),
+    re.compile(r"(?P<said>rollout server \S+ is lost: )"),
+    re.compile(r"(?P<said>)(?:GET|POST) \S+(?: \S+)?: "),
+)
+PROBLEM = re.compile(r"(?P<title>[A-Z][^:()]*) \((?P<status>\d{3})\)(?:: |$)")
 # Files whose remedies the errors of others end in.
 SHARED_REMEDIES = {"rollout_server/repeat_config.py"}
 # Of a quoted line, how much has to be constant in the code.
@@ -37,6 +45,8 @@ class Template:
     def explains(self, line: str) -> bool:
         """Whether `line` has all parts in order, and they are enough of it."""
         held = sum(len(part.strip()) for part in self.parts)
+        if " " in line and not any(" " in part.strip() for part in self.parts):
+            return False
         if held < min(LEAST_LETTERS, len(line)) or held < LEAST_SHARE * len(line):
             return False
         start = 0
@@ -67,8 +77,9 @@ def lines_of(block: Block) -> list[tuple[str, str]]:
 def unexplained(block: Block, templates: list[Template]) -> list[str]:
     """Lines that no string of the code makes; of three-part errors, those of one file."""
     lines = [(kind, text) for kind, text in lines_of(block) if not _is_foreign(text)]
-    missing = [text for kind, text in lines if not _is_place(kind, text, lines)]
-    missing = [text for text in missing if not any(t.explains(text) for t in templates)]
+    texts = [text for kind, text in lines if not _is_place(kind, text, lines)]
+    said_parts = [part for text in texts for part in _parts(text)]
+    missing = [p for p in said_parts if not any(t.explains(p) for t in templates)]
     said = [text for kind, text in lines if kind in ("found", "do")]
     if missing or len(said) < 2:
         return missing
@@ -76,6 +87,20 @@ def unexplained(block: Block, templates: list[Template]) -> list[str]:
     if not any(t.file in files and t.explains(said[1]) for t in templates):
         return [f"{said[0]!r} and {said[1]!r} are of different files"]
     return []
+
+
+def _parts(text: str) -> list[str]:
+    """What a line says, and what it passes on: of a phase, a call, or a problem with its title."""
+    for wrapper in WRAPPERS:
+        if outer := wrapper.match(text):
+            said = outer["said"]
+            return [*([said] if said else []), *_parts(text[outer.end() :])]
+    if problem := PROBLEM.match(text):
+        known = PROBLEM_TITLES.values()
+        if (int(problem["status"]), problem["title"]) not in known:
+            return [f"{problem['title']} ({problem['status']})"]
+        return _parts(text[problem.end() :])
+    return [text] if text and not text.startswith(FOREIGN) else []
 
 
 def _is_place(kind: str, text: str, lines: list[tuple[str, str]]) -> bool:
@@ -112,4 +137,3 @@ def _split(text: str) -> tuple[str, ...]:
     """The constant parts of a string that may be the format of a log."""
     parts = re.split(r"%(?:\.\d)?[sdgrf]|\$\w+", text.strip())
     return tuple(part for part in parts if part.strip())
-

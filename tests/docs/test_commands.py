@@ -15,6 +15,8 @@ from tests.contract.running_server import wait_until_gone
 from tests.docs import documents, options
 from tests.docs.commands import PLAIN, PROGRAMS, Command, all_commands, command, commands_of
 from tests.docs.documents import Block
+from tests.docs.messages import PAGE, quoted
+from tests.docs.provoked import PROVOKED, Provoked, plain
 from tests.docs.world import World, only
 
 COMMANDS = all_commands()
@@ -24,6 +26,26 @@ CHECKED = [c for c in COMMANDS if c.not_run is not None]
 # SC2086: `$N` in a command that a reader edits; it needs no quotes there.
 LOOSE = "SC2086"
 SERVERS = [c for c in CHECKED if c.program == "rollout-server"]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("provoked", PROVOKED, ids=lambda provoked: provoked.said)
+def test_a_message_is_what_a_failing_command_says(provoked: Provoked, served: World) -> None:
+    """Before the server is ended below."""
+    if "GPU" in provoked.said and Path("/proc/driver/nvidia/gpus").is_dir():
+        pytest.skip("this machine has GPUs")
+    train_once(served)
+    provoked.write_config(served)
+    asked = command(PAGE, 0, provoked.command, provoked.said)
+    done = served.terminal(asked).run(
+        provoked.command.replace("8000", str(served.port)).replace("/data/images", "")
+    )
+    (block,) = (block for block in quoted() if provoked.said in block.text)
+    shown = plain(block.text, served.folder)
+    if provoked.command.startswith("curl"):
+        assert plain(json.loads(done.out)["detail"], served.folder) in shown
+    else:
+        assert (done.code, shown in plain(done.err, served.folder)) == (2, True), done.err
 
 
 @pytest.mark.req("CFG-01", "SRV-01")
