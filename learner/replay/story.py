@@ -9,6 +9,7 @@ from rich.text import Text
 
 from learner.data.show import new_table, plain
 from learner.metrics.declared import METRICS
+from learner.replay.logged import listed
 from learner.replay.show import facts_table
 from learner.rollout_log import Judged, LoggedTarget, StepAnswer
 from learner.tokens import Tokenizer, decode_exactly
@@ -57,7 +58,7 @@ def _facts(answer: StepAnswer, judged: Judged, mates: Sequence[StepAnswer]) -> T
         table.add_row(
             "segment", f"{prompt + taught} tokens: {prompt} of the prompt, {taught} taught"
         )
-        names = ", ".join(mate.sample_id.rpartition("/")[2] for mate in mates)
+        names = listed([mate.sample_id.rpartition("/")[2] for mate in mates])
         beside = f"beside {names}" if mates else "alone"
         came = f"made when {segment.come} segments of the step had come"
         table.add_row("pack", plain(f"number {segment.pack}, {came}; {beside}"))
