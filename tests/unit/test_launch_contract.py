@@ -152,11 +152,15 @@ def test_preflight_of_a_bad_config_leaves_stdout_empty(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the script did: its exit code, its errors, what it started as training."""
+    """What the script did: its exit code, its errors, what it started as training.
+
+    gpus: those that the learner sees.
+    """
 
     code: int
     stderr: str
     trained: list[str]
+    gpus: str = ""
 
 
 def launch(folder: Path, learner: str, *arguments: str, **environment: str) -> Launch:
@@ -164,21 +168,24 @@ def launch(folder: Path, learner: str, *arguments: str, **environment: str) -> L
     bin_folder, log = folder / "bin", folder / "trained"
     bin_folder.mkdir()
     log.touch()
-    fake = bin_folder / "learner"
-    fake.write_text(
-        f'#!/bin/sh\nif [ "$1" = preflight ]; then\n{learner}\nelse\n'
-        f'printf "%s\\n" "$@" > {shlex.quote(str(log))}\nfi\n'
-    )
-    fake.chmod(0o755)
+    note = f'printf "%s\\n" "${{CUDA_VISIBLE_DEVICES-}}" "$@" > {shlex.quote(str(log))}'
+    fakes = {
+        "learner": f'if [ "$1" = preflight ]; then\n{learner}\nelse\n{note}\nfi',
+        "torchrun": f'set -- torchrun "$@"\n{note}',
+    }
+    for name, text in fakes.items():
+        (bin_folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (bin_folder / name).chmod(0o755)
     path = f"{bin_folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         [SCRIPT, *(arguments or ["run.yaml"])],
         capture_output=True,
         text=True,
-        env={**os.environ, "PATH": path, **environment},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": path, **environment},
         timeout=60,
     )
-    return Launch(done.returncode, done.stderr, log.read_text().split("\n")[:-1])
+    gpus, *trained = log.read_text().split("\n")[:-1] or [""]
+    return Launch(done.returncode, done.stderr, trained, gpus)
 
 
 def printing(text: str) -> str:
@@ -194,10 +201,11 @@ def good(**changed: Any) -> str:
     return json.dumps({**GOOD, **changed})
 
 
-def test_the_launcher_is_a_program_that_bash_can_read() -> None:
+def test_the_launcher_is_a_program_that_shellcheck_has_nothing_to_say_about() -> None:
     assert os.access(SCRIPT, os.X_OK)
-    done = subprocess.run(["bash", "-n", SCRIPT], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    done = subprocess.run([shellcheck, SCRIPT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.req("CFG-09")
@@ -263,6 +271,81 @@ def test_the_launcher_wants_one_config(tmp_path: Path) -> None:
     done = launch(tmp_path, assigning(good() + "\n"), "a.yaml", "b.yaml")
     assert (done.code, done.trained) == (2, [])
     assert "usage:" in done.stderr
+
+
+TRAIN = ["learner", "train", "--config", "a.yaml"]
+SERVED = assigning(good(**AWAY | {"server_base_urls": ["http://a:1", "http://b:2"]}) + "\n")
+
+
+@pytest.mark.req("DEP-02")
+@pytest.mark.parametrize(
+    ("options", "environment", "gpus", "started"),
+    [
+        (["--train-gpus", "2"], {}, "2", TRAIN[1:]),
+        ([], {"TRAIN_GPUS": "2"}, "2", TRAIN[1:]),
+        (["--train-gpus", "2,3"], {}, "2,3", ["2"]),
+        ([], {"TRAIN_GPUS": "2,3", "NPROC": "2"}, "2,3", ["2"]),
+        (["--train-gpus", "1"], {"TRAIN_GPUS": "2,3"}, "1", TRAIN[1:]),
+        (["--nproc", "3"], {}, "", ["3"]),
+        ([], {"NPROC": "3"}, "", ["3"]),
+    ],
+)
+def test_beside_servers_that_are_up_the_learner_is_started_on_its_gpus(
+    tmp_path: Path,
+    options: list[str],
+    environment: dict[str, str],
+    gpus: str,
+    started: list[str],
+) -> None:
+    done = launch(tmp_path, assigning(good() + "\n"), *options, "a.yaml", **environment)
+    if len(started) == 1:
+        run = ["torchrun", "--standalone", "--nproc-per-node", *started, "--no-python"]
+        started = [*run, *TRAIN]
+    assert done == Launch(0, "", started, gpus)
+
+
+@pytest.mark.req("DEP-02")
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [
+        (["--server-gpus", "0,1", "--train-gpus", "3", "--server-gpus", "2"], {}),
+        ([], {"SERVER_GPUS": "0,1 2", "TRAIN_GPUS": "3"}),
+        (["--train-gpus", "3"], {"SERVER_GPUS": " 0,1   2 ", "NPROC": "1"}),
+    ],
+)
+def test_with_gpus_for_servers_it_hands_over_to_learner_launch(
+    tmp_path: Path, options: list[str], environment: dict[str, str]
+) -> None:
+    """No server is waited for: none listens at these addresses."""
+    done = launch(tmp_path, SERVED, *options, "a.yaml", **environment)
+    split = ["--server-gpus=0,1", "--server-gpus=2", "--train-gpus", "3"]
+    assert done == Launch(0, "", ["launch", "--config", "a.yaml", *split])
+
+
+@pytest.mark.req("DEP-02")
+@pytest.mark.parametrize(
+    ("learner", "options", "code", "told"),
+    [
+        (SERVED, "--server-gpus 0 --server-gpus 1", 2, "without --train-gpus"),
+        (SERVED, "--server-gpus 0,2 --server-gpus 1 --train-gpus 2,3", 2, "GPU 2 is named more"),
+        (SERVED, "--server-gpus 0,0 --server-gpus 1 --train-gpus 2", 2, "GPU 0 is named more"),
+        (SERVED, "--server-gpus 0;1 --train-gpus 2", 2, "is '0;1', not a list"),
+        (SERVED, "--server-gpus 0,1 --train-gpus 2", 1, "1 times, and server_base_urls has 2"),
+        (SERVED, "--train-gpus a", 2, "is 'a', not a list"),
+        (SERVED, "--train-gpus 2 --nproc 2", 2, "--nproc is '2', and --train-gpus 2 are 1 GPUs"),
+        (SERVED, "--nproc 0", 2, "--nproc is '0'"),
+        (SERVED, "--nproc two", 2, "--nproc is 'two'"),
+        (SERVED, "--unknown", 2, "usage:"),
+        (assigning(good() + "\n"), "--server-gpus 0 --train-gpus 1", 1, "hf with vllm_mode None"),
+        ("echo no >&2; exit 2", "--server-gpus 0 --train-gpus 1", 2, "preflight failed"),
+    ],
+)
+def test_a_split_that_cannot_be_starts_nothing(
+    tmp_path: Path, learner: str, options: str, code: int, told: str
+) -> None:
+    done = launch(tmp_path, learner, *options.split(), "a.yaml")
+    assert (done.code, done.trained) == (code, [])
+    assert told in done.stderr
 
 
 def real_preflight(folder: Path, config: Config) -> str:

@@ -1,0 +1,99 @@
+"""A launch of stand-ins, started by a test: other programs as servers and as the learner.
+
+    python -m tests.unit.launched FOLDER '{"key": value}'
+
+They note in FOLDER what becomes of them; torchrun, signals and processes are the real ones.
+
+lives: starts after which a server ends at once, saying so, with `code`.
+ready: whether servers say that they are. stubborn: they do not mind SIGTERM.
+learner: exit codes of its processes, by rank; -1: it waits.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from learner.operate.launch import Crew, launch
+from learner.operate.learner_process import LearnerProcess
+from learner.operate.server_process import ServerProcess, free_ports
+from learner.operate.tied import tied
+from shared_contracts.cli import run_cli
+
+SERVER = """
+import http.server, json, os, pathlib, signal, sys, threading
+folder, index, port = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+told = json.loads(sys.argv[4])
+with (folder / f"starts-{index}").open("a") as starts:
+    starts.write("x")
+if (folder / f"starts-{index}").stat().st_size > told["lives"]:
+    print("no more of this", flush=True)
+    sys.exit(told["code"])
+
+def running(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+def stop(*_):
+    learners = [int(file.read_text()) for file in folder.glob("learner-*")]
+    (folder / f"stopped-{index}").write_text(json.dumps([*map(running, learners)]))
+    if not told["stubborn"]:
+        os._exit(0)
+
+signal.signal(signal.SIGTERM, stop)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b'{"status":"ok","state":"READY","weights_version":0,"server_epoch":"e-0",'
+        body += b'"replicas":[]}'
+        self.send_response(200 if told["ready"] else 503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+server = http.server.HTTPServer(("127.0.0.1", port), Handler)
+threading.Thread(target=server.serve_forever).start()
+(folder / f"serving-{index}").write_text(str(os.getpid()))
+threading.Event().wait()
+"""
+
+LEARNER = """
+import json, os, pathlib, sys, threading
+rank, codes = int(os.environ["RANK"]), json.loads(sys.argv[2])
+(pathlib.Path(sys.argv[1]) / f"learner-{rank}").write_text(str(os.getpid()))
+if codes[rank] < 0:
+    threading.Event().wait()
+sys.exit(codes[rank])
+"""
+
+
+class StandIn(ServerProcess):
+    """Another program in the place of the server's."""
+
+    def __init__(self, folder: Path, index: int, port: int, told: dict[str, Any]) -> None:
+        self.base_url = f"http://127.0.0.1:{port}"
+        self.log = folder / f"server-{index}.log"
+        program = [sys.executable, "-c", SERVER, str(folder), str(index), str(port)]
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                tied(os.getpid(), [*program, json.dumps(told)]), stdout=output, stderr=output
+            )
+
+
+def main() -> None:
+    folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
+    ports = free_ports(told["servers"])
+    servers = [partial(StandIn, folder, i, port, told) for i, port in enumerate(ports)]
+    codes = told["learner"]
+    program = [sys.executable, "-c", LEARNER, str(folder), json.dumps(codes)]
+    learner = partial(LearnerProcess, program, len(codes), dict(os.environ))
+    run_cli(lambda: sys.exit(launch(Crew(servers, learner, 60.0, told["pauses_s"]), print)))
+
+
+if __name__ == "__main__":
+    main()
