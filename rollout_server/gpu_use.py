@@ -3,11 +3,7 @@
 from collections.abc import Sequence
 
 from shared_contracts.errors import ContractError
-from shared_contracts.gpu_use import GpuUse, in_gib
-
-# An idle GPU holds some hundred MiB of its driver's; a process in another container is
-# seen by its memory alone.
-IDLE_MIB = 2048
+from shared_contracts.gpu_use import IDLE_MIB, GpuUse, in_gib
 
 
 def check_unused(gpus: Sequence[int], use: GpuUse) -> None:

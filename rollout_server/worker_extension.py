@@ -147,11 +147,15 @@ class WorkerExtension(Worker):
     def complete_load(self) -> dict[str, float]:
         """Finish the layers that wait for it and rebuild packed copies; the seconds of it.
 
-        An adapter is put to use; after full weights none is left in use.
+        An adapter is put to use; after full weights none is left in use. What a trial brought
+        is only kept to be compared.
         """
         began = time.monotonic()
+        if self._tried is not None:
+            self._stop_collecting()
+            return {"load": time.monotonic() - began}
         self.finish_weight_update()
-        slot = None if self._tried is not None else self._adapter_slot()
+        slot = self._adapter_slot()
         if slot is not None and self._arriving is not None:
             slot.fill(self._arriving.meta, self._arriving.collector.tensors)
         elif slot is not None:
@@ -203,12 +207,16 @@ class WorkerExtension(Worker):
         self._weight_update_active = False
 
     def abandon_trial(self) -> None:
-        """End a trial that broke; the model was not opened and is left alone."""
+        """End a trial that broke."""
+        self._stop_collecting()
+        self._tried = None
+
+    def _stop_collecting(self) -> None:
+        """vLLM's own end of an update would drop the adapter that is served."""
         engine = self.weight_transfer_engine
         assert engine is not None
         engine.reset_weight_update_target()
         self._weight_update_active = False
-        self._tried = None
 
     def repeat_guard(self) -> dict[str, Any] | None:
         """Settings and sentinel of this worker's `RepeatProcessor`; None without one."""

@@ -4,6 +4,9 @@ import logging
 import subprocess
 from dataclasses import dataclass
 
+# An idle GPU holds some hundred MiB of its driver's; a process in another container is
+# seen by its memory alone.
+IDLE_MIB = 2048
 QUERY_TIMEOUT_S = 30.0
 
 logger = logging.getLogger(__name__)

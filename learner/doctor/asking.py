@@ -72,16 +72,23 @@ def unanswered(error: RunError, requests: Sequence[RolloutInferRequest], url: st
     faults = [fault for fault in error.problem.errors or [] if ".images[" in fault["where"]]
     if not faults:
         return [Finding(MEDIA, url, "fail", str(error), _remedy(error.problem))]
-    return [_unread(fault["detail"], _image_at(fault["where"], requests), url) for fault in faults]
+    unread: dict[tuple[str, Path], list[str]] = {}
+    for fault in faults:
+        image = _image_at(fault["where"], requests)
+        unread.setdefault((fault["detail"], Path(image).parent), []).append(image)
+    return [_unread(detail, images, url) for (detail, _), images in unread.items()]
 
 
-def _unread(detail: str, image: str, url: str) -> Finding:
+def _unread(detail: str, images: Sequence[str], url: str) -> Finding:
+    """images: of one folder, refused for the same reason."""
     do = (
-        f"Start the server with --allowed-media-dir {Path(image).parent}"
+        f"Start the server with --allowed-media-dir {Path(images[0]).parent}, or a folder above it"
         if "--allowed-media-dir" in detail
         else "Mount the images at the same path on the server's machine, readable by its user"
     )
-    return Finding(MEDIA, url, "fail", f"the server cannot read {image}: {detail}", do)
+    more = f" (nor {len(images) - 1} more there)" if len(images) > 1 else ""
+    found = f"the server cannot read {images[0]}{more}: {detail}"
+    return Finding(MEDIA, url, "fail", found, do)
 
 
 def _remedy(problem: Problem) -> str:

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from learner.doctor.findings import Finding, ok, skipped
 from learner.rollout.colocate import CUDA_VISIBLE
-from shared_contracts.gpu_use import GpuUse, in_gib
+from shared_contracts.gpu_use import IDLE_MIB, GpuUse, in_gib
 from shared_contracts.server_info import Info
 
 CHECK = "gpus"
-# Of an idle GPU the driver holds some hundred MiB.
-IDLE_MIB = 2048
 
 
 def overlap(visible: Sequence[int], here: str, servers: Mapping[str, Info]) -> list[Finding]:

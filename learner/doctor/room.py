@@ -103,7 +103,7 @@ def _memory(
         ]
     budget = None if here is None else here * placement.gpu_memory_utilization
     used = f"gpu_memory_utilization {placement.gpu_memory_utilization:g}"
-    if here is not None and budget is not None and not config.rollout_matching.offload.enabled:
+    if here is not None and budget is not None:  # offload or not: an idle server keeps its own
         here, where = here - budget, f"{where} beside the server"
     return [
         memory.judge_training(needed, here, where),

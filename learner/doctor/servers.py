@@ -40,7 +40,8 @@ def reach(address: ServerAddress, server: ServerConfig, token: str) -> Reached:
     url = address.base_url
     try:
         client = RolloutClient(url, server.timeout_s, server.infer_timeout_s)
-        RolloutClient(url, min(server.timeout_s, PATIENCE_S)).wait_until_pushable()
+        with RolloutClient(url, min(server.timeout_s, PATIENCE_S)) as looking:
+            looking.wait_until_pushable()
     except ContractError as error:
         check = TOKEN if error.where == TOKEN_VARIABLE else HTTP
         return Reached(address, of_error(check, error, url))

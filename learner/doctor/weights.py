@@ -1,6 +1,7 @@
 """The way of weights: the group forms, and one unchanged tensor gets to every worker."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from learner.backends import bucket_bytes_of, transport_of
 from learner.config.schema import Config
 from learner.doctor.findings import Finding, ok, skipped
 from learner.doctor.sizes import Shape, Sizes, Stored, stored_tensors
-from learner.rollout.client import RolloutClient
+from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.sync.push import PhaseTimeouts, WeightPusher, WeightSyncError
 from learner.sync.source import OneSource
 from shared_contracts.errors import ContractError, ProblemError
@@ -93,6 +94,7 @@ def check(
         return _tried(pusher, client, name)
     finally:
         pusher.close()
+        _see_off(client)
 
 
 def untouchable(info: Info) -> str | None:
@@ -106,6 +108,13 @@ def untouchable(info: Info) -> str | None:
     if info.weights_state == "UPDATING":
         return "the server is in the middle of a push"
     return None
+
+
+def _see_off(client: RolloutClient) -> None:
+    """A trial that was refused leaves the group at the server, where none has stood before."""
+    with suppress(ContractError, *SERVER_ERRORS):
+        if client.info().weight_group is not None:
+            client.close_communicator()
 
 
 def _pusher(config: Config, client: RolloutClient, port: int, source: OneTensor) -> WeightPusher:

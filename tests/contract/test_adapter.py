@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from learner.rollout.client import RolloutClient
 from learner.sync.adapter_source import AdapterWeights
 from learner.sync.mode import SyncMode
 from learner.sync.push import WeightPusher, WeightSyncError
-from learner.sync.source import MergedWeights, OneSource, SourceChoice
+from learner.sync.source import BaseWeights, MergedWeights, OneSource, SourceChoice
 from shared_contracts.errors import ContractError, ProblemError
 from shared_contracts.weights import (
     AdapterMeta,
+    DtypeName,
     FinishWeightUpdate,
     ParameterDigest,
     ParameterMeta,
@@ -179,6 +180,37 @@ def test_an_adapter_answers_as_its_merged_weights_and_a_second_one_replaces_it(
         assert said[-1] == adapting.expected(model)
     for earlier, later in pairwise(said):
         assert all(then != now for then, now in zip(earlier, later, strict=True))
+
+
+class FirstWeight(BaseWeights):
+    """One of the checkpoint's weights, over all of them."""
+
+    adapter = None
+
+    def __init__(self, model: PeftModel, *, alone: bool) -> None:
+        super().__init__(model)
+        self.base = None if alone else FirstWeight(model, alone=True)
+
+    def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
+        every = super().metadata(dtype)
+        return every if self.base is None else every[:1]
+
+    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, torch.Tensor]]:
+        return islice(super().tensors(dtype), 1)
+
+
+@pytest.mark.req("SYNC-01", "SYNC-05")
+def test_a_trial_leaves_the_adapter_that_is_served(adapting: Adapting) -> None:
+    model = adapted(adapting.server.checkpoint, seed=11)
+    adapting.push(adapter_choice(model))
+    before, version = adapting.answers(), adapting.version
+    pusher = adapting.pusher(OneSource(FirstWeight(model, alone=False)))
+    try:
+        report = pusher.try_out()
+    finally:
+        pusher.close()
+    assert (report.trial, report.verified, adapting.version) == (True, 1, version)
+    assert adapting.answers() == before == adapting.expected(model)
 
 
 @pytest.mark.req("SYNC-01")

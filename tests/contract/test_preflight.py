@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from rollout_server.engine_env import engine_environment
-from rollout_server.gpu_use import IDLE_MIB, check_unused
+from rollout_server.gpu_use import check_unused
 from rollout_server.preflight import check_media, check_ray, check_settings
 from rollout_server.settings import ServerSettings
 from shared_contracts.errors import ContractError
 from shared_contracts.gpu_use import (
+    IDLE_MIB,
     GpuMemory,
     GpuProcess,
     GpuUse,

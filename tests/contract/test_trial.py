@@ -39,6 +39,7 @@ from tests.contract.weight_sender import (
     digests,
     finish,
     manifest,
+    push,
     weight_group,
 )
 
@@ -254,6 +255,27 @@ def test_another_tensor_is_refused_and_one_changed_on_its_way_is_found(
         found = finish(server.http, unchanged, digests(sent))
     assert found.json()["errors"][0]["where"] == NAME
     server.http.post("/close_communicator/")
+
+
+@pytest.mark.req("SYNC-03", "SYNC-05")
+def test_weights_are_pushed_after_a_trial_as_before_it(
+    server: RunningServer, weights: Weights
+) -> None:
+    before = response_ids(server.infer([text_request()])[0])
+    version = server.http.get("/info/").json()["weights_version"]
+    sent = {NAME: weights[NAME]}
+    (port,) = free_ports(1)
+    with weight_group(server.http, port) as sender:
+        for _ in range(2):
+            assert begin_trial(server.http, version, weights, sent).status_code == 200
+            transfer = begin_transfer(server.http, version)
+            sender.send(sent)
+            assert transfer.answer().status_code == 200
+            assert finish(server.http, version, digests(sent)).status_code == 200
+        push(server.http, sender, weights, version + 1)
+    server.http.post("/close_communicator/")
+    assert server.http.get("/info/").json()["weights_version"] == version + 1
+    assert response_ids(server.infer([text_request()])[0]) == before
 
 
 @pytest.mark.req("SYNC-04", "DEP-03")

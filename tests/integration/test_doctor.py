@@ -138,8 +138,9 @@ def test_images_the_server_may_not_read_are_named_with_the_remedy(
     assert statuses(found)["fail"] == {"media"}
     assert statuses(found)["skipped"] == {"prompt", "rollout"}
     assert found["media"]["found"].startswith(f"the server cannot read {outside}/")
-    image = Path(found["media"]["found"].split()[4].rstrip(":"))
-    assert found["media"]["do"] == f"Start the server with --allowed-media-dir {image.parent}"
+    assert "(nor 3 more there)" in found["media"]["found"]
+    image = Path(found["media"]["found"].split()[4])
+    assert f"Start the server with --allowed-media-dir {image.parent}, " in found["media"]["do"]
 
 
 def test_a_tokenizer_that_differs_is_found_and_rollouts_are_tried_all_the_same(
@@ -164,6 +165,7 @@ def test_another_checkpoint_of_the_same_shape_is_told_and_not_loaded(
     found = doctor.run(doctor.config(checkpoint=other_tied), exit_code=0)
     assert found["one tensor"]["status"] == ("skipped" if version else "warn")
     assert found["rendezvous"]["status"] == "ok"
+    assert doctor.server.http.get("/info/").json()["weight_group"] is None
 
 
 def test_the_group_of_a_run_is_left_alone(doctor: Doctor) -> None:

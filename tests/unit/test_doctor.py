@@ -10,10 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
 
 from learner.config.schema import Config
+from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.doctor import (
+    asking,
     gpus,
     inputs,
     memory,
@@ -27,10 +30,14 @@ from learner.doctor import (
 )
 from learner.doctor.findings import Finding, of_error, ok, skipped, worst
 from learner.doctor.run import examine
+from learner.rollout.client import ServerUnreachable
+from learner.rollout.colocate import Placement
+from learner.rollout.requests import build_request
 from learner.sync.push import WeightSyncError
 from shared_contracts.errors import ContractError, ContractErrors, Problem, ProblemError
 from shared_contracts.gpu_use import GpuMemory, GpuProcess, GpuUse
 from shared_contracts.server_info import TOKEN_VARIABLE
+from tests.unit.scripted_server import envelope
 from tests.unit.scripted_server import info as info_of
 from tests.unit.small_run import small_config
 
@@ -428,6 +435,71 @@ def test_a_server_to_which_a_run_pushes_is_left_alone() -> None:
     assert "10.0.0.1:51216" in str(weights.untouchable(busy))
     pushed = info_of().model_copy(update={"weights_state": "UPDATING"})
     assert weights.untouchable(pushed) is not None
+
+
+# --- asking
+
+
+def refused(kind: str, detail: str, *wheres: str) -> ProblemError:
+    errors = [{"where": where, "detail": detail} for where in wheres]
+    return ProblemError(Problem.of(kind, detail, "infer_requests", errors or None))
+
+
+def test_why_a_server_gave_no_answer(toy_data: ToyData) -> None:
+    samples = read_samples(toy_data.train_jsonl, allow_poly=False)[:2]
+    requests = [build_request(sample, "Detect.", None) for sample in samples]
+    spots = ("infer_requests[0].images[0]", "infer_requests[1].images[0]")
+    outside = refused("invalid-request", "in no directory (--allowed-media-dir)", *spots)
+    (unread,) = asking.unanswered(outside, requests, URL)
+    assert str(samples[0].images[0]) in unread.found
+    assert "--allowed-media-dir" in unread.do
+    gone = refused("invalid-request", "no such file", spots[1])
+    (unread,) = asking.unanswered(gone, requests, URL)
+    assert str(samples[1].images[0]) in unread.found
+    assert "same path" in unread.do
+    (waits,) = asking.unanswered(refused("weights-poisoned", "broke"), requests, URL)
+    assert waits.status == "skipped"
+    (large,) = asking.unanswered(refused("body-too-large", "9 MiB"), requests, URL)
+    assert "--max-body-mib" in large.do
+    (lost,) = asking.unanswered(ServerUnreachable("gone"), requests, URL)
+    assert (lost.status, lost.found) == ("fail", "gone")
+
+
+def test_one_sample_of_every_folder_is_asked_about(toy_data: ToyData) -> None:
+    samples = read_samples(toy_data.train_jsonl, allow_poly=False)
+    elsewhere = replace(samples[5], images=(Path("/elsewhere/a.png"),))
+    chosen = asking.choose([*samples, elsewhere])
+    assert len(chosen) == asking.ASKED
+    assert {sample.images[0].parent for sample in chosen} == {
+        samples[0].images[0].parent,
+        Path("/elsewhere"),
+    }
+
+
+def test_what_the_parser_says_of_an_answer(toy_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = toy_tokenizer.encode("no answer", add_special_tokens=False)
+    finding = asking.judge_answer(envelope(ids, [1]), toy_tokenizer, 0.5, URL)
+    assert finding.found.startswith(f"{len(ids)} tokens in 0.50 s, ended by stop; ")
+    assert "invalid" in finding.found
+
+
+def test_a_colocated_server_keeps_its_part_of_the_gpu(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    config = small_config(
+        toy_checkpoint,
+        toy_data,
+        tmp_path,
+        stage2_ab={"schedule": {"b_ratio": 0.5}},
+        rollout_matching={"vllm": {"mode": "colocate", "server": None}},
+    )
+    small = GpuUse([GpuMemory(0, "GPU-a", 0, 100)], [])
+    weighed = room.weigh(config, inputs.look(config), [0], small, Placement((0,), 1, 0.45, ""))
+    found = by_check(weighed.findings)
+    assert found["memory (estimate)"].status == "warn"
+    assert "there are 0.0537 GiB" in found["memory (estimate)"].found
+    assert found["server memory (estimate)"].status == "ok"
+    assert "gpu_memory_utilization 0.45 leaves" in found["server memory (estimate)"].found
 
 
 # --- the whole
