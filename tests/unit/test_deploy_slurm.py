@@ -87,8 +87,14 @@ STAND_INS = {
     # Notes its command, and runs it in place of a node.
     "srun": """
 echo "srun $*" >>"$JOB_LOG"
+echo $$ >>"$JOB_TASKS"
 while [[ $1 == --* ]]; do shift; done
 SLURM_PROCID=0 exec "$@"
+""",
+    # To the tasks of all steps, of which some have ended.
+    "scancel": """
+echo "scancel $*" >>"$JOB_LOG"
+for task in $(<"$JOB_TASKS"); do kill -TERM "$task" 2>/dev/null; done
 """,
     "scontrol": """
 if [[ $1 == show ]]; then printf 'node%s\\n' 1 2 3; else echo "scontrol $*" >>"$JOB_LOG"; fi
@@ -160,6 +166,7 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
             "IMAGES": "/data/images",
             "JOB_LOG": str(tmp_path / "log"),
             "JOB_HEALTHY": str(tmp_path / "healthy"),
+            "JOB_TASKS": str(tmp_path / "tasks"),
             "JOB_TOKEN": str(tmp_path / "token"),
             "JOB_YAML": str(tmp_path / "yaml"),
         }
@@ -190,7 +197,7 @@ def test_when_the_learner_has_finished_the_servers_stop_and_the_job_ends_well(
 ) -> None:
     job = submit(SERVER_NODES="2")
     assert job.ended() == (0, "")
-    assert "server stopped" in job.log
+    assert "scancel --quiet --signal=TERM 7\nserver stopped" in job.log
     assert left_over(tmp_path) == []
     assert len((tmp_path / "token").read_text()) == 64
     serve, learn = (line for line in job.log.splitlines() if line.startswith("srun"))
