@@ -29,7 +29,7 @@ PROGRAMS = {
     "vllm",
 }
 # Of the system, in every shell.
-PLAIN = {"cat", "chmod", "cp", "install", "mkdir", "openssl", "umask", "useradd"}
+PLAIN = {"cat", "chmod", "cp", "install", "mkdir", "openssl", "source", "umask", "useradd"}
 
 # What is not run, and why: the first pattern that the command has decides.
 NOT_RUN = (
@@ -39,8 +39,9 @@ NOT_RUN = (
     (r"^sbatch ", "needs Slurm"),
     (r"^deploy/train_stage2.sh .*-gpus", "needs GPUs"),
     (r"^learner demo", "takes minutes; tests/integration/test_demo.py runs it"),
-    (r"^learner launch", "needs GPUs; its own tests run it on the CPU"),
-    (r"^learner (doctor|eval|watch|train) --config configs/", "needs the checkpoint named there"),
+    (r"^learner launch", "starts engines of its own, as its own tests do"),
+    (r"^learner eval", "loads the model once more; its own tests run it"),
+    (r"^learner \w+ --config configs/", "needs the checkpoint named there"),
     (r"^ray ", "needs Ray and several nodes"),
     (r"^swift ", "takes most of a minute; tests/integration/test_ms_swift.py runs it"),
     (r"^vllm ", "vLLM's own command does not start in its CPU build"),

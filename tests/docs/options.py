@@ -145,7 +145,7 @@ def _torchrun(asked: Command) -> None:
 
 
 def _make(asked: Command) -> None:
-    words = re.sub(r"-C \S+ ", "", " ".join(asked.words[1:])).split()
+    words = asked.words[3:] if asked.words[1] == "-C" else asked.words[1:]
     done = subprocess.run(
         ["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -47,6 +47,8 @@ MADE = {
     "server.yaml",
     "step_*.rank*.jsonl",
     "train.yaml",
+    "two_channel.yaml",
+    "warmup.yaml",
 }
 # Options of other programs that prose names.
 FOREIGN = {
@@ -90,7 +92,8 @@ def missing_file(code: Inline) -> bool:
     names_folder = text.startswith(tuple(f"{folder}/" for folder in FOLDERS))
     if not (names_folder and " " not in text) and not FILE.fullmatch(text):
         return False
-    if text.startswith("/") or any(fnmatch(text, made) for made in MADE):
+    made_by_a_run = any(fnmatch(text, made) or fnmatch(text, f"*/{made}") for made in MADE)
+    if made_by_a_run or text.startswith(("/", "runs/")):
         return False
     return not any(fnmatch(f"/{file}", f"*/{text.rstrip('/')}") for file in tracked())
 
@@ -145,7 +148,9 @@ def unknown_key(code: Inline) -> str | None:
     if found is None:
         return None
     key = re.sub(r"\[\d*\]", "", found[1])
-    if key.split(".")[0] not in SECTIONS or FILE.fullmatch(key) or key in RETIRED:
+    if key.split(".")[0] not in SECTIONS or FILE.fullmatch(key) or key.endswith(".log"):
+        return None
+    if key in RETIRED:
         return None
     if any(fnmatch(f".{known}", f"*.{key}") for known in config_keys()):
         return None

@@ -27,6 +27,8 @@ SERVER = "--kv-cache-gib 0.125"
 # Folders below the world where commands of a document are typed, if not in itself.
 FOLDERS = {"docs/data.md": "data"}
 
+# Steps of the longer runs that documents speak of, and those of the run here.
+STEPS = {"--step 119": "--step 3", "--step 12": "--step 3", "checkpoint-120": "checkpoint-4"}
 # What documents call the one training YAML.
 NAMES_OF_RUN = r"\b(?:train\.yaml|RUN\.yaml|F)(?=\s|$)"
 
@@ -54,6 +56,8 @@ class World:
         """The command with every placeholder replaced by what stands for it here."""
         text = asked.text.replace("http://127.0.0.1:8000", self.base_url)
         text = text.replace("/data/images", str(self.folder))
+        for shown, here in STEPS.items():
+            text = text.replace(shown, here)
         if asked.program == "rollout-server":
             text = f"{text} --port {self.port} {SERVER}"
         return text
@@ -111,13 +115,16 @@ class World:
         for name in ("train.yaml", "RUN.yaml", "F"):
             (self.folder / name).symlink_to("my_run.yaml")
             assert re.fullmatch(NAMES_OF_RUN, name)
-        for name in ("RUN", "runs/my_run"):
-            (self.folder / name).parent.mkdir(exist_ok=True)
+        (self.folder / ".venv").symlink_to(sys.prefix)
+        for name in ("RUN", "runs/my_run", "runs/first/two_channel"):
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).symlink_to(self.run_folder)
         settings = {"model": "CHECKPOINT", "device": "cpu", "allowed_media_dirs": ["."]}
         (self.folder / "server.yaml").write_text(dump_mapping(settings))
         speeds = next(b for b in documents.blocks("yaml") if b.start.startswith("engine:"))
         (self.folder / "speeds.yaml").write_text(speeds.text)
+        first = {"extends": str(self.folder / "my_run.yaml")}
+        (self.folder / "runs" / "first" / "two_channel.yaml").write_text(dump_mapping(first))
         self._make_wrong()
         data_page.make(self.folder / "data", self.folder / "toy-model")
 
@@ -144,7 +151,7 @@ class World:
         }
 
     def _make_wrong(self) -> None:
-        """A folder with the mistake that README shows, in the line that it shows."""
+        """A folder with the mistakes that documents show, in the lines that they show."""
         wrong = self.folder / "wrong"
         wrong.mkdir()
         (wrong / "my_run.yaml").write_text(
@@ -154,6 +161,11 @@ class World:
             + "        - base_ulr: http://127.0.0.1:8000\n"
             + "          base_url: http://127.0.0.1:8000\n"
             + "          group_port: 51216\n"
+        )
+        first = wrong / "runs" / "first"
+        first.mkdir(parents=True)
+        (first / "two_channel.yaml").write_text(
+            f"extends: {self.folder}/my_run.yaml\n" + "#\n" * 9 + "training:\n  max_step: 60\n"
         )
 
 
