@@ -16,6 +16,7 @@ from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.small_run import small_mapping
 
 HF = {"rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 8}}
+ADAPTERS = {"enable_lora": True, "sync": {"mode": "adapter"}}
 LORA = {"tuner": {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}}
 
 
@@ -74,7 +75,7 @@ def test_whole_weights_are_pushed_and_nothing_of_training_is_set_up(
     mapping: dict[str, Any],
 ) -> None:
     """Servers that only got an adapter would answer with whatever they had loaded."""
-    served = {"rollout_matching": {"rollout_backend": "vllm", "vllm": {"enable_lora": True}}}
+    served = {"rollout_matching": {"rollout_backend": "vllm", "vllm": ADAPTERS}}
     trained = {"training": {"data_parallel": "fsdp2"}}
     plan = plan_evaluation(parse_config(merge(merge(mapping, LORA), merge(served, trained))))
     assert plan.config.rollout_matching.vllm.sync.mode == "full"
