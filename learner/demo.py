@@ -2,8 +2,11 @@
 
 make data and model -> start the server -> score -> warm-up (channel A)
     -> two channels against the server -> score -> stop the server
+
+Each run has a YAML file of its own in the folder, which `learner launch` can run again.
 """
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,23 +16,26 @@ from rich.table import Table
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 
-from learner.config import load_mapping, merge, parse_config
+from learner.config import load_config
 from learner.config.schema import Config
+from learner.config.yaml12 import dump_mapping
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
-from learner.evaluate import Scores
+from learner.eval_folder import REPORT, Scored, write_evaluation
+from learner.evaluate import Evaluation, Scores
 from learner.model.toy import make_model
 from learner.operate.server_process import ServerProcess, free_ports
 from learner.preflight import check_inputs, generates, reach_servers
-from learner.publish import require_free
-from learner.train import score_checkpoint, train
+from learner.publish import publish_text, require_free
+from learner.train import evaluation_facts, score_checkpoint, train
 from learner.types import Sample
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "demo"
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 TRAIN_SCENES = 4096
 HELD_OUT_SCENES = 128
 MAX_NUM_SEQS = 64
 SERVER_START_S = 300.0
+EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ def run_demo(folder: Path, seed: int, console: Console) -> Scores:
         server.wait_until_healthy(SERVER_START_S)
         scores = _run_both(folder, world, server.base_url, seed, console)
     console.print(_table(scores))
+    _point_out(folder, console)
     console.print(f"Run folder: {folder} ({time.monotonic() - started:.0f} s)")
     return scores[-1][1]
 
@@ -71,18 +78,32 @@ def _run_both(
     """Warm-up and two-channel run against a running server, scored around each."""
     warmup, two = folder / "warmup", folder / "two_channel"
     held_out = read_samples(ToyData.under(world.data).val_jsonl, allow_poly=False)
-    config = _config("warmup", warmup, world.model, world, base_url, seed)
-    scores = [("before training", _score(config, held_out))]
+    config = _config("warmup", folder, world.model, world, base_url, seed)
+    scores = [("before training", _score(config, held_out).scores)]
     console.print(f"[bold]3/5[/] Warm-up in channel A: {warmup}")
     _train(config, console)
-    config = _config("two_channel", two, _last_checkpoint(warmup), world, base_url, seed)
-    scores.append(("after the warm-up", _score(config, held_out)))
+    config = _config("two_channel", folder, _last_checkpoint(warmup), world, base_url, seed)
+    scores.append(("after the warm-up", _score(config, held_out).scores))
     console.print(f"[bold]4/5[/] Two channels, corrected answers of the server: {two}")
     _train(config, console)
     console.print("[bold]5/5[/] Scoring the held-out scenes")
-    config = _config("two_channel", two, _last_checkpoint(two), world, base_url, seed)
-    scores.append(("after both channels", _score(config, held_out)))
-    return scores
+    checkpoint = _last_checkpoint(two)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"model": checkpoint})}
+    )
+    evaluation = _score(config, held_out)
+    _keep(folder / EVALUATION, evaluation, config, checkpoint)
+    return [*scores, ("after both channels", evaluation.scores)]
+
+
+def _keep(folder: Path, evaluation: Evaluation, config: Config, checkpoint: Path) -> None:
+    """The answers and their scores, as `learner eval` writes them."""
+    data = config.data.val_jsonl
+    assert data is not None, "the demo has held-out scenes"
+    scored = Scored.of(evaluation.answers, data, polygons=config.allow_poly)
+    write_evaluation(
+        folder, scored, {"checkpoint": str(checkpoint), **evaluation_facts(config, data)}
+    )
 
 
 def _server_options(world: World) -> list[str]:
@@ -95,20 +116,22 @@ def _server_options(world: World) -> list[str]:
     ]
 
 
-def _config(
-    name: str, output_dir: Path, model: Path, world: World, base_url: str, seed: int
-) -> Config:
-    """The shipped demo config `name` with this run's places filled in."""
+def _config(name: str, folder: Path, model: Path, world: World, base_url: str, seed: int) -> Config:
+    """Write the YAML of one run, on top of the shipped one, and load it."""
     (group_port,) = free_ports(1)
     files = ToyData.under(world.data)
     server = {"servers": [{"base_url": base_url, "group_port": group_port}]}
-    overrides = {
+    own = {
+        "extends": os.path.relpath(CONFIGS / "demo" / f"{name}.yaml", folder),
         "model": {"model": str(model)},
         "data": {"train_jsonl": str(files.train_jsonl), "val_jsonl": str(files.val_jsonl)},
-        "training": {"output_dir": str(output_dir), "seed": seed},
+        "training": {"output_dir": str(folder / name), "seed": seed},
         "rollout_matching": {"vllm": {"server": server}},
     }
-    return parse_config(merge(load_mapping(CONFIGS / f"{name}.yaml"), overrides))
+    schema = os.path.relpath(CONFIGS / "schema.json", folder)
+    path = folder / f"{name}.yaml"
+    publish_text(path, f"# yaml-language-server: $schema={schema}\n{dump_mapping(own)}")
+    return load_config(path)
 
 
 def _train(config: Config, console: Console) -> None:
@@ -117,14 +140,25 @@ def _train(config: Config, console: Console) -> None:
     train(config, inputs, clients, console)
 
 
-def _score(config: Config, held_out: list[Sample]) -> Scores:
-    return score_checkpoint(config, held_out, reach_servers(config)).scores
+def _score(config: Config, held_out: list[Sample]) -> Evaluation:
+    return score_checkpoint(config, held_out, reach_servers(config))
 
 
 def _last_checkpoint(run: Path) -> Path:
     found = get_last_checkpoint(str(run))
     assert found is not None, "the demo's configs save at the last step"
     return Path(found)
+
+
+def _point_out(folder: Path, console: Console) -> None:
+    """What a person may look at next."""
+    shown = {
+        "The run as a page": folder / "two_channel" / REPORT,
+        "Its answers to the held-out scenes": folder / EVALUATION / REPORT,
+        "Its config, to run it again": folder / "two_channel.yaml",
+    }
+    for what, path in shown.items():
+        console.print(f"{what}: {path}", soft_wrap=True, markup=False, highlight=False)
 
 
 def _table(scores: list[tuple[str, Scores]]) -> Table:
