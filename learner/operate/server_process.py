@@ -38,6 +38,8 @@ class ServerProcess:
     host: IPv4 address to listen on. base_url: where it is called; of `host` unless given.
     """
 
+    _log_start = 0  # bytes of the log that earlier starts have written
+
     def __init__(
         self,
         options: list[str],
@@ -53,6 +55,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "rollout_server", "serve"]
         address = ["--host", host, "--port", str(port)]
         with log.open("ab") as output:
+            self._log_start = output.tell()
             self._process = subprocess.Popen(
                 [*command, *address, "--parent-pid", str(os.getpid()), *options],
                 stdin=subprocess.DEVNULL,
@@ -119,8 +122,9 @@ class ServerProcess:
         self._process.kill()
 
     def log_tail(self) -> str:
-        """Where the log is, and its last lines."""
-        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        """Where the log is, and the last lines of this start."""
+        said = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+        lines = said.splitlines()[-_LOG_TAIL_LINES:]
         return f"Read {self.log}; its last lines:\n  " + "\n  ".join(lines)
 
     def _failure(self, found: str) -> ContractError:

@@ -114,7 +114,7 @@ def test_a_run_from_start_to_end_leaves_its_folder_and_no_process(world: World) 
     assert launch.steps() == list(range(1, STEPS + 1))
     run = world.folder / "run"
     assert (run / f"checkpoint-{STEPS}").is_dir()
-    assert "POST /infer/" in (run / "logs" / "server-0.log").read_text()
+    assert "route=/infer/ status=200" in (run / "logs" / "server-0.log").read_text()
     assert f"Run folder: {run}" in launch.printed()
 
 
