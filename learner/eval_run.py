@@ -7,7 +7,7 @@ tables()           what a person reads of it
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,14 @@ def run_evaluation(plan: EvaluationPlan, clients: list[RolloutClient], console: 
 
 @contextmanager
 def _server_folder() -> Iterator[Path]:
-    """Where a colocated server keeps its settings and its log, which stays when it fails."""
+    """Where a colocated server keeps its settings and its log, which stay when it fails."""
     folder = Path(tempfile.mkdtemp(prefix="learner-eval-"))
-    yield folder
-    shutil.rmtree(folder)
+    try:
+        yield folder
+        shutil.rmtree(folder)
+    finally:
+        with suppress(OSError):  # gone, or not empty
+            folder.rmdir()
 
 
 def _loader(plan: EvaluationPlan) -> Callable[[Config], LoadedModel]:

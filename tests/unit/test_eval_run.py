@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,11 @@ def test_an_adapter_answers_as_it_did_in_its_run(adapters: Run, tmp_path: Path) 
 
 
 @pytest.mark.req("EVAL-01")
-def test_an_adapter_of_other_layers_is_refused(adapters: Run, tmp_path: Path) -> None:
+def test_an_adapter_of_other_layers_is_refused_and_leaves_nothing(
+    adapters: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     layers = {"tuner": {"target_modules": ["o_proj"]}}
     other = Run(adapters.folder, tmp_path / "other.json")
     mapping = merge(json.loads(adapters.config.read_text()), layers)
@@ -174,6 +179,7 @@ def test_an_adapter_of_other_layers_is_refused(adapters: Run, tmp_path: Path) ->
     with pytest.raises(ContractError, match="does not fit the model of the config"):
         evaluated(other, "--checkpoint", other.folder / "checkpoint-1", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 @pytest.mark.req("EVAL-01")
