@@ -27,7 +27,10 @@ from learner.data.order import ShareOrder
 from learner.data.toy import ToyData, make_data
 from learner.model.toy import make_model
 from learner.preflight import check_inputs
+from learner.replay import Rebuilder, StepLog, compare
+from learner.replay.tokenizer import load_tokenizer
 from learner.rollout_log import unfolded
+from learner.run_folder import RunFolder
 from learner.train import train
 from tests.unit.small_run import small_mapping
 
@@ -147,7 +150,17 @@ def assert_every_sample_is_logged_once(run: Path, data: ToyData) -> None:
     assert calls == B_STEPS
 
 
-@pytest.mark.req("RUN-01", "STEP-01", "MET-01", "MET-03")
+def assert_every_step_is_built_again(run: Path) -> None:
+    folder = RunFolder.open(run)
+    config, log = folder.config(), StepLog(folder)
+    rebuilder = Rebuilder(config, load_tokenizer(Path(config.model.model)))
+    for step in B_STEPS:
+        replayed = compare(log.step(step), rebuilder)
+        assert replayed.first is None
+        assert replayed.stages["metrics"].compared > 20
+
+
+@pytest.mark.req("RUN-01", "STEP-01", "MET-01", "MET-03", "REPLAY-01")
 def test_a_run_killed_within_a_step_and_within_a_checkpoint_ends_as_if_it_had_not_been(
     world: World,
 ) -> None:
@@ -171,6 +184,7 @@ def test_a_run_killed_within_a_step_and_within_a_checkpoint_ends_as_if_it_had_no
     assert f"Going on from {run / 'checkpoint-4'}" in last.stdout
     assert_the_same_run(run, world.whole)
     assert_every_sample_is_logged_once(run, world.data)
+    assert_every_step_is_built_again(run)
     assert checkpoints(run) == [
         "checkpoint-6",
         "checkpoint-8",
