@@ -115,7 +115,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
     """Its JSON objects; without the last line while that is being written."""
     text = file.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(whole.split("\n")[:-1], start=1):
         try:
             yield json.loads(line)
         except ValueError as error:

@@ -172,7 +172,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
         raise ContractError(
             str(file), f"cannot be read ({error.strerror})", "Name the folder of a run"
         ) from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
             yield json.loads(line)
         except ValueError as error:

@@ -1,6 +1,7 @@
 """A run folder is read back as it was written, also while it is being written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,13 @@ def test_an_answer_of_another_version_is_refused(
     file.write_text(json.dumps(record) + "\n")
     with pytest.raises(ContractError, match="Field required at match"):
         RunFolder.open(folder).answers(0)
+
+
+def test_an_answer_may_hold_what_unicode_takes_for_the_end_of_a_line(
+    folder: Path, toy_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    item = judged(toy_tokenizer)
+    odd = replace(item.rollout, text="a\u2028b\u0085c")
+    RolloutLog(folder).write(0, [item._replace(rollout=odd)])
+    (answer,) = RunFolder.open(folder).answers(0)
+    assert answer.text == odd.text
