@@ -16,6 +16,7 @@ from PIL import Image
 from learner.config import dump_mapping
 from learner.operate.server_process import free_ports
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
+from learner.run_folder import RunFolder
 from tests.contract.running_server import START_TIMEOUT_S
 from tests.docs import data_page, documents
 from tests.docs.commands import Command, all_commands, command
@@ -29,6 +30,7 @@ FOLDERS = {"docs/data.md": "data"}
 
 # Steps of the longer runs that documents speak of, and those of the run here.
 STEPS = {"--step 119": "--step 3", "--step 12": "--step 3", "checkpoint-120": "checkpoint-4"}
+SAMPLE = "train.jsonl:7"
 # What documents call the one training YAML.
 NAMES_OF_RUN = r"\b(?:train\.yaml|RUN\.yaml|F)(?=\s|$)"
 
@@ -58,9 +60,16 @@ class World:
         text = text.replace("/data/images", str(self.folder))
         for shown, here in STEPS.items():
             text = text.replace(shown, here)
+        if SAMPLE in text:
+            text = text.replace(SAMPLE, self._sample())
         if asked.program == "rollout-server":
             text = f"{text} --port {self.port} {SERVER}"
         return text
+
+    def _sample(self) -> str:
+        """A sample of the step that stands for the documents' steps."""
+        answers = RunFolder(self.run_folder).answers(3)
+        return Path(answers[0].sample_id).name
 
     def run(self, asked: Command) -> Done:
         """Run a documented command in the terminal of its block.
