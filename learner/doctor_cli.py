@@ -15,8 +15,9 @@ def doctor(
 ) -> None:
     """Check a set-up for real: files, versions, GPUs, memory, and every server.
 
-    Servers are asked for a few answers, and one tensor travels to them, which they compare and
-    drop; nothing is changed. Exit code 1 when a check fails, 2 when the config is wrong.
+    Servers answer a few requests, and compare one tensor and drop it; nothing is changed.
+
+    Exit code 1 when a check fails, 2 when the config is wrong.
     """
     from rich.console import Console
 
