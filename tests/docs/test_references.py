@@ -44,6 +44,7 @@ MADE = {
     "rollout_calls.jsonl",
     "rollouts/step_*.jsonl",
     "run.json",
+    "scores.json",
     "server.yaml",
     "step_*.rank*.jsonl",
     "train.yaml",
