@@ -4,7 +4,7 @@ from learner.report.charts import Chart, curve, present
 from learner.report.run_view import Point, RunView, keys_below, numbers, points
 
 _B = "stage2_ab/channel_b"
-# An axis of gradient norms is logarithmic from this ratio on.
+# An axis is logarithmic where values differ by such a factor.
 _DECADES = 50
 _FAMILIES = {
     "A1_text": "text, first forward",
@@ -40,10 +40,13 @@ def _learning_rate(run: RunView) -> Chart | None:
 
 def _gradient(run: RunView) -> Chart | None:
     norms = run.series("grad_norm")
-    known = list(numbers(norms))
-    log = _positive(norms) and max(known) > _DECADES * min(known)
-    series = {"gradient norm": norms}
-    return curve("grad-norm", "Gradient norm", "before it is clipped", series, log=log)
+    return curve(
+        "grad-norm",
+        "Gradient norm",
+        "before it is clipped",
+        {"gradient norm": norms},
+        log=_of_many_sizes(norms),
+    )
 
 
 def _loss(run: RunView) -> Chart | None:
@@ -57,16 +60,15 @@ def _parts(run: RunView, channel: str) -> Chart | None:
     for key in keys_below(run.steps, f"loss/{channel}"):
         _, family, name = key.split("/")
         series[f"{name} ({_FAMILIES.get(family, family)})"] = run.series(key)
-    log = bool(series) and all(map(_positive, series.values()))
     title = f"Parts of the loss, channel {channel}"
+    log = _of_many_sizes([point for points in series.values() for point in points])
     return curve(f"loss-{channel.lower()}", title, "loss", series, log=log)
 
 
-def _positive(series: list[Point]) -> bool:
-    """A logarithmic axis can show it."""
-    return any(value is not None for _, value in series) and all(
-        value is None or value > 0 for _, value in series
-    )
+def _of_many_sizes(points: list[Point]) -> bool:
+    """A logarithmic axis can show them, and shows more than another."""
+    known = list(numbers(points))
+    return bool(known) and min(known) > 0 and max(known) > _DECADES * min(known)
 
 
 def _scores(run: RunView) -> Chart | None:

@@ -173,7 +173,7 @@ def test_a_run_of_two_channels_has_a_curve_for_each_thing(tmp_path: Path) -> Non
         "grad-norm",
     }
     assert [row.name for row in drawn["loss"].table] == ["channel A", "channel B"]
-    assert drawn["loss-b"].log
+    assert drawn["loss-b"].rows == ["loss"]
     limit = next(row for row in drawn["lengths"].table if row.name == "max_new_tokens")
     assert limit.highest == "16"
 
@@ -183,3 +183,12 @@ def test_a_loss_that_was_no_number_is_a_gap_and_forbids_no_axis(tmp_path: Path) 
     drawn = {chart.slug: chart for chart in curves(RunView.of(MadeRun(tmp_path, lines).write()))}
     (trace,) = drawn["loss"].traces
     assert trace.y == [6.0, None, 2.0]
+
+
+def test_parts_of_very_different_sizes_share_a_logarithmic_axis(tmp_path: Path) -> None:
+    lines = [step_line(step, loss__B_coord__coord_w1=1e-3) for step in range(1, 5)]
+    drawn = {chart.slug: chart for chart in curves(RunView.of(MadeRun(tmp_path, lines).write()))}
+    assert drawn["loss-b"].log
+    lines[0]["loss/B_coord/coord_w1"] = 0.0  # which such an axis does not have
+    none = {chart.slug: chart for chart in curves(RunView.of(MadeRun(tmp_path, lines).write()))}
+    assert not none["loss-b"].log

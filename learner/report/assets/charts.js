@@ -108,7 +108,7 @@
     chart.rows.forEach((title, place) => {
       const top = 1 - place * (height + gap);
       const own = axis(title, { domain: [Math.max(0, top - height), top], rangemode: "tozero" });
-      if (chart.log) Object.assign(own, { type: "log", exponentformat: "power", rangemode: "normal", minor: { showgrid: false } });
+      if (chart.log) Object.assign(own, { type: "log", dtick: 1, exponentformat: "power", rangemode: "normal" });
       if (chart.shares) Object.assign(own, { tickformat: ".0%" }, highest(chart) > 0.4 ? { range: [0, 1.02] } : {});
       if (chart.slug.startsWith("loss") || chart.slug === "coordinates") own.rangemode = "normal";
       layout[place ? `yaxis${place + 1}` : "yaxis"] = own;
