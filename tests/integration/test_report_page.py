@@ -9,7 +9,7 @@ from PIL import Image, ImageStat
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from learner.report import write_gallery, write_report
-from learner.rollout_log import LoggedAnswer, StepAnswer
+from learner.rollout_log import LoggedAnswer, LoggedObject, StepAnswer
 from tests.browser import Theme, opened, running_browser
 from tests.unit.report_folder import B, Box, MadeRun, answer, call_line, draw_image, step_line
 
@@ -301,11 +301,19 @@ def test_the_page_prints_with_every_chart(browser: Browser, report: Path) -> Non
 def test_an_evaluation_is_shown_without_steps(browser: Browser, tmp_path: Path) -> None:
     image = draw_image(tmp_path / "a.png", SIZE, KNOWN)
     known = {"step", "rank", "chunk", "segment"}
+    leaf = LoggedObject(desc="leaf", kind="poly", coords=[100, 100, 500, 50, 400, 700])
     answers = [
         LoggedAnswer(**each.model_dump(exclude=known))
         for each in (
             answer("val.jsonl:1", image=image, supervised=False),
-            answer("val.jsonl:2", predicted=[], pairs=[], image=image, supervised=False),
+            answer(
+                "val.jsonl:2",
+                ground_truth=[leaf],
+                predicted=[],
+                pairs=[],
+                image=image,
+                supervised=False,
+            ),
         )
     ]
     out = tmp_path / "gallery.html"
@@ -319,3 +327,5 @@ def test_an_evaluation_is_shown_without_steps(browser: Browser, tmp_path: Path) 
         expect(page.locator("#tools")).not_to_contain_text("appended")
         cards(page).first.locator("a").click()
         expect(page.locator("#detail")).not_to_contain_text("replay")
+        outline = page.locator("#detail .shot .missed .line")
+        expect(outline).to_have_attribute("points", "100 100 500 50 400 700")
