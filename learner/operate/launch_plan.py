@@ -150,13 +150,14 @@ def plan_launch(
     plain = {k: v for k, v in environment.items() if k not in _ONE_OF_SEVERAL}
     named = {k: v for k, v in plain.items() if k != CUDA_VISIBLE}  # servers are told their ids
     seen = {CUDA_VISIBLE: ",".join(map(str, split.learner))}
-    alone = {"OMP_NUM_THREADS": "1"} if split.processes > 1 else {}  # as torchrun would, and says
+    # As torchrun would set it, or accelerate, which both say so at length.
+    threads = {"OMP_NUM_THREADS": str(1 if split.processes > 1 else os.cpu_count() or 1)}
     return LaunchPlan(
         servers,
         _PASSIVE | (named if split.on_gpus else plain),
         [_learner_program(), "train", "--config", str(file.absolute())],
         split.processes,
-        _PASSIVE | alone | plain | seen,
+        _PASSIVE | threads | plain | seen,
         files,
     )
 

@@ -174,7 +174,7 @@ class World:
         first = wrong / "runs" / "first"
         first.mkdir(parents=True)
         (first / "two_channel.yaml").write_text(
-            f"extends: {self.folder}/my_run.yaml\n" + "#\n" * 9 + "training:\n  max_step: 60\n"
+            f"extends: {self.folder}/my_run.yaml\n" + "#\n" * 7 + "training:\n  max_step: 60\n"
         )
 
 

@@ -371,7 +371,7 @@ def test_each_side_sees_its_own_gpus(config: Config) -> None:
 def test_on_the_cpu_the_learner_sees_no_gpu(config: Config) -> None:
     plan = plan_of(config, Split(((), ()), (), 1), {}, **{CUDA_VISIBLE: "0"})
     assert plan.learner_environment[CUDA_VISIBLE] == ""
-    assert "OMP_NUM_THREADS" not in plan.learner_environment
+    assert plan.learner_environment["OMP_NUM_THREADS"] == str(os.cpu_count())
     assert str(plan.servers[1]).endswith("on the CPU")
 
 
