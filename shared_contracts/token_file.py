@@ -1,8 +1,35 @@
 """The server's token in a file, as secrets of containers and services are given."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from shared_contracts.errors import ContractError
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+
+
+def given_token(environment: Mapping[str, str]) -> str | None:
+    """What calls of servers carry: of ROLLOUT_SERVER_TOKEN or ROLLOUT_SERVER_TOKEN_FILE.
+
+    None where neither is set. Raises ContractError for a token that no header can carry, a
+    file that cannot be read, and two tokens that differ.
+    """
+    token = environment.get(TOKEN_VARIABLE, "").strip()
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ContractError(
+            TOKEN_VARIABLE,
+            "holds a blank or a character that no HTTP header can carry",
+            "Use a token of plain letters and digits, here and at the server",
+        )
+    if path := environment.get(TOKEN_FILE_VARIABLE):
+        in_file = read_token_file(Path(path), TOKEN_FILE_VARIABLE)
+        if token and token != in_file:
+            raise ContractError(
+                TOKEN_FILE_VARIABLE,
+                f"{path} holds another token than {TOKEN_VARIABLE}",
+                "Set one of the two",
+            )
+        token = in_file
+    return token or None
 
 
 def read_token_file(path: Path, where: str) -> str:

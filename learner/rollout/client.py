@@ -14,7 +14,6 @@ import ssl
 import threading
 import time
 from functools import cache
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -33,7 +32,7 @@ from shared_contracts.server_info import (
     WorldSize,
     process_of,
 )
-from shared_contracts.token_file import read_token_file
+from shared_contracts.token_file import given_token
 from shared_contracts.weights import (
     CommunicatorReady,
     FinishWeightUpdate,
@@ -362,23 +361,8 @@ def _authorization() -> dict[str, str]:
 
     Raises ContractError for a token that no header can carry, and for two that differ.
     """
-    token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    if not token.isascii() or not token.isprintable() or " " in token:
-        raise ContractError(
-            TOKEN_VARIABLE,
-            "holds a blank or a character that no HTTP header can carry",
-            "Use a token of plain letters and digits, here and at the server",
-        )
-    if path := os.environ.get(TOKEN_FILE_VARIABLE):
-        in_file = read_token_file(Path(path), TOKEN_FILE_VARIABLE)
-        if token and token != in_file:
-            raise ContractError(
-                TOKEN_FILE_VARIABLE,
-                f"{path} holds another token than {TOKEN_VARIABLE}",
-                "Set one of the two",
-            )
-        token = in_file
-    return _bearer(token) if token else {}
+    token = given_token(os.environ)
+    return {} if token is None else _bearer(token)
 
 
 def _bearer(token: str) -> dict[str, str]:
