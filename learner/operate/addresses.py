@@ -8,10 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from learner.rollout.client import SERVER_ERRORS, RolloutClient
+import httpx
+from pydantic import ValidationError
+
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.rollout_config import ServerAddress
-from shared_contracts.server_info import TOKEN_VARIABLE
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Live
+from shared_contracts.token_file import given_token
 
 _SERVERS = "rollout_matching.vllm.server.servers"
 _ELSEWHERE = (
@@ -20,6 +23,7 @@ _ELSEWHERE = (
 )
 _LOOK_S = 2.0
 _HTTP_PORT = 80
+_EVERY_HOST = "0.0.0.0"
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,11 @@ def addresses_here(
     """
     errors: list[ContractError] = []
     found: list[Listen] = []
+    protected = _protected(environment, errors)
     for index, server in enumerate(servers):
         try:
             listen = _address(server.base_url, f"{_SERVERS}[{index}].base_url")
-            _require_token(listen, environment)
+            _require_token(listen, protected)
             found.append(listen)
         except ContractError as error:
             errors.append(error)
@@ -75,12 +80,22 @@ def _address(base_url: str, where: str) -> Listen:
     return Listen(base_url, host, port)
 
 
-def _require_token(listen: Listen, environment: Mapping[str, str]) -> None:
-    if ipaddress.ip_address(listen.host).is_loopback or environment.get(TOKEN_VARIABLE):
+def _protected(environment: Mapping[str, str], errors: list[ContractError]) -> bool:
+    """Whether servers will want a token; one that cannot be used is told, and counts as one."""
+    try:
+        return given_token(environment) is not None
+    except ContractError as error:
+        errors.append(error)
+        return True
+
+
+def _require_token(listen: Listen, protected: bool) -> None:
+    if ipaddress.ip_address(listen.host).is_loopback or protected:
         return
     raise ContractError(
         TOKEN_VARIABLE,
-        f"not set, and {listen.base_url} can be reached from other machines",
+        f"not set, nor {TOKEN_FILE_VARIABLE}, and {listen.base_url} can be reached from other "
+        "machines",
         "Set it to a secret of your own, such as 32 random characters; or use 127.0.0.1",
     )
 
@@ -105,11 +120,14 @@ def _taken(listen: Listen, group_port: int, index: int) -> Iterator[ContractErro
 
 
 def _who_listens(base_url: str) -> tuple[str, str]:
-    """What was found at a port that is taken, and what to do."""
+    """What was found at a port that is taken, and what to do.
+
+    Whose port it is is not known yet, so it is not told the token.
+    """
     try:
-        with RolloutClient(base_url, _LOOK_S) as client:
-            client.live()
-    except (*SERVER_ERRORS, ContractError):
+        answer = httpx.get(f"{base_url}/live/", timeout=_LOOK_S, trust_env=False)
+        Live.model_validate_json(answer.raise_for_status().content)
+    except (httpx.HTTPError, ValidationError):
         port = urlsplit(base_url).port or _HTTP_PORT
         return (
             f"another program listens at {base_url}",
@@ -124,15 +142,21 @@ def _who_listens(base_url: str) -> tuple[str, str]:
 
 def _double(found: Sequence[Listen], servers: Sequence[ServerAddress]) -> Iterator[ContractError]:
     """Ports that two servers would share, or the two uses of one server."""
-    seen: dict[tuple[str, int], str] = {}
+    seen: list[tuple[str, int, str]] = []
     for index, (listen, server) in enumerate(zip(found, servers, strict=True)):
         for key, port in (("base_url", listen.port), ("group_port", server.group_port)):
             where = f"{_SERVERS}[{index}].{key}"
-            other = seen.setdefault((listen.host, port), where)
-            if other != where:
+            other = next((w for h, p, w in seen if p == port and _meet(h, listen.host)), None)
+            if other is not None:
                 yield ContractError(
                     where, f"port {port} of {listen.host} is that of {other} too", "Give another"
                 )
+            seen.append((listen.host, port, where))
+
+
+def _meet(host: str, other: str) -> bool:
+    """Whether two that listen there would take one port from each other."""
+    return host == other or _EVERY_HOST in (host, other)
 
 
 def _refusal(host: str, port: int) -> OSError | None:

@@ -23,7 +23,7 @@ from learner.rollout.colocate import CUDA_VISIBLE
 from rollout_server.settings import load_settings
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.rollout_config import ServerAddress
-from shared_contracts.server_info import TOKEN_VARIABLE
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from tests.unit.scripted_server import scripted_server
 from tests.unit.small_run import small_mapping
 from tests.unit.test_learner_cli import command
@@ -167,9 +167,26 @@ def test_a_host_that_others_reach_needs_a_token() -> None:
     assert addresses_here(servers, {TOKEN_VARIABLE: "secret"})[0].host == "0.0.0.0"
 
 
-def test_a_server_that_is_up_already_is_said_to_be() -> None:
+def test_a_token_in_a_file_is_one(tmp_path: Path) -> None:
+    first, second = free_ports(2)
+    servers = at(f"http://0.0.0.0:{first}", f"http://0.0.0.0:{second}")
+    file = tmp_path / "token"
+    given = {TOKEN_FILE_VARIABLE: str(file)}
+    with refused() as found:
+        addresses_here(servers, given)
+    assert [where for where, _ in found] == [TOKEN_FILE_VARIABLE], "told once"
+    assert "cannot be read" in found[0][1]
+    file.write_text("secret\n")
+    assert [listen.host for listen in addresses_here(servers, given)] == ["0.0.0.0"] * 2
+
+
+def test_a_server_that_is_up_already_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not told the token: whatever listens there would get it."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     with scripted_server() as server, pytest.raises(ContractErrors) as caught:
-        addresses_here(at(server.base_url), {})
+        addresses_here(at(server.base_url))
+    assert server.calls == [("GET /live/", None)]
+    assert server.authorizations == [None]
     (error,) = caught.value.errors
     assert "a rollout server is up" in error.found
     assert "keep it" in error.do
@@ -200,6 +217,21 @@ def test_a_port_has_one_use() -> None:
         f"{SERVERS}[2].base_url",
         f"{SERVERS}[2].group_port",
     ]
+
+
+@pytest.mark.parametrize("hosts", [("0.0.0.0", LOOPBACK), (LOOPBACK, "0.0.0.0")])
+def test_who_listens_everywhere_takes_the_port_of_every_address(hosts: tuple[str, str]) -> None:
+    first, second, group = free_ports(3)
+    token = {TOKEN_VARIABLE: "secret"}
+    with refused() as found:
+        addresses_here(at(*(f"http://{host}:{first}" for host in hosts)), token)
+    assert [where for where, _ in found] == [f"{SERVERS}[1].base_url"]
+    urls = [f"http://{host}:{port}" for host, port in zip(hosts, (first, second), strict=True)]
+    with refused() as found:
+        addresses_here(at(*urls, ports=[group, group]), token)
+    assert [where for where, _ in found] == [f"{SERVERS}[1].group_port"]
+    own = [f"http://127.0.0.{last}:{first}" for last in (1, 2)]
+    assert len(addresses_here(at(*own, ports=[group, group]), token)) == 2
 
 
 # --- All of it --------------------------------------------------------------------------
