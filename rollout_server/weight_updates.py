@@ -13,7 +13,7 @@ Two things lead back from `start` to where it came from, with nothing changed: a
 takes too long, and a manifest that is not what the model expects. `finish` ends in READY
 only when what the engines hold is what was sent. A transfer that broke ends the group, too:
 a rank has left it. The loss of a replica breaks the group, and with it an update that runs.
-A trial loads nothing: from where it has begun, READY is what it ends in, broken or not.
+A trial loads nothing: READY is what it ends in, wherever it breaks.
 """
 
 import asyncio
@@ -143,12 +143,11 @@ class WeightUpdates:
             before = self.state
             if body.adapter is not None and before == "POISONED":
                 raise refusal("adapter-refused", "server: only full weights can mend it", "adapter")
-            self._update = Update(body.version, body.parameters)
+            self._update = Update(body.version, body.parameters, body.trial)
             self._enter("UPDATING")
             with self._timed("pause"):
                 await self._drain(before)
                 await self._open(body, before)
-            self._update.trial = body.trial
         return self.status
 
     async def receive(self, body: UpdateWeights) -> WeightStatus:
@@ -288,7 +287,8 @@ class WeightUpdates:
         """Make every worker ready for what comes; what does not fit takes `start` back."""
         problem = await open_update(self._on_all, body, self._engines.all()[0].dtype)
         if problem is not None:
-            await self._on_all("start: undo", worker_phase("abandon_weight_update"))
+            undo = "abandon_trial" if body.trial else "abandon_weight_update"
+            await self._on_all("start: undo", worker_phase(undo))
             await self._back_to(before)
             raise problem
 

@@ -105,9 +105,11 @@ class WorkerExtension(Worker):
 
         Returns the faults of its manifest and, when there are none, what `read_back` says.
         """
-        faults = self.open_weight_update(parameters, dtype)
-        with _nothing_is_loaded():
-            self.abandon_weight_update()
+        try:
+            faults = self.open_weight_update(parameters, dtype)
+        finally:
+            with _nothing_is_loaded():
+                self.abandon_weight_update()
         return faults, [] if faults else self.read_back(asked)
 
     def open_adapter_update(
@@ -207,7 +209,7 @@ class WorkerExtension(Worker):
         self._weight_update_active = False
 
     def abandon_trial(self) -> None:
-        """End a trial that broke."""
+        """End a trial that broke, opened or not."""
         self._stop_collecting()
         self._tried = None
 

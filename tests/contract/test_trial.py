@@ -82,6 +82,8 @@ def test_a_trial_opens_no_layer_and_publishes_nothing() -> None:
 @pytest.mark.parametrize(
     ("phase", "happens"),
     [
+        ("check_base", fails(WeightPhaseFailed("no"))),
+        ("open_trial", fails(WeightPhaseFailed("no"))),
         ("receive_weights", fails(WeightPhaseFailed("no"))),
         ("complete_load", fails(WeightPhaseFailed("no"))),
         ("read_back", answers([[("m", 0, 0, 2, 1, 8)]])),
