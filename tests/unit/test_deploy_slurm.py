@@ -108,7 +108,8 @@ while true; do sleep 0.1; [[ -e ${SERVER_DIES:-/nowhere} ]] && exit 1; done
 """,
     "torchrun": """
 echo "torchrun $*" >>"$JOB_LOG"
-cp "$ROLLOUT_SERVER_TOKEN_FILE" "$JOB_TOKEN"; cp "${@: -1}" "$JOB_YAML"
+cp -p "$ROLLOUT_SERVER_TOKEN_FILE" "$JOB_TOKEN"; cp "${@: -1}" "$JOB_YAML"
+echo "umask $(umask), folder $(stat -c %a "$(dirname "${@: -1}")")" >>"$JOB_LOG"
 trap 'echo "learner stopped" >>"$JOB_LOG"; exit 143' TERM
 while [[ ${LEARNER_STAYS-} ]]; do sleep 0.1; done
 exit "${LEARNER_EXIT:-0}"
@@ -155,7 +156,7 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
     health.write_text("import os, sys; sys.exit(not os.path.exists(os.environ['JOB_HEALTHY']))\n")
     jobs: list[Job] = []
 
-    def start(*arguments: str, config: Path = PROD, **environment: str) -> Job:
+    def start(*arguments: str, config: Path = PROD, umask: int = -1, **environment: str) -> Job:
         told = {
             "ROLLMATCH": str(tmp_path / "checkout"),
             "SLURM_JOB_ID": "7",
@@ -174,6 +175,7 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
             ["bash", SBATCH, *(arguments or [str(config)])],
             env={**os.environ, **told, **environment},
             cwd=tmp_path,
+            umask=umask,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -235,6 +237,15 @@ def test_the_yaml_of_a_job_names_its_nodes_and_goes_on_when_it_is_queued_again(
     assert config.training.resume == "auto"
     assert config.stage2_ab == given.stage2_ab
     assert config.training.learning_rate == given.training.learning_rate
+
+
+def test_the_token_is_the_users_alone_and_the_umask_of_the_run_is_its_own(
+    submit: Submit, tmp_path: Path
+) -> None:
+    job = submit(umask=0o022)
+    assert job.ended() == (0, "")
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    assert "umask 0022, folder 700\n" in job.log
 
 
 def test_on_cpus_there_are_no_gpus_to_name(submit: Submit) -> None:
