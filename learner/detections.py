@@ -16,13 +16,13 @@ only predictions have counts nowhere in AP: it has no ground truth to find, and 
 categories that have. What it costs is the recall of the object it should have been.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pycocotools.coco import COCO
@@ -121,6 +121,14 @@ class AveragePrecision:
     ar: float | None
 
 
+class Curves(NamedTuple):
+    """Arrays of pycocotools. precision: (IoU, recall, category, area, detections); recall has no
+    second axis."""
+
+    precision: Any
+    recall: Any
+
+
 @dataclass(frozen=True)
 class CategoryPrecision:
     """Of one description; None where it is no ground truth's."""
@@ -189,14 +197,37 @@ def _coco(dataset: dict[str, Any]) -> COCO:
 
 
 def _detected(truth: COCO, found: COCO, kind: Overlap) -> Detected:
-    by_category, alone = COCOeval(truth, found, kind), COCOeval(truth, found, kind)
+    alone = COCOeval(truth, found, kind)
     alone.params.useCats = 0
-    for scored in (by_category, alone):
-        scored.evaluate()
-        scored.accumulate()
-        scored.summarize()
-    categories = tuple(_by_category(truth, found, by_category))
-    return Detected(_summary(by_category), _summary(alone), categories)
+    alone.evaluate()
+    alone.accumulate()
+    alone.summarize()
+    of_each = {c: _of_category(truth, found, kind, c) for c in truth.cats if truth.catToImgs.get(c)}
+    means = _means(COCOeval(truth, found, kind), list(of_each.values()))
+    return Detected(means, _summary(alone), tuple(_by_category(truth, found, of_each)))
+
+
+def _of_category(truth: COCO, found: COCO, kind: Overlap, category: int) -> Curves:
+    """Of one description, over the images that have it: with thousands of descriptions,
+    pycocotools would look for each of them in every image."""
+    scored = COCOeval(truth, found, kind)
+    images = {*truth.catToImgs[category], *found.catToImgs.get(category, ())}
+    scored.params.catIds, scored.params.imgIds = [category], sorted(images)
+    scored.evaluate()
+    scored.accumulate()
+    return Curves(scored.eval["precision"], scored.eval["recall"])
+
+
+def _means(scored: COCOeval, of_each: Sequence[Curves]) -> AveragePrecision:
+    """Over the categories, as pycocotools takes them: those with ground truth."""
+    if not of_each:
+        return AveragePrecision(*[None] * 7)
+    scored.eval = {
+        "precision": np.concatenate([each.precision for each in of_each], axis=2),
+        "recall": np.concatenate([each.recall for each in of_each], axis=1),
+    }
+    scored.summarize()
+    return _summary(scored)
 
 
 def _summary(scored: COCOeval) -> AveragePrecision:
@@ -205,19 +236,22 @@ def _summary(scored: COCOeval) -> AveragePrecision:
     return AveragePrecision(*(values[place] for place in (0, 1, 2, 3, 4, 5, 8)))
 
 
-def _by_category(truth: COCO, found: COCO, scored: COCOeval) -> Iterator[CategoryPrecision]:
-    """Arrays of pycocotools: precision (IoU, recall, category, area, detections), recall without
-    its second axis; area 0 is any, the last number of detections is 100."""
-    precision, recall = scored.eval["precision"], scored.eval["recall"]
-    for place, category_id in enumerate(scored.params.catIds):
-        of_it = precision[:, :, place, 0, -1]
+def _by_category(
+    truth: COCO, found: COCO, of_each: Mapping[int, Curves]
+) -> Iterator[CategoryPrecision]:
+    """Area 0 is any, the last number of detections is 100; `catToImgs` has an entry for each
+    object."""
+    for category, named in truth.cats.items():
+        precision = recall = np.empty(0)
+        if curves := of_each.get(category):
+            precision, recall = curves.precision[:, :, 0, 0, -1], curves.recall[:, 0, 0, -1]
         yield CategoryPrecision(
-            truth.cats[category_id]["name"],
-            len(truth.getAnnIds(catIds=[category_id])),
-            len(found.getAnnIds(catIds=[category_id])),
-            _mean(of_it),
-            _mean(of_it[0]),
-            _mean(recall[:, place, 0, -1]),
+            named["name"],
+            len(truth.catToImgs.get(category, ())),
+            len(found.catToImgs.get(category, ())),
+            _mean(precision),
+            _mean(precision[:1]),
+            _mean(recall),
         )
 
 

@@ -24,6 +24,7 @@ from learner.eval_folder import Scored, shown, write_evaluation
 from learner.eval_plan import EvaluationPlan
 from learner.evaluate import ScoredAnswer
 from learner.model.load import LoadedModel, load_model
+from learner.report.at_the_end import told
 from learner.report.outcomes import badness
 from learner.rollout.client import RolloutClient
 from learner.train import evaluation_facts, score_checkpoint
@@ -76,7 +77,7 @@ def _with_adapter(config: Config, folder: Path) -> LoadedModel:
         weights = load_peft_weights(str(folder))
         result: Any = set_peft_model_state_dict(loaded.model, weights)
     except (OSError, ValueError, RuntimeError) as error:
-        raise _unfit(folder, str(error).splitlines()[0]) from error
+        raise _unfit(folder, told(error)) from error
     if result.unexpected_keys:
         raise _unfit(folder, f"no place for {result.unexpected_keys[0]}")
     return loaded

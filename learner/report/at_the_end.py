@@ -7,7 +7,11 @@ from pathlib import Path
 from rich.console import Console
 
 from learner.report.run_page import write_report
+from learner.report.tally import MOST_STEPS
 from learner.run_folder import RunFolder
+
+# Where an error ends several processes, each has seconds left: answers of so many steps are read.
+_FEW = 100
 
 
 @contextmanager
@@ -34,7 +38,7 @@ def _write(folder: Path, console: Console, error: str | None) -> None:
         run = RunFolder.open(folder)
         if not run.metrics():
             return
-        out = write_report(run, error=error)
+        out = write_report(run, error=error, most_steps=MOST_STEPS if error is None else _FEW)
     except Exception as problem:  # noqa: BLE001  # a run does not end because of its report
         line = f"Warning: no report.html: {told(problem)}; try learner report {folder}"
     else:

@@ -1,11 +1,12 @@
 """What stands at the head of the page: what the run is, how far it is, what came out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from learner.report.charts import told
-from learner.report.run_view import RunView
+from learner.report.run_view import Point, RunView
 from learner.resume import METRICS
 
 
@@ -25,7 +26,10 @@ def state(run: RunView) -> str:
     if run.error is not None:
         return f"Ended by an error at {steps}."
     if run.ended is not None:
-        return f"Finished: {run.last_step:,} steps in {duration(run.ended['train_runtime'])}."
+        began = int(run.facts.get("started_at_step", 0))
+        last = f", the last {run.last_step - began:,} of them" if began else ""
+        seconds = duration(run.ended["train_runtime"])
+        return f"Finished: {run.last_step:,} steps{last} in {seconds}."
     if not run.metrics:
         return "No step is logged yet."
     written = (run.folder.path / METRICS).stat().st_mtime
@@ -55,14 +59,20 @@ def tiles(run: RunView) -> list[Tile]:
         ]
     match_rate = "stage2_ab/channel_b/match_rate"
     if series := run.series(match_rate):
-        note = f"mean of the last {min(10, len(series))} steps with answers"
+        note = _of_last(series) + " with answers"
         found.append(Tile("Match rate", _share(run.mean_of_last(match_rate)), note))
     if series := run.series("loss"):
-        note = f"mean of the last {min(10, len(series))} steps"
+        note = _of_last(series)
         found.append(Tile("Loss", told(run.mean_of_last("loss")), note))
     if series := run.series("time/step_s"):
-        found.append(Tile("Seconds a step", told(run.mean_of_last("time/step_s")), "the last ten"))
+        value = told(run.mean_of_last("time/step_s"))
+        found.append(Tile("Seconds a step", value, _of_last(series)))
     return found
+
+
+def _of_last(series: Sequence[Point]) -> str:
+    count = min(10, len(series))
+    return f"mean of the last {count} steps" if count > 1 else "of one step"
 
 
 def _share(value: float | None) -> str:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import os
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ from learner.data.images import UnreadableImage, open_upright
 # The longer side of an embedded image, in pixels.
 LONGEST = 640
 _JPEG_QUALITY = 82
+# Each holds a decoded image, which may be of hundreds of megabytes.
+_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def embed_all(paths: Sequence[Path]) -> list[Picture]:
     """A picture for each path, several at a time."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(embed, paths))
 
 

@@ -21,7 +21,7 @@ from learner.report.gallery import Gallery
 from learner.report.head import facts, state, tiles
 from learner.report.page import asset, publish_page
 from learner.report.run_view import RunView
-from learner.report.tally import ReadAnswers, read_answers
+from learner.report.tally import MOST_STEPS, ReadAnswers, read_answers
 from learner.report.timeline import phase_rows, push_charts, push_meanings, server_rows, step_chart
 from learner.resume import RESOLVED, RUN
 from learner.run_folder import RunFolder
@@ -29,17 +29,22 @@ from learner.run_folder import RunFolder
 REPORT = "report.html"
 
 
-def write_report(folder: RunFolder, out: Path | None = None, error: str | None = None) -> Path:
+def write_report(
+    folder: RunFolder,
+    out: Path | None = None,
+    error: str | None = None,
+    most_steps: int = MOST_STEPS,
+) -> Path:
     """Write the page, by default into the folder; returns where it is.
 
-    error: what ended the run, where that is known.
+    error: what ended the run, where that is known. most_steps: whose answers are read.
 
     Raises:
         ContractError: a log cannot be read.
     """
     out = out or folder.path / REPORT
     run = RunView.of(folder, error)
-    answers = read_answers(folder)
+    answers = read_answers(folder, most_steps)
     resolution = run.config.rollout_matching.matching.maskiou_resolution
     gallery = Gallery(answers.chosen, answers.tally.answers, resolution, run.replay).data()
     values = _values(run, answers, gallery)

@@ -1,5 +1,6 @@
 """A run folder as the page looks at it: its lines by what they are, and its steps from 1."""
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,12 +69,13 @@ class RunView:
         last = self.steps[-1] if self.steps else {}
         if not last.get("epoch") or training.num_train_epochs is None:
             return None
-        return round(int(last["step"]) * training.num_train_epochs / float(last["epoch"]))
+        per_epoch = round(int(last["step"]) / float(last["epoch"]))
+        return math.ceil(training.num_train_epochs * per_epoch)
 
     @property
     def replay(self) -> str:
         """The command that builds a step again, without the step."""
-        return f"learner replay {shlex.quote(str(self.folder.path))}"
+        return f"learner replay {shlex.quote(str(self.folder.path.absolute()))}"
 
     def series(self, key: str, channel: str = "AB") -> list[Point]:
         """The values of a metric in the steps that have it."""
