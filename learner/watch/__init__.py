@@ -1,6 +1,7 @@
 """A run in the terminal, from its files alone, while it goes on or after its end.
 
     tail      what is new in a log, also of a run that went back to a checkpoint
+    events    what a person should know, numbered as it was seen
     watched   the run as its files tell it
     sections  parts of the view as lines, fitted to a width
     frame     the parts that fit a terminal

@@ -104,11 +104,10 @@ def _lines(run: Watched, console: Console, follow: bool) -> None:
         while True:
             for line in new:
                 say(_said(line, run.total))
-            events = run.events
-            for event in events[max(told, 0) :] if told <= len(events) else []:
+            for event in [event for event in run.events if event.number > told]:
                 at = "evaluation" if event.at is None else f"step {event.at}"
                 say(f"{at}: {plain(event.what)}")
-            told = len(events)
+                told = event.number
             if _over(run, follow):
                 return
             wake.wait(_EVERY_S)

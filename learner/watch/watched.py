@@ -16,13 +16,14 @@ from learner.config import Config
 from learner.process_mark import lives
 from learner.resume import METRICS, RUN
 from learner.run_folder import RunFolder
+from learner.watch.events import Event, Events, Found
 from learner.watch.tail import Tail
 from shared_contracts.errors import ContractError
 
 Numbers = dict[str, Any]
 State = Literal["starting", "running", "finished", "gone", "removed"]
 
-# Steps and events that are kept: more than the widest terminal shows.
+# Steps that are kept: more than the widest terminal shows.
 _KEPT = 600
 _RECENT = 30
 _ENOUGH = 5
@@ -41,45 +42,47 @@ class Server:
     push_s: float | None = None
 
 
-@dataclass(frozen=True)
-class Event:
-    """Something that a person should know; at: the optimizer step, None for an evaluation."""
-
-    at: int | None
-    what: str
-
-
 @dataclass
 class _Calls:
     """Of one rollout_calls file: what happened to each server, and what is worth telling."""
 
     tail: Tail
     servers: dict[str, Server] = field(default_factory=lambda: defaultdict(Server))
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=_KEPT))
     fallback: str | None = None
+    step: int = 0
+    new: list[tuple[int, Event]] = field(default_factory=list)
 
-    def look(self) -> None:
+    def look(self) -> Found:
+        """An evaluation is after the step before it in the log; the last one is the newest."""
         new = self.tail.read()
         if new.anew:
             self.servers.clear()
-            self.events.clear()
-            self.fallback = None
+            self.fallback, self.step = None, 0
         for line in new.lines:
             self._take(line)
+        found, self.new = self.new, []
+        newest = (None, self.step)
+        return Found(
+            [(math.inf if (e.at, after) == newest else after, e) for after, e in found], new.anew
+        )
+
+    def _note(self, at: int | None, what: str) -> None:
+        self.new.append((self.step, Event(at, what)))
 
     def _take(self, line: Numbers) -> None:
         at = line["step"] + 1 if "step" in line else None  # as metrics.jsonl counts
+        self.step = self.step if at is None else at
         for entry in line.get("servers", ()):
             self.servers[entry["base_url"]]  # shown before it is asked
         for url, reason in line.get("lost", ()):
             self.servers[url].state = "lost"
-            self.events.append(Event(at, f"lost {url}: {reason}"))
+            self._note(at, f"lost {url}: {reason}")
         for push in line.get("pushes", ()):
             self._pushed(push, at)
         for call in line.get("calls", ()):
             self._called(call, at)
         if line.get("sync_fallback") and line["sync_fallback"] != self.fallback:
-            self.events.append(Event(at, f"full weights are pushed: {line['sync_fallback']}"))
+            self._note(at, f"full weights are pushed: {line['sync_fallback']}")
         self.fallback = line.get("sync_fallback")
 
     def _pushed(self, push: Numbers, at: int | None) -> None:
@@ -87,7 +90,7 @@ class _Calls:
         server.state, server.pushes = "serving", server.pushes + 1
         server.version, server.push_s = push["version"], push["seconds"]["total"]
         if push["again"]:
-            self.events.append(Event(at, f"{push['server']} is back and has the weights again"))
+            self._note(at, f"{push['server']} is back and has the weights again")
 
     def _called(self, call: Numbers, at: int | None) -> None:
         server = self.servers[call["server"]]
@@ -98,7 +101,7 @@ class _Calls:
         else:
             server.failed += 1
             said = f"{call['server']}, attempt {call['attempt']}: {call['outcome']}"
-            self.events.append(Event(at, said))
+            self._note(at, said)
 
 
 class Watched:
@@ -119,11 +122,10 @@ class Watched:
         self.checkpoints: list[tuple[str, float]] = []
         self.last_write: float | None = None
         self._metrics = Tail(self.path / METRICS)
-        self._events: deque[Event] = deque(maxlen=_KEPT)
+        self._events = Events()
         self._calls: dict[Path, _Calls] = {}
         self._run_json = self._changed_at(RUN)
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=_RECENT)
-        self._unreadable = 0
 
     def look(self) -> list[Numbers]:
         """Read what is new; returns the new lines of metrics.jsonl."""
@@ -131,13 +133,17 @@ class Watched:
         new = self._metrics.read()
         if new.anew:
             self._forget()
+        found = Found(anew=new.anew)
         for line in new.lines:
             self._take(line)
-        self._unreadable += new.unreadable
+            found.events += ((event.at or 0, event) for event in _events_of(line))
+        if new.unreadable:
+            said = f"{new.unreadable} lines of {METRICS} are no JSON"
+            found.events.append((self.step, Event(self.step, said)))
         self.last_write = self._changed_at(METRICS)
         if self.steps and new.lines:
             self._arrivals.append((time.monotonic(), self.step))
-        self._look_at_calls()
+        self._events.take({self.path / METRICS: found, **self._look_at_calls()})
         self.checkpoints = list(self._found_checkpoints())
         self.state = self._state()
         return new.lines
@@ -213,11 +219,7 @@ class Watched:
     @property
     def events(self) -> list[Event]:
         """Oldest first."""
-        of_calls = [event for calls in self._calls.values() for event in calls.events]
-        found = sorted([*self._events, *of_calls], key=lambda event: event.at or 0)
-        if self._unreadable:
-            found.append(Event(None, f"{self._unreadable} lines of {METRICS} are no JSON"))
-        return found
+        return list(self._events)
 
     def _look_at_facts(self) -> None:
         """Again where the run went on: another process, or another number of steps."""
@@ -228,25 +230,23 @@ class Watched:
                 self.config, self.facts = folder.config(), folder.facts()
                 self._run_json = changed
 
-    def _look_at_calls(self) -> None:
+    def _look_at_calls(self) -> dict[Path, Found]:
         there = set(self.path.glob("rollout_calls*.jsonl"))
         self._calls = {path: calls for path, calls in self._calls.items() if path in there}
         for path in sorted(there):
-            self._calls.setdefault(path, _Calls(Tail(path))).look()
+            self._calls.setdefault(path, _Calls(Tail(path)))
+        return {path: calls.look() for path, calls in self._calls.items()}
 
     def _forget(self) -> None:
         self.steps.clear()
         self.evaluations.clear()
-        self._events.clear()
         self._arrivals.clear()
         self.ended = None
-        self._unreadable = 0
 
     def _take(self, line: Numbers) -> None:
         self.ended = line if "train_runtime" in line else None
         if "loss" in line and "step" in line:
             self.steps.append(line)
-            self._events.extend(_events_of(line))
         elif any(key.startswith("eval/") for key in line):
             self.evaluations.append(line)
 
@@ -274,6 +274,8 @@ class Watched:
 
 def _events_of(line: Numbers) -> Iterator[Event]:
     """What stands out in the numbers of a step."""
+    if "loss" not in line or "step" not in line:
+        return
     at = line["step"]
     if line["loss"] is None:
         yield Event(at, "the loss is no finite number")

@@ -203,6 +203,68 @@ def test_servers_and_what_happened_to_them_are_those_of_all_processes(run: Writt
     assert watched.servers[SERVER].state == "serving"
 
 
+def lost_in_an_evaluation(run: WrittenRun, why: str) -> None:
+    """As a line of an evaluation is: without a step."""
+    line = {"evaluation_seed": 7, "servers": [], "lost": [[SERVER, why]], "calls": []}
+    append(run.folder / "rollout_calls.jsonl", json.dumps(line) + "\n")
+
+
+def test_events_of_evaluations_have_their_place_among_those_of_steps(run: WrittenRun) -> None:
+    run.steps(2, loss=None)
+    lost_in_an_evaluation(run, "the first time")
+    run.steps(2, loss=None)
+    lost_in_an_evaluation(run, "the second time")
+    watched = looked_at(run)
+    nan, first, second = (
+        "the loss is no finite number",
+        f"lost {SERVER}: the first time",
+        f"lost {SERVER}: the second time",
+    )
+    expected = [(1, nan), (2, nan), (None, first), (3, nan), (4, nan), (None, second)]
+    assert [(event.at, event.what) for event in watched.events] == expected
+    assert [event.number for event in watched.events] == [1, 2, 3, 4, 5, 6]
+    lost_in_an_evaluation(run, "the third time")
+    run.calls(rank=1, lost=[[SERVER, "by another process"]], step=0)
+    watched.look()
+    newest = [event.what.partition(": ")[2] for event in watched.events if event.number > 6]
+    assert sorted(newest) == ["by another process", "the third time"]
+    assert [event.number for event in watched.events] == list(range(1, 9))
+
+
+def test_events_that_a_log_that_was_cut_back_still_has_are_not_new(run: WrittenRun) -> None:
+    run.steps(4, loss=None)
+    watched = looked_at(run)
+    metrics = run.folder / "metrics.jsonl"
+    os.truncate(metrics, len(b"".join(metrics.read_bytes().splitlines(keepends=True)[:2])))
+    run.step = 2
+    run.steps(2, loss=None)
+    watched.look()
+    assert [(event.at, event.number) for event in watched.events] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 4),
+    ]
+    run.steps(1, loss=None)
+    watched.look()
+    assert watched.events[-1].number == 5
+
+
+def test_events_are_numbered_on_when_the_first_ones_are_forgotten(run: WrittenRun) -> None:
+    run.steps(700, loss=None)
+    watched = looked_at(run)
+    run.steps(1, loss=None)
+    watched.look()
+    numbers = [event.number for event in watched.events]
+    assert numbers == list(range(102, 702))
+
+
+def test_lines_that_are_no_json_are_told(run: WrittenRun) -> None:
+    run.steps(3)
+    append(run.folder / "metrics.jsonl", "\0\0\n")
+    assert "3 1 lines of metrics.jsonl are no JSON" in shown(run)
+
+
 def test_what_stands_out_of_a_step_is_an_event(run: WrittenRun) -> None:
     run.steps(1, **{"rollout/repeat_terminate_triggered_sequences": 3.0})
     run.steps(1, loss=None)

@@ -1,11 +1,13 @@
 """The live view in a real terminal: it fits, follows, and gives the terminal back."""
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from learner.publish import append_line
 from tests.unit.watch_terminal import OTHER_SCREEN, SHOW_CURSOR, USUAL_SCREEN, Terminal, watching
 from tests.unit.watched_runs import WrittenRun
 
@@ -127,3 +129,18 @@ def test_a_terminal_without_a_cursor_gets_lines(run: WrittenRun) -> None:
         "step 4 evaluation f1 0.500 precision 0.750 recall 0.375",
         "step 4 training has ended after 1m15s",
     ]
+
+
+def test_lines_tell_every_event_once(run: WrittenRun) -> None:
+    run.steps(2, loss=None)
+    with watching(run.folder, (80, 24), term="dumb") as terminal:
+        terminal.until(lambda terminal: "step 2: the loss" in terminal.output)
+        line = {"evaluation_seed": 7, "lost": [["http://a", "connection refused"]]}
+        append_line(run.folder / "rollout_calls.jsonl", json.dumps(line))
+        terminal.until(lambda terminal: "evaluation: lost http://a" in terminal.output)
+        run.calls(rank=1, step=0, lost=[["http://b", "connection refused"]])
+        terminal.until(lambda terminal: "step 1: lost http://b" in terminal.output)
+        run.metrics(train_runtime=75.0)
+        assert terminal.exit_code() == 0
+    told = [line for line in terminal.output.splitlines() if ": lost" in line or ": the" in line]
+    assert len(told) == len(set(told)) == 4
