@@ -27,6 +27,7 @@ from shared_contracts.errors import PROBLEM_MEDIA_TYPE, PROBLEM_TITLES, Problem
 from shared_contracts.infer import ChatCompletionResponse, InferCall, RolloutEnvelope
 from shared_contracts.server_info import Health, Info, Live, WorldSize
 from shared_contracts.weights import (
+    CloseCommunicator,
     CommunicatorReady,
     FinishWeightUpdate,
     InitCommunicator,
@@ -177,9 +178,9 @@ def _add_weight_updates(app: FastAPI, pool: Pool) -> None:
         return report
 
     @_route(app, "POST", "/close_communicator/", WEIGHT_PROBLEMS)
-    async def close_communicator() -> WeightStatus:
+    async def close_communicator(body: CloseCommunicator | None = None) -> WeightStatus:
         """Leave the weight group; an update that ran over it is given up."""
-        return await pool.weights.close_communicator()
+        return await pool.weights.close_communicator(None if body is None else body.attempt)
 
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])

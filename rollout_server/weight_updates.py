@@ -111,10 +111,17 @@ class WeightUpdates:
             raise poisoned()
 
     async def init_communicator(self, init: InitCommunicator) -> CommunicatorReady:
-        """Form the weight group; answers when the learner and every worker have joined."""
+        """Form the weight group; answers when the learner and every worker have joined.
+
+        With `if_none` it keeps out of the way of a group that stands, and of a phase that runs.
+        """
         self._check_init(init)
+        if init.if_none and self._one_phase.locked():
+            raise refusal("weight-update-order", "another learner's phase runs", "if_none")
+        self._check_alone(init)
         self._store = None  # whoever still meets there has been left by its learner
         async with self._phase():
+            self._check_alone(init)
             await self._abandon_update("a new weight group was asked for")
             await self._drop_group()
             if self._transport in GLOO_TRANSPORTS:
@@ -133,7 +140,10 @@ class WeightUpdates:
     async def start(self, body: StartWeightUpdate) -> WeightStatus:
         """Drain and pause every engine, make its layers loadable, check the manifest."""
         async with self._phase():
-            self._require_group("/start_weight_update/")
+            group = self._require_group("/start_weight_update/")
+            if body.attempt not in (None, group.attempt):
+                found = f"another group stands, which met at {self.group}"
+                raise refusal("weight-update-order", found, "attempt")
             if body.trial:
                 self._check_trial(body.version)
             else:
@@ -187,8 +197,13 @@ class WeightUpdates:
             trial=update.trial,
         )
 
-    async def close_communicator(self) -> WeightStatus:
+    async def close_communicator(self, attempt: str | None = None) -> WeightStatus:
+        """Leave the group of an attempt, or whichever stands; another's is left alone."""
+        if self._is_anothers(attempt):
+            return self.status
         async with self._phase():
+            if self._is_anothers(attempt):  # formed meanwhile
+                return self.status
             await self._abandon_update("the weight group was closed")
             await self._drop_group()
         return self.status
@@ -216,6 +231,15 @@ class WeightUpdates:
                 f"is {init.transport}, but the server was started with {self._transport}",
                 "transport",
             )
+
+    def _check_alone(self, init: InitCommunicator) -> None:
+        if init.if_none and self._group is not None:
+            found = f"a weight group stands, which met at {self.group}"
+            raise refusal("weight-update-order", found, "if_none")
+
+    def _is_anothers(self, attempt: str | None) -> bool:
+        """Whether the group that stands is of another attempt."""
+        return self._group is not None and attempt not in (None, self._group.attempt)
 
     async def _meet_at_a_store(self, init: InitCommunicator) -> None:
         """Open only until all have met, so that nobody meets a former group's store."""

@@ -6,7 +6,7 @@ One push, in order; each call answers when its phase is over on every replica:
     POST /start_weight_update/   StartWeightUpdate -> WeightStatus       manifest; pause, drain
     POST /update_weights/        UpdateWeights -> WeightStatus           buckets arrive
     POST /finish_weight_update/  FinishWeightUpdate -> SyncReport        verify, reset, resume
-    POST /close_communicator/    -> WeightStatus
+    POST /close_communicator/    CloseCommunicator (or nothing) -> WeightStatus
 
 A push sends the full weights of the checkpoint's layout, or with `adapter` a LoRA adapter
 over the weights the server was started with. With `trial` it sends some parameters that the
@@ -106,7 +106,8 @@ class InitCommunicator(_Wire):
     """Form the weight group: learner is rank 0, engine workers are ranks 1...
 
     host, port: address at the server where the rendezvous store of `gloo` and `ipc` opens.
-    attempt: of the learner's choice, and another one for every call.
+    attempt: of the learner's choice, and another one for every call; it names the group.
+    if_none: refused while a group stands or forms, which otherwise is left for this one.
     nccl_unique_id: what NCCL ranks meet by instead, made by the learner (`ncclGetUniqueId`),
         128 bytes as base64; with `nccl` alone.
     world_size: 1 + all engine workers.
@@ -118,6 +119,7 @@ class InitCommunicator(_Wire):
     port: int = Field(ge=1, le=65535)
     world_size: int = Field(ge=2)
     attempt: str = ""
+    if_none: bool = False
     transport: Transport = "gloo"
     bucket_bytes: int = Field(default=64 * 2**20, ge=1, le=MOST)
     timeout_s: float = Field(default=240.0, gt=0, le=86400)
@@ -128,6 +130,12 @@ class InitCommunicator(_Wire):
         if (self.transport == "nccl") != (self.nccl_unique_id is not None):
             raise ValueError("nccl_unique_id belongs to the transport nccl, which needs it")
         return self
+
+
+class CloseCommunicator(_Wire):
+    """attempt: of the group to leave; another that stands is left alone. None: whichever."""
+
+    attempt: str | None = None
 
 
 class CommunicatorReady(_Wire):
@@ -262,6 +270,7 @@ class StartWeightUpdate(_Wire):
         ends the group.
     trial: the parameters are received and compared, and dropped: weights, caches and version
         stay, also where it breaks.
+    attempt: of the group that it is to go over, refused where another stands. None: whichever.
     """
 
     version: Count
@@ -269,6 +278,7 @@ class StartWeightUpdate(_Wire):
     adapter: AdapterMeta | None = None
     base: AdapterBase | None = None
     trial: bool = False
+    attempt: str | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> "StartWeightUpdate":

@@ -15,8 +15,9 @@ from learner.doctor.findings import Finding, skipped
 from learner.doctor.inputs import CHECKPOINT, Looked
 from learner.doctor.sizes import Sizes
 from learner.preflight import learner_processes
-from learner.rollout.client import RolloutClient
+from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.types import Sample
+from shared_contracts.errors import ContractError
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.server_info import TOKEN_VARIABLE, Info
 
@@ -32,6 +33,8 @@ _NEEDS_IT = (
     asking.PROMPT,
     asking.ROLLOUT,
 )
+
+_OF_WEIGHTS = (ports.GROUP_PORT, weights.RENDEZVOUS, weights.TENSOR)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def _one(
     yield from servers.judge_settings(run.config, url, info, transport)
     yield versions.compare(run.versions, info.versions, transport, url)
     yield reached_at
-    yield from _way_of_weights(run, client, info, address, ip)
+    yield from _way_of_weights(run, client, address, ip)
     if run.processor is None:
         later = (asking.MEDIA, asking.PROMPT, asking.ROLLOUT)
         yield from (skipped(check, "waits for the processor", url) for check in later)
@@ -105,9 +108,19 @@ def _one(
 
 
 def _way_of_weights(
-    run: _Run, client: RolloutClient, info: Info, address: ServerAddress, ip: str | None
+    run: _Run, client: RolloutClient, address: ServerAddress, ip: str | None
 ) -> Iterator[Finding]:
+    """The server is asked again: since all were reached, a run may have come to push to it."""
     url = address.base_url
+    try:
+        info = client.info()
+    except (ContractError, *SERVER_ERRORS) as error:
+        yield Finding(ports.GROUP_PORT, url, "fail", str(error), "See the server's log")
+        yield from _no_weights(url, ports.GROUP_PORT)
+        return
+    if (why := weights.untouchable(info)) is not None:
+        yield from (skipped(check, why, url) for check in _OF_WEIGHTS)
+        return
     if ip is None:
         yield skipped(ports.GROUP_PORT, f"waits for {ports.ADDRESS}", url)
         yield from _no_weights(url, ports.ADDRESS)
@@ -124,7 +137,7 @@ def _way_of_weights(
     if waits or run.sizes is None:
         yield from _no_weights(url, waits)
         return
-    yield from weights.check(run.config, client, address.group_port, info, run.sizes)
+    yield from weights.check(run.config, client, address.group_port, run.sizes)
 
 
 def _no_weights(url: str, waits: str) -> Iterator[Finding]:

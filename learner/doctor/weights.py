@@ -1,7 +1,6 @@
 """The way of weights: the group forms, and one unchanged tensor gets to every worker."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -74,16 +73,12 @@ def smallest_matrix(sizes: Sizes, stored: dict[str, Stored]) -> str:
     return min(layers or matrices)[1]
 
 
-def check(
-    config: Config, client: RolloutClient, port: int, info: Info, sizes: Sizes
-) -> list[Finding]:
+def check(config: Config, client: RolloutClient, port: int, sizes: Sizes) -> list[Finding]:
     """Form the weight group and send one tensor, which the workers compare and drop.
 
-    A server to which a run pushes is left alone.
+    A run that has come to push to the server meanwhile is left alone.
     """
     url = client.base_url
-    if (why := untouchable(info)) is not None:
-        return [skipped(RENDEZVOUS, why, url), skipped(TENSOR, f"waits for {RENDEZVOUS}", url)]
     try:
         stored = stored_tensors(config.model.model)
         name = smallest_matrix(sizes, stored)
@@ -94,7 +89,6 @@ def check(
         return _tried(pusher, client, name)
     finally:
         pusher.close()
-        _see_off(client)
 
 
 def untouchable(info: Info) -> str | None:
@@ -108,13 +102,6 @@ def untouchable(info: Info) -> str | None:
     if info.weights_state == "UPDATING":
         return "the server is in the middle of a push"
     return None
-
-
-def _see_off(client: RolloutClient) -> None:
-    """A trial that was refused leaves the group at the server, where none has stood before."""
-    with suppress(ContractError, *SERVER_ERRORS):
-        if client.info().weight_group is not None:
-            client.close_communicator()
 
 
 def _pusher(config: Config, client: RolloutClient, port: int, source: OneTensor) -> WeightPusher:
@@ -133,7 +120,7 @@ def _pusher(config: Config, client: RolloutClient, port: int, source: OneTensor)
 def _tried(pusher: WeightPusher, client: RolloutClient, name: str) -> list[Finding]:
     url = client.base_url
     try:
-        ready = pusher.connect()
+        ready = pusher.connect(if_none=True)
     except (WeightSyncError, ContractError) as error:
         return [_no_group(error, url), skipped(TENSOR, f"waits for {RENDEZVOUS}", url)]
     met = ok(
@@ -141,16 +128,37 @@ def _tried(pusher: WeightPusher, client: RolloutClient, name: str) -> list[Findi
         f"{ready.world_size - 1} worker(s) and the learner met over {ready.transport}",
         url,
     )
-    if client.info().weights_state == "POISONED":
-        why = "the server's last push broke; the first push of the run mends it"
-        return [met, skipped(TENSOR, why, url)]
     try:
+        if (why := needs_push_first(client.info())) is not None:
+            return [met, skipped(TENSOR, why, url)]
         return [met, _arrived(pusher.try_out(), ready, name, url)]
     except WeightSyncError as error:
         return [met, judge_refusal(error, ready.weights_version, name, url)]
+    except (ContractError, *SERVER_ERRORS) as error:
+        return [met, Finding(TENSOR, url, "fail", str(error), "See the server's log")]
+
+
+def needs_push_first(info: Info) -> str | None:
+    """Why a server holds nothing that could be compared; None where it does."""
+    mended = "the first push of the run mends it"
+    if info.weights_state == "POISONED":
+        return f"the server's last push broke; {mended}"
+    behind = [replica.index for replica in info.replicas if replica.state == "needs-push"]
+    if behind:
+        which = ", ".join(map(str, behind))
+        return f"replica {which} lacks version {info.weights_version} of the weights; {mended}"
+    return None
+
+
+def _kind(error: Exception) -> str:
+    """Of the problem that the server has answered with; empty where it has not."""
+    cause = error.__cause__
+    return cause.problem.kind if isinstance(cause, ProblemError) else ""
 
 
 def _no_group(error: WeightSyncError | ContractError, url: str) -> Finding:
+    if _kind(error) == "weight-update-order":
+        return skipped(RENDEZVOUS, f"a run has come to push to this server ({error})", url)
     do = (
         "See that this machine reaches the server's group_port and that the server's machine "
         "reaches this one on any port; GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names the network"
@@ -170,8 +178,10 @@ def _arrived(report: SyncReport, ready: CommunicatorReady, name: str, url: str) 
 
 def judge_refusal(error: WeightSyncError, version: int, name: str, url: str) -> Finding:
     """Of a trial that was refused or broke. version: of the server's weights."""
-    cause = error.__cause__
-    kind = cause.problem.kind if isinstance(cause, ProblemError) else ""
+    kind = _kind(error)
+    if kind == "weight-update-order":
+        why = f"a run has come to push to this server, or a replica was lost ({error})"
+        return skipped(TENSOR, why, url)
     started_otherwise = kind == "weights-differ" and error.phase == "start"
     if started_otherwise and version > 0:
         why = f"version {version} was pushed to the server, so {name} is not what it holds"

@@ -34,6 +34,7 @@ from shared_contracts.server_info import (
 )
 from shared_contracts.token_file import given_token
 from shared_contracts.weights import (
+    CloseCommunicator,
     CommunicatorReady,
     FinishWeightUpdate,
     InitCommunicator,
@@ -235,8 +236,10 @@ class RolloutClient:
     def finish_weight_update(self, body: FinishWeightUpdate) -> SyncReport:
         return self._phase("/finish_weight_update/", body, SyncReport)
 
-    def close_communicator(self) -> WeightStatus:
-        return self._phase("/close_communicator/", None, WeightStatus)
+    def close_communicator(self, attempt: str) -> WeightStatus:
+        """Have the server leave the group of this attempt; another's stays."""
+        body = CloseCommunicator(attempt=attempt)
+        return self._phase("/close_communicator/", body, WeightStatus)
 
     async def _infer_while_live(
         self,
@@ -291,8 +294,8 @@ class RolloutClient:
         timeout_s = min(self.timeout_s, _PROBE_TIMEOUT_S)
         return self._send("GET", path, None, timeout_s, TypeAdapter(answer))
 
-    def _phase(self, path: str, body: BaseModel | None, answer: type[Answer]) -> Answer:
-        sent = None if body is None else body.model_dump(mode="json")
+    def _phase(self, path: str, body: BaseModel, answer: type[Answer]) -> Answer:
+        sent = body.model_dump(mode="json")
         timeout_s = self.timeout_s + _PHASE_MARGIN_S
         return self._send("POST", path, sent, timeout_s, TypeAdapter(answer))
 

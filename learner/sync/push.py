@@ -130,13 +130,14 @@ def _about(parameters: Sequence[str]) -> str:
 
 @dataclass
 class _Joined:
-    """The weight group, while there is one.
+    """The weight group, while there is one; the server knows it by its attempt.
 
     base_checked: the server has said that it holds the base of the adapter.
     """
 
     group: WeightGroup
     ready: CommunicatorReady
+    attempt: str
     base_checked: bool = False
 
 
@@ -172,13 +173,15 @@ class WeightPusher:
         self._leaving = threading.Lock()
         self._closed = False
 
-    def connect(self) -> CommunicatorReady:
+    def connect(self, if_none: bool = False) -> CommunicatorReady:
         """Form the weight group, once.
+
+        if_none: a server where a group stands refuses; otherwise it leaves that one.
 
         Raises:
             WeightSyncError: the server refused or a side did not join in time.
         """
-        return self._join().ready
+        return self._join(if_none).ready
 
     def push(self, version: int) -> SyncReport:
         """Make `version` the server's weights.
@@ -208,14 +211,18 @@ class WeightPusher:
             WeightSyncError: the server holds something else, or a phase broke; its weights and
                 version are what they were.
         """
-        joined = self._join()
+        joined = self._join(if_none=True)
         version = joined.ready.weights_version
-        return self._push(joined, self._choice.current(), version, trial=True)
+        try:
+            return self._push(joined, self._choice.current(), version, trial=True)
+        except BaseException:
+            self._say_farewell(joined.attempt)
+            raise
 
     def abandon(self) -> None:
         """Let go of the group of a server that was lost; the next push forms it anew."""
         if joined := self._leave():
-            joined.abandon()
+            joined.group.abandon()
 
     def close(self) -> None:
         """Leave the group for good and tell the server; a server that is gone is no error.
@@ -225,16 +232,20 @@ class WeightPusher:
         with self._leaving:
             self._closed = True
         if joined := self._leave():
-            joined.close()
-            with suppress(TimeoutError, *SERVER_ERRORS):
-                run_within(self._client.close_communicator, _FAREWELL_S)
+            joined.group.close()
+            self._say_farewell(joined.attempt)
 
-    def _leave(self) -> WeightGroup | None:
+    def _say_farewell(self, attempt: str) -> None:
+        """The server leaves the group, and no other that stands by now."""
+        with suppress(TimeoutError, ContractError, *SERVER_ERRORS):
+            run_within(lambda: self._client.close_communicator(attempt), _FAREWELL_S)
+
+    def _leave(self) -> _Joined | None:
         with self._leaving:
             joined, self._joined = self._joined, None
-        return None if joined is None else joined.group
+        return joined
 
-    def _join(self) -> _Joined:
+    def _join(self, if_none: bool = False) -> _Joined:
         if self._joined is not None:
             return self._joined
         if self._closed:
@@ -243,6 +254,7 @@ class WeightPusher:
             host=self._phase("reach", self._rendezvous_host),
             port=self._port,
             attempt=uuid4().hex,
+            if_none=if_none,
             world_size=1 + self._phase("reach", self._client.world_size),
             transport=self._transport,
             bucket_bytes=self._bucket_bytes,
@@ -258,9 +270,13 @@ class WeightPusher:
                 lambda: ready.append(self._client.init_communicator(body)),
                 lambda: group.append(self._join_group(body, given_up)),
             )
+        except BaseException:
+            if if_none:  # no next try will make the server leave what it may have formed
+                self._say_farewell(body.attempt)
+            raise
         finally:
             given_up.set()
-        return self._keep(_Joined(group[0], ready[0]))
+        return self._keep(_Joined(group[0], ready[0], body.attempt))
 
     def _keep(self, joined: _Joined) -> _Joined:
         """The group just formed, unless the pusher was closed meanwhile."""
@@ -285,6 +301,7 @@ class WeightPusher:
                 adapter=source.adapter,
                 base=None if joined.base_checked else self._base(source, dtype, version),
                 trial=trial,
+                attempt=joined.attempt if trial else None,
             )
             self._phase("start", lambda: self._client.start_weight_update(manifest))
             joined.base_checked |= manifest.base is not None and not trial

@@ -145,7 +145,7 @@ class Bench:
         self.transport = transport
         self.world_size = 1 + 2 * tensor_parallel_size
 
-    async def init(self, timeout_s: float = 5.0) -> None:
+    async def init(self, timeout_s: float = 5.0, attempt: str = "", if_none: bool = False) -> None:
         (port,) = free_ports(1)
         await self.updates.init_communicator(
             InitCommunicator(
@@ -154,6 +154,8 @@ class Bench:
                 world_size=self.world_size,
                 transport=self.transport,
                 timeout_s=timeout_s,
+                attempt=attempt,
+                if_none=if_none,
                 nccl_unique_id=NCCL_ID if self.transport == "nccl" else None,
             )
         )
@@ -372,6 +374,57 @@ def test_silence_between_phases_poisons_but_a_long_phase_does_not() -> None:
         assert bench.state == "UPDATING"
         await asyncio.sleep(0.5)
         assert bench.state == "POISONED"
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-04", "DEP-03")
+def test_a_group_is_left_alone_by_who_asks_for_none_and_closed_by_its_own_attempt() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init(attempt="first")
+        group = bench.updates.group
+        with pytest.raises(ProblemError, match="a weight group stands") as caught:
+            await bench.init(attempt="guest", if_none=True)
+        assert caught.value.problem.status == 409
+        await bench.start(1)
+        assert (await bench.updates.close_communicator("guest")).state == "UPDATING"
+        assert bench.updates.group == group
+        body = StartWeightUpdate(version=1, parameters=[PARAMETER], attempt="guest")
+        with pytest.raises(ProblemError, match="another group stands"):
+            await bench.updates.start(body)
+        assert bench.state == "UPDATING"
+        await bench.init(attempt="second")  # a learner that comes again
+        assert (await bench.updates.close_communicator("first")).state == "POISONED"
+        assert bench.updates.group is not None
+        await bench.updates.close_communicator("second")
+        assert bench.updates.group is None
+        await bench.init(attempt="guest", if_none=True)
+        assert bench.updates.group is not None
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-04", "DEP-03")
+def test_who_asks_for_no_group_keeps_out_of_the_way_of_one_that_forms() -> None:
+    async def work() -> None:
+        bench = Bench()
+        joining, may_join = asyncio.Event(), asyncio.Event()
+
+        async def joins() -> None:
+            joining.set()
+            await may_join.wait()
+
+        bench.engines[0].script["init_weight_transfer_engine"] = joins
+        first = asyncio.ensure_future(bench.init(attempt="first"))
+        await joining.wait()
+        with pytest.raises(ProblemError, match="phase runs"):
+            await bench.init(attempt="guest", if_none=True)
+        closing = asyncio.ensure_future(bench.updates.close_communicator("guest"))
+        may_join.set()
+        await first
+        await closing
+        assert bench.updates.group is not None
 
     run(work())
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ from learner.cli import app
 from learner.config import dump_mapping
 from learner.data.toy import ToyData, make_data
 from learner.operate.server_process import free_ports
+from learner.sync.push import WeightPusher
 from rollout_server.auth import BearerToken
 from shared_contracts.errors import ContractErrors
 from shared_contracts.server_info import TOKEN_VARIABLE
+from shared_contracts.weights import CommunicatorReady
 from tests.contract.running_server import RunningServer, response_ids, text_request
 from tests.contract.weight_sender import weight_group
 from tests.unit.small_run import small_mapping
@@ -172,8 +175,29 @@ def test_the_group_of_a_run_is_left_alone(doctor: Doctor) -> None:
     (port,) = free_ports(1)
     with weight_group(doctor.server.http, port):
         found = doctor.run(doctor.config(), exit_code=0)
-        assert statuses(found)["skipped"] == {"rendezvous", "one tensor"}
+        assert statuses(found)["skipped"] == {"group port", "rendezvous", "one tensor"}
         assert f"127.0.0.1:{port}" in found["rendezvous"]["found"]
+        group = doctor.server.http.get("/info/").json()["weight_group"]
+        assert group == f"127.0.0.1:{port}"
+    doctor.server.http.post("/close_communicator/")
+
+
+def test_a_learner_that_comes_in_the_middle_keeps_its_group(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The doctor has asked whether a group stands, and has not yet connected."""
+    (port,) = free_ports(1)
+    connect = WeightPusher.connect
+    with ExitStack() as until_the_end:
+
+        def late(pusher: WeightPusher, if_none: bool = False) -> CommunicatorReady:
+            until_the_end.enter_context(weight_group(doctor.server.http, port))
+            return connect(pusher, if_none)
+
+        monkeypatch.setattr(WeightPusher, "connect", late)
+        found = doctor.run(doctor.config(), exit_code=0)
+        assert statuses(found)["skipped"] == {"rendezvous", "one tensor"}
+        assert "a run has come to push" in found["rendezvous"]["found"]
         group = doctor.server.http.get("/info/").json()["weight_group"]
         assert group == f"127.0.0.1:{port}"
     doctor.server.http.post("/close_communicator/")
