@@ -174,6 +174,9 @@ if (( ${#server_gpus[@]} )); then
     --train-gpus "$train_gpus"
 fi
 [[ -z $train_gpus ]] || export CUDA_VISIBLE_DEVICES=$train_gpus
-(( nproc == 1 )) || exec torchrun --standalone --nproc-per-node "$nproc" --no-python \
-  learner train --config "$config"
-exec learner train --config "$config"
+train=(learner train --config "$config")
+(( nproc > 1 )) || exec "${train[@]}"
+# torchrun by itself ends with 1 where the learner ends with 2, and would be started again.
+python=$(dirname "$(realpath "$(command -v learner)")")/python3
+[[ -x $python ]] || python=python3
+exec "$python" -m learner.operate.torchrun - --standalone --nproc-per-node "$nproc" -- "${train[@]}"

@@ -32,9 +32,9 @@ class LearnerProcess:
         asked: StopSignals,
     ) -> None:
         self._asked = asked
-        torchrun = [sys.executable, "-m", "learner.operate.torchrun"]
+        torchrun = [sys.executable, "-m", "learner.operate.torchrun", str(os.getpid())]
         self._process = subprocess.Popen(
-            [*torchrun, str(os.getpid()), str(processes), *command],
+            [*torchrun, "--standalone", f"--nproc-per-node={processes}", "--", *command],
             stdin=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,

@@ -1,10 +1,11 @@
-"""torchrun on one machine, which ends with its parent and keeps the learner's exit code.
+"""torchrun that keeps the learner's exit code and leaves no process.
 
-    python -m learner.operate.torchrun PARENT_PID PROCESSES COMMAND ...
+    python -m learner.operate.torchrun PARENT_PID|- OPTION ... -- COMMAND ...
 
 torchrun itself ends with 1 and a traceback whatever its processes end with, and they outlive it
-when it is killed. Here they end with it, it ends with the process that started it, and its exit
-code is that of the first process that failed.
+when it is killed. Here they end with it, and its exit code is that of the first process that
+failed. It ends with the process PARENT_PID, which started it; with - it stays when that ends, as
+a script does whose shell is left.
 """
 
 import logging
@@ -20,22 +21,24 @@ SHUTDOWN_S = 15
 
 
 def main() -> None:
-    parent, processes, *command = sys.argv[1:]
-    end_with(int(parent), signal.SIGTERM)
-    sys.exit(run(int(processes), command))
+    parent, *rest = sys.argv[1:]
+    if parent != "-":
+        end_with(int(parent), signal.SIGTERM)
+    end = rest.index("--")
+    sys.exit(run(rest[:end], rest[end + 1 :]))
 
 
-def run(processes: int, command: list[str]) -> int:
-    """Run `command` in so many processes; returns an exit code."""
+def run(options: list[str], command: list[str]) -> int:
+    """Run `command` in processes by torchrun's `options`; returns an exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     # Every process tells its own error, and how one was ended is told below.
     logging.disable(logging.ERROR)
-    options = ["--standalone", f"--nproc-per-node={processes}", f"--shutdown-timeout={SHUTDOWN_S}"]
+    own = [f"--shutdown-timeout={SHUTDOWN_S}", "--no-python"]
     try:
-        torchrun([*options, "--no-python", *tied(os.getpid(), command)])
+        torchrun([*options, *own, *tied(os.getpid(), command)])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:

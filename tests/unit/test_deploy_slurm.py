@@ -106,7 +106,12 @@ trap 'echo "server stopped" >>"$JOB_LOG"; exit 0' TERM
 touch "$JOB_HEALTHY"
 while true; do sleep 0.1; [[ -e ${SERVER_DIES:-/nowhere} ]] && exit 1; done
 """,
-    "torchrun": """
+    "python3": f"""
+[[ $1 == -m ]] || exec {sys.executable} "$@"
+[[ "$2 $3" == "learner.operate.torchrun -" ]] || exit 9
+shift 3
+"""
+    + """
 echo "torchrun $*" >>"$JOB_LOG"
 cp -p "$ROLLOUT_SERVER_TOKEN_FILE" "$JOB_TOKEN"; cp "${@: -1}" "$JOB_YAML"
 echo "umask $(umask), folder $(stat -c %a "$(dirname "${@: -1}")")" >>"$JOB_LOG"

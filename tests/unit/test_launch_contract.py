@@ -171,7 +171,7 @@ def launch(folder: Path, learner: str, *arguments: str, **environment: str) -> L
     note = f'printf "%s\\n" "${{CUDA_VISIBLE_DEVICES-}}" "$@" > {shlex.quote(str(log))}'
     fakes = {
         "learner": f'if [ "$1" = preflight ]; then\n{learner}\nelse\n{note}\nfi',
-        "torchrun": f'set -- torchrun "$@"\n{note}',
+        "python3": f'[ "$1" != - ] || exec {shlex.quote(sys.executable)} -\n{note}',
     }
     for name, text in fakes.items():
         (bin_folder / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -299,9 +299,28 @@ def test_beside_servers_that_are_up_the_learner_is_started_on_its_gpus(
 ) -> None:
     done = launch(tmp_path, assigning(good() + "\n"), *options, "a.yaml", **environment)
     if len(started) == 1:
-        run = ["torchrun", "--standalone", "--nproc-per-node", *started, "--no-python"]
-        started = [*run, *TRAIN]
+        run = ["-m", "learner.operate.torchrun", "-", "--standalone", "--nproc-per-node"]
+        started = [*run, *started, "--", *TRAIN]
     assert done == Launch(0, "", started, gpus)
+
+
+@pytest.mark.req("DEP-02")
+def test_of_several_processes_the_exit_code_is_the_learners(tmp_path: Path) -> None:
+    """By the real torchrun: whoever starts a service again has to know bad input."""
+    preflight = f'[ "$1" != preflight ] || exec {assigning(good() + chr(10))}'
+    (tmp_path / "learner").write_text(
+        f'#!/bin/sh\n{preflight}\n[ "$RANK" = 0 ] || exit 2\nsleep 60\n'
+    )
+    (tmp_path / "learner").chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [SCRIPT, "--nproc", "2", "run.yaml"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": path},
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
 @pytest.mark.req("DEP-02")
