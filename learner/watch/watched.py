@@ -44,7 +44,10 @@ class Server:
 
 @dataclass
 class _Calls:
-    """Of one rollout_calls file: what happened to each server, and what is worth telling."""
+    """Of one rollout_calls file: what happened to each server, and what is worth telling.
+
+    It is read from its beginning, as calls are counted.
+    """
 
     tail: Tail
     servers: dict[str, Server] = field(default_factory=lambda: defaultdict(Server))
@@ -54,16 +57,20 @@ class _Calls:
 
     def look(self) -> Found:
         """An evaluation is after the step before it in the log; the last one is the newest."""
-        new = self.tail.read()
-        if new.anew:
-            self.servers.clear()
-            self.fallback, self.step = None, 0
-        for line in new.lines:
-            self._take(line)
+        more, anew = True, False
+        while more:
+            new = self.tail.read()
+            if new.anew:
+                self.servers.clear()
+                self.new.clear()
+                self.fallback, self.step = None, 0
+            for line in new.lines:
+                self._take(line)
+            more, anew = new.more, anew or new.anew
         found, self.new = self.new, []
         newest = (None, self.step)
         return Found(
-            [(math.inf if (e.at, after) == newest else after, e) for after, e in found], new.anew
+            [(math.inf if (e.at, after) == newest else after, e) for after, e in found], anew
         )
 
     def _note(self, at: int | None, what: str) -> None:
@@ -234,7 +241,7 @@ class Watched:
         there = set(self.path.glob("rollout_calls*.jsonl"))
         self._calls = {path: calls for path, calls in self._calls.items() if path in there}
         for path in sorted(there):
-            self._calls.setdefault(path, _Calls(Tail(path)))
+            self._calls.setdefault(path, _Calls(Tail(path, whole=True)))
         return {path: calls.look() for path, calls in self._calls.items()}
 
     def _forget(self) -> None:

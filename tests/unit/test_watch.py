@@ -86,7 +86,7 @@ def test_a_tail_notices_a_log_that_was_cut_back_even_if_it_is_longer_by_now(tmp_
 def test_of_a_long_log_only_the_end_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tail_module, "FIRST_READ", 1000)
+    monkeypatch.setattr(tail_module, "PIECE", 1000)
     log = tmp_path / "log"
     log.write_text("".join(f'{{"step": {n:05}}}\n'.replace(" 0", " 1") for n in range(10_000)))
     tail = Tail(log)
@@ -95,6 +95,24 @@ def test_of_a_long_log_only_the_end_is_read(
     assert read[-1] == {"step": 19999}
     append(log, '{"step": 7}\n')
     assert tail.read().lines == [{"step": 7}]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 100, 10_000])
+def test_a_long_log_that_is_read_whole_is_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr(tail_module, "PIECE", piece)
+    log = tmp_path / "log"
+    log.write_text("".join(f'{{"step": {n}}}\n' for n in range(100)) + '{"st')
+    tail = Tail(log, whole=True)
+    reads = [tail.read()]
+    while reads[-1].more:
+        reads.append(tail.read())
+    assert [line["step"] for read in reads for line in read.lines] == list(range(100))
+    assert [read.anew for read in reads] == [True] + [False] * (len(reads) - 1)
+    assert (len(reads) > 1) == (piece < 10_000)
+    append(log, 'ep": 100}\n')
+    assert tail.read().lines == [{"step": 100}]
 
 
 def test_lines_that_are_no_objects_are_counted_and_passed_over(tmp_path: Path) -> None:
@@ -201,6 +219,15 @@ def test_servers_and_what_happened_to_them_are_those_of_all_processes(run: Writt
     run.calls(rank=1)
     watched.look()
     assert watched.servers[SERVER].state == "serving"
+
+
+def test_calls_are_counted_from_the_first_one_on(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tail_module, "PIECE", 1000)
+    run.steps(200)
+    server = looked_at(run).servers[SERVER]
+    assert (server.calls, server.requests, server.pushes) == (100, 800, 100)
 
 
 def lost_in_an_evaluation(run: WrittenRun, why: str) -> None:
