@@ -55,7 +55,13 @@ def crew_of(plan: LaunchPlan) -> Crew:
 def _start_server(server: ServerPlan, plan: LaunchPlan) -> ServerProcess:
     at = server.listen
     return ServerProcess(
-        server.options, server.log, at.port, plan.server_environment, at.host, at.base_url
+        server.options,
+        server.log,
+        at.port,
+        plan.server_environment,
+        at.host,
+        at.base_url,
+        server.grace_s,
     )
 
 
@@ -143,3 +149,10 @@ class Servers:
                     for server in running:
                         server.kill()
                 time.sleep(_POLL_S)
+        for server, stop in zip(running, stops, strict=True):
+            if (failure := stop.exception()) is not None:
+                with suppress(OSError):
+                    self._tell(
+                        f"{server.base_url} could not be stopped ({failure!r}): it is killed "
+                        "with the end of this"
+                    )

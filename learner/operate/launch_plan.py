@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from learner.config import dump_mapping, dump_resolved
 from learner.config.schema import Config
 from learner.operate.addresses import Listen, addresses_here
+from learner.operate.server_process import SERVER_GRACE_S
 from learner.operate.split import Asked, Split, learner_count, split_devices
 from learner.preflight import RunInputs, check_inputs, generates
 from learner.publish import publish_text
@@ -51,12 +52,16 @@ class Checked:
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """A server to be started. options: of `rollout-server serve`, beside its address."""
+    """A server to be started.
+
+    options: of `rollout-server serve`, beside its address. grace_s: its `grace_seconds`.
+    """
 
     listen: Listen
     gpus: tuple[int, ...]
     options: list[str]
     log: Path
+    grace_s: float = SERVER_GRACE_S
 
     def __str__(self) -> str:
         device = f"GPU {','.join(map(str, self.gpus))}" if self.gpus else "the CPU"
@@ -146,7 +151,8 @@ def plan_launch(
         settings = logs / f"server-{index}.yaml"
         files[settings] = dump_mapping(server_settings(config, checked, gpus))
         options = ["--config", str(settings), "--run-config", str(run)]
-        servers.append(ServerPlan(listen, gpus, options, logs / f"server-{index}.log"))
+        log, grace_s = logs / f"server-{index}.log", _grace_s(checked.own)
+        servers.append(ServerPlan(listen, gpus, options, log, grace_s))
     plain = {k: v for k, v in environment.items() if k not in _ONE_OF_SEVERAL}
     named = {k: v for k, v in plain.items() if k != CUDA_VISIBLE}  # servers are told their ids
     seen = {CUDA_VISIBLE: ",".join(map(str, split.learner))}
@@ -235,6 +241,14 @@ def _count(own: Mapping[str, Any], key: str) -> int:
     """A number among settings that nobody has checked yet: the server will."""
     value = own.get(key)
     return value if type(value) is int and value > 0 else 1
+
+
+def _grace_s(own: Mapping[str, Any]) -> float:
+    """The grace of a server that starts; with another value than a number of seconds none does."""
+    value = own.get("grace_seconds")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        return SERVER_GRACE_S
+    return float(value)
 
 
 def _check_rounds(config: Config, split: Split, own: Mapping[str, Any]) -> None:

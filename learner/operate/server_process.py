@@ -15,7 +15,9 @@ from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from shared_contracts.errors import ContractError
 
 LOOPBACK = "127.0.0.1"
-STOP_GRACE_S = 30.0
+# What a server takes to end when it is told to: its `grace_seconds`, and its engines' end.
+SERVER_GRACE_S = 10.0
+STOP_MARGIN_S = 20.0
 _LOG_TAIL_LINES = 15
 
 
@@ -36,9 +38,11 @@ class ServerProcess:
 
     port: a free one unless given. environment: this process's own unless given.
     host: IPv4 address to listen on. base_url: where it is called; of `host` unless given.
+    grace_s: what the server's `grace_seconds` is; a stop leaves it more than that.
     """
 
     _log_start = 0  # bytes of the log that earlier starts have written
+    _grace_s = SERVER_GRACE_S
 
     def __init__(
         self,
@@ -48,7 +52,9 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
         host: str = LOOPBACK,
         base_url: str | None = None,
+        grace_s: float = SERVER_GRACE_S,
     ) -> None:
+        self._grace_s = grace_s
         port = port or free_ports(1)[0]
         self.base_url = base_url or f"http://{host}:{port}"
         self.log = log
@@ -112,7 +118,7 @@ class ServerProcess:
             return
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(STOP_GRACE_S)
+            self._process.wait(self._grace_s + STOP_MARGIN_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

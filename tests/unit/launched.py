@@ -5,6 +5,7 @@
 They note in FOLDER what becomes of them; torchrun, signals and processes are the real ones.
 
 lives: starts after which a server ends at once, saying so, with `code`.
+unstoppable: whether the stop of server 1 fails.
 ready: whether servers say that they are. stubborn: they do not mind SIGTERM.
 learner: exit codes of its processes, by rank; -1: it waits.
 """
@@ -78,11 +79,17 @@ class StandIn(ServerProcess):
     def __init__(self, folder: Path, index: int, port: int, told: dict[str, Any]) -> None:
         self.base_url = f"http://127.0.0.1:{port}"
         self.log = folder / f"server-{index}.log"
+        self._unstoppable = told["unstoppable"] and index == 1
         program = [sys.executable, "-c", SERVER, str(folder), str(index), str(port)]
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 tied(os.getpid(), [*program, json.dumps(told)]), stdout=output, stderr=output
             )
+
+    def stop(self) -> None:
+        if self._unstoppable:
+            raise PermissionError("not this one")
+        super().stop()
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
 """What `learner launch` refuses, and the commands it makes: nothing is started here."""
 
 import os
+import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,10 +15,10 @@ import pytest
 from learner.config import dump_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.operate import launch_plan
+from learner.operate import launch_plan, server_process
 from learner.operate.addresses import Listen, addresses_here
 from learner.operate.launch_plan import Checked, LaunchPlan, check_launch, plan_launch
-from learner.operate.server_process import free_ports
+from learner.operate.server_process import ServerProcess, free_ports
 from learner.operate.split import Asked, Split, split_devices
 from learner.preflight import check_inputs
 from learner.rollout.colocate import CUDA_VISIBLE
@@ -382,6 +384,36 @@ def test_what_is_given_for_the_servers_wins_where_it_may(config: Config) -> None
     plan.write_files()
     settings = load_settings(Path(plan.servers[0].options[1]), {}, None, {})
     assert (settings.device, settings.dtype, settings.kv_cache_gib) == ("cpu", "auto", 0.5)
+
+
+@pytest.mark.parametrize(("own", "grace_s"), [({}, 10.0), ({"grace_seconds": 90}, 90.0)])
+def test_a_stop_leaves_a_server_the_grace_that_it_has(
+    config: Config, own: dict[str, Any], grace_s: float
+) -> None:
+    plan = plan_of(config, Split(((), ()), (), 1), own)
+    plan.write_files()
+    settings = load_settings(Path(plan.servers[0].options[1]), {}, None, {})
+    assert settings.grace_seconds == grace_s
+    assert [server.grace_s for server in plan.servers] == [grace_s] * 2
+
+
+def test_a_server_is_killed_after_its_grace_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that is waited for ends half a second after SIGTERM."""
+    monkeypatch.setattr(server_process, "STOP_MARGIN_S", 0.0)
+    program = tmp_path / "program"
+    program.write_text(
+        "#!/bin/sh\ntrap 'sleep 0.5; exit 7' TERM\necho up\nwhile true; do sleep 0.05; done\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    for grace_s, code in ((0.01, -signal.SIGKILL), (60.0, 7)):
+        log = tmp_path / f"log-{code}"
+        with ServerProcess([], log, grace_s=grace_s) as server:
+            while not log.read_text():
+                assert server.code() is None
+        assert server.code() == code
 
 
 def test_each_side_sees_its_own_gpus(config: Config) -> None:

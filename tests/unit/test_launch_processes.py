@@ -23,6 +23,7 @@ TOLD: dict[str, Any] = {
     "code": 1,
     "ready": True,
     "stubborn": False,
+    "unstoppable": False,
     "learner": [-1, -1],
     "pauses_s": [0.0, 0.0],
 }
@@ -98,6 +99,15 @@ def test_the_learners_end_stops_the_servers_and_is_that_of_the_launch(tmp_path: 
         assert wait_until_gone(below, 0.0) == []
     assert not any(map(any, stops(tmp_path)))
     assert len(stops(tmp_path)) == 2
+
+
+def test_a_stop_that_fails_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    with launched(tmp_path, learner=[0, 0], unstoppable=True) as launch:
+        below = launch.wait_for_files("serving-0", "serving-1")
+        assert launch.code() == 0
+        assert "could not be stopped (PermissionError('not this one'))" in launch.printed()
+        assert wait_until_gone(below, LONG_S) == []
+    assert len(stops(tmp_path)) == 1
 
 
 def test_a_signal_stops_the_learner_and_then_the_servers(tmp_path: Path) -> None:
