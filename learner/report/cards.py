@@ -1,6 +1,7 @@
 """An answer as the gallery shows it: everything the page needs to know, as JSON."""
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Card:
     """slug: the page has it at `#slug`. name: the end of the sample's id.
 
     step: counted from 1, as in metrics.jsonl; None in an evaluation. log_step: counted from 0.
+    replay: what the command that replays takes; empty in an evaluation.
     width, height: pixels of the image as the data file has them. picture: place in the list of
     pictures. truths, predicted, hits, missed: how many. left_out: why it was not trained on.
     """
@@ -57,6 +59,7 @@ class Card:
     name: str
     step: int | None
     log_step: int | None
+    replay: str
     rank: int
     seed: int | None
     version: tuple[int, int]
@@ -97,12 +100,14 @@ def cards_of(answers: Sequence[LoggedAnswer], resolution: int) -> tuple[list[Car
 
 def _card(answer: LoggedAnswer, slug: str, picture: int, resolution: int) -> Card:
     step = answer.step if isinstance(answer, StepAnswer) else None
+    name = Path(answer.sample_id).name
     return Card(
         slug=slug,
         sample_id=answer.sample_id,
-        name=Path(answer.sample_id).name,
+        name=name,
         step=None if step is None else step + 1,
         log_step=step,
+        replay="" if step is None else f"--step {step} --sample {shlex.quote(name)}",
         rank=answer.rank if isinstance(answer, StepAnswer) else 0,
         seed=answer.seed,
         version=answer.weights_version,

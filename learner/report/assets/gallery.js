@@ -275,9 +275,9 @@
   }
 
   function replay(card) {
-    if (!data.replay || card.log_step === null) return "";
-    return make("div", {}, make("h4", {}, "Build this step again"),
-      make("pre", { tabindex: "0" }, `${data.replay} --step ${card.log_step}`));
+    if (!data.replay || !card.replay) return "";
+    return make("div", {}, make("h4", {}, "Build this step again, and tell all of this answer"),
+      make("pre", { tabindex: "0" }, `${data.replay} ${card.replay}`));
   }
 
   function show(card) {
