@@ -12,6 +12,7 @@ from learner.data.check import FileReport, kinds
 from learner.data.conversion import Conversion, Rule
 from learner.data.findings import Finding
 from learner.data.images import Looks
+from learner.printable import printable
 from shared_contracts.cli import describe
 
 # Columns of a table that no terminal bounds.
@@ -52,18 +53,18 @@ def print_tables(tables: Iterable[tuple[str, Table]]) -> None:
         if number:
             shown.print()
         if title:
-            shown.print(Text(title, style="bold"))
+            shown.print(Text(printable(title), style="bold"))
         shown.print(table)
 
 
 def plain(value: object) -> Text:
-    """Text of the data, in which nothing is markup."""
-    return Text(str(value).encode("utf-8", "backslashreplace").decode())
+    """Text of the data, in which nothing is markup and nothing steers the terminal."""
+    return Text(printable(value, lines=True))
 
 
 def told(finding: Finding) -> str:
     """A finding as the command line tells every error, in three parts."""
-    text = describe(finding.error())
+    text = printable(describe(finding.error()), lines=True)
     return text.replace("error:", "warning:", 1) if finding.warning else text
 
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from learner.data.show import new_table, plain
 from learner.metrics.declared import METRICS
+from learner.printable import printable
 from learner.replay.logged import listed
 from learner.replay.show import facts_table
 from learner.rollout_log import Judged, LoggedTarget, StepAnswer
@@ -108,7 +109,7 @@ def _truths(judged: Judged) -> Table:
     keys = iter(target.fn_keys if target else ())
     for number, truth in enumerate(judged.sample.objects):
         if number in finders:
-            became = Text(f"found as {finders[number]}", "green")
+            became = Text(f"found as {printable(finders[number])}", "green")
         else:
             key = next(keys, None)
             became = Text("missed" + (f", appended as {key}" if key else ""), "bold blue")
@@ -131,7 +132,9 @@ def _target(target: Target, response: list[int], tokenizer: Tokenizer) -> Table:
     add("appended" if target.fn_keys else "closed", target.prefix_len, last)
     add("end", last, last + 1)
     if cut := response[kept:]:
-        table.add_row("cut off", str(len(cut)), Text(decode_exactly(tokenizer, cut), "strike dim"))
+        text = plain(decode_exactly(tokenizer, cut))
+        text.stylize("strike dim")
+        table.add_row("cut off", str(len(cut)), text)
     counts = {role: int((target.role == role).sum()) for role in Role}
     legend = Text(", ").join(
         Text(f"{count} {role.name.lower().replace('_', ' ')}", _STYLES[role])

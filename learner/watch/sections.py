@@ -7,9 +7,10 @@ from statistics import fmean
 from rich.text import Text
 
 from learner.metrics.step_line import channel_of
+from learner.printable import printable
 from learner.watch.spark import Glyphs, bar, sparkline
 from learner.watch.watched import Numbers, Server, Watched
-from learner.watch.words import duration, number, plain
+from learner.watch.words import duration, number
 
 Lines = list[Text]
 
@@ -57,7 +58,7 @@ Maker = Callable[[Watched, int, Glyphs], Section]
 
 def head(run: Watched, width: int, glyphs: Glyphs) -> Lines:
     """What run, how far, how long still, and whether it lives."""
-    name = Text(plain(run.config.training.run_name), style="bold")
+    name = Text(printable(run.config.training.run_name), style="bold")
     return [
         _fitted(width, name, *_alive(run), glyphs=glyphs),
         _progress(run, width, glyphs),
@@ -90,7 +91,7 @@ def _alive(run: Watched) -> list[Text]:
     if run.ended is not None:
         parts.append(Text(f"took {duration(run.ended['train_runtime'])}"))
     if mark := run.facts.get("process"):
-        parts.append(Text(plain(f"{mark['host']}, pid {mark['pid']}"), style="dim"))
+        parts.append(Text(printable(f"{mark['host']}, pid {mark['pid']}"), style="dim"))
     return parts
 
 
@@ -121,7 +122,7 @@ def _now(run: Watched) -> list[Text]:
     if run.seconds_per_step is not None:
         parts.append(Text(f"{number(run.seconds_per_step)} s a step"))
     if run.checkpoints:
-        parts.append(Text(plain(run.checkpoints[0][0])))
+        parts.append(Text(printable(run.checkpoints[0][0])))
     if "sync/weights_version" in last:
         parts.append(Text(f"weights {number(last['sync/weights_version'])}"))
     parts.append(Text(f"lr {number(last.get('learning_rate'))}"))
@@ -231,13 +232,13 @@ def servers(run: Watched, width: int, glyphs: Glyphs) -> Section:
     if not seen:
         return Section("Servers", [])
     columns = _server_columns(seen)
-    url = max(len(plain(name)) for name in seen)
+    url = max(len(printable(name)) for name in seen)
     while columns and url + sum(_width(c) for c in columns) > width and len(columns) > 1:
         columns.pop()
     room = max(8, width - sum(_width(c) for c in columns))
     lines = [Text(" " * min(url, room) + "".join(_cell(c, c[0]) for c in columns), style="dim")]
     for place, name in enumerate(seen):
-        line = Text(f"{plain(name)[:room]:<{min(url, room)}}")
+        line = Text(f"{printable(name)[:room]:<{min(url, room)}}")
         for column in columns:
             line.append(_cell(column, column[1][place]))
         line.stylize("bold red" if seen[name].state == "lost" else "")
@@ -271,11 +272,11 @@ def _cell(column: Column, value: str) -> str:
 
 def events(run: Watched, width: int, glyphs: Glyphs) -> Section:
     """What a person should know, the newest first."""
-    found = reversed(run.events)
-    lines = [
-        _cut(Text(f"{'eval' if e.at is None else e.at:>6} {plain(e.what)}", style="yellow"), width)
-        for e in found
+    said = [
+        f"{'eval' if event.at is None else event.at:>6} {printable(event.what)}"
+        for event in reversed(run.events)
     ]
+    lines = [_cut(Text(line, style="yellow"), width) for line in said]
     return Section("Events", lines, least=1)
 
 

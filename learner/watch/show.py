@@ -18,11 +18,12 @@ from rich.live import Live
 from rich.text import Text
 
 from learner.metrics.step_line import step_line
+from learner.printable import printable
 from learner.run_folder import RunFolder
 from learner.watch.frame import frame
 from learner.watch.spark import ASCII, BLOCKS, Glyphs
 from learner.watch.watched import Numbers, Watched
-from learner.watch.words import duration, plain
+from learner.watch.words import duration
 from shared_contracts.errors import RunError
 
 _EVERY_S = 1.0
@@ -97,7 +98,7 @@ def _lines(run: Watched, console: Console, follow: bool) -> None:
         console.file.flush()
 
     told = 0
-    say(f"{plain(run.config.training.run_name)}: {run.path}")
+    say(f"{printable(run.config.training.run_name)}: {printable(run.path)}")
     wake = threading.Event()
     with _on_signals(wake):
         new = run.look()[-1:]
@@ -106,7 +107,7 @@ def _lines(run: Watched, console: Console, follow: bool) -> None:
                 say(_said(line, run.total))
             for event in [event for event in run.events if event.number > told]:
                 at = "evaluation" if event.at is None else f"step {event.at}"
-                say(f"{at}: {plain(event.what)}")
+                say(f"{at}: {printable(event.what)}")
                 told = event.number
             if _over(run, follow):
                 return
@@ -134,8 +135,8 @@ def _say_how_it_ended(run: Watched) -> None:
     if run.state == "gone":
         mark = run.facts["process"]
         raise RunError(
-            f"{run.path}: process {mark['pid']} on {mark['host']} is gone, and the run has not "
-            f"finished: no step for {duration(run.silent_s)}, at step {run.step}. With "
+            f"{run.path}: process {mark['pid']} on {printable(mark['host'])} is gone, and the run "
+            f"has not finished: no step for {duration(run.silent_s)}, at step {run.step}. With "
             "training.resume: auto the same command goes on"
         )
     if run.state == "removed":

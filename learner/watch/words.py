@@ -27,8 +27,3 @@ def number(value: float | None) -> str:
         whole = value == int(value)
         return f"{value:.{0 if whole else max(0, 3 - math.floor(math.log10(abs(value))))}f}"
     return f"{value:.2e}"
-
-
-def plain(text: object) -> str:
-    """Text of a file in one line, without what would steer a terminal."""
-    return "".join(c if c.isprintable() else " " for c in str(text))
