@@ -10,7 +10,7 @@ from shared_contracts.errors import ContractError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from learner.replay import LoggedStep, Rebuilder, Replayed, StepLog
+    from learner.replay import Difference, LoggedStep, Rebuilder, StepLog
     from learner.rollout_log import StepAnswer
 
 
@@ -80,28 +80,30 @@ def _all(log: "StepLog", rebuilder: "Rebuilder") -> bool:
 
     from learner.data.show import print_tables
     from learner.replay import compare
-    from learner.replay.show import difference_table, steps_table, verdict_on_all
+    from learner.replay.show import DifferingStep, difference_table, steps_table, verdict_on_all
 
     bar = Console(stderr=True)
-    different: list[Replayed] = []
+    first: Difference | None = None
+    different: list[DifferingStep] = []
     identical: list[int] = []
     refused: list[ContractError] = []
     hidden = not bar.is_terminal
     for step in track(log.steps, "Steps", console=bar, transient=True, disable=hidden):
         try:
-            replayed = compare(log.step(step), rebuilder)
+            found = compare(log.step(step), rebuilder).first
         except ContractError as error:
             refused.append(error)
             typer.echo(f"note: step {step} is left out: {error}", err=True)
             continue
-        if replayed.first is None:
+        if found is None:
             identical.append(step)
         else:
-            different.append(replayed)
+            first = first or found
+            different.append(DifferingStep.of(step, found))
     if refused and not (identical or different):
         raise refused[0]
     tables = [steps_table(different, identical)]
-    if different and (first := different[0].first):
+    if first is not None:
         tables.append(difference_table(first, rebuilder.tokenizer))
     print_tables(tables)
     typer.echo(f"\n{verdict_on_all(len(different), len(identical), len(refused))}")

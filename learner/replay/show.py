@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -50,15 +50,24 @@ def step_table(replayed: Replayed) -> Titled:
     return title, table
 
 
-def steps_table(different: Sequence[Replayed], identical: Sequence[int]) -> Titled:
+class DifferingStep(NamedTuple):
+    """What is told of one of many: a whole `Replayed` holds every answer of its step."""
+
+    step: int
+    where: str
+
+    @classmethod
+    def of(cls, step: int, first: Difference) -> "DifferingStep":
+        return cls(step, f"{first.field}, {about(first)}")
+
+
+def steps_table(different: Sequence[DifferingStep], identical: Sequence[int]) -> Titled:
     """A line for each step that differs, and one for all that do not."""
     table = new_table("steps", "verdict", "first difference")
-    for replayed in different[:_STEPS]:
-        assert replayed.first is not None, "it differs"
-        where = f"{replayed.first.field}, {about(replayed.first)}"
-        table.add_row(str(replayed.logged.step), "different", plain(where))
+    for step, where in different[:_STEPS]:
+        table.add_row(str(step), "different", plain(where))
     if len(different) > _STEPS:
-        table.add_row(listed([each.logged.step for each in different[_STEPS:]]), "different", "")
+        table.add_row(listed([each.step for each in different[_STEPS:]]), "different", "")
     if identical:
         table.add_row(listed(identical), "identical", "")
     return _count(len(different) + len(identical), "step"), table

@@ -1,11 +1,13 @@
 """`learner replay`: steps of every kind of run are built again bit for bit, and what differs is
 found and named (REPLAY-01)."""
 
+import gc
 import json
 import re
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from learner.data.toy import ToyData, make_data
 from learner.model.load import load_model
 from learner.packing import Place
 from learner.parsing import parse_rollout
-from learner.replay import LoggedStep, Rebuilder, compare
+from learner.replay import LoggedStep, Rebuilder, Replayed, compare
 from learner.rollout_log import RolloutLog
 from learner.run_folder import RunFolder
 from learner.types import GroundTruthObject, ParsedRollout, RolloutOutput, Sample
@@ -328,6 +330,24 @@ def test_another_config_is_found_at_the_stage_that_it_changes(
     assert "Different: 2 of 2 steps" in result.output
 
 
+def test_of_many_steps_that_differ_one_is_held_at_a_time(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[weakref.ref[Replayed]] = []
+
+    def watched(step: LoggedStep, rebuilder: Rebuilder) -> Replayed:
+        gc.collect()
+        assert [each for each in built if each() is not None] == []
+        replayed = compare(step, rebuilder)
+        built.append(weakref.ref(replayed))
+        return replayed
+
+    monkeypatch.setattr("learner.replay.compare", watched)
+    edit_config(run, {"custom": {"object_field_order": "geometry_first"}})
+    assert "Different: 2 of 2 steps" in replay(run).output
+    assert len(built) == 2
+
+
 @pytest.mark.req("REPLAY-01")
 def test_a_parser_that_reads_otherwise_is_found(
     finished: Path, monkeypatch: pytest.MonkeyPatch
@@ -388,6 +408,26 @@ def test_the_story_of_an_answer_is_told_whole(finished: Path) -> None:
     for item in told.ground_truth:
         assert item.desc in shown
         assert " ".join(map(str, item.coords)) in shown
+
+
+@pytest.mark.req("REPLAY-01")
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_an_answer_does_not_steer_the_terminal(run: Path, toy_checkpoint: Path, place: str) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(toy_checkpoint)
+    steering = tokenizer.encode("\x1b]0;title\x07\x9b2J", add_special_tokens=False)
+    told = next(a for a in RunFolder.open(run).answers(3) if a.rank == 0 and a.target is not None)
+
+    def write(lines: list[dict[str, Any]]) -> None:
+        line = next(each for each in lines if each["sample_id"] == told.sample_id)
+        ids = line["response_token_ids"]
+        line["response_token_ids"] = (
+            steering + ids if place == "first" else [*ids[:-1], *steering, ids[-1]]
+        )
+
+    edit(run, write)
+    output = replay(run, "--step", "3", "--sample", told.sample_id).output
+    assert [c for c in output if not c.isprintable() and c != "\n"] == []
+    assert output.count(r"\x1b]0;title\x07\x9b2J") >= 2, "in the answer and in what becomes of it"
 
 
 @pytest.mark.req("REPLAY-01")
