@@ -89,10 +89,17 @@ def _alive(run: Watched) -> list[Text]:
         silent.stylize("bold red" if _worrying(run) else "")
         parts.append(silent)
     if run.ended is not None:
-        parts.append(Text(f"took {duration(run.ended['train_runtime'])}"))
+        parts.append(Text(_took(run, run.ended)))
     if mark := run.facts.get("process"):
         parts.append(Text(printable(f"{mark['host']}, pid {mark['pid']}"), style="dim"))
     return parts
+
+
+def _took(run: Watched, ended: Numbers) -> str:
+    """Trainer counts from where its own process began."""
+    went_on = run.facts.get("started_at_step", 0)
+    since = f" since step {went_on}" if went_on else ""
+    return f"took {duration(ended['train_runtime'])}{since}"
 
 
 def _worrying(run: Watched) -> bool:

@@ -104,7 +104,7 @@ def _lines(run: Watched, console: Console, follow: bool) -> None:
         new = run.look()[-1:]
         while True:
             for line in new:
-                say(_said(line, run.total))
+                say(_said(line, run))
             for event in [event for event in run.events if event.number > told]:
                 at = "evaluation" if event.at is None else f"step {event.at}"
                 say(f"{at}: {printable(event.what)}")
@@ -116,15 +116,17 @@ def _lines(run: Watched, console: Console, follow: bool) -> None:
             new = run.look()
 
 
-def _said(line: Numbers, total: int | None) -> str:
+def _said(line: Numbers, run: Watched) -> str:
     if "loss" in line:
-        return step_line(line["step"], total, line)
+        return step_line(line["step"], run.total, line)
     scores = {key.removeprefix("eval/"): value for key, value in line.items() if "/" in key}
     if "f1" in scores:
         named = [n for n in ("f1", "precision", "recall") if scores.get(n) is not None]
         shown = " ".join(f"{name} {scores[name]:.3f}" for name in named)
         return f"step {line['step']} evaluation {shown}"
-    return f"step {line['step']} training has ended after {duration(line.get('train_runtime'))}"
+    ended = f"step {line['step']} training has ended after {duration(line.get('train_runtime'))}"
+    went_on = run.facts.get("started_at_step", 0)
+    return f"{ended}, counted from step {went_on}" if went_on else ended
 
 
 def _over(run: Watched, follow: bool) -> bool:

@@ -162,6 +162,16 @@ def test_a_run_that_wrote_its_summary_has_finished_until_it_goes_on(run: Written
 
 
 @pytest.mark.req("RUN-01")
+def test_the_time_of_a_run_that_went_on_is_that_of_its_last_process(run: WrittenRun) -> None:
+    run.facts(started_at_step=3, process=mark_of_this())
+    run.steps(4)
+    run.metrics(train_runtime=90.0)
+    assert "took 1m30s since step 3" in shown(run)
+    ended = command(str(run.folder)).output.splitlines()[-1]
+    assert ended == "step 4 training has ended after 1m30s, counted from step 3"
+
+
+@pytest.mark.req("RUN-01")
 def test_logs_that_are_cut_back_are_read_anew(run: WrittenRun) -> None:
     run.steps(10)
     watched = looked_at(run)
@@ -195,6 +205,10 @@ def test_whether_a_process_lives_is_known_only_where_it_can_be_seen() -> None:
     assert lives({**mark, "start_ticks": mark["start_ticks"] - 1}) is False, "its pid was given on"
     assert lives({**mark, "host": "elsewhere"}) is None
     assert lives({**mark, "pid_namespace": "pid:[1]"}) is None
+    assert lives({**mark, "boot_id": "of another machine"}) is None
+    dead = {**mark, "pid": NO_PID}
+    assert lives(dead) is False
+    assert lives({key: dead[key] for key in dead if key != "boot_id"}) is False, "an earlier run"
 
 
 def test_a_folder_without_the_mark_of_a_process_is_just_running(run: WrittenRun) -> None:
