@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import ProcessorMixin
 
 from learner.config.schema import Config
-from learner.doctor.findings import Finding, ok, skipped
+from learner.doctor.findings import Finding, of_error, ok, skipped
 from learner.doctor.inputs import spread
 from learner.model.prompt import encode_request
 from learner.parsing import parse_rollout
@@ -55,6 +55,9 @@ def check(
     except SERVER_ERRORS as error:
         later = [skipped(check, f"waits for {MEDIA}", url) for check in (PROMPT, ROLLOUT)]
         return [*unanswered(error, requests, url), *later]
+    except ContractError as error:
+        later = [skipped(check, f"waits for {MEDIA}", url) for check in (PROMPT, ROLLOUT)]
+        return [*of_error(MEDIA, error, url), *later]
     read = ok(MEDIA, f"{_count(requests)} image(s) of {len(requests)} samples were read", url)
     return [
         read,
@@ -117,11 +120,15 @@ def prompts(
     for sample, request, envelope in zip(samples, requests, envelopes, strict=True):
         theirs = envelope.response.prompt_token_ids
         assert theirs is not None, "asked for with return_details"
-        ours = encode_request(processor, request).ids.tolist()
         try:
+            ours = encode_request(processor, request).ids.tolist()
             check_prompt_ids(sample.sample_id, ours, theirs, processor.tokenizer)
         except ContractError as error:
             return Finding(PROMPT, url, "fail", f"{error.where}: {error.found}", error.do)
+        except OSError as error:
+            found = f"{sample.sample_id}: the server has read an image that this side cannot"
+            do = "Mount the images at the same path here, readable by this user"
+            return Finding(PROMPT, url, "fail", f"{found}: {error}", do)
         counted.append(len(theirs))
     lengths = " to ".join(str(length) for length in sorted({min(counted), max(counted)}))
     return ok(PROMPT, f"{len(counted)} prompts of {lengths} tokens agree", url)
@@ -142,7 +149,7 @@ def _rollout(
         (envelope,) = client.infer(InferCall(infer_requests=[request], request_config=decoding))
     except ProblemError as error:
         return Finding(ROLLOUT, url, "fail", str(error), _remedy(error.problem))
-    except RunError as error:
+    except (ContractError, RunError) as error:
         return Finding(ROLLOUT, url, "fail", str(error), "See the server's log")
     return judge_answer(envelope, tokenizer, time.monotonic() - began, url)
 
