@@ -21,6 +21,7 @@ from rollout_server.replicas import Replicas, not_serving
 from rollout_server.settings import ServerSettings
 from rollout_server.telemetry import ReplicaLoad, Telemetry
 from rollout_server.weight_updates import WeightUpdates, poisoned
+from shared_contracts.gpu_use import query_gpu_use, uuids_of
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.server_info import (
     Health,
@@ -61,10 +62,13 @@ class Pool:
         )
         self.telemetry.watch(self)
         self._started = False
+        self._gpu_uuids: list[str] = []
         self._stopping = asyncio.Event()
 
     async def start(self) -> None:
         """Build the engines side by side; raises what a failing build raises."""
+        if gpus := self.settings.gpus:
+            self._gpu_uuids = uuids_of(gpus, await asyncio.to_thread(query_gpu_use))
         await self._replicas.start()
         self._started = True
 
@@ -139,6 +143,7 @@ class Pool:
             weight_group=self._weights.group,
             host=socket.gethostname(),
             gpus=list(self.settings.gpus),
+            gpu_uuids=self._gpu_uuids,
             repeat_terminate=RepeatTerminateStatus(
                 active=bool(engines) and all(engine.guard_active for engine in engines),
                 config=guard,

@@ -2,6 +2,7 @@
 
 import logging
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # An idle GPU holds some hundred MiB of its driver's; a process in another container is
@@ -49,6 +50,12 @@ def query_gpu_use(program: str = "nvidia-smi") -> GpuUse | None:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         logger.warning("%s does not tell who uses the GPUs (%s)", program, error)
         return None
+
+
+def uuids_of(gpus: Sequence[int], use: GpuUse | None) -> list[str]:
+    """Of the GPUs with these ids; empty unless every one of them is known."""
+    known = {gpu.index: gpu.uuid for gpu in use.gpus} if use is not None else {}
+    return [known[gpu] for gpu in gpus] if known.keys() >= set(gpus) else []
 
 
 def parse_gpus(text: str) -> list[GpuMemory]:

@@ -81,6 +81,7 @@ class Info(_Wire):
     server_epoch: changes when the server or one of its replicas has been started anew.
     weight_group: where the weight group that stands has met, as host:port; null without one.
     host: name of the server's machine. gpus: their ids there; none on a CPU or where Ray places.
+    gpu_uuids: of the same GPUs, where nvidia-smi told them at the start.
     versions: of this server and of what it stands on, by distribution name.
     """
 
@@ -97,5 +98,6 @@ class Info(_Wire):
     weight_group: str | None = None
     host: str = ""
     gpus: list[int] = []
+    gpu_uuids: list[str] = []
     repeat_terminate: RepeatTerminateStatus
     versions: dict[str, str]

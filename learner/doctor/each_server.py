@@ -1,8 +1,8 @@
 """All checks of the servers of a config, one server after another."""
 
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -11,7 +11,7 @@ from transformers import AutoProcessor, ProcessorMixin
 from learner.backends import transport_of
 from learner.config.schema import Config
 from learner.doctor import asking, gpus, ports, servers, versions, weights
-from learner.doctor.findings import Finding, skipped
+from learner.doctor.findings import Finding, of_error, skipped
 from learner.doctor.inputs import CHECKPOINT, Looked
 from learner.doctor.sizes import Sizes
 from learner.preflight import learner_processes
@@ -19,7 +19,7 @@ from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.rollout_config import ServerAddress
-from shared_contracts.server_info import TOKEN_VARIABLE, Info
+from shared_contracts.server_info import Info
 
 # What waits for a server to answer and to let the learner in, in the order of the table.
 _NEEDS_IT = (
@@ -53,20 +53,30 @@ def examine(
     looked: Looked,
     sizes: Sizes | None,
     ours: Mapping[str, str],
-    visible: Sequence[int],
+    here: gpus.Here,
 ) -> Iterator[Finding]:
-    """ours: versions of the learner. visible: its GPUs."""
+    """ours: versions of the learner. here: its GPUs."""
     server = config.rollout_matching.vllm.server
     assert server is not None, "checked with the config"
-    token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    reached = [servers.reach(address, server, token) for address in server.servers]
+    with ExitStack() as closing:
+        reached = [servers.reach(address, server, closing) for address in server.servers]
+        yield from _all(config, looked, sizes, ours, here, reached)
+
+
+def _all(
+    config: Config,
+    looked: Looked,
+    sizes: Sizes | None,
+    ours: Mapping[str, str],
+    here: gpus.Here,
+    reached: Sequence[servers.Reached],
+) -> Iterator[Finding]:
     known = {one.address.base_url: one.info for one in reached if one.info is not None}
     if len(known) == len(reached):
-        processes = learner_processes(os.environ)
-        yield from servers.judge_together(config, list(known.values()), processes)
+        yield from _together(config, list(known.values()))
     else:
         yield skipped(servers.TOGETHER, "waits for all servers")
-    yield from gpus.overlap(visible, socket.gethostname(), known)
+    yield from gpus.overlap(here, known)
     processor, broken = _processor(config, looked)
     yield from broken
     run = _Run(config, looked.samples, sizes, processor, ours)
@@ -85,6 +95,14 @@ def examine(
         yield from _one(run, one.client, one.info, one.address, found, ip)
     if (name := ports.own_name(addresses, os.environ)) is not None:
         yield name
+
+
+def _together(config: Config, infos: Sequence[Info]) -> list[Finding]:
+    try:
+        processes = learner_processes(os.environ)
+    except ContractError as error:
+        return of_error(servers.TOGETHER, error)
+    return servers.judge_together(config, infos, processes)
 
 
 def _one(

@@ -45,9 +45,3 @@ def of_error(
         found = f"{len(errors) - MOST_SHOWN} more of {len(errors)}"
         shown.append(Finding(check, about, status, found, "Mend these first"))
     return shown
-
-
-def worst(findings: list[Finding]) -> Status:
-    """Of several; `ok` of none."""
-    order: list[Status] = ["ok", "skipped", "warn", "fail"]
-    return max((f.status for f in findings), key=order.index, default="ok")

@@ -1,6 +1,7 @@
 """GPUs of the learner: whether they are free, and no server's."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from learner.doctor.findings import Finding, ok, skipped
 from learner.rollout.colocate import CUDA_VISIBLE
@@ -8,18 +9,52 @@ from shared_contracts.gpu_use import IDLE_MIB, GpuUse, in_gib
 from shared_contracts.server_info import Info
 
 CHECK = "gpus"
+_APART = f"Set {CUDA_VISIBLE} to other GPUs, or give the server others (--gpus)"
 
 
-def overlap(visible: Sequence[int], here: str, servers: Mapping[str, Info]) -> list[Finding]:
-    """GPUs that both sides take. here: this machine's name. servers: by their URL."""
-    findings = []
-    for url, info in servers.items():
-        shared = sorted(set(visible) & set(info.gpus)) if info.host == here else []
-        if shared:
-            found = f"GPU {', '.join(map(str, shared))} is this server's, and the learner sees it"
-            do = f"Set {CUDA_VISIBLE} to other GPUs, or give the server others (--gpus)"
-            findings.append(Finding(CHECK, url, "fail", found, do))
-    return findings
+@dataclass(frozen=True)
+class Here:
+    """The learner's side. host: this machine's name. visible: its GPUs; none on the CPU.
+
+    use: None where nvidia-smi does not tell.
+    """
+
+    host: str
+    visible: Sequence[int]
+    use: GpuUse | None
+
+    @property
+    def uuids(self) -> dict[str, int]:
+        """The visible GPUs by their UUID, as far as they are known."""
+        gpus = self.use.gpus if self.use is not None else []
+        return {gpu.uuid: gpu.index for gpu in gpus if gpu.index in self.visible}
+
+
+def overlap(here: Here, servers: Mapping[str, Info]) -> list[Finding]:
+    """Of each server by its URL, whether it takes a GPU of the learner's; nothing on the CPU."""
+    return [_beside(here, url, info) for url, info in servers.items() if here.visible]
+
+
+def _beside(here: Here, url: str, info: Info) -> Finding:
+    """Numbers of GPUs mean nothing across containers, whatever they call their machine."""
+    ours = here.uuids
+    if not info.gpus:
+        return skipped(CHECK, "it names no GPUs of its own: it has none, or Ray places it", url)
+    if ours and info.gpu_uuids:
+        shared = sorted(ours[uuid] for uuid in ours.keys() & set(info.gpu_uuids))
+        if not shared:
+            return ok(CHECK, "none of its GPUs is the learner's (by their UUIDs)", url)
+        found = f"GPU {', '.join(map(str, shared))} is this server's, and the learner sees it"
+        return Finding(CHECK, url, "fail", found, _APART)
+    unknown = "a side has no nvidia-smi that tells the UUIDs of its GPUs"
+    same = sorted(set(here.visible) & set(info.gpus)) if info.host == here.host else []
+    if not same:
+        return skipped(CHECK, f"its GPUs were not compared with the learner's: {unknown}", url)
+    found = (
+        f"both sides name GPU {', '.join(map(str, same))} of {here.host}; in containers these may "
+        f"be different ones, and {unknown}"
+    )
+    return Finding(CHECK, url, "warn", found, _APART)
 
 
 def learners(visible: Sequence[int], use: GpuUse | None) -> list[Finding]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from learner.config.schema import Config
-from learner.doctor import memory
+from learner.doctor import gpus, memory
 from learner.doctor.findings import Finding, of_error, ok, skipped
 from learner.doctor.inputs import CHECKPOINT, DATA, SAMPLED, Looked, spread
 from learner.doctor.sizes import Sizes, Stored, read_sizes, stored_tensors
@@ -30,11 +30,14 @@ class Weighed:
 def weigh(
     config: Config,
     looked: Looked,
-    visible: Sequence[int],
+    visible: Sequence[int] | None,
     use: GpuUse | None,
     placement: Placement | None,
 ) -> Weighed:
-    """visible: GPUs of the learner. placement: of a colocated server."""
+    """visible: GPUs of the learner; None where that is not known.
+
+    placement: of a colocated server.
+    """
     if not looked.has_checkpoint:
         return Weighed([skipped(check, f"waits for {CHECKPOINT}") for check in _CHECKS])
     try:
@@ -44,6 +47,8 @@ def weigh(
         return Weighed([*of_error(WEIGHTS, error), skipped(memory.LEARNER, f"waits for {WEIGHTS}")])
     if not looked.samples:
         return Weighed([files, skipped(memory.LEARNER, f"waits for {DATA}")], sizes)
+    if visible is None:
+        return Weighed([files, skipped(memory.LEARNER, f"waits for {gpus.CHECK}")], sizes)
     try:
         estimated = _memory(config, sizes, looked.samples, visible, use, placement)
     except ContractError as error:

@@ -10,6 +10,7 @@ A check that fails ends none but those that wait for it, which are `skipped`.
 """
 
 import os
+import socket
 from collections.abc import Iterator
 
 from learner.config.schema import Config
@@ -30,20 +31,22 @@ def examine(config: Config) -> Iterator[Finding]:
     ours = versions.here()
     own_server = generates(config) and config.rollout_matching.backend == "colocate"
     yield versions.of_learner(ours, own_server)
+    visible: list[int] | None = None
     try:
         visible = visible_gpus(os.environ)
     except ContractError as error:
-        visible = []
         yield from of_error(gpus.CHECK, error)
     use = query_gpu_use() if visible else None
-    yield from gpus.learners(visible, use)
+    if visible is not None:
+        yield from gpus.learners(visible, use)
     placement = looked.whole.placement if looked.whole is not None else None
     weighed = room.weigh(config, looked, visible, use, placement)
     yield from weighed.findings
     if (why := _nobody_to_ask(config, placement)) is not None:
         yield skipped(_SERVERS, why)
         return
-    yield from each_server.examine(config, looked, weighed.sizes, ours, visible)
+    here = gpus.Here(socket.gethostname(), visible or [], use)
+    yield from each_server.examine(config, looked, weighed.sizes, ours, here)
 
 
 def _nobody_to_ask(config: Config, placement: Placement | None) -> str | None:

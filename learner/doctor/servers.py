@@ -1,25 +1,29 @@
 """Whether a server answers, lets the learner in, and is what the config takes it for."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from learner.config.schema import Config
-from learner.doctor.findings import Finding, of_error, ok
+from learner.doctor.findings import Finding, of_error, ok, skipped
 from learner.preflight import differences
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.rollout.distribution import rank_chunk_size
 from shared_contracts.errors import ContractError
 from shared_contracts.rollout_config import ServerAddress, ServerConfig
-from shared_contracts.server_info import TOKEN_VARIABLE, Info
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Info
+from shared_contracts.token_file import given_token
 from shared_contracts.weights import Transport
 
 HTTP, TOKEN, SETTINGS, TOGETHER = "http", "token", "settings", "servers together"
 # How long a server that is not there is waited for; a run waits for `timeout_s`.
 PATIENCE_S = 5.0
 _UNAUTHORIZED = 401
+_WAITS = f"waits for {TOKEN}"
 
 
 @dataclass(frozen=True)
@@ -32,19 +36,23 @@ class Reached:
     info: Info | None = None
 
 
-def reach(address: ServerAddress, server: ServerConfig, token: str) -> Reached:
+def reach(address: ServerAddress, server: ServerConfig, closing: ExitStack) -> Reached:
     """Look at a server's health and token, and ask what it is.
 
-    token: of the environment, empty without one.
+    closing: closes the connections at its end.
     """
     url = address.base_url
     try:
-        client = RolloutClient(url, server.timeout_s, server.infer_timeout_s)
+        given_by = _token_source(os.environ)
+    except ContractError as error:
+        return Reached(address, [*of_error(TOKEN, error, url), skipped(HTTP, _WAITS, url)])
+    client = RolloutClient(url, server.timeout_s, server.infer_timeout_s)
+    closing.callback(client.close)
+    try:
         with RolloutClient(url, min(server.timeout_s, PATIENCE_S)) as looking:
             looking.wait_until_pushable()
     except ContractError as error:
-        check = TOKEN if error.where == TOKEN_VARIABLE else HTTP
-        return Reached(address, of_error(check, error, url))
+        return Reached(address, of_error(HTTP, error, url))
     there = ok(HTTP, "healthy", url)
     try:
         wanted = _wants_token(url)
@@ -54,14 +62,24 @@ def reach(address: ServerAddress, server: ServerConfig, token: str) -> Reached:
     except (httpx.HTTPError, *SERVER_ERRORS) as error:
         do = "See that nothing but a rollout server of this release answers there"
         return Reached(address, [there, Finding(TOKEN, url, "fail", str(error), do)])
-    return Reached(address, [there, judge_token(wanted, bool(token), url)], client, info)
+    return Reached(address, [there, judge_token(wanted, given_by, url)], client, info)
 
 
-def judge_token(wanted: bool, given: bool, url: str) -> Finding:
-    """Of a token that the server did not refuse."""
-    if wanted or not given:
+def _token_source(environment: Mapping[str, str]) -> str:
+    """The variable that gives the token of calls; empty without one.
+
+    Raises ContractError for a token that cannot be read or sent.
+    """
+    if given_token(environment) is None:
+        return ""
+    return TOKEN_FILE_VARIABLE if environment.get(TOKEN_FILE_VARIABLE) else TOKEN_VARIABLE
+
+
+def judge_token(wanted: bool, given_by: str, url: str) -> Finding:
+    """Of a token that the server did not refuse. given_by: its variable; empty without one."""
+    if wanted or not given_by:
         return ok(TOKEN, "accepted" if wanted else "none is wanted, none is given", url)
-    found = f"{TOKEN_VARIABLE} is set, and the server takes calls without a token"
+    found = f"{given_by} is set, and the server takes calls without a token"
     do = "Start the server with the token too, or unset it here"
     return Finding(TOKEN, url, "warn", found, do)
 
@@ -85,13 +103,20 @@ def judge_settings(config: Config, url: str, info: Info, transport: Transport) -
 
 
 def judge_together(config: Config, infos: Sequence[Info], processes: int) -> list[Finding]:
-    """Whether the servers together can keep every learner process busy (DIST-04)."""
+    """Whether the servers together can keep every learner process busy (DIST-04).
+
+    processes: as WORLD_SIZE says, which only a launcher sets.
+    """
     batch, sizes = config.rollout_matching.decode_batch_size, [info.world_size for info in infos]
     try:
         each = rank_chunk_size(batch, sizes, processes)
     except ContractError as error:
         return of_error(TOGETHER, error)
-    return [ok(TOGETHER, f"{sum(sizes)} devices, {each} requests at once of each process")]
+    found = (
+        f"{sum(sizes)} devices; with {processes} learner process(es), which WORLD_SIZE=N says "
+        f"otherwise, {each} requests at once of each"
+    )
+    return [ok(TOGETHER, found)]
 
 
 def describe(info: Info) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoProcessor, PreTrainedTokenizerFast
 
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
@@ -28,16 +29,17 @@ from learner.doctor import (
     versions,
     weights,
 )
-from learner.doctor.findings import Finding, of_error, ok, skipped, worst
+from learner.doctor.findings import Finding, Status, of_error, ok, skipped
 from learner.doctor.run import examine
 from learner.rollout.client import ServerUnreachable
 from learner.rollout.colocate import Placement
 from learner.rollout.requests import build_request
 from learner.sync.push import WeightSyncError
 from shared_contracts.errors import ContractError, ContractErrors, Problem, ProblemError
-from shared_contracts.gpu_use import GpuMemory, GpuProcess, GpuUse
-from shared_contracts.server_info import TOKEN_VARIABLE
-from tests.unit.scripted_server import envelope
+from shared_contracts.gpu_use import GpuMemory, GpuProcess, GpuUse, uuids_of
+from shared_contracts.rollout_config import ServerConfig
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from tests.unit.scripted_server import envelope, scripted_server
 from tests.unit.scripted_server import info as info_of
 from tests.unit.small_run import small_config
 
@@ -50,6 +52,11 @@ pytestmark = pytest.mark.req("DEP-03")
 @pytest.fixture
 def config(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Config:
     return small_config(toy_checkpoint, toy_data, tmp_path / "run")
+
+
+def worst(findings: list[Finding]) -> Status:
+    order: list[Status] = ["ok", "skipped", "warn", "fail"]
+    return max((f.status for f in findings), key=order.index, default="ok")
 
 
 def by_check(findings: list[Finding]) -> dict[str, Finding]:
@@ -178,9 +185,9 @@ def test_the_cpu_build_of_vllm_is_vllm() -> None:
 
 
 def test_a_token_that_nobody_wants_is_a_warning() -> None:
-    assert servers.judge_token(True, True, URL).found == "accepted"
-    assert servers.judge_token(False, False, URL).status == "ok"
-    finding = servers.judge_token(False, True, URL)
+    assert servers.judge_token(True, TOKEN_VARIABLE, URL).found == "accepted"
+    assert servers.judge_token(False, "", URL).status == "ok"
+    finding = servers.judge_token(False, TOKEN_VARIABLE, URL)
     assert finding.status == "warn"
     assert TOKEN_VARIABLE in finding.found
 
@@ -247,18 +254,92 @@ USE = GpuUse(
 
 
 def test_gpus_of_both_sides_and_of_others_are_told() -> None:
-    mine = info_of().model_copy(update={"host": "node", "gpus": [0, 1]})
-    (shared,) = gpus.overlap([1, 2], "node", {URL: mine})
-    assert (shared.status, shared.about) == ("fail", URL)
-    assert shared.found.startswith("GPU 1 is this server's")
-    assert gpus.overlap([1, 2], "other node", {URL: mine}) == []
-    assert gpus.overlap([2, 3], "node", {URL: mine}) == []
     assert gpus.learners([], None)[0].found.startswith("none is visible")
     assert gpus.learners([0], USE) == [ok("gpus", "GPU 0 is free")]
     (used,) = gpus.learners([0, 1], USE)
     assert (used.status, used.about) == ("warn", "GPU 1")
     assert "python (pid 42, 8.0 GiB)" in used.found
     assert gpus.learners([0], None)[0].status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("host", "uuids", "use", "status", "says"),
+    [
+        ("node", ["GPU-x", "GPU-b"], USE, "fail", "GPU 1 is this server's"),
+        ("pod-2", ["GPU-b", "GPU-x"], USE, "fail", "GPU 1 is this server's"),  # renumbered there
+        ("node", ["GPU-x", "GPU-y"], USE, "ok", "none of its GPUs"),
+        ("node", [], USE, "warn", "both sides name GPU 1 of node"),
+        ("node", ["GPU-x", "GPU-b"], None, "warn", "both sides name GPU 1 of node"),
+        ("pod-2", [], USE, "skipped", "were not compared"),
+    ],
+)
+def test_gpus_of_both_sides_are_told_apart_by_uuid(
+    host: str, uuids: list[str], use: GpuUse | None, status: str, says: str
+) -> None:
+    theirs = info_of().model_copy(update={"host": host, "gpus": [0, 1], "gpu_uuids": uuids})
+    (found,) = gpus.overlap(gpus.Here("node", [1], use), {URL: theirs})
+    assert (found.status, found.about) == (status, URL)
+    assert says in found.found
+
+
+def test_where_a_side_names_no_gpu_nothing_is_said_to_be_compared() -> None:
+    (none,) = gpus.overlap(gpus.Here("node", [1], USE), {URL: info_of()})
+    assert none.status == "skipped"
+    assert gpus.overlap(gpus.Here("node", [], None), {URL: info_of()}) == []
+
+
+def test_uuids_are_those_of_all_gpus_that_are_named_or_none() -> None:
+    assert uuids_of([1, 0], USE) == ["GPU-b", "GPU-a"]
+    assert uuids_of([1, 2], USE) == uuids_of([1], None) == []
+
+
+def test_gpus_that_are_misnamed_are_not_taken_for_none(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def misnamed(_: object) -> list[int]:
+        raise ContractError("CUDA_VISIBLE_DEVICES", "'a' is no list of numbers", "Name them")
+
+    monkeypatch.setattr("learner.doctor.run.visible_gpus", misnamed)
+    findings = list(examine(config))
+    assert [f.status for f in findings if f.check == gpus.CHECK] == ["fail"]
+    found = by_check(findings)
+    assert (found["memory (estimate)"].status, found["weights"].status) == ("skipped", "ok")
+
+
+# --- servers
+
+
+def server_of(url: str) -> ServerConfig:
+    address = {"base_url": url, "group_port": 51216}
+    return ServerConfig.model_validate({"servers": [address], "timeout_s": 5})
+
+
+def reach(url: str) -> list[Finding]:
+    server = server_of(url)
+    with ExitStack() as closing:
+        return servers.reach(server.servers[0], server, closing).findings
+
+
+def test_a_token_of_a_file_counts_as_given_and_one_that_cannot_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("correct-horse")
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(file))
+    with scripted_server() as server:
+        token = by_check(reach(server.base_url))["token"]
+        assert token.status == "warn"
+        assert token.found.startswith(f"{TOKEN_FILE_VARIABLE} is set, and the server takes")
+        file.unlink()
+        found = by_check(reach(server.base_url))
+    assert (found["token"].status, found["http"].status) == ("fail", "skipped")
+    assert "cannot be read" in found["token"].found
+
+
+def test_the_number_of_learner_processes_that_is_taken_is_named(config: Config) -> None:
+    (found,) = servers.judge_together(config, [info_of(world_size=2)], processes=1)
+    assert "1 learner process(es), which WORLD_SIZE=N says otherwise" in found.found
 
 
 # --- sizes and memory
@@ -421,12 +502,23 @@ def refusal(kind: str, phase: str) -> WeightSyncError:
         ("weights-differ", "verify", 0, "fail"),
         ("manifest-mismatch", "start", 0, "fail"),
         ("weight-transfer-failed", "transfer", 0, "fail"),
+        ("weight-update-order", "start", 3, "skipped"),
     ],
 )
 def test_what_a_refused_trial_means(kind: str, phase: str, version: int, status: str) -> None:
     finding = weights.judge_refusal(refusal(kind, phase), version, "a.weight", URL)
     assert finding.status == status
-    assert finding.do
+    assert finding.do or kind == "weight-update-order"
+
+
+def test_a_server_that_lacks_a_push_waits_for_it() -> None:
+    assert weights.needs_push_first(info_of()) is None
+    poisoned = info_of().model_copy(update={"weights_state": "POISONED"})
+    behind = info_of(replicas=2)
+    behind.replicas[1].state = "needs-push"
+    for info in (poisoned, behind):
+        assert "the first push of the run mends it" in str(weights.needs_push_first(info))
+    assert "replica 1 lacks" in str(weights.needs_push_first(behind))
 
 
 def test_a_server_to_which_a_run_pushes_is_left_alone() -> None:
@@ -463,6 +555,19 @@ def test_why_a_server_gave_no_answer(toy_data: ToyData) -> None:
     assert "--max-body-mib" in large.do
     (lost,) = asking.unanswered(ServerUnreachable("gone"), requests, URL)
     assert (lost.status, lost.found) == ("fail", "gone")
+
+
+def test_an_image_that_only_the_server_can_read_is_a_finding(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    sample = read_samples(toy_data.train_jsonl, allow_poly=False)[0]
+    away = replace(sample, images=(tmp_path / "away.png",))
+    request = build_request(away, "Detect.", None)
+    processor = AutoProcessor.from_pretrained(toy_checkpoint)
+    answered = envelope([1], [1, 2])
+    finding = asking.prompts([away], [request], [answered], processor, URL)
+    assert (finding.check, finding.status) == ("prompt", "fail")
+    assert "away.png" in finding.found
 
 
 def test_one_sample_of_every_folder_is_asked_about(toy_data: ToyData) -> None:
