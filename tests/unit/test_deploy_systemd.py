@@ -43,6 +43,8 @@ def unit_faults(unit: str) -> list[str]:
     faults = [
         f"{key} is {keys.get(key)}" for key, wanted in _WANTED.items() if keys.get(key) != [wanted]
     ]
+    if not any(value.startswith(_PROGRAMS) for value in keys["Environment"]):
+        faults.append("PATH has no programs of the environment first")
     words = words_of(unit)
     stop = seconds(keys["TimeoutStopSec"][0])
     if words[1] == "serve":
@@ -63,6 +65,7 @@ def unit_faults(unit: str) -> list[str]:
     return faults  # fmt: skip
 
 
+_PROGRAMS = "PATH=/opt/rollmatch/.venv/bin:"
 _WANTED = {
     "User": "rollmatch",
     "Restart": "on-failure",
@@ -93,6 +96,8 @@ def test_a_unit_is_sound(unit: Path) -> None:
         (SERVER, "--token-file %d/", "--token-file /etc/rollmatch/", "no credential"),
         (SERVER, "KillMode=mixed", "KillMode=process", "KillMode"),
         (SERVER, "User=rollmatch\n", "", "User"),
+        (SERVER, "Environment=PATH=", "Environment=PATHS=", "PATH has no programs"),
+        (LEARNER, "=PATH=/opt/rollmatch/.venv/bin:", "=PATH=", "PATH has no programs"),
         (LEARNER, "_TOKEN_FILE=%d", "_TOKEN_FILE=/etc", "not told the token's file"),
         (LEARNER, "Restart=on-failure", "Restart=always", "Restart"),
         (LEARNER, "[Install]", "WatchdogSec=30\n[Install]", "do not talk to systemd"),
