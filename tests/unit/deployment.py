@@ -23,6 +23,7 @@ from rollout_server.cli import app as server_app
 from rollout_server.pool import Pool
 from rollout_server.serve import ANSWERS_S
 from rollout_server.settings import ServerSettings
+from shared_contracts.cli import BAD_INPUT
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -233,6 +234,10 @@ def _server(service: Service) -> Iterator[str]:
         yield f"--gpus {gpus} beside device_ids {service.gpu_ids}"
     if (given["device"] == "cpu") == bool(gpus):
         yield "neither GPUs nor the CPU, or both"
+    if service.raw["restart"] != "on-failure":
+        yield "is not started again for ever"
+    if service.raw.get("entrypoint") != ["/usr/bin/tini", "-e", str(BAD_INPUT), "--"]:
+        yield "is started again after bad input"
     yield from _health_check(service, given["port"])
 
 
@@ -277,8 +282,11 @@ def _learner(service: Service, services: list[Service]) -> Iterator[str]:
     for path, mount in server.binds.items():
         if service.binds.get(path) != mount:
             yield f"{path} is not mounted as at its server"
-    if not service.raw["restart"].startswith("on-failure"):
+    policy, _, retries = service.raw["restart"].partition(":")
+    if policy != "on-failure":
         yield "is started again when it has finished"
+    elif not retries and "entrypoint" not in service.raw:
+        yield "is started again for ever after bad input"
 
 
 def _secret_files(service: Service) -> set[Path]:
