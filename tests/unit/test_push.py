@@ -692,7 +692,8 @@ def test_closing_and_letting_go_again_or_before_connecting_is_no_error(
         pusher.close()
         pusher.close()
     assert worker.groups_formed == 2
-    assert len(server.bodies("POST /close_communicator/")) == 1
+    (farewell,) = server.bodies("POST /close_communicator/")  # of the group that it is in
+    assert farewell["attempt"] == server.bodies("POST /init_communicator/")[-1]["attempt"]
 
 
 @pytest.mark.req("SYNC-01", "SYNC-04")
