@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Whether a rollout server can do its part of a run: server_healthy.py [BASE_URL]
 
-A health check for containers, of the standard library alone. Exits with 0 when GET /health/ says
-200, and also when the server lacks nothing but new weights: a replica that was built again waits
-for the learner's next push, and a learner that waits for /health/ first would never make it.
-Otherwise it prints what was found and exits with 1.
+A health check for containers, of the standard library alone; train_stage2.sh waits by it, too. It
+exits with 0 when GET /health/ says 200, and also when the server lacks nothing but new weights: a
+replica that was built again waits for the learner's next push, and a learner that waits for
+/health/ first would never make it. Otherwise it prints what was found and exits with 1.
 """
 
 import json

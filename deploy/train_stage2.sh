@@ -13,8 +13,9 @@
 #
 # What the YAML says is asked of `learner preflight`, whose shell assignments are all that is
 # read here. Nothing is started unless ROLLOUT_CONTRACT_JSON is one line of JSON with
-# rollout_backend, vllm_mode and server_base_urls, and every server answers GET /health/
-# within ROLLOUT_SERVER_TIMEOUT_S seconds, unless it is started here.
+# rollout_backend, vllm_mode and server_base_urls, and every server is well by
+# server_healthy.py, which lies beside this, within ROLLOUT_SERVER_TIMEOUT_S seconds, unless it
+# is started here.
 set -euo pipefail
 
 stop() {
@@ -63,6 +64,8 @@ if (( ${#server_gpus[@]} )); then
   [[ -n $train_gpus ]] || stop "--server-gpus is given without --train-gpus" 2
 fi
 
+beside=$(dirname "$(realpath "$0")")
+[[ -f $beside/server_healthy.py ]] || stop "there is no server_healthy.py in $beside" 2
 unset ROLLOUT_CONTRACT_JSON ROLLOUT_SERVER_TIMEOUT_S
 assignments=$(learner preflight --config "$config") || stop "learner preflight failed" $?
 eval "$assignments" || stop "learner preflight printed no shell assignments"
@@ -70,24 +73,21 @@ eval "$assignments" || stop "learner preflight printed no shell assignments"
 ROLLOUT_CONTRACT_JSON="${ROLLOUT_CONTRACT_JSON-}" \
 ROLLOUT_SERVER_TIMEOUT_S="${ROLLOUT_SERVER_TIMEOUT_S-}" \
 STARTED_HERE=${#server_gpus[@]} \
+BESIDE=$beside \
 python3 - <<'PYTHON'
 import json
 import math
 import os
 import sys
 import time
-from http.client import HTTPException
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, build_opener
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, os.environ["BESIDE"])
+from server_healthy import fault
 
 KEYS = ("rollout_backend", "vllm_mode", "server_base_urls")
 # rollout_backend and the vllm_mode it may have
 KNOWN = (("vllm", "server"), ("vllm", "colocate"), ("hf", None))
-# Answers of a server that waits for a push of weights, which is what training starts with.
-PUSH_NEEDED = ("urn:rollmatch:push-needed", "urn:rollmatch:weights-poisoned")
-
-DIRECTLY = build_opener(ProxyHandler({}))  # as the learner does, whatever the environment says
-
 
 def stop(message):
     sys.exit(f"train_stage2.sh: {message}; training is not started")
@@ -135,18 +135,6 @@ def seconds(text):
     if not (math.isfinite(number) and number > 0):
         stop(f"ROLLOUT_SERVER_TIMEOUT_S is {text!r}, not a finite positive number")
     return number
-
-
-def fault(url):
-    """Why GET /health/ gave no good answer, or None."""
-    try:
-        with DIRECTLY.open(f"{url}/health/", timeout=5):
-            return None
-    except HTTPError as error:
-        body = error.read().decode("utf-8", "replace")
-        return None if any(kind in body for kind in PUSH_NEEDED) else f"{error.code}: {body}"
-    except (OSError, ValueError, HTTPException) as error:
-        return str(error)
 
 
 def wait_for(url, deadline):

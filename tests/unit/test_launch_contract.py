@@ -163,7 +163,9 @@ class Launch:
     gpus: str = ""
 
 
-def launch(folder: Path, learner: str, *arguments: str, **environment: str) -> Launch:
+def launch(
+    folder: Path, learner: str, *arguments: str, script: Path = SCRIPT, **environment: str
+) -> Launch:
     """Run the script with this `learner preflight` (shell text) first on the PATH."""
     bin_folder, log = folder / "bin", folder / "trained"
     bin_folder.mkdir()
@@ -178,7 +180,7 @@ def launch(folder: Path, learner: str, *arguments: str, **environment: str) -> L
         (bin_folder / name).chmod(0o755)
     path = f"{bin_folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        [SCRIPT, *(arguments or ["run.yaml"])],
+        [script, *(arguments or ["run.yaml"])],
         capture_output=True,
         text=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": path, **environment},
@@ -395,6 +397,32 @@ def test_a_server_that_is_not_healthy_in_time_stops_the_launch(tmp_path: Path) -
     assert "starting" in done.stderr
     assert done.stderr.count(f"waiting for {other.base_url}\n") == 1
     assert done.trained == []
+
+
+@pytest.mark.req("SYNC-05")
+def test_a_problem_that_only_speaks_of_a_push_is_one(tmp_path: Path) -> None:
+    other = problem("not-ready", "not urn:rollmatch:push-needed", "replicas")
+    with scripted_server() as server:
+        server.routes["GET /health/"] = lambda _: other
+        config = with_servers(server.base_url, timeout_s=0.5)
+        done = launch(tmp_path, real_preflight(tmp_path, config))
+    assert (done.code, done.trained) == (1, [])
+    assert "gives no good answer (503" in done.stderr
+
+
+@pytest.mark.req("CFG-09")
+def test_the_launcher_is_found_by_a_link_and_needs_its_health_check(tmp_path: Path) -> None:
+    contract = assigning(good() + "\n")
+    (tmp_path / "link").symlink_to(SCRIPT)
+    copy = tmp_path / "copy"
+    copy.write_bytes(SCRIPT.read_bytes())
+    copy.chmod(0o755)
+    for program in (tmp_path / "link", copy):
+        (tmp_path / f"of-{program.name}").mkdir()
+    assert launch(tmp_path / "of-link", contract, script=tmp_path / "link").trained
+    done = launch(tmp_path / "of-copy", contract, script=copy)
+    assert (done.code, done.trained) == (2, [])
+    assert f"there is no server_healthy.py in {tmp_path}" in done.stderr
 
 
 @pytest.mark.req("SYNC-05")
