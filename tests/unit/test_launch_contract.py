@@ -164,7 +164,7 @@ class Launch:
 
 
 def launch(
-    folder: Path, learner: str, *arguments: str, script: Path = SCRIPT, **environment: str
+    folder: Path, learner: str, *arguments: str, script: str | Path = SCRIPT, **environment: str
 ) -> Launch:
     """Run the script with this `learner preflight` (shell text) first on the PATH."""
     bin_folder, log = folder / "bin", folder / "trained"
