@@ -7,10 +7,11 @@ about once, and the run goes on.
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 
 from learner.config.training import TrainingConfig
@@ -19,78 +20,65 @@ from shared_contracts.errors import RunError
 
 _LOG = logging.getLogger(__name__)
 
+# When Trainer is made, and before the first step.
+_STARTING = ("on_init_end", "on_train_begin")
+
 
 def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCallback]:
     """A callback for each tracker of the run.
 
     Raises RunError for one that refuses to be made.
     """
-    return [
-        _tensorboard(training, start) if name == "tensorboard" else _guarded(name)
-        for name in training.trackers
-    ]
+    return [_made(name, training, start) for name in training.trackers]
 
 
-def _tensorboard(training: TrainingConfig, start: Start) -> TrainerCallback:
-    """Told to drop what came after the step where the run goes on."""
-    again_from = start.step + 1 if start.goes_on else None
-    return TensorBoardCallback(SummaryWriter(training.logging_dir, purge_step=again_from))
-
-
-def _guarded(name: str) -> TrainerCallback:
-    """transformers' callback for the tracker, with `_Guard` before its methods."""
-    (callback,) = get_reporting_integration_callbacks([name])
-    guarded: type[TrainerCallback] = type(callback.__name__, (_Guard, callback), {"tracker": name})
+def _made(name: str, training: TrainingConfig, start: Start) -> TrainerCallback:
+    """TensorBoard's is told to drop what came after the step where the run goes on."""
     try:
-        return guarded()
+        if name == "tensorboard":
+            again_from = start.step + 1 if start.goes_on else None
+            writer = SummaryWriter(training.logging_dir, purge_step=again_from)
+            return _guarded(name, TensorBoardCallback)(writer)
+        (callback,) = get_reporting_integration_callbacks([name])
+        return _guarded(name, callback)()
     except Exception as error:  # of any library; it is told, and ends the run
         raise _does_not_start(name, error) from error
 
 
-class _Guard(TrainerCallback):
-    """Before a tracker's class in the order of methods: what it raises is told by name."""
+def _guarded(name: str, callback: type[TrainerCallback]) -> Callable[..., TrainerCallback]:
+    """transformers' callback for the tracker; what its methods raise is told by name."""
+    hooks = {
+        event: _guarded_hook(event, getattr(callback, event))
+        for event in dir(TrainerCallback)
+        if event.startswith("on_")
+    }
+    return type(callback.__name__, (_Guard, callback), {"_tracker_name": name, **hooks})
 
-    tracker = ""
-    _warned = False
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
+def _guarded_hook(event: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(self: _Guard, *given: Any, **named: Any) -> Any:
         try:
-            super().on_train_begin(args, state, control, **given)
+            return hook(self, *given, **named)
         except Exception as error:
-            raise _does_not_start(self.tracker, error) from error
+            if event in _STARTING:
+                raise _does_not_start(self._tracker_name, error) from error
+            self._warn(error)  # a run does not end because of its tracker
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
-        try:
-            super().on_log(args, state, control, **given)
-        except Exception as error:  # noqa: BLE001  # a run does not end because of its tracker
-            self._warn(error)
+    return guarded
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
-        try:
-            super().on_save(args, state, control, **given)
-        except Exception as error:  # noqa: BLE001
-            self._warn(error)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
-        try:
-            super().on_train_end(args, state, control, **given)
-        except Exception as error:  # noqa: BLE001
-            self._warn(error)
+class _Guard:
+    """What a guarded callback has of its own."""
+
+    _tracker_name = ""
+    _tracker_warned = False
 
     def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
+        if not self._tracker_warned:
+            self._tracker_warned = True
             _LOG.warning(
                 "the tracker %s misses numbers of this run, which are in metrics.jsonl: %s",
-                self.tracker,
+                self._tracker_name,
                 error,
             )
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import wandb
 from rich.console import Console
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
@@ -135,6 +135,7 @@ def test_a_run_reaches_weights_and_biases_with_its_config_name_and_numbers(
     config = reporting(mapping, "wandb")
     folder = train(config, check_inputs(config), [], Console(file=io.StringIO()))
     wandb.finish()
+    wandb.teardown()  # only with its service's end is the file whole
     seen = list(records(offline))
     (run,) = (record.run for record in seen if record.WhichOneof("record_type") == "run")
     assert (run.display_name, run.project) == ("small", "shapes")
@@ -212,3 +213,59 @@ def test_a_tracker_that_does_not_start_ends_the_run_by_name(
     monkeypatch.setenv("WANDB_MODE", "sideways")
     with pytest.raises(RunError, match=r"(?s)the tracker wandb does not start: .*sideways"):
         begun(reporting(mapping, "wandb"))
+
+
+def hooks() -> list[str]:
+    return [event for event in dir(TrainerCallback) if event.startswith("on_")]
+
+
+def breaking(event: str) -> type[TrainerCallback]:
+    """The callback of a tracker that breaks at one event."""
+
+    def broken(self: TrainerCallback, *given: Any, **named: Any) -> None:
+        raise OSError("the tracker is full")
+
+    def made(self: TrainerCallback) -> None:
+        self.tracker = None  # type: ignore[attr-defined]  # as codecarbon's
+
+    return type("Breaking", (TrainerCallback,), {"__init__": made, event: broken})
+
+
+@pytest.mark.parametrize("event", hooks())
+def test_whatever_event_a_tracker_breaks_at_it_is_told_by_its_name(
+    mapping: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    event: str,
+) -> None:
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "codecarbon", breaking(event))
+    config = reporting(mapping, "codecarbon")
+    (callback,) = tracker_callbacks(config.training, BEGINNING)
+    arguments = training_arguments(config, config.training.output_dir)
+    given = (arguments, TrainerState(), TrainerControl())
+    if event in ("on_init_end", "on_train_begin"):
+        with pytest.raises(RunError, match=r"the tracker codecarbon does not start: .* is full"):
+            getattr(callback, event)(*given)
+        return
+    with caplog.at_level(logging.WARNING, "learner.trackers"):
+        for other in hooks():
+            getattr(callback, other)(*given)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.trackers"]
+    assert said.startswith("the tracker codecarbon misses numbers of this run")
+
+
+def test_tensorboard_is_guarded_as_the_others_are(
+    mapping: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    callback, given = begun(reporting(mapping, "tensorboard"))
+    given[1].is_world_process_zero = True
+
+    class Full:
+        def add_scalar(self, *given: Any) -> None:
+            raise OSError("No space left on device")
+
+    callback.tb_writer = Full()
+    with caplog.at_level(logging.WARNING, "learner.trackers"):
+        callback.on_log(*given, logs={"loss": 1.0})
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.trackers"]
+    assert said.startswith("the tracker tensorboard misses numbers")
