@@ -5,6 +5,7 @@ terminal without a cursor, there is a line for each new step instead.
 """
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from types import FrameType
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -81,7 +82,8 @@ def _screen(run: Watched, console: Console, glyphs: Glyphs, follow: bool) -> Non
     ):
         while True:
             run.look()
-            width, height = console.size
+            # Asked once a frame: rich would ask again, and a resize may come in between.
+            console.size = width, height = ConsoleDimensions(*shutil.get_terminal_size())
             live.update(_drawn(run, width, height, glyphs), refresh=True)
             if _over(run, follow):
                 break
