@@ -94,7 +94,10 @@ def statuses(found: Found) -> dict[str, set[str]]:
 
 @pytest.fixture
 def doctor(server: RunningServer, tied: Path, tmp_path: Path) -> Iterator[Doctor]:
-    """The server has the same weights, version and answers before and after."""
+    """The server has the same weights, version and answers before and after.
+
+    What tests before this one left of a weight group is closed: the doctor keeps away from it.
+    """
     data = ToyData.under(server.media / "doctor")
     if not data.train_jsonl.exists():
         make_data(server.media / "doctor", train=8, val=2, seed=0)
@@ -104,6 +107,7 @@ def doctor(server: RunningServer, tied: Path, tmp_path: Path) -> Iterator[Doctor
         answer = response_ids(server.infer([text_request()])[0])
         return (health["state"], health["weights_version"]), answer
 
+    assert server.http.post("/close_communicator/").status_code == 200
     before = state()
     yield Doctor(server, tied, data, tmp_path)
     assert state() == before
