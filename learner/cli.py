@@ -52,7 +52,8 @@ def train(
     parsed = load_config(config)
     inputs = check_inputs(parsed)
     if inputs.finished(parsed.training):
-        console.print(f"Finished at step {inputs.start.step}: {parsed.training.output_dir}")
+        found = f"Finished at step {inputs.start.step}: {parsed.training.output_dir}"
+        console.print(found, soft_wrap=True, markup=False, highlight=False)
         return
     clients = []
     if generates(parsed):
@@ -68,7 +69,7 @@ def train(
 
     expect_full_disks_in_threads()
     folder = run(parsed, inputs, clients, console)
-    console.print(f"Run folder: {folder}")
+    console.print(f"Run folder: {folder}", soft_wrap=True, markup=False, highlight=False)
 
 
 @app.command()

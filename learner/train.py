@@ -277,7 +277,6 @@ def evaluation_seed(config: Config, rank: int = 0) -> int:
 
 def evaluation_facts(config: Config, data: Path) -> dict[str, Any]:
     """How samples are scored, beside by which weights."""
-    how = {"pipeline", "async_rollout", "eval_detection", "offload"}
     return {
         "data": str(data),
         "seed": evaluation_seed(config),
@@ -285,7 +284,7 @@ def evaluation_facts(config: Config, data: Path) -> dict[str, Any]:
             "trainer_variant": config.custom.trainer_variant,
             "template": config.template.model_dump(mode="json"),
             "torch_dtype": config.model.torch_dtype,
-            "rollout_matching": config.rollout_matching.model_dump(mode="json", exclude=how),
+            "rollout_matching": config.rollout_matching.model_dump(mode="json"),
         },
         **software(),
     }

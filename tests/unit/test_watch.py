@@ -419,7 +419,7 @@ def test_numbers_have_few_figures(value: float | None, said: str) -> None:
 
 
 def command(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["watch", *arguments])
+    return CliRunner().invoke(app, ["watch", *arguments], env={"COLUMNS": None})
 
 
 def test_once_prints_one_frame(run: WrittenRun) -> None:

@@ -141,7 +141,7 @@ def test_packing_is_never_applied_during_rollout_generation(world: World) -> Non
 def test_supervision_indices_are_validated_against_assistant_span(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from learner.channels import b
+    from learner.channels import judge
     from learner.targets import build_target
 
     def misaligned(*args: object, **kwargs: object) -> object:
@@ -150,7 +150,7 @@ def test_supervision_indices_are_validated_against_assistant_span(
         object.__setattr__(group, "positions", (len(target.token_ids), *group.positions[1:]))
         return target
 
-    monkeypatch.setattr(b, "build_target", misaligned)
+    monkeypatch.setattr(judge, "build_target", misaligned)
     with pytest.raises(ContractError) as error:
         world.step()
     assert error.value.where == world.samples[0].sample_id
