@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -28,6 +28,7 @@ from learner.watch.words import duration
 from shared_contracts.errors import RunError
 
 _EVERY_S = 1.0
+_LOOK_S = 0.05
 _WIDTH_OF_A_FILE = 100
 _ENDED_BY_SIGNAL = 128
 
@@ -75,7 +76,7 @@ def _drawn(run: Watched, width: int, height: int | None, glyphs: Glyphs) -> Grou
 
 def _screen(run: Watched, console: Console, glyphs: Glyphs, follow: bool) -> None:
     """On the terminal's other screen; the last frame stays on the usual one."""
-    wake = threading.Event()
+    wake = _Wake()
     with (
         _on_signals(wake),
         Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
@@ -87,8 +88,7 @@ def _screen(run: Watched, console: Console, glyphs: Glyphs, follow: bool) -> Non
             live.update(_drawn(run, width, height, glyphs), refresh=True)
             if _over(run, follow):
                 break
-            wake.wait(_EVERY_S)
-            wake.clear()
+            wake.pause(_EVERY_S)
     console.print(_drawn(run, console.width, None, glyphs))
 
 
@@ -101,7 +101,7 @@ def _lines(run: Watched, console: Console, follow: bool) -> None:
 
     told = 0
     say(f"{printable(run.config.training.run_name)}: {printable(run.path)}")
-    wake = threading.Event()
+    wake = _Wake()
     with _on_signals(wake):
         new = run.look()[-1:]
         while True:
@@ -113,8 +113,7 @@ def _lines(run: Watched, console: Console, follow: bool) -> None:
                 told = event.number
             if _over(run, follow):
                 return
-            wake.wait(_EVERY_S)
-            wake.clear()
+            wake.pause(_EVERY_S)
             new = run.look()
 
 
@@ -147,12 +146,25 @@ def _say_how_it_ended(run: Watched) -> None:
         raise RunError(f"{run.path} is no run folder any more")
 
 
+class _Wake:
+    """Ends a pause early. now: set by a signal, where taking a lock might wait for ever."""
+
+    def __init__(self) -> None:
+        self.now = False
+
+    def pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self.now and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK_S))
+        self.now = False
+
+
 @contextmanager
-def _on_signals(wake: threading.Event) -> Iterator[None]:
+def _on_signals(wake: _Wake) -> Iterator[None]:
     """A new size is shown at once, and whoever ends this gives the terminal back first."""
 
     def resized(number: int, frame: FrameType | None) -> None:
-        wake.set()
+        wake.now = True
 
     def ended(number: int, frame: FrameType | None) -> None:
         raise SystemExit(_ENDED_BY_SIGNAL + number)

@@ -93,6 +93,7 @@ def watching(
     pid, end = pty.fork()
     if pid == 0:
         time.sleep(0.05)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
         os.execve(sys.executable, command, environment)
     terminal = Terminal(pid, end)
     terminal.resize(*size)
