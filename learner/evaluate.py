@@ -12,7 +12,7 @@ from learner.matching import match_objects
 from learner.metrics import Payload
 from learner.parsing import parse_rollout
 from learner.rollout.policy import Policy
-from learner.rollout_log import Judged, LoggedAnswer
+from learner.rollout_log import Judged, LoggedAnswer, hits_of
 from learner.tokens import Tokenizer
 from learner.types import RolloutOutput, Sample
 
@@ -35,7 +35,7 @@ class ScoredAnswer(LoggedAnswer):
     def scored(cls, judged: Judged) -> "ScoredAnswer":
         answer = LoggedAnswer.of(judged)
         said, truths = answer.parse.objects, answer.ground_truth
-        hits = sum(said[p].desc == truths[g].desc for p, g in answer.match.pairs)
+        hits = hits_of(answer)
         return cls(
             **dict(answer),
             hits=hits,

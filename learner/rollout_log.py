@@ -246,6 +246,12 @@ class LoggedAnswer(_Record):
         return Sample(self.sample_id, tuple(self.images), self.width, self.height, objects)
 
 
+def hits_of(answer: LoggedAnswer) -> int:
+    """Matched pairs with the right description."""
+    said, truths = answer.parse.objects, answer.ground_truth
+    return sum(said[p].desc == truths[g].desc for p, g in answer.match.pairs)
+
+
 class StepAnswer(LoggedAnswer):
     """A line of the log of a run.
 

@@ -10,8 +10,9 @@ no torch.
 """
 
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,21 @@ class RunFolder:
         files += sorted(folder.glob(f"step_{step:06d}.rank*.jsonl"))
         answers = [_answer(file, line) for file in files if file.is_file() for line in _lines(file)]
         return sorted(answers, key=lambda answer: answer.rank)
+
+
+def total_steps(config: Config, last: Mapping[str, Any] | None) -> int | None:
+    """Optimizer steps that a run is to have; None while that is not known.
+
+    last: the newest line of a step. Epochs are counted as the Trainer does.
+    """
+    training = config.training
+    if training.max_steps is not None:
+        return training.max_steps
+    assert training.num_train_epochs is not None, "checked with the config"
+    if last is None or not last.get("epoch"):
+        return None
+    per_epoch: int = round(last["step"] / last["epoch"])
+    return math.ceil(training.num_train_epochs * per_epoch)
 
 
 def _rank_of(log: Path) -> int:

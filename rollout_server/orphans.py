@@ -1,11 +1,9 @@
 """Children that do not outlive their parent (Linux)."""
 
-import ctypes
 import multiprocessing
-import os
 import signal
 
-_PR_SET_PDEATHSIG = 1
+from shared_contracts.parent_death import signal_at_death_of
 
 
 def die_with_parent() -> None:
@@ -17,16 +15,9 @@ def die_with_parent() -> None:
     if parent is None:
         return
     assert parent.pid is not None
-    _signal_at_death_of(parent.pid, signal.SIGKILL)
+    signal_at_death_of(parent.pid, signal.SIGKILL)
 
 
 def stop_with(parent_pid: int) -> None:
     """Have the kernel send this process SIGTERM when its parent, `parent_pid`, dies."""
-    _signal_at_death_of(parent_pid, signal.SIGTERM)
-
-
-def _signal_at_death_of(parent_pid: int, number: signal.Signals) -> None:
-    """The parent may have died before the kernel was asked: then end on the spot."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent_pid:
-        os._exit(1)
+    signal_at_death_of(parent_pid, signal.SIGTERM)

@@ -82,7 +82,7 @@ def look_at_all(paths: Sequence[Path]) -> Iterator[tuple[Path, Look | Unreadable
     """Look at each image, several at a time, in the order of `paths`."""
     workers = os.cpu_count() or 1
     remaining = iter(paths)
-    with ThreadPoolExecutor(workers) as pool, _large_images_allowed():
+    with ThreadPoolExecutor(workers) as pool, large_images_allowed():
         ahead: deque[tuple[Path, Future[Look | UnreadableImage]]] = deque(
             (path, pool.submit(_outcome, path)) for path in islice(remaining, 4 * workers)
         )
@@ -119,7 +119,7 @@ def _decode(content: bytes) -> Image.Image:
 
 
 @contextmanager
-def _large_images_allowed() -> Iterator[None]:
+def large_images_allowed() -> Iterator[None]:
     """Without Pillow's warning about images of more than 89 megapixels, which it decodes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)

@@ -5,22 +5,11 @@
 The kernel kills it when that process dies, however that happens. Imports nothing heavy.
 """
 
-import ctypes
 import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent dies.
-
-    The parent may have died before the kernel was asked: then end on the spot.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os._exit(1)
+from shared_contracts.parent_death import signal_at_death_of
 
 
 def tied(parent: int, command: list[str]) -> list[str]:
@@ -30,7 +19,7 @@ def tied(parent: int, command: list[str]) -> list[str]:
 
 def main() -> None:
     parent, *command = sys.argv[1:]
-    end_with(int(parent), signal.SIGKILL)
+    signal_at_death_of(int(parent), signal.SIGKILL)
     os.execvp(command[0], command)  # the kernel's promise outlives it
 
 

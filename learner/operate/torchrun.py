@@ -13,8 +13,9 @@ import os
 import signal
 import sys
 
-from learner.operate.tied import end_with, tied
+from learner.operate.tied import tied
 from shared_contracts.cli import RUN_FAILED
+from shared_contracts.parent_death import signal_at_death_of
 
 # How long the processes may take to end after SIGTERM.
 SHUTDOWN_S = 15
@@ -23,7 +24,7 @@ SHUTDOWN_S = 15
 def main() -> None:
     parent, *rest = sys.argv[1:]
     if parent != "-":
-        end_with(int(parent), signal.SIGTERM)
+        signal_at_death_of(int(parent), signal.SIGTERM)
     end = rest.index("--")
     sys.exit(run(rest[:end], rest[end + 1 :]))
 

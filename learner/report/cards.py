@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from learner.matching import mask_iou
-from learner.report.outcomes import FaultName, f1_of, faults_of, hits
+from learner.report.outcomes import FaultName, f1_of, faults_of
 from learner.report.pictures import Picture, embed_all
-from learner.rollout_log import LoggedAnswer, LoggedObject, LoggedPrediction, StepAnswer
+from learner.rollout_log import LoggedAnswer, LoggedObject, LoggedPrediction, StepAnswer, hits_of
 from learner.types import GeometryKind
 
 # What a shape in a picture is.
@@ -117,7 +117,7 @@ def _card(answer: LoggedAnswer, slug: str, picture: int, resolution: int) -> Car
         faults=faults_of(answer),
         truths=len(answer.ground_truth),
         predicted=len(answer.parse.objects),
-        hits=hits(answer),
+        hits=hits_of(answer),
         missed=len(answer.match.false_negatives),
         objects=shown_objects(answer, resolution),
         dropped=answer.parse.dropped,

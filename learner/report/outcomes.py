@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from learner.rollout_log import LoggedAnswer, StepAnswer
+from learner.rollout_log import LoggedAnswer, StepAnswer, hits_of
 
 FaultName = Literal[
     "no_object",
@@ -61,7 +61,7 @@ FAULTS: dict[FaultName, Fault] = {
     "wrong_desc": Fault(
         "wrong description",
         "At least one match has another description than its ground truth.",
-        lambda answer: hits(answer) < len(answer.match.pairs),
+        lambda answer: hits_of(answer) < len(answer.match.pairs),
     ),
     "not_supervised": Fault(
         "not trained on",
@@ -71,16 +71,10 @@ FAULTS: dict[FaultName, Fault] = {
 }
 
 
-def hits(answer: LoggedAnswer) -> int:
-    """Matched pairs with the right description, as `learner.evaluate` counts them."""
-    objects, truths = answer.parse.objects, answer.ground_truth
-    return sum(objects[p].desc == truths[g].desc for p, g in answer.match.pairs)
-
-
 def f1_of(answer: LoggedAnswer) -> float:
     """2 hits / (predicted objects + ground truths); 1 where there are none of either."""
     both = len(answer.parse.objects) + len(answer.ground_truth)
-    return 2 * hits(answer) / both if both else 1.0
+    return 2 * hits_of(answer) / both if both else 1.0
 
 
 def faults_of(answer: LoggedAnswer) -> list[FaultName]:

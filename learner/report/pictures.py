@@ -2,7 +2,6 @@
 
 import base64
 import io
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from learner.data.images import UnreadableImage, open_upright
+from learner.data.images import UnreadableImage, large_images_allowed, open_upright
 
 # The longer side of an embedded image, in pixels.
 LONGEST = 640
@@ -34,10 +33,8 @@ class Picture:
 
 def embed_all(paths: Sequence[Path]) -> list[Picture]:
     """A picture for each path, several at a time."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(embed, paths))
+    with large_images_allowed(), ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(embed, paths))
 
 
 def embed(path: Path) -> Picture:

@@ -1,6 +1,5 @@
 """A run folder as the page looks at it: its lines by what they are, and its steps from 1."""
 
-import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from learner.config import Config
-from learner.run_folder import RunFolder
+from learner.metrics.step_line import channel_of
+from learner.run_folder import RunFolder, total_steps
 
 Line = dict[str, Any]
 # (step, value); the value is None where it was not a number.
@@ -61,16 +61,9 @@ class RunView:
     @property
     def total_steps(self) -> int | None:
         """How many it is to have; None where that cannot be told yet."""
-        training = self.config.training
         if self.ended is not None:
             return self.last_step
-        if training.max_steps is not None:
-            return training.max_steps
-        last = self.steps[-1] if self.steps else {}
-        if not last.get("epoch") or training.num_train_epochs is None:
-            return None
-        per_epoch = round(int(last["step"]) / float(last["epoch"]))
-        return math.ceil(training.num_train_epochs * per_epoch)
+        return total_steps(self.config, self.steps[-1] if self.steps else None)
 
     @property
     def replay(self) -> str:
@@ -91,7 +84,7 @@ def points(lines: Sequence[Line], key: str) -> list[Point]:
 
 
 def of_channel(lines: Sequence[Line], channel: str) -> list[Line]:
-    return [line for line in lines if ("B" if line.get("step/channel_b") else "A") in channel]
+    return [line for line in lines if channel_of(line) in channel]
 
 
 def keys_below(lines: Sequence[Line], prefix: str) -> list[str]:

@@ -15,7 +15,7 @@ from learner.checkpoint import checkpoints_in
 from learner.config import Config
 from learner.process_mark import lives
 from learner.resume import METRICS, RUN
-from learner.run_folder import RunFolder
+from learner.run_folder import RunFolder, total_steps
 from learner.watch.events import Event, Events, Found
 from learner.watch.tail import Tail
 from shared_contracts.errors import ContractError
@@ -164,14 +164,7 @@ class Watched:
     @property
     def total(self) -> int | None:
         """Steps of the whole run; None while that is not known."""
-        training = self.config.training
-        if training.max_steps is not None:
-            return training.max_steps
-        assert training.num_train_epochs is not None, "checked with the config"
-        if not self.steps or not self.steps[-1].get("epoch"):
-            return None
-        per_epoch: int = round(self.steps[-1]["step"] / self.steps[-1]["epoch"])
-        return math.ceil(training.num_train_epochs * per_epoch)
+        return total_steps(self.config, self.steps[-1] if self.steps else None)
 
     @property
     def seconds_per_step(self) -> float | None:
