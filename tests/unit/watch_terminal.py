@@ -28,7 +28,8 @@ class Terminal:
         self._pid = pid
         self._end = end
         self.output = ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        # Ctrl-C empties the terminal's queue, perhaps in the middle of a character.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.status: int | None = None  # of waitpid, once it has ended
 
     def resize(self, width: int, height: int) -> None:
