@@ -1,6 +1,7 @@
 # make demo    set up, then watch a toy detector being trained by rollout matching
 # make test    set up, then run every test
 # make nightly the properties of the pure stages, each with 20,000 new examples, and random kills
+# make mutants changes the pure stages in small ways, one at a time: which do their tests not see?
 # make check   what CI runs: lint, types, import contracts, requirement table, every test
 # make format  let ruff rewrite what it can
 # make setup   the environment alone
@@ -15,7 +16,7 @@ ARGS ?=
 WORKERS ?= --numprocesses=2 --dist=loadscope --no-loadscope-reorder
 BIN := .venv/bin
 
-.PHONY: demo test nightly check lint format setup setup-dev
+.PHONY: demo test nightly check mutants lint format setup setup-dev
 
 demo: setup
 	$(BIN)/learner demo $(ARGS)
@@ -36,6 +37,10 @@ lint: setup-dev
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/private_imports
 	$(BIN)/python scripts/req_table
+
+mutants: setup-dev
+	$(BIN)/mutmut run $(ARGS)
+	$(BIN)/mutmut results
 
 format: setup-dev
 	$(BIN)/ruff check --fix

@@ -6,16 +6,16 @@ from typing import Annotated
 
 import typer
 
-from learner.config_cli import config_app
-from learner.data_cli import data_app
-from learner.doctor_cli import doctor
-from learner.eval_cli import evaluate
-from learner.launch_cli import launch
-from learner.replay_cli import replay
-from learner.report_cli import report
-from learner.simulate_cli import simulate
-from learner.toy_cli import toy_app
-from learner.watch_cli import watch
+from learner.commands.config import config_app
+from learner.commands.data import data_app
+from learner.commands.doctor import doctor
+from learner.commands.evaluate import evaluate
+from learner.commands.launch import launch
+from learner.commands.replay import replay
+from learner.commands.report import report
+from learner.commands.simulate import simulate
+from learner.commands.toy import toy_app
+from learner.commands.watch import watch
 from shared_contracts.cli import run_cli
 
 app = typer.Typer(

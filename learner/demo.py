@@ -21,8 +21,8 @@ from learner.config.schema import Config
 from learner.config.yaml12 import dump_mapping
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
-from learner.eval_folder import REPORT, Scored, write_evaluation
-from learner.evaluate import Evaluation, Scores
+from learner.evaluation.folder import REPORT, Scored, write_evaluation
+from learner.evaluation.scores import Evaluation, Scores
 from learner.model.toy import make_model
 from learner.operate.server_process import ServerProcess, free_ports
 from learner.preflight import check_inputs, generates, reach_servers

@@ -19,10 +19,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from learner.config.schema import Config
 from learner.data.show import new_table, plain
-from learner.detections import AveragePrecision, Overlap
-from learner.eval_folder import Scored, shown, write_evaluation
-from learner.eval_plan import EvaluationPlan
-from learner.evaluate import ScoredAnswer
+from learner.evaluation.detections import AveragePrecision, Overlap
+from learner.evaluation.folder import Scored, shown, write_evaluation
+from learner.evaluation.plan import EvaluationPlan
+from learner.evaluation.scores import ScoredAnswer
 from learner.model.load import LoadedModel, load_model
 from learner.report.at_the_end import told
 from learner.report.outcomes import badness

@@ -30,7 +30,6 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from learner.arguments import training_arguments
 from learner.async_rollout.source import async_source
 from learner.backends import OpenBackend, open_backend
 from learner.channels.a import ChannelA
@@ -39,10 +38,9 @@ from learner.channels.encoding import Encoding
 from learner.checkpoint import Checkpoints, RunFacts
 from learner.config.schema import Config
 from learner.data.order import ShareOrder
-from learner.eval_folder import EvaluationLog
-from learner.evaluate import Evaluation, evaluate, evaluation_metrics
+from learner.evaluation.folder import EvaluationLog
+from learner.evaluation.scores import Evaluation, evaluate, evaluation_metrics
 from learner.in_step import RolloutSource
-from learner.loader import ShareLoader
 from learner.log_cut import log_sizes
 from learner.losses.pipeline import Pipeline
 from learner.metrics import StepReport
@@ -51,11 +49,8 @@ from learner.model.load import LoadedModel, load_model
 from learner.model.packed_forward import check_packing
 from learner.model.prompt import PromptEncoder
 from learner.model.self_context import SelfContext
-from learner.optim import build_optimizer
-from learner.parallel import open_peers
 from learner.peers import ALONE, Peers, first
 from learner.preflight import RunInputs, generates
-from learner.progress import ProgressDisplay
 from learner.publish import writing
 from learner.report.at_the_end import reported
 from learner.resume import RUN, Start, data_digest
@@ -64,9 +59,14 @@ from learner.rollout.colocate import Placement
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.rollout_log import RolloutLog
-from learner.runlog import CallLog, JsonlLog, open_run_folder, software
 from learner.step import StepRunner
-from learner.trackers import tracker_callbacks
+from learner.trainer.arguments import training_arguments
+from learner.trainer.loader import ShareLoader
+from learner.trainer.optim import build_optimizer
+from learner.trainer.parallel import open_peers
+from learner.trainer.progress import ProgressDisplay
+from learner.trainer.runlog import CallLog, JsonlLog, open_run_folder, software
+from learner.trainer.trackers import tracker_callbacks
 from learner.types import Sample
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig

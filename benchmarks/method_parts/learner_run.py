@@ -17,14 +17,14 @@ from benchmarks.method_parts.records import Counts, Evaluation, Record
 from learner.backends import OpenBackend, open_backend
 from learner.config.schema import Config
 from learner.model.load import load_model
-from learner.optim import build_optimizer
 from learner.parsing import parse_rollout
 from learner.preflight import check_inputs, reach_servers
-from learner.progress import ProgressDisplay
 from learner.rollout.policy import Policy
-from learner.runlog import CallLog, open_run_folder
 from learner.tokens import Tokenizer
 from learner.train import asking_of, build_runner, build_scorer, build_trainer
+from learner.trainer.optim import build_optimizer
+from learner.trainer.progress import ProgressDisplay
+from learner.trainer.runlog import CallLog, open_run_folder
 from learner.types import RolloutOutput, Sample
 
 

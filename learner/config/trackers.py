@@ -1,6 +1,6 @@
 """The trackers a run may report to: transformers' names, and what each needs installed.
 
-`learner.trackers` starts them; here nothing heavy is imported.
+`learner.trainer.trackers` starts them; here nothing heavy is imported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

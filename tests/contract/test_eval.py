@@ -10,9 +10,9 @@ from rich.console import Console
 from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData, make_data
-from learner.eval_folder import read_answers
-from learner.eval_plan import plan_evaluation
 from learner.eval_run import run_evaluation
+from learner.evaluation.folder import read_answers
+from learner.evaluation.plan import plan_evaluation
 from learner.operate.server_process import free_ports
 from learner.preflight import reach_servers
 from tests.contract.running_server import RunningServer

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from learner.config import load_config
-from learner.parallel import open_peers
 from learner.peers import Peers
 from learner.preflight import check_inputs, learner_processes
 from learner.sync.source import GatheredWeights
 from learner.train import StepTrainer, train_as
+from learner.trainer.parallel import open_peers
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -18,12 +18,12 @@ from learner.data.toy import ToyData, make_data
 from learner.model.load import LoadedModel, load_model
 from learner.model.toy import make_model
 from learner.operate.server_process import free_ports
-from learner.optim import build_optimizer
 from learner.preflight import reach_servers, read_inputs
-from learner.progress import ProgressDisplay
 from learner.rollout.backend import RolloutBackend
-from learner.runlog import CallLog
 from learner.train import build_runner, build_scorer, build_trainer, policy_over
+from learner.trainer.optim import build_optimizer
+from learner.trainer.progress import ProgressDisplay
+from learner.trainer.runlog import CallLog
 from learner.types import RolloutOutput
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.contract.running_server import (

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from learner.config.rollout_matching import MatchingConfig
-from learner.evaluate import IOU_THRESHOLD, ScoredAnswer
+from learner.evaluation.scores import IOU_THRESHOLD, ScoredAnswer
 from learner.matching import match_objects
 from learner.rollout_log import Judged
 from learner.types import GroundTruthObject, ParsedObject, ParsedRollout, Sample, Shape

@@ -26,8 +26,8 @@ from learner.model.prompt import PromptEncoder
 from learner.packer import Packer
 from learner.rollout.policy import Policy
 from learner.rollout_log import RolloutLog
-from learner.runlog import CallLog, JsonlLog, open_run_folder
 from learner.train import asking_of
+from learner.trainer.runlog import CallLog, JsonlLog, open_run_folder
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode

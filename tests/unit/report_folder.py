@@ -147,7 +147,7 @@ class MadeRun:
     sections: dict[str, Any] = field(default_factory=dict)
 
     def write(self) -> RunFolder:
-        """As `learner.runlog` and `learner.rollout_log` would."""
+        """As `learner.trainer.runlog` and `learner.rollout_log` would."""
         self.path.mkdir(parents=True, exist_ok=True)
         two_channels = {"stage2_ab": {"schedule": {"b_ratio": 0.5}}}
         data = ToyData.under(Path("/data"))

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from learner.config import load_config
-from learner.runlog import software
+from learner.trainer.runlog import software
 from rollout_server.settings import load_settings
 from shared_contracts.errors import Problem
 from tests.unit.deployment import (

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from learner.detections import AveragePrecision, CocoFiles, Detected, detect, precision_payload
-from learner.evaluate import ScoredAnswer
+from learner.evaluation.detections import (
+    AveragePrecision,
+    CocoFiles,
+    Detected,
+    detect,
+    precision_payload,
+)
+from learner.evaluation.scores import ScoredAnswer
 from learner.types import GroundTruthObject
 from tests.unit.eval_answers import DATA, Case, answers, box, poly
 

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from learner.data.coco import read_coco
-from learner.eval_folder import ANSWERS, EvaluationLog, Scored, read_answers, write_evaluation
-from learner.evaluate import ScoredAnswer
+from learner.evaluation.folder import ANSWERS, EvaluationLog, Scored, read_answers, write_evaluation
+from learner.evaluation.scores import ScoredAnswer
 from learner.log_cut import cut_back
 from learner.peers import ALONE, Peers
 from learner.publish import require_free

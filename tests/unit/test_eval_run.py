@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 from learner.cli import app
 from learner.config import dump_mapping, merge, parse_config
 from learner.data.toy import ToyData
-from learner.eval_folder import read_answers
-from learner.evaluate import ScoredAnswer
+from learner.evaluation.folder import read_answers
+from learner.evaluation.scores import ScoredAnswer
 from learner.preflight import check_inputs
 from learner.train import train
 from shared_contracts.errors import ContractError

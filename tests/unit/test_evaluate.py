@@ -11,15 +11,15 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from learner.data.toy import ToyData
-from learner.evaluate import ScoredAnswer, Scores, evaluate, judge
+from learner.evaluation.scores import ScoredAnswer, Scores, evaluate, judge
 from learner.model.load import load_model
-from learner.optim import build_optimizer
 from learner.preflight import read_inputs
-from learner.progress import ProgressDisplay
 from learner.rollout.journal import Call, Journal
 from learner.rollout.policy import Asking, Policy
-from learner.runlog import CallLog
 from learner.train import build_runner, build_scorer, build_trainer
+from learner.trainer.optim import build_optimizer
+from learner.trainer.progress import ProgressDisplay
+from learner.trainer.runlog import CallLog
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress

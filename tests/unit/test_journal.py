@@ -11,7 +11,7 @@ from learner.rollout.client import RolloutClient
 from learner.rollout.journal import Call, Journal
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.server import ServerBackend
-from learner.runlog import CallLog
+from learner.trainer.runlog import CallLog
 from learner.types import Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig

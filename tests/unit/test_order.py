@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.data.order import ShareOrder
-from learner.loader import ShareLoader
+from learner.trainer.loader import ShareLoader
 from learner.types import Sample
 
 

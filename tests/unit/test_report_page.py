@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from learner.commands.report import report as report_command
 from learner.report import write_gallery, write_report
 from learner.report.at_the_end import reported
 from learner.report.page import inert_json
 from learner.report.run_page import plotly
-from learner.report_cli import report as report_command
 from learner.run_folder import RunFolder
 from shared_contracts.errors import ContractError, RunError
 from tests.unit.report_folder import B, MadeRun, answer, call_line, draw_image, step_line

@@ -22,8 +22,8 @@ from learner.model.prompt import PromptEncoder
 from learner.peers import ALONE
 from learner.preflight import check_inputs, read_inputs
 from learner.rollout.policy import Policy
-from learner.runlog import CallLog
 from learner.train import asking_of, build_scorer, train_as
+from learner.trainer.runlog import CallLog
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode

@@ -15,6 +15,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
+from learner.commands.toy import toy_app
 from learner.coords import encode_bin
 from learner.data.coco import to_coco
 from learner.data.jsonl import read_samples
@@ -30,7 +31,6 @@ from learner.data.toy import (
     make_scene,
 )
 from learner.publish import publish_directory
-from learner.toy_cli import toy_app
 from learner.types import GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError
 

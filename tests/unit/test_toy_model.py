@@ -13,13 +13,13 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from learner.commands.toy import toy_app
 from learner.data.toy import DESCRIPTIONS, IMAGE_SIDE, PROMPT
 from learner.model.coord_tokens import smooth_rows, vocab_modules
 from learner.model.toy import make_model
 from learner.model.toy_tokenizer import make_toy_tokenizer
 from learner.serialize import serialize_append, serialize_objects
 from learner.tokens import CoordVocab
-from learner.toy_cli import toy_app
 from learner.types import GroundTruthObject, Shape
 from shared_contracts.errors import ContractError
 

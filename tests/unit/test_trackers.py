@@ -16,20 +16,20 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
-from learner.arguments import training_arguments
 from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.config.trackers import Tracker, importable, needs, require_trackers
 from learner.data.toy import ToyData
 from learner.model.load import load_model
-from learner.optim import build_optimizer
 from learner.peers import Alone
 from learner.preflight import check_inputs
-from learner.progress import ProgressDisplay
 from learner.resume import BEGINNING
-from learner.runlog import CallLog
-from learner.trackers import tracker_callbacks
 from learner.train import build_runner, build_trainer, train
+from learner.trainer.arguments import training_arguments
+from learner.trainer.optim import build_optimizer
+from learner.trainer.progress import ProgressDisplay
+from learner.trainer.runlog import CallLog
+from learner.trainer.trackers import tracker_callbacks
 from shared_contracts.errors import ContractError, RunError
 from tests.unit.small_run import small_mapping
 
@@ -200,10 +200,10 @@ def test_a_tracker_that_breaks_later_is_told_of_once_and_the_run_goes_on(
 ) -> None:
     callback, given = begun(reporting(mapping, "wandb"))
     wandb.finish()
-    with caplog.at_level(logging.WARNING, "learner.trackers"):
+    with caplog.at_level(logging.WARNING, "learner.trainer.trackers"):
         callback.on_log(*given, logs={"loss": 1.0})
         callback.on_log(*given, logs={"loss": 2.0})
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.trackers"]
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.trainer.trackers"]
     assert said.startswith("the tracker wandb misses numbers of this run")
 
 
@@ -247,10 +247,10 @@ def test_whatever_event_a_tracker_breaks_at_it_is_told_by_its_name(
         with pytest.raises(RunError, match=r"the tracker codecarbon does not start: .* is full"):
             getattr(callback, event)(*given)
         return
-    with caplog.at_level(logging.WARNING, "learner.trackers"):
+    with caplog.at_level(logging.WARNING, "learner.trainer.trackers"):
         for other in hooks():
             getattr(callback, other)(*given)
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.trackers"]
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.trainer.trackers"]
     assert said.startswith("the tracker codecarbon misses numbers of this run")
 
 
@@ -265,7 +265,7 @@ def test_tensorboard_is_guarded_as_the_others_are(
             raise OSError("No space left on device")
 
     callback.tb_writer = Full()
-    with caplog.at_level(logging.WARNING, "learner.trackers"):
+    with caplog.at_level(logging.WARNING, "learner.trainer.trackers"):
         callback.on_log(*given, logs={"loss": 1.0})
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.trackers"]
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.trainer.trackers"]
     assert said.startswith("the tracker tensorboard misses numbers")

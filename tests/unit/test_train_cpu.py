@@ -17,10 +17,10 @@ from learner.config import load_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.model.load import load_model
-from learner.optim import build_optimizer, part_of
 from learner.preflight import check_inputs
 from learner.sync.source import MergedWeights
 from learner.train import train
+from learner.trainer.optim import build_optimizer, part_of
 from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_config
 

@@ -13,13 +13,13 @@ from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.forwards import PlainEngine
-from learner.loader import ShareLoader
 from learner.losses.reading import Reader, Readings
 from learner.metrics import StepReport
 from learner.model.packed_forward import Pack
 from learner.rollout.policy import Asking, Policy
 from learner.step import StepRunner
 from learner.train import order_of
+from learner.trainer.loader import ShareLoader
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.small_run import small_config

@@ -18,15 +18,15 @@ from learner.backends import open_backend
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
-from learner.optim import build_optimizer
 from learner.preflight import read_inputs
-from learner.progress import ProgressDisplay
 from learner.rollout.policy import Asking, Policy
 from learner.rollout.seeds import rollout_seed_base
-from learner.runlog import CallLog, open_run_folder
 from learner.schedule import channel_for_step
 from learner.serialize import serialize_append
 from learner.train import StepTrainer, asking_of, build_runner, build_trainer, policy_over
+from learner.trainer.optim import build_optimizer
+from learner.trainer.progress import ProgressDisplay
+from learner.trainer.runlog import CallLog, open_run_folder
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode, entry, text_of

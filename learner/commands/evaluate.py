@@ -31,7 +31,7 @@ def evaluate(
 
     from learner.config import load_config
     from learner.data.show import print_tables
-    from learner.eval_plan import plan_evaluation
+    from learner.evaluation.plan import plan_evaluation
     from learner.preflight import reach_servers
     from learner.rollout.colocate import learner_environment
     from learner.rollout.describe import describe_backend

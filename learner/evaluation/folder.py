@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from learner.detections import (
+from learner.evaluation.detections import (
     CocoFiles,
     Detected,
     Overlap,
@@ -28,7 +28,7 @@ from learner.detections import (
     detect,
     precision_payload,
 )
-from learner.evaluate import IOU_THRESHOLD, ScoredAnswer, Scores
+from learner.evaluation.scores import IOU_THRESHOLD, ScoredAnswer, Scores
 from learner.log_cut import EVALUATIONS
 from learner.peers import ALONE, Peers, first
 from learner.publish import publish_directory, publish_text, writing
