@@ -15,8 +15,9 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.contract.running_server import RunningServer, draw_scene, running_server
 from tests.contract.toy_checkpoints import make_checkpoint
 
-# How many examples a property is tried with: the same ones in every run of CI, and new ones in
-# every run of `pytest --hypothesis-profile=nightly`; few for each mutant of `make mutants`. No deadlines: machines differ in speed.
+# How many examples a property is tried with: the same ones in every run of CI, new ones in every
+# run of `pytest --hypothesis-profile=nightly`, and few for each mutant of `make mutants`. No
+# deadlines: machines differ in speed.
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=500)
 settings.register_profile("nightly", deadline=None, max_examples=20_000)
 settings.register_profile("mutants", deadline=None, derandomize=True, max_examples=50)
