@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from learner.config.schema import Config
-from learner.config.sync_mode import resolved_sync_mode
+from learner.config.sync_mode import resolved_sync_mode, wanted_sync_mode
 from learner.config.trackers import require_trackers
 from learner.config.training import TrainingConfig
 from learner.coords import COORD_BINS, coord_token
@@ -51,17 +51,19 @@ class RunInputs:
         return self.start.step >= training.total_steps(len(self.train))
 
 
-def check_inputs(config: Config) -> RunInputs:
+def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
     """Everything a run needs besides servers, be it new or one that goes on.
+
+    environment: of the process that trains.
 
     Raises:
         ContractError: names the file, line or key.
     """
-    placement = check_backend(config, os.environ) if generates(config) else None
-    processes = learner_processes(os.environ)
+    placement = check_backend(config, environment) if generates(config) else None
+    processes = learner_processes(environment)
     _check_processes(config, processes)
-    check_launcher(os.environ)
-    require_trackers(config.training.report_to, os.environ)
+    check_launcher(environment)
+    require_trackers(config.training.report_to, environment)
     start = find_start(config, processes)
     inputs = read_inputs(config)
     _check_step_budget(config, len(inputs.train), processes)
@@ -238,10 +240,12 @@ def generates(config: Config) -> bool:
     return config.b_ratio > 0 or config.training.eval_strategy != "no"
 
 
-def reach_servers(config: Config) -> list[RolloutClient]:
+def reach_servers(
+    config: Config, environment: Mapping[str, str] = os.environ
+) -> list[RolloutClient]:
     """Clients of the configured servers, each healthy and with the settings of the config.
 
-    None for a backend that needs no servers.
+    None for a backend that needs no servers. environment: of the process that asks.
 
     Raises:
         ContractError: a server is not there, or not ready within `timeout_s`; or has
@@ -262,7 +266,7 @@ def reach_servers(config: Config) -> list[RolloutClient]:
     errors = [e for client, info in told for e in differences(config, client.base_url, info)]
     if errors:
         raise ContractErrors(errors)
-    sizes, processes = [info.world_size for info in infos], learner_processes(os.environ)
+    sizes, processes = [info.world_size for info in infos], learner_processes(environment)
     rank_chunk_size(config.rollout_matching.decode_batch_size, sizes, processes)
     return clients
 
@@ -291,10 +295,7 @@ def _differences(config: Config, where: str, info: Info) -> Iterator[ContractErr
             "Start it with `rollout-server serve --run-config` and the YAML of this run, or "
             "lower decode_batch_size",
         )
-    if (
-        resolved_sync_mode(config, learner_processes(os.environ)) == "adapter"
-        and not info.enable_lora
-    ):
+    if wanted_sync_mode(config) == "adapter" and not info.enable_lora:
         yield ContractError(
             f"{where} enable_lora",
             f"is false, and rollout_matching.vllm.sync.mode {rollout.vllm.sync.mode} resolves to "

@@ -8,8 +8,7 @@ Imports no torch.
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,8 +127,8 @@ def check_launch(config: Config, asked: Asked, own: Mapping[str, Any]) -> Checke
     found.of(lambda: _require_not_derived(own))
     split = found.of(lambda: _split(asked, len(servers), own))
     listen = found.of(lambda: addresses_here(servers))
-    with _one_of(learner_count(asked)):
-        inputs = found.of(lambda: check_inputs(config))
+    learner = _alone(os.environ) | {"WORLD_SIZE": str(learner_count(asked))}
+    inputs = found.of(lambda: check_inputs(config, learner))
     if split is not None:
         found.of(lambda: _check_rounds(config, split, own))
     found.tell()
@@ -153,7 +152,7 @@ def plan_launch(
         options = ["--config", str(settings), "--run-config", str(run)]
         log, grace_s = logs / f"server-{index}.log", _grace_s(checked.own)
         servers.append(ServerPlan(listen, gpus, options, log, grace_s))
-    plain = {k: v for k, v in environment.items() if k not in _ONE_OF_SEVERAL}
+    plain = _alone(environment)
     named = {k: v for k, v in plain.items() if k != CUDA_VISIBLE}  # servers are told their ids
     seen = {CUDA_VISIBLE: ",".join(map(str, split.learner))}
     # As torchrun would set it, or accelerate, which both say so at length.
@@ -258,13 +257,6 @@ def _check_rounds(config: Config, split: Split, own: Mapping[str, Any]) -> None:
     rank_chunk_size(config.rollout_matching.decode_batch_size, sizes, split.processes)
 
 
-@contextmanager
-def _one_of(processes: int) -> Iterator[None]:
-    """Checks inside hold for a learner of so many processes, as they will see themselves."""
-    before = {name: os.environ.pop(name, None) for name in _ONE_OF_SEVERAL}
-    os.environ["WORLD_SIZE"] = str(processes)
-    try:
-        yield
-    finally:
-        del os.environ["WORLD_SIZE"]
-        os.environ |= {name: value for name, value in before.items() if value is not None}
+def _alone(environment: Mapping[str, str]) -> dict[str, str]:
+    """What remains where the process is none of several that a launcher started."""
+    return {name: value for name, value in environment.items() if name not in _ONE_OF_SEVERAL}

@@ -16,13 +16,15 @@ CHANNEL_B = {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}
 LORA = {"tuner": {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8}}
 
 
-def refusal(model: Path, data: ToyData, out: Path, changes: dict[str, Any]) -> ContractError | None:
+def refusal(
+    model: Path, data: ToyData, out: Path, processes: int, changes: dict[str, Any]
+) -> ContractError | None:
     mapping = merge(small_mapping(model, data, out / "run"), changes)
     if "rollout_matching" in changes:
         mapping["rollout_matching"] = changes["rollout_matching"] | {"max_new_tokens": 12}
     mapping["training"]["data_parallel"] = "fsdp2"
     try:
-        check_inputs(parse_config(mapping))
+        check_inputs(parse_config(mapping), {"WORLD_SIZE": str(processes)})
     except ContractError as error:
         return error
     return None
@@ -44,13 +46,11 @@ def test_sharding_what_has_to_be_whole_is_refused(
     toy_checkpoint: Path,
     toy_data: ToyData,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     processes: int,
     changes: dict[str, Any],
     named: str | None,
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    error = refusal(toy_checkpoint, toy_data, tmp_path, changes)
+    error = refusal(toy_checkpoint, toy_data, tmp_path, processes, changes)
     if named is None:
         assert error is None
     else:

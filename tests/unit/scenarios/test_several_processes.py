@@ -52,9 +52,8 @@ def test_more_processes_than_the_servers_decode_sequences_are_refused_before_any
     toy_checkpoint: Path,
     toy_data: ToyData,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    environment = {"WORLD_SIZE": str(processes)}
     with scripted_server() as server:
         server.routes["GET /info/"] = lambda _: info(world_size=2, replicas=2)
         address = {"base_url": server.base_url, "group_port": 51216}
@@ -62,9 +61,9 @@ def test_more_processes_than_the_servers_decode_sequences_are_refused_before_any
         mapping = small_mapping(toy_checkpoint, toy_data, tmp_path, rollout_matching=rollout)
         config = parse_config(mapping)
         if not is_refused:
-            assert len(reach_servers(config)) == 1
+            assert len(reach_servers(config, environment)) == 1
             return
         with pytest.raises(ContractError) as caught:
-            reach_servers(config)
+            reach_servers(config, environment)
     assert caught.value.where == "rollout_matching.decode_batch_size"
     assert "fewer learner processes" in caught.value.do
