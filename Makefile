@@ -2,6 +2,7 @@
 # make test    set up, then run every test
 # make nightly the properties of the pure stages, each with 20,000 new examples, and random kills
 # make mutants changes the pure stages in small ways, one at a time: which do their tests not see?
+# make bench   every benchmark, hours on a quiet machine, and its table in docs/benchmarks.md
 # make check   what CI runs: lint, types, import contracts, requirement table, every test
 # make format  let ruff rewrite what it can
 # make setup   the environment alone
@@ -16,7 +17,7 @@ ARGS ?=
 WORKERS ?= --numprocesses=2 --dist=loadscope --no-loadscope-reorder
 BIN := .venv/bin
 
-.PHONY: demo test nightly check mutants lint format setup setup-dev
+.PHONY: demo test nightly bench check mutants lint format setup setup-dev
 
 demo: setup
 	$(BIN)/learner demo $(ARGS)
@@ -27,6 +28,9 @@ test: setup-dev
 nightly: setup-dev
 	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=nightly --timeout=0 $(ARGS)
 	$(BIN)/python -m pytest tests/integration/test_kills_and_resumes.py tests/integration/test_kills.py -k "random or killed or only_server" --hypothesis-profile=nightly --timeout=0
+
+bench: setup-dev
+	$(BIN)/python -m benchmarks $(ARGS)
 
 check: lint test
 

@@ -1,20 +1,26 @@
 """The demo and the commands against their limits, in one run.
 
-    .venv/bin/python benchmarks/demo.py [--runs N] [--without-demo]
+    .venv/bin/python -m benchmarks.demo [--only NAME ...] [--rounds N] [--out FILE.json]
 
-Prints the table of docs/benchmarks.md: each figure as a share of its limit. Memory is the
-sum of the proportional set sizes of the demo and all processes below it, sampled twice a
-second, so that shared pages count once.
+help   how long `learner --help` and `rollout-server --help` take
+demo   wall time, peak memory and last F1 of `learner demo`, some minutes a round
+
+Memory is the sum of the proportional set sizes of the demo and of all processes below it, sampled
+twice a second, so that shared pages count once. Prints the table of docs/benchmarks.md.
 """
 
-import argparse
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.command import run
+from benchmarks.processes import PeerFailed, proportional_kib, tree
+from benchmarks.results import Result, median_of
 
 BIN = Path(sys.executable).parent
 DEMO_LIMIT_S = 600.0
@@ -23,45 +29,33 @@ HELP_LIMIT_S = 0.5
 F1_GOAL = 0.6
 
 
-def tree(pid: int) -> list[int]:
-    """The process and every process below it."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            below = task.read_text().split()
-        except OSError:
-            continue
-        for child in below:
-            found += tree(int(child))
-    return found
+class Demo(NamedTuple):
+    """One `learner demo`."""
+
+    seconds: float
+    peak_gib: float
+    f1: float
 
 
-def proportional_kib(pid: int) -> int:
-    """Pss of one process; 0 when it has just ended."""
-    try:
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0
-    return int(re.search(r"^Pss:\s+(\d+)", rollup, re.MULTILINE)[1])  # type: ignore[index]
-
-
-def run_demo() -> tuple[float, float, float]:
-    """(seconds, peak GiB, last F1) of one `learner demo`."""
+def run_demo() -> Demo:
+    """Raises PeerFailed."""
     with tempfile.TemporaryDirectory() as folder:
-        started, peak = time.monotonic(), 0
+        started, peak_kib = time.monotonic(), 0
         output = Path(folder) / "printed.txt"
-        with output.open("w") as file:
-            demo = subprocess.Popen(
+        with (
+            output.open("w") as file,
+            subprocess.Popen(
                 [str(BIN / "learner"), "demo", "--out", f"{folder}/demo"], stdout=file
-            )
+            ) as demo,
+        ):
             while demo.poll() is None:
-                peak = max(peak, sum(proportional_kib(pid) for pid in tree(demo.pid)))
+                peak_kib = max(peak_kib, sum(proportional_kib(pid) for pid in tree(demo.pid)))
                 time.sleep(0.5)
         seconds = time.monotonic() - started
         if demo.returncode:
-            sys.exit(f"the demo ended with code {demo.returncode}")
+            raise PeerFailed(f"the demo ended with code {demo.returncode}")
         scores = re.findall(r"│ after both.*?│ (\d\.\d+)", output.read_text())
-        return seconds, peak / 2**20, float(scores[-1])
+        return Demo(seconds, peak_kib / 2**20, float(scores[-1]))
 
 
 def help_seconds(command: str) -> float:
@@ -70,37 +64,33 @@ def help_seconds(command: str) -> float:
     return time.monotonic() - started
 
 
-def row(name: str, values: list[float], limit: float, unit: str) -> str:
-    ratios = [value / limit for value in values]
-    spread = f"{min(ratios):.2f} .. {max(ratios):.2f}"
-    middle = statistics.median(values)
-    return (
-        f"| {name} | {middle:.2f} {unit} | {limit:g} {unit} | {statistics.median(ratios):.2f} "
-        f"| {spread} | {len(values)} |"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=1, help="demos to run")
-    parser.add_argument("--without-demo", action="store_true")
-    options = parser.parse_args()
-    lines = [
-        "| what | median | limit or goal | ratio | spread | runs |",
-        "|---|---|---|---|---|---|",
-    ]
-    for command in ("learner", "rollout-server"):
-        values = [help_seconds(command) for _ in range(10)]
-        lines.append(row(f"`{command} --help`", values, HELP_LIMIT_S, "s"))
-    if not options.without_demo:
-        seconds, memory, scores = zip(*(run_demo() for _ in range(options.runs)), strict=True)
-        lines.append(row("`learner demo`, wall time", list(seconds), DEMO_LIMIT_S, "s"))
-        lines.append(row("`learner demo`, peak memory", list(memory), MEMORY_LIMIT_GIB, "GiB"))
-        lines.append(
-            row("`learner demo`, F1 at the end (higher is better)", list(scores), F1_GOAL, "")
+def helps(rounds: int) -> list[Result]:
+    return [
+        median_of(
+            f"`{command} --help`",
+            [help_seconds(command) for _ in range(rounds)],
+            HELP_LIMIT_S,
+            at_least=False,
+            unit=" s",
         )
-    print("\n".join(lines))
+        for command in ("learner", "rollout-server")
+    ]
+
+
+def demos(rounds: int) -> list[Result]:
+    runs = [run_demo() for _ in range(rounds)]
+    name = "`learner demo`"
+    seconds, peaks, scores = zip(*runs, strict=True)
+    return [
+        median_of(f"{name}, wall time", seconds, DEMO_LIMIT_S, at_least=False, unit=" s"),
+        median_of(f"{name}, peak memory", peaks, MEMORY_LIMIT_GIB, at_least=False, unit=" GiB"),
+        median_of(f"{name}, F1 at the end", scores, F1_GOAL, at_least=True),
+    ]
+
+
+def _rounds(_: Path, rounds: int, __: ExitStack) -> int:
+    return rounds
 
 
 if __name__ == "__main__":
-    main()
+    run("demo", __doc__, {"help": helps, "demo": demos}, _rounds, rounds=5, errors=(PeerFailed,))

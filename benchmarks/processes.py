@@ -6,6 +6,7 @@ ids, and a peer ends itself when the benchmark is killed (`end_with_benchmark`).
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from benchmarks.demo import tree
 from rollout_server.orphans import stop_with
 
 START_TIMEOUT_S = 600.0
@@ -139,6 +139,29 @@ def _runs(pid: int) -> bool:
 def end_with_benchmark() -> None:
     """In a peer: have the kernel send SIGTERM when the benchmark that started it dies."""
     stop_with(int(os.environ["BENCHMARK_PID"]))
+
+
+def tree(pid: int) -> list[int]:
+    """The process and every process below it."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            below = task.read_text().split()
+        except OSError:
+            continue
+        for child in below:
+            found += tree(int(child))
+    return found
+
+
+def proportional_kib(pid: int) -> int:
+    """Resident memory with a part of each shared page (Pss); 0 when the process has just ended."""
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^Pss:\s+(\d+)", rollup, re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 @dataclass(frozen=True)

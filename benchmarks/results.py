@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 HEADER = "| what | measured | spread | goal | | detail |\n|---|---|---|---|---|---|"
@@ -15,6 +15,7 @@ class Result:
 
     values: of each round; `measured` stands for them all.
     at_least: whether the goal is a lower bound.
+    least: where the goal is a range, its lower end; `goal` is the upper one.
     detail: what else a reader wants to know, such as both sides of a ratio.
     """
 
@@ -25,15 +26,18 @@ class Result:
     at_least: bool
     unit: str = ""
     detail: str = ""
+    least: float | None = None
 
     @property
     def met(self) -> bool:
-        return self.measured >= self.goal if self.at_least else self.measured <= self.goal
+        if self.at_least:
+            return self.measured >= self.goal
+        return self.measured <= self.goal and (self.least is None or self.measured >= self.least)
 
     @property
     def row(self) -> str:
         spread = f"{_figure(min(self.values))} .. {_figure(max(self.values))}"
-        bound = ">=" if self.at_least else "<="
+        bound = ">=" if self.at_least else "<=" if self.least is None else f"{self.least:g} .."
         cells = (
             self.name,
             f"{_figure(self.measured)}{self.unit}",
@@ -58,6 +62,16 @@ def median_of(
 
 def table(results: Sequence[Result]) -> str:
     return "\n".join([HEADER, *(result.row for result in results)])
+
+
+def read_json(path: Path) -> list[Result]:
+    """What `write_json` wrote."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    names = [field.name for field in fields(Result)]
+    return [
+        Result(**{name: row[name] for name in names} | {"values": tuple(row["values"])})
+        for row in rows
+    ]
 
 
 def write_json(results: Sequence[Result], path: Path) -> None:

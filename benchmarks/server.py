@@ -175,7 +175,7 @@ PARTS = {
 def main() -> None:
     assert __doc__ is not None
     errors = (ContractError, PeerFailed, UnequalWork)
-    run("server", __doc__, PARTS, Bench, rounds=7, errors=errors)
+    run("server", __doc__, PARTS, Bench, rounds=5, errors=errors)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.demo import tree
-from benchmarks.processes import Holdings, holdings, name_of
+from benchmarks.processes import Holdings, holdings, name_of, tree
 from benchmarks.results import Result
 from benchmarks.workload import infer_call, make_scenes
 

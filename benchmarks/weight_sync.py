@@ -361,7 +361,7 @@ PARTS = {
 def main() -> None:
     assert __doc__ is not None
     errors = (ContractError, PeerFailed, WeightSyncError)
-    run("weight_sync", __doc__, PARTS, Bench, rounds=5, errors=errors)
+    run("weight_sync", __doc__, PARTS, Bench, rounds=7, errors=errors)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import binpacking
+from binpacking.to_constant_volume import to_constant_volume
 
 from benchmarks.results import Result, median_of
 from learner.packing import EXACT_POOL, plan_packs
@@ -119,7 +119,7 @@ def _fullest_with_oldest(waiting: list[int], pool: Pool) -> list[int]:
     oldest, *others = waiting
     room = pool.capacity - pool.lengths[oldest]
     fitting = [(i, pool.lengths[i]) for i in others if pool.lengths[i] <= room]
-    bins = binpacking.to_constant_volume(fitting, room, weight_pos=1)
+    bins = to_constant_volume(fitting, room, weight_pos=1)
     candidates = [[oldest, *(i for i, _ in items)] for items in bins]
     candidates.append(_first_come(waiting, pool))
     return max(candidates, key=lambda pack: sum(pool.lengths[i] for i in pack))

@@ -41,8 +41,8 @@ def rollout_options(checkpoint: Path, port: str) -> list[str]:
 def main() -> None:
     end_with_benchmark()
     checkpoint, port = Path(sys.argv[1]), sys.argv[2]
-    from swift.arguments import RolloutArguments  # type: ignore[import-untyped]
-    from swift.pipelines import rollout_main  # type: ignore[import-untyped]
+    from swift.arguments import RolloutArguments
+    from swift.pipelines import rollout_main
 
     RolloutArguments._check_device_count = lambda self: None
     rollout_main(rollout_options(checkpoint, port))

@@ -2,10 +2,12 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import NAMES, PAGE, ROOT, with_table
 from benchmarks.method_parts.arms import ARMS, BASE, GUARD, TITLES, WithoutAppend
 from benchmarks.method_parts.curves import LINES, curves_png
 from benchmarks.method_parts.records import (
@@ -17,7 +19,7 @@ from benchmarks.method_parts.records import (
     spread,
     tables,
 )
-from benchmarks.results import Result, median_of, table, write_json
+from benchmarks.results import Result, median_of, read_json, table, write_json
 from benchmarks.throughput import REQUESTS, Side, UnequalWork, Work, compare
 from benchmarks.workload import ANSWER_TOKENS, Scene, infer_call, make_scenes, openai_messages
 from learner.channels.encoding import Encoding
@@ -106,6 +108,48 @@ def test_json_holds_every_value_and_the_verdict(tmp_path: Path) -> None:
     write_json([median_of("speed", [1.0, 3.0, 2.0], 2.5, at_least=True)], tmp_path / "out.json")
     (row,) = json.loads((tmp_path / "out.json").read_text())
     assert (row["measured"], row["values"], row["met"]) == (2.0, [1.0, 3.0, 2.0], False)
+
+
+@pytest.mark.parametrize(("measured", "word"), [(0.7, "missed"), (1.0, "met"), (1.3, "missed")])
+def test_a_goal_may_be_a_range(measured: float, word: str) -> None:
+    result = Result("predicted", measured, (measured,), 1.25, at_least=False, least=0.8)
+    assert result.row.split(" | ")[3:5] == ["0.8 .. 1.25", word]
+
+
+def test_results_read_back_as_they_were_written(tmp_path: Path) -> None:
+    results = [
+        median_of("speed", [1.0, 3.0, 2.0], 2.5, at_least=True, unit=" s", detail="both"),
+        Result("predicted", 1.0, (1.0,), 1.25, at_least=False, least=0.8),
+    ]
+    write_json(results, tmp_path / "out.json")
+    assert read_json(tmp_path / "out.json") == results
+
+
+def test_the_page_has_a_table_for_every_benchmark_and_gets_a_new_one_in_its_place() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    rows = table([median_of("new", [1.0], 2.0, at_least=False)])
+    for name in NAMES:
+        changed = with_table(page, name, rows)
+        assert changed.count(rows) == 1
+        before, after = changed.split(rows)
+        assert page.startswith(before)
+        assert page.endswith(after)
+        assert f"benchmarks.{name}" in before.rpartition("\n## ")[2]
+        assert with_table(changed, name, rows) == changed
+
+
+def test_a_page_without_the_benchmark_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"benchmarks\.steps"):
+        with_table("`.venv/bin/python -m benchmarks.steps`\n\n## Next\n\n| a |\n", "steps", "| b |")
+
+
+def test_every_benchmark_is_run_with_the_others() -> None:
+    commands = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if re.search(r"^    run\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert commands == set(NAMES)
 
 
 @pytest.mark.parametrize("with_image", [False, True])
