@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shared_contracts.cli import BAD_INPUT, RUN_FAILED, describe
+from shared_contracts.cli import describe, exit_code
 from shared_contracts.errors import ContractError, ContractErrors, RunError
 
 _FAILED = "failed"
@@ -123,8 +123,8 @@ class Watch:
             self._end_if_stuck()
             if self._failure is not None:
                 if not self._stopped.wait(self._timing.grace):
-                    print(_told(self._failure), file=sys.stderr, flush=True)
-                    self._end(_exit_code(self._failure))
+                    print(describe(self._failure), file=sys.stderr, flush=True)
+                    self._end(exit_code(self._failure))
                 return
 
     def _end_if_stuck(self) -> None:
@@ -133,8 +133,8 @@ class Watch:
             return
         error, since = self._failed
         if time.monotonic() - since > self._timing.unwind:
-            print(_told(error), file=sys.stderr, flush=True)
-            self._end(_exit_code(error))
+            print(describe(error), file=sys.stderr, flush=True)
+            self._end(exit_code(error))
 
     def _look(self) -> None:
         with self._lock:
@@ -196,11 +196,3 @@ def rebuilt(described: dict[str, Any], rank: int) -> RunError | ContractError:
         return RunError(f"learner process {rank} failed: {described['told']}")
     errors = [ContractError(*parts) for parts in described["contract"]]
     return errors[0] if len(errors) == 1 else ContractErrors(errors)
-
-
-def _told(error: BaseException) -> str:
-    return describe(error) if isinstance(error, ContractError) else f"error: {error}"
-
-
-def _exit_code(error: BaseException) -> int:
-    return BAD_INPUT if isinstance(error, ContractError) else RUN_FAILED

@@ -29,8 +29,8 @@ from rollout_server.logs import set_up_logging
 from rollout_server.pool import Pool
 from rollout_server.repeat_config import ACTIVATION
 from rollout_server.settings import ServerSettings
-from shared_contracts.cli import BAD_INPUT, RUN_FAILED, describe
-from shared_contracts.errors import ContractError
+from shared_contracts.cli import describe, exit_code
+from shared_contracts.errors import ContractError, RunError
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +70,15 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
 def tell(failure: BaseException, settings: ServerSettings) -> int:
     """Say why no engine could start; the exit code."""
     reason = " ".join(str(failure).split())
-    if isinstance(failure, GuardInactive):
-        print(describe(ContractError("repeat_terminate", reason, ACTIVATION)), file=sys.stderr)
-        return BAD_INPUT
-    print(
-        f"error: an engine could not start with {settings.model}; its log is above ({reason})",
-        file=sys.stderr,
+    error = (
+        ContractError("repeat_terminate", reason, ACTIVATION)
+        if isinstance(failure, GuardInactive)
+        else RunError(
+            f"an engine could not start with {settings.model}; its log is above ({reason})"
+        )
     )
-    return RUN_FAILED
+    print(describe(error), file=sys.stderr)
+    return exit_code(error)
 
 
 def _leave(code: int) -> NoReturn:

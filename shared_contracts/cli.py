@@ -1,12 +1,22 @@
-"""How both commands end when they cannot do what they were asked: a plain message."""
+"""What both commands share: their version, and how they end when they cannot do as asked."""
 
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 
 from shared_contracts.errors import ContractError, ContractErrors, RunError
+from shared_contracts.printable import printable
 
+DISTRIBUTION = "rollmatch"
 BAD_INPUT = 2
 RUN_FAILED = 1
+
+
+def print_version(wanted: bool) -> None:
+    """Callback of `--version`: print that of the installed distribution, and end."""
+    if wanted:
+        print(DISTRIBUTION, version(DISTRIBUTION))
+        sys.exit()
 
 
 def run_cli(app: Callable[[], object]) -> None:
@@ -16,15 +26,23 @@ def run_cli(app: Callable[[], object]) -> None:
     """
     try:
         app()
-    except ContractError as error:
+    except (ContractError, RunError) as error:
         print(describe(error), file=sys.stderr)
-        sys.exit(BAD_INPUT)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(RUN_FAILED)
+        sys.exit(exit_code(error))
 
 
-def describe(error: ContractError) -> str:
-    """The message of an error, or of each of several."""
+def describe(error: BaseException) -> str:
+    """The message of an error, or of each of several, as a terminal may be shown it.
+
+    A ContractError is told in three lines, any other error in its own words.
+    """
+    if not isinstance(error, ContractError):
+        return printable(f"error: {error}", lines=True)
     errors = error.errors if isinstance(error, ContractErrors) else [error]
-    return "\n".join(f"error: {e.where}\n  found: {e.found}\n  do: {e.do}" for e in errors)
+    message = "\n".join(f"error: {e.where}\n  found: {e.found}\n  do: {e.do}" for e in errors)
+    return printable(message, lines=True)
+
+
+def exit_code(error: BaseException) -> int:
+    """What a process that cannot go on because of `error` ends with."""
+    return BAD_INPUT if isinstance(error, ContractError) else RUN_FAILED

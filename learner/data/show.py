@@ -12,8 +12,8 @@ from learner.data.check import FileReport, kinds
 from learner.data.conversion import Conversion, Rule
 from learner.data.findings import Finding
 from learner.data.images import Looks
-from learner.printable import printable
 from shared_contracts.cli import describe
+from shared_contracts.printable import printable
 
 # Columns of a table that no terminal bounds.
 _PIPE_WIDTH = 160
@@ -64,7 +64,7 @@ def plain(value: object) -> Text:
 
 def told(finding: Finding) -> str:
     """A finding as the command line tells every error, in three parts."""
-    text = printable(describe(finding.error()), lines=True)
+    text = describe(finding.error())
     return text.replace("error:", "warning:", 1) if finding.warning else text
 
 

@@ -9,12 +9,12 @@ from rich.text import Text
 
 from learner.data.show import new_table, plain
 from learner.metrics.declared import METRICS
-from learner.printable import printable
 from learner.replay.logged import listed
 from learner.replay.show import facts_table
 from learner.rollout_log import Judged, LoggedTarget, StepAnswer
 from learner.tokens import Tokenizer, decode_exactly
 from learner.types import Role, Shape, Target
+from shared_contracts.printable import printable
 
 _STYLES = {
     Role.MATCHED_STRUCTURE: "green",

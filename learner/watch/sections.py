@@ -7,10 +7,10 @@ from statistics import fmean
 from rich.text import Text
 
 from learner.metrics.step_line import channel_of
-from learner.printable import printable
 from learner.watch.spark import Glyphs, bar, sparkline
 from learner.watch.watched import Numbers, Server, Watched
 from learner.watch.words import duration, number
+from shared_contracts.printable import printable
 
 Lines = list[Text]
 

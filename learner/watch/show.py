@@ -19,13 +19,13 @@ from rich.live import Live
 from rich.text import Text
 
 from learner.metrics.step_line import step_line
-from learner.printable import printable
 from learner.run_folder import RunFolder
 from learner.watch.frame import frame
 from learner.watch.spark import ASCII, BLOCKS, Glyphs
 from learner.watch.watched import Numbers, Watched
 from learner.watch.words import duration
 from shared_contracts.errors import RunError
+from shared_contracts.printable import printable
 
 _EVERY_S = 1.0
 _LOOK_S = 0.05

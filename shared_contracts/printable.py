@@ -1,4 +1,4 @@
-"""Text of files and of models, as it may be shown on a terminal."""
+"""Text of files, of models and of other programs, as it may be shown on a terminal."""
 
 
 def printable(text: object, *, lines: bool = False) -> str:
