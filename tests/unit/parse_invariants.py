@@ -106,8 +106,12 @@ def check_round_trip(
     truths: Sequence[GroundTruthObject],
     tokenizer: Tokenizer,
     order: FieldOrder,
+    allow_poly: bool = True,
 ) -> None:
-    """With every ground truth missed, the target reads back as predictions and ground truths."""
+    """With every ground truth missed, the target reads back as predictions and ground truths.
+
+    allow_poly: as `parsed` was read; without it no ground truth may be a polygon.
+    """
     missed = MatchResult(
         pairs=[],
         false_positives=list(range(len(parsed.objects))),
@@ -116,7 +120,7 @@ def check_round_trip(
         mask_iou=np.full((len(parsed.objects), len(truths)), np.nan),
     )
     target = build_target(parsed, truths, missed, tokenizer, order)
-    again = parse_rollout(target.token_ids, tokenizer)
+    again = parse_rollout(target.token_ids, tokenizer, allow_poly=allow_poly)
     n_kept = len(parsed.objects)
     assert [(o.key, o.desc, o.shape) for o in again.objects[:n_kept]] == [
         (o.key, o.desc, o.shape) for o in parsed.objects
