@@ -24,7 +24,7 @@ def read_yaml(path: Path, option: str) -> dict[str, Any]:
         raise ContractError(
             option, f"{path} cannot be read ({error.strerror})", "Name a readable file"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # or an escape beyond Unicode
         raise ContractError(option, f"{path} is not YAML ({error})", "Correct it") from None
     except RecursionError:
         raise ContractError(option, f"{path} is nested too deep", "Write fewer levels") from None

@@ -103,6 +103,8 @@ def read_document(path: Path) -> Document:
         lines = dict(_lines(root))
     except yaml.YAMLError as error:
         raise _bad_yaml(path, error) from error
+    except (ValueError, OverflowError) as error:  # PyYAML's, of an escape beyond Unicode
+        raise ContractError(str(path), f"is not YAML ({error})", "Correct the file") from error
     except RecursionError:
         raise _too_deep(path) from None
     if not isinstance(value, dict):

@@ -1,5 +1,6 @@
 """Config files: YAML and `extends`."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ def error_of(path: Path) -> ContractError:
         ("~", None),
         ("", None),
         ("'1'", "1"),
+        ("-.inf", -math.inf),
+        ("1" * 1000, int("1" * 1000)),
+        ("!!str 12", "12"),
+        ("!!float 12", 12.0),
     ],
 )
 def test_scalars_are_those_of_yaml_1_2(tmp_path: Path, text: str, value: Any) -> None:
@@ -68,6 +73,13 @@ def test_scalars_are_those_of_yaml_1_2(tmp_path: Path, text: str, value: Any) ->
         ("a: &x {b: *x}\n", 1, ""),
         ("a: 1\n---\nb: 2\n", 2, "document"),
         ("a: 1\n\tb: 2\n", 2, ""),
+        (f"a: 1\nb: {'1' * 4301}\n", 2, "an integer of 4301 digits"),
+        (f"b: 0x{'f' * 4000}\n", 1, "an integer of 4002 digits"),
+        ("a: 1\nb: !!int abc\n", 2, "'abc' is not of the type int"),
+        ("b: !!bool perhaps\n", 1, "'perhaps' is not of the type bool"),
+        ("b: !!float 12:30\n", 1, "'12:30' is not of the type float"),
+        ("b: !!timestamp yesterday\n", 1, "timestamp"),
+        ('b: "\\ud83d\\ude00"\n', 1, "\\ud83d is half a character"),
     ],
 )
 def test_bad_yaml_names_the_file_and_the_line(
@@ -77,6 +89,12 @@ def test_bad_yaml_names_the_file_and_the_line(
     error = error_of(path)
     assert error.where.startswith(f"{path}:{line}:")
     assert word in error.found
+
+
+def test_an_escape_beyond_unicode_is_a_plain_error(tmp_path: Path) -> None:
+    for escape in ("\\UFFFFFFFF", "\\U00110000"):
+        path = written(tmp_path / "bad.yaml", f'a: "{escape}"\n')
+        assert error_of(path).where == str(path)
 
 
 @pytest.mark.parametrize("depth", [101, 300, 3000])
