@@ -1,7 +1,7 @@
 """`rollout-server`: options in, a running server or a three-part error out.
 
-`--help` imports neither pydantic nor what follows it; FastAPI and torch are imported
-only once the options are known to be good.
+`--help` imports nothing that takes long; FastAPI and torch are imported only once the options
+are known to be good.
 """
 
 from pathlib import Path
@@ -9,14 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
-from shared_contracts.cli import run_cli
+from shared_contracts.cli import print_version, run_cli
 from shared_contracts.errors import ContractError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback()
-def rollout_server() -> None:
+def rollout_server(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
     """Serve rollouts of a vision-language model and take new weights in memory."""
 
 
@@ -118,15 +125,14 @@ def serve(
     ] = None,
 ) -> None:
     """Start the replicas and serve them on one port."""
-    options = dict(locals())
-    del options["config"], options["run_config"]
-    options["gpus"] = _gpu_list(gpus)
+    _serve(**locals())
+
+
+def _serve(config: Path | None, run_config: Path | None, **options: Any) -> None:
+    """options: of the command, which are settings; some by another name or in another form."""
+    options["gpus"] = _gpu_list(options["gpus"])
     options["allowed_media_dirs"] = options.pop("allowed_media_dir")
     options["allowed_media_hosts"] = options.pop("allowed_media_host")
-    _serve(config, run_config, options)
-
-
-def _serve(config: Path | None, run_config: Path | None, options: dict[str, Any]) -> None:
     from rollout_server.engine_env import apply_engine_environment
     from rollout_server.orphans import stop_with
     from rollout_server.preflight import bind, check_settings
