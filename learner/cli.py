@@ -16,14 +16,9 @@ from learner.commands.report import report
 from learner.commands.simulate import simulate
 from learner.commands.toy import toy_app
 from learner.commands.watch import watch
-from shared_contracts.cli import run_cli
+from shared_contracts.cli import print_version, run_cli
 
-app = typer.Typer(
-    help="Fine-tune a vision-language detector by rollout matching.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(toy_app, name="toy")
@@ -34,6 +29,18 @@ app.command()(report)
 app.command()(replay)
 app.command()(watch)
 app.command()(simulate)
+
+
+@app.callback()
+def learner(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Fine-tune a vision-language detector by rollout matching."""
 
 
 @app.command()

@@ -17,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 
 from learner.config import load_config
+from learner.config.json_schema import schema_text
 from learner.config.schema import Config
 from learner.config.yaml12 import dump_mapping
 from learner.data.jsonl import read_samples
@@ -30,7 +31,8 @@ from learner.publish import publish_text, require_free
 from learner.train import evaluation_facts, score_checkpoint, train
 from learner.types import Sample
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = Path(__file__).resolve().with_name("demo_configs")
+SCHEMA = "schema.json"
 TRAIN_SCENES = 4096
 HELD_OUT_SCENES = 128
 MAX_NUM_SEQS = 64
@@ -61,6 +63,7 @@ def run_demo(folder: Path, seed: int, console: Console) -> Scores:
     )
     make_data(world.data, TRAIN_SCENES, HELD_OUT_SCENES, seed)
     make_model(world.model, seed)
+    publish_text(folder / SCHEMA, schema_text())
     log = folder / "server.log"
     with ServerProcess(_server_options(world), log) as server:
         console.print(f"[bold]2/5[/] Starting the rollout server (log: {log})")
@@ -122,15 +125,14 @@ def _config(name: str, folder: Path, model: Path, world: World, base_url: str, s
     files = ToyData.under(world.data)
     server = {"servers": [{"base_url": base_url, "group_port": group_port}]}
     own = {
-        "extends": os.path.relpath(CONFIGS / "demo" / f"{name}.yaml", folder),
+        "extends": os.path.relpath(CONFIGS / f"{name}.yaml", folder),
         "model": {"model": str(model)},
         "data": {"train_jsonl": str(files.train_jsonl), "val_jsonl": str(files.val_jsonl)},
         "training": {"output_dir": str(folder / name), "seed": seed},
         "rollout_matching": {"vllm": {"server": server}},
     }
-    schema = os.path.relpath(CONFIGS / "schema.json", folder)
     path = folder / f"{name}.yaml"
-    publish_text(path, f"# yaml-language-server: $schema={schema}\n{dump_mapping(own)}")
+    publish_text(path, f"# yaml-language-server: $schema={SCHEMA}\n{dump_mapping(own)}")
     return load_config(path)
 
 

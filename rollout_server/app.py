@@ -3,6 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Header, Query, Request, Response
@@ -23,6 +24,7 @@ from rollout_server.problems import install_problem_handlers
 from rollout_server.race import unless
 from rollout_server.secret import read_token
 from rollout_server.settings import ServerSettings
+from shared_contracts.cli import DISTRIBUTION
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, PROBLEM_TITLES, Problem
 from shared_contracts.infer import ChatCompletionResponse, InferCall, RolloutEnvelope
 from shared_contracts.server_info import Health, Info, Live, WorldSize
@@ -67,6 +69,7 @@ BARE = TypeAdapter(Bare)
 def create_app(pool: Pool, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     app = FastAPI(
         title="Rollmatch rollout server",
+        version=version(DISTRIBUTION),
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,
