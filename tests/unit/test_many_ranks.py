@@ -26,9 +26,9 @@ from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RequestConfig
+from tests.unit.fleets import differences
 from tests.unit.scripted_rollouts import Fault, ScriptedChannel, ScriptedRollouts, bodies
 from tests.unit.scripted_server import Reply, problem, scripted_server
-from tests.unit.test_recovery import differences
 
 S = ScriptedRollouts
 T = TypeVar("T")

@@ -1,0 +1,147 @@
+"""A weight group from its forming to its end: nothing of it is left behind."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from learner.sync.push import WeightSyncError
+from learner.sync.source import MergedWeights
+from rollout_server.group_store import open_group_store
+from shared_contracts.weights import InitCommunicator
+from tests.unit.push_worker import (
+    Falling,
+    Weights,
+    Worker,
+    free_port,
+    other_rank,
+    pusher_to,
+    resources,
+    wait_until,
+)
+from tests.unit.scripted_server import Reply, ScriptedServer, problem, scripted_server
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with scripted_server() as running:
+        yield running
+
+
+def test_closing_and_letting_go_again_or_before_connecting_is_no_error(
+    server: ScriptedServer,
+) -> None:
+    worker = Worker(server)
+    with pusher_to(server) as pusher:
+        pusher.close()
+        pusher.abandon()
+        pusher.close()
+    with pusher_to(server) as pusher:
+        pusher.abandon()
+        assert pusher.connect() is pusher.connect()
+        pusher.abandon()
+        pusher.abandon()
+        worker.drop_group()
+        pusher.push(version=2)
+        pusher.close()
+        pusher.close()
+    assert worker.groups_formed == 2
+    (farewell,) = server.bodies("POST /close_communicator/")  # of the group that it is in
+    assert farewell["attempt"] == server.bodies("POST /init_communicator/")[-1]["attempt"]
+
+
+@pytest.mark.req("SYNC-01", "SYNC-04")
+def test_a_pusher_that_was_closed_in_the_middle_of_a_push_forms_no_other_group(
+    server: ScriptedServer,
+) -> None:
+    """As a push is that was left behind in its thread."""
+    worker = Worker(server)
+    choice = Falling(MergedWeights(Weights()), MergedWeights(Weights()))
+    with pusher_to(server, choice=choice) as pusher:
+
+        def close(_: object) -> Reply:
+            pusher.close()
+            return problem("internal", "!", "transfer")
+
+        server.routes["POST /update_weights/"] = close
+        with pytest.raises(WeightSyncError):
+            pusher.push(version=1)
+        for call in (pusher.connect, lambda: pusher.push(version=1)):
+            with pytest.raises(WeightSyncError, match="has left this server"):
+                call()
+    assert worker.groups_formed == 1
+    assert choice.errors == []
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_pusher_that_was_closed_while_it_formed_its_group_lets_go_of_it(
+    server: ScriptedServer,
+) -> None:
+    worker = Worker(server)
+    with pusher_to(server) as pusher:
+
+        def form(body: object) -> Reply:
+            pusher.close()
+            return worker.init(body)
+
+        server.routes["POST /init_communicator/"] = form
+        with pytest.raises(WeightSyncError, match="has left this server"):
+            pusher.push(version=1)
+    assert server.bodies("POST /start_weight_update/") == []
+
+
+def test_closing_does_not_wait_for_a_server_that_is_gone(server: ScriptedServer) -> None:
+    Worker(server)
+    with pusher_to(server) as pusher:
+        pusher.connect()
+        server.routes["POST /close_communicator/"] = lambda _: problem("internal", "!", "close")
+        pusher.close()
+    assert len(server.bodies("POST /close_communicator/")) == 1
+
+
+@pytest.mark.req("SYNC-07")
+def test_a_learner_that_comes_back_twenty_times_leaves_nothing_behind(
+    server: ScriptedServer,
+) -> None:
+    worker = Worker(server)
+    with pusher_to(server) as pusher:
+        pusher.push(version=1)
+    before = resources()
+    for turn in range(20):
+        with pusher_to(server) as pusher:
+            pusher.push(version=2 + turn)
+            if turn % 2:
+                pusher.abandon()
+                worker.drop_group()
+    wait_until(lambda: resources() <= before)
+    assert worker.groups_formed == 21
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_process_ends_though_a_collective_of_it_hangs() -> None:
+    """The other rank stays in the group and never receives."""
+    program = """
+        import sys, threading, torch
+        from learner.sync.gloo import GlooGroup
+        from shared_contracts.weights import InitCommunicator, ParameterMeta
+
+        group = GlooGroup(InitCommunicator.model_validate_json(sys.argv[1]))
+        meta = ParameterMeta(name="w", dtype="float32", shape=[2**22])
+        send = lambda: group.send([meta], [("w", torch.zeros(2**22))])
+        sending = threading.Thread(target=send, daemon=True)
+        sending.start()
+        sending.join(1.0)
+        assert sending.is_alive()
+        group.abandon()
+        print("left", flush=True)
+    """
+    body = InitCommunicator(host="127.0.0.1", port=free_port(), world_size=2, timeout_s=600)
+    held = open_group_store(body.host, body.port, body.timeout_s)
+    command = [sys.executable, "-c", textwrap.dedent(program), body.model_dump_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ours:
+        group = other_rank(body)
+        said, _ = ours.communicate(timeout=120)
+    assert (said, ours.returncode) == ("left\n", 0)
+    del group, held
