@@ -60,13 +60,14 @@ class _Entry(NamedTuple):
     """One entry of a finished target.
 
     span: tokens [start, end), with all that leads up to it.
-    found: the object the strict parser reads there, None where it drops it.
-    lesson: None for a false positive.
+    desc: tokens that hold a character of its description, where it is taught.
+    group: its coordinates, and what they are taught; None for a false positive, all of
+        which is passed over.
     """
 
     span: tuple[int, int]
-    found: ParsedObject | None
-    lesson: _Lesson | None
+    desc: list[int]
+    group: CoordGroup | None
 
 
 def build_target(
@@ -163,17 +164,12 @@ def _supervise(
     entries = _read_entries(token_ids, lessons, tokenizer)
     role = _roles(token_ids, entries, vocab.bins)
     role[list(closure)] = Role.CLOSURE
-    groups = [
-        CoordGroup(tuple(entry.found.coord_token_indices), *entry.lesson)
-        for entry in entries
-        if entry.found is not None and entry.lesson is not None
-    ]
     return Target(
         token_ids=token_ids,
         prefix_len=prefix_len,
         fn_keys=fn_keys,
         role=role,
-        coord_groups=sorted(groups, key=lambda group: not group.matched),
+        coord_groups=[entry.group for entry in entries if entry.group is not None],
     )
 
 
@@ -182,14 +178,21 @@ def _read_entries(
 ) -> list[_Entry]:
     """The entries that the strict parser finds in a target, each with its lesson."""
     again = parse_rollout(token_ids, tokenizer)
-    found = [None if i is None else again.objects[i] for _, i in again.entry_ends]
-    readable = len(found) == len(lessons) and all(
-        lesson is None or item is not None for item, lesson in zip(found, lessons, strict=True)
-    )
-    if not readable:
-        raise TargetUnreadable(f"the strict parser drops {again.dropped} of a finished target")
+    unreadable = TargetUnreadable(f"the strict parser drops {again.dropped} of a finished target")
+    if len(again.entry_ends) != len(lessons):
+        raise unreadable
     spans = _entry_spans([end for end, _ in again.entry_ends], token_ids, tokenizer)
-    return [_Entry(*parts) for parts in zip(spans, found, lessons, strict=True)]
+    entries = []
+    for span, (_, index), lesson in zip(spans, again.entry_ends, lessons, strict=True):
+        if lesson is None:
+            entries.append(_Entry(span, [], None))
+        elif index is None:
+            raise unreadable
+        else:
+            found = again.objects[index]
+            group = CoordGroup(tuple(found.coord_token_indices), *lesson)
+            entries.append(_Entry(span, found.desc_token_indices, group))
+    return entries
 
 
 def _entry_spans(
@@ -215,14 +218,14 @@ def _roles(
     """Role of each token; where tokens are shared, what is written later here wins."""
     role = np.full(len(token_ids), Role.APPENDED_STRUCTURE, dtype=np.int8)
     for entry in entries:
-        if entry.lesson is not None and entry.lesson.matched:
+        if entry.group is not None and entry.group.matched:
             role[slice(*entry.span)] = Role.MATCHED_STRUCTURE
     for entry in entries:
-        if entry.lesson is not None and entry.found is not None:
-            desc = Role.MATCHED_DESC if entry.lesson.matched else Role.APPENDED_DESC
-            role[entry.found.desc_token_indices] = desc
+        if entry.group is not None:
+            desc = Role.MATCHED_DESC if entry.group.matched else Role.APPENDED_DESC
+            role[entry.desc] = desc
     role[[i for i, token_id in enumerate(token_ids) if token_id in coord_bins]] = Role.COORD
     for entry in entries:
-        if entry.lesson is None:
+        if entry.group is None:
             role[slice(*entry.span)] = Role.FALSE_POSITIVE
     return role

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import groupby
 
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from learner.config.rollout_matching import MatchingConfig
@@ -140,6 +142,25 @@ def test_the_field_order_holds_for_what_is_appended_and_leaves_the_prefix_alone(
     answer = json.loads(assistant_text(tokenizer, target))
     assert list(answer["object_1"]) == ["desc", "bbox_2d"]
     assert list(answer["object_2"]) == ["bbox_2d", "desc"]
+
+
+@pytest.mark.req("APPEND-01")
+def test_a_tokenizer_that_begins_every_text_with_a_token_of_its_own_adds_none_to_a_target(
+    qwen_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    greeting = deepcopy(qwen_tokenizer)
+    special = [(IM_END, token_table(qwen_tokenizer).vocab.im_end_id)]
+    greeting.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{IM_END} $A", special_tokens=special
+    )
+    assert greeting.encode("{}") != encode(greeting, "{}")
+    answers = [
+        build_ground_truth_target([CAT], each, "desc_first") for each in (greeting, qwen_tokenizer)
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    said = "{" + entry(1) + "}"
+    appended = [target_of(each, said, [CAT, DOG], [(0, 0)]) for each in (greeting, qwen_tokenizer)]
+    assert appended[0].token_ids == appended[1].token_ids
 
 
 # ---- roles ---------------------------------------------------------------------------
@@ -286,11 +307,9 @@ def test_matched_boxes_are_taught_the_truth_at_the_positions_of_the_prediction(
     target = target_of(tokenizer, rollout, [DOG, CAT], [(0, 1)])
     first, second = target.coord_groups
     vocab = token_table(tokenizer).vocab
-    assert first.matched
-    assert first.bins == CAT.shape.coords
+    assert (first.bins, first.matched, first.is_box) == (CAT.shape.coords, True, True)
     assert tuple(vocab.bins[target.token_ids[p]] for p in first.positions) == predicted
-    assert not second.matched
-    assert second.bins == DOG.shape.coords
+    assert (second.bins, second.matched, second.is_box) == (DOG.shape.coords, False, True)
     assert tuple(vocab.bins[target.token_ids[p]] for p in second.positions) == second.bins
     supervised = set(first.positions) | set(second.positions)
     assert set(np.flatnonzero(target.role == Role.COORD).tolist()) == supervised
@@ -394,6 +413,7 @@ def test_the_ground_truth_target_is_the_whole_answer_in_order(
         ["desc", "bbox_2d"] if order == "desc_first" else ["bbox_2d", "desc"],
     )
     assert target.prefix_len == 0
+    assert target.fn_keys == list(answer)
     assert [(group.bins, group.matched) for group in target.coord_groups] == [
         (DOG.shape.coords, False),
         (CAT.shape.coords, False),
