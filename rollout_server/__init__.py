@@ -1,4 +1,5 @@
 """The rollout server: FastAPI over vLLM.
 
-Never imports `learner`; only `engine`, the weight engines and what runs in workers import vLLM.
+Never imports `learner`. vLLM is imported by `engine` with `engine_args` and `guard_check`, by the
+weight engines, and by what runs in workers.
 """

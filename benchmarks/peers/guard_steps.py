@@ -20,7 +20,7 @@ from vllm.v1.sample.logits_processor.interface import AddedRequest, BatchUpdate
 
 from benchmarks.guard import BATCH, CASES, Case, guarded_settings
 from benchmarks.processes import end_with_benchmark
-from rollout_server.engine import engine_args, sampling_params
+from rollout_server.engine_args import engine_args, sampling_params
 from rollout_server.repeat_processor import RepeatProcessor
 from shared_contracts.infer import RequestConfig
 

@@ -1,6 +1,5 @@
 """What vLLM is told: engine arguments and sampling parameters."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any, get_args
@@ -16,11 +15,11 @@ from shared_contracts.repeat_guard import RepeatTerminateConfig
 
 
 @pytest.fixture(scope="module")
-def engine() -> Any:
+def engine_args() -> Any:
     """The module, imported late: it imports vLLM."""
-    from rollout_server import engine
+    from rollout_server import engine_args
 
-    return engine
+    return engine_args
 
 
 @pytest.fixture
@@ -30,33 +29,33 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.req("SRV-03")
-def test_the_decode_batch_size_is_enforced_by_the_engine(engine: Any, model: Path) -> None:
+def test_the_decode_batch_size_is_enforced_by_the_engine(engine_args: Any, model: Path) -> None:
     settings = ServerSettings(model=model, device="cpu", max_num_seqs=5)
-    assert engine.engine_args(settings, 0).max_num_seqs == 5
+    assert engine_args.engine_args(settings, 0).max_num_seqs == 5
 
 
 @pytest.mark.req("SRV-01")
-def test_each_replica_sees_only_its_own_gpus(engine: Any, model: Path) -> None:
+def test_each_replica_sees_only_its_own_gpus(engine_args: Any, model: Path) -> None:
     settings = ServerSettings(model=model, gpus=(3, 4, 5, 6), tensor_parallel_size=2)
-    args = [engine.engine_args(settings, index) for index in range(2)]
+    args = [engine_args.engine_args(settings, index) for index in range(2)]
     assert [a.device_ids for a in args] == [[3, 4], [5, 6]]
     assert [a.tensor_parallel_size for a in args] == [2, 2]
     assert [a.weight_transfer_config.backend for a in args] == ["nccl", "nccl"]
 
 
 @pytest.mark.req("SRV-01")
-def test_ray_places_a_replica_that_spans_nodes(engine: Any, model: Path) -> None:
+def test_ray_places_a_replica_that_spans_nodes(engine_args: Any, model: Path) -> None:
     settings = ServerSettings(
         model=model, distributed_executor_backend="ray", replicas=2, tensor_parallel_size=16
     )
-    args = [engine.engine_args(settings, index) for index in range(settings.num_replicas)]
+    args = [engine_args.engine_args(settings, index) for index in range(settings.num_replicas)]
     assert [a.distributed_executor_backend for a in args] == ["ray", "ray"]
     assert [a.device_ids for a in args] == [None, None]
     assert settings.num_workers == 32
     assert "VLLM_HOST_IP" not in engine_environment(settings)
 
 
-def test_the_settings_of_the_engine_reach_it(engine: Any, model: Path) -> None:
+def test_the_settings_of_the_engine_reach_it(engine_args: Any, model: Path) -> None:
     settings = ServerSettings(
         model=model,
         gpus=(0,),
@@ -65,16 +64,16 @@ def test_the_settings_of_the_engine_reach_it(engine: Any, model: Path) -> None:
         max_images_per_request=3,
         gpu_memory_utilization=0.5,
     )
-    args = engine.engine_args(settings, 0)
+    args = engine_args.engine_args(settings, 0)
     assert args.distributed_executor_backend == "mp"
     assert args.enable_prefix_caching is False
     assert args.limit_mm_per_prompt == {"image": 3, "video": 0}
     assert args.gpu_memory_utilization == 0.5
 
 
-def test_the_cpu_engine_takes_seeds_and_whole_prompts(engine: Any, model: Path) -> None:
+def test_the_cpu_engine_takes_seeds_and_whole_prompts(engine_args: Any, model: Path) -> None:
     settings = ServerSettings(model=model, device="cpu", max_model_len=20_000, kv_cache_gib=0.5)
-    args = engine.engine_args(settings, 0)
+    args = engine_args.engine_args(settings, 0)
     assert args.enable_chunked_prefill is False
     assert args.max_num_batched_tokens >= 20_000
     assert args.kv_cache_memory_bytes == 2**29
@@ -84,25 +83,25 @@ def test_the_cpu_engine_takes_seeds_and_whole_prompts(engine: Any, model: Path) 
 
 @pytest.mark.req("REP-04")
 def test_vllm_is_given_the_repeat_guard_only_where_it_is_asked_for(
-    engine: Any, model: Path
+    engine_args: Any, model: Path
 ) -> None:
     off = ServerSettings(model=model, device="cpu")
     guard = RepeatTerminateConfig(enabled=True, max_object_keys=9)
     on = off.model_copy(update={"repeat_terminate": guard})
-    assert engine.engine_args(off, 0).logits_processors is None
-    assert engine.engine_args(on, 0).logits_processors == [PROCESSOR]
-    assert engine.sampling_params(RequestConfig(), None, 8).stop_token_ids == []
-    assert engine.sampling_params(RequestConfig(), None, 8, sentinel=5).stop_token_ids == [5]
+    assert engine_args.engine_args(off, 0).logits_processors is None
+    assert engine_args.engine_args(on, 0).logits_processors == [PROCESSOR]
+    assert engine_args.sampling_params(RequestConfig(), None, 8).stop_token_ids == []
+    assert engine_args.sampling_params(RequestConfig(), None, 8, sentinel=5).stop_token_ids == [5]
 
 
 @pytest.mark.req("SYNC-01")
 def test_an_engine_has_room_for_one_adapter_only_where_it_is_asked_for(
-    engine: Any, model: Path
+    engine_args: Any, model: Path
 ) -> None:
     off = ServerSettings(model=model, device="cpu")
     on = off.model_copy(update={"enable_lora": True, "max_lora_rank": 64})
-    assert engine.engine_args(off, 0).enable_lora is False
-    args = engine.engine_args(on, 0)
+    assert engine_args.engine_args(off, 0).enable_lora is False
+    args = engine_args.engine_args(on, 0)
     assert (args.enable_lora, args.max_loras, args.max_lora_rank) == (True, 1, 64)
 
 
@@ -113,43 +112,20 @@ def test_the_ranks_of_the_settings_are_those_of_vllm() -> None:
     assert get_args(MaxLoRARanks) == LORA_RANKS
 
 
-class SilentLlm:
-    """An engine that answers nothing."""
-
-    async def collective_rpc(self, *_: Any, **__: Any) -> list[Any]:
-        await asyncio.sleep(60)
-        return []
-
-
-@pytest.mark.req("SRV-05")
-def test_an_engine_is_watched_again_once_a_weight_phase_was_given_up(engine: Any) -> None:
-    async def work() -> None:
-        silent = engine.Engine(SilentLlm(), 0, None)
-        phase = asyncio.create_task(silent.weight_phase("update_weights"))
-        await asyncio.sleep(0.05)
-        assert silent.heartbeat_age_s == 0.0
-        phase.cancel()
-        await asyncio.gather(phase, return_exceptions=True)
-        await asyncio.sleep(0.05)
-        assert silent.heartbeat_age_s > 0.0
-
-    asyncio.run(work())
-
-
-def params(engine: Any, **config: Any) -> Any:
-    return engine.sampling_params(RequestConfig.model_validate(config), config.get("seed"), 8)
+def params(engine_args: Any, **config: Any) -> Any:
+    return engine_args.sampling_params(RequestConfig.model_validate(config), config.get("seed"), 8)
 
 
 @pytest.mark.req("WIRE-01")
-def test_no_temperature_is_greedy_and_nothing_else_changes_it(engine: Any) -> None:
+def test_no_temperature_is_greedy_and_nothing_else_changes_it(engine_args: Any) -> None:
     for temperature in (None, 0.0):
-        greedy = params(engine, temperature=temperature)
+        greedy = params(engine_args, temperature=temperature)
         assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, 0)
         assert (greedy.repetition_penalty, greedy.min_p, greedy.n) == (1.0, 0.0, 1)
 
 
 @pytest.mark.req("WIRE-01")
-def test_every_parameter_reaches_vllm(engine: Any) -> None:
+def test_every_parameter_reaches_vllm(engine_args: Any) -> None:
     given = {
         "temperature": 0.7,
         "top_p": 0.9,
@@ -162,17 +138,17 @@ def test_every_parameter_reaches_vllm(engine: Any) -> None:
         "seed": 12,
         "n": 2,
     }
-    made = params(engine, **given)
+    made = params(engine_args, **given)
     assert {name: getattr(made, name) for name in given} == given
     assert made.max_tokens == 8
-    assert params(engine, temperature=1.0, top_k=-1).top_k == 0
+    assert params(engine_args, temperature=1.0, top_k=-1).top_k == 0
 
 
-def test_coordinate_tokens_stay_in_the_text_even_where_they_are_special(engine: Any) -> None:
-    assert params(engine).skip_special_tokens is False
+def test_coordinate_tokens_stay_in_the_text_even_where_they_are_special(engine_args: Any) -> None:
+    assert params(engine_args).skip_special_tokens is False
 
 
 @pytest.mark.req("WIRE-05")
-def test_a_combination_vllm_refuses_is_told(engine: Any) -> None:
+def test_a_combination_vllm_refuses_is_told(engine_args: Any) -> None:
     with pytest.raises(PromptRefused, match="greedy"):
-        params(engine, n=2, temperature=0.0)
+        params(engine_args, n=2, temperature=0.0)

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Any, Literal, cast
 
 import pytest
 
@@ -191,3 +191,28 @@ def test_an_engine_whose_guard_is_not_proven_never_serves(
     with pytest.raises(GuardInactive):
         asyncio.run(Replicas(2, build, nobody, HANG_S, proof_s=0.2).start())
     assert [engine.ended for engine in ended] == [True, True]
+
+
+class SilentLlm:
+    """An engine that answers nothing."""
+
+    async def collective_rpc(self, *_: Any, **__: Any) -> list[Any]:
+        await asyncio.sleep(60)
+        return []
+
+
+@pytest.mark.req("SRV-05")
+def test_an_engine_is_watched_again_once_a_weight_phase_was_given_up() -> None:
+    from rollout_server.engine import Engine  # late: it imports vLLM
+
+    async def work() -> None:
+        silent = Engine(cast(Any, SilentLlm()), 0, None)
+        phase = asyncio.create_task(silent.weight_phase("update_weights"))
+        await asyncio.sleep(0.05)
+        assert silent.heartbeat_age_s == 0.0
+        phase.cancel()
+        await asyncio.gather(phase, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        assert silent.heartbeat_age_s > 0.0
+
+    asyncio.run(work())
