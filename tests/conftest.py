@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -16,11 +16,17 @@ from tests.contract.running_server import RunningServer, draw_scene, running_ser
 from tests.contract.toy_checkpoints import make_checkpoint
 
 # How many examples a property is tried with: the same ones in every run of CI, new ones in every
-# run of `pytest --hypothesis-profile=nightly`, and few for each mutant of `make mutants`. No
-# deadlines: machines differ in speed.
+# run of `pytest --hypothesis-profile=nightly`, and few for each mutant of `make mutants`, of which
+# it is enough to know that one of them fails. No deadlines: machines differ in speed.
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=500)
 settings.register_profile("nightly", deadline=None, max_examples=20_000)
-settings.register_profile("mutants", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile(
+    "mutants",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    phases=[Phase.explicit, Phase.generate],
+)
 settings.load_profile("ci")
 
 
