@@ -16,8 +16,6 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 # What the rollout server opens.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-
-
 # EXIF orientations that exchange width and height.
 _ON_ITS_SIDE = (5, 6, 7, 8)
 
@@ -39,24 +37,29 @@ class Look(NamedTuple):
     turned: bool
 
 
-def size_told(size: tuple[int, int], path: Path, look: Look) -> str:
-    """How a line's width and height are not those of its image."""
-    upright = " once it is turned upright as its EXIF orientation says" if look.turned else ""
-    return (
-        f"width x height is {size[0]}x{size[1]}, and image {path} has "
-        f"{look.size[0]}x{look.size[1]} pixels{upright}"
-    )
-
-
 # Images with what was seen of each.
 Looks = Iterable[tuple[Path, Look | UnreadableImage]]
 # Goes over images as they are looked at, given how many there are, e.g. showing a bar.
 Watch = Callable[[Looks, int], Looks]
 
 
+def size_told(size: tuple[int, int], path: Path, look: Look) -> str:
+    """How a line's width and height are not those of its image."""
+    turned = " once it is turned upright as its EXIF orientation says" if look.turned else ""
+    return (
+        f"width x height is {size[0]}x{size[1]}, and image {path} has "
+        f"{look.size[0]}x{look.size[1]} pixels{turned}"
+    )
+
+
 def open_upright(path: Path) -> Image.Image:
     """Decode an image; raises UnreadableImage."""
-    return _decode(_read(path)).convert("RGB")
+    return upright(_read(path))
+
+
+def upright(content: bytes) -> Image.Image:
+    """Decode the bytes of an image file; raises UnreadableImage."""
+    return _decode(content).convert("RGB")
 
 
 def upright_size(path: Path) -> tuple[int, int]:
@@ -72,10 +75,10 @@ def upright_size(path: Path) -> tuple[int, int]:
 def look_at(path: Path) -> Look:
     """Decode an image and keep none of its pixels; raises UnreadableImage."""
     content = _read(path)
-    upright = _decode(content)
+    decoded = _decode(content)
     with Image.open(io.BytesIO(content)) as stored:
-        turned = stored.size != upright.size
-    return Look(upright.size, hashlib.blake2b(content, digest_size=16).digest(), turned)
+        turned = stored.size != decoded.size
+    return Look(decoded.size, hashlib.blake2b(content, digest_size=16).digest(), turned)
 
 
 def look_at_all(paths: Sequence[Path]) -> Iterator[tuple[Path, Look | UnreadableImage]]:

@@ -12,11 +12,11 @@ from learner.doctor.inputs import spread
 from learner.model.prompt import encode_request
 from learner.parsing import parse_rollout
 from learner.rollout.client import SERVER_ERRORS, RolloutClient, needs_push
+from learner.rollout.policy import asking_of
 from learner.rollout.prompt_check import check_prompt_ids
 from learner.rollout.requests import build_request
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.tokens import Tokenizer
-from learner.train import asking_of
 from learner.types import Sample
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
@@ -122,13 +122,14 @@ def prompts(
         assert theirs is not None, "asked for with return_details"
         try:
             ours = encode_request(processor, request).ids.tolist()
+        except ContractError as error:
+            found = f"{error.where}: the server has read an image that this side cannot"
+            do = "Mount the images at the same path here, readable by this user"
+            return Finding(PROMPT, url, "fail", f"{found}: {error.found}", do)
+        try:
             check_prompt_ids(sample.sample_id, ours, theirs, processor.tokenizer)
         except ContractError as error:
             return Finding(PROMPT, url, "fail", f"{error.where}: {error.found}", error.do)
-        except OSError as error:
-            found = f"{sample.sample_id}: the server has read an image that this side cannot"
-            do = "Mount the images at the same path here, readable by this user"
-            return Finding(PROMPT, url, "fail", f"{found}: {error}", do)
         counted.append(len(theirs))
     lengths = " to ".join(str(length) for length in sorted({min(counted), max(counted)}))
     return ok(PROMPT, f"{len(counted)} prompts of {lengths} tokens agree", url)

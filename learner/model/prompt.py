@@ -5,18 +5,19 @@ proves it on every rollout.
 """
 
 import base64
-import io
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from transformers import ProcessorMixin
 
+from learner.data.images import UnreadableImage, open_upright, upright
 from learner.model.packed_forward import EncodedPrompt
 from learner.rollout.requests import build_request
 from learner.types import Sample
+from shared_contracts.errors import ContractError
 from shared_contracts.infer import RolloutInferRequest
 
 
@@ -62,10 +63,13 @@ class PromptEncoder:
 
 
 def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> EncodedPrompt:
-    """The prompt of a request whose images are paths or data URLs, one for each image part."""
+    """The prompt of a request whose images are paths or data URLs, one for each image part.
+
+    Raises ContractError, with the request's uuid, for an image that cannot be decoded.
+    """
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    batch = processor(text=[text], images=_open_images(request.images) or None, return_tensors="pt")
+    batch = processor(text=[text], images=_open_images(request) or None, return_tensors="pt")
     ids: torch.Tensor = batch["input_ids"][0]
     types = batch.get("mm_token_type_ids")
     return EncodedPrompt(
@@ -76,16 +80,21 @@ def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> E
     )
 
 
-def _open_images(sources: Sequence[str]) -> list[Image.Image]:
+def _open_images(request: RolloutInferRequest) -> list[Image.Image]:
     """RGB images, upright as their camera says, as the server opens them."""
-    images = []
-    for source in sources:
-        with Image.open(_file(source)) as image:
-            images.append(ImageOps.exif_transpose(image).convert("RGB"))
-    return images
+    return [_opened(source, request.uuid) for source in request.images]
 
 
-def _file(source: str) -> str | io.BytesIO:
-    if not source.startswith("data:"):
-        return source
-    return io.BytesIO(base64.b64decode(source.partition(",")[2]))
+def _opened(source: str, uuid: str | None) -> Image.Image:
+    is_data = source.startswith("data:")
+    try:
+        if is_data:
+            return upright(base64.b64decode(source.partition(",")[2]))
+        return open_upright(Path(source))
+    except UnreadableImage as error:
+        name = "in a data URL" if is_data else source
+        raise ContractError(
+            str(uuid),
+            f"image {name} {error}",
+            "Replace it; `learner data check` tells all there are",
+        ) from error

@@ -14,6 +14,7 @@ from learner.data.toy import ToyData
 from learner.model.load import load_model
 from learner.model.prompt import PromptEncoder
 from learner.types import Sample
+from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_mapping
 
 EXIF_ORIENTATION = 0x0112
@@ -58,3 +59,18 @@ def test_a_photo_is_turned_upright_as_its_camera_says(toy_checkpoint: Path, tmp_
     assert first is not None
     assert second is not None
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("content", [b"", b"no image", None], ids=["empty", "text", "gone"])
+def test_an_image_that_cannot_be_decoded_is_told_with_its_line(
+    toy_checkpoint: Path, tmp_path: Path, content: bytes | None
+) -> None:
+    image = tmp_path / "broken.png"
+    if content is not None:
+        image.write_bytes(content)
+    encode = PromptEncoder(AutoProcessor.from_pretrained(toy_checkpoint), "Detect.", None)
+    with pytest.raises(ContractError) as caught:
+        encode(Sample("train.jsonl:7", (image,), 64, 96, ()))
+    assert caught.value.where == "train.jsonl:7"
+    assert str(image) in caught.value.found
+    assert "learner data check" in caught.value.do
