@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -378,18 +379,28 @@ def test_an_adapter_that_arrives_otherwise_poisons_until_full_weights_come(
 
 
 @pytest.mark.req("SYNC-01", "SYNC-02")
-def test_a_learner_with_dora_falls_back_to_full_weights_or_says_why_not(
-    lora_server: Adapting,
-) -> None:
+def test_a_learner_with_dora_says_why_its_adapter_is_not_pushed(lora_server: Adapting) -> None:
     model = adapted(lora_server.server.checkpoint, seed=10, use_dora=True)
     version, before = lora_server.version, lora_server.answers()
     with pytest.raises(ContractError, match="DoRA"):
         lora_server.push(SyncMode.of(model, "adapter", fallback_to_full=False))
     assert (lora_server.version, lora_server.answers()) == (version, before)
+
+
+@pytest.mark.req("SYNC-01", "SYNC-02")
+def test_adapter_sync_can_fall_back_to_full_sync(
+    lora_server: Adapting, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A DoRA adapter, which vLLM cannot serve: merged weights are pushed from then on."""
+    model = adapted(lora_server.server.checkpoint, seed=10, use_dora=True)
     mode = SyncMode.of(model, "adapter", fallback_to_full=True)
     pusher = lora_server.pusher(mode)
-    for _ in range(2):
-        pusher.push(lora_server.version + 1)
-        assert lora_server.answers() == lora_server.expected(model)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            pusher.push(lora_server.version + 1)
+            assert lora_server.answers() == lora_server.expected(model)
     pusher.close()
+    assert mode.mode == "full"
     assert "DoRA" in str(mode.fallback)
+    (warned,) = [record.getMessage() for record in caplog.records if "DoRA" in record.getMessage()]
+    assert "full" in warned

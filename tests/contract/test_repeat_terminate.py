@@ -106,14 +106,17 @@ DECODING = pytest.mark.parametrize(
 
 @pytest.mark.req("REP-02", "REP-04", "REP-05")
 @DECODING
-def test_a_choice_ends_where_the_guard_triggers_and_all_others_are_as_without_it(
+def test_offending_sequence_is_terminated_without_batch_abort(
     server: RunningServer,
     guarded: RunningServer,
     tokenizer: Any,
     key: list[int],
     decoding: dict[str, Any],
 ) -> None:
-    """The guard replayed over the answers of a server without one tells where."""
+    """A choice ends where the guard triggers, and all others are as they are without it.
+
+    The guard replayed over the answers of a server without one tells where.
+    """
     free = choices(server.infer(requests(server), max_tokens=TOKENS, **decoding))
     kept = choices(guarded.infer(requests(guarded), max_tokens=TOKENS, **decoding))
     ends = [trigger(GUARD, key, choice["token_ids"]) for choice in free]
@@ -193,10 +196,10 @@ def assert_refuses_to_start(server: RunningServer, told: str) -> None:
 
 
 @pytest.mark.req("REP-06", "SRV-04")
-def test_an_engine_with_other_settings_is_not_served(
+def test_config_required_repeat_aware_processor_missing_fails_fast(
     tied: Path, settings_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Something between the server and its engine process changes the environment."""
+    """The engine guards otherwise: something between it and the server changes its environment."""
     other = repeat_environment(GUARD.model_copy(update={"ngram_size": 9}))
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
