@@ -1,12 +1,12 @@
 """A LoRA adapter pushed into a real engine answers as its merged weights would (SYNC-01)."""
 
 import copy
+import logging
 import os
 import re
 import shutil
 import signal
 import time
-import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
