@@ -22,7 +22,8 @@ from shared_contracts.weights import (
     UpdateWeights,
 )
 from tests.contract.running_server import RunningServer, response_ids, text_request
-from tests.contract.test_weight_updates import (
+from tests.contract.toy_checkpoints import read_weights
+from tests.contract.update_bench import (
     DIGEST,
     FAULT,
     PARAMETER,
@@ -32,7 +33,6 @@ from tests.contract.test_weight_updates import (
     fails,
     run,
 )
-from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import (
     Weights,
     begin_transfer,

@@ -1,0 +1,168 @@
+"""The weight group: who joins it, who may end it, and what its end does to an update."""
+
+import asyncio
+
+import pytest
+
+from rollout_server.engine_types import WeightPhaseFailed
+from rollout_server.transfer_info import init_info, update_info
+from shared_contracts.errors import ProblemError
+from shared_contracts.weights import InitCommunicator, StartWeightUpdate
+from tests.contract.update_bench import NCCL_ID, PARAMETER, Bench, fails, run
+
+
+@pytest.mark.req("SYNC-03")
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_workers_of_engine_i_come_after_those_of_the_engines_before(transport: str) -> None:
+    async def work() -> None:
+        bench = Bench(transport, tensor_parallel_size=2)
+        await bench.init()
+        assert [e.inits[0]["rank_offset"] for e in bench.engines] == [1, 3]
+        assert [e.inits[0]["world_size"] for e in bench.engines] == [5, 5]
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-03")
+def test_nccl_is_told_in_the_words_of_vllms_own_engine() -> None:
+    """Held against the dataclasses that vLLM's worker builds from them."""
+    from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLWeightTransferInitInfo,
+        NCCLWeightTransferUpdateInfo,
+    )
+
+    init = InitCommunicator(
+        host="10.0.0.1",
+        port=6000,
+        world_size=4,
+        transport="nccl",
+        bucket_bytes=1024,
+        nccl_unique_id=NCCL_ID,
+    )
+    info = NCCLWeightTransferInitInfo(**init_info(init, "nccl", 3))
+    assert info.nccl_unique_id_bytes == bytes(range(128))
+    assert (info.rank_offset, info.world_size) == (3, 4)
+    assert info.packed
+    assert info.packed_buffer_size_bytes == 1024
+    update = NCCLWeightTransferUpdateInfo(**update_info("nccl", [PARAMETER]))
+    assert (update.names, update.dtype_names, update.shapes) == (["a"], ["float32"], [[2]])
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_failed_rendezvous_leaves_weights_and_state_alone() -> None:
+    async def work() -> None:
+        bench = Bench()
+        bench.engines[0].script["init_weight_transfer_engine"] = fails(WeightPhaseFailed("no"))
+        with pytest.raises(ProblemError) as caught:
+            await bench.init()
+        assert caught.value.problem.where.startswith("rendezvous at")
+        assert bench.state == "READY"
+        with pytest.raises(ProblemError, match="no weight group"):
+            await bench.start(1)
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-04", "DEP-03")
+def test_a_group_is_left_alone_by_who_asks_for_none_and_closed_by_its_own_attempt() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init(attempt="first")
+        group = bench.updates.group
+        with pytest.raises(ProblemError, match="a weight group stands") as caught:
+            await bench.init(attempt="guest", if_none=True)
+        assert caught.value.problem.status == 409
+        await bench.start(1)
+        assert (await bench.updates.close_communicator("guest")).state == "UPDATING"
+        assert bench.updates.group == group
+        body = StartWeightUpdate(version=1, parameters=[PARAMETER], attempt="guest")
+        with pytest.raises(ProblemError, match="another group stands"):
+            await bench.updates.start(body)
+        assert bench.state == "UPDATING"
+        await bench.init(attempt="second")  # a learner that comes again
+        assert (await bench.updates.close_communicator("first")).state == "POISONED"
+        assert bench.updates.group is not None
+        await bench.updates.close_communicator("second")
+        assert bench.updates.group is None
+        await bench.init(attempt="guest", if_none=True)
+        assert bench.updates.group is not None
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-04", "DEP-03")
+def test_who_asks_for_no_group_keeps_out_of_the_way_of_one_that_forms() -> None:
+    async def work() -> None:
+        bench = Bench()
+        joining, may_join = asyncio.Event(), asyncio.Event()
+
+        async def joins() -> None:
+            joining.set()
+            await may_join.wait()
+
+        bench.engines[0].script["init_weight_transfer_engine"] = joins
+        first = asyncio.ensure_future(bench.init(attempt="first"))
+        await joining.wait()
+        with pytest.raises(ProblemError, match="phase runs"):
+            await bench.init(attempt="guest", if_none=True)
+        closing = asyncio.ensure_future(bench.updates.close_communicator("guest"))
+        may_join.set()
+        await first
+        await closing
+        assert bench.updates.group is not None
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-04")
+def test_closing_the_group_ends_an_open_update() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        await bench.start(1)
+        waiting = asyncio.ensure_future(bench.updates.wait_until_ready())
+        status = await bench.updates.close_communicator()
+        assert status.state == "POISONED"
+        with pytest.raises(ProblemError, match="full push"):
+            await waiting
+        assert all(e.calls[-1] == "shutdown_weight_transfer_engine" for e in bench.engines)
+
+    run(work())
+
+
+@pytest.mark.req("SRV-05", "SYNC-07")
+def test_a_lost_replica_breaks_the_group_and_the_others_leave_it() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        await bench.push(3)
+        bench.engines.lost = {1}
+        await bench.updates.replica_lost("replica 1 is lost")
+        assert (bench.state, bench.updates.version) == ("READY", 3)
+        assert bench.engines[0].calls[-1] == "shutdown_weight_transfer_engine"
+        await bench.updates.wait_until_ready()
+        with pytest.raises(ProblemError) as missing:
+            await bench.init()
+        assert (missing.value.problem.status, missing.value.problem.where) == (503, "replicas[1]")
+        bench.engines.lost = set()
+        with pytest.raises(ProblemError, match="no weight group"):
+            await bench.push(4)
+        await bench.init()
+        await bench.push(4)
+        assert (bench.state, bench.updates.version) == ("READY", 4)
+
+    run(work())
+
+
+@pytest.mark.req("SRV-05", "SYNC-07")
+def test_the_group_of_a_server_that_lost_its_last_engine_is_given_up() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        bench.engines.lost = {0, 1}
+        await bench.updates.replica_lost("the last replica is lost")
+        bench.engines.lost = set()
+        with pytest.raises(ProblemError, match="no weight group"):
+            await bench.push(1)
+
+    run(work())

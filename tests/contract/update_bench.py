@@ -1,0 +1,168 @@
+"""A bench for weight updates: two scripted engines, and the updates over them."""
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from learner.operate.server_process import free_ports
+from rollout_server.problems import refusal
+from rollout_server.weight_updates import WeightUpdates
+from shared_contracts.weights import (
+    DtypeName,
+    FinishWeightUpdate,
+    InitCommunicator,
+    ParameterDigest,
+    ParameterMeta,
+    StartWeightUpdate,
+    SyncReport,
+    UpdateWeights,
+)
+
+NCCL_ID = base64.b64encode(bytes(range(128))).decode()
+PARAMETER = ParameterMeta(name="a", dtype="float32", shape=[2])
+DIGEST = ParameterDigest(name="a", digest=f"{7:016x}")
+FAULT = {"name": "a", "kind": "missing", "detail": "1 of 2 elements are filled"}
+
+# Of the one worker, where nothing else is scripted.
+ANSWERS: dict[str, list[Any]] = {
+    "open_weight_update": [[]],
+    "adapter_faults": [[]],
+    "check_base": [([], [[("m", 0, 0, 2, 1, 7)]])],
+    "receive_weights": [{"transfer": 1.0, "load": 2.0}],
+    "complete_load": [{"load": 4.0}],
+    "read_back": [[[("m", 0, 0, 2, 1, 7)]]],
+}
+
+
+Happening = Callable[[], Awaitable[list[Any] | None]]
+
+
+class ScriptedEngine:
+    """Writes down what it is told; `script` maps a phase to what happens in it.
+
+    What happens may give the answers of the engine's workers, of which there is one.
+    """
+
+    dtype: DtypeName = "float32"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.script: dict[str, Happening] = {}
+        self.inits: list[dict[str, Any]] = []
+        self.weights_version = 0
+
+    async def _do(self, name: str) -> list[Any]:
+        self.calls.append(name)
+        answers = await self.script[name]() if name in self.script else None
+        return ANSWERS.get(name, [None]) if answers is None else answers
+
+    async def pause(self) -> None:
+        await self._do("pause")
+
+    async def resume(self) -> None:
+        await self._do("resume")
+
+    async def abort_all(self) -> None:
+        await self._do("abort_all")
+
+    async def publish(self, version: int) -> None:
+        await self._do(f"publish {version}")
+        self.weights_version = version
+
+    async def weight_phase(self, name: str, **arguments: Any) -> list[Any]:
+        if name == "init_weight_transfer_engine":
+            self.inits.append(arguments["init_info"])
+        return await self._do(name)
+
+
+def fails(error: Exception) -> Happening:
+    async def fail() -> None:
+        raise error
+
+    return fail
+
+
+def answers(*of_workers: Any) -> Happening:
+    async def answer() -> list[Any]:
+        return list(of_workers)
+
+    return answer
+
+
+async def hangs() -> None:
+    await asyncio.sleep(60)
+
+
+class Hang:
+    """Something that hangs, and whether it was given up."""
+
+    given_up = False
+
+    async def __call__(self) -> None:
+        try:
+            await hangs()
+        except asyncio.CancelledError:
+            self.given_up = True
+            raise
+
+
+class ScriptedEngines(list[ScriptedEngine]):
+    """Two engines; `lost` holds the indices of those that are gone."""
+
+    def __init__(self) -> None:
+        super().__init__([ScriptedEngine(), ScriptedEngine()])
+        self.lost: set[int] = set()
+
+    def all(self) -> list[ScriptedEngine]:
+        if self.lost:
+            raise refusal("not-ready", "an engine is gone", f"replicas[{min(self.lost)}]")
+        return list(self)
+
+    def alive(self) -> list[ScriptedEngine]:
+        return [engine for index, engine in enumerate(self) if index not in self.lost]
+
+
+class Bench:
+    """Two scripted engines and the updates over them."""
+
+    def __init__(
+        self, transport: Any = "gloo", tensor_parallel_size: int = 1, worker_margin_s: float = 0.1
+    ) -> None:
+        self.engines = ScriptedEngines()
+        self.updates = WeightUpdates(
+            self.engines, tensor_parallel_size, transport, lambda: "epoch", worker_margin_s
+        )
+        self.transport = transport
+        self.world_size = 1 + 2 * tensor_parallel_size
+
+    async def init(self, timeout_s: float = 5.0, attempt: str = "", if_none: bool = False) -> None:
+        (port,) = free_ports(1)
+        await self.updates.init_communicator(
+            InitCommunicator(
+                host="127.0.0.1",
+                port=port,
+                world_size=self.world_size,
+                transport=self.transport,
+                timeout_s=timeout_s,
+                attempt=attempt,
+                if_none=if_none,
+                nccl_unique_id=NCCL_ID if self.transport == "nccl" else None,
+            )
+        )
+
+    @property
+    def state(self) -> str:
+        return self.updates.state
+
+    async def start(self, version: int) -> None:
+        await self.updates.start(StartWeightUpdate(version=version, parameters=[PARAMETER]))
+
+    async def push(self, version: int) -> SyncReport:
+        await self.start(version)
+        await self.updates.receive(UpdateWeights(version=version))
+        return await self.updates.finish(FinishWeightUpdate(version=version, digests=[DIGEST]))
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 20))
