@@ -5,6 +5,7 @@
 # make bench   every benchmark, hours on a quiet machine, and its table in docs/benchmarks.md
 # make check   what CI runs: lint, types, import contracts, requirement table, every test
 # make format  let ruff rewrite what it can
+# make dist    the wheel and the sdist, in dist/
 # make setup   the environment alone
 #
 # PYTHON=python3.12 takes another interpreter, and ARGS goes to the program that is run:
@@ -17,7 +18,7 @@ ARGS ?=
 WORKERS ?= --numprocesses=2 --dist=loadscope --no-loadscope-reorder
 BIN := .venv/bin
 
-.PHONY: demo test nightly bench check mutants lint format setup setup-dev
+.PHONY: demo test nightly bench check mutants lint format setup setup-dev dist
 
 demo: setup
 	$(BIN)/learner demo $(ARGS)
@@ -49,6 +50,9 @@ mutants: setup-dev
 format: setup-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+dist: setup
+	@scripts/dist
 
 setup:
 	@scripts/setup $(EXTRA)
