@@ -28,7 +28,7 @@ def assign(cost: npt.NDArray[np.float64], fp_cost: float, fn_cost: float) -> lis
     # From P + G on a price only says: pair as many as possible. A greater one changes nothing
     # but how many digits of the costs it drowns.
     highest = n_predicted + n_truth
-    alone = np.full((n_predicted, n_predicted), min(fp_cost, highest), dtype=np.float64)
+    alone = np.full((n_predicted, n_predicted), min(fp_cost, highest))
     matrix = np.concatenate([cost - min(fn_cost, highest), alone], axis=1)
     _, columns = linear_sum_assignment(matrix)
     return [(i, j) for i, j in enumerate(columns.tolist()) if j < n_truth]

@@ -61,8 +61,7 @@ def mask_iou(a: AnyShape, b: AnyShape, resolution: int) -> float:
     A box whose corners are given the other way round is the box between them.
     """
     assert 2 <= resolution <= MAX_RESOLUTION, f"a canvas of {resolution} x {resolution} pixels"
-    everything = np.ones((1, 1), dtype=np.bool_)
-    return float(mask_ious(_shapes([a]), _shapes([b]), everything, resolution)[0, 0])
+    return float(mask_ious(_shapes([a]), _shapes([b]), np.full((1, 1), True), resolution)[0, 0])
 
 
 def candidates(boxes: FloatArray, truth_boxes: FloatArray, top_k: int) -> BoolArray:
@@ -73,12 +72,12 @@ def candidates(boxes: FloatArray, truth_boxes: FloatArray, top_k: int) -> BoolAr
     go to the lower index.
     """
     if top_k >= len(truth_boxes):
-        return np.ones((len(boxes), len(truth_boxes)), dtype=np.bool_)
+        return np.full((len(boxes), len(truth_boxes)), True)
     rank = -box_iou(boxes[:, None], truth_boxes)
     alone = ~rank.any(axis=1)
     rank[alone] = _distances(boxes[alone], truth_boxes)
     nearest = np.argsort(rank, axis=1, kind="stable")[:, :top_k]
-    chosen = np.zeros(rank.shape, dtype=np.bool_)
+    chosen = np.full(rank.shape, False)
     chosen[np.arange(len(boxes))[:, None], nearest] = True
     return chosen
 

@@ -47,6 +47,7 @@ class Shapes:
 
     @classmethod
     def of(cls, shapes: Sequence[PlainShape]) -> "Shapes":
+        """These shapes; a polygon has 3 or more points."""
         corners = [coords if kind == "bbox_2d" else _extent(coords) for kind, coords in shapes]
         ends = np.array(corners, dtype=np.float64).reshape(len(shapes), 2, 2)
         ends = np.clip(ends, 0, COORD_BINS - 1)

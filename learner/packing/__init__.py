@@ -3,13 +3,13 @@
 A segment is one whole sample, prompt and target. `plan_packs` divides the pool of a step,
 `select_segments` takes one pack out of a buffer that goes on, `SegmentBuffer` is the
 buffer of both, `StepPacking` divides what a step has, while more is on its way, and
-`CountedPacking` does so as a run has it set up, and counts.
+`CountedPacking` does so as a run has it set up, and counts. `forwards_due` says how many
+packs all ranks take on together.
 """
 
 from learner.packing.buffer import SegmentBuffer
 from learner.packing.counted import CountedPacking, Place
 from learner.packing.exact import EXACT_POOL
-from learner.packing.length import check_length
 from learner.packing.plan import plan_packs
 from learner.packing.select import select_segments
 from learner.packing.step import Chunk, StepPacking, Whole, forwards_due
@@ -22,7 +22,6 @@ __all__ = [
     "SegmentBuffer",
     "StepPacking",
     "Whole",
-    "check_length",
     "forwards_due",
     "plan_packs",
     "select_segments",

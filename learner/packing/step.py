@@ -15,8 +15,6 @@ class Whole(Protocol):
 
 
 S = TypeVar("S", bound=Whole)
-
-
 P = TypeVar("P")
 
 

@@ -64,6 +64,28 @@ def test_places_say_where_each_segment_is_in_the_packs(
     assert metrics["packing/post_rollout_fill"] == (total / (packs * CAPACITY) if packs else 0)
 
 
+@pytest.mark.req("PACK-05")
+def test_what_does_not_fill_a_pack_waits_for_the_last_chunk_and_then_nothing_waits() -> None:
+    counted = CountedPacking[Item](training(packing=True), CAPACITY)
+    first, second, third, fourth = (Item(i, length) for i, length in enumerate((60, 30, 40, 10)))
+    assert counted.chunk([first, second], last=False) == []
+    assert counted.chunk([third], last=False) == [[first, third]]
+    assert counted.chunk([fourth], last=True) == [[second, fourth]]
+    assert counted.places == [
+        Place(60, pack=0, position=0, come=3),
+        Place(30, pack=1, position=0, come=4),
+        Place(40, pack=0, position=1, come=3),
+        Place(10, pack=1, position=1, come=4),
+    ]
+    assert counted.payload().metrics() == {
+        "packing/post_rollout_fill": 0.7,
+        "packing/post_rollout_segments": 4,
+        "packing/post_rollout_packs": 2,
+        "packing/post_rollout_selected_total_len": 140,
+        "packing/post_rollout_buffer": 0,
+    }
+
+
 def test_a_step_without_segments_has_no_places() -> None:
     counted = CountedPacking[Item](training(packing=True), CAPACITY)
     assert counted.chunk([], last=True) == []

@@ -67,6 +67,7 @@ def test_candidates_are_the_truths_of_largest_box_iou() -> None:
     assert near(predicted, truths, 1) == [[1]]
     assert near(predicted, truths, 2) == [[1, 2]]
     assert near(predicted, truths, 9) == [[0, 1, 2, 3]]
+    assert near(predicted, [], 9) == [[]]
 
 
 @pytest.mark.req("MATCH-01")

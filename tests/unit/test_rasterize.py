@@ -42,11 +42,19 @@ def edge(k: int, resolution: int) -> int:
 
 
 @pytest.mark.req("MATCH-02")
-@pytest.mark.parametrize("coords", [(), (5, 5), (5, 5, 7, 7), (1, 2, 3, 4, 5, 6, 7)])
+@pytest.mark.parametrize(
+    ("coords", "said"),
+    [
+        ((), "3 or more points, not 0$"),
+        ((5, 5), "3 or more points, not 1$"),
+        ((5, 5, 7, 7), "3 or more points, not 2$"),
+        ((1, 2, 3, 4, 5, 6, 7), "7 values are no points$"),
+    ],
+)
 def test_a_polygon_of_fewer_than_three_points_or_of_half_a_point_is_refused(
-    coords: tuple[int, ...],
+    coords: tuple[int, ...], said: str
 ) -> None:
-    with pytest.raises(AssertionError, match="points"):
+    with pytest.raises(AssertionError, match=said):
         mask_iou(Shape("poly", coords), WHOLE, 256)
 
 
@@ -60,10 +68,11 @@ def test_a_canvas_is_refused_that_pycocotools_cannot_count(resolution: int) -> N
 
 
 @pytest.mark.req("MATCH-02")
-def test_the_largest_canvas_is_drawn() -> None:
+@pytest.mark.parametrize("resolution", [2, MAX_RESOLUTION])
+def test_the_smallest_and_the_largest_canvas_are_drawn(resolution: int) -> None:
     whole = poly(0, 0, 999, 0, 999, 999, 0, 999)
-    side = MatchingConfig(maskiou_resolution=MAX_RESOLUTION).maskiou_resolution
-    assert mask_iou(whole, box(0, 0, 999, 999), side) == 1.0
+    side = MatchingConfig(maskiou_resolution=resolution).maskiou_resolution
+    assert mask_iou(whole, WHOLE, side) == 1.0
 
 
 # ---- boxes ---------------------------------------------------------------------------

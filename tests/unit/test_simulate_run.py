@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simpy import Environment
 
-from learner.packing import Chunk, forwards_due
+from learner.packing import Chunk
 from learner.simulate import Setting, simulate
 from learner.simulate.chunks import Ahead, Making
 from learner.simulate.engines import Wait
@@ -165,16 +165,6 @@ def test_all_ranks_run_as_many_forwards_and_replay_what_they_lack(ranks: int) ->
     assert all(step.forwards % ranks == 0 for step in outcome.steps)
     replays = sum(step.replays for step in outcome.steps)
     assert replays == 0 if ranks == 1 else replays > 0
-
-
-@pytest.mark.req("DDP-02")
-def test_ranks_run_what_all_have_and_at_the_end_what_one_has_or_what_synchronizes() -> None:
-    assert forwards_due([3, 1], [False, False], unsynced=False) == 1
-    assert forwards_due([3, 2], [False, True], unsynced=True) == 2
-    assert forwards_due([3, 0], [True, False], unsynced=True) == 0
-    assert forwards_due([3, 0], [True, True], unsynced=True) == 3
-    assert forwards_due([0, 0], [True, True], unsynced=True) == 1
-    assert forwards_due([0, 0], [True, True], unsynced=False) == 0
 
 
 def test_a_run_lasts_as_long_as_its_steps_do_at_the_pace_of_the_first() -> None:
