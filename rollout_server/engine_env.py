@@ -36,6 +36,7 @@ def engine_environment(settings: ServerSettings) -> dict[str, str]:
 
 
 def apply_engine_environment(settings: ServerSettings) -> None:
+    """Set the variables in this process, before anything of vLLM is imported."""
     os.environ.update(engine_environment(settings))
 
 

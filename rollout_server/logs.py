@@ -26,6 +26,7 @@ class JsonFormatter(logging.Formatter):
     """time (UTC), level, logger, pid, message, the fields given as `extra`, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record as one line; what JSON does not know is written as text."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,

@@ -41,6 +41,7 @@ def read_media_file(source: ImageSource, directories: Sequence[Path], max_bytes:
 
 
 def too_large(max_bytes: int) -> str:
+    """What a refusal says of an image beyond the bound, wherever it came from."""
     return f"the image is larger than {max_bytes / 2**20:g} MiB (max_image_mib)"
 
 

@@ -85,6 +85,7 @@ def check_checkpoint(model: Path) -> None:
 
 
 def check_gpus(gpus: Sequence[int]) -> None:
+    """The driver must know every GPU that is named."""
     present = len(list(GPU_DEVICES.iterdir())) if GPU_DEVICES.is_dir() else 0
     missing = [gpu for gpu in gpus if gpu >= present or gpu < 0]
     if missing:

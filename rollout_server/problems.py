@@ -31,6 +31,7 @@ class BadRequest(Exception):
 
 
 def refusal(kind: str, detail: str, where: str) -> ProblemError:
+    """The exception of a problem of `kind` (`PROBLEM_TITLES`), to be raised."""
     return ProblemError(Problem.of(kind, detail, where))
 
 
@@ -54,6 +55,7 @@ def install_problem_handlers(app: FastAPI) -> None:
 
 
 def problem_response(problem: Problem) -> JSONResponse:
+    """The answer that carries a problem, for what answers before the routes do."""
     return JSONResponse(
         problem.model_dump(exclude_none=True),
         status_code=problem.status,

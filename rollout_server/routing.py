@@ -18,6 +18,8 @@ class Load:
 
 
 class Loaded(Protocol):
+    """What choosing needs of an engine."""
+
     @property
     def load(self) -> Load: ...
 

@@ -58,6 +58,7 @@ def check_access(settings: ServerSettings, environment: Mapping[str, str] = os.e
 
 
 def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -88,6 +88,8 @@ class Progress:
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """A worker's member of the weight group; vLLM calls it phase by phase."""
+
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
 

@@ -53,6 +53,8 @@ class Handover:
 
 
 class IpcWeightTransferEngine(GlooWeightTransferEngine):
+    """As over gloo, but for where the bytes of a bucket come from."""
+
     _buffer: Tensor | None = None
 
     def _receive(self, update_info: GlooUpdateInfo) -> None:

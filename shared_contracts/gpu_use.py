@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GpuMemory:
+    """A GPU and its memory, whoever uses it; index: its id on this machine."""
+
     index: int
     uuid: str
     used_mib: int
@@ -23,7 +25,7 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """used_mib: None where the driver does not tell."""
+    """A process that holds memory of a GPU; used_mib: None where the driver does not tell."""
 
     gpu_uuid: str
     pid: int
@@ -37,6 +39,8 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuUse:
+    """The GPUs of this machine and the processes on them, at one moment."""
+
     gpus: list[GpuMemory]
     processes: list[GpuProcess]
 
@@ -79,6 +83,7 @@ def parse_processes(text: str) -> list[GpuProcess]:
 
 
 def in_gib(mib: int) -> str:
+    """MiB as a person reads them: `39.6 GiB`."""
     return f"{mib / 1024:.1f} GiB"
 
 

@@ -29,11 +29,15 @@ class _Wire(BaseModel):
 
 
 class TextPart(_Wire):
+    """A piece of text in a message."""
+
     type: Literal["text"]
     text: str
 
 
 class ImagePart(_Wire):
+    """The place of an image in a message; null: the next one of `images` fills it."""
+
     type: Literal["image"]
     image: str | None = None
 
@@ -42,6 +46,8 @@ ContentPart = TextPart | ImagePart
 
 
 class Message(_Wire):
+    """One turn of a conversation: text with `<image>` marks, or parts."""
+
     role: Role
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
@@ -156,6 +162,8 @@ class InferCall(_Wire):
 
 
 class ChatMessage(_Wire):
+    """The answer's text, in the words of chat completions."""
+
     role: Literal["assistant"] = "assistant"
     content: str
     tool_calls: None = None
@@ -163,9 +171,10 @@ class ChatMessage(_Wire):
 
 
 class Choice(_Wire):
-    """token_ids: response ids without the token that stopped, with `return_details` only.
+    """One of the `n` continuations of a request.
 
-    A stop string is cut from the text; the ids that spell it stay.
+    token_ids: response ids without the token that stopped, with `return_details` only.
+        A stop string is cut from the text; the ids that spell it stay.
     """
 
     index: int
@@ -176,13 +185,18 @@ class Choice(_Wire):
 
 
 class Usage(_Wire):
+    """Tokens of one request; completion_tokens: of all its choices."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
 class ChatCompletionResponse(_Wire):
-    """prompt_token_ids: image placeholders expanded, with `return_details` only."""
+    """The answer to one request.
+
+    prompt_token_ids: image placeholders expanded, with `return_details` only.
+    """
 
     model: str
     choices: list[Choice]
@@ -213,5 +227,7 @@ class RolloutStamp(_Wire):
 
 
 class RolloutEnvelope(_Wire):
+    """One element of the answer of `POST /infer/`: the response, and what we know of it."""
+
     response: ChatCompletionResponse
     coordexp: RolloutStamp

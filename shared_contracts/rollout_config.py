@@ -59,6 +59,8 @@ def _http_url(url: str) -> str:
 
 
 class ServerAddress(StrictModel):
+    """One rollout server: where it is called, and where its weight group meets."""
+
     base_url: Annotated[str, AfterValidator(_http_url)] = Field(
         description="address of a rollout server, without `/infer/`"
     )
@@ -68,6 +70,8 @@ class ServerAddress(StrictModel):
 
 
 class ServerConfig(StrictModel):
+    """The servers of `mode: server`, and how long they may take."""
+
     servers: Annotated[tuple[ServerAddress, ...], Field(strict=False)] = Field(
         description="the rollout servers, in the order requests are shared out"
     )
@@ -104,6 +108,8 @@ class ServerConfig(StrictModel):
 
 
 class SyncConfig(StrictModel):
+    """How new weights reach the engines."""
+
     mode: Literal["full", "adapter", "auto"] = Field(
         default="full",
         description="`full`: merged weights, all of them; `adapter`: the LoRA adapter alone; "
@@ -128,6 +134,8 @@ class SyncConfig(StrictModel):
 
 
 class VllmConfig(StrictModel):
+    """Where vLLM runs, what its engines can do, and how they get their weights."""
+
     mode: Literal["colocate", "server"] = Field(
         default="colocate",
         description="where vLLM runs: `server`, started beforehand; `colocate`, a server of the "

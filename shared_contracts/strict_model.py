@@ -27,6 +27,8 @@ _INDEX = re.compile(r"\[\d+\]")
 
 
 class StrictModel(BaseModel):
+    """A part of a settings file: every key known, every value of the type it is declared with."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -142,6 +144,7 @@ def bare_type(annotation: Any) -> Any:
 
 
 def is_model(annotation: Any) -> bool:
+    """Whether a type is a pydantic model."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
