@@ -10,7 +10,8 @@ from learner.config.pipeline import BboxGeoConfig
 from learner.coords import COORD_BINS
 from learner.losses.fences import coord_log_probs
 from learner.losses.reading import Reading
-from learner.losses.supervision import Selection, Term
+from learner.losses.supervision import Selection
+from learner.losses.term import Term
 
 EPS = 1e-7
 

@@ -9,7 +9,8 @@ from learner.config.pipeline import CoordRegConfig
 from learner.coords import COORD_BINS
 from learner.losses.fences import coord_gate, coord_log_probs, text_gate
 from learner.losses.reading import Reading
-from learner.losses.supervision import Selection, Term
+from learner.losses.supervision import Selection
+from learner.losses.term import Term
 
 
 def soft_targets(bins: Tensor, sigma: float, truncate: int | None) -> Tensor:

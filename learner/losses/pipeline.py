@@ -14,12 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.config.pipeline import CoordRegConfig, ObjectiveModule, PipelineConfig, TokenCEConfig
+from learner.config.pipeline import (
+    CoordRegModule,
+    ObjectiveModule,
+    PipelineConfig,
+    TokenCEModule,
+)
 from learner.losses.bbox_geo import bbox_geo
 from learner.losses.coord_diag import coord_diag
 from learner.losses.coord_reg import coord_reg
 from learner.losses.reading import Reader, Readings
-from learner.losses.supervision import Selection, Supervision, Term, select
+from learner.losses.supervision import Selection, Supervision, select
+from learner.losses.term import Term
 from learner.losses.token_ce import self_context_ce, token_ce, token_weights
 from learner.types import Channel
 
@@ -52,9 +58,9 @@ class Pipeline:
         self._modules = config.objective
         self._diagnostics = config.diagnostics
         self._coord_ids = torch.tensor(coord_ids)
-        configs = [module.config for module in config.objective if module.enabled]
-        self._text = next((c for c in configs if isinstance(c, TokenCEConfig)), None)
-        self._reg = next((c for c in configs if isinstance(c, CoordRegConfig)), None)
+        enabled = [module for module in config.objective if module.enabled]
+        self._text = next((m for m in enabled if isinstance(m, TokenCEModule)), None)
+        self._reg = next((m for m in enabled if isinstance(m, CoordRegModule)), None)
 
     def select(self, row: Supervision, channel: Channel) -> Selection:
         """What the declared modules are trained on in a row."""
@@ -106,18 +112,18 @@ class Pipeline:
 
     @property
     def _temperature(self) -> float:
-        return self._reg.temperature if self._reg is not None else 1.0
+        return self._reg.config.temperature if self._reg is not None else 1.0
 
     def _reads_final_text(self) -> bool:
-        gated = self._reg is not None and self._reg.text_gate_weight > 0
-        return gated or (self._text is not None and self._text.self_context_struct_ce_weight > 0)
+        if self._reg is not None and self._reg.config.text_gate_weight > 0:
+            return True
+        return self._text is not None and self._text.config.self_context_struct_ce_weight > 0
 
     def _text_weights(self, row: Supervision, channel: Channel) -> Tensor:
         """(L,) weights; all zero when `token_ce` is not declared for the channel."""
-        for module in self._modules:
-            if module.name == "token_ce" and module.enabled and channel in module.channels:
-                return token_weights(row.roles, row.has_dropped, module.config, channel)
-        return torch.zeros(row.roles.shape, device=row.roles.device)
+        if self._text is None or channel not in self._text.channels:
+            return torch.zeros(row.roles.shape, device=row.roles.device)
+        return token_weights(row.roles, row.has_dropped, self._text.config, channel)
 
 
 def _terms(module: ObjectiveModule, readings: Readings, selection: Selection) -> Iterator[Term]:

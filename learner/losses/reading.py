@@ -153,8 +153,8 @@ class _ReadRows(torch.autograd.Function):
 class _Rows:
     """Fenced rows of (L, V) logits in chunks, without gradients.
 
-    clean: () bool, whether no fence has replaced anything in what was read so far; to pull at
-        rows, the one of when they were read.
+    clean: () bool, whether the fences left all as it was of what has been read so far. What was
+        found when rows were read is given to the object that pulls at them.
     """
 
     def __init__(self, logits: Tensor, coord_ids: Tensor, clean: Tensor | None = None) -> None:

@@ -1,14 +1,11 @@
 """What one packed row teaches, and where its logits say how well it is known."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from learner.types import Role
-
-STRUCTURE = (Role.MATCHED_STRUCTURE, Role.APPENDED_STRUCTURE)
 
 
 @dataclass(frozen=True)
@@ -107,11 +104,3 @@ def is_description(roles: Tensor) -> Tensor:
 
 def _total(weights: Tensor) -> Tensor:
     return weights.sum() if weights.numel() else torch.ones_like(weights.sum())
-
-
-class Term(NamedTuple):
-    """One additive part of a module's loss: its name in the logs and its value, a scalar."""
-
-    name: str
-    family: Literal["text", "context_text", "coord"]
-    value: Tensor

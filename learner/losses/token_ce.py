@@ -5,7 +5,8 @@ from torch import Tensor
 
 from learner.config.pipeline import TokenCEConfig
 from learner.losses.reading import Reading
-from learner.losses.supervision import STRUCTURE, Selection, Term, is_description
+from learner.losses.supervision import Selection, is_description
+from learner.losses.term import Term
 from learner.types import Channel, Role
 
 
@@ -39,9 +40,7 @@ def token_weights(
     for role, weight in role_weights(config, channel).items():
         table[role] = weight
     weights = table.to(roles.device)[roles.long()]
-    structure = torch.zeros_like(has_dropped)
-    for role in STRUCTURE:
-        structure |= roles == role
+    structure = (roles == Role.MATCHED_STRUCTURE) | (roles == Role.APPENDED_STRUCTURE)
     multiplier = config.rollout_drop_invalid_struct_ce_multiplier
     return torch.where(structure & has_dropped, weights * multiplier, weights)
 

@@ -20,9 +20,7 @@ class RepeatProcessor(LogitsProcessor):
     are left as they are. One object serves one call.
 
     prompt_length: width of the prompts, padding included; only what follows is guarded.
-    eos_token_ids: what ends a row; nothing behind it is taken.
-    triggered: for each row, whether the guard ended it. Under beam search rows are the
-        hypotheses that still run, which trade places, and not the answers.
+    eos_token_ids: what ends a row; nothing is forced behind it.
     """
 
     def __init__(
@@ -40,13 +38,15 @@ class RepeatProcessor(LogitsProcessor):
         self._guards: list[RepeatGuard] = []
         self._ended: list[bool] = []
         self._forced: set[tuple[int, ...]] = set()
-        self.triggered: list[bool] = []
+        self._triggered: list[bool] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """input_ids: rows x tokens so far. scores: rows x vocabulary, returned changed."""
         for row, token_ids in enumerate(self._new_ids(input_ids)):
             self._take(row, token_ids)
-        forced = [row for row, ended in enumerate(self._ended) if self.triggered[row] and not ended]
+        forced = [
+            row for row, ended in enumerate(self._ended) if self._triggered[row] and not ended
+        ]
         if forced:
             scores = scores.clone()
             scores[forced] = -torch.inf
@@ -68,7 +68,7 @@ class RepeatProcessor(LogitsProcessor):
         if seen is None or not torch.equal(seen, input_ids[:, : seen.shape[1]]):
             rows = len(input_ids)
             self._guards = [self._make_guard() for _ in range(rows)]
-            self._ended, self.triggered = [False] * rows, [False] * rows
+            self._ended, self._triggered = [False] * rows, [False] * rows
             taken = self._prompt_length
         else:
             taken = seen.shape[1]
@@ -79,5 +79,4 @@ class RepeatProcessor(LogitsProcessor):
     def _take(self, row: int, token_ids: list[int]) -> None:
         for token_id in token_ids:
             self._ended[row] |= token_id in self._eos_token_ids
-            if not self._ended[row]:
-                self.triggered[row] = self._guards[row].push(token_id)
+            self._triggered[row] = self._guards[row].push(token_id)

@@ -199,7 +199,6 @@ def test_both_shells_agree_with_the_guard_at_every_token(
     expected = [verdicts(config, key, stream) for stream in streams]
     assert [row.forced for row in batch.rows] == expected
     assert [list(row) for row in zip(*hf_forced, strict=True)] == expected
-    assert hf.triggered == [row[-1] for row in expected]
 
 
 # Who of five comes or goes, a bit for each, and which two then trade places: in half of the steps.
@@ -279,7 +278,7 @@ def test_discarded_ids_do_not_count(processor: Any) -> None:
 
 @pytest.mark.req("REP-02", "REP-05")
 def test_the_sentinel_is_hidden_and_forced_where_the_request_stops_at_it(processor: Any) -> None:
-    sentinel, eos = processor.sentinel, processor.config and 7
+    sentinel, eos = processor.sentinel, 7
     stops = {"stop_token_ids": [sentinel, eos]}
     rows = [params(**stops), params(), params(**stops, extra_args=own(False)), params()]
     streams = ([A] * 3, [B] * 3, [A] * 3, [A, B, A])
@@ -453,10 +452,10 @@ def test_transformers_ends_a_row_one_step_after_the_verdict_and_no_other(
 
     guarded = generate(model, tokenizer, prompts, processor)
     ends = [verdicts(config, key, answer) for answer in free]
-    assert made[0].triggered == [end[-1] for end in ends]
-    assert {True, False} == set(made[0].triggered)
+    assert {end[-1] for end in ends} == {True, False}
     for answer, whole, end in zip(guarded, free, ends, strict=True):
         kept = end.index(True) if end[-1] else len(whole)
+        assert made[0].ended(answer[:kept]) is end[-1]
         assert answer[:kept] == whole[:kept]
         if end[-1]:
             assert answer[kept] == tokenizer.eos_token_id
@@ -466,13 +465,15 @@ def test_transformers_ends_a_row_one_step_after_the_verdict_and_no_other(
 def test_padding_behind_the_end_of_a_row_does_not_repeat(tokenizer: Any) -> None:
     hf = HfProcessor(LONG_RUN, tokenizer, prompt_length=1, eos_token_ids=[tokenizer.eos_token_id])
     ended = [A, B, tokenizer.eos_token_id, *[tokenizer.pad_token_id] * 5]
-    hf(torch.tensor([ended]), torch.zeros(1, len(tokenizer)))
-    assert hf.triggered == [False]
+    scores = hf(torch.tensor([ended]), torch.zeros(1, len(tokenizer)))
+    assert not scores.any()
+    assert not hf.ended([A, B])
 
 
 def test_rows_of_a_beam_search_trade_places_with_their_histories(tokenizer: Any) -> None:
     hf = HfProcessor(LONG_RUN, tokenizer, prompt_length=1, eos_token_ids=[tokenizer.eos_token_id])
     scores = torch.zeros(2, len(tokenizer))
     hf(torch.tensor([[9, A, A], [9, B, A]]), scores)
-    hf(torch.tensor([[9, B, A, A], [9, A, A, A]]), scores)
-    assert hf.triggered == [False, True]
+    after = hf(torch.tensor([[9, B, A, A], [9, A, A, A]]), scores)
+    assert after.isneginf().any(dim=1).tolist() == [False, True]
+    assert [hf.ended(ids) for ids in ([B, A, A], [A, A, A])] == [False, True]
