@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import TextIOWrapper
+from io import RawIOBase, TextIOWrapper
 from types import FrameType
+from typing import TextIO
 
 from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
@@ -57,14 +58,26 @@ def watch_run(folder: RunFolder, once: bool, follow: bool) -> None:
 
 def _console() -> Console:
     """Of standard output, whose size is asked of the terminal every time."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a run's name where there is no Unicode
     if sys.stdout.isatty():
         for name in ("COLUMNS", "LINES"):
             os.environ.pop(name, None)
     elif not os.environ.get("COLUMNS"):
         os.environ["COLUMNS"] = str(_WIDTH_OF_A_FILE)
-    return Console(highlight=False, emoji=False)
+    return Console(file=_output(sys.stdout), highlight=False, emoji=False)
+
+
+def _output(standard: TextIO) -> TextIO:
+    """Shows a run's name also where there is no Unicode, and writes everything.
+
+    With PYTHONUNBUFFERED a write is one of the system's, and what a signal, such as that of a
+    resize, leaves of it is never written.
+    """
+    if not isinstance(standard, TextIOWrapper):
+        return standard
+    if not isinstance(standard.buffer, RawIOBase):
+        standard.reconfigure(errors="replace")
+        return standard
+    return open(standard.fileno(), "w", encoding=standard.encoding, errors="replace", closefd=False)
 
 
 def _drawn(run: Watched, width: int, height: int | None, glyphs: Glyphs) -> Group:

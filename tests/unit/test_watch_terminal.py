@@ -44,9 +44,8 @@ class Fits:
 
 
 def is_even(frame: list[str]) -> bool:
-    """All lines are of one width; a resize may cut the last one short."""
-    *whole, last = map(len, frame)
-    return len(set(whole)) <= 1 and all(last <= width for width in whole[:1])
+    """All lines are of one width."""
+    return len(set(map(len, frame))) <= 1
 
 
 def test_a_screen_follows_the_run_and_every_size_of_its_terminal(run: WrittenRun) -> None:
@@ -69,6 +68,20 @@ def test_a_screen_follows_the_run_and_every_size_of_its_terminal(run: WrittenRun
     assert "finished" in after
     assert "took 1m15s" in after, "the last frame stays"
     assert SHOW_CURSOR in terminal.output
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_frame_that_a_resize_interrupts_is_whole(run: WrittenRun, unbuffered: str) -> None:
+    """The kernel ends a write at a signal, and says how much of it is left."""
+    run.steps(30)
+    with watching(run.folder, (100, 30), "--follow", PYTHONUNBUFFERED=unbuffered) as terminal:
+        terminal.until(Fits(100, 30))
+        for width in (90, 80, 70):
+            terminal.resize(300, 80)
+            terminal.until_it_waits()
+            terminal.resize(width, 30)
+            terminal.until(Fits(width, 30))
+        assert [frame for frame in terminal.frames[:-1] if not is_even(frame)] == []
 
 
 def test_a_run_that_goes_back_to_a_checkpoint_is_followed(run: WrittenRun) -> None:
@@ -118,7 +131,7 @@ def test_a_folder_that_is_removed_ends_the_view(run: WrittenRun) -> None:
 
 def test_a_terminal_without_a_cursor_gets_lines(run: WrittenRun) -> None:
     run.steps(2)
-    with watching(run.folder, (80, 24), term="dumb") as terminal:
+    with watching(run.folder, (80, 24), TERM="dumb") as terminal:
         terminal.until(lambda terminal: "step 2/200" in terminal.output)
         run.steps(2)
         run.metrics(**{"eval/f1": 0.5, "eval/precision": 0.75, "eval/recall": 0.375})
@@ -139,7 +152,7 @@ def test_a_terminal_without_a_cursor_gets_lines(run: WrittenRun) -> None:
 
 def test_lines_tell_every_event_once(run: WrittenRun) -> None:
     run.steps(2, loss=None)
-    with watching(run.folder, (80, 24), term="dumb") as terminal:
+    with watching(run.folder, (80, 24), TERM="dumb") as terminal:
         terminal.until(lambda terminal: "step 2: the loss" in terminal.output)
         line = {"evaluation_seed": 7, "lost": [["http://a", "connection refused"]]}
         append_line(run.folder / "rollout_calls.jsonl", json.dumps(line))

@@ -19,6 +19,7 @@ HOME, OTHER_SCREEN, USUAL_SCREEN = "\x1b[H", "\x1b[?1049h", "\x1b[?1049l"
 SHOW_CURSOR = "\x1b[?25h"
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _WAIT_S = 60.0
+_LONG = 2048
 
 
 class Terminal:
@@ -50,6 +51,20 @@ class Terminal:
             if not self._read():
                 assert seen(self), self.output[-4000:]
                 return
+
+    def until_it_waits(self) -> None:
+        """Read nothing until the command waits for that, in the middle of a long write."""
+        queued, before = 0, -1
+        deadline = time.monotonic() + _WAIT_S
+        while queued < _LONG or queued > before:
+            assert time.monotonic() < deadline, queued
+            time.sleep(0.05)
+            before, queued = queued, self._queued()
+
+    def _queued(self) -> int:
+        """Bytes that are not read yet."""
+        (count,) = struct.unpack("i", fcntl.ioctl(self._end, termios.FIONREAD, bytes(4)))
+        return int(count)
 
     def exit_code(self) -> int:
         """Read to the end, which comes."""
@@ -85,17 +100,20 @@ class Terminal:
 
 @contextmanager
 def watching(
-    folder: Path, size: tuple[int, int], *options: str, term: str = "xterm-256color"
+    folder: Path, size: tuple[int, int], *options: str, **environment: str
 ) -> Iterator[Terminal]:
-    """`learner watch` in a terminal of (width, height); ended with the block."""
+    """`learner watch` in a terminal of (width, height); ended with the block.
+
+    environment: variables beside those of the tests.
+    """
     program = "from learner.cli import main; main()"
     command = [sys.executable, "-c", program, "watch", str(folder), *options]
-    environment = {**os.environ, "TERM": term, "LANG": "C.UTF-8", "COLUMNS": "33"}
+    own = {"TERM": "xterm-256color", "LANG": "C.UTF-8", "COLUMNS": "33", **environment}
     pid, end = pty.fork()
     if pid == 0:
         time.sleep(0.05)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
-        os.execve(sys.executable, command, environment)
+        os.execve(sys.executable, command, {**os.environ, **own})
     terminal = Terminal(pid, end)
     terminal.resize(*size)
     try:
