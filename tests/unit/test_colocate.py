@@ -31,9 +31,12 @@ from learner.rollout.colocate import (
 )
 from learner.rollout.describe import describe_backend
 from learner.types import RolloutOutput, Sample
+from rollout_server.engine_env import engine_environment
+from rollout_server.repeat_config import repeat_config_from_environment
 from rollout_server.settings import load_settings
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import VllmConfig
 
 WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
@@ -152,6 +155,22 @@ def test_its_settings_are_a_servers(tmp_path: Path, gpus: list[int]) -> None:
     if gpus:
         assert settings.share_gpus
         assert settings.gpu_memory_utilization == 0.45
+
+
+@pytest.mark.req("ROLL-03", "REP-01")
+def test_non_server_vllm_paths_are_unchanged_by_this_delta(tmp_path: Path) -> None:
+    """A run that asks for no guard has none in its own server: not in its settings, its engine."""
+    config = config_of()
+    told, run = tmp_path / "told.yaml", tmp_path / "run.yaml"
+    placement = place(config.rollout_matching.vllm, [])
+    told.write_text(dump_mapping(server_settings(config, placement, [tmp_path], "gloo")))
+    run.write_text(dump_resolved(config))
+    settings = load_settings(told, {}, run)
+    assert not settings.repeat_terminate.enabled
+    assert repeat_config_from_environment(engine_environment(settings)) in (
+        None,
+        RepeatTerminateConfig(),
+    )
 
 
 @pytest.mark.req("WIRE-04")
