@@ -139,11 +139,10 @@ class Scanner:
         depth = 1
         brackets = 0
         for lexeme in _IN_OBJECT.finditer(self._text, start + 1):
-            if lexeme.lastindex:
-                draft.strings.append(lexeme.span())
-                continue
             char = lexeme[0]
-            if char == "[":
+            if lexeme[1] is not None:
+                draft.strings.append(lexeme.span())
+            elif char == "[":
                 brackets += 1
                 draft.nested |= brackets > MAX_BRACKETS
             elif char == "]":
@@ -155,7 +154,7 @@ class Scanner:
                 depth -= 1
                 if depth == 0:
                     return self._close_object(lexeme.start())
-            else:
+            else:  # a string without an end
                 break
         return len(self._text)
 

@@ -1,9 +1,8 @@
 """What the pure stages need to know about a tokenizer.
 
 `Tokenizer` is the protocol (a transformers fast tokenizer fits), `CoordVocab` the ids of
-the coordinate tokens and of those that end an answer, and `TokenTable` both of them for one
-tokenizer with a cache of the text of each id. `token_table(tokenizer)` keeps one table per
-tokenizer.
+the coordinate tokens and of those that end an answer, and `TokenTable` that vocabulary and the
+text of each id, both of one tokenizer; `token_table(tokenizer)` keeps one table per tokenizer.
 `TokenText` is the text of some tokens, with the token of each character.
 """
 
@@ -25,6 +24,7 @@ PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 # What a byte-level decoder writes for bytes that are only part of a character.
 HALF_CHARACTER = "\ufffd"
 
+# A fast tokenizer cannot be asked for the text of an id beyond.
 MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -128,14 +128,20 @@ def _single_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 class TokenTable:
-    """Text of each token id on its own, and the coordinate vocabulary, of one tokenizer."""
+    """Text of each token id on its own, and the coordinate vocabulary, of one tokenizer.
+
+    It does not hold the tokenizer, so that it goes when the tokenizer does.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.vocab = CoordVocab.from_tokenizer(tokenizer)
         self._pieces: dict[int, str] = {}
 
     def pieces(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-        """Text of each id decoded alone; an id outside of the vocabulary has none."""
+        """Text of each id decoded alone; an id outside of the vocabulary has none.
+
+        tokenizer: the one that the table is of.
+        """
         known = self._pieces
         try:
             return [known[token_id] for token_id in token_ids]
@@ -143,6 +149,26 @@ class TokenTable:
             for token_id in set(token_ids).difference(known):
                 known[token_id] = _piece(token_id, tokenizer)
             return self.pieces(token_ids, tokenizer)
+
+
+def _piece(token_id: int, tokenizer: Tokenizer) -> str:
+    if not 0 <= token_id <= MAX_TOKEN_ID:
+        return ""
+    return decode_exactly(tokenizer, [token_id])
+
+
+_TABLES: WeakKeyDictionary[Tokenizer, TokenTable] = WeakKeyDictionary()
+
+
+def token_table(tokenizer: Tokenizer) -> TokenTable:
+    """The table of a tokenizer, built at its first use.
+
+    Raises `ContractError` when the tokenizer lacks coordinate tokens or `<|im_end|>`.
+    """
+    table = _TABLES.get(tokenizer)
+    if table is None:
+        table = _TABLES[tokenizer] = TokenTable(tokenizer)
+    return table
 
 
 class TokenText:
@@ -169,23 +195,3 @@ class TokenText:
         """Tokens that hold a character in [start, end); at least one is there."""
         found = range(self.token_at(start), self.token_at(end - 1) + 1)
         return [token for token in found if self.pieces[token]]
-
-
-def _piece(token_id: int, tokenizer: Tokenizer) -> str:
-    if not 0 <= token_id <= MAX_TOKEN_ID:
-        return ""
-    return decode_exactly(tokenizer, [token_id])
-
-
-_TABLES: WeakKeyDictionary[Tokenizer, TokenTable] = WeakKeyDictionary()
-
-
-def token_table(tokenizer: Tokenizer) -> TokenTable:
-    """The table of a tokenizer, built at its first use.
-
-    Raises `ContractError` when the tokenizer lacks coordinate tokens or `<|im_end|>`.
-    """
-    table = _TABLES.get(tokenizer)
-    if table is None:
-        table = _TABLES[tokenizer] = TokenTable(tokenizer)
-    return table
