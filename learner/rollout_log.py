@@ -202,6 +202,7 @@ class LoggedAnswer(_Record):
 
     @classmethod
     def of(cls, judged: Judged) -> "LoggedAnswer":
+        """What of a judged answer makes it possible to judge it again."""
         sample, rollout, parsed, match, target, left_out, _ = judged
         return cls(
             sample_id=sample.sample_id,

@@ -19,6 +19,8 @@ from shared_contracts.strict_model import Refusal, StrictModel
 
 
 class RepeatTerminateConfig(StrictModel):
+    """What ends a sequence that repeats itself; a rule that is 0 or null is off."""
+
     enabled: bool = Field(default=False, description="end sequences that repeat themselves")
     min_new_tokens: int = Field(
         default=0, ge=0, description="generated tokens before which no sequence is ended"

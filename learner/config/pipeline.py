@@ -18,6 +18,8 @@ from shared_contracts.strict_model import Refusal, StrictModel
 
 
 class TokenCEConfig(StrictModel):
+    """What the tokens of a target weigh in `token_ce`, by their role (LOSS-01)."""
+
     desc_ce_weight: Weight = Field(description="channel A: weight of description tokens")
     rollout_fn_desc_weight: Weight = Field(
         description="channel B: weight of the description tokens of appended objects"
@@ -118,6 +120,8 @@ ObjectiveModule = Annotated[
 
 
 class PipelineConfig(StrictModel):
+    """The objective, module by module, and what is only looked at (section 10)."""
+
     objective: Annotated[tuple[ObjectiveModule, ...], Field(strict=False)] = Field(
         description="loss modules; each has exactly `name, enabled, weight, channels, config`"
     )

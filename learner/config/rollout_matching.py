@@ -130,6 +130,8 @@ class EvalDetectionConfig(StrictModel):
 
 
 class RolloutMatchingConfig(SharedRolloutConfig):
+    """`rollout_matching`: who answers, how answers are decoded, matched and kept in supply."""
+
     rollout_backend: Literal["vllm", "hf"] = Field(
         default="vllm", description="who generates: vLLM, or transformers in the learner itself"
     )

@@ -78,6 +78,8 @@ Empty = Annotated[EmptySection, BeforeValidator(_null_is_empty)]
 
 
 class Config(StrictModel):
+    """A training YAML: every key with its default, and what must hold between sections."""
+
     model: ModelConfig = Field(description="the checkpoint and how it is loaded")
     quantization: Empty = Field(default=EmptySection(), description="no keys yet")
     template: TemplateConfig = Field(description="the prompt")

@@ -30,6 +30,8 @@ NULL_MEANS_DERIVED = ("logging_dir", "vit_lr", "aligner_lr")
 
 
 class TrainingConfig(StrictModel):
+    """`training`: the optimizer, the step budget, packing, saving and logging."""
+
     run_name: str = Field(min_length=1, description="name of the run in logs and trackers")
     output_dir: AbsolutePath = Field(description="run folder: checkpoints, logs, metrics")
     logging_dir: AbsolutePath = Field(

@@ -1,4 +1,4 @@
-"""The house itself: who may import whom, what loads without torch, what files may hold."""
+"""The house itself: who may import whom, what loads without torch, how long and how told it is."""
 
 import ast
 import re
@@ -163,3 +163,175 @@ def test_the_locked_requirements_are_hashed_and_hold_no_address() -> None:
         assert not re.search(r"^\s*-(?!-hash=sha256:)", text, re.MULTILINE), lock
         pins = re.findall(r"^\S+==\S+.*\\\n\s+--hash=sha256:", text, re.MULTILINE)
         assert len(pins) == len(re.findall(r"^\w", text, re.MULTILINE)), lock
+
+
+# --- measures: what a reader can hold in mind, and what no part of the house does
+
+TREES = (*PACKAGES, "benchmarks", "scripts", "tests")
+LONGEST_FILE, LONGEST_FUNCTION = 600, 100
+USUAL_FILE, USUAL_FUNCTION = 500, 50
+# What is longer has a docstring, if its name is public; in the packages both sides meet on, and
+# in the server, all else that can be imported from a module has one, too.
+SELF_EXPLAINING = 20
+FULLY_TOLD = ("shared_contracts", "rollout_server")
+
+# Handlers of any error that do not raise it again, by file and function.
+SWALLOWS = {
+    # monitoring must not end a run
+    "learner/report/at_the_end.py:_write": "a run does not end because of its report",
+    "learner/trainer/trackers.py:guarded": "a run does not end because of its tracker",
+    # handed over to whoever waits for it
+    "learner/async_rollout/prefetcher.py:_run": "raised in the learner's own thread",
+    "learner/checkpoint.py:attempted": "raised once every file was tried",
+    "learner/overlap.py:produce": "raised where the next item is asked for",
+    "learner/rollout/parallel.py:_run": "raised by whoever waits for the calls",
+    "rollout_server/serve.py:_start": "the process ends with it",
+    "rollout_server/worker_extension.py:weight_phase": "a worker that raises is lost to vLLM",
+    # whatever it is, it has an answer
+    "learner/sync/push.py:push": "SYNC-01: a failed push of the adapter, of any type, makes full ones",
+    "rollout_server/placement.py:load": "what a model's loader raises is a fault of the manifest",
+}
+
+
+def sources(tree: str) -> list[Path]:
+    return sorted((ROOT / tree).rglob("*.py"))
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes(), filename=str(path))
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def length(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def percentile_95(lengths: list[int]) -> int:
+    return sorted(lengths)[int(0.95 * len(lengths))]
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_no_file_and_no_function_is_long(tree: str) -> None:
+    files = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources(tree)
+    }
+    lengths = {
+        f"{path.relative_to(ROOT)}:{function.name}": length(function)
+        for path in sources(tree)
+        for function in functions(parsed(path))
+    }
+    assert {name: n for name, n in files.items() if n > LONGEST_FILE} == {}
+    assert {name: n for name, n in lengths.items() if n > LONGEST_FUNCTION} == {}
+    assert percentile_95(list(files.values())) <= USUAL_FILE
+    assert percentile_95(list(lengths.values())) <= USUAL_FUNCTION
+
+
+def calls_by_name(tree: ast.AST) -> list[int]:
+    """Lines where an attribute is called whose name is only known when it runs."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(found := node.func, ast.Call)
+        and isinstance(found.func, ast.Name)
+        and found.func.id == "getattr"
+        and not isinstance(found.args[1], ast.Constant)
+    ]
+
+
+@pytest.mark.parametrize("tree", PACKAGES)
+def test_nothing_is_called_by_a_computed_name(tree: str) -> None:
+    found = {str(path): calls_by_name(parsed(path)) for path in sources(tree)}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def swallowing(node: ast.AST, function: str = "") -> Iterator[str]:
+    """Functions that handle any error whatever and do not end by raising one."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from swallowing(child, child.name)
+            continue
+        if isinstance(child, ast.ExceptHandler) and swallows_all(child):
+            yield function
+        yield from swallowing(child, function)
+
+
+def swallows_all(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    names = {kind.id for kind in kinds if isinstance(kind, ast.Name)}
+    broad = handler.type is None or not names.isdisjoint({"Exception", "BaseException"})
+    return broad and not isinstance(handler.body[-1], ast.Raise)
+
+
+def test_every_handler_that_swallows_any_error_has_its_reason() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{function}"
+        for package in PACKAGES
+        for path in sources(package)
+        for function in swallowing(parsed(path))
+    }
+    assert found == SWALLOWS.keys()
+
+
+Named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def public(body: list[ast.stmt], within: str = "") -> Iterator[tuple[str, Named]]:
+    """Public classes and functions, and the methods of such classes, by dotted name."""
+    for node in body:
+        if isinstance(node, Named) and not node.name.startswith("_"):
+            yield within + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from public(node.body, f"{within}{node.name}.")
+
+
+def untold(path: Path, everything: bool) -> list[str]:
+    """Public names without a docstring; `everything`: also short ones, but for methods."""
+    return [
+        name
+        for name, node in public(parsed(path).body)
+        if not ast.get_docstring(node)
+        and (length(node) > SELF_EXPLAINING or (everything and "." not in name))
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_and_what_its_name_does_not_explain_has_a_docstring(package: str) -> None:
+    files = [path for path in sources(package) if path.name != "__main__.py"]
+    silent = [path for path in files if (tree := parsed(path)).body and not ast.get_docstring(tree)]
+    assert silent == []
+    found = {str(path): untold(path, package in FULLY_TOLD) for path in files}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("getattr(a, name)(1)", [1]),
+        ("getattr(a, 'name')(1)", []),
+        ("getattr(a, name)", []),
+    ],
+)
+def test_a_call_by_a_computed_name_is_seen(source: str, found: list[int]) -> None:
+    assert calls_by_name(ast.parse(source)) == found
+
+
+@pytest.mark.parametrize(
+    ("handler", "found"),
+    [
+        ("except: pass", ["f"]),
+        ("except (OSError, Exception) as e: log(e)", ["f"]),
+        ("except BaseException: raise", []),
+        ("except Exception as e: raise ValueError from e", []),
+        ("except OSError: pass", []),
+    ],
+)
+def test_a_handler_that_swallows_any_error_is_seen(handler: str, found: list[str]) -> None:
+    body = f"def outer():\n def f():\n  try: g()\n  {handler}\n"
+    assert list(swallowing(ast.parse(body))) == found
