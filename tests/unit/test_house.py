@@ -188,7 +188,7 @@ SWALLOWS = {
     "rollout_server/serve.py:_start": "the process ends with it",
     "rollout_server/worker_extension.py:weight_phase": "a worker that raises is lost to vLLM",
     # whatever it is, it has an answer
-    "learner/sync/push.py:push": "SYNC-01: a failed push of the adapter, of any type, makes full ones",
+    "learner/sync/push.py:push": "SYNC-01: a push of the adapter fell back to a full one",
     "rollout_server/placement.py:load": "what a model's loader raises is a fault of the manifest",
 }
 
