@@ -49,7 +49,7 @@ def projected_bins(
     )
     sums = np.bincount(slots.ravel(), weights=projected.ravel())
     bins = sums / np.bincount(slots.ravel())
-    return tuple(bins.clip(0, COORD_BINS - 1).tolist())
+    return tuple(bins.clip(max=COORD_BINS - 1).tolist())  # 999 may be rounded up
 
 
 def _point_slots(shape: Shape) -> npt.NDArray[np.intp]:
@@ -69,7 +69,7 @@ def sinkhorn_barycentric(
     Arguments and errors are those of `transport_shares`.
     """
     shares = transport_shares(pred_points, gt_points, cost, epsilon, iters)
-    projected: FloatArray = shares @ np.asarray(gt_points, dtype=np.float64)
+    projected: FloatArray = shares @ np.asarray(gt_points)
     return projected
 
 
@@ -122,7 +122,7 @@ def _gibbs(values: FloatArray, epsilon: float, axis: int) -> tuple[FloatArray, F
     epsilon; a quotient that overflows is an entry of 0.
     """
     least = values.min(axis=axis, keepdims=True)
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(over="ignore"):
         return least, np.exp((least - values) / epsilon)
 
 

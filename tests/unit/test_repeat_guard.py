@@ -294,6 +294,9 @@ def test_the_keys_of_real_answers_are_counted_each_once(
 
 
 def test_counting_object_keys_needs_their_token_ids() -> None:
-    with pytest.raises(ContractError, match="object_key_token_ids"):
+    with pytest.raises(ContractError) as caught:
         RepeatGuard(enabled(max_object_keys=3), [])
+    assert caught.value.where == "object_key_token_ids"
+    assert "max_object_keys is set" in caught.value.found
+    assert '`"object_`' in caught.value.do
     RepeatGuard(enabled(ngram_size=3), [])

@@ -108,7 +108,7 @@ def test_the_marginals_part_points_that_share_a_nearest_neighbour() -> None:
 def test_the_projection_is_finite_and_inside_the_box_of_the_ground_truth(
     pred: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
 ) -> None:
-    with np.errstate(invalid="raise", divide="raise"):
+    with np.errstate(invalid="raise", divide="raise", over="raise"):
         found = sinkhorn_barycentric(pred, truth, cost, epsilon, iters)
     assert found.shape == (len(pred), 2)
     assert found.dtype == np.float64
@@ -291,20 +291,24 @@ def test_points_of_lower_precision_are_projected_in_float64() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "where"),
+    ("wrong", "where", "found", "do"),
     [
-        ({"pred_points": []}, "pred_points"),
-        ({"gt_points": [[1.0, 2.0, 3.0]]}, "gt_points"),
-        ({"gt_points": [1.0, 2.0]}, "gt_points"),
-        ({"pred_points": [[float("nan"), 1.0]]}, "pred_points"),
-        ({"cost": "l3"}, "cost"),
-        ({"epsilon": 0.0}, "epsilon"),
-        ({"epsilon": float("nan")}, "epsilon"),
-        ({"epsilon": float("inf")}, "epsilon"),
-        ({"iters": 0}, "iters"),
+        ({"pred_points": []}, "pred_points", "shape (0,)", "N >= 1"),
+        ({"pred_points": np.zeros((0, 2))}, "pred_points", "shape (0, 2)", "N >= 1"),
+        ({"gt_points": [[1.0, 2.0, 3.0]]}, "gt_points", "shape (1, 3)", "(N, 2)"),
+        ({"gt_points": [1.0, 2.0]}, "gt_points", "shape (2,)", "(N, 2)"),
+        ({"pred_points": [[float("nan"), 1.0]]}, "pred_points", "NaN", "finite"),
+        ({"gt_points": [[1.0, float("inf")]]}, "gt_points", "infinite", "finite"),
+        ({"cost": "l3"}, "cost", "'l3'", "'l1' or 'l2'"),
+        ({"epsilon": 0.0}, "epsilon", "0.0", "finite number above 0"),
+        ({"epsilon": float("nan")}, "epsilon", "nan", "finite number above 0"),
+        ({"epsilon": float("inf")}, "epsilon", "inf", "finite number above 0"),
+        ({"iters": 0}, "iters", "0", "1 or more"),
     ],
 )
-def test_what_cannot_be_transported_is_refused_by_name(wrong: dict[str, Any], where: str) -> None:
+def test_what_cannot_be_transported_is_refused_by_name(
+    wrong: dict[str, Any], where: str, found: str, do: str
+) -> None:
     given = {
         "pred_points": SQUARE,
         "gt_points": TRIANGLE,
@@ -315,6 +319,8 @@ def test_what_cannot_be_transported_is_refused_by_name(wrong: dict[str, Any], wh
     with pytest.raises(ContractError) as caught:
         sinkhorn_barycentric(**{**given, **wrong})
     assert caught.value.where == where
+    assert found in caught.value.found
+    assert do in caught.value.do
 
 
 # ---- shapes to bins ------------------------------------------------------------------
