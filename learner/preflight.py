@@ -2,7 +2,7 @@
 
 check_inputs(config)   data files, images, checkpoint folder, coordinate tokens, the backend,
                        and what the run folder holds already
-reach_servers(config)  every server answers, and has the settings of the config
+reach_servers(config)  every server answers, has the settings of the config and no other learner
 differences(...)       what a server has otherwise; asked again when one comes back
 """
 
@@ -20,6 +20,7 @@ from learner.coords import COORD_BINS, coord_token
 from learner.data.jsonl import read_samples
 from learner.data.lengths import read_tokenizer
 from learner.resume import BEGINNING, Start, find_start
+from learner.rollout.alone import require_alone
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import CUDA_VISIBLE, GPU_DEVICES, Placement, place, visible_gpus
 from learner.rollout.distribution import rank_chunk_size
@@ -250,7 +251,8 @@ def reach_servers(
     Raises:
         ContractError: a server is not there, or not ready within `timeout_s`; or has
             settings of its own (all servers are told at once); or together they decode less
-            than a request of every learner process at once (DIST-04).
+            than a request of every learner process at once (DIST-04); or another learner
+            pushes to one.
     """
     server = config.rollout_matching.vllm.server
     if config.rollout_matching.backend != "server" or server is None:
@@ -268,6 +270,7 @@ def reach_servers(
         raise ContractErrors(errors)
     sizes, processes = [info.world_size for info in infos], learner_processes(environment)
     rank_chunk_size(config.rollout_matching.decode_batch_size, sizes, processes)
+    require_alone(clients)
     return clients
 
 

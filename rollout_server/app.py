@@ -33,6 +33,7 @@ from shared_contracts.weights import (
     CommunicatorReady,
     FinishWeightUpdate,
     InitCommunicator,
+    KeepCommunicator,
     StartWeightUpdate,
     SyncReport,
     UpdateWeights,
@@ -67,6 +68,7 @@ BARE = TypeAdapter(Bare)
 
 
 def create_app(pool: Pool, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
+    """The routes over `pool`, with the bounds, the token and the access log around them."""
     app = FastAPI(
         title="Rollmatch rollout server",
         version=version(DISTRIBUTION),
@@ -179,6 +181,11 @@ def _add_weight_updates(app: FastAPI, pool: Pool) -> None:
         if not report.trial:
             pool.telemetry.count_push(report)
         return report
+
+    @_route(app, "POST", "/keep_communicator/", WEIGHT_PROBLEMS)
+    async def keep_communicator(body: KeepCommunicator) -> WeightStatus:
+        """Note that the learner of the weight group lives; `/info/` tells who would take it."""
+        return pool.weights.keep(body.attempt)
 
     @_route(app, "POST", "/close_communicator/", WEIGHT_PROBLEMS)
     async def close_communicator(body: CloseCommunicator | None = None) -> WeightStatus:

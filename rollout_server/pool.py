@@ -127,6 +127,7 @@ class Pool:
         return WorldSize(world_size=self.settings.num_workers)
 
     def info(self) -> Info:
+        """What the server is; what only an engine tells is missing until one is there."""
         engines, guard = self._replicas.alive(), self.settings.repeat_terminate
         status = self.weights_status()
         return Info(
@@ -141,6 +142,7 @@ class Pool:
             weight_transport=self.settings.transport,
             server_epoch=self.server_epoch,
             weight_group=self._weights.group,
+            weight_group_heard_s=self._weights.group_heard_s,
             host=socket.gethostname(),
             gpus=list(self.settings.gpus),
             gpu_uuids=self._gpu_uuids,

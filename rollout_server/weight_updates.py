@@ -85,6 +85,7 @@ class WeightUpdates:
         self._worker_margin_s = worker_margin_s
         self._store: TCPStore | None = None
         self._group: InitCommunicator | None = None
+        self._heard: float | None = None  # when the learner of the group said that it lives
         self._update: Update | None = None
         self._one_phase = asyncio.Lock()
         self._phases_begun = 0
@@ -97,6 +98,11 @@ class WeightUpdates:
     def group(self) -> str | None:
         """Where the weight group that stands has met; None without one."""
         return None if self._group is None else f"{self._group.host}:{self._group.port}"
+
+    @property
+    def group_heard_s(self) -> float | None:
+        """Seconds since the learner of the group said that it lives; None where it never has."""
+        return None if self._heard is None else time.monotonic() - self._heard
 
     @property
     def status(self) -> WeightStatus:
@@ -197,6 +203,14 @@ class WeightUpdates:
             trial=update.trial,
         )
 
+    def keep(self, attempt: str) -> WeightStatus:
+        """Note that the learner of the group lives, whatever phase runs."""
+        if attempt != self._require_group("/keep_communicator/").attempt:
+            found = f"another group stands, which met at {self.group}"
+            raise refusal("weight-update-order", found, "attempt")
+        self._heard = time.monotonic()
+        return self.status
+
     async def close_communicator(self, attempt: str | None = None) -> WeightStatus:
         """Leave the group of an attempt, or whichever stands; another's is left alone."""
         if self._is_anothers(attempt):
@@ -264,7 +278,7 @@ class WeightUpdates:
         """Leave the group, if there is one; the port is free afterwards."""
         if self._group is None:
             return
-        init, self._group = self._group, None
+        init, self._group, self._heard = self._group, None, None
         closes = [e.weight_phase("shutdown_weight_transfer_engine") for e in self._engines.alive()]
         await self._together("close", closes, init)
 

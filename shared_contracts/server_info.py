@@ -32,7 +32,10 @@ class _Wire(BaseModel):
 
 
 class ReplicaStatus(_Wire):
-    """heartbeat_age_s: seconds since the engine's loop last answered; null without an engine.
+    """How one replica is.
+
+    detail: why it does not serve; empty where it does.
+    heartbeat_age_s: seconds since the engine's loop last answered; null without an engine.
     restarts: how often the engine was built again.
     """
 
@@ -62,11 +65,16 @@ class Live(_Wire):
 
 
 class WorldSize(_Wire):
+    """`GET /get_world_size/`: engine workers over all replicas."""
+
     world_size: int
 
 
 class RepeatTerminateStatus(_Wire):
-    """active: the guard runs inside every engine and passed its self-test there."""
+    """The repeat guard of the server.
+
+    active: it runs inside every engine and passed its self-test there.
+    """
 
     active: bool
     config: RepeatTerminateConfig
@@ -80,6 +88,8 @@ class Info(_Wire):
     enable_lora: an adapter may be pushed instead of full weights.
     server_epoch: changes when the server or one of its replicas has been started anew.
     weight_group: where the weight group that stands has met, as host:port; null without one.
+    weight_group_heard_s: seconds since the learner of that group last said that it lives; null
+        where none has.
     host: name of the server's machine. gpus: their ids there; none on a CPU or where Ray places.
     gpu_uuids: of the same GPUs, where nvidia-smi told them at the start.
     versions: of this server and of what it stands on, by distribution name.
@@ -96,6 +106,7 @@ class Info(_Wire):
     weight_transport: Transport
     server_epoch: str
     weight_group: str | None = None
+    weight_group_heard_s: float | None = None
     host: str = ""
     gpus: list[int] = []
     gpu_uuids: list[str] = []

@@ -6,6 +6,7 @@ One push, in order; each call answers when its phase is over on every replica:
     POST /start_weight_update/   StartWeightUpdate -> WeightStatus       manifest; pause, drain
     POST /update_weights/        UpdateWeights -> WeightStatus           buckets arrive
     POST /finish_weight_update/  FinishWeightUpdate -> SyncReport        verify, reset, resume
+    POST /keep_communicator/     KeepCommunicator -> WeightStatus        (now and then)
     POST /close_communicator/    CloseCommunicator (or nothing) -> WeightStatus
 
 A push sends the full weights of the checkpoint's layout, or with `adapter` a LoRA adapter
@@ -94,6 +95,10 @@ DTYPE_BYTES: dict[DtypeName, int] = {
 MOST = 2**62
 Count = Annotated[int, Field(ge=0, le=MOST)]
 
+# So often the learner of a weight group says that it lives, and after so long it counts as gone.
+KEEP_EVERY_S = 2.0
+GONE_AFTER_S = 10.0
+
 MOST_DIMENSIONS = 16
 MOST_RANK = 4096
 
@@ -132,15 +137,25 @@ class InitCommunicator(_Wire):
         return self
 
 
+class KeepCommunicator(_Wire):
+    """The learner of a weight group lives. attempt: of the group; refused where another stands."""
+
+    attempt: str
+
+
 class CloseCommunicator(_Wire):
-    """attempt: of the group to leave; another that stands is left alone. None: whichever."""
+    """Leave the weight group.
+
+    attempt: of the group to leave; another that stands is left alone. None: whichever.
+    """
 
     attempt: str | None = None
 
 
 class CommunicatorReady(_Wire):
-    """weights_version: the server's; the learner's pushes count on from it.
+    """The weight group stands.
 
+    weights_version: the server's; the learner's pushes count on from it.
     dtype: in which the engines hold their weights, and the learner sends them.
     """
 
@@ -166,6 +181,7 @@ class ParameterMeta(_Wire):
 
     @property
     def num_bytes(self) -> int:
+        """Of the tensor itself."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property
@@ -175,7 +191,10 @@ class ParameterMeta(_Wire):
 
 
 class HostMemory(_Wire):
-    """path: a memory file of the learner's named `HOST_MEMORY_NAME`, e.g. `/proc/123/fd/45`."""
+    """A buffer in the memory of the machine.
+
+    path: a memory file of the learner's named `HOST_MEMORY_NAME`, e.g. `/proc/123/fd/45`.
+    """
 
     path: str = Field(pattern="^/proc/[0-9]+/fd/[0-9]+$")
 
@@ -288,24 +307,33 @@ class StartWeightUpdate(_Wire):
 
 
 class UpdateWeights(_Wire):
+    """Receive what the manifest of `version` lists."""
+
     version: Count
 
 
 class FinishWeightUpdate(_Wire):
-    """digests: of parameters as they were sent; the engines must hold the same."""
+    """Everything was sent: verify it and answer with it.
+
+    digests: of parameters as they were sent; the engines must hold the same.
+    """
 
     version: Count
     digests: Annotated[list[ParameterDigest], Field(fail_fast=True)] = []
 
 
 class WeightStatus(_Wire):
+    """The server's weights after a call; weights_version: of the last push that was finished."""
+
     state: WeightState
     weights_version: int
     server_epoch: str
 
 
 class SyncReport(_Wire):
-    """seconds: by phase, of the slowest worker: `pause`, `transfer` (waiting for buckets),
+    """What a push came to.
+
+    seconds: by phase, of the slowest worker: `pause`, `transfer` (waiting for buckets),
         `load`, `verify`, `caches`; transfer and load overlap.
     bytes: payload of one replica.
     verified: parameters whose digest was compared.

@@ -38,6 +38,7 @@ from shared_contracts.weights import (
     CommunicatorReady,
     FinishWeightUpdate,
     InitCommunicator,
+    KeepCommunicator,
     StartWeightUpdate,
     SyncReport,
     UpdateWeights,
@@ -236,6 +237,12 @@ class RolloutClient:
     def finish_weight_update(self, body: FinishWeightUpdate) -> SyncReport:
         return self._phase("/finish_weight_update/", body, SyncReport)
 
+    def keep_communicator(self, attempt: str) -> WeightStatus:
+        """Tell the server that the learner of this attempt's group lives; a quick call."""
+        body = KeepCommunicator(attempt=attempt).model_dump(mode="json")
+        answer = TypeAdapter(WeightStatus)
+        return self._send("POST", "/keep_communicator/", body, self._probe_s, answer)
+
     def close_communicator(self, attempt: str) -> WeightStatus:
         """Have the server leave the group of this attempt; another's stays."""
         body = CloseCommunicator(attempt=attempt)
@@ -291,8 +298,11 @@ class RolloutClient:
         return f"the server is gone: GET /live/ failed {failures} times in a row ({reason})"
 
     def _get(self, path: str, answer: type[Answer]) -> Answer:
-        timeout_s = min(self.timeout_s, _PROBE_TIMEOUT_S)
-        return self._send("GET", path, None, timeout_s, TypeAdapter(answer))
+        return self._send("GET", path, None, self._probe_s, TypeAdapter(answer))
+
+    @property
+    def _probe_s(self) -> float:
+        return min(self.timeout_s, _PROBE_TIMEOUT_S)
 
     def _phase(self, path: str, body: BaseModel, answer: type[Answer]) -> Answer:
         sent = body.model_dump(mode="json")

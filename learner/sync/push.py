@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -26,6 +27,7 @@ from learner.rollout.client import SERVER_ERRORS, RolloutClient, ServerUnreachab
 from learner.sync.abandonable import run_together, run_within
 from learner.sync.digests import Outgoing, digests_of, verified_columns
 from learner.sync.groups import WeightGroup, join_group, new_nccl_id
+from learner.sync.life import SignsOfLife
 from learner.sync.source import SourceChoice, WeightSource
 from shared_contracts.errors import ContractError, ProblemError, RunError
 from shared_contracts.rollout_config import Verify
@@ -133,12 +135,14 @@ class _Joined:
     """The weight group, while there is one; the server knows it by its attempt.
 
     base_checked: the server has said that it holds the base of the adapter.
+    life: the server is told that this learner is there; not by a guest, who leaves at once.
     """
 
     group: WeightGroup
     ready: CommunicatorReady
     attempt: str
     base_checked: bool = False
+    life: SignsOfLife | None = None
 
 
 class WeightPusher:
@@ -243,6 +247,8 @@ class WeightPusher:
     def _leave(self) -> _Joined | None:
         with self._leaving:
             joined, self._joined = self._joined, None
+        if joined is not None and joined.life is not None:
+            joined.life.stop()
         return joined
 
     def _join(self, if_none: bool = False) -> _Joined:
@@ -276,12 +282,15 @@ class WeightPusher:
             raise
         finally:
             given_up.set()
-        return self._keep(_Joined(group[0], ready[0], body.attempt))
+        return self._keep(_Joined(group[0], ready[0], body.attempt), guest=if_none)
 
-    def _keep(self, joined: _Joined) -> _Joined:
+    def _keep(self, joined: _Joined, *, guest: bool) -> _Joined:
         """The group just formed, unless the pusher was closed meanwhile."""
         with self._leaving:
             if not self._closed:
+                if not guest:
+                    give = partial(self._client.keep_communicator, joined.attempt)
+                    joined.life = SignsOfLife(give)
                 self._joined = joined
                 return joined
         joined.group.abandon()

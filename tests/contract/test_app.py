@@ -19,6 +19,7 @@ POST_PATHS = (
     "/start_weight_update",
     "/update_weights",
     "/finish_weight_update",
+    "/keep_communicator",
     "/close_communicator",
 )
 BODIES: dict[str, Any] = {
@@ -30,6 +31,7 @@ BODIES: dict[str, Any] = {
     },
     "/update_weights": {"version": 1},
     "/finish_weight_update": {"version": 1},
+    "/keep_communicator": {"attempt": "a"},
     "/close_communicator": None,
 }
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from learner.operate.server_process import free_ports
+from learner.rollout.alone import require_alone
 from learner.rollout.client import RolloutClient
 from learner.sync.push import WeightPusher
 from learner.sync.source import OneSource
+from shared_contracts.errors import ContractError
 from tests.contract.dying_pusher import Doomed, DoomedWeights
 from tests.contract.running_server import RunningServer, response_ids, text_request
 from tests.contract.toy_checkpoints import read_weights
@@ -93,3 +95,20 @@ def test_a_learner_killed_in_any_phase_leaves_a_server_for_the_next_one(
         assert server.http.get("/health/").json()["state"] == "READY"
         assert response_ids(server.infer([text_request()])[0]) == answer, phase
     assert grown(server, before) == {}
+
+
+@pytest.mark.req("SYNC-07")
+def test_a_learner_in_the_middle_of_a_push_is_left_alone_until_it_is_killed(
+    server: RunningServer, tied: Path, other_tied: Path
+) -> None:
+    """A newcomer looks as `learner train` and `learner eval` do."""
+    (port,) = free_ports(1)
+    with RolloutClient(server.process.base_url, TIMEOUT_S) as client:
+        with learner(server, port, other_tied, "transfer") as process:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == "transfer", "its error is above"
+            with pytest.raises(ContractError, match="another learner pushes"):
+                require_alone([client])
+        require_alone([client])
+        assert client.info().weight_group is not None, "it has left its group behind"
+    push_again(server, port, tied)

@@ -114,6 +114,31 @@ def test_who_asks_for_no_group_keeps_out_of_the_way_of_one_that_forms() -> None:
     run(work())
 
 
+@pytest.mark.req("SYNC-07")
+def test_a_group_is_heard_of_by_the_signs_of_its_own_learner_alone() -> None:
+    async def work() -> None:
+        bench = Bench()
+        with pytest.raises(ProblemError, match="no weight group"):
+            bench.updates.keep("first")
+        await bench.init(attempt="first")
+        assert bench.updates.group_heard_s is None
+        await bench.start(1)
+        assert bench.updates.keep("first").state == "UPDATING"
+        heard_s = bench.updates.group_heard_s
+        assert heard_s is not None
+        assert heard_s >= 0
+        with pytest.raises(ProblemError, match="another group stands") as caught:
+            bench.updates.keep("second")
+        assert caught.value.problem.status == 409
+        await bench.init(attempt="second")
+        assert bench.updates.group_heard_s is None, "of the one before"
+        bench.updates.keep("second")
+        await bench.updates.close_communicator()
+        assert bench.updates.group_heard_s is None
+
+    run(work())
+
+
 @pytest.mark.req("SYNC-04")
 def test_closing_the_group_ends_an_open_update() -> None:
     async def work() -> None:

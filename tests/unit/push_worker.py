@@ -88,6 +88,7 @@ class Worker:
             "POST /start_weight_update/": self.start,
             "POST /update_weights/": self.update,
             "POST /finish_weight_update/": self.finish,
+            "POST /keep_communicator/": lambda _: self._status("READY"),
             "POST /close_communicator/": self.close,
         }
 

@@ -3,10 +3,14 @@
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
+from learner.sync.life import SignsOfLife
 from learner.sync.push import WeightSyncError
 from learner.sync.source import MergedWeights
 from rollout_server.group_store import open_group_store
@@ -21,7 +25,7 @@ from tests.unit.push_worker import (
     resources,
     wait_until,
 )
-from tests.unit.scripted_server import Reply, ScriptedServer, problem, scripted_server
+from tests.unit.scripted_server import HangUp, Reply, ScriptedServer, problem, scripted_server
 
 
 @pytest.fixture
@@ -90,6 +94,36 @@ def test_a_pusher_that_was_closed_while_it_formed_its_group_lets_go_of_it(
         with pytest.raises(WeightSyncError, match="has left this server"):
             pusher.push(version=1)
     assert server.bodies("POST /start_weight_update/") == []
+
+
+@pytest.mark.req("SYNC-07")
+def test_a_learner_says_that_it_lives_as_long_as_its_group_stands(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_s = 0.05
+    monkeypatch.setattr("learner.sync.push.SignsOfLife", partial(SignsOfLife, every_s=every_s))
+    Worker(server)
+    signs = partial(server.bodies, "POST /keep_communicator/")
+    with pusher_to(server) as pusher:
+        pusher.connect()
+        wait_until(lambda: len(signs()) >= 3)
+        server.routes["POST /keep_communicator/"] = lambda _: HangUp()
+        wait_until(lambda: len(signs()) >= 6)  # whatever becomes of one
+        (asked,) = server.bodies("POST /init_communicator/")
+        assert {sign["attempt"] for sign in signs()} == {asked["attempt"]}
+        pusher.abandon()
+        wait_until(lambda: "signs-of-life" not in {each.name for each in threading.enumerate()})
+        given = len(signs())
+        time.sleep(5 * every_s)
+        assert len(signs()) == given
+
+
+def test_a_guest_does_not_say_that_it_lives(server: ScriptedServer) -> None:
+    """As `learner doctor` is, in whose place a run may come at any time."""
+    Worker(server)
+    with pusher_to(server) as pusher:
+        pusher.connect(if_none=True)
+        assert "signs-of-life" not in {each.name for each in threading.enumerate()}
 
 
 def test_closing_does_not_wait_for_a_server_that_is_gone(server: ScriptedServer) -> None:
