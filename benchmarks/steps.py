@@ -37,7 +37,7 @@ from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
 from learner.forwards import PlainEngine
 from learner.packer import Packer
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
 from learner.step import StepRunner
@@ -83,7 +83,7 @@ def pipelined(bench: Bench) -> list[Result]:
 def _step_s(backend: ServerBackend, round_size: int | None) -> float:
     """Seconds of one channel-B step. round_size: of a chunk; None: no overlap."""
     asking = Asking("", None, RequestConfig(max_tokens=1, return_details=True))
-    policy = Policy(backend, 1, asking, round_size=round_size)
+    policy = Policy(OpenBackend(backend, 1, round_size=round_size), asking)
     forward_s = CHUNK_S / CHUNK_SAMPLES
     channels = FixedA(forward_s), FixedB(forward_s)
     runner = StepRunner(_config(), *channels, FixedPipeline(), policy)
@@ -119,7 +119,9 @@ def _b_steps_per_s(backend: ServerBackend, source_of: SourceOf | None) -> tuple[
     source_of: None: the step's own.
     """
     config = _config()
-    policy = Policy(backend, 1, Asking("", None, RequestConfig(max_tokens=1, return_details=True)))
+    policy = Policy(
+        OpenBackend(backend, 1), Asking("", None, RequestConfig(max_tokens=1, return_details=True))
+    )
     channel_b = FixedB(SHARE_S / SHARE_SAMPLES)
     source = None if source_of is None else source_of(policy, channel_b)
     channels = FixedA(SHARE_S / SHARE_SAMPLES), channel_b

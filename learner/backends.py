@@ -7,9 +7,8 @@ hf         HfBackend on the model in training
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from learner.operate.server_process import ServerProcess, free_ports
 from learner.peers import ALONE, Peers
 from learner.preflight import differences
 from learner.publish import publish_text
-from learner.rollout.backend import RolloutBackend
+from learner.rollout.alone import require_alone
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import (
     CUDA_VISIBLE,
@@ -39,7 +38,7 @@ from learner.rollout.colocate import (
 )
 from learner.rollout.hf import HfBackend
 from learner.rollout.journal import Journal
-from learner.rollout.policy import Ask
+from learner.rollout.policy import OpenBackend
 from learner.rollout.server import ServerBackend
 from learner.sync.mode import SyncMode
 from learner.sync.push import WeightPusher
@@ -52,27 +51,6 @@ from shared_contracts.weights import Transport
 # Imports, weights, and on GPUs the capture of graphs.
 COLOCATED_START_S = 900.0
 COLOCATED_TIMEOUT_S = 240.0
-
-
-@dataclass(frozen=True)
-class OpenBackend:
-    """A backend that can be pushed to.
-
-    weights_version: of what it holds now; pushes count on from it.
-    repeat_terminate_active: it ends answers that repeat themselves.
-    journal: what it notes of its calls and pushes.
-    round_size: requests this rank asks at once, of servers that generate while it trains
-        (STEP-03); None for a backend that does not.
-    tend, ask_beside: of such servers, as `Policy` wants them.
-    """
-
-    backend: RolloutBackend
-    weights_version: int
-    repeat_terminate_active: bool
-    journal: Journal
-    round_size: int | None = None
-    tend: Callable[[], None] | None = None
-    ask_beside: Ask | None = None
 
 
 def open_backend(
@@ -157,6 +135,8 @@ def _over_servers(
         gather=None if gathered is None else gathered.gather,
     )
     guarded = all(client.info().repeat_terminate.active for client in clients)
+    if peers.rank == 0:
+        require_alone(clients)  # since preflight has looked, the model was loaded
     version = backend.connect()
     return OpenBackend(
         backend,

@@ -28,7 +28,8 @@ from learner.model.toy import make_model
 from learner.operate.server_process import ServerProcess, free_ports
 from learner.preflight import check_inputs, generates, reach_servers
 from learner.publish import publish_text, require_free
-from learner.train import evaluation_facts, score_checkpoint, train
+from learner.scoring import evaluation_facts, score_checkpoint
+from learner.train import train
 from learner.types import Sample
 
 CONFIGS = Path(__file__).resolve().with_name("demo_configs")

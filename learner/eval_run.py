@@ -20,14 +20,15 @@ from transformers.utils.logging import disable_progress_bar
 from learner.config.schema import Config
 from learner.data.show import new_table, plain
 from learner.evaluation.detections import AveragePrecision, Overlap
-from learner.evaluation.folder import Scored, shown, write_evaluation
+from learner.evaluation.folder import Scored, write_evaluation
 from learner.evaluation.plan import EvaluationPlan
 from learner.evaluation.scores import ScoredAnswer
+from learner.metrics.figures import score
 from learner.model.load import LoadedModel, load_model
 from learner.report.at_the_end import told
 from learner.report.outcomes import badness
 from learner.rollout.client import RolloutClient
-from learner.train import evaluation_facts, score_checkpoint
+from learner.scoring import evaluation_facts, score_checkpoint
 from shared_contracts.errors import ContractError
 
 _WORST = 10
@@ -115,8 +116,8 @@ def _scores(scored: Scored) -> Table:
     counts = (str(scores.predicted), str(scores.ground_truths))
     by_place = (scores.box_precision, scores.box_recall, scores.box_f1)
     objects = (scores.precision, scores.recall, scores.f1)
-    table.add_row("objects", *map(shown, objects), str(scores.hits), *counts)
-    table.add_row("descriptions ignored", *map(shown, by_place), str(scores.located), *counts)
+    table.add_row("objects", *map(score, objects), str(scores.hits), *counts)
+    table.add_row("descriptions ignored", *map(score, by_place), str(scores.located), *counts)
     return table
 
 
@@ -131,7 +132,7 @@ def _precisions(scored: Scored) -> Table:
 
 def _cells(of: AveragePrecision) -> list[str]:
     values = (of.ap, of.ap50, of.ap75, of.ap_small, of.ap_medium, of.ap_large, of.ar)
-    return [shown(value) for value in values]
+    return [score(value) for value in values]
 
 
 def _categories(scored: Scored) -> Table:
@@ -139,7 +140,7 @@ def _categories(scored: Scored) -> Table:
     for category in scored.detected["bbox"].worst(_WORST):
         numbers = (category.ap, category.ap50, category.ar)
         counts = (str(category.ground_truths), str(category.predicted))
-        table.add_row(plain(category.name), *map(shown, numbers), *counts)
+        table.add_row(plain(category.name), *map(score, numbers), *counts)
     return table
 
 
@@ -149,7 +150,7 @@ def _samples(worst: Sequence[ScoredAnswer]) -> Table:
         numbers = (answer.hits, len(answer.parse.objects), len(answer.ground_truth))
         table.add_row(
             plain(answer.sample_id),
-            shown(answer.f1),
+            score(answer.f1),
             *map(str, (*numbers, len(answer.parse.dropped))),
             "by the repeat guard" if answer.repeat_terminated else answer.finish_reason or "",
         )

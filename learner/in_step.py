@@ -59,9 +59,6 @@ class RolloutSource(Protocol):
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> PackFeed:
         """The packs of channel-B step `step`. clock: times their phases."""
 
-    def mark_updated(self) -> None:
-        """The training weights have changed."""
-
     def payload(self) -> Payload:
         """What was counted beside the packs since the last step."""
 
@@ -118,9 +115,6 @@ class InStep:
         base = rank_seed_base(rollout_seed_base(self._seed, step), self._rank)
         log = None if self._log_rollouts is None else partial(self._log_rollouts, step)
         return StepFeed(self._policy, self._channel_b, self._packer, base, own, clock, log)
-
-    def mark_updated(self) -> None:
-        self._policy.mark_updated()
 
     def payload(self) -> Payload:
         return Payload()

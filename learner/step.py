@@ -10,7 +10,7 @@ forwards they need is free; the caller makes one optimizer update of them (STEP-
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -34,6 +34,17 @@ from learner.rollout.policy import Policy
 from learner.rollout.seeds import rollout_seed_base
 from learner.schedule import channel_for_step
 from learner.types import Channel, Sample
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step of this rank, while it runs. samples: its share."""
+
+    model: nn.Module
+    samples: Sequence[Sample]
+    engine: Engine
+    report: StepReport
+    clock: PhaseClock
 
 
 class StepRunner:
@@ -91,12 +102,13 @@ class StepRunner:
         clock = PhaseClock()
         with clock.phase("step"):
             report = self._begin(step, len(samples), clock)
-            if report.channel == "B":
-                loss = self._channel_b_step(model, samples, report, clock, engine)
-            else:
-                loss = self._channel_a_step(model, samples, report, clock, engine)
+            this = _Step(model, samples, engine, report, clock)
+            loss = (
+                self._channel_a_step(this) if report.channel == "A" else self._channel_b_step(this)
+            )
+        if self._policy is not None:
+            self._policy.mark_updated()
         if self._source is not None:
-            self._source.mark_updated()
             report.payload.merge(self._source.payload())
         report.payload.note({"step/channel_b": report.channel == "B", **clock.metrics()})
         report.metrics = over_processes(report.payload, loss.device).metrics()
@@ -115,49 +127,37 @@ class StepRunner:
                 report.payload.note({"stage2_ab/async/b_step_skipped_due_to_queue": 1})
         return report
 
-    def _channel_a_step(
-        self,
-        model: nn.Module,
-        samples: Sequence[Sample],
-        report: StepReport,
-        clock: PhaseClock,
-        engine: Engine,
-    ) -> Tensor:
-        own = samples if self._source is None else self._source.samples(report.step, samples)
+    def _channel_a_step(self, this: _Step) -> Tensor:
+        """Channel A: segments of the ground truth alone."""
+        if self._source is not None:
+            this = replace(this, samples=self._source.samples(this.report.step, this.samples))
         packs = self._packer.begin()
 
         def chunks() -> Iterator[Chunk[Pack]]:
-            with clock.phase("target"):
-                segments = self._channel_a.segments(own)
-            with clock.phase("pack"):
+            with this.clock.phase("target"):
+                segments = self._channel_a.segments(this.samples)
+            with this.clock.phase("pack"):
                 made = packs.rest(segments)
             yield Chunk(made, last=True)
 
-        loss = self._learn(model, chunks(), own, report, clock, engine)
-        report.payload.merge(packs.payload())
+        loss = self._learn(this, chunks())
+        this.report.payload.merge(packs.payload())
         if self._source is not None and self._source.beside:
-            self._note_calls(report)
+            self._note_calls(this.report)
         return loss
 
-    def _channel_b_step(
-        self,
-        model: nn.Module,
-        samples: Sequence[Sample],
-        report: StepReport,
-        clock: PhaseClock,
-        engine: Engine,
-    ) -> Tensor:
+    def _channel_b_step(self, this: _Step) -> Tensor:
         """Channel B: newest weights out, answers in, segments of what they got wrong."""
         assert self._source is not None
         assert self._policy is not None, "a run with channel B has a policy"
         try:
-            feed = self._source.feed(report.step, samples, clock)
+            feed = self._source.feed(this.report.step, this.samples, this.clock)
             with _chunks_of(feed) as chunks:
-                loss = self._learn(model, chunks, samples, report, clock, engine)
+                loss = self._learn(this, chunks)
         finally:
-            self._note_calls(report)
-        report.payload.merge(feed.payload())
-        report.payload.note(
+            self._note_calls(this.report)
+        this.report.payload.merge(feed.payload())
+        this.report.payload.note(
             {
                 "rollout/repeat_terminate_active": self._policy.repeat_terminate_active,
                 **self._decoding(),
@@ -182,28 +182,20 @@ class StepRunner:
         if self._log_calls is not None:
             self._log_calls({"step": report.step, **base, **record})
 
-    def _learn(
-        self,
-        model: nn.Module,
-        chunks: Iterator[Chunk[Pack]],
-        samples: Sequence[Sample],
-        report: StepReport,
-        clock: PhaseClock,
-        engine: Engine,
-    ) -> Tensor:
+    def _learn(self, this: _Step, chunks: Iterator[Chunk[Pack]]) -> Tensor:
         """One forward and backward per pack, weighted by its share of the samples (LOSS-05)."""
         forwards = Forwards(
-            model,
-            engine,
+            this.model,
+            this.engine,
             self._peers,
-            partial(self._pack_loss, model, report),
-            partial(self._spare, samples),
-            len(samples),
-            clock,
+            partial(self._pack_loss, this.model, this.report),
+            partial(self._spare, this.samples),
+            len(this.samples),
+            this.clock,
             None if self._policy is None else self._policy.tend,
         )
         loss = forwards.run(chunks)
-        report.payload.add({"step/replays": forwards.replays})
+        this.report.payload.add({"step/replays": forwards.replays})
         return loss
 
     def _spare(self, samples: Sequence[Sample]) -> Pack:

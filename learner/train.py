@@ -1,14 +1,31 @@
 """One run of the learner, from a config to a run folder.
 
-    train()   preflight's findings -> model -> backend -> StepTrainer -> folder
+    train()        joins the other learner processes
+    train_as()     run folder -> model -> who answers -> build_runner(), build_scorer() and
+                   build_trainer(), which trains
+
+What flows through a run, step by step:
+
+    ShareLoader                            this process's samples of the step
+      -> StepTrainer.training_step() -> StepRunner.run()
+           A  ChannelA.segments() ---------------------------------+
+           B  Policy.push_if_stale() -> Policy.answer()            |
+              -> ChannelB.segments() ------------------------------+-> Packer.begin()
+              (or made beside the steps: AsyncSource.feed())       |
+                                                                   v
+           gradients <- Pipeline <- ChannelA/B.readings() <- Forwards.run()
+      -> Trainer                           one update by the optimizer, the schedule
+           -> StepTrainer.log()            metrics.jsonl, trackers, the terminal
+           -> StepTrainer.evaluate()       the scores of build_scorer()
+           -> Checkpoints.save()
 
 The Trainer of transformers owns the optimizer, the schedule, checkpoints and trackers;
 ours only hands it whole steps of raw samples (RUN-02).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,14 +48,13 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from learner.async_rollout.source import async_source
-from learner.backends import OpenBackend, open_backend
+from learner.backends import open_backend
 from learner.channels.a import ChannelA
 from learner.channels.b import ChannelB
 from learner.channels.encoding import Encoding
 from learner.checkpoint import Checkpoints, RunFacts
 from learner.config.schema import Config
 from learner.data.order import ShareOrder
-from learner.evaluation.folder import EvaluationLog
 from learner.evaluation.scores import Evaluation, evaluate, evaluation_metrics
 from learner.in_step import RolloutSource
 from learner.log_cut import log_sizes
@@ -55,21 +71,41 @@ from learner.publish import writing
 from learner.report.at_the_end import reported
 from learner.resume import RUN, Start, data_digest
 from learner.rollout.client import RolloutClient
-from learner.rollout.colocate import Placement
-from learner.rollout.policy import Asking, Policy
-from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
+from learner.rollout.policy import Policy, asking_of
 from learner.rollout_log import RolloutLog
+from learner.scoring import evaluation_log, evaluation_seed
 from learner.step import StepRunner
 from learner.trainer.arguments import training_arguments
 from learner.trainer.loader import ShareLoader
 from learner.trainer.optim import build_optimizer
 from learner.trainer.parallel import open_peers
 from learner.trainer.progress import ProgressDisplay
-from learner.trainer.runlog import CallLog, JsonlLog, open_run_folder, software
+from learner.trainer.runlog import CallLog, JsonlLog, open_run_folder
 from learner.trainer.trackers import tracker_callbacks
 from learner.types import Sample
 from shared_contracts.errors import ContractError, RunError
-from shared_contracts.infer import RequestConfig
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What the stages of a run are built of, in one of its processes.
+
+    policy: who answers; None in a run that asks for no answers.
+    calls: where it is logged what the answers took.
+    """
+
+    config: Config
+    inputs: RunInputs
+    loaded: LoadedModel
+    optimizer: Optimizer
+    policy: Policy | None
+    calls: CallLog
+    peers: Peers = ALONE
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return Path(self.config.training.output_dir)
 
 
 class StepTrainer(Trainer):
@@ -184,32 +220,39 @@ def train_as(
         stack.enter_context(writing(folder))
         policy = None
         if generates(config):
-            samples = [*inputs.train, *inputs.val]
-            opened = open_backend(
-                config, loaded, clients, folder, samples, inputs.placement, optimizer, peers
-            )
-            version = max(opened.weights_version, start.weights_version)
-            policy = policy_over(replace(opened, weights_version=version), config)
+            policy = _open_policy(config, inputs, loaded, clients, optimizer, peers)
             stack.callback(policy.close)
         display = ProgressDisplay(console, config.training.run_name)
         stack.callback(display.stop)
-        calls = CallLog(folder, peers.rank)
-        rollouts = RolloutLog(folder, peers.rank) if config.training.log_rollouts else None
-        runner = build_runner(
-            config, loaded, policy, calls, peers=peers, rollouts=rollouts, train=inputs.train
+        parts = RunParts(
+            config, inputs, loaded, optimizer, policy, CallLog(folder, peers.rank), peers
         )
+        runner = build_runner(parts)
         if runner.source is not None:
             stack.callback(runner.source.close)
             if state := start.state(peers.rank, peers.count):
                 runner.source.restore(state)
-        scorer = build_scorer(config, loaded, inputs, policy, calls, peers, runner.source)
-        own = runner.source.state if runner.source is not None else dict
-        trainer = build_trainer(
-            config, loaded, optimizer, inputs, runner, scorer, display, peers, policy, own
-        )
+        trainer = build_trainer(parts, runner, build_scorer(parts, runner.source), display)
         with peers.telling():
             trainer.train(resume_from_checkpoint=start.folder)
     return trainer
+
+
+def _open_policy(
+    config: Config,
+    inputs: RunInputs,
+    loaded: LoadedModel,
+    clients: list[RolloutClient],
+    optimizer: Optimizer,
+    peers: Peers,
+) -> Policy:
+    """Who answers; versions count on from those of the checkpoint where the run goes on."""
+    folder, samples = Path(config.training.output_dir), [*inputs.train, *inputs.val]
+    opened = open_backend(
+        config, loaded, clients, folder, samples, inputs.placement, optimizer, peers
+    )
+    version = max(opened.weights_version, inputs.start.weights_version)
+    return Policy(replace(opened, weights_version=version), asking_of(config))
 
 
 def _agreed(start: Start, peers: Peers) -> Start:
@@ -245,111 +288,32 @@ def _require_one_gpu() -> None:
         )
 
 
-def score_checkpoint(
-    config: Config,
-    samples: list[Sample],
-    clients: list[RolloutClient],
-    folder: Path | None = None,
-    placement: Placement | None = None,
-    load: Callable[[Config], LoadedModel] = load_model,
-) -> Evaluation:
-    """Score the answers of `model.model`, by whoever answers in `config`.
+def build_runner(parts: RunParts, channel_b: type[ChannelB] = ChannelB) -> StepRunner:
+    """The channels and the objective that the config describes.
 
-    folder, placement: of a colocated server, if there is one. load: what is scored may be more
-    than the folder of `model.model`.
+    channel_b: an experiment may have one of its own.
     """
-    loaded = load(config)
-    folder = folder or Path(config.training.output_dir)
-    opened = open_backend(config, loaded, clients, folder, samples, placement)
-    policy = policy_over(opened, config)
-    try:
-        seed = evaluation_seed(config)
-        return evaluate(policy, samples, seed, loaded.tokenizer, allow_poly=config.allow_poly)
-    finally:
-        policy.close()
-
-
-def evaluation_seed(config: Config, rank: int = 0) -> int:
-    """Of the first sample of a process; sample i has the seed + i."""
-    base = rank_seed_base(rollout_seed_base(config.training.seed, 0), rank)
-    return request_seed(base, 0, 0)
-
-
-def evaluation_facts(config: Config, data: Path) -> dict[str, Any]:
-    """How samples are scored, beside by which weights."""
-    return {
-        "data": str(data),
-        "seed": evaluation_seed(config),
-        "settings": {
-            "trainer_variant": config.custom.trainer_variant,
-            "template": config.template.model_dump(mode="json"),
-            "torch_dtype": config.model.torch_dtype,
-            "rollout_matching": config.rollout_matching.model_dump(mode="json"),
-        },
-        **software(),
-    }
-
-
-def policy_over(opened: OpenBackend, config: Config) -> Policy:
-    return Policy(
-        opened.backend,
-        opened.weights_version,
-        asking_of(config),
-        opened.repeat_terminate_active,
-        opened.journal,
-        opened.round_size,
-        opened.tend,
-        opened.ask_beside,
-    )
-
-
-def asking_of(config: Config) -> Asking:
-    rollout = config.rollout_matching
-    request_config = RequestConfig(
-        max_tokens=rollout.max_new_tokens,
-        temperature=rollout.decoding.temperature,
-        top_p=rollout.decoding.top_p,
-        top_k=rollout.decoding.top_k,
-        repetition_penalty=rollout.repetition_penalty,
-        return_details=True,
-    )
-    return Asking(config.template.prompt, config.template.system, request_config)
-
-
-def build_runner(
-    config: Config,
-    loaded: LoadedModel,
-    policy: Policy | None,
-    calls: CallLog,
-    channel_b: type[ChannelB] = ChannelB,
-    peers: Peers = ALONE,
-    rollouts: RolloutLog | None = None,
-    train: Sequence[Sample] = (),
-) -> StepRunner:
-    """The channels and the objective that `config` describes.
-
-    channel_b: an experiment may have one of its own. rollouts: where answers are logged.
-    train: what asynchronous rollouts are asked for; else the steps bring their samples.
-    """
-    log_rollouts = rollouts.write if rollouts else None
+    config, loaded, peers = parts.config, parts.loaded, parts.peers
+    log = RolloutLog(parts.folder, peers.rank).write if config.training.log_rollouts else None
     prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, config.custom.object_field_order)
     answers = channel_b(encoding, config.rollout_matching.matching, allow_poly=config.allow_poly)
     source = None
     if config.rollout_matching.async_rollout.enabled:
-        assert policy is not None, "there is no asynchronous run without channel B"
+        assert parts.policy is not None, "there is no asynchronous run without channel B"
+        train = parts.inputs.train
         order = order_of(config, len(train), peers.count)
-        source = async_source(config, policy, answers, train, order, peers, log_rollouts)
+        source = async_source(config, parts.policy, answers, train, order, peers, log)
     return StepRunner(
         config,
         ChannelA(encoding, self_context_of(config)),
         answers,
         Pipeline(config.pipeline, loaded.vocab.ids),
-        policy,
-        calls.write,
+        parts.policy,
+        parts.calls.write,
         peers,
         source,
-        log_rollouts,
+        log,
     )
 
 
@@ -362,13 +326,7 @@ def self_context_of(config: Config) -> SelfContext:
 
 
 def build_scorer(
-    config: Config,
-    loaded: LoadedModel,
-    inputs: RunInputs,
-    policy: Policy | None,
-    calls: CallLog,
-    peers: Peers = ALONE,
-    source: RolloutSource | None = None,
+    parts: RunParts, source: RolloutSource | None = None
 ) -> Callable[[int], dict[str, float]]:
     """The evaluation of a run: scores of its validation samples, and what they took.
 
@@ -377,19 +335,21 @@ def build_scorer(
     Each process has every so-manieth sample answered; the scores are those of all.
     source: of the steps, which is quiet meanwhile.
     """
-    own = inputs.val[peers.rank :: peers.count]
+    config, loaded, peers = parts.config, parts.loaded, parts.peers
+    own = parts.inputs.val[peers.rank :: peers.count]
     seed = evaluation_seed(config, peers.rank)
     device = next(loaded.model.parameters()).device
     detection = config.rollout_matching.eval_detection
-    log = _evaluation_log(config, peers) if detection.enabled else None
+    log = evaluation_log(config, peers) if detection.enabled else None
 
     def score(step: int) -> dict[str, float]:
+        policy = parts.policy
         assert policy is not None, "a run that evaluates has a policy"
         evaluations: list[Evaluation] = []
 
         def answered() -> None:
             evaluation = evaluate(
-                policy, own, seed, loaded.tokenizer, calls.write, allow_poly=config.allow_poly
+                policy, own, seed, loaded.tokenizer, parts.calls.write, allow_poly=config.allow_poly
             )
             evaluations.append(evaluation)
             if log is not None:
@@ -407,44 +367,28 @@ def build_scorer(
     return score
 
 
-def _evaluation_log(config: Config, peers: Peers) -> EvaluationLog:
-    folder, data = Path(config.training.output_dir), config.data.val_jsonl
-    assert data is not None, "checked with the config"
-    facts = {"run": str(folder), **evaluation_facts(config, data)}
-    save = config.rollout_matching.eval_detection.save_answers
-    return EvaluationLog(folder, data, facts, polygons=config.allow_poly, save=save, peers=peers)
-
-
 def build_trainer(
-    config: Config,
-    loaded: LoadedModel,
-    optimizer: Optimizer,
-    inputs: RunInputs,
+    parts: RunParts,
     runner: StepRunner,
     scorer: Callable[[int], dict[str, float]],
     display: ProgressDisplay,
-    peers: Peers = ALONE,
-    policy: Policy | None = None,
-    state: Callable[[], dict[str, Any]] = dict,
 ) -> StepTrainer:
-    """Trainer around the step, with the logs of the run folder, which process 0 keeps.
-
-    state: what this process adds to a checkpoint; `inputs.start.state` gives it back.
-    """
-    folder = Path(config.training.output_dir)
+    """Trainer around the step, with the logs of the run folder, which process 0 keeps."""
+    config, inputs, loaded, peers = parts.config, parts.inputs, parts.loaded, parts.peers
     shown: list[TrainerCallback] = []
     if peers.rank == 0:
         trackers = tracker_callbacks(config.training, inputs.start)
-        shown = [JsonlLog(folder), *trackers, display]
-    facts = _facts_of(config, policy) if peers.rank == 0 else None
+        shown = [JsonlLog(parts.folder), *trackers, display]
+    facts = _facts_of(parts) if peers.rank == 0 else None
+    state = runner.source.state if runner.source is not None else dict
     trainer = StepTrainer(
         runner,
         scorer,
         ShareLoader(inputs.train, order_of(config, len(inputs.train), peers.count), peers.rank),
-        optimizer,
-        Checkpoints(folder, config.training.save_total_limit, facts, state, peers),
+        parts.optimizer,
+        Checkpoints(parts.folder, config.training.save_total_limit, facts, state, peers),
         model=loaded.model,
-        args=training_arguments(config, folder, peers.count),
+        args=training_arguments(config, parts.folder, peers.count),
         train_dataset=inputs.train,
         eval_dataset=inputs.val or None,
         data_collator=list,
@@ -457,10 +401,10 @@ def build_trainer(
     return trainer
 
 
-def _facts_of(config: Config, policy: Policy | None) -> Callable[[], RunFacts]:
+def _facts_of(parts: RunParts) -> Callable[[], RunFacts]:
     """What checkpoints are told; the file of samples is that of the start of the run."""
-    folder, digest = Path(config.training.output_dir), data_digest(config.data.train_jsonl)
-    return lambda: RunFacts(policy.version if policy else 0, digest, log_sizes(folder))
+    policy, digest = parts.policy, data_digest(parts.config.data.train_jsonl)
+    return lambda: RunFacts(policy.version if policy else 0, digest, log_sizes(parts.folder))
 
 
 class _StepsOfThisConfig(TrainerCallback):

@@ -8,20 +8,21 @@ It is put together as `learner.train.train` does, with the arm's channel B in it
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from transformers import set_seed
 
 from benchmarks.method_parts.arms import Arm
 from benchmarks.method_parts.records import Counts, Evaluation, Record
-from learner.backends import OpenBackend, open_backend
+from learner.backends import open_backend
 from learner.config.schema import Config
 from learner.model.load import load_model
 from learner.parsing import parse_rollout
 from learner.preflight import check_inputs, reach_servers
-from learner.rollout.policy import Policy
+from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.tokens import Tokenizer
-from learner.train import asking_of, build_runner, build_scorer, build_trainer
+from learner.train import RunParts, build_runner, build_scorer, build_trainer
 from learner.trainer.optim import build_optimizer
 from learner.trainer.progress import ProgressDisplay
 from learner.trainer.runlog import CallLog, open_run_folder
@@ -32,13 +33,8 @@ class CountingPolicy(Policy):
     """Counts the answers it passes on; `take` starts anew."""
 
     def __init__(self, opened: OpenBackend, config: Config, tokenizer: Tokenizer) -> None:
-        super().__init__(
-            opened.backend,
-            opened.weights_version,
-            asking_of(config),
-            opened.repeat_terminate_active,
-            opened.journal,
-        )
+        in_turn = replace(opened, round_size=None, tend=None)  # no answers beside forwards
+        super().__init__(in_turn, asking_of(config))
         self._tokenizer = tokenizer
         self._counts = Counts()
 
@@ -110,12 +106,12 @@ def run_arm(arm: Arm, config: Config, console: Console) -> Record:
     policy = CountingPolicy(opened, config, loaded.tokenizer)
     display = ProgressDisplay(console, config.training.run_name)
     try:
-        calls = CallLog(folder)
-        score = build_scorer(config, loaded, inputs, policy, calls)
+        parts = RunParts(config, inputs, loaded, optimizer, policy, CallLog(folder))
+        score = build_scorer(parts)
         held_out = HeldOut(score, policy)
         held_out(0)
-        runner = build_runner(config, loaded, policy, calls, arm.channel_b)
-        build_trainer(config, loaded, optimizer, inputs, runner, held_out, display).train()
+        runner = build_runner(parts, arm.channel_b)
+        build_trainer(parts, runner, held_out, display).train()
     finally:
         display.stop()
         policy.close()

@@ -100,7 +100,6 @@ class AsyncSource:
         )
         self._shares: Shares | None = None
         self._started: tuple[Stock[MadeShare], Prefetcher] | None = None
-        self._updates = settings.sync_every_steps
         self._ready_packs = 0
 
     def begin(self, step: int, clock: PhaseClock) -> None:
@@ -136,10 +135,6 @@ class AsyncSource:
             self._log_rollouts(step, made.judged, made.places)
         return ShareFeed(made, self._policy.version)
 
-    def mark_updated(self) -> None:
-        self._updates += 1
-        self._policy.mark_updated()
-
     def payload(self) -> Payload:
         payload = self._stock.payload()
         payload.add({"stage2_ab/async/ready_packs": self._ready_packs})
@@ -155,7 +150,6 @@ class AsyncSource:
         yield
         if self._started is not None:
             self._stock.refresh(self._policy.version)
-        self._updates = 0
         self._gate.open()
 
     def state(self) -> dict[str, Any]:
@@ -191,7 +185,7 @@ class AsyncSource:
         assert self._started is not None
         if (error := self._started[1].error) is not None:
             raise error
-        due = self._updates >= self._settings.sync_every_steps
+        due = self._policy.is_behind(self._settings.sync_every_steps)
         return self._policy.version, due or self._gate.push_wanted
 
 

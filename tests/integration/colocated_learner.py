@@ -14,7 +14,7 @@ from learner.backends import open_backend
 from learner.config import Config, load_config
 from learner.model.load import load_model
 from learner.preflight import check_backend, read_inputs
-from learner.train import policy_over
+from learner.rollout.policy import Policy, asking_of
 from learner.types import RolloutOutput, Sample
 from tests.contract.toy_checkpoints import set_weights
 
@@ -38,7 +38,7 @@ def main() -> None:
     set_weights(loaded.model, weights)
     folder = Path(config.training.output_dir)
     opened = open_backend(config, loaded, [], folder, samples, placement)
-    policy = policy_over(opened, config)
+    policy = Policy(opened, asking_of(config))
     try:
         for _ in sys.stdin:
             policy.push_if_stale()

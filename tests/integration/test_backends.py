@@ -21,7 +21,7 @@ from learner.config import dump_mapping, load_mapping, merge, parse_config
 from learner.model.load import load_model
 from learner.operate.server_process import ServerProcess, free_ports
 from learner.preflight import reach_servers
-from learner.train import policy_over
+from learner.rollout.policy import Policy, asking_of
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from tests.contract.running_server import (
     CPU,
@@ -87,7 +87,7 @@ def answers(mapping: dict[str, Any], weights: Path) -> Answers:
     set_weights(loaded.model, weights)
     folder = Path(config.training.output_dir)
     opened = open_backend(config, loaded, reach_servers(config), folder, samples)
-    policy = policy_over(opened, config)
+    policy = Policy(opened, asking_of(config))
     try:
         policy.push_if_stale()
         return read_back(as_line(policy.answer(samples, seed=7)))

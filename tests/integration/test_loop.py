@@ -20,7 +20,8 @@ from learner.model.toy import make_model
 from learner.operate.server_process import free_ports
 from learner.preflight import reach_servers, read_inputs
 from learner.rollout.backend import RolloutBackend
-from learner.train import build_runner, build_scorer, build_trainer, policy_over
+from learner.rollout.policy import Policy, asking_of
+from learner.train import RunParts, build_runner, build_scorer, build_trainer
 from learner.trainer.optim import build_optimizer
 from learner.trainer.progress import ProgressDisplay
 from learner.trainer.runlog import CallLog
@@ -272,13 +273,11 @@ def run_recorded(loop: Loop, config: Config) -> Recorder:
     loaded, inputs = load_model(config), read_inputs(config)
     opened = open_backend(config, loaded, reach_servers(config), folder, inputs.train)
     recorder = Recorder(opened.backend, loaded, loop.server, folder)
-    policy = policy_over(replace(opened, backend=recorder), config)
+    policy = Policy(replace(opened, backend=recorder), asking_of(config))
     optimizer = build_optimizer(loaded.model, config.training)
     display = ProgressDisplay(Console(quiet=True), config.training.run_name)
-    calls = CallLog(folder)
-    runner = build_runner(config, loaded, policy, calls)
-    scorer = build_scorer(config, loaded, inputs, policy, calls)
-    build_trainer(config, loaded, optimizer, inputs, runner, scorer, display).train()
+    parts = RunParts(config, inputs, loaded, optimizer, policy, CallLog(folder))
+    build_trainer(parts, build_runner(parts), build_scorer(parts), display).train()
     policy.close()
     return recorder
 

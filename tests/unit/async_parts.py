@@ -15,9 +15,8 @@ from learner.config.schema import Config
 from learner.metrics import PhaseClock
 from learner.packer import Packer
 from learner.peers import ALONE, Peers
-from learner.rollout.policy import Policy
+from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.step import StepRunner
-from learner.train import asking_of
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
@@ -114,7 +113,7 @@ class Actor:
         self.parts, self.config, self.peers = parts, config, peers
         self.samples = samples
         self.servers = Servers(samples, parts, free=free)
-        self.policy = Policy(self.servers, 0, asking_of(config), round_size=round_size)
+        self.policy = Policy(OpenBackend(self.servers, round_size=round_size), asking_of(config))
         keys = AsyncRolloutConfig(enabled=True, **{"prefetch_target_packs": 1, **settings})
         self.queue = ToldQueue(keys)
         self.source = AsyncSource(

@@ -24,9 +24,8 @@ from learner.model.load import LoadedModel
 from learner.model.packed_forward import Segment
 from learner.model.prompt import PromptEncoder
 from learner.packer import Packer
-from learner.rollout.policy import Policy
+from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.rollout_log import RolloutLog
-from learner.train import asking_of
 from learner.trainer.runlog import CallLog, JsonlLog, open_run_folder
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -130,7 +129,7 @@ class RunMaker:
 
     def _policy(self, config: Config, prompt: PromptEncoder, chunk: int | None) -> Policy:
         answers = Answers(self._samples, self._loaded, prompt)
-        return Policy(answers, 0, asking_of(config), round_size=chunk)
+        return Policy(OpenBackend(answers, round_size=chunk), asking_of(config))
 
     def _step(
         self,

@@ -75,7 +75,7 @@ def step_of(actor: Actor, step: int) -> tuple[str, list[str]]:
     else:
         wanted = "A"
         trained = [sample.sample_id for sample in actor.source.samples(step, [])]
-    actor.source.mark_updated()
+    actor.policy.mark_updated()
     return wanted, trained
 
 
@@ -224,7 +224,7 @@ def test_a_part_of_a_share_is_by_one_version(actor_of: ActorOf, parts: Parts) ->
     actor.begin(0)
     actor.servers.allow(2)
     held.reached.get(timeout=PATIENCE_S)
-    actor.source.mark_updated()
+    actor.policy.mark_updated()
     actor.begin(1)
     held.go_on.release(100)
     assert actor.queue.made.get(timeout=PATIENCE_S) == 0
@@ -241,7 +241,7 @@ def test_a_stale_share_is_asked_for_again(actor_of: ActorOf) -> None:
     actor.begin(0)
     assert actor.make_ready() == 0
     for step in (1, 2):
-        actor.source.mark_updated()
+        actor.policy.mark_updated()
         actor.begin(step)
     assert actor.counted()["dropped_stale"] == 1
     assert not actor.source.ready(2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from learner.rollout.client import RolloutClient
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
@@ -278,7 +278,9 @@ class Recorder:
 
 
 def policy_of(backend: Recorder, version: int = 0) -> Policy:
-    return Policy(backend, version, Asking("Detect.", "Be exact.", RequestConfig(max_tokens=5)))
+    return Policy(
+        OpenBackend(backend, version), Asking("Detect.", "Be exact.", RequestConfig(max_tokens=5))
+    )
 
 
 @pytest.mark.req("SYNC-07", "SYNC-09")

@@ -15,8 +15,8 @@ from learner.evaluation.scores import ScoredAnswer, Scores, evaluate, judge
 from learner.model.load import load_model
 from learner.preflight import read_inputs
 from learner.rollout.journal import Call, Journal
-from learner.rollout.policy import Asking, Policy
-from learner.train import build_runner, build_scorer, build_trainer
+from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.train import RunParts, build_runner, build_scorer, build_trainer
 from learner.trainer.optim import build_optimizer
 from learner.trainer.progress import ProgressDisplay
 from learner.trainer.runlog import CallLog
@@ -170,7 +170,7 @@ def test_evaluation_asks_the_newest_weights_and_polygons_count_where_they_are_al
     roof = f'"object_1": {{"desc": "roof", "poly": {coords(0, 0, 500, 0, 500, 500)}}}'
     cat = entry(2, "cat", CAT_BOX)
     backend = Scripted([encode(toy_tokenizer, f"{{{roof}, {cat}}}")])
-    policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()))
+    policy = Policy(OpenBackend(backend), Asking("Detect.", None, RequestConfig()))
     roof_box = GroundTruthObject("roof", Shape("bbox_2d", (0, 0, 500, 500)))
     samples = [sample(CAT, roof_box)]
     found = evaluate(policy, samples, seed=7, tokenizer=toy_tokenizer, allow_poly=False).scores
@@ -187,7 +187,7 @@ def test_the_calls_of_an_evaluation_are_logged_with_it_and_not_with_the_next_ste
     journal = Journal()
     journal.call(Call("http://a:1", 0, 1, 7, 2, "answered"))
     backend = Scripted([encode(toy_tokenizer, "{}")])
-    policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()), journal=journal)
+    policy = Policy(OpenBackend(backend, journal=journal), Asking("Detect.", None, RequestConfig()))
     logged: list[dict[str, Any]] = []
     samples = [sample(CAT)]
     done = evaluate(policy, samples, 7, toy_tokenizer, logged.append, allow_poly=False)
@@ -211,13 +211,11 @@ def test_what_calls_and_push_of_an_evaluation_took_is_logged_with_its_scores(
     journal.call(Call("http://a:1", 0, 4, 7, 2, "answered"))
     journal.push("http://a:1", False, report(1, "e-0", seconds=2.0))
     backend = Scripted([encode(toy_tokenizer, "{}") for _ in inputs.val])
-    policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()), journal=journal)
+    policy = Policy(OpenBackend(backend, journal=journal), Asking("Detect.", None, RequestConfig()))
     display = ProgressDisplay(Console(file=io.StringIO()), "evaluation")
     optimizer = build_optimizer(loaded.model, config.training)
-    calls = CallLog(tmp_path)
-    runner = build_runner(config, loaded, policy, calls)
-    scorer = build_scorer(config, loaded, inputs, policy, calls)
-    build_trainer(config, loaded, optimizer, inputs, runner, scorer, display).evaluate()
+    parts = RunParts(config, inputs, loaded, optimizer, policy, CallLog(tmp_path))
+    build_trainer(parts, build_runner(parts), build_scorer(parts), display).evaluate()
     display.stop()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     logged = json.loads(line)

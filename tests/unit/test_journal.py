@@ -9,7 +9,7 @@ import pytest
 
 from learner.rollout.client import RolloutClient
 from learner.rollout.journal import Call, Journal
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.server import ServerBackend
 from learner.trainer.runlog import CallLog
 from learner.types import Sample
@@ -135,7 +135,7 @@ def test_the_notes_of_a_policy_are_those_of_its_servers_with_how_it_decodes() ->
         client = RolloutClient(server.base_url)
         backend = ServerBackend([client], [channel], 2, journal, sleep=lambda _: None)
         asking = Asking("Detect.", None, RequestConfig(max_tokens=9, temperature=0.5, top_k=3))
-        policy = Policy(backend, backend.connect(), asking, journal=journal)
+        policy = Policy(OpenBackend(backend, backend.connect(), journal=journal), asking)
         policy.push_if_stale()
         policy.answer([Sample(str(i), (), 64, 64, ()) for i in range(3)], seed=40)
         record, payload = policy.take_notes()
@@ -160,7 +160,7 @@ def test_a_rollout_that_fails_leaves_its_notes() -> None:
         client = RolloutClient(server.base_url, timeout_s=0.1)
         backend = ServerBackend([client], [channel], 2, journal, sleep=lambda _: None)
         asking = Asking("Detect.", None, RequestConfig())
-        policy = Policy(backend, backend.connect(), asking, journal=journal)
+        policy = Policy(OpenBackend(backend, backend.connect(), journal=journal), asking)
         policy.push_if_stale()
         rollouts.dead = True
         with pytest.raises(RunError, match="waited"):

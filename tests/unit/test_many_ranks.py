@@ -20,7 +20,7 @@ from learner.rollout.backend import PushNeeded
 from learner.rollout.client import RolloutClient
 from learner.rollout.journal import Journal
 from learner.rollout.parallel import Calls, in_parallel
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
@@ -565,7 +565,8 @@ def test_weights_that_have_moved_on_are_not_pushed_as_the_last_version() -> None
         def close(self) -> None: ...
 
     policy = Policy(
-        Silent(), 0, Asking("Detect.", None, RequestConfig()), tend=lambda: tended.append(1)
+        OpenBackend(Silent(), tend=lambda: tended.append(1)),
+        Asking("Detect.", None, RequestConfig()),
     )
     policy.tend()
     assert tended == []

@@ -21,8 +21,9 @@ from learner.model.load import LoadedModel, load_model
 from learner.model.prompt import PromptEncoder
 from learner.peers import ALONE
 from learner.preflight import check_inputs, read_inputs
-from learner.rollout.policy import Policy
-from learner.train import asking_of, build_scorer, train_as
+from learner.rollout.policy import OpenBackend, Policy, asking_of
+from learner.train import RunParts, build_scorer, train_as
+from learner.trainer.optim import build_optimizer
 from learner.trainer.runlog import CallLog
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -181,8 +182,10 @@ def test_right_polygons_are_hits_of_the_evaluation(config: Path, tmp_path: Path)
     inputs, loaded = read_inputs(parsed), load_model(parsed)
     assert any(o.shape.kind == "poly" for sample in inputs.val for o in sample.objects)
     prompt = PromptEncoder(loaded.processor, parsed.template.prompt, None)
-    policy = Policy(Perfect(inputs.val, loaded, prompt), 0, asking_of(parsed))
-    scores = build_scorer(parsed, loaded, inputs, policy, CallLog(tmp_path))(0)
+    policy = Policy(OpenBackend(Perfect(inputs.val, loaded, prompt)), asking_of(parsed))
+    optimizer = build_optimizer(loaded.model, parsed.training)
+    parts = RunParts(parsed, inputs, loaded, optimizer, policy, CallLog(tmp_path))
+    scores = build_scorer(parts)(0)
     assert scores["eval/f1"] == 1
     assert scores["eval/dropped"] == 0
     assert scores["eval/ap"] == scores["eval/segm_ap"] == pytest.approx(1)

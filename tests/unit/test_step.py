@@ -27,7 +27,7 @@ from learner.model.packed_forward import Segment, make_pack, packed_logits
 from learner.model.prompt import PromptEncoder
 from learner.packing import plan_packs
 from learner.rollout.journal import Call, Journal
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.step import StepRunner
 from learner.types import RolloutOutput, Sample
@@ -201,7 +201,7 @@ def test_the_loss_atoms_of_the_report_add_up_to_the_loss(
     parts: Parts, samples: list[Sample], config_of: ConfigOf, b_ratio: int
 ) -> None:
     config = config_of(capacity=210, b_ratio=b_ratio)
-    policy = Policy(Scripted(samples, parts), 0, Asking("", None, RequestConfig()))
+    policy = Policy(OpenBackend(Scripted(samples, parts)), Asking("", None, RequestConfig()))
     loss, report, _ = parts.step(parts.runner(config, policy), samples)
     assert sum(atoms(report).values()) == pytest.approx(loss, abs=1e-4)
     families = {key.rpartition("/")[0] for key in atoms(report)}
@@ -214,7 +214,7 @@ def test_channels_follow_the_schedule_and_b_pushes_before_it_asks(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
     backend = Scripted(samples, parts)
-    policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()))
+    policy = Policy(OpenBackend(backend), Asking("Detect.", None, RequestConfig()))
     runner = parts.runner(config_of(b_ratio=0.5), policy)
     reports = [parts.step(runner, samples[:2], step)[1] for step in range(4)]
     assert [report.channel for report in reports] == ["A", "B", "A", "B"]
@@ -228,7 +228,7 @@ def test_a_steps_rollouts_have_the_seed_of_the_step(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
     backend = Scripted(samples, parts)
-    policy = Policy(backend, 0, Asking("Detect.", None, RequestConfig()))
+    policy = Policy(OpenBackend(backend), Asking("Detect.", None, RequestConfig()))
     _, report, _ = parts.step(parts.runner(config_of(b_ratio=1), policy), samples[:2], step=5)
     base = rollout_seed_base(11, 5)
     assert backend.seeds == [request_seed(base, 0, 0)]
@@ -250,7 +250,7 @@ def test_a_b_step_logs_its_calls_and_counts_no_others(
             return super().rollout(requests, request_config)
 
     asking = Asking("Detect.", None, RequestConfig(max_tokens=5))
-    policy = Policy(Noting(samples, parts), 0, asking, journal=journal)
+    policy = Policy(OpenBackend(Noting(samples, parts), journal=journal), asking)
     logged: list[dict[str, Any]] = []
     channel_a, channel_b = parts.channel_a, parts.channel_b
     config = config_of(b_ratio=0.5)
@@ -273,7 +273,7 @@ def test_a_step_whose_rollouts_fail_logs_its_calls_all_the_same(
         def push_weights(self, version: int) -> None:
             raise RunError("nobody is there")
 
-    policy = Policy(Broken(samples, parts), 0, Asking("", None, RequestConfig()))
+    policy = Policy(OpenBackend(Broken(samples, parts)), Asking("", None, RequestConfig()))
     logged: list[dict[str, Any]] = []
     channel_a, channel_b = parts.channel_a, parts.channel_b
     config = config_of(b_ratio=1)
@@ -287,7 +287,7 @@ def test_a_step_whose_rollouts_fail_logs_its_calls_all_the_same(
 def test_a_b_step_reports_what_became_of_its_rollouts(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
-    policy = Policy(Scripted(samples, parts), 0, Asking("", None, RequestConfig()))
+    policy = Policy(OpenBackend(Scripted(samples, parts)), Asking("", None, RequestConfig()))
     _, report, gradients = parts.step(parts.runner(config_of(b_ratio=1), policy), samples)
     truths = sum(len(sample.objects) for sample in samples)
     metrics = report.metrics
@@ -307,7 +307,7 @@ def test_a_b_step_says_whether_the_repeat_guard_was_active(
     parts: Parts, samples: list[Sample], config_of: ConfigOf, active: bool
 ) -> None:
     asking = Asking("", None, RequestConfig())
-    policy = Policy(Scripted(samples, parts), 0, asking, repeat_terminate_active=active)
+    policy = Policy(OpenBackend(Scripted(samples, parts), repeat_terminate_active=active), asking)
     _, report, _ = parts.step(parts.runner(config_of(b_ratio=1), policy), samples[:2])
     assert report.metrics["rollout/repeat_terminate_active"] == (1.0 if active else 0.0)
 
@@ -330,7 +330,7 @@ def test_a_b_step_says_how_its_answers_were_decoded(
     flags: tuple[int, int, int],
 ) -> None:
     mapping = merge(config_of(b_ratio=1).model_dump(mode="json"), {"rollout_matching": decoding})
-    policy = Policy(Scripted(samples, parts), 0, Asking("", None, RequestConfig()))
+    policy = Policy(OpenBackend(Scripted(samples, parts)), Asking("", None, RequestConfig()))
     _, report, _ = parts.step(parts.runner(parse_config(mapping), policy), samples[:2])
     modes = ("greedy", "sampling", "beam")
     assert tuple(report.metrics[f"rollout/decode_{mode}"] for mode in modes) == flags

@@ -24,7 +24,7 @@ from learner.model.load import load_model
 from learner.peers import Alone
 from learner.preflight import check_inputs
 from learner.resume import BEGINNING
-from learner.train import build_runner, build_trainer, train
+from learner.train import RunParts, build_runner, build_trainer, train
 from learner.trainer.arguments import training_arguments
 from learner.trainer.optim import build_optimizer
 from learner.trainer.progress import ProgressDisplay
@@ -166,16 +166,11 @@ def test_only_the_first_process_reports(mapping: dict[str, Any], report_to: str,
     folder = config.training.output_dir
     folder.mkdir()
     inputs, loaded = check_inputs(config), load_model(config)
-    build_trainer(
-        config,
-        loaded,
-        build_optimizer(loaded.model, config.training),
-        inputs,
-        build_runner(config, loaded, None, CallLog(folder)),
-        lambda step: {},
-        ProgressDisplay(Console(file=io.StringIO()), "small"),
-        Second() if rank else Alone(),
-    )
+    optimizer = build_optimizer(loaded.model, config.training)
+    peers = Second() if rank else Alone()
+    parts = RunParts(config, inputs, loaded, optimizer, None, CallLog(folder), peers)
+    display = ProgressDisplay(Console(file=io.StringIO()), "small")
+    build_trainer(parts, build_runner(parts), lambda step: {}, display)
     assert (folder / "tensorboard").exists() == (rank == 0)
 
 

@@ -25,7 +25,7 @@ from learner.parsing import parse_rollout
 from learner.rollout.client import RolloutClient
 from learner.rollout.hf import HfBackend
 from learner.rollout.journal import Journal
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
@@ -223,7 +223,7 @@ def test_server_mode_logs_reproducibility_metadata() -> None:
             journal,
         )
         asking = Asking("Detect.", None, RequestConfig(max_tokens=9))
-        policy = Policy(backend, backend.connect(), asking, journal=journal)
+        policy = Policy(OpenBackend(backend, backend.connect(), journal=journal), asking)
         policy.push_if_stale()
         policy.answer([Sample(str(i), (), 64, 64, ()) for i in range(4)], seed=1000)
         record, _ = policy.take_notes()

@@ -7,7 +7,7 @@ import pytest
 from learner.config import parse_config
 from learner.data.toy import ToyData
 from learner.preflight import reach_servers
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig
@@ -23,7 +23,9 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode() -> None:
 
     def work(rank: Rank) -> list[int]:
         asking = Asking("Detect.", None, RequestConfig(max_tokens=4))
-        policy = Policy(rank.backend, rank.backend.connect(), asking, tend=rank.backend.tend)
+        policy = Policy(
+            OpenBackend(rank.backend, rank.backend.connect(), tend=rank.backend.tend), asking
+        )
         answered = []
         for step in range(steps):
             policy.push_if_stale()

@@ -8,7 +8,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.forwards import PlainEngine
 from learner.peers import Peers
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.step import StepRunner
 from shared_contracts.infer import RequestConfig
 from tests.unit.ranks_in_threads import in_ranks
@@ -34,7 +34,7 @@ def test_multi_process_learner_uses_rank0_broadcast_for_step_kind(
     def kinds(peers: Peers) -> list[str]:
         config, parts = configs[peers.rank], loaded[peers.rank]
         own = samples[peers.rank :: 2]
-        policy = Policy(Scripted(own, parts), 0, Asking("", None, RequestConfig()))
+        policy = Policy(OpenBackend(Scripted(own, parts)), Asking("", None, RequestConfig()))
         a, b = parts.channel_a, parts.channel_b
         runner = StepRunner(config, a, b, parts.pipeline, policy, peers=peers)
         model = parts.loaded.model

@@ -16,7 +16,7 @@ from learner.forwards import PlainEngine
 from learner.losses.reading import Reader, Readings
 from learner.metrics import StepReport
 from learner.model.packed_forward import Pack
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.step import StepRunner
 from learner.train import order_of
 from learner.trainer.loader import ShareLoader
@@ -80,7 +80,7 @@ class World:
 
     def step(self, samples: Sequence[Sample], round_size: int | None) -> StepReport:
         asking = Asking("Detect.", None, RequestConfig())
-        policy = Policy(self.servers, 0, asking, round_size=round_size)
+        policy = Policy(OpenBackend(self.servers, round_size=round_size), asking)
         parts = self.parts
         runner = StepRunner(self.config, parts.channel_a, self.channel_b, parts.pipeline, policy)
         return runner.run(parts.loaded.model, samples, 0, PlainEngine())[1]

@@ -15,7 +15,7 @@ from learner.forwards import PlainEngine
 from learner.losses.pipeline import Pipeline
 from learner.model.load import LoadedModel, load_model
 from learner.model.prompt import PromptEncoder
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.step import StepRunner
 from learner.tokens import PLACEHOLDERS
 from learner.types import RolloutOutput
@@ -74,7 +74,7 @@ class World:
         return Encoding(self.loaded.inner, self.encode, self.loaded.tokenizer, "desc_first")
 
     def step(self) -> dict[str, float]:
-        policy = Policy(self, 0, Asking("Detect.", None, RequestConfig()))
+        policy = Policy(OpenBackend(self), Asking("Detect.", None, RequestConfig()))
         runner = StepRunner(
             self.config,
             ChannelA(self.encoding),

@@ -74,7 +74,7 @@ def test_stale_packs_are_dropped_under_a_tight_version_window(actor_of: ActorOf)
     actor.begin(0)
     assert actor.make_ready() == 0
     for step in (0, 1):
-        actor.source.mark_updated()
+        actor.policy.mark_updated()
         actor.begin(step)
     assert actor.policy.version == 3, "one more than the window lets the pack of version 1 live"
     _, report = runner.run(model, actor.share(2), 2, PlainEngine())
@@ -90,7 +90,7 @@ def test_ready_packs_are_version_pure(actor_of: ActorOf, parts: Parts) -> None:
     actor.begin(0)
     actor.servers.allow(2)
     held.reached.get(timeout=PATIENCE_S)
-    actor.source.mark_updated()
+    actor.policy.mark_updated()
     actor.begin(1)
     assert actor.policy.version == 2
     held.go_on.release(100)

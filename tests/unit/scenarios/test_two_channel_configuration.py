@@ -23,7 +23,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.preflight import check_inputs, reach_servers
 from learner.rollout.distribution import rank_caps, rank_chunk_size
-from learner.train import asking_of
+from learner.rollout.policy import asking_of
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from tests.unit.config_faults import CONFIGS, changed, only_error, without

@@ -19,11 +19,11 @@ from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.preflight import read_inputs
-from learner.rollout.policy import Asking, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy, asking_of
 from learner.rollout.seeds import rollout_seed_base
 from learner.schedule import channel_for_step
 from learner.serialize import serialize_append
-from learner.train import StepTrainer, asking_of, build_runner, build_trainer, policy_over
+from learner.train import RunParts, StepTrainer, build_runner, build_trainer
 from learner.trainer.optim import build_optimizer
 from learner.trainer.progress import ProgressDisplay
 from learner.trainer.runlog import CallLog, open_run_folder
@@ -72,12 +72,10 @@ class Run:
         optimizer = build_optimizer(model, config.training)
         model.register_forward_hook(lambda *_: self.events.append("forward"))
         optimizer.register_step_post_hook(lambda *_: self.events.append("update"))
-        policy = Policy(Asked(inputs.train, parts, self.events), 0, asking_of(config))
-        runner = build_runner(config, parts.loaded, policy, CallLog(folder))
+        policy = Policy(OpenBackend(Asked(inputs.train, parts, self.events)), asking_of(config))
+        run = RunParts(config, inputs, parts.loaded, optimizer, policy, CallLog(folder))
         display = ProgressDisplay(Console(file=io.StringIO()), "run")
-        self.trainer = build_trainer(
-            config, parts.loaded, optimizer, inputs, runner, lambda step: {}, display
-        )
+        self.trainer = build_trainer(run, build_runner(run), lambda step: {}, display)
         self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         logged = (folder / "metrics.jsonl").read_text().splitlines()
         self.steps = [line for line in map(json.loads, logged) if "loss" in line]
@@ -264,7 +262,7 @@ def test_same_step_produces_identical_derived_rollout_seed_base(
     samples = read_samples(toy_data.train_jsonl, allow_poly=False)[:2]
     logged = []
     for _ in range(2):
-        policy = Policy(Scripted(samples, parts), 0, Asking("", None, RequestConfig()))
+        policy = Policy(OpenBackend(Scripted(samples, parts)), Asking("", None, RequestConfig()))
         _, report, _ = parts.step(parts.runner(config, policy), samples, step=7)
         logged.append(report.metrics["rollout/seed_base"])
     assert logged[0] == logged[1] == 123 + 7 * 1000003 == rollout_seed_base(123, 7)
@@ -302,7 +300,7 @@ def decoded(model: Path, data: ToyData, out: Path, decode_batch_size: int) -> De
 
     parts.loaded.model.register_forward_pre_hook(note, with_kwargs=True)
     samples = read_samples(data.train_jsonl, allow_poly=False)[:4]
-    policy = policy_over(open_backend(config, parts.loaded, [], out, samples), config)
+    policy = Policy(open_backend(config, parts.loaded, [], out, samples), asking_of(config))
     parts.step(parts.runner(config, policy), samples)
     return seen
 
