@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from tests.docs.documents import Block, documents
 
 PROGRAMS = {
+    ".venv/bin/python",
     "curl",
     "deploy/train_stage2.sh",
     "docker",
@@ -20,6 +21,7 @@ PROGRAMS = {
     "kill",
     "learner",
     "make",
+    "nvidia-smi",
     "ray",
     "rollout-server",
     "sbatch",
@@ -31,6 +33,8 @@ PROGRAMS = {
 # Of the system, in every shell.
 PLAIN = {"cat", "chmod", "cp", "install", "mkdir", "openssl", "source", "umask", "useradd"}
 
+# Documents whose commands are for another machine.
+ELSEWHERE = {"docs/gpu-checklist.md": "needs GPUs"}
 # What is not run, and why: the first pattern that the command has decides.
 NOT_RUN = (
     (r"^make ", "installs 7 GB or runs what runs this test; CI runs `make`"),
@@ -94,6 +98,8 @@ class Command:
     @property
     def not_run(self) -> str | None:
         """Why it is not run."""
+        if self.document in ELSEWHERE:
+            return ELSEWHERE[self.document]
         plain = shlex.join(self.simple[0].words) if self.program != "export" else self.text
         return next((why for pattern, why in NOT_RUN if re.search(pattern, plain)), None)
 

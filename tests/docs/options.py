@@ -39,6 +39,7 @@ COMPOSE = {
 }
 DOCKER_RUN = {"--rm", "--user", "-v", "--gpus", "--shm-size", "-p", "-e", "--network"}
 SYSTEMCTL = {"daemon-reload", "disable", "enable", "restart", "start", "status", "stop"}
+NVIDIA_SMI = {"--query-gpu", "--query-compute-apps", "--format"}
 SIGNALS = {"-TERM", "-INT", "-KILL", "-9", "-15"}
 
 
@@ -157,8 +158,18 @@ def _make(asked: Command) -> None:
     _require(given <= known, asked, f"the Makefile reads {sorted(known)}")
 
 
+def _python(asked: Command) -> None:
+    """A line of Python: it is one. What it imports is on another machine."""
+    _require(asked.words[1] == "-c" and len(asked.words) == 3, asked)
+    ast.parse(asked.words[2])
+
+
 def _ray(asked: Command) -> None:
     _require(set(option_names(asked.words[2:])) <= RAY.get(asked.words[1], set()), asked)
+
+
+def _nvidia_smi(asked: Command) -> None:
+    _require(set(option_names(asked.words[1:])) <= NVIDIA_SMI, asked)
 
 
 def _swift(asked: Command) -> None:
@@ -272,8 +283,10 @@ def _require(holds: bool, asked: Command, why: str = "it does not take that") ->
 
 
 _CHECKS = {
+    ".venv/bin/python": _python,
     "torchrun": _torchrun,
     "make": _make,
+    "nvidia-smi": _nvidia_smi,
     "ray": _ray,
     "swift": _swift,
     "vllm": _vllm,

@@ -79,25 +79,17 @@ def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(wheel: Path) 
     about = f"rollmatch-{version()}.dist-info/"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        assert names == tracked(*PACKAGES) | {about + name for name in OF_SETUPTOOLS}
-        for name in names:
-            if not name.startswith(about):
-                assert archive.read(name) == (ROOT / name).read_bytes(), name
         assert archive.read(f"{about}licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert names == tracked(*PACKAGES) | {about + name for name in OF_SETUPTOOLS}
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
 
 
 def test_the_sdist_has_the_packages_the_locked_requirements_and_the_profiles(dist: Path) -> None:
     root = f"rollmatch-{version()}/"
     with tarfile.open(dist / f"rollmatch-{version()}.tar.gz") as archive:
-        names = {
-            name.removeprefix(root)
-            for name in archive.getnames()
-            if archive.getmember(name).isfile()
-        }
-    made = {"PKG-INFO", "setup.cfg"}
-    own = {name for name in names - made if not name.startswith("rollmatch.egg-info/")}
-    assert own == tracked(*PACKAGES, *PROFILES) | BESIDE_THE_PACKAGES
+        names = {file.name.removeprefix(root) for file in archive if file.isfile()}
+    written = {"PKG-INFO", "setup.cfg"} | {n for n in names if n.startswith("rollmatch.egg-info/")}
+    assert names - written == tracked(*PACKAGES, *PROFILES) | BESIDE_THE_PACKAGES
 
 
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:
@@ -127,19 +119,16 @@ def test_the_wheel_is_imported_and_not_the_checkout(installed: Path, tmp_path: P
 
 
 def test_the_programs_of_the_wheel_work_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
-    assert "serve" in said(tmp_path, installed / "rollout-server", "--help")
     assert "--gpus" in said(tmp_path, installed / "rollout-server", "serve", "--help")
-    assert said(tmp_path, installed / "learner", "config", "schema").startswith("{")
     toy = ("toy", "make-data", "--out", "data", "--train", "4", "--val", "2")
     said(tmp_path, installed / "learner", *toy)
-    assert "4" in said(tmp_path, installed / "learner", "data", "check", "data/train.jsonl")
+    assert len((tmp_path / "data" / "train.jsonl").read_text().splitlines()) == 4
 
 
 def test_the_configs_of_the_demo_load_where_the_wheel_has_them(
     installed: Path, tmp_path: Path
 ) -> None:
     (folder,) = installed.parent.glob("lib/python*/site-packages/learner/demo_configs")
-    files = sorted(folder.iterdir())
-    assert [file.name for file in files] == ["two_channel.yaml", "warmup.yaml"]
-    for file in files:
-        said(tmp_path, installed / "learner", "config", "check", file)
+    assert sorted(file.name for file in folder.iterdir()) == ["two_channel.yaml", "warmup.yaml"]
+    # It extends the other one.
+    said(tmp_path, installed / "learner", "config", "check", folder / "two_channel.yaml")
