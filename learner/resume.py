@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from learner.checkpoint import (
     Checkpoint,
     checkpoints_in,
@@ -23,8 +21,8 @@ from learner.checkpoint import (
     newest_whole,
     set_broken_aside,
 )
-from learner.config.load import dump_resolved
 from learner.config.schema import Config
+from learner.config.yaml12 import read_mapping
 from learner.log_cut import cut_back
 from shared_contracts.errors import ContractError, ContractErrors
 
@@ -181,7 +179,7 @@ def _require_same_config(config: Config, folder: Path) -> None:
             f"is {new!r}, and {resolved} has {old!r}: the run there cannot go on so",
             "Set it back; or start a new run in another folder, with a checkpoint as model.model",
         )
-        for key, old, new in _differences(_text_of(resolved), config)
+        for key, old, new in _differences(_read_resolved(resolved), config)
     ]
     if errors:
         raise ContractErrors(errors)
@@ -199,30 +197,31 @@ def _require_same_run(config: Config, checkpoint: Checkpoint) -> None:
         )
 
 
-def _text_of(resolved: Path) -> str:
+def _read_resolved(resolved: Path) -> dict[str, Any]:
     try:
-        return resolved.read_text()
-    except OSError as error:
+        return read_mapping(resolved)
+    except ContractError as error:
         raise ContractError(
             "training.resume",
-            f"auto, and {resolved} cannot be read ({error.strerror})",
+            f"auto, and {error.where}: {error.found}",
             "Restore it, or start a new run in another folder",
         ) from error
 
 
-def _differences(before: str, config: Config) -> Iterator[tuple[str, Any, Any]]:
+def _differences(before: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """Keys that are not free, with both values; those that were unknown then are left out.
 
     before: what `dump_resolved` wrote.
     """
-    then = dict(_leaves(yaml.safe_load(before)))
-    for key, value in _leaves(yaml.safe_load(dump_resolved(config))):
+    then = dict(_leaves(before))
+    for key, value in _leaves(config.model_dump(mode="json")):
         free = any(key == name or key.startswith(f"{name}.") for name in FREE)
         if not free and key in then and then[key] != value:
             yield key, then[key], value
 
 
 def _leaves(mapping: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted paths and values; a list is one value."""
     for key, value in mapping.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{at}{key}.")

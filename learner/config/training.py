@@ -72,7 +72,10 @@ class TrainingConfig(StrictModel):
         ge=1, description="raw samples per optimizer step over all processes"
     )
     per_device_train_batch_size: int = Field(
-        default=1, ge=1, description="samples per micro batch of one process"
+        default=1,
+        ge=1,
+        description="it times the processes divides `effective_batch_size`; no effect on forwards, "
+        "which take packs",
     )
     gradient_accumulation_steps: int | None = Field(
         default=None, ge=1, description="null: derived; else it must equal the derived value"

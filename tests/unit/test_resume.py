@@ -308,3 +308,23 @@ def test_the_logs_of_another_run_are_not_taken_for_those_of_this_one(
         find_start(config, processes=1)
     assert [error.where for error in caught.value.errors] == ["training.seed"]
     assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [(None, "No such file"), (b"model: [\n", "resolved_config.yaml:2:1"), (b"\xff", "UTF-8")],
+)
+def test_a_resolved_config_that_cannot_be_read_is_told(
+    mapping: dict[str, Any], content: bytes | None, word: str
+) -> None:
+    config = parse_config(mapping)
+    with_checkpoint(config, 2)
+    resolved = config.training.output_dir / RESOLVED
+    resolved.unlink()
+    if content is not None:
+        resolved.write_bytes(content)
+    with pytest.raises(ContractError) as caught:
+        find_start(config, processes=1)
+    assert caught.value.where == "training.resume"
+    assert word in caught.value.found
+    assert caught.value.do.startswith("Restore it")
