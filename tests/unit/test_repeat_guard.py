@@ -156,6 +156,21 @@ def test_overlapping_object_keys_count_each() -> None:
     assert verdicts(enabled(max_object_keys=2), [1, 2, 1, 2, 1], key=[1, 2, 1])[-1]
 
 
+@pytest.mark.req("REP-02", "REP-03")
+@given(
+    key=st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple),
+    token_ids=st.lists(st.integers(0, 1), max_size=40),
+    limit=st.integers(1, 3),
+)
+def test_an_object_key_is_found_wherever_it_begins_even_in_the_midst_of_another(
+    key: tuple[int, ...], token_ids: list[int], limit: int
+) -> None:
+    config = enabled(max_object_keys=limit)
+    lengths = range(1, len(token_ids) + 1)
+    expected = [repeats_now(config, token_ids[:length], key) for length in lengths]
+    assert verdicts(config, token_ids, key) == expected
+
+
 @pytest.mark.req("ARCH-02")
 @pytest.mark.parametrize(
     "rule",
@@ -296,7 +311,8 @@ def test_the_keys_of_real_answers_are_counted_each_once(
 def test_counting_object_keys_needs_their_token_ids() -> None:
     with pytest.raises(ContractError) as caught:
         RepeatGuard(enabled(max_object_keys=3), [])
-    assert caught.value.where == "object_key_token_ids"
-    assert "max_object_keys is set" in caught.value.found
-    assert '`"object_`' in caught.value.do
+    error = caught.value
+    assert error.where == "object_key_token_ids"
+    assert error.found == "the list is empty and max_object_keys is set"
+    assert error.do == 'Give the token ids of `"object_`'
     RepeatGuard(enabled(ngram_size=3), [])

@@ -290,20 +290,30 @@ def test_points_of_lower_precision_are_projected_in_float64() -> None:
     assert found.dtype == np.float64
 
 
+GIVE_POINTS = "Give (N, 2) with N >= 1"
+NOT_FINITE = "a coordinate is NaN or infinite"
+USE_FINITE = "Use a finite number above 0"
+
+
 @pytest.mark.parametrize(
     ("wrong", "where", "found", "do"),
     [
-        ({"pred_points": []}, "pred_points", "shape (0,)", "N >= 1"),
-        ({"pred_points": np.zeros((0, 2))}, "pred_points", "shape (0, 2)", "N >= 1"),
-        ({"gt_points": [[1.0, 2.0, 3.0]]}, "gt_points", "shape (1, 3)", "(N, 2)"),
-        ({"gt_points": [1.0, 2.0]}, "gt_points", "shape (2,)", "(N, 2)"),
-        ({"pred_points": [[float("nan"), 1.0]]}, "pred_points", "NaN", "finite"),
-        ({"gt_points": [[1.0, float("inf")]]}, "gt_points", "infinite", "finite"),
-        ({"cost": "l3"}, "cost", "'l3'", "'l1' or 'l2'"),
-        ({"epsilon": 0.0}, "epsilon", "0.0", "finite number above 0"),
-        ({"epsilon": float("nan")}, "epsilon", "nan", "finite number above 0"),
-        ({"epsilon": float("inf")}, "epsilon", "inf", "finite number above 0"),
-        ({"iters": 0}, "iters", "0", "1 or more"),
+        ({"pred_points": []}, "pred_points", "an array of shape (0,)", GIVE_POINTS),
+        ({"pred_points": np.zeros((0, 2))}, "pred_points", "an array of shape (0, 2)", GIVE_POINTS),
+        ({"gt_points": [[1.0, 2.0, 3.0]]}, "gt_points", "an array of shape (1, 3)", GIVE_POINTS),
+        ({"gt_points": [1.0, 2.0]}, "gt_points", "an array of shape (2,)", GIVE_POINTS),
+        (
+            {"pred_points": [[float("nan"), 1.0]]},
+            "pred_points",
+            NOT_FINITE,
+            "Give finite coordinates",
+        ),
+        ({"gt_points": [[1.0, float("inf")]]}, "gt_points", NOT_FINITE, "Give finite coordinates"),
+        ({"cost": "l3"}, "cost", "'l3' is not known", "Use 'l1' or 'l2'"),
+        ({"epsilon": 0.0}, "epsilon", "0.0 is not accepted", USE_FINITE),
+        ({"epsilon": float("nan")}, "epsilon", "nan is not accepted", USE_FINITE),
+        ({"epsilon": float("inf")}, "epsilon", "inf is not accepted", USE_FINITE),
+        ({"iters": 0}, "iters", "0 is not accepted", "Use 1 or more"),
     ],
 )
 def test_what_cannot_be_transported_is_refused_by_name(
@@ -318,9 +328,8 @@ def test_what_cannot_be_transported_is_refused_by_name(
     }
     with pytest.raises(ContractError) as caught:
         sinkhorn_barycentric(**{**given, **wrong})
-    assert caught.value.where == where
-    assert found in caught.value.found
-    assert do in caught.value.do
+    error = caught.value
+    assert (error.where, error.found, error.do) == (where, found, do)
 
 
 # ---- shapes to bins ------------------------------------------------------------------
