@@ -1,6 +1,7 @@
 """Answers and ground truths to test the pure stages with."""
 
 import random
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 
@@ -119,6 +120,20 @@ def rollouts(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
         if ids:
             del ids[draw(st.integers(0, len(ids) - 1))]
     return ids[: draw(st.sampled_from([len(ids), len(ids) // 2]))]
+
+
+def braces_in(text: str) -> Iterator[tuple[int, str, int]]:
+    """Each brace outside of strings: where it is, which one, and how many are open after it."""
+    depth, in_string, escaped = 0, False, False
+    for offset, char in enumerate(text):
+        if in_string:
+            in_string = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            in_string = True
+        elif char in "{}":
+            depth += 1 if char == "{" else -1
+            yield offset, char, depth
 
 
 def random_answer(n_objects: int, seed: int) -> list[GroundTruthObject]:

@@ -17,6 +17,7 @@ from learner.tokens import IM_END, TokenText
 from learner.types import ParsedRollout
 from tests.unit.answers import (
     DESCRIPTIONS,
+    braces_in,
     coords,
     encode,
     entry,
@@ -180,23 +181,8 @@ def faulty_objects(draw: st.DrawFn) -> str:
     at = draw(st.integers(1, len(value) - 2))
     char = draw(st.sampled_from(["", value[at] * 2, *'{}[]":,\\ x5']))
     faulty = value[:at] + char + value[at + 1 :]
-    return faulty if ends_at_its_end(faulty) else value
-
-
-def ends_at_its_end(value: str) -> bool:
-    """Whether the first brace of an object closes at its last character, and no sooner."""
-    depth, in_string, escaped = 0, False, False
-    for char in value[:-1]:
-        if in_string:
-            in_string = escaped or char != '"'
-            escaped = char == "\\" and not escaped
-        elif char == '"':
-            in_string = True
-        else:
-            depth += (char == "{") - (char == "}")
-            if depth == 0:
-                return False
-    return depth == 1 and not in_string
+    closed_at = [offset for offset, _, depth in braces_in(faulty) if depth == 0]
+    return faulty if closed_at == [len(faulty) - 1] else value
 
 
 @st.composite
@@ -315,18 +301,11 @@ def braces_of(tokenizer: PreTrainedTokenizerFast) -> dict[int, str]:
 def end_of_last_object(text: str) -> int | None:
     """Offset of the last brace that leaves one open, before the outermost closes."""
     end = None
-    depth, in_string, escaped = 0, False, False
-    for offset, char in enumerate(text):
-        if in_string:
-            in_string = escaped or char != '"'
-            escaped = char == "\\" and not escaped
-        elif char == '"':
-            in_string = True
-        elif char in "{}":
-            depth += 1 if char == "{" else -1
-            if depth == 0:
-                return end
-            end = offset if char == "}" and depth == 1 else end
+    for offset, brace, depth in braces_in(text):
+        if depth == 0:
+            break
+        if (brace, depth) == ("}", 1):
+            end = offset
     return end
 
 

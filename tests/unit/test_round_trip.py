@@ -36,6 +36,7 @@ from tests.unit.answers import (
     DESCRIPTIONS,
     DOG,
     ROOF,
+    braces_in,
     encode,
     pieces,
     rollouts,
@@ -118,7 +119,7 @@ def test_a_target_reads_back_as_the_kept_predictions_and_the_appended_objects(
     ]
     assert {o.key for o in parsed.objects}.isdisjoint(target.fn_keys)
     text = "".join(pieces(tokenizer, target.token_ids)).removesuffix(IM_END)
-    assert where_braces_balance(text) == [len(text) - 1]
+    assert [offset for offset, _, depth in braces_in(text) if depth == 0] == [len(text) - 1]
     check_prefix(tokenizer, case)
 
 
@@ -140,23 +141,6 @@ def check_prefix(tokenizer: PreTrainedTokenizerFast, case: Case) -> None:
         n_kept = len(case.parsed.entry_ends)
         assert keys[n_kept:] == case.target.fn_keys
         assert set(keys[:n_kept]).isdisjoint(case.target.fn_keys)
-
-
-def where_braces_balance(text: str) -> list[int]:
-    """Offsets of the characters at which as many braces have closed as have opened."""
-    balanced = []
-    depth, in_string, escaped = 0, False, False
-    for offset, char in enumerate(text):
-        if in_string:
-            in_string = escaped or char != '"'
-            escaped = char == "\\" and not escaped
-        elif char == '"':
-            in_string = True
-        elif char in "{}":
-            depth += 1 if char == "{" else -1
-            if depth == 0:
-                balanced.append(offset)
-    return balanced
 
 
 def is_json(text: str) -> bool:

@@ -1,8 +1,5 @@
 """What the pure stages know about a tokenizer."""
 
-import subprocess
-import sys
-
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -19,18 +16,6 @@ from learner.tokens import (
 )
 from shared_contracts.errors import ContractError
 from tests.unit.answers import encode, pieces, text_of, with_placeholders
-
-PURE_STAGES = (
-    "coords",
-    "matching",
-    "packing",
-    "parsing",
-    "rollout.distribution",
-    "rollout.seeds",
-    "schedule",
-    "serialize",
-    "targets",
-)
 
 
 def bare_tokenizer(*extra: str) -> PreTrainedTokenizerFast:
@@ -142,16 +127,3 @@ def test_each_tokenizer_has_one_table(
 ) -> None:
     assert token_table(toy_tokenizer) is token_table(toy_tokenizer)
     assert token_table(toy_tokenizer) is not token_table(qwen_tokenizer)
-
-
-@pytest.mark.req("ARCH-02")
-def test_the_pure_stages_load_neither_torch_nor_the_trainer() -> None:
-    imports = "; ".join(f"import learner.{name}" for name in PURE_STAGES)
-    found = "print(sorted({'torch', 'transformers', 'learner.train'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; {imports}; {found}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"
