@@ -1,10 +1,6 @@
 """Methods vLLM mixes into each worker (`worker_extension_cls`).
 
-weight_phase    runs a phase of a weight update, by its name, and reports how it ended:
-    open_weight_update (or adapter_faults, check_base, open_adapter_update, open_trial),
-    receive_weights, complete_load, read_back, abandon_weight_update, abandon_trial, and vLLM's own
-    init_weight_transfer_engine and shutdown_weight_transfer_engine; serve_no_adapter, before
-    an engine's first sequence
+weight_phase    runs a phase of a weight update, by its name, and reports how it ended
 repeat_guard    what guards this worker's sequences
 
 A worker call that raises is a dead end in vLLM: with tensor parallelism the executor
@@ -16,7 +12,7 @@ the failure as text.
 import logging
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -43,7 +39,8 @@ Planned = tuple[list[ParameterMeta], Plan]
 
 
 class WorkerExtension(Worker):
-    # vLLM mixes this class in without calling its constructor.
+    """What a worker can do beyond vLLM's own; vLLM calls no constructor of it."""
+
     _planned: Planned | None = None
     # The adapter of the update in progress, or of the last one; None where that was of all.
     _arriving: Arriving | None = None
@@ -53,12 +50,35 @@ class WorkerExtension(Worker):
     _base_replaced = False
 
     def weight_phase(self, name: str, arguments: dict[str, Any]) -> tuple[str | None, Any]:
-        """Run the worker's method `name`; (None, what it returned) or (why it failed, None)."""
+        """Run a phase by its name; (None, what it returned) or (why it failed, None)."""
         try:
-            return None, getattr(self, name)(**arguments)
+            return None, self._weight_phases()[name](**arguments)
         except Exception as error:  # noqa: BLE001  whatever it is, the answer carries it
             traceback.print_exc()
             return f"worker {self.rank}: {type(error).__name__}: {error}", None
+
+    def _weight_phases(self) -> dict[str, Callable[..., Any]]:
+        phases = (
+            # vLLM's own: join the weight group, leave it
+            self.init_weight_transfer_engine,
+            self.shutdown_weight_transfer_engine,
+            # before an engine's first sequence
+            self.serve_no_adapter,
+            # is it as expected, and may it come? full weights, an adapter, a trial
+            self.open_weight_update,
+            self.adapter_faults,
+            self.check_base,
+            self.open_adapter_update,
+            self.open_trial,
+            # it comes, is put to use, and is compared
+            self.receive_weights,
+            self.complete_load,
+            self.read_back,
+            # it broke
+            self.abandon_weight_update,
+            self.abandon_trial,
+        )
+        return {phase.__name__: phase for phase in phases}
 
     def open_weight_update(
         self, parameters: list[dict[str, Any]], dtype: DtypeName

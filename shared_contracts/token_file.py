@@ -1,4 +1,4 @@
-"""The server's token in a file, as secrets of containers and services are given."""
+"""The server's token: in the environment, or in a file as containers and services are given it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +14,8 @@ def given_token(environment: Mapping[str, str]) -> str | None:
     file that cannot be read, and two tokens that differ.
     """
     token = environment.get(TOKEN_VARIABLE, "").strip()
-    if not token.isascii() or not token.isprintable() or " " in token:
-        raise ContractError(
-            TOKEN_VARIABLE,
-            "holds a blank or a character that no HTTP header can carry",
-            "Use a token of plain letters and digits, here and at the server",
-        )
+    if token:
+        token = checked_token(token, TOKEN_VARIABLE)
     if path := environment.get(TOKEN_FILE_VARIABLE):
         in_file = read_token_file(Path(path), TOKEN_FILE_VARIABLE)
         if token and token != in_file:
