@@ -1,0 +1,112 @@
+"""A million cases for the strict parser, none of which may raise or break a property.
+
+    .venv/bin/python -m benchmarks.reliability.parser [--seeds N] [--runs N] [--without-hypothesis]
+
+Bytes that follow the coverage of the parser (`tests/fuzz/parser.py`, atheris), each seed from a
+corpus of its own, then the properties of `tests/unit/test_parsing_properties.py` with 20,000 new
+examples each. Prints the table of docs/reliability.md; ends with code 1 when a case failed.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FUZZ_TARGET = ROOT / "tests/fuzz/parser.py"
+PROPERTIES = ROOT / "tests/unit/test_parsing_properties.py"
+SHOWN_LINES = 30
+
+_DONE = re.compile(r"^Done (\d+) runs in", re.MULTILINE)
+_COVERAGE = re.compile(r"DONE\s+cov: (\d+) ft: (\d+) corp: (\d+)")
+_EXAMPLES = re.compile(r"(\d+) passing examples, (\d+) failing examples")
+
+
+@dataclass(frozen=True)
+class Part:
+    """cases: that were run; failed: those which raised, or broke a property."""
+
+    name: str
+    cases: int
+    failed: int
+    seconds: float
+    detail: str
+
+    @property
+    def row(self) -> str:
+        rate = self.cases / self.seconds
+        return (
+            f"| {self.name} | {self.cases:,} | {self.failed} | {self.seconds:.0f} s "
+            f"| {rate:.0f} | {self.detail} |"
+        )
+
+
+def fuzz(seed: int, runs: int) -> Part:
+    """One run of libFuzzer, which ends at the first input that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = [f"-runs={runs}", f"-seed={seed}", f"-artifact_prefix={folder}/"]
+        said, seconds = _run([str(FUZZ_TARGET), *options])
+    done, coverage = _DONE.search(said), _COVERAGE.search(said)
+    if done is None or coverage is None:
+        print("\n".join(said.splitlines()[-SHOWN_LINES:]), file=sys.stderr)
+        return Part(f"atheris, seed {seed}", 0, 1, seconds, "see above")
+    edges, features, inputs = coverage.groups()
+    detail = f"{edges} edges and {features} features reached, by {inputs} inputs"
+    return Part(f"atheris, seed {seed}", int(done[1]), 0, seconds, detail)
+
+
+def try_properties() -> Part:
+    options = ["--hypothesis-profile=nightly", "--hypothesis-show-statistics", "--timeout=0"]
+    said, seconds = _run(["-m", "pytest", "-q", "-m", "hypothesis", *options, str(PROPERTIES)])
+    counts = [(int(passed), int(failed)) for passed, failed in _EXAMPLES.findall(said)]
+    failed = sum(failed for _, failed in counts)
+    if failed or not counts:
+        print(said, file=sys.stderr)
+    detail = said.strip().splitlines()[-1].strip("= ")
+    return Part("hypothesis", sum(passed for passed, _ in counts), failed, seconds, detail)
+
+
+def _run(command: list[str]) -> tuple[str, float]:
+    """What a program of this Python said, and how long it took."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    return done.stdout, time.monotonic() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=200_000, help="of each seed")
+    parser.add_argument("--without-hypothesis", action="store_true")
+    options = parser.parse_args()
+    print("| what | cases | failed | time | a second | detail |\n|---|---|---|---|---|---|")
+    parts: list[Part] = []
+    for part in _parts(options.seeds, options.runs, not options.without_hypothesis):
+        print(part.row, flush=True)
+        parts.append(part)
+    sys.exit(any(part.failed for part in parts))
+
+
+def _parts(seeds: int, runs: int, with_properties: bool) -> Iterator[Part]:
+    yield from (fuzz(seed, runs) for seed in range(1, seeds + 1))
+    if with_properties:
+        yield try_properties()
+
+
+if __name__ == "__main__":
+    main()
