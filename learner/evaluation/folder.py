@@ -30,6 +30,7 @@ from learner.evaluation.detections import (
 )
 from learner.evaluation.scores import IOU_THRESHOLD, ScoredAnswer, Scores
 from learner.log_cut import EVALUATIONS
+from learner.metrics.figures import score
 from learner.peers import ALONE, Peers, first
 from learner.publish import publish_directory, publish_text, writing
 from learner.report import write_gallery
@@ -187,12 +188,7 @@ def _headline(scored: Scored) -> dict[str, str]:
         "AP": boxes.ap,
         "AP50": boxes.ap50,
     }
-    return {name: shown(value) for name, value in numbers.items()}
-
-
-def shown(value: float | None) -> str:
-    """A score as a person reads it."""
-    return "-" if value is None else f"{value:.3f}"
+    return {name: score(value) for name, value in numbers.items()}
 
 
 def _json(value: Any, indent: int | None = None) -> str:

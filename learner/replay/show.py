@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from learner.data.show import new_table, plain
+from learner.metrics.figures import counted
 from learner.replay.compare import NOTHING, STAGES, Difference, Differing, Replayed
 from learner.replay.logged import listed
 from learner.rollout_log import Judged, LoggedAnswer
@@ -42,11 +43,11 @@ def step_table(replayed: Replayed) -> Titled:
             str(different),
             plain(result.note),
         )
-    title = f"Step {step.step}: {_count(len(step.answers), 'answer')}"
+    title = f"Step {step.step}: {counted(len(step.answers), 'answer')}"
     if len(step.ranks) > 1:
         title += f" of {len(step.ranks)} processes"
     if replayed.packs:
-        title += f", {_count(replayed.packs, 'pack')}"
+        title += f", {counted(replayed.packs, 'pack')}"
     return title, table
 
 
@@ -70,7 +71,7 @@ def steps_table(different: Sequence[DifferingStep], identical: Sequence[int]) ->
         table.add_row(listed([each.step for each in different[_STEPS:]]), "different", "")
     if identical:
         table.add_row(listed(identical), "identical", "")
-    return _count(len(different) + len(identical), "step"), table
+    return counted(len(different) + len(identical), "step"), table
 
 
 def difference_table(difference: Difference, tokenizer: Tokenizer) -> Titled:
@@ -108,7 +109,7 @@ def verdict_on_all(different: int, identical: int, left_out: int) -> str:
     without = f" ({left_out} could not be read)" if left_out else ""
     if different:
         return f"Different: {different} of {different + identical} steps{without}."
-    return f"Identical: all {_count(identical, 'step')}{without} are built again bit for bit."
+    return f"Identical: all {counted(identical, 'step')}{without} are built again bit for bit."
 
 
 def notes_on(facts: Mapping[str, Any], step: int) -> Iterator[str]:
@@ -219,7 +220,3 @@ def _role(value: Any) -> str:
 
 def _text(value: Any) -> str:
     return repr(value) if value is NOTHING else json.dumps(value, ensure_ascii=False)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

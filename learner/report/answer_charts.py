@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from learner.metrics.declared import CHANNEL_B
-from learner.report.charts import Bars, Chart, histogram, present, told
+from learner.metrics.figures import number, share
+from learner.report.charts import Bars, Chart, histogram, present
 from learner.report.outcomes import FAULTS
 from learner.report.run_view import Line, RunView
 from learner.report.tally import Tally
@@ -63,7 +64,7 @@ def drop_rows(run: RunView, meanings: dict[str, str]) -> list[CountRow]:
 
 
 def _row(name: str, meaning: str, count: int, of: float) -> CountRow:
-    return CountRow(name, meaning, told(count), f"{count / of:.2%}" if of else "-")
+    return CountRow(name, meaning, number(count), share(count, of, places=2))
 
 
 def guard_chart(run: RunView) -> Chart | None:

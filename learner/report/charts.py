@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from learner.metrics.figures import number
 from learner.report.run_view import Point, numbers
 
 # Points of a curve, and bars of a chart, at most.
@@ -66,17 +67,6 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.{_DIGITS}g}")
 
 
-def told(value: float | None) -> str:
-    """A number with four digits, for people."""
-    if value is None:
-        return "not a number"
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    if 1e-3 <= abs(value) < 1e15:
-        return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
-    return f"{value:.3e}"
-
-
 def curve(
     slug: str,
     title: str,
@@ -127,10 +117,10 @@ def summary(name: str, points: Sequence[Point]) -> Summary:
     return Summary(
         name,
         len(points),
-        told(points[0][1]),
-        told(points[-1][1]),
-        told(min(known)) if known else "-",
-        told(max(known)) if known else "-",
+        number(points[0][1]),
+        number(points[-1][1]),
+        number(min(known)) if known else "-",
+        number(max(known)) if known else "-",
     )
 
 
@@ -236,7 +226,9 @@ def _spread(name: str, counts: dict[int, int]) -> Summary:
     """Its quartiles stand where a curve has its first and last value."""
     quarter, three = (quantile(counts, share) for share in (0.25, 0.75))
     total = sum(counts.values())
-    return Summary(name, total, told(quarter), told(three), told(min(counts)), told(max(counts)))
+    return Summary(
+        name, total, number(quarter), number(three), number(min(counts)), number(max(counts))
+    )
 
 
 def quantile(counts: dict[int, int], share: float) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from learner.metrics.figures import counted, number, score, share
 from learner.report.answer_charts import DROPS, GUARD, drop_meanings, drop_totals
-from learner.report.charts import told
 from learner.report.run_view import Line, Point, RunView, numbers, of_channel, points
 from learner.report.tally import Tally
 from learner.report.timeline import seconds
@@ -64,7 +64,7 @@ def _numbers(run: RunView) -> Iterator[Finding]:
     for key, name in (("loss", "The loss"), ("grad_norm", "The gradient norm")):
         broken = [step for step, value in run.series(key) if value is None]
         if broken:
-            where = f"{_times(len(broken), 'step')} (first: step {broken[0]})"
+            where = f"{counted(len(broken), 'step')} (first: step {broken[0]})"
             yield Finding("bad", f"{name} was not a finite number in {where}", "curves")
 
 
@@ -73,9 +73,9 @@ def _servers(run: RunView) -> Iterator[Finding]:
         return int(sum(value or 0 for value in (line.get(key) for line in run.metrics)))
 
     if lost := total("rollout/servers_lost") + total("eval/rollout/servers_lost"):
-        yield Finding("bad", f"Servers were lost {_times(lost, 'time')}", "sync")
+        yield Finding("bad", f"Servers were lost {counted(lost, 'time')}", "sync")
     if retries := total("rollout/retries") + total("eval/rollout/retries"):
-        yield Finding("look", f"{_times(retries, 'server call')} had to be made again", "sync")
+        yield Finding("look", f"{counted(retries, 'server call')} had to be made again", "sync")
     fallbacks = {line["sync_fallback"] for line in run.calls if line.get("sync_fallback")}
     for reason in sorted(map(str, fallbacks)):
         yield Finding("bad", f"Full weights replaced the adapter: {reason}", "sync")
@@ -89,26 +89,26 @@ def _answers(run: RunView, tally: Tally) -> Iterator[Finding]:
             text = f"{cut:.1%} of the answers were truncated at max_new_tokens ({limit})"
             yield Finding("look", text, "answers")
         if empty := tally.faults["no_object"]:
-            share = f"{empty / tally.answers:.1%}"
-            yield Finding("look", f"{share} of the answers are no JSON object at all", "answers")
-        if tally.faults["dropped"] / tally.answers >= _DROPPED:
-            share = f"{tally.faults['dropped'] / tally.answers:.1%}"
-            text = f"The parser dropped objects of {share} of the answers{_most_dropped(run)}"
+            text = f"{share(empty, tally.answers)} of the answers are no JSON object at all"
             yield Finding("look", text, "answers")
-        if tally.faults["wrong_desc"] / tally.answers >= _WRONG:
-            share = f"{tally.faults['wrong_desc'] / tally.answers:.1%}"
-            text = f"{share} of the answers describe an object they found by a wrong name"
+        if (dropped := tally.faults["dropped"]) / tally.answers >= _DROPPED:
+            of_all = share(dropped, tally.answers)
+            text = f"The parser dropped objects of {of_all} of the answers{_most_dropped(run)}"
+            yield Finding("look", text, "answers")
+        if (wrong := tally.faults["wrong_desc"]) / tally.answers >= _WRONG:
+            of_all = share(wrong, tally.answers)
+            text = f"{of_all} of the answers describe an object they found by a wrong name"
             yield Finding("look", text, "gallery")
         if left := tally.faults["not_supervised"]:
-            text = f"{_times(left, 'answer')} could not be trained on and were left out"
+            text = f"{counted(left, 'answer')} could not be trained on and were left out"
             yield Finding("look", text, "gallery")
     else:
         rates = list(numbers(run.series("rollout/parse_truncated_rate")))
         if rates and sum(rates) / len(rates) >= _TRUNCATED:
-            text = f"{sum(rates) / len(rates):.1%} of the answers were truncated"
+            text = f"{share(sum(rates), len(rates))} of the answers were truncated"
             yield Finding("look", text, "answers")
     if ended := int(sum(numbers(run.series(GUARD)))):
-        yield Finding("look", f"The repeat guard ended {_times(ended, 'answer')}", "answers")
+        yield Finding("look", f"The repeat guard ended {counted(ended, 'answer')}", "answers")
 
 
 def _most_dropped(run: RunView) -> str:
@@ -152,8 +152,8 @@ def _trends(run: RunView) -> Iterator[Finding]:
         before, after = _change(run.series("loss", channel))
         if before is not None and after is not None and after > before:
             text = (
-                f"The loss of channel {channel} rose: {told(before)} in the first third of its "
-                f"steps, {told(after)} in the last"
+                f"The loss of channel {channel} rose: {number(before)} in the first third of its "
+                f"steps, {number(after)} in the last"
             )
             yield Finding("look", text, "curves")
     before, after = _change(run.series(f"{_B}/match_rate"))
@@ -182,10 +182,10 @@ def _best(scores: list[Point]) -> Iterator[Finding]:
     best, step = max(known)
     last = known[-1][0]
     if last < best:
-        text = f"The best F1 was {best:.3f} at step {step}; the last is {last:.3f}"
+        text = f"The best F1 was {score(best)} at step {step}; the last is {score(last)}"
         yield Finding("look", text, "curves")
     else:
-        yield Finding("good", f"The last F1, {last:.3f}, is the best", "curves")
+        yield Finding("good", f"The last F1, {score(last)}, is the best", "curves")
 
 
 def _time(run: RunView) -> Iterator[Finding]:
@@ -210,9 +210,5 @@ def _time(run: RunView) -> Iterator[Finding]:
 
 def _images(unreadable: int) -> Iterator[Finding]:
     if unreadable >= _UNREADABLE:
-        text = f"{_times(unreadable, 'image')} of the answers shown cannot be read any more"
+        text = f"{counted(unreadable, 'image')} of the answers shown cannot be read any more"
         yield Finding("look", text, "gallery")
-
-
-def _times(count: int, thing: str) -> str:
-    return f"{count:,} {thing}" + ("" if count == 1 else "s")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from learner.report.charts import told
+from learner.metrics.figures import duration, number, score
 from learner.report.run_view import Point, RunView
 from learner.resume import METRICS
 
@@ -37,35 +37,25 @@ def state(run: RunView) -> str:
     return f"Not finished: {steps}. The last line was logged {when}."
 
 
-def duration(seconds: float | None) -> str:
-    """`115 s`, `12 min`, `3 h 20 min`."""
-    if seconds is None:
-        return "a time that is not known"
-    if seconds < 180:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def tiles(run: RunView) -> list[Tile]:
     """Those that are known."""
     found = []
     if run.evaluations:
         last = run.evaluations[-1]
         found = [
-            Tile("F1", _share(last["eval/f1"]), f"evaluation after step {last['step']:,}"),
-            Tile("Precision", _share(last.get("eval/precision")), "same evaluation"),
-            Tile("Recall", _share(last.get("eval/recall")), "same evaluation"),
+            Tile("F1", score(last["eval/f1"]), f"evaluation after step {last['step']:,}"),
+            Tile("Precision", score(last.get("eval/precision")), "same evaluation"),
+            Tile("Recall", score(last.get("eval/recall")), "same evaluation"),
         ]
     match_rate = "stage2_ab/channel_b/match_rate"
     if series := run.series(match_rate):
         note = _of_last(series) + " with answers"
-        found.append(Tile("Match rate", _share(run.mean_of_last(match_rate)), note))
+        found.append(Tile("Match rate", score(run.mean_of_last(match_rate)), note))
     if series := run.series("loss"):
         note = _of_last(series)
-        found.append(Tile("Loss", told(run.mean_of_last("loss")), note))
+        found.append(Tile("Loss", number(run.mean_of_last("loss")), note))
     if series := run.series("time/step_s"):
-        value = told(run.mean_of_last("time/step_s"))
+        value = number(run.mean_of_last("time/step_s"))
         found.append(Tile("Seconds a step", value, _of_last(series)))
     return found
 
@@ -73,10 +63,6 @@ def tiles(run: RunView) -> list[Tile]:
 def _of_last(series: Sequence[Point]) -> str:
     count = min(10, len(series))
     return f"mean of the last {count} steps" if count > 1 else "of one step"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def facts(run: RunView) -> dict[str, str]:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from learner.metrics.declared import SYNC_PHASES
-from learner.report.charts import Bars, Chart, Trace, told
+from learner.metrics.figures import number, share
+from learner.report.charts import Bars, Chart, Trace
 from learner.report.run_view import Line, RunView, of_channel
 
 # Phases that follow each other; with what is left they are the step.
@@ -92,13 +93,13 @@ def _notes(run: RunView, bars: Bars) -> list[str]:
     lines = run.steps
     made = sum(seconds(line, phase) for line in lines for phase in _MADE)
     saved = sum(map(hidden, lines))
-    share = f" ({saved / made:.0%})" if made else ""
+    of_all = f" ({share(saved, made, places=0)})" if made else ""
     notes = [
         "Above: what the step went through, one after the other; together they are the whole step.",
         "Below: what it took to make its packs. Where the next answers are made while the last are "
         "learned, these seconds passed beside those of learn, so they are not added to the step: "
         "what could not be hidden is wait.",
-        f"Hidden behind learning: {told(round(saved, 1))} of {told(round(made, 1))} s{share}.",
+        f"Hidden behind learning: {number(round(saved, 1))} of {number(round(made, 1))} s{of_all}.",
         "With several learner processes each number is that of the slowest.",
     ]
     if run.config.rollout_matching.async_rollout.enabled:
@@ -126,8 +127,7 @@ def _phase_row(lines: list[Line], phase: str) -> PhaseRow | None:
     if not total:
         return None
     of_a, of_b = (_mean(of_channel(lines, each), phase) for each in "AB")
-    share = f"{total / whole:.1%}" if whole else "-"
-    return PhaseRow(phase, _MEANINGS[phase], f"{total:,.1f}", share, of_a, of_b)
+    return PhaseRow(phase, _MEANINGS[phase], f"{total:,.1f}", share(total, whole), of_a, of_b)
 
 
 def _mean(lines: Sequence[Line], phase: str) -> str:
@@ -195,9 +195,9 @@ def _server_row(server: str, pushes: list[Line], calls: list[Line], lost: int) -
         server,
         len(pushes),
         sum(bool(push["again"]) for push in pushes),
-        f"{told(sum(totals) / len(totals))} s" if totals else "-",
-        f"{told(max(totals))} s" if totals else "-",
-        f"{told(round(max(push['bytes'] for push in pushes) / 1e6, 1))} MB" if pushes else "-",
+        f"{number(sum(totals) / len(totals))} s" if totals else "-",
+        f"{number(max(totals))} s" if totals else "-",
+        f"{number(round(max(push['bytes'] for push in pushes) / 1e6, 1))} MB" if pushes else "-",
         len(answered),
         len(calls) - len(answered),
         sum(call["count"] for call in answered),

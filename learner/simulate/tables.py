@@ -7,6 +7,7 @@ from typing import Any, get_args
 from rich.table import Table
 
 from learner.data.show import new_table
+from learner.metrics.figures import duration, share
 from learner.simulate.outcome import PHASES, Outcome
 from learner.simulate.vary import Values
 from learner.types import Channel
@@ -46,8 +47,8 @@ def _work(outcome: Outcome) -> Table:
                 sum(getattr(step, name) for step in steps) / len(steps)
                 for name in ("forwards", "replays", "segments", "tokens")
             )
-            fill = sum(step.tokens for step in steps) / room if room else 0.0
-            table.add_row(channel, *(f"{n:.1f}" for n in totals), _share(fill))
+            fill = share(sum(step.tokens for step in steps), room, places=0)
+            table.add_row(channel, *(f"{n:.1f}" for n in totals), fill)
     return table
 
 
@@ -55,8 +56,8 @@ def _servers(outcome: Outcome) -> Table:
     table = new_table("", "#busy", "#sequences at once", "#tokens/s")
     for number, use in enumerate(outcome.servers):
         name = f"server {number}" if outcome.rollout_gpus else f"rank {number}"
-        table.add_row(name, _share(use.busy), f"{use.running:.1f}", f"{use.tokens_per_s:.0f}")
-    table.add_row("learning, mean of the ranks", _share(outcome.learner_busy), _NONE, _NONE)
+        table.add_row(name, f"{use.busy:.0%}", f"{use.running:.1f}", f"{use.tokens_per_s:.0f}")
+    table.add_row("learning, mean of the ranks", f"{outcome.learner_busy:.0%}", _NONE, _NONE)
     return table
 
 
@@ -75,7 +76,7 @@ def _of_run(outcome: Outcome) -> list[str]:
         *(_seconds(outcome.step_s(channel)) for channel in get_args(Channel)),
         f"{outcome.samples_per_s:.2f}",
         f"{outcome.samples_per_s / outcome.gpus:.3f}",
-        _duration(outcome.run_seconds),
+        duration(outcome.run_seconds),
     ]
 
 
@@ -92,9 +93,9 @@ def sweep_table(rows: Sequence[tuple[Values, Outcome]]) -> Table:
         table.add_row(
             *(f"{values[name]:g}" for name in names),
             *_of_run(outcome),
-            _share(sum(busy) / len(busy)) if busy else _NONE,
-            _share(outcome.learner_busy),
-            _share(outcome.fill),
+            share(sum(busy), len(busy), places=0),
+            f"{outcome.learner_busy:.0%}",
+            f"{outcome.fill:.0%}",
             *(_of_queue(outcome) if asynchronous else ()),
         )
     return table
@@ -148,12 +149,3 @@ def sources_table(sources: Mapping[str, str]) -> Table:
 
 def _seconds(seconds: float | None) -> str:
     return _NONE if seconds is None else f"{seconds:.2f} s"
-
-
-def _share(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}"

@@ -6,10 +6,10 @@ from statistics import fmean
 
 from rich.text import Text
 
+from learner.metrics.figures import duration, narrow_number, score
 from learner.metrics.step_line import channel_of
 from learner.watch.spark import Glyphs, bar, sparkline
 from learner.watch.watched import Numbers, Server, Watched
-from learner.watch.words import duration, number
 from shared_contracts.printable import printable
 
 Lines = list[Text]
@@ -127,13 +127,13 @@ def _now(run: Watched) -> list[Text]:
     last = run.steps[-1]
     parts = [Text(f"channel {channel_of(last)}")]
     if run.seconds_per_step is not None:
-        parts.append(Text(f"{number(run.seconds_per_step)} s a step"))
+        parts.append(Text(f"{narrow_number(run.seconds_per_step)} s a step"))
     if run.checkpoints:
         parts.append(Text(printable(run.checkpoints[0][0])))
     if "sync/weights_version" in last:
-        parts.append(Text(f"weights {number(last['sync/weights_version'])}"))
-    parts.append(Text(f"lr {number(last.get('learning_rate'))}"))
-    parts.append(Text(f"grad norm {number(last.get('grad_norm'))}"))
+        parts.append(Text(f"weights {narrow_number(last['sync/weights_version'])}"))
+    parts.append(Text(f"lr {narrow_number(last.get('learning_rate'))}"))
+    parts.append(Text(f"grad norm {narrow_number(last.get('grad_norm'))}"))
     return parts
 
 
@@ -192,7 +192,7 @@ def answers(run: Watched, width: int, glyphs: Glyphs) -> Section:
             for key in of[-1]
             if key.startswith(_STRICT_DROP)
         }
-        told = [f"{reason} {number(n)}" for reason, n in dropped.items() if n]
+        told = [f"{reason} {narrow_number(n)}" for reason, n in dropped.items() if n]
         lines.insert(3, _cut(Text(f"dropped: {', '.join(told) or 'none'}"), width))
     return Section("Answers", lines, least=4)
 
@@ -218,7 +218,10 @@ def scores(run: Watched, width: int, glyphs: Glyphs) -> Section:
     shown = shown[: max(1, (width - 8) // 10)]
     title = Text(f"{'step':>7}" + "".join(f"{name:>10}" for name in shown), style="dim")
     rows = [
-        Text(f"{line['step']:>7}" + "".join(f"{_score(line, name):>10}" for name in shown))
+        Text(
+            f"{line['step']:>7}"
+            + "".join(f"{score(line.get(f'eval/{name}')):>10}" for name in shown)
+        )
         for line in reversed(run.evaluations)
     ]
     trend = [line.get("eval/f1") for line in run.evaluations]
@@ -226,11 +229,6 @@ def scores(run: Watched, width: int, glyphs: Glyphs) -> Section:
     if len(trend) > 1:
         lines.insert(1, _row("f1", trend, width, glyphs))
     return Section("Evaluations", lines, least=2)
-
-
-def _score(line: Numbers, name: str) -> str:
-    value = line.get(f"eval/{name}")
-    return "nan" if value is None else f"{value:.3f}"
 
 
 def servers(run: Watched, width: int, glyphs: Glyphs) -> Section:
@@ -297,7 +295,7 @@ def _row(
     """Label, last value, and the way there as far as there is room."""
     listed = list(values)
     room = max(4, min(24, width - _VALUE - 1))
-    value = number(listed[-1]) if listed else ""
+    value = narrow_number(listed[-1]) if listed else ""
     line = Text(f"{label[:room]:<{room}} {value:>{_VALUE}}", style=style)
     if (left := width - line.cell_len - 1) >= _LEAST_SPARK:
         line.append(f" {sparkline(listed, left, glyphs)}", style="cyan")

@@ -19,12 +19,12 @@ from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.text import Text
 
+from learner.metrics.figures import duration, score
 from learner.metrics.step_line import step_line
 from learner.run_folder import RunFolder
 from learner.watch.frame import frame
 from learner.watch.spark import ASCII, BLOCKS, Glyphs
 from learner.watch.watched import Numbers, Watched
-from learner.watch.words import duration
 from shared_contracts.errors import RunError
 from shared_contracts.printable import printable
 
@@ -136,7 +136,7 @@ def _said(line: Numbers, run: Watched) -> str:
     scores = {key.removeprefix("eval/"): value for key, value in line.items() if "/" in key}
     if "f1" in scores:
         named = [n for n in ("f1", "precision", "recall") if scores.get(n) is not None]
-        shown = " ".join(f"{name} {scores[name]:.3f}" for name in named)
+        shown = " ".join(f"{name} {score(scores[name])}" for name in named)
         return f"step {line['step']} evaluation {shown}"
     ended = f"step {line['step']} training has ended after {duration(line.get('train_runtime'))}"
     went_on = run.facts.get("started_at_step", 0)

@@ -14,7 +14,6 @@ from learner.report.charts import (
     quantile,
     running_mean,
     thinned,
-    told,
 )
 from learner.report.curves import curves
 from learner.report.run_view import Point, RunView
@@ -94,22 +93,6 @@ def test_a_histogram_of_nothing_is_none_and_quartiles_are_those_of_the_answers()
     assert histogram("a", "A", "tokens", {}, 1) is None
     counts = {1: 1, 2: 2, 10: 1}
     assert [quantile(counts, share) for share in (0.25, 0.5, 0.75, 1.0)] == [1, 2, 2, 10]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "not a number"),
-        (0.0, "0"),
-        (1920.0, "1,920"),
-        (0.98622, "0.9862"),
-        (12.3456, "12.35"),
-        (12345.6, "12,346"),
-        (1e-4, "1.000e-04"),
-    ],
-)
-def test_numbers_are_told_with_four_digits(value: float | None, text: str) -> None:
-    assert told(value) == text
 
 
 @pytest.mark.req("REPORT-01")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from learner.report.findings import Finding, findings
-from learner.report.head import duration, facts, state, tiles
+from learner.report.head import facts, state, tiles
 from learner.report.run_view import RunView
 from learner.report.tally import Tally
 from learner.rollout_log import StepAnswer
@@ -178,7 +178,7 @@ def test_the_state_of_a_run_is_told(tmp_path: Path) -> None:
     going_on = state(view(tmp_path / "on", lines))
     assert going_on.startswith("Not finished: step 2 of 3. The last line was logged 2")
     over = [*lines, {"step": 2, **END}]
-    assert state(view(tmp_path / "end", over)) == "Finished: 2 steps in 115 s."
+    assert state(view(tmp_path / "end", over)) == "Finished: 2 steps in 1m55s."
     again = [*over, step_line(3)]  # resumed with more steps
     assert state(view(tmp_path / "again", again)).startswith("Not finished: step 3 of 3.")
     failed = state(view(tmp_path / "failed", lines, "no server is left"))
@@ -189,14 +189,6 @@ def test_the_steps_of_a_run_over_epochs_are_told_from_its_pace(tmp_path: Path) -
     epochs = {"training": {"max_steps": None, "num_train_epochs": 2.0, "save_steps": 50}}
     run = view(tmp_path, steps(30), sections={**epochs})
     assert run.total_steps == 200
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(115.2, "115 s"), (600.0, "10 min"), (12_000.0, "3 h 20 min")],
-)
-def test_durations_are_for_people(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_the_head_has_the_last_scores_and_what_the_run_is(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_report_is_one_file_in_the_run_folder_that_names_nothing_outside(tmp_p
     assert "@import" not in (tmp_path / "report.html").read_text().partition("</style>")[0]
     assert page.data["charts-data"].keys() >= {"loss", "steps", "push-1", "tokens", "scores"}
     assert len(page.data["gallery-data"]["cards"]) == 10
-    assert "Finished: 20 steps in 60 s." in page.text
+    assert "Finished: 20 steps in 1m00s." in page.text
 
 
 @pytest.mark.req("REPORT-01")

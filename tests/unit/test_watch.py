@@ -20,7 +20,6 @@ from learner.watch.frame import frame
 from learner.watch.spark import ASCII, BLOCKS, sparkline
 from learner.watch.tail import Tail
 from learner.watch.watched import Watched
-from learner.watch.words import duration, number
 from shared_contracts.errors import ContractError, RunError
 from tests.unit.watched_runs import SERVER, WrittenRun
 
@@ -386,33 +385,6 @@ def test_sparklines_are_between_their_extremes_and_as_long_as_there_is_room() ->
     assert sparkline([1, None, math.inf, 3], 9, BLOCKS) == "▁  █"
     assert sparkline([5, 5], 9, ASCII) == "__"
     assert sparkline([], 9, BLOCKS) == sparkline([1], 0, BLOCKS) == ""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0.4, "0s"), (59.7, "1m00s"), (187, "3m07s"), (7800, "2h10m"), (442_800, "5d03h")],
-)
-def test_durations_are_said_in_two_units(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
-    assert duration(math.inf) == duration(None) == "?"
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (0.0, "0"),
-        (12.0, "12"),
-        (1.23456, "1.235"),
-        (0.0123456, "0.01235"),
-        (1.5e-7, "1.50e-07"),
-        (123456.0, "1.23e+05"),
-        (None, "nan"),
-        (math.nan, "nan"),
-        (-2.5, "-2.500"),
-    ],
-)
-def test_numbers_have_few_figures(value: float | None, said: str) -> None:
-    assert number(value) == said
 
 
 # --- the command, without a terminal
