@@ -141,7 +141,7 @@ def _geometry(item: SceneObject, polygons: bool) -> dict[str, list[int]]:
 
 
 def make_scene(rng: np.random.Generator) -> tuple[Image.Image, list[SceneObject]]:
-    """Draw one scene; its objects come in reading order."""
+    """Draw one scene; its objects come from left to right."""
     background = int(rng.integers(0, 64))
     image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), (background,) * 3)
     objects = []
