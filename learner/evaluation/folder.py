@@ -11,9 +11,11 @@ steps, other names are of `learner eval`.
 """
 
 import json
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,10 @@ from learner.metrics.figures import score
 from learner.peers import ALONE, Peers, first
 from learner.publish import publish_directory, publish_text, writing
 from learner.report import write_gallery
-from shared_contracts.errors import ContractError
+from learner.report.at_the_end import told
+from shared_contracts.errors import ContractError, RunError
+
+_LOG = logging.getLogger(__name__)
 
 ANSWERS = "gt_vs_pred.jsonl"
 GROUND_TRUTH = "coco_gt.json"
@@ -165,13 +170,22 @@ class EvaluationLog:
         answers = [answer for part in parts for answer in read_answers(part)]
         scored = Scored.of(answers, self._data, polygons=self._polygons)
         if self._save:
-            out = self._folder / f"step_{step:06d}"
-            shutil.rmtree(out, ignore_errors=True)
-            write_evaluation(out, scored, {"step": step, **self._facts})
-        shutil.rmtree(self._folder / _UNFINISHED)
-        if not any(self._folder.iterdir()):
+            self._keep(step, scored)
+        shutil.rmtree(self._folder / _UNFINISHED, ignore_errors=True)
+        with suppress(OSError):  # there are evaluations in it
             self._folder.rmdir()
         return precision_payload(scored.detected).metrics()
+
+    def _keep(self, step: int, scored: Scored) -> None:
+        """Raises RunError when the disk is full; else what cannot be kept is told."""
+        out = self._folder / f"step_{step:06d}"
+        shutil.rmtree(out, ignore_errors=True)
+        try:
+            write_evaluation(out, scored, {"step": step, **self._facts})
+        except RunError:
+            raise
+        except Exception as problem:  # noqa: BLE001  # a run does not end because of its pages
+            _LOG.warning("the answers of the evaluation %s are not kept: %s", out, told(problem))
 
     def _part(self, rank: int) -> Path:
         return self._folder / _UNFINISHED / f"rank{rank}.jsonl"

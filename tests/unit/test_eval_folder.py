@@ -1,6 +1,8 @@
 """What an evaluation leaves: files that say all of it, of one process or of several."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from learner.log_cut import cut_back
 from learner.peers import ALONE, Peers
 from learner.publish import require_free
 from learner.rollout_log import LoggedAnswer
-from shared_contracts.errors import ContractError
+from shared_contracts.errors import ContractError, RunError
 from tests.unit.eval_answers import answered, box, sample
 from tests.unit.ranks_in_threads import in_ranks
 
@@ -128,6 +130,33 @@ def test_an_evaluation_that_is_made_again_takes_the_place_of_the_first(
     finished(tmp_path, found[:1], ALONE)
     finished(tmp_path, found, ALONE)
     assert read_answers(tmp_path / "evaluations" / "step_000120") == found
+
+
+@pytest.mark.req("EVAL-01")
+def test_a_run_goes_on_where_its_answers_cannot_be_kept(
+    found: list[ScoredAnswer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = finished(tmp_path / "kept", found, ALONE)
+    taken = tmp_path / "run" / "evaluations" / "step_000120"
+    taken.parent.mkdir(parents=True)
+    taken.write_text("a file where the folder is to be")
+    assert finished(tmp_path / "run", found, ALONE) == kept
+    (told,) = caplog.messages
+    assert told.startswith(f"the answers of the evaluation {taken} are not kept: ")
+    assert list(taken.parent.iterdir()) == [taken]
+
+
+@pytest.mark.req("EVAL-01")
+def test_a_full_disk_ends_a_run_that_keeps_its_answers(
+    found: list[ScoredAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("learner.evaluation.folder.write_gallery", full)
+    with pytest.raises(RunError, match="step_000120: No space left on device"):
+        finished(tmp_path, found, ALONE)
+    assert not (tmp_path / "evaluations" / "step_000120").exists()
 
 
 @pytest.mark.req("EVAL-01", "RUN-01")
