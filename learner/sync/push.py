@@ -60,6 +60,7 @@ _MOST_NAMED = 5
 _ANSWER_MARGIN_S = 60.0
 # To tell a server that the group is left; it finds out by itself, too.
 _FAREWELL_S = 10.0
+_CLOSED = "the learner has left this server"
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,6 @@ class PhaseTimeouts:
         """All phases alike: the server has `timeout_s`, and the learner hears why it failed."""
         longer = timeout_s + _ANSWER_MARGIN_S
         return cls(timeout_s, timeout_s, longer, longer, longer, longer)
-
-
-_CLOSED = "the learner has left this server"
 
 
 class WeightSyncError(RunError):
@@ -111,6 +109,15 @@ class WeightSyncError(RunError):
         self.parameters = tuple(parameters)
 
 
+def _about(parameters: Sequence[str]) -> str:
+    """Parameters in a message."""
+    if not parameters:
+        return ""
+    more = len(parameters) - _MOST_NAMED
+    named = ", ".join(parameters[:_MOST_NAMED])
+    return f" at {named} and {more} more" if more > 0 else f" at {named}"
+
+
 def _is_lost_at_start(error: Exception) -> bool:
     """Whether a push met a server that is gone, or was started anew and has no group."""
     if not isinstance(error, WeightSyncError) or error.phase != "start":
@@ -119,15 +126,6 @@ def _is_lost_at_start(error: Exception) -> bool:
     if isinstance(cause, ProblemError):
         return cause.problem.kind == "weight-update-order"
     return isinstance(cause, (ServerUnreachable, TimeoutError))
-
-
-def _about(parameters: Sequence[str]) -> str:
-    """Parameters in a message."""
-    if not parameters:
-        return ""
-    more = len(parameters) - _MOST_NAMED
-    named = ", ".join(parameters[:_MOST_NAMED])
-    return f" at {named} and {more} more" if more > 0 else f" at {named}"
 
 
 @dataclass
