@@ -126,6 +126,19 @@ def test_the_slack_of_a_rule_is_what_it_still_lacks() -> None:
     assert guard.push(8)
 
 
+@pytest.mark.req("REP-03")
+@pytest.mark.parametrize(
+    ("rule", "slack"),
+    [
+        ({"ngram_size": 2, "ngram_repeats": 3}, 3),  # four ids that equal the one two before
+        ({"max_object_keys": 3}, 3),  # `1 1 1 1` holds the key `1 1` three times
+        ({"min_new_tokens": 9, "max_consecutive_token_repeats": 2}, 8),
+    ],
+)
+def test_a_new_guard_has_the_slack_of_its_rule(rule: dict[str, int], slack: int) -> None:
+    assert RepeatGuard(enabled(**rule), (1, 1)).slack == slack
+
+
 @pytest.mark.req("ARCH-02")
 def test_a_run_of_one_token_triggers_at_its_limit() -> None:
     config = enabled(max_consecutive_token_repeats=3)
