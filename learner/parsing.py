@@ -11,12 +11,13 @@ dropped with the first reason that applies (PARSE-04), the others stay.
 
 Same ids, same result; no ids raise; time is linear in the number of ids (PARSE-07).
 
-Two decisions where the rules leave room:
+Three decisions where the rules leave room:
 
 - The token of an image or a video (`<|image_pad|>`) ends an answer as `<|im_end|>` does: it is
   no text, and in the prefix the model would look for pixels behind it.
 - A key of more than 640 digits is no `object_n`; one of 640 digits is, and does not count for
   the largest n, so that the key after any number that counts can be read back (APPEND-02).
+- Brackets more than `MAX_BRACKETS` deep in an object count as nested keys (`key_invalid`).
 """
 
 import json
@@ -116,7 +117,7 @@ def parse_rollout(
         objects=objects,
         dropped=dropped,
         prefix_token_ids=prefix_ids,
-        max_object_index=_max_object_index(answer.tokens.text[: end + 1]),
+        max_object_index=_max_object_index(answer.tokens.text[: end + 1], scan.entries),
         truncated=scan.close_at is None,
         invalid_rollout=False,
         entry_ends=entry_ends,
@@ -149,9 +150,12 @@ def _invalid_rollout(tokenizer: Tokenizer) -> ParsedRollout:
     )
 
 
-def _max_object_index(prefix_text: str) -> int:
-    keys = _COUNTED_KEY.finditer(prefix_text)
-    return max((int(key[1]) for key in keys), default=0)
+def _max_object_index(prefix_text: str, entries: list[Entry]) -> int:
+    """Of all keys, and of what an entry without a colon has for a key: its name is taken, too."""
+    numbers = [key[1] for key in _COUNTED_KEY.finditer(prefix_text)]
+    names = [_OBJECT_KEY.fullmatch(e.key) for e in entries if e.end < len(prefix_text)]
+    numbers += [name[1] for name in names if name is not None and len(name[1]) < MAX_DIGITS]
+    return max(map(int, numbers), default=0)
 
 
 # ---- the cut -------------------------------------------------------------------------
@@ -246,16 +250,10 @@ def _value_text(entry: Entry, inside: range, answer: _Answer) -> str:
 
 
 def _bare_coords(entry: Entry, inside: range, answer: _Answer) -> list[int]:
-    """Coordinate tokens of the value that stand outside of its strings.
-
-    One right behind a quote is never bare: a closing quote there is no JSON anyway.
-    """
-    text, starts = answer.tokens.text, answer.coord_starts
+    """Coordinate tokens of the value that stand outside of its strings."""
     bare = []
     for i in inside:
-        start = starts[i]
-        if text[start - 1] == '"':
-            continue
+        start = answer.coord_starts[i]
         before = bisect_left(entry.strings, (start, start))
         if not before or entry.strings[before - 1][1] <= start:
             bare.append(answer.coords[i])

@@ -49,9 +49,10 @@ def check_prefix(answer: list[int], parsed: ParsedRollout, tokenizer: Tokenizer)
     text = "".join(pieces(tokenizer, kept))
     assert text[-1] in "{}"
     assert text.lstrip(" \t\n\r")[0] == "{"
-    assert parsed.max_object_index == max(
-        (int(n) for n in map(number_of_key, text.split('"object_')[1:]) if n), default=0
-    )
+    least = max((int(n) for n in map(number_of_key, text.split('"object_')[1:]) if n), default=0)
+    # A key without a colon counts where it is the name of an entry.
+    names = [number_of_key(key.removeprefix("object_") + '":') for key, _ in parsed.dropped]
+    assert least <= parsed.max_object_index <= max([least, *(int(n) for n in names if n)])
 
 
 def number_of_key(text: str) -> str:

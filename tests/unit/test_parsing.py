@@ -12,6 +12,7 @@ from tokenizers.normalizers import NFC
 from transformers import PreTrainedTokenizerFast
 
 from learner.parsing import parse_rollout
+from learner.scanner import MAX_BRACKETS
 from learner.tokens import HALF_CHARACTER, PLACEHOLDERS, token_table
 from learner.types import ParsedRollout
 from tests.unit.answers import (
@@ -229,6 +230,19 @@ def test_an_invalid_object_is_dropped_with_its_reason_and_the_others_stay(
     assert [i for _, i in parsed.entry_ends] == [0, None, 1]
     assert parsed.max_object_index == 3
     assert prefix(tokenizer, parsed) == text[:-1]
+
+
+@pytest.mark.req("PARSE-04", "PARSE-07")
+@pytest.mark.parametrize("behind", ["", "[]", "[[]]"])
+def test_brackets_too_deep_to_be_coordinates_count_as_nested(
+    tokenizer: PreTrainedTokenizerFast, behind: str
+) -> None:
+    deep = "[" * (MAX_BRACKETS + 1) + "]" * (MAX_BRACKETS + 1)
+    values = ", ".join(filter(None, [deep, behind]))
+    text = "{" + entry(1) + f', "object_2": {{"desc": "cat", "poly": [{values}]}}, ' + entry(3)
+    parsed = parse(tokenizer, text)
+    assert parsed.dropped == [("object_2", "key_invalid")]
+    assert [found.index for found in parsed.objects] == [1, 3]
 
 
 @pytest.mark.req("PARSE-04")
@@ -511,6 +525,10 @@ def test_all_there_is_before_the_comma_belongs_to_an_entry_without_an_object(
         pytest.param("{" + entry(HUGE + 1) + ", " + entry(2) + "}", 2, id="640 digits"),
         ('{"object_' + "9" * 5000 + '": {}, ' + entry(2) + "}", 2),
         ('{"object_5" \n: {}}', 5),
+        ('{"object_5" {}, ' + entry(2) + "}", 5),
+        ('{"object_5" 7, ' + entry(2) + "}", 5),
+        ("{" + entry(2) + ', "object_5" 7}', 2),
+        ('{"object_' + "9" * 640 + '" {}, ' + entry(2) + "}", 2),
     ],
 )
 def test_the_largest_number_of_any_key_in_the_prefix_counts(

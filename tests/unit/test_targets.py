@@ -134,6 +134,15 @@ def test_new_keys_follow_the_largest_key_even_of_an_invalid_object(
     assert target.fn_keys == ["object_10"]
 
 
+@pytest.mark.req("PARSE-06", "APPEND-02")
+def test_the_name_of_an_entry_without_a_colon_is_not_given_again(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    target = target_of(tokenizer, '{"object_1" {"desc": "no box"}}', [CAT], [])
+    assert target.fn_keys == ["object_2"]
+    assert [group.bins for group in target.coord_groups] == [CAT.shape.coords]
+
+
 @pytest.mark.req("APPEND-01")
 def test_the_field_order_holds_for_what_is_appended_and_leaves_the_prefix_alone(
     tokenizer: PreTrainedTokenizerFast,
