@@ -28,10 +28,11 @@ PROGRAMS = {
     "swift",
     "systemctl",
     "torchrun",
+    "uv",
     "vllm",
 }
 # Of the system, in every shell.
-PLAIN = {"cat", "chmod", "cp", "install", "mkdir", "openssl", "source", "umask", "useradd"}
+PLAIN = {"cat", "chmod", "cp", "echo", "install", "mkdir", "openssl", "source", "umask", "useradd"}
 
 # Documents whose commands are for another machine.
 ELSEWHERE = {"docs/gpu-checklist.md": "needs GPUs"}
@@ -39,6 +40,7 @@ ELSEWHERE = {"docs/gpu-checklist.md": "needs GPUs"}
 NOT_RUN = (
     (r"^make ", "installs 7 GB or runs what runs this test; CI runs `make`"),
     (r"^docker ", "needs a docker engine"),
+    (r"^uv ", "installs 7 GB; tests/unit/test_dist.py installs the wheel"),
     (r"^(cp|install|useradd|systemctl|umask) ", "needs root"),
     (r"^sbatch ", "needs Slurm"),
     (r"^deploy/train_stage2.sh .*-gpus", "needs GPUs"),

@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +40,7 @@ COMPOSE = {
 }
 DOCKER_RUN = {"--rm", "--user", "-v", "--gpus", "--shm-size", "-p", "-e", "--network"}
 SYSTEMCTL = {"daemon-reload", "disable", "enable", "restart", "start", "status", "stop"}
+UV_PIP_INSTALL = {"--no-deps", "--override", "--require-hashes", "-r"}
 NVIDIA_SMI = {"--query-gpu", "--query-compute-apps", "--format"}
 SIGNALS = {"-TERM", "-INT", "-KILL", "-9", "-15"}
 
@@ -168,6 +170,19 @@ def _ray(asked: Command) -> None:
     _require(set(option_names(asked.words[2:])) <= RAY.get(asked.words[1], set()), asked)
 
 
+def _uv(asked: Command) -> None:
+    """`uv pip install`: its options, the locked requirements, and a wheel of this version."""
+    _require(asked.words[1:3] == ["pip", "install"], asked)
+    _require(set(option_names(asked.words[3:])) <= UV_PIP_INSTALL, asked)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for word in asked.words[3:]:
+        if word.startswith("requirements/"):
+            _require((ROOT / word).is_file(), asked, f"no {word}")
+        if wheel := re.fullmatch(r"dist/(.*?)(?:\[(\w+)\])?", word):
+            _require(wheel[1] == f"rollmatch-{project['version']}-py3-none-any.whl", asked, word)
+            _require(wheel[2] in (None, *project["optional-dependencies"]), asked, word)
+
+
 def _nvidia_smi(asked: Command) -> None:
     _require(set(option_names(asked.words[1:])) <= NVIDIA_SMI, asked)
 
@@ -289,6 +304,7 @@ _CHECKS = {
     "nvidia-smi": _nvidia_smi,
     "ray": _ray,
     "swift": _swift,
+    "uv": _uv,
     "vllm": _vllm,
     "docker": _docker,
     "systemctl": _systemctl,
