@@ -1,5 +1,6 @@
 """Values of an entry that the strict parser drops, and why (PARSE-04)."""
 
+from learner.scanner import MAX_BRACKETS
 from tests.unit.answers import coords
 
 BOX = coords(10, 20, 300, 400)
@@ -78,6 +79,8 @@ DROPPED = {
     '"<|coord_4|>"]}': "non_coord_token",
     '{"desc": "cat", "poly": [["<|coord_1|>", "<|coord_2|>"], ["<|coord_3|>", "<|coord_4|>"], '
     '["<|coord_5|>", "<|coord_6|>"]]}': "non_coord_token",
+    '{"desc": "cat", "poly": [' + ", ".join(["[]"] * 20) + "]}": "non_coord_token",
+    '{"desc": "cat", "poly": ' + "[" * MAX_BRACKETS + "]" * MAX_BRACKETS + "}": "non_coord_token",
     '{"desc": "cat", "bbox_2d": "<|coord_1|>"}': "non_coord_token",
     '{"desc": "cat", "bbox_2d": null}': "non_coord_token",
     # arity and order

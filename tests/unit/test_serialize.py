@@ -42,8 +42,17 @@ def test_a_separator_is_written_only_after_an_entry(prefix: str, separator: str)
 @pytest.mark.req("APPEND-01")
 @pytest.mark.parametrize("prefix", ["", " ", '{"object_1": 5', "[", '{"a', "cat", "{]", "{\u00a0"])
 def test_a_prefix_that_ends_in_anything_else_is_an_error(prefix: str) -> None:
-    with pytest.raises(ContractError, match="Cut it after"):
+    with pytest.raises(ContractError) as error:
         serialize_append(prefix, [CAT], 1, "desc_first")
+    assert error.value.where == "serialize_append.prefix_text"
+    assert error.value.found == f"it ends in {prefix!r} and 1 objects are to follow"
+    assert error.value.do == "Cut it after the `}` of an entry or after the opening `{`"
+
+
+@pytest.mark.req("APPEND-01")
+def test_of_a_long_prefix_the_error_tells_the_end() -> None:
+    with pytest.raises(ContractError, match="it ends in '6789abcdefghijklmnop' and"):
+        serialize_append("{" + entry(1) + "0123456789abcdefghijklmnop", [CAT], 2, "desc_first")
 
 
 @pytest.mark.req("APPEND-01")

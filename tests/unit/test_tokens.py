@@ -49,8 +49,12 @@ def test_coordinate_ids_are_those_of_the_tokenizer(tokenizer: PreTrainedTokenize
 def test_a_tokenizer_that_lacks_tokens_is_refused(extra: list[str], missing: str) -> None:
     with pytest.raises(ContractError) as error:
         CoordVocab.from_tokenizer(bare_tokenizer(*extra))
-    assert missing in error.value.found
-    assert "1000 coordinate tokens" in error.value.do
+    assert error.value.where == "model.model"
+    assert error.value.found == f"its tokenizer has no token {missing}"
+    assert error.value.do == (
+        "Use a model with the 1000 coordinate tokens and <|im_end|>; "
+        "`learner toy make-model --expand-vocab DIR` adds the coordinate tokens"
+    )
 
 
 def test_an_unknown_token_that_maps_to_a_default_is_refused() -> None:
@@ -72,7 +76,7 @@ def test_the_tokens_of_images_end_an_answer_where_the_tokenizer_has_them(
 
 
 def test_pieces_are_the_text_of_each_id_alone(toy_tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = encode(toy_tokenizer, '{"a 🧿": "<|coord_3|>"}<|im_end|>')
+    ids = [0, *encode(toy_tokenizer, '{"a 🧿": "<|coord_3|>"}<|im_end|>')]
     alone = [toy_tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids]
     assert pieces(toy_tokenizer, ids) == alone
     assert any(HALF_CHARACTER in piece for piece in alone)
