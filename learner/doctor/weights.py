@@ -16,7 +16,13 @@ from learner.sync.push import PhaseTimeouts, WeightPusher, WeightSyncError
 from learner.sync.source import OneSource
 from shared_contracts.errors import ContractError, ProblemError
 from shared_contracts.server_info import Info
-from shared_contracts.weights import CommunicatorReady, DtypeName, ParameterMeta, SyncReport
+from shared_contracts.weights import (
+    GONE_AFTER_S,
+    CommunicatorReady,
+    DtypeName,
+    ParameterMeta,
+    SyncReport,
+)
 
 RENDEZVOUS, TENSOR = "rendezvous", "one tensor"
 # A doctor waits no longer for a side that does not come; a run has `timeout_s`.
@@ -94,10 +100,13 @@ def check(config: Config, client: RolloutClient, port: int, sizes: Sizes) -> lis
 def untouchable(info: Info) -> str | None:
     """Why a server is left alone; None where nobody else pushes to it."""
     if info.weight_group is not None:
+        heard_s = info.weight_group_heard_s
+        group = f"a weight group, which met at {info.weight_group},"
+        if heard_s is not None and heard_s < GONE_AFTER_S:
+            return f"a run pushes to this server: {group} stands, and another would end it"
         return (
-            f"a run pushes to this server: its weight group, which met at {info.weight_group}, "
-            "stands, and another would end it (a learner that was killed leaves one, too: then "
-            "start the server anew)"
+            f"{group} stands, whose learner gives no sign of life (one that was killed leaves it): "
+            "the next run takes its place"
         )
     if info.weights_state == "UPDATING":
         return "the server is in the middle of a push"

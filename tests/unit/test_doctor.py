@@ -523,8 +523,14 @@ def test_a_server_that_lacks_a_push_waits_for_it() -> None:
 
 def test_a_server_to_which_a_run_pushes_is_left_alone() -> None:
     assert weights.untouchable(info_of()) is None
-    busy = info_of().model_copy(update={"weight_group": "10.0.0.1:51216"})
-    assert "10.0.0.1:51216" in str(weights.untouchable(busy))
+    busy = info_of().model_copy(
+        update={"weight_group": "10.0.0.1:51216", "weight_group_heard_s": 1.0}
+    )
+    assert "a run pushes to this server" in str(weights.untouchable(busy))
+    for heard_s in (None, 60.0):
+        left = busy.model_copy(update={"weight_group_heard_s": heard_s})
+        assert "gives no sign of life" in str(weights.untouchable(left))
+        assert "10.0.0.1:51216" in str(weights.untouchable(left))
     pushed = info_of().model_copy(update={"weights_state": "UPDATING"})
     assert weights.untouchable(pushed) is not None
 
