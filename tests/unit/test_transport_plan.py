@@ -285,9 +285,11 @@ def test_any_number_of_rounds_stays_finite(epsilon: float) -> None:
 
 @pytest.mark.req("OT-01")
 def test_points_of_lower_precision_are_projected_in_float64() -> None:
-    narrow = np.array(SQUARE, dtype=np.float32)
-    found = sinkhorn_barycentric(narrow, narrow, "l1", 1e-3, 5)
+    pred, truth = (np.array(points, dtype=np.float32) / 7 for points in (SQUARE, TRIANGLE))
+    found = sinkhorn_barycentric(pred, truth, "l2", 5.0, 5)
     assert found.dtype == np.float64
+    wide = sinkhorn_barycentric(pred.astype(np.float64), truth.astype(np.float64), "l2", 5.0, 5)
+    assert found.tolist() == wide.tolist()
 
 
 GIVE_POINTS = "Give (N, 2) with N >= 1"
