@@ -67,7 +67,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) ->
     require_trackers(config.training.report_to, environment)
     start = find_start(config, processes)
     inputs = read_inputs(config)
-    _check_step_budget(config, len(inputs.train), processes)
+    check_step_budget(config, len(inputs.train), processes)
     return replace(inputs, placement=placement, processes=processes, start=start)
 
 
@@ -175,7 +175,11 @@ def _check_sharding(config: Config, processes: int) -> None:
     raise ContractError("training.data_parallel", found, "Set it to ddp")
 
 
-def _check_step_budget(config: Config, samples: int, processes: int) -> None:
+def check_step_budget(config: Config, samples: int, processes: int) -> None:
+    """What one step trains on can be shared out, is there, and fits where it waits.
+
+    samples: in the training data. Raises ContractError.
+    """
     training = config.training
     training.resolve_accumulation(processes)
     if samples < training.effective_batch_size:

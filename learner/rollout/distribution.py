@@ -55,6 +55,14 @@ def rank_chunk_size(
     return decode_batch_size * devices // learner_world_size
 
 
+def call_size(cap: int, n: int = 1) -> int:
+    """Most requests of one call to a server where `cap` sequences may be in flight (DIST-04).
+
+    n: answers to each request. A call has one request at least.
+    """
+    return max(1, cap // n)
+
+
 def rank_caps(
     decode_batch_size: int, world_sizes: Sequence[int], learner_world_size: int, rank: int
 ) -> list[int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from uuid import uuid4
 
-from learner.rollout.distribution import plan_chunks
+from learner.rollout.distribution import call_size, plan_chunks
 from learner.rollout.journal import Journal
 from learner.rollout.member import Member, Part, ServerLost
 from learner.rollout.parallel import Calls
@@ -154,7 +154,7 @@ class Handout:
         """The first requests of a member's share, at most as many as it decodes at once."""
         share = self._shares[member]
         requests, tried = share.popleft()
-        most = max(1, self._caps[member] // self._job.config.n)
+        most = call_size(self._caps[member], self._job.config.n)
         if rest := requests[most:]:
             share.appendleft(Part(rest, tried))
         return Part(requests[:most], tried)

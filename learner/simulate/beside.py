@@ -1,4 +1,4 @@
-"""Asynchronous mode on a clock: `learner.async_rollout`, whose queue and shares it runs.
+"""Asynchronous mode on a clock: `learner.async_rollout`, whose shelf and parts it runs.
 
 prefetcher   a share -> round by round, while the gate is open -> packs -> ReadyQueue
 learner      begin(): a push, if one is due; then take() for channel B or A
@@ -10,10 +10,12 @@ from typing import Any
 
 from simpy import Environment, Event
 
-from learner.async_rollout.queue import Part, ReadyQueue, ReadyShare
+from learner.async_rollout.parts import Parts
+from learner.async_rollout.queue import ReadyQueue, ReadyShare
 from learner.async_rollout.shares import Shares
+from learner.async_rollout.shelf import Shelf
 from learner.packing import Chunk
-from learner.simulate.chunks import Bench, Clock, Length, Making, Packs
+from learner.simulate.chunks import Bench, Clock, Length, Making
 from learner.simulate.engines import Wait
 from learner.simulate.lengths import Tokens
 from learner.simulate.machines import Machines
@@ -48,11 +50,11 @@ class Beside:
         self._env = machines.env
         self._rank = rank
         self._settings = settings
-        self._queue = ReadyQueue[MadeShare](settings.queue_limit, settings.version_window)
-        self._shares = Shares(0, machines.setting.run_steps)
-        self._largest = 1
-        self._making: int | None = None
-        self._stale = self._overflowed = 0
+        self._shelf = Shelf(
+            Shares(0, machines.setting.run_steps),
+            ReadyQueue[MadeShare](settings.queue_limit, settings.version_window),
+            settings.prefetch_target_packs,
+        )
         self._version = 0
         self._updates = settings.sync_every_steps
         self._open = self._asking = False
@@ -65,37 +67,32 @@ class Beside:
         if self._updates >= self._settings.sync_every_steps:
             with clock.phase("push"):
                 yield from self._push()
-        record.ready += self._queue.packs
+        record.ready += self._shelf.packs
 
     def is_ready(self) -> Generator[Event, Any, bool]:
         """Every rank has a share that is fresh enough."""
         self._refresh()
-        return all((yield from self._machines.peers.share(self._rank, len(self._queue) > 0)))
+        return all((yield from self._machines.peers.share(self._rank, self._shelf.has_ready())))
 
     def take(self, record: SimulatedStep) -> MadeShare:
         """What channel B trains on."""
-        made = self._queue.take(record.step)
-        self._trained(made.share)
+        made = self._shelf.take(record.step)
+        self._notify()
         record.add_packs(made.counts)
         return made
 
-    def take_unanswered(self) -> int:
+    def take_unanswered(self, record: SimulatedStep) -> int:
         """What channel A trains on."""
-        share = self._shares.claim()
-        if share is None and (newest := self._queue.take_newest()) is not None:
-            share = newest.share
-        if share is None:
-            share, self._making = self._making, None
-        assert share is not None, "there are as many shares as steps"
-        self._trained(share)
+        share = self._shelf.take_unanswered(record.step)
+        self._notify()
         return share
 
     def end(self, record: SimulatedStep) -> None:
         """After a step: the training weights have changed."""
         self._updates += 1
-        record.stale += self._stale
-        record.overflowed += self._overflowed
-        self._stale = self._overflowed = 0
+        record.stale += self._shelf.dropped_stale
+        record.overflowed += self._shelf.dropped_oldest
+        self._shelf.dropped_stale = self._shelf.dropped_oldest = 0
 
     def _push(self) -> Wait:
         self._open = False
@@ -105,47 +102,33 @@ class Beside:
         yield from self._machines.push()
         self._version += 1
         self._updates = 0
-        self._refresh()
         self._open = True
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._shelf.refresh(self._version)
         self._notify()
 
     def _prefetch(self) -> Wait:
         while True:
-            while (share := self._claim()) is None:
+            while (share := self._shelf.begin()) is None:
                 yield self._changed
             made = yield from self._make(share)
-            if self._making == share:
-                self._put(made)
+            self._shelf.put(made)
             self._notify()
-
-    def _claim(self) -> int | None:
-        ready = self._queue.packs
-        fits = ready == 0 or ready + self._largest <= self._settings.queue_limit
-        if ready < self._settings.prefetch_target_packs and fits:
-            self._making = self._shares.claim()
-            return self._making
-        return None
 
     def _make(self, share: int) -> Generator[Event, Any, MadeShare]:
         """Round by round; a push between two rounds ends a part."""
         left = self._machines.samples(share, self._rank)
         counts = SimulatedStep(share, "B")
         bench = Bench(self._machines, Clock(self._env), counts)
-        parts: list[Part[list[Length]]] = []
-        packs: Packs = []
-        last: int | None = None
+        parts = Parts[Length, list[Length]](bench)
         size = self._machines.round_size or len(left)
         for start in range(0, len(left), size):
             asked = left[start : start + size]
             version = yield from self._ask(asked)
-            if last is not None and last != version:
-                parts.append(Part(last, [*packs, *bench.flush()]))
-                packs = []
-            last = version
-            packs += yield from bench.make(asked, last=False)
-        assert last is not None, "a share has samples"
-        parts.append(Part(last, [*packs, *bench.flush()]))
-        return MadeShare(share, parts, counts)
+            parts.add(version, (yield from bench.segments(asked)))
+        return MadeShare(share, parts.finished(), counts)
 
     def _ask(self, asked: Sequence[Tokens]) -> Generator[Event, Any, int]:
         """Returns the version that answers."""
@@ -157,28 +140,6 @@ class Beside:
         self._asking = False
         self._notify()
         return version
-
-    def _put(self, made: MadeShare) -> None:
-        self._making = None
-        self._largest = max(self._largest, made.size)
-        if self._queue.is_stale(made):
-            self._stale += self._give_back([made])
-        else:
-            self._overflowed += self._give_back(self._queue.put(made))
-
-    def _refresh(self) -> None:
-        self._stale += self._give_back(self._queue.drop_stale(self._version))
-
-    def _give_back(self, dropped: list[MadeShare]) -> int:
-        """Returns how many packs that are."""
-        for made in dropped:
-            self._shares.give_back(made.share)
-        self._notify()
-        return sum(made.size for made in dropped)
-
-    def _trained(self, share: int) -> None:
-        self._shares.trained(share)
-        self._notify()
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, self._env.event()

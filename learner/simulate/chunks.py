@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from simpy import Environment, Event, Store
 
-from learner.packing import Chunk, StepPacking
+from learner.packing import Chunk, CountedPacking
 from learner.simulate.engines import Wait
 from learner.simulate.lengths import Tokens
 from learner.simulate.machines import Machines
@@ -64,25 +64,28 @@ class Bench:
         self._record = record
         self._capacity = config.global_max_length
         self._speeds = learner.a if record.channel == "A" else learner.b
-        self._packing = StepPacking[Length](
-            config.global_max_length,
-            config.training.packing_buffer,
-            config.training.packing_min_fill_ratio,
-            packing=config.training.packing,
-        )
+        self._packing = CountedPacking[Length](config.training, config.global_max_length)
 
     def make(self, samples: Sequence[Tokens], last: bool) -> Generator[Event, Any, Packs]:
         """Segments, and packs of them. last: no more samples come, so nothing is to wait."""
+        segments = yield from self.segments(samples)
+        return self.rest(segments) if last else self.add(segments)
+
+    def segments(self, samples: Sequence[Tokens]) -> Generator[Event, Any, list[Length]]:
+        """Takes the time of packing them, too."""
         with self._clock.phase("target"):
             yield self._env.timeout(len(samples) * self._speeds.target_s)
-        segments = [self._segment(tokens) for tokens in samples]
         with self._clock.phase("pack"):
             yield self._env.timeout(len(samples) * self._speeds.pack_s)
-        return self._counted(self._packing.rest(segments) if last else self._packing.add(segments))
+        return [self._segment(tokens) for tokens in samples]
 
-    def flush(self) -> Packs:
-        """All that waits."""
-        return self._counted(self._packing.rest([]))
+    def add(self, segments: Sequence[Length]) -> Packs:
+        """Full packs of what there is."""
+        return self._counted(self._packing.add(segments))
+
+    def rest(self, segments: Sequence[Length]) -> Packs:
+        """The last segments, and all that waits."""
+        return self._counted(self._packing.rest(segments))
 
     def _counted(self, packs: Packs) -> Packs:
         self._record.segments += sum(map(len, packs))

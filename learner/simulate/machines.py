@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 
 from simpy import Environment
 
 from learner.config.schema import Config
 from learner.data.order import ShareOrder
-from learner.rollout.distribution import plan_chunks, rank_caps, rank_chunk_size
+from learner.preflight import check_step_budget
+from learner.rollout.distribution import call_size, plan_chunks, rank_caps, rank_chunk_size
 from learner.simulate.engines import Asked, Batches, Server, Use, Wait
 from learner.simulate.lengths import Lengths, Tokens
 from learner.simulate.peers import Gathering
@@ -41,11 +41,8 @@ class Setting:
 
     @property
     def run_steps(self) -> int:
-        training = self.config.training
-        if training.max_steps is not None:
-            return training.max_steps
-        assert training.num_train_epochs is not None, "one of both is set"
-        return max(1, int(Decimal(training.num_train_epochs) * self.order.steps_per_epoch))
+        """Steps of the whole run."""
+        return self.config.training.total_steps(self.lengths.samples)
 
     @property
     def world_sizes(self) -> list[int]:
@@ -66,7 +63,7 @@ class Setting:
 
     def check(self) -> None:
         """Raise ContractError for what preflight would refuse."""
-        training, backend = self.config.training, self.config.rollout_matching.backend
+        backend = self.config.rollout_matching.backend
         if backend != "server" and self.servers > 1:
             raise ContractError(
                 "servers", f"{self.servers}, and the backend is {backend}", "Leave them out"
@@ -77,14 +74,7 @@ class Setting:
                 f"colocate, and there are {self.ranks} learner processes",
                 "Use vllm.mode: server, or one process",
             )
-        training.resolve_accumulation(self.ranks)
-        if self.lengths.samples < training.effective_batch_size:
-            raise ContractError(
-                "training.effective_batch_size",
-                f"{training.effective_batch_size} samples per step, and there are "
-                f"{self.lengths.samples}",
-                "Lower it, or give more samples",
-            )
+        check_step_budget(self.config, self.lengths.samples, self.ranks)
 
 
 class Machines:
@@ -160,6 +150,6 @@ class Machines:
 
     def _share(self, server: Server, requests: Sequence[Asked], cap: int) -> Wait:
         """A server's chunk, in slices of at most its cap (DIST-04)."""
-        most = max(1, cap)
+        most = call_size(cap)
         for start in range(0, len(requests), most):
             yield from server.answer(requests[start : start + most])

@@ -73,7 +73,7 @@ class Rank:
             samples = self._machines.samples(made.share, self._rank)
             yield from self._learn(Ready(self._env, made), samples, record, clock)
         else:
-            yield from self._channel_a(beside.take_unanswered(), record, clock)
+            yield from self._channel_a(beside.take_unanswered(record), record, clock)
         beside.end(record)
 
     def _wanted(self, record: SimulatedStep) -> Channel:

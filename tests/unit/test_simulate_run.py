@@ -174,6 +174,12 @@ def test_a_run_lasts_as_long_as_its_steps_do_at_the_pace_of_the_first() -> None:
     assert outcome.run_seconds == pytest.approx(120 * outcome.seconds)
 
 
+def test_a_run_over_epochs_has_as_many_steps_as_training_makes() -> None:
+    """Of 200 samples an epoch takes 12 steps of 16; a started epoch's last step is made."""
+    epochs = {"max_steps": None, "num_train_epochs": 1.3, "save_steps": 5}
+    assert setting(training=epochs).run_steps == 16
+
+
 @pytest.mark.parametrize(
     ("asked", "where"),
     [
