@@ -57,9 +57,9 @@ VALID = "POST /infer/, valid"
 # Shares of the calls. Generating a call of `/infer/` from the document takes 60 ms of one core.
 SHARES = {
     INFER: 2,
-    VALID: 4,
-    "POST /init_communicator/": 3,
-    "POST /start_weight_update/": 3,
+    VALID: 5,
+    "POST /init_communicator/": 1,
+    "POST /start_weight_update/": 4,
     "POST /update_weights/": 3,
     "POST /finish_weight_update/": 3,
     "POST /close_communicator/": 2,
