@@ -51,6 +51,12 @@ def test_no_requests_are_empty_chunks(world_sizes: list[int]) -> None:
     assert [len(chunk) for chunk in plan_chunks(0, world_sizes)] == [0] * len(world_sizes)
 
 
+@pytest.mark.parametrize("weights", [[0], [0, 0], [2, -1]])
+def test_requests_are_not_shared_where_nobody_can_have_any(weights: list[int]) -> None:
+    with pytest.raises(AssertionError):
+        plan_chunks(4, weights)
+
+
 @pytest.mark.req("DIST-01", "DIST-02", "DIST-03")
 @given(st.integers(0, 200), WORLD_SIZES)
 def test_chunks_are_contiguous_and_in_order(n: int, world_sizes: list[int]) -> None:
@@ -121,8 +127,13 @@ def test_fewer_decoded_sequences_than_learner_ranks_fail_fast_with_three_ways_ou
     with pytest.raises(ContractError) as error:
         rank_chunk_size(1, [1, 1], 4)
     assert error.value.where == "rollout_matching.decode_batch_size"
-    for way_out in ("more rollout devices", "fewer learner processes", "larger decode_batch_size"):
-        assert way_out in error.value.do
+    assert error.value.found == (
+        "1 sequences on each of 2 rollout devices are fewer than the 4 learner ranks, "
+        "which each need at least one"
+    )
+    assert error.value.do == (
+        "Use more rollout devices, fewer learner processes or a larger decode_batch_size"
+    )
 
 
 @pytest.mark.req("DIST-03", "RES-04")

@@ -20,7 +20,21 @@ from learner.losses.fences import (
 )
 from learner.losses.token_ce import role_weights, token_weights
 from learner.types import Role
-from tests.unit.loss_rows import COORD_IDS, SOME, TEXT_IDS, TOKEN_CE, VOCAB
+from tests.unit.loss_rows import (
+    COORD_IDS,
+    COORD_REG,
+    SOME,
+    TEXT_IDS,
+    TOKEN_CE,
+    VOCAB,
+    Case,
+    annotation_row,
+    answer_row,
+    coord_reg,
+    declared,
+    logits_for,
+    token_ce,
+)
 from tests.unit.plain_losses import ciou, soft_target, trade_off
 from tests.unit.plain_losses import wasserstein1 as plain_wasserstein1
 
@@ -47,6 +61,33 @@ def test_only_structure_of_samples_with_dropped_objects_is_multiplied() -> None:
     dropped = torch.tensor([True, False] * 4)
     weights = [1.5, 0.75, 2.0, 1.0, 0.25, 0.25, 1.0, 1.0]
     assert token_weights(roles, dropped, TOKEN_CE, "B").tolist() == weights
+
+
+def test_a_row_moves_to_another_device_whole() -> None:
+    row = answer_row()
+    moved = row.to(torch.device("meta"))
+    for name, tensor in vars(row).items():
+        found = vars(moved)[name]
+        assert found.device.type == "meta"
+        assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype), name
+
+
+def test_text_of_the_last_forward_is_read_only_where_an_objective_looks_at_it() -> None:
+    silent = TOKEN_CE.model_copy(update={"self_context_struct_ce_weight": 0.0})
+    ungated = COORD_REG.model_copy(update={"text_gate_weight": 0.0})
+    row = annotation_row()
+    logits = logits_for(row, 0)
+    for text, reg, read in (
+        (silent, ungated, False),
+        (TOKEN_CE, ungated, True),
+        (silent, COORD_REG, True),
+    ):
+        case = Case(declared(token_ce(text), coord_reg(reg)), row, "A")
+        reader = case.pipeline.reader(case.select())
+        whole, final = reader.anchor(logits), reader.final(logits)
+        assert len(final.text_nll) == len(final.text_mass) == (len(whole.text_nll) if read else 0)
+        assert torch.equal(final.slot_lse, whole.slot_lse)
+        assert torch.equal(reader.slots(logits), whole.slot_coord_logits)
 
 
 @pytest.mark.req("LOSS-03")

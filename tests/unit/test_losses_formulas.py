@@ -109,6 +109,30 @@ def test_a_term_is_there_exactly_where_it_is_declared_with_a_weight() -> None:
     assert found == {key: value for key, value in whole.items() if "bbox" not in key}
 
 
+COORD = {"coord_ce", "coord_soft_ce", "coord_w1", "coord_gate"}
+BOXES = {"bbox_smoothl1", "bbox_ciou"}
+# Names of the terms on text of the first forward and of the last, and on coordinates.
+THERE: dict[str, tuple[set[str], set[str], set[str]]] = {
+    "only false positives": (set(), set(), set()),
+    "no slots": ({"struct_ce"}, {"struct_ce"}, {"text_gate"}),
+    "no text": (set(), set(), COORD | BOXES),
+    "no boxes": (set(), set(), COORD),
+    "only a description": ({"desc_ce"}, set(), {"text_gate"}),
+}
+
+
+@pytest.mark.req("LOSS-01", "LOSS-05")
+@pytest.mark.parametrize("name", THERE)
+def test_a_term_is_left_out_where_a_pack_has_nothing_for_it(name: str) -> None:
+    roles, slots, boxes = UNUSUAL[name]
+    row = make_row([Role.PROMPT, *roles], [False] * (len(roles) + 1), slots, boxes)
+    first, last, coord = THERE[name]
+    result = Case(EVERYTHING, row, "A").loss([logits_for(row, 7), logits_for(row, 8)])
+    expected = {f"loss/A1_text/{term}" for term in first}
+    expected |= {f"loss/A2_text/{term}" for term in last}
+    assert result.atoms.keys() == expected | {f"loss/A2_coord/{term}" for term in coord}
+
+
 @pytest.mark.req("LOSS-05")
 @FEW
 @given(CASES)
