@@ -13,6 +13,7 @@ from learner.data.stats_plot import STYLE
 
 # Of the picture's palette: a third of the bytes of one without.
 PALETTE = 128
+SMALL_MIB = 100
 # Okabe and Ito's colours, and for who sees none of them, dashes.
 LINES = (
     ("#0072B2", "-"),
@@ -46,10 +47,15 @@ def picture(samples: Sequence[Sample]) -> bytes:
     return png.getvalue()
 
 
+def _shown(samples: Sequence[Sample]) -> list[str]:
+    """Names of the processes but for the small helpers of Python's multiprocessing."""
+    return [name for name, has in samples[-1].held.items() if has.rss_mib > SMALL_MIB]
+
+
 def _draw_held(
     panel: Axes, title: str, field: str, samples: Sequence[Sample], minutes: Sequence[float]
 ) -> None:
-    for (colour, dashes), name in zip(LINES, samples[-1].held, strict=False):
+    for (colour, dashes), name in zip(LINES, _shown(samples), strict=True):
         values = [getattr(sample.held[name], field) for sample in samples]
         panel.plot(minutes, values, color=colour, linestyle=dashes, linewidth=1.5, label=name)
     panel.set_title(title)
@@ -57,7 +63,7 @@ def _draw_held(
 
 
 def _draw_files(panel: Axes, samples: Sequence[Sample], minutes: Sequence[float]) -> None:
-    for (colour, dashes), name in zip(LINES, samples[-1].held, strict=False):
+    for (colour, dashes), name in zip(LINES, _shown(samples), strict=True):
         held = [sample.held[name] for sample in samples]
         values = [has.sockets + has.other_files for has in held]
         panel.plot(minutes, values, color=colour, linestyle=dashes, linewidth=1.5)
@@ -73,4 +79,4 @@ def _draw_latencies(panel: Axes, samples: Sequence[Sample], minutes: Sequence[fl
             label = f"{name} p{percent}"
             panel.plot(minutes, values, color=colour, linestyle=dashes, linewidth=1, label=label)
     panel.set(title="Answers of the last ten seconds, ms", yscale="log")
-    panel.legend(ncols=2, fontsize=8)
+    panel.legend(ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.6, 1.13), frameon=False)

@@ -42,7 +42,7 @@ def tell(samples: Sequence[Sample], outcome: Outcome) -> int:
     print("| calls | |\n|---|---|")
     for kind, number in sorted(outcome.counts.items()):
         print(f"| {kind} | {number:,} |")
-    print("\n" + _memory_table(samples, faults))
+    print("\n" + _growth_table(samples, faults))
     print("\n" + held_table(*outcome.quiet, faults))
     print("\n" + _latency_table(samples))
     pushed = outcome.push_seconds
@@ -59,23 +59,31 @@ def tell(samples: Sequence[Sample], outcome: Outcome) -> int:
     return int(bool(faults))
 
 
-def _memory_table(samples: Sequence[Sample], faults: list[str]) -> str:
+def _growth_table(samples: Sequence[Sample], faults: list[str]) -> str:
+    """Medians of the first and the last ten minutes of an hour, after its warm-up.
+
+    What is shared with others counts for more in PSS as they end, so that RSS alone is judged.
+    """
     rows = [
-        "| process | memory | median of the first ten minutes after the warm-up | of the last ten "
-        "| medians | least-squares line |",
-        "|---|---|---|---|---|---|",
+        "| process | RSS | RSS, line | PSS | PSS, line | threads | sockets | other files |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     times = [sample.seconds for sample in samples]
     for name in samples[-1].held:
+        cells = []
         for field in MEMORY:
             grown = growth(times, [getattr(s.held[name], field) for s in samples])
-            rows.append(
-                f"| {name} | {field.removesuffix('_mib').upper()} | {grown.first:.1f} MiB "
-                f"| {grown.last:.1f} MiB | {grown.medians_percent:+.2f} % "
-                f"| {grown.slope_percent:+.2f} % |"
-            )
-            if max(grown.medians_percent, grown.slope_percent) > MOST_GROWTH_PERCENT:
-                faults.append(f"{name} grew: {field} {grown}")
+            cells += [
+                f"{grown.first:.1f} -> {grown.last:.1f} MiB, {grown.medians_percent:+.2f} %",
+                f"{grown.slope_percent:+.2f} %",
+            ]
+            most = max(grown.medians_percent, grown.slope_percent)
+            if field == "rss_mib" and most > MOST_GROWTH_PERCENT:
+                faults.append(f"{name} grew by {most:.2f} %")
+        for field in COUNTED:
+            grown = growth(times, [getattr(s.held[name], field) for s in samples])
+            cells.append(f"{grown.first:g} -> {grown.last:g}")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
