@@ -2,6 +2,7 @@
 # make test    set up, then run every test
 # make nightly the properties of the pure stages, each with 20,000 new examples, and random kills
 # make mutants changes the pure stages in small ways, one at a time: which do their tests not see?
+# make reliability  what docs/reliability.md tells of: hours of generated calls, fuzzing and load
 # make bench   every benchmark, hours on a quiet machine, and its table in docs/benchmarks.md
 # make check   what CI runs: lint, types, import contracts, requirement table, every test
 # make format  let ruff rewrite what it can
@@ -18,7 +19,7 @@ ARGS ?=
 WORKERS ?= --numprocesses=2 --dist=loadscope --no-loadscope-reorder
 BIN := .venv/bin
 
-.PHONY: demo test nightly bench check mutants lint format setup setup-dev dist
+.PHONY: demo test nightly reliability bench check mutants lint format setup setup-dev dist
 
 demo: setup
 	$(BIN)/learner demo $(ARGS)
@@ -29,6 +30,12 @@ test: setup-dev
 nightly: setup-dev
 	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=nightly --timeout=0 $(ARGS)
 	$(BIN)/python -m pytest tests/integration/test_kills_and_resumes.py tests/integration/test_kills.py -k "random or killed or only_server" --hypothesis-profile=nightly --timeout=0
+
+reliability: setup-dev
+	$(BIN)/python -m benchmarks.reliability.calls
+	$(BIN)/python -m benchmarks.reliability.parser
+	$(BIN)/python -m benchmarks.reliability.load --image docs/images/load-hour.png
+	$(BIN)/python -m benchmarks.reliability.suites
 
 bench: setup-dev
 	$(BIN)/python -m benchmarks $(ARGS)
