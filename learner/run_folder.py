@@ -1,4 +1,4 @@
-"""Reads a run folder back: what the report, the replay and the live view have in common.
+"""Reads a run folder back, for the report, the replay, the live view and the simulator.
 
     RunFolder.open(path)   refuses what is no run folder
     .metrics()             the lines of metrics.jsonl
@@ -60,19 +60,19 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         """A line for each logged step, each evaluation, and one when training has ended."""
         file = self.path / METRICS
-        return list(_lines(file)) if file.is_file() else []
+        return list(json_lines(file)) if file.is_file() else []
 
     def calls(self) -> list[dict[str, Any]]:
         """What it took to get rollouts, of all processes; a line has `step`, or
         `evaluation_seed`."""
         files = sorted(self.path.glob("rollout_calls*.jsonl"))
-        return [line for file in files for line in _lines(file)]
+        return [line for file in files for line in json_lines(file)]
 
     def calling_ranks(self) -> dict[int, set[int]]:
         """Processes that noted calls for a step, by step."""
         ranks: dict[int, set[int]] = {}
         for file in self.path.glob("rollout_calls*.jsonl"):
-            for line in _lines(file):
+            for line in json_lines(file):
                 if "step" in line:
                     ranks.setdefault(line["step"], set()).add(_rank_of(file))
         return ranks
@@ -87,11 +87,13 @@ class RunFolder:
 
         Raises ContractError for a line that is no answer.
         """
-        folder = self.path / ROLLOUTS
-        files = [folder / f"step_{step:06d}.jsonl"]
-        files += sorted(folder.glob(f"step_{step:06d}.rank*.jsonl"))
-        answers = [_answer(file, line) for file in files if file.is_file() for line in _lines(file)]
-        return sorted(answers, key=lambda answer: answer.rank)
+        files = self.answer_files(step).values()
+        return [_answer(file, line) for file in files for line in json_lines(file)]
+
+    def answer_files(self, step: int) -> dict[int, Path]:
+        """The logs that there are of a step's answers, by the process that asked, in order."""
+        found = {_rank_of(file): file for file in (self.path / ROLLOUTS).glob(_named(step))}
+        return dict(sorted(found.items()))
 
 
 def total_steps(config: Config, last: Mapping[str, Any] | None) -> int | None:
@@ -109,8 +111,13 @@ def total_steps(config: Config, last: Mapping[str, Any] | None) -> int | None:
     return math.ceil(training.num_train_epochs * per_epoch)
 
 
+def _named(step: int) -> str:
+    """What fits the names of a step's answers, which `learner.rollout_log` gives."""
+    return f"step_{step:06d}.*jsonl"
+
+
 def _rank_of(log: Path) -> int:
-    """Of `rollout_calls.rank1.jsonl`."""
+    """Of `rollout_calls.rank1.jsonl`, and of `rollouts/step_000012.rank1.jsonl`."""
     match = re.search(r"\.rank(\d+)\.", log.name)
     return int(match[1]) if match else 0
 
@@ -127,8 +134,11 @@ def _answer(file: Path, line: dict[str, Any]) -> StepAnswer:
         ) from error
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Its JSON objects; without the last line while that is being written."""
+def json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a log; without the last line while that is being written.
+
+    Raises ContractError for a line that is no JSON.
+    """
     text = file.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
     for number, line in enumerate(whole.split("\n")[:-1], start=1):

@@ -5,17 +5,16 @@ metrics.jsonl           seconds of every phase, packs, tokens
 rollouts/step_*.jsonl   prompts and answers, sample by sample
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
-from learner.config import load_config
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
+from learner.resume import METRICS
 from learner.rollout_log import unfolded
+from learner.run_folder import RunFolder, json_lines
 from learner.simulate.lengths import Pool, Tokens
 from learner.types import Channel
 from shared_contracts.errors import ContractError
@@ -81,24 +80,22 @@ def read_run(folder: Path) -> LoggedRun:
     Raises:
         ContractError: it is none, or no step is logged in it.
     """
-    config = load_config(folder / "resolved_config.yaml")
-    lines = list(_lines(folder / "metrics.jsonl"))
+    run = RunFolder.open(folder)
+    lines = run.metrics()
     ranks = 1 + len(list(folder.glob("rollout_calls.rank*.jsonl")))
     steps = [
         LoggedStep(
             line["step"] - 1,
             {key: value for key, value in line.items() if isinstance(value, int | float)},
-            _rollouts(folder, line["step"] - 1, ranks),
+            _rollouts(run, line["step"] - 1, ranks),
         )
         for line in lines
         if "step/channel_b" in line
     ]
     if not steps:
-        raise ContractError(
-            str(folder / "metrics.jsonl"), "no step is logged", "Name the folder of a run"
-        )
+        raise ContractError(str(folder / METRICS), "no step is logged", "Name the folder of a run")
     seconds = next((line["train_runtime"] for line in lines if "train_runtime" in line), None)
-    return LoggedRun(folder, config, ranks, list(_warmed_up(steps)), steps, seconds)
+    return LoggedRun(folder, run.config(), ranks, list(_warmed_up(steps)), steps, seconds)
 
 
 def pool_of(run: LoggedRun, config: Config, seed: int) -> Pool:
@@ -149,33 +146,14 @@ def _warmed_up(steps: Sequence[LoggedStep]) -> Iterator[LoggedStep]:
         seen.add(step.channel)
 
 
-def _rollouts(folder: Path, step: int, ranks: int) -> list[list[tuple[int, int]]]:
-    files = [
-        folder / "rollouts" / f"step_{step:06d}{f'.rank{rank}' if rank else ''}.jsonl"
-        for rank in range(ranks)
-    ]
-    if not all(file.is_file() for file in files):
+def _rollouts(run: RunFolder, step: int, ranks: int) -> list[list[tuple[int, int]]]:
+    files = run.answer_files(step)
+    if len(files) < ranks:
         return []
     return [
         [
             (len(unfolded(line["prompt_token_ids"])), len(line["response_token_ids"]))
-            for line in _lines(file)
+            for line in json_lines(file)
         ]
-        for file in files
+        for file in files.values()
     ]
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ContractError(
-            str(file), f"cannot be read ({error.strerror})", "Name the folder of a run"
-        ) from error
-    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise ContractError(
-                f"{file}:{number}", f"is no JSON ({error})", "Name the folder of a run"
-            ) from error

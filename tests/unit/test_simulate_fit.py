@@ -39,6 +39,7 @@ def logged(folder: Path, source: Setting) -> Outcome:
     outcome = simulate(source)
     (folder / "rollouts").mkdir(parents=True)
     (folder / "resolved_config.yaml").write_text(dump_resolved(source.config))
+    (folder / "run.json").write_text("{}")
     push = source.speeds.push
     lines: list[dict[str, Any]] = []
     for step in outcome.steps:
@@ -130,12 +131,21 @@ def test_a_run_without_channel_b_has_speeds_of_learning_alone(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [(None, "cannot be read"), ("", "no step"), ("{\n", "no JSON")]
+    ("text", "found"), [(None, "is no run folder"), ("", "no step"), ("{\n", "no JSON")]
 )
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, text: str | None, found: str) -> None:
     (tmp_path / "resolved_config.yaml").write_text(dump_resolved(simulated_config()))
     if text is not None:
+        (tmp_path / "run.json").write_text("{}")
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(ContractError) as refused:
         read_run(tmp_path)
     assert found in refused.value.found
+
+
+def test_a_run_that_goes_on_is_read_up_to_the_line_that_is_being_written(tmp_path: Path) -> None:
+    logged(tmp_path, setting(SPEEDS))
+    file = tmp_path / "metrics.jsonl"
+    whole = read_run(tmp_path)
+    file.write_text(file.read_text() + '{"step": 13, "lo')
+    assert read_run(tmp_path) == whole
