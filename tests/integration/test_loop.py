@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from learner.backends import open_backend
-from learner.config import Config, dump_mapping, load_mapping, merge, parse_config
+from learner.config import Config, dump_mapping, load_config, load_mapping, merge, parse_config
 from learner.data.toy import ToyData, make_data
 from learner.model.load import LoadedModel, load_model
 from learner.model.toy import make_model
@@ -36,6 +36,7 @@ from tests.contract.running_server import (
     stop_server,
     text_request,
 )
+from tests.integration.alignment import check_alignment, logged_answers
 
 ROOT = Path(__file__).resolve().parents[2]
 WARMUP_STEPS = 80
@@ -161,6 +162,13 @@ def test_channel_b_matches_and_appends_every_ground_truth(two_channel: Path) -> 
         assert line["rollout/per_second"] > 0
     assert sum(line[f"{CHANNEL_B}/N_valid_pred"] for line in steps_of(two_channel, "B")) > 0
     assert sum(line[f"{CHANNEL_B}/fn_appended"] for line in steps_of(two_channel, "B")) > 0
+
+
+@pytest.mark.req("ROLL-01", "CHB-01")
+def test_server_mode_produces_token_ids_suitable_for_strict_alignment(two_channel: Path) -> None:
+    answers = logged_answers(two_channel)
+    assert len(answers) == 32 * TWO_CHANNEL_STEPS / 2
+    check_alignment(load_config(two_channel / "resolved_config.yaml"), answers)
 
 
 @pytest.mark.req("REP-04", "MET-02")
