@@ -104,9 +104,9 @@ def test_a_learner_in_the_middle_of_a_push_is_left_alone_until_it_is_killed(
     """A newcomer looks as `learner train` and `learner eval` do."""
     (port,) = free_ports(1)
     with RolloutClient(server.process.base_url, TIMEOUT_S) as client:
-        with learner(server, port, other_tied, "transfer") as process:
+        with learner(server, port, other_tied, "start") as process:
             assert process.stdout is not None
-            assert process.stdout.readline().strip() == "transfer", "its error is above"
+            assert process.stdout.readline().strip() == "start", "its error is above"
             with pytest.raises(ContractError, match="another learner pushes"):
                 require_alone([client])
         require_alone([client])
