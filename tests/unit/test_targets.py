@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from copy import deepcopy
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import numpy as np
 import pytest
@@ -224,6 +224,19 @@ def test_a_token_between_two_matched_objects_is_structure(
     assert kept == assistant_text(tokenizer, target) + IM_END
 
 
+@pytest.mark.req("LOSS-01")
+def test_a_token_that_ends_an_object_and_holds_no_more_stays_with_it(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    ghost = " , " + entry(2, "ghost", (1, 2, 3, 4))
+    rollout = "{" + entry(1) + ghost + "}"
+    before = text_of(tokenizer, encode(tokenizer, rollout)).index(ghost)
+    ends = list(accumulate(map(len, pieces(tokenizer, encode(tokenizer, rollout)))))
+    assert before in ends
+    target = target_of(tokenizer, rollout, [CAT], [(0, 0)])
+    assert text_in(tokenizer, target, Role.FALSE_POSITIVE) == ghost
+
+
 @pytest.mark.req("LOSS-01", "PARSE-04")
 @pytest.mark.parametrize(
     "invalid",
@@ -423,6 +436,7 @@ def test_the_ground_truth_target_is_the_whole_answer_in_order(
     )
     assert target.prefix_len == 0
     assert target.fn_keys == list(answer)
+    assert target.role.dtype == np.int8
     assert [(group.bins, group.matched) for group in target.coord_groups] == [
         (DOG.shape.coords, False),
         (CAT.shape.coords, False),
@@ -498,9 +512,9 @@ def test_a_target_whose_closure_cannot_be_located_is_refused(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     cursed = GroundTruthObject("ends <|im_end|> early", CAT.shape)
-    with pytest.raises(TargetUnreadable):
+    with pytest.raises(TargetUnreadable, match="no closing brace before the EOS"):
         target_of(tokenizer, "{}", [cursed], [])
-    with pytest.raises(TargetUnreadable):
+    with pytest.raises(TargetUnreadable, match="no closing brace"):
         build_ground_truth_target([cursed], tokenizer, "desc_first")
 
 
