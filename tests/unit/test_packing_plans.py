@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from learner.packing import EXACT_POOL, plan_packs
 from learner.packing.bound import fewest_packs
+from learner.packing.exact import best_plan
 from learner.packing.large import good_plan
 from learner.packing.subset import subset_of_total
 from tests.unit.pools import (
@@ -159,6 +160,27 @@ def test_a_large_pool_that_cannot_fill_its_packs_leaves_few_underfilled() -> Non
     lengths = [11] * 13 + [3] * 6
     packs = lengths_in(plan_packs(lengths, 20, 0.8), lengths)
     assert badness(packs, 20, 0.8)[:2] == (13, 10), "three of 11 + 3 + 3"
+
+
+@pytest.mark.req("PACK-03")
+def test_a_pack_that_is_underfilled_takes_from_one_that_is_not() -> None:
+    lengths = [18, 14, 13, 13, 12, 10, 9, 9, 7, 7, 6, 4, 2]
+    packs = lengths_in(plan_packs(lengths, 20, 0.7), lengths)
+    assert badness(packs, 20, 0.7) == (7, 0, -0.8)
+
+
+@pytest.mark.req("PACK-03")
+def test_what_plans_large_pools_plans_small_ones_nearly_as_well_as_can_be() -> None:
+    chance = random.Random(0)
+    as_even = 0
+    for _ in range(200):
+        lengths = [chance.randint(1, 14) for _ in range(chance.randint(6, EXACT_POOL))]
+        good, best = (
+            badness(plan(lengths, CAPACITY, 14), CAPACITY, 0.7) for plan in (good_plan, best_plan)
+        )
+        assert good[:2] == best[:2], "as few packs, and as few underfilled"
+        as_even += good == best
+    assert as_even >= 195
 
 
 @pytest.mark.req("PACK-03")
