@@ -59,7 +59,7 @@ def bbox_geo(reading: Reading, selection: Selection, config: BboxGeoConfig) -> l
     if not len(selection.boxes):
         return []
     decoded = expected_coords(reading.slot_coord_logits)[selection.boxes]
-    truth = (selection.slot_bins.to(decoded.dtype) / (COORD_BINS - 1))[selection.boxes]
+    truth = (selection.slot_bins / (COORD_BINS - 1))[selection.boxes]
     count = selection.totals.boxes
     terms = []
     if config.smoothl1_weight > 0:

@@ -44,7 +44,6 @@ def _slot_terms(
         yield "coord_ce", config.coord_ce_weight, hard
     if config.soft_ce_weight > 0 or config.w1_weight > 0:
         target = soft_targets(selection.slot_bins, config.target_sigma, config.target_truncate)
-        target = target.to(log_probs.dtype)
         if config.soft_ce_weight > 0:
             yield "coord_soft_ce", config.soft_ce_weight, -(target * log_probs).sum(-1)
         if config.w1_weight > 0:
