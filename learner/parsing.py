@@ -220,8 +220,7 @@ def _read_fields(entry: Entry, inside: range, answer: _Answer) -> dict[str, Any]
     if entry.nested:
         return None
     try:
-        # Nothing can follow: the last character is the only closing brace outside of strings.
-        pairs, _ = _DECODER.raw_decode(_value_text(entry, inside, answer))
+        pairs = _DECODER.decode(_value_text(entry, inside, answer))
     except ValueError:
         return None
     fields = dict(pairs)

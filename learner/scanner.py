@@ -40,7 +40,7 @@ class Entry:
 
     key: as written between its quotes, "" where there is none.
     start: the opening quote of the key, or the first character of a value without one.
-    value_start: first character of the value, `NOWHERE` where there is none.
+    value_start: the opening brace of a value that is an object, else `NOWHERE`.
     end: last character of the value, or of what stands in its place before the comma.
     is_object: the value is `{...}`.
     well_led: exactly one comma (none for the first entry), a key and a colon came before
@@ -125,7 +125,7 @@ class Scanner:
         else:
             if char in "[]":
                 self._brackets = max(self._brackets + (1 if char == "[" else -1), 0)
-            self._take_plain_value(start, end)
+            self._take_plain_value(end)
         return end
 
     def _read_object(self, start: int) -> int:
@@ -168,7 +168,7 @@ class Scanner:
     def _end_outer_string(self, start: int, end: int) -> None:
         """A string between objects ended: a key, or a value that is no object."""
         if self._next in (_Next.VALUE, _Next.REST_OF_VALUE):
-            self._take_plain_value(start, end)
+            self._take_plain_value(end)
             return
         self._draft.well_led &= self._next is _Next.KEY
         self._draft.key = self._text[start + 1 : end - 1]
@@ -176,16 +176,13 @@ class Scanner:
         self._draft.end = end - 1
         self._next = _Next.COLON
 
-    def _take_plain_value(self, start: int, end: int) -> None:
+    def _take_plain_value(self, end: int) -> None:
         """A part of a value that is no object, or garbage where no value can be."""
-        draft = self._draft
-        draft.end = end - 1
-        if self._next not in (_Next.VALUE, _Next.REST_OF_VALUE):
-            draft.well_led = False
-            return
-        if draft.value_start == NOWHERE:
-            draft.value_start = start
-        self._next = _Next.REST_OF_VALUE
+        self._draft.end = end - 1
+        if self._next in (_Next.VALUE, _Next.REST_OF_VALUE):
+            self._next = _Next.REST_OF_VALUE
+        else:
+            self._draft.well_led = False
 
     def _read_comma(self) -> None:
         if self._draft.start != NOWHERE:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from tokenizers import AddedToken
 from tokenizers.normalizers import NFC
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from learner.parsing import parse_rollout
 from learner.scanner import MAX_BRACKETS
-from learner.tokens import HALF_CHARACTER, PLACEHOLDERS, token_table
+from learner.tokens import HALF_CHARACTER, IM_END, PLACEHOLDERS, token_table
 from learner.types import ParsedRollout
 from tests.unit.answers import (
     coords,
@@ -429,11 +430,33 @@ def test_white_space_before_the_first_brace_is_kept(
 def test_an_answer_that_does_not_start_with_a_brace_is_invalid_and_becomes_a_brace(
     tokenizer: PreTrainedTokenizerFast, text: str
 ) -> None:
-    parsed = parse(tokenizer, text)
-    assert parsed.invalid_rollout
-    assert not parsed.truncated, "nothing was opened"
-    assert parsed.prefix_token_ids == encode(tokenizer, "{")
-    assert (parsed.objects, parsed.dropped, parsed.max_object_index) == ([], [], 0)
+    assert parse(tokenizer, text) == ParsedRollout(
+        objects=[],
+        dropped=[],
+        prefix_token_ids=encode(tokenizer, "{"),
+        max_object_index=0,
+        truncated=False,
+        invalid_rollout=True,
+        entry_ends=[],
+    )
+
+
+@pytest.mark.req("PARSE-05")
+@pytest.mark.parametrize(
+    ("text", "kept"), [("no brace", "{"), ('{"object_1": {}}', '{"object_1": {}')]
+)
+def test_a_tokenizer_that_opens_each_text_with_a_token_puts_none_in_the_prefix(
+    text: str, kept: str
+) -> None:
+    toy_tokenizer = train_toy_tokenizer()
+    ids = encode(toy_tokenizer, text)
+    (opening,) = encode(toy_tokenizer, IM_END)
+    toy_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{IM_END} $A", special_tokens=[(IM_END, opening)]
+    )
+    assert toy_tokenizer.encode("{")[0] == opening
+    parsed = parse_rollout(ids, toy_tokenizer)
+    assert prefix(toy_tokenizer, parsed) == kept
 
 
 @pytest.mark.req("PARSE-05", "PARSE-01")
@@ -491,7 +514,14 @@ def test_where_no_ids_spell_a_leading_piece_the_cut_falls_back_to_the_object_bef
 @pytest.mark.req("PARSE-04", "LOSS-01")
 @pytest.mark.parametrize(
     "invalid",
-    ['"object_1"', '"object_1":', '"object_1" : ', '"object_1" none', '"object_1": [5] 6'],
+    [
+        '"object_1"',
+        '"object_1":',
+        '"object_1" : ',
+        '"object_1" none',
+        '"object_1": [5] 6',
+        '"object_1": 5 "loose"',
+    ],
 )
 def test_all_there_is_before_the_comma_belongs_to_an_entry_without_an_object(
     tokenizer: PreTrainedTokenizerFast, invalid: str
@@ -502,6 +532,7 @@ def test_all_there_is_before_the_comma_belongs_to_an_entry_without_an_object(
     parsed = parse_rollout(ids, tokenizer)
     last = pieces(tokenizer, ids[:written])[-1].isspace()
     assert [end for end, i in parsed.entry_ends if i is None] == [written - 1 - last]
+    assert parsed.dropped == [("object_1", "key_invalid")]
     assert [found.index for found in parsed.objects] == [2]
 
 
