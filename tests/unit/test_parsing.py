@@ -122,6 +122,16 @@ def test_bare_coordinate_tokens_are_accepted(
     assert [found.coords for found in parsed.objects] == [[1, 2, 3, 4]]
 
 
+@pytest.mark.req("RES-12", "PARSE-01")
+@pytest.mark.parametrize("desc", ["🧿", "🧿 cat 🧿🧿", "猫🧀"])
+def test_bare_coordinate_tokens_are_found_behind_characters_in_several_tokens(
+    tokenizer: PreTrainedTokenizerFast, desc: str
+) -> None:
+    array = "[<|coord_1|>, <|coord_2|>,<|coord_3|> , <|coord_4|>]"
+    parsed = parse(tokenizer, with_value(f'{{"desc": "{desc}", "bbox_2d": {array}}}'))
+    assert [(found.desc, found.coords) for found in parsed.objects] == [(desc, [1, 2, 3, 4])]
+
+
 @pytest.mark.req("PARSE-03")
 @pytest.mark.parametrize("order", [0, 1])
 def test_coordinate_tokens_in_a_description_are_no_coordinates(
