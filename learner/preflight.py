@@ -185,7 +185,7 @@ def check_step_budget(config: Config, samples: int, processes: int) -> None:
     if samples < training.effective_batch_size:
         raise ContractError(
             "training.effective_batch_size",
-            f"{training.effective_batch_size} samples per step, but data.train_jsonl has {samples}",
+            f"{training.effective_batch_size} samples a step, but there are {samples} to train on",
             "Lower it, or give more data",
         )
     share = training.effective_batch_size // processes

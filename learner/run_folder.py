@@ -25,6 +25,9 @@ from learner.resume import METRICS, RESOLVED, RUN
 from learner.rollout_log import StepAnswer
 from shared_contracts.errors import ContractError
 
+# As `learner.rollout_log` names what it writes; nothing else there is a log.
+_ANSWERS = re.compile(r"step_\d{6,}(\.rank\d+)?\.jsonl")
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -92,7 +95,8 @@ class RunFolder:
 
     def answer_files(self, step: int) -> dict[int, Path]:
         """The logs that there are of a step's answers, by the process that asked, in order."""
-        found = {_rank_of(file): file for file in (self.path / ROLLOUTS).glob(_named(step))}
+        files = (self.path / ROLLOUTS).glob(f"step_{step:06d}*")
+        found = {_rank_of(file): file for file in files if _ANSWERS.fullmatch(file.name)}
         return dict(sorted(found.items()))
 
 
@@ -109,11 +113,6 @@ def total_steps(config: Config, last: Mapping[str, Any] | None) -> int | None:
         return None
     per_epoch: int = round(last["step"] / last["epoch"])
     return math.ceil(training.num_train_epochs * per_epoch)
-
-
-def _named(step: int) -> str:
-    """What fits the names of a step's answers, which `learner.rollout_log` gives."""
-    return f"step_{step:06d}.*jsonl"
 
 
 def _rank_of(log: Path) -> int:

@@ -178,21 +178,24 @@ def _read_entries(
 ) -> list[_Entry]:
     """The entries that the strict parser finds in a target, each with its lesson."""
     again = parse_rollout(token_ids, tokenizer)
-    unreadable = TargetUnreadable(f"the strict parser drops {again.dropped} of a finished target")
     if len(again.entry_ends) != len(lessons):
-        raise unreadable
+        raise _unreadable(again)
     spans = _entry_spans([end for end, _ in again.entry_ends], token_ids, tokenizer)
     entries = []
     for span, (_, index), lesson in zip(spans, again.entry_ends, lessons, strict=True):
         if lesson is None:
             entries.append(_Entry(span, [], None))
         elif index is None:
-            raise unreadable
+            raise _unreadable(again)
         else:
             found = again.objects[index]
             group = CoordGroup(tuple(found.coord_token_indices), *lesson)
             entries.append(_Entry(span, found.desc_token_indices, group))
     return entries
+
+
+def _unreadable(again: ParsedRollout) -> TargetUnreadable:
+    return TargetUnreadable(f"the strict parser drops {again.dropped} of a finished target")
 
 
 def _entry_spans(

@@ -50,7 +50,7 @@ def fuzz(seed: int, runs: int) -> Part:
     """One run of libFuzzer, which ends at the first input that fails."""
     with tempfile.TemporaryDirectory() as folder:
         options = [f"-runs={runs}", f"-seed={seed}", f"-artifact_prefix={folder}/"]
-        said, seconds = _run([str(FUZZ_TARGET), *options])
+        _, said, seconds = _run([str(FUZZ_TARGET), *options])
     done, coverage = _DONE.search(said), _COVERAGE.search(said)
     if done is None or coverage is None:
         print("\n".join(said.splitlines()[-SHOWN_LINES:]), file=sys.stderr)
@@ -62,17 +62,20 @@ def fuzz(seed: int, runs: int) -> Part:
 
 def try_properties() -> Part:
     options = ["--hypothesis-profile=nightly", "--hypothesis-show-statistics", "--timeout=0"]
-    said, seconds = _run(["-m", "pytest", "-q", "-m", "hypothesis", *options, str(PROPERTIES)])
+    code, said, seconds = _run(
+        ["-m", "pytest", "-q", "-m", "hypothesis", *options, str(PROPERTIES)]
+    )
     counts = [(int(passed), int(failed)) for passed, failed in _EXAMPLES.findall(said)]
     failed = sum(failed for _, failed in counts)
-    if failed or not counts:
+    if code or not counts:
         print(said, file=sys.stderr)
+        failed = max(failed, 1)
     detail = said.strip().splitlines()[-1].strip("= ")
     return Part("hypothesis", sum(passed for passed, _ in counts), failed, seconds, detail)
 
 
-def _run(command: list[str]) -> tuple[str, float]:
-    """What a program of this Python said, and how long it took."""
+def _run(command: list[str]) -> tuple[int, str, float]:
+    """Exit code of a program of this Python, what it said, and how long it took."""
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, *command],
@@ -83,7 +86,7 @@ def _run(command: list[str]) -> tuple[str, float]:
         errors="replace",
         check=False,
     )
-    return done.stdout, time.monotonic() - began
+    return done.returncode, done.stdout, time.monotonic() - began
 
 
 def main() -> None:

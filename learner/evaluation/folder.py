@@ -153,10 +153,16 @@ class EvaluationLog:
         self._peers = peers
 
     def leave(self, answers: Sequence[ScoredAnswer]) -> None:
-        """What this process got; before `finish` all must have done it."""
+        """What this process got; before `finish` all must have done it.
+
+        Raises RunError where it cannot be written: the others score it, too.
+        """
         part = self._part(self._peers.rank)
-        part.parent.mkdir(parents=True, exist_ok=True)
-        publish_text(part, "".join(f"{answer.model_dump_json()}\n" for answer in answers))
+        try:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            publish_text(part, "".join(f"{answer.model_dump_json()}\n" for answer in answers))
+        except OSError as problem:
+            raise RunError(f"the answers of an evaluation cannot be shared: {problem}") from problem
 
     def finish(self, step: int) -> dict[str, float]:
         """Average precision of all answers, as it is logged; every process calls it.

@@ -147,6 +147,15 @@ def test_a_run_goes_on_where_its_answers_cannot_be_kept(
 
 
 @pytest.mark.req("EVAL-01")
+def test_answers_that_the_processes_cannot_share_end_a_run_with_a_message(
+    found: list[ScoredAnswer], tmp_path: Path
+) -> None:
+    (tmp_path / "evaluations").write_text("a file where the folder is to be")
+    with pytest.raises(RunError, match=r"answers of an evaluation cannot be shared: .*evaluations"):
+        finished(tmp_path, found, ALONE)
+
+
+@pytest.mark.req("EVAL-01")
 def test_a_full_disk_ends_a_run_that_keeps_its_answers(
     found: list[ScoredAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

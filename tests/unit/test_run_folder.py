@@ -31,6 +31,7 @@ def test_answers_come_back_as_they_were_logged(
 ) -> None:
     for rank in (1, 0):
         RolloutLog(folder, rank).write(3, [judged(toy_tokenizer, f"a.jsonl:{rank}")])
+    (folder / "rollouts" / "step_000003.old.jsonl").write_text("somebody's copy\n")
     run = RunFolder.open(folder)
     assert run.answer_steps() == [3]
     answers = run.answers(3)
