@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from learner.rollout.distribution import plan_chunks, rank_caps, rank_chunk_size
+from learner.rollout.distribution import call_size, plan_chunks, rank_caps, rank_chunk_size
 from shared_contracts.errors import ContractError
 
 WORLD_SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
@@ -154,6 +154,14 @@ def test_ranks_share_the_places_of_the_servers(
 ) -> None:
     found = [rank_caps(decode_batch_size, world_sizes, ranks, rank) for rank in range(ranks)]
     assert found == caps
+
+
+@pytest.mark.req("DIST-04")
+def test_a_call_asks_for_as_many_answers_as_may_be_in_flight_and_for_one_request_at_least() -> None:
+    assert call_size(7) == 7
+    assert call_size(7, n=3) == 2
+    assert call_size(2, n=3) == 1
+    assert call_size(0) == 1
 
 
 @pytest.mark.req("DIST-04")
