@@ -85,7 +85,7 @@ class WeightUpdates:
         self._worker_margin_s = worker_margin_s
         self._store: TCPStore | None = None
         self._group: InitCommunicator | None = None
-        self._heard: float | None = None  # when the learner of the group said that it lives
+        self._heard: float | None = None  # when its learner, who means to stay, was heard of
         self._update: Update | None = None
         self._one_phase = asyncio.Lock()
         self._phases_begun = 0
@@ -101,7 +101,10 @@ class WeightUpdates:
 
     @property
     def group_heard_s(self) -> float | None:
-        """Seconds since the learner of the group said that it lives; None where it never has."""
+        """Seconds since the learner of the group was heard of; None without one.
+
+        Nor is a guest's, who asked for it with `if_none` and leaves it at once.
+        """
         return None if self._heard is None else time.monotonic() - self._heard
 
     @property
@@ -135,6 +138,7 @@ class WeightUpdates:
             else:
                 await self._join_group(init)
             self._group = init
+            self._heard = None if init.if_none else time.monotonic()  # it has just been there
         return CommunicatorReady(
             weights_version=self.version,
             world_size=init.world_size,
@@ -459,7 +463,7 @@ class WeightUpdates:
         for engine in engines:
             clean_up += [engine.weight_phase("abandon_weight_update"), engine.abort_all()]
         if group_broke:
-            self._group = None
+            self._group = self._heard = None
             clean_up += [e.weight_phase("shutdown_weight_transfer_engine") for e in engines]
         joint = asyncio.gather(*clean_up, return_exceptions=True)
         try:  # a call that is given up is cancelled, so that the engine is watched again
@@ -480,7 +484,7 @@ class WeightUpdates:
             await self._on(self._engines.alive(), "trial: undo", worker_phase(name))
         await self._back_to("READY")
         if group_broke:
-            self._group = None
+            self._group = self._heard = None
 
     def _arm_expiry(self, idle_s: float) -> None:
         def expire() -> None:

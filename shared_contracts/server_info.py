@@ -88,8 +88,8 @@ class Info(_Wire):
     enable_lora: an adapter may be pushed instead of full weights.
     server_epoch: changes when the server or one of its replicas has been started anew.
     weight_group: where the weight group that stands has met, as host:port; null without one.
-    weight_group_heard_s: seconds since the learner of that group last said that it lives; null
-        where none has.
+    weight_group_heard_s: seconds since the learner of that group formed it or last said that it
+        lives; null of a group that was formed with `if_none`, until it has said so.
     host: name of the server's machine. gpus: their ids there; none on a CPU or where Ray places.
     gpu_uuids: of the same GPUs, where nvidia-smi told them at the start.
     versions: of this server and of what it stands on, by distribution name.

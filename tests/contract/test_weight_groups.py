@@ -1,14 +1,20 @@
 """The weight group: who joins it, who may end it, and what its end does to an update."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from rollout_server.engine_types import WeightPhaseFailed
 from rollout_server.transfer_info import init_info, update_info
 from shared_contracts.errors import ProblemError
-from shared_contracts.weights import InitCommunicator, StartWeightUpdate
-from tests.contract.update_bench import NCCL_ID, PARAMETER, Bench, fails, run
+from shared_contracts.weights import (
+    AdapterBase,
+    InitCommunicator,
+    StartWeightUpdate,
+    UpdateWeights,
+)
+from tests.contract.update_bench import DIGEST, NCCL_ID, PARAMETER, Bench, fails, run
 
 
 @pytest.mark.req("SYNC-03")
@@ -115,25 +121,50 @@ def test_who_asks_for_no_group_keeps_out_of_the_way_of_one_that_forms() -> None:
 
 
 @pytest.mark.req("SYNC-07")
-def test_a_group_is_heard_of_by_the_signs_of_its_own_learner_alone() -> None:
+def test_a_group_is_heard_of_by_the_signs_of_its_own_learner_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = iter(range(100))
+    clock = SimpleNamespace(monotonic=lambda: next(now))
+    monkeypatch.setattr("rollout_server.weight_updates.time", clock)
+
     async def work() -> None:
         bench = Bench()
         with pytest.raises(ProblemError, match="no weight group"):
             bench.updates.keep("first")
-        await bench.init(attempt="first")
         assert bench.updates.group_heard_s is None
+        await bench.init(attempt="first")
+        assert bench.updates.group_heard_s == 1, "its learner was there to form it"
         await bench.start(1)
         assert bench.updates.keep("first").state == "UPDATING"
-        heard_s = bench.updates.group_heard_s
-        assert heard_s is not None
-        assert heard_s >= 0
+        assert bench.updates.group_heard_s == 1
+        assert bench.updates.group_heard_s == 2
         with pytest.raises(ProblemError, match="another group stands") as caught:
             bench.updates.keep("second")
         assert caught.value.problem.status == 409
-        await bench.init(attempt="second")
-        assert bench.updates.group_heard_s is None, "of the one before"
-        bench.updates.keep("second")
         await bench.updates.close_communicator()
+        assert bench.updates.group_heard_s is None
+        await bench.init(attempt="guest", if_none=True)
+        assert bench.updates.group_heard_s is None, "a guest is gone soon"
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-07")
+@pytest.mark.parametrize("trial", [False, True])
+def test_a_group_that_broke_is_heard_of_no_more(trial: bool) -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        version = 0 if trial else 1
+        base = AdapterBase(parameters=[PARAMETER], digests=[DIGEST]) if trial else None
+        await bench.updates.start(
+            StartWeightUpdate(version=version, parameters=[PARAMETER], base=base, trial=trial)
+        )
+        bench.engines[0].script["receive_weights"] = fails(WeightPhaseFailed("no"))
+        with pytest.raises(ProblemError):
+            await bench.updates.receive(UpdateWeights(version=version))
+        assert (bench.state, bench.updates.group) == ("READY" if trial else "POISONED", None)
         assert bench.updates.group_heard_s is None
 
     run(work())
