@@ -9,6 +9,7 @@ from rich.table import Table
 from learner.backends import bucket_bytes_of, transport_of
 from learner.config import Config
 from learner.model.load import LoadedModel, load_model
+from learner.rollout.alone import require_alone
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.sync.probe import Probe, probe_call
 from learner.sync.push import WeightPusher
@@ -46,7 +47,7 @@ def probe_servers(config: Config, clients: Sequence[RolloutClient]) -> list[Find
     cache be stale afterwards.
 
     Raises:
-        ContractError: a server encodes a prompt differently.
+        ContractError: another learner pushes to a server, or one encodes a prompt differently.
         RunError: a push or a call failed.
     """
     loaded = load_model(config)
@@ -70,6 +71,7 @@ def _probe(
         bucket_bytes_of(config, transport),
         "full",
     )
+    require_alone([client])  # since preflight has looked, the model was loaded
     try:
         ready = pusher.connect()
         version = ready.weights_version + 1

@@ -1,7 +1,7 @@
 """Servers that another learner pushes to are left to it (SYNC-07).
 
 Who has the weight group of a server tells it again and again that it lives (`sync/life.py`). A
-group without such signs is one of a learner that was killed, and is taken over.
+group without such signs is one of a learner that was killed, or of a guest, and is taken over.
 """
 
 import time
@@ -29,9 +29,12 @@ def require_alone(clients: Sequence[RolloutClient]) -> None:
 
 
 def _other_learner(client: RolloutClient) -> ContractError | None:
-    """Look until there is another sign of life, or has been none for long enough."""
+    """Look until there is another sign of life, or has been none for long enough.
+
+    One that comes late, of a learner that was held up, is waited for a last time.
+    """
     info = client.info()
-    while (heard_s := info.weight_group_heard_s) is not None and heard_s < GONE_AFTER_S:
+    while (heard_s := info.weight_group_heard_s) is not None:
         time.sleep(_LOOK_S)
         info = client.info()
         if info.weight_group_heard_s is not None and info.weight_group_heard_s < heard_s:
@@ -41,4 +44,6 @@ def _other_learner(client: RolloutClient) -> ContractError | None:
                 "Wait until that one has ended, or end it; or name other servers in "
                 "rollout_matching.vllm.server.servers",
             )
+        if heard_s >= GONE_AFTER_S:
+            break
     return None

@@ -34,6 +34,7 @@ from shared_contracts.server_info import (
 )
 from shared_contracts.token_file import given_token
 from shared_contracts.weights import (
+    KEEP_EVERY_S,
     CloseCommunicator,
     CommunicatorReady,
     FinishWeightUpdate,
@@ -238,10 +239,14 @@ class RolloutClient:
         return self._phase("/finish_weight_update/", body, SyncReport)
 
     def keep_communicator(self, attempt: str) -> WeightStatus:
-        """Tell the server that the learner of this attempt's group lives; a quick call."""
+        """Tell the server that the learner of this attempt's group lives.
+
+        One that takes long is given up, as it is time for the next.
+        """
         body = KeepCommunicator(attempt=attempt).model_dump(mode="json")
         answer = TypeAdapter(WeightStatus)
-        return self._send("POST", "/keep_communicator/", body, self._probe_s, answer)
+        limit_s = min(self.timeout_s, KEEP_EVERY_S)
+        return self._send("POST", "/keep_communicator/", body, limit_s, answer)
 
     def close_communicator(self, attempt: str) -> WeightStatus:
         """Have the server leave the group of this attempt; another's stays."""
@@ -331,7 +336,8 @@ class RolloutClient:
 
     def _limits(self, answer_s: float | None) -> httpx.Timeout:
         """Until the connection stands, and then for the answer; None: no limit."""
-        return httpx.Timeout(answer_s, connect=min(self.timeout_s, _CONNECT_TIMEOUT_S))
+        connect_s = min(self.timeout_s, _CONNECT_TIMEOUT_S, answer_s or _CONNECT_TIMEOUT_S)
+        return httpx.Timeout(answer_s, connect=connect_s)
 
 
 @cache

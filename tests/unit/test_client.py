@@ -21,6 +21,7 @@ from shared_contracts.errors import PROBLEM_TITLES, ContractError, Problem, Prob
 from shared_contracts.infer import InferCall
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from shared_contracts.weights import WeightStatus
 from tests.unit.scripted_server import (
     HangUp,
     Reply,
@@ -509,3 +510,20 @@ def test_other_conflicts_are_not_taken_for_other_weights(server: ScriptedServer)
     with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
         client.infer(CALL)
     assert not isinstance(caught.value, OtherWeights)
+
+
+@pytest.mark.req("SYNC-07")
+def test_a_sign_of_life_that_takes_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a slow answer would hold the next one up until the learner counts as gone."""
+    monkeypatch.setattr("learner.rollout.client.KEEP_EVERY_S", 0.2)
+    released = threading.Event()
+
+    def late(_: object) -> Reply:
+        released.wait(5.0)
+        return WeightStatus(state="READY", weights_version=1, server_epoch="epoch-1")
+
+    with scripted_server() as server, RolloutClient(server.base_url) as client:
+        server.routes["POST /keep_communicator/"] = late
+        with pytest.raises(ServerUnreachable, match="timed out"):
+            client.keep_communicator("attempt")
+        released.set()
