@@ -17,7 +17,10 @@ class WeightChannel(Protocol):
     """Puts the training weights into one server."""
 
     def connect(self) -> CommunicatorReady:
-        """Form the weight group, once, with what the server says of itself then."""
+        """Form the weight group, once, with what the server says of itself then.
+
+        Raises ContractError where one is formed anew and another learner has the server by now.
+        """
 
     def push(self, version: int) -> SyncReport:
         """Make `version` the server's weights, in a group formed anew if there is none.
@@ -28,6 +31,7 @@ class WeightChannel(Protocol):
         Raises:
             RunError: the push broke. Another one may succeed, unless the cause is a
                 ProblemError with status 422: the server will never take what is pushed.
+            ContractError: as `connect` does.
         """
 
     def abandon(self) -> None:

@@ -46,7 +46,7 @@ class PushedMember(Member):
     def bring_to(self, version: int | None) -> RunError | None:
         """Make `version` its weights; it is lost when that fails, for the error returned.
 
-        Raises what would fail again.
+        Raises what would fail again, and ContractError where another learner has it by now.
         """
         try:
             if self.lost is None and version is not None:

@@ -8,7 +8,7 @@
 
 Calls beside a bar run at the same time. Every phase has a deadline; a broken phase is
 reported with side, address, phase and parameters, and the group is let go of: the next push
-forms it anew.
+forms it anew, unless another learner has come to the server meanwhile (SYNC-07).
 """
 
 import logging
@@ -23,6 +23,7 @@ from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+from learner.rollout.alone import require_alone
 from learner.rollout.client import SERVER_ERRORS, RolloutClient, ServerUnreachable
 from learner.sync.abandonable import run_together, run_within
 from learner.sync.digests import Outgoing, digests_of, verified_columns
@@ -119,7 +120,7 @@ def _about(parameters: Sequence[str]) -> str:
 
 
 def _is_lost_at_start(error: Exception) -> bool:
-    """Whether a push met a server that is gone, or was started anew and has no group."""
+    """Whether a push met a server that is gone, or has no group or that of another learner."""
     if not isinstance(error, WeightSyncError) or error.phase != "start":
         return False
     cause = error.__cause__
@@ -172,16 +173,20 @@ class WeightPusher:
         self._timeouts = timeouts or PhaseTimeouts.of(client.timeout_s)
         self._join_group = join
         self._joined: _Joined | None = None
+        self._former: str | None = None  # the attempt of the group that was left last
         self._leaving = threading.Lock()
         self._closed = False
 
     def connect(self, if_none: bool = False) -> CommunicatorReady:
         """Form the weight group, once.
 
-        if_none: a server where a group stands refuses; otherwise it leaves that one.
+        if_none: a server where a group stands refuses; otherwise it leaves that one. Whether
+            its learner lives is looked at only when a group is formed anew: the first time
+            it is for the caller to do, for all servers at once.
 
         Raises:
             WeightSyncError: the server refused or a side did not join in time.
+            ContractError: another learner has come to the server meanwhile.
         """
         return self._join(if_none).ready
 
@@ -193,6 +198,7 @@ class WeightPusher:
 
         Raises:
             WeightSyncError: names the phase that broke; the group is let go of.
+            ContractError: as `connect` does.
         """
         while True:
             joined, source = self._join(), self._choice.current()
@@ -245,6 +251,8 @@ class WeightPusher:
     def _leave(self) -> _Joined | None:
         with self._leaving:
             joined, self._joined = self._joined, None
+            if joined is not None:
+                self._former = joined.attempt
         if joined is not None and joined.life is not None:
             joined.life.stop()
         return joined
@@ -265,6 +273,9 @@ class WeightPusher:
             timeout_s=self._timeouts.server,
             nccl_unique_id=new_nccl_id() if self._transport == "nccl" else None,
         )
+        if self._former is not None:
+            self._say_farewell(self._former)
+            self._phase("reach", lambda: require_alone([self._client]))
         ready: list[CommunicatorReady] = []
         group: list[WeightGroup] = []
         given_up = threading.Event()
@@ -308,7 +319,7 @@ class WeightPusher:
                 adapter=source.adapter,
                 base=None if joined.base_checked else self._base(source, dtype, version),
                 trial=trial,
-                attempt=joined.attempt if trial else None,
+                attempt=joined.attempt,
             )
             self._phase("start", lambda: self._client.start_weight_update(manifest))
             joined.base_checked |= manifest.base is not None and not trial

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from learner.rollout.client import ServerUnreachable
-from shared_contracts.errors import RunError
+from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import Info, WorldSize
@@ -189,6 +189,7 @@ class ScriptedChannel:
 
     failures: errors of the next pushes, raised before the weights arrive, or with
         `answer_lost` and `disbelieved` after that.
+    taken: by another learner, when a group is to be formed the next time.
     blocked: no group can be formed. tries: how often that was tried.
     loses_a_replica: at the end of the next push. forms_anew: the next push begins with that.
     pushed: versions that arrived. groups: how often the group was formed.
@@ -198,6 +199,7 @@ class ScriptedChannel:
         self.failures: deque[Exception] = deque()
         self.answer_lost = False
         self.disbelieved = False
+        self.taken: ContractError | None = None
         self.blocked = False
         self.tries = 0
         self.loses_a_replica = False
@@ -213,6 +215,8 @@ class ScriptedChannel:
             raise RunError("nobody is there")
         if self._ready is None:
             self.tries += 1
+            if self.taken is not None:
+                raise self.taken
             if self.blocked:
                 raise RunError("the port of the group is blocked")
             self.groups += 1

@@ -14,6 +14,8 @@ from learner.sync.life import SignsOfLife
 from learner.sync.push import WeightSyncError
 from learner.sync.source import MergedWeights
 from rollout_server.group_store import open_group_store
+from shared_contracts.errors import ContractError
+from shared_contracts.server_info import Info
 from shared_contracts.weights import InitCommunicator
 from tests.unit.push_worker import (
     Falling,
@@ -25,7 +27,14 @@ from tests.unit.push_worker import (
     resources,
     wait_until,
 )
-from tests.unit.scripted_server import HangUp, Reply, ScriptedServer, problem, scripted_server
+from tests.unit.scripted_server import (
+    HangUp,
+    Reply,
+    ScriptedServer,
+    info,
+    problem,
+    scripted_server,
+)
 
 
 @pytest.fixture
@@ -52,8 +61,9 @@ def test_closing_and_letting_go_again_or_before_connecting_is_no_error(
         pusher.close()
         pusher.close()
     assert worker.groups_formed == 2
-    (farewell,) = server.bodies("POST /close_communicator/")  # of the group that it is in
-    assert farewell["attempt"] == server.bodies("POST /init_communicator/")[-1]["attempt"]
+    formed = [body["attempt"] for body in server.bodies("POST /init_communicator/")]
+    left = [body["attempt"] for body in server.bodies("POST /close_communicator/")]
+    assert left == formed, "each once: the first before the second was formed"
 
 
 @pytest.mark.req("SYNC-01", "SYNC-04")
@@ -124,6 +134,67 @@ def test_a_guest_does_not_say_that_it_lives(server: ScriptedServer) -> None:
     with pusher_to(server) as pusher:
         pusher.connect(if_none=True)
         assert "signs-of-life" not in {each.name for each in threading.enumerate()}
+
+
+def info_of_a_group(heard_s: float) -> Info:
+    group = {"weight_group": "127.0.0.1:51216", "weight_group_heard_s": heard_s}
+    return info().model_copy(update=group)
+
+
+@pytest.mark.req("SYNC-07")
+def test_every_push_names_the_group_it_is_to_go_over(server: ScriptedServer) -> None:
+    Worker(server)
+    with pusher_to(server) as pusher:
+        pusher.push(version=1)
+        pusher.push(version=2)
+    (formed,) = server.bodies("POST /init_communicator/")
+    starts = server.bodies("POST /start_weight_update/")
+    assert [start["attempt"] for start in starts] == [formed["attempt"]] * 2
+
+
+@pytest.mark.req("SYNC-07")
+def test_a_learner_that_wakes_when_another_has_its_server_leaves_it_alone(
+    server: ScriptedServer,
+) -> None:
+    """It was suspended for so long that its group counted as one left behind."""
+    worker = Worker(server)
+    with pusher_to(server) as pusher:
+        pusher.push(version=1)
+        server.routes["POST /start_weight_update/"] = lambda _: problem(
+            "weight-update-order", "another group stands", "attempt"
+        )
+        signs = iter([1.9, 0.1])
+        server.routes["GET /info/"] = lambda _: info_of_a_group(next(signs))
+        with pytest.raises(WeightSyncError, match="another group stands"):
+            pusher.push(version=2)
+        with pytest.raises(ContractError, match="another learner pushes to this server"):
+            pusher.push(version=2)
+    assert worker.groups_formed == 1
+
+
+@pytest.mark.req("SYNC-07")
+def test_a_learner_does_not_wait_for_the_group_that_it_has_left_itself(
+    server: ScriptedServer,
+) -> None:
+    worker = Worker(server)
+    finish, close = server.routes["POST /finish_weight_update/"], worker.close
+
+    def closed(body: object) -> Reply:
+        server.routes["GET /info/"] = lambda _: info()
+        return close(body)
+
+    server.routes |= {
+        "GET /info/": lambda _: info_of_a_group(0.1),
+        "POST /close_communicator/": closed,
+        "POST /finish_weight_update/": lambda _: problem("internal", "!", "finish"),
+    }
+    with pusher_to(server) as pusher:
+        with pytest.raises(WeightSyncError):
+            pusher.push(version=1)
+        server.routes["POST /finish_weight_update/"] = finish
+        pusher.push(version=1)
+        assert len(server.bodies("GET /info/")) == 1
+    assert worker.groups_formed == 2
 
 
 def test_closing_does_not_wait_for_a_server_that_is_gone(server: ScriptedServer) -> None:

@@ -9,7 +9,7 @@ from learner.rollout.handout import FRUITLESS_RETURNS, Handout, Job
 from learner.rollout.journal import Journal
 from learner.rollout.member import ATTEMPTS
 from learner.rollout.pushed_member import PushedMember
-from shared_contracts.errors import Problem, ProblemError, RunError
+from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import RequestConfig
 from tests.unit.fleets import S, fleet, requests
 from tests.unit.scripted_rollouts import INFER, Fault, ScriptedChannel, bodies
@@ -89,6 +89,19 @@ def test_a_server_without_the_weights_is_pushed_to_again_and_nobody_else(fault: 
         run.ask(4)
         run.ask(4)
     assert run.pushed() == [[1], [1, 1]]
+
+
+@pytest.mark.req("SYNC-07")
+def test_a_lost_server_that_another_learner_has_taken_ends_the_run() -> None:
+    with fleet(2) as run:
+        run.rollouts[0].faults.append(S.lose_the_only_replica)
+        run.ask(4)
+        run.channels[0].taken = ContractError(
+            "weight_group", "another learner pushes to this server", "End it"
+        )
+        with pytest.raises(ContractError, match="another learner pushes"):
+            run.ask(4)
+    assert run.pushed() == [[1], [1]]
 
 
 @pytest.mark.req("SYNC-07", "WIRE-03")
