@@ -40,8 +40,6 @@ def infer_bodies(draw: st.DrawFn, media: Path) -> dict[str, Any]:
         "request_config": draw(_CONFIGS),
     }
     if draw(st.booleans()):
-        body["request_id"] = draw(st.uuids()).hex
-    if draw(st.booleans()):
         body["expected_weights_version"] = 0
     config = body["request_config"]
     if not config.get("temperature"):

@@ -1,6 +1,7 @@
 """A million cases for the strict parser, none of which may raise or break a property.
 
-    .venv/bin/python -m benchmarks.reliability.parser [--seeds N] [--runs N] [--without-hypothesis]
+    .venv/bin/python -m benchmarks.reliability.parser [--seeds N] [--runs N] [--jobs N]
+        [--without-hypothesis]
 
 Bytes that follow the coverage of the parser (`tests/fuzz/parser.py`, atheris), each seed from a
 corpus of its own, then the properties of `tests/unit/test_parsing_properties.py` with 20,000 new
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,20 +96,20 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--runs", type=int, default=200_000, help="of each seed")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds that run at the same time")
     parser.add_argument("--without-hypothesis", action="store_true")
     options = parser.parse_args()
     print("| what | cases | failed | time | a second | detail |\n|---|---|---|---|---|---|")
     parts: list[Part] = []
-    for part in _parts(options.seeds, options.runs, not options.without_hypothesis):
-        print(part.row, flush=True)
-        parts.append(part)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        runs = [pool.submit(fuzz, seed, options.runs) for seed in range(1, options.seeds + 1)]
+        if not options.without_hypothesis:
+            runs.append(pool.submit(try_properties))
+        for run in as_completed(runs):
+            parts.append(run.result())
+            print(parts[-1].row, flush=True)
+    print(f"\n{sum(part.cases for part in parts):,} cases")
     sys.exit(any(part.failed for part in parts))
-
-
-def _parts(seeds: int, runs: int, with_properties: bool) -> Iterator[Part]:
-    yield from (fuzz(seed, runs) for seed in range(1, seeds + 1))
-    if with_properties:
-        yield try_properties()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from benchmarks.workload import engine_settings, infer_call, make_scenes
 from learner.operate.server_process import ServerProcess
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
-START_S = 600.0
+START_S = 1200.0
 ANSWER_S = 300.0
 # Connections without a call are closed by the server after five seconds.
 SETTLE_S = 12.0
