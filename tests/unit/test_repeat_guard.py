@@ -318,6 +318,14 @@ def test_the_keys_of_real_answers_are_counted_each_once(
     assert before == answer[: answer.index('"object_12') + len('"object_')]
 
 
+@pytest.mark.req("REP-02")
+def test_a_tokenizer_that_fuses_nothing_writes_a_key_with_its_quote() -> None:
+    def encode(text: str) -> list[int]:
+        return [ord(char) for char in text]
+
+    assert object_key_token_ids(encode) == encode('"object_')
+
+
 def test_counting_object_keys_needs_their_token_ids() -> None:
     with pytest.raises(ContractError) as caught:
         RepeatGuard(enabled(max_object_keys=3), [])
