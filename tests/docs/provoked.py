@@ -39,7 +39,7 @@ def _vllm(**keys: Any) -> dict[str, Any]:
 PROVOKED = (
     Provoked("unknown key", "cd wrong; learner train --config my_run.yaml"),
     Provoked(
-        "samples per step",
+        "samples a step",
         TRAIN,
         {"training": {"output_dir": "runs/provoked", "effective_batch_size": 4096}},
     ),
