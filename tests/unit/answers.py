@@ -10,8 +10,9 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from learner.coords import coord_token
+from learner.parsing import parse_rollout
 from learner.tokens import IM_END, PLACEHOLDERS, Tokenizer, decode_exactly, token_table
-from learner.types import GroundTruthObject, Shape
+from learner.types import GroundTruthObject, ParsedRollout, Shape
 
 CAT = GroundTruthObject("cat", Shape("bbox_2d", (10, 20, 300, 400)))
 DOG = GroundTruthObject("red dog", Shape("bbox_2d", (500, 510, 700, 710)))
@@ -44,6 +45,18 @@ def pieces(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
 
 def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return decode_exactly(tokenizer, token_ids)
+
+
+def parse(
+    tokenizer: PreTrainedTokenizerFast, text: str, *, allow_poly: bool = True
+) -> ParsedRollout:
+    """What the strict parser makes of a text."""
+    return parse_rollout(encode(tokenizer, text), tokenizer, allow_poly=allow_poly)
+
+
+def prefix(tokenizer: PreTrainedTokenizerFast, parsed: ParsedRollout) -> str:
+    """Text of what was kept."""
+    return text_of(tokenizer, parsed.prefix_token_ids)
 
 
 @cache

@@ -170,6 +170,15 @@ def test_a_pack_that_is_underfilled_takes_from_one_that_is_not() -> None:
 
 
 @pytest.mark.req("PACK-03")
+def test_a_capacity_too_large_to_count_in_tokens_changes_no_plan_of_whole_shares() -> None:
+    lengths = [18, 14, 13, 13, 12, 10, 9, 9, 7, 7, 6, 4, 2]
+    # 20 shares of a pack each.
+    many = [length * 10**7 for length in lengths]
+    packs = lengths_in(plan_packs(many, 20 * 10**7, 0.7), many)
+    assert badness(packs, 20 * 10**7, 0.7) == (7, 0, -0.8)
+
+
+@pytest.mark.req("PACK-03")
 def test_what_plans_large_pools_plans_small_ones_nearly_as_well_as_can_be() -> None:
     chance = random.Random(0)
     as_even = 0
