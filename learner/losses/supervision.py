@@ -37,7 +37,7 @@ class Supervision:
 
 @dataclass(frozen=True)
 class Totals:
-    """Denominators of the means of a forward, none of them 0.
+    """Denominators of the means of a forward; 0 where a row has none of a kind, and so no term.
 
     The objectives are handed them, so that the losses of parts of a row, each over the
     totals of the whole, add up to the loss of the whole.
@@ -88,11 +88,11 @@ def select(row: Supervision, weights: Tensor) -> Selection:
         slot_bins=row.coord_bins,
         boxes=row.boxes,
         totals=Totals(
-            text_weight=_total(text_weights),
-            struct_weight=_total(text_weights[~is_description(roles)]),
-            text=max(len(positions), 1),
-            slots=max(len(row.coord_positions), 1),
-            boxes=max(len(row.boxes), 1),
+            text_weight=text_weights.sum(),
+            struct_weight=text_weights[~is_description(roles)].sum(),
+            text=len(positions),
+            slots=len(row.coord_positions),
+            boxes=len(row.boxes),
         ),
     )
 
@@ -100,7 +100,3 @@ def select(row: Supervision, weights: Tensor) -> Selection:
 def is_description(roles: Tensor) -> Tensor:
     """(T,) `Role` values of supervised text -> (T,) bool; the rest is structure and closure."""
     return roles == Role.APPENDED_DESC
-
-
-def _total(weights: Tensor) -> Tensor:
-    return weights.sum() if weights.numel() else torch.ones_like(weights.sum())

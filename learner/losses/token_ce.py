@@ -56,7 +56,8 @@ def token_ce(reading: Reading, selection: Selection) -> list[Term]:
 def self_context_ce(reading: Reading, selection: Selection, config: TokenCEConfig) -> list[Term]:
     """CE of structure and closure in the last of several forwards of channel A."""
     is_struct = ~is_description(selection.text_roles)
-    share = selection.text_weights * reading.text_nll / selection.totals.struct_weight
-    part = share[is_struct]
-    value = config.self_context_struct_ce_weight * part.sum()
-    return [Term("struct_ce", "context_text", value)] if len(part) else []
+    weighted = (selection.text_weights * reading.text_nll)[is_struct]
+    if not len(weighted):
+        return []
+    mean = weighted.sum() / selection.totals.struct_weight
+    return [Term("struct_ce", "context_text", config.self_context_struct_ce_weight * mean)]

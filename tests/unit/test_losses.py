@@ -11,9 +11,12 @@ from learner.coords import COORD_BINS
 from learner.losses.bbox_geo import ciou_loss, expected_coords
 from learner.losses.coord_reg import soft_targets, wasserstein1
 from learner.losses.fences import (
+    all_inside,
     coord_gate,
     coord_mass,
+    fence_,
     fenced,
+    fenced_gradient,
     full_logsumexp,
     logsumexp_and_text_mass_,
     text_gate,
@@ -212,4 +215,27 @@ def test_the_text_gate_ends_at_its_floor() -> None:
 def test_the_temperature_divides_before_the_fences_bound() -> None:
     raw = torch.tensor([math.nan, math.inf, -math.inf, 2e5, 6e3, 1.0])
     assert fenced(raw, 0.5).tolist() == [0.0, 1e4, -1e4, 1e4, 1e4, 2.0]
+    assert fenced(raw, 2.0).tolist() == [0.0, 1e4, -1e4, 1e4, 3e3, 0.5]
     assert fenced(raw, 30.0).tolist() == pytest.approx([0.0, 1e4, -1e4, 2e5 / 30, 200, 1 / 30])
+
+
+@pytest.mark.req("LOSS-04")
+def test_fences_in_place_and_their_gradient_are_those_of_the_fences() -> None:
+    raw = torch.tensor([math.nan, math.inf, -math.inf, 2e4, -2e4, 1e4, -1e4, 5.0])
+    assert torch.equal(fence_(raw.clone()), fenced(raw))
+    inside = [False, False, False, False, False, True, True, True]
+    assert [bool(all_inside(torch.tensor([[0.0, value]]))) for value in raw] == inside
+    pulls = torch.arange(1.0, 9.0)
+    assert fenced_gradient(raw, pulls).tolist() == [0, 0, 0, 0, 0, 6, 7, 8]
+    assert fenced_gradient(raw, pulls, 2.0).tolist() == [0, 0, 0, 4, 5, 6, 7, 8]
+    assert fenced_gradient(raw, pulls, 0.5).tolist() == [0, 0, 0, 0, 0, 0, 0, 8]
+
+
+@pytest.mark.req("LOSS-04")
+def test_each_row_is_read_by_itself_however_far_it_is_from_the_others() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    logits += torch.tensor([0.0, 5e3, -5e3])[:, None]
+    rows = [logsumexp_and_text_mass_(row[None].clone(), torch.tensor(COORD_IDS)) for row in logits]
+    lse, text_mass = logsumexp_and_text_mass_(logits.clone(), torch.tensor(COORD_IDS))
+    assert torch.allclose(lse, torch.cat([own for own, _ in rows]), rtol=1e-12)
+    assert torch.allclose(text_mass, torch.cat([own for _, own in rows]), rtol=1e-12)

@@ -65,6 +65,7 @@ UNUSUAL: dict[str, tuple[list[Role], list[tuple[int, float]], list[list[int]]]] 
     "no text": ([Role.COORD] * 4, [(k, 250.0 * k - 250) for k in range(1, 5)], [[0, 1, 2, 3]]),
     "no boxes": ([Role.COORD] * 3, [(1, 0.5), (2, 998.25), (3, 41.0)], []),
     "only a description": ([Role.APPENDED_DESC] * 2, [], []),
+    "one of each": ([Role.CLOSURE, Role.COORD], [(2, 500.25)], []),
 }
 
 
