@@ -78,5 +78,5 @@ def _draw_latencies(panel: Axes, samples: Sequence[Sample], minutes: Sequence[fl
             values = [percentile(getattr(sample, field), percent) for sample in samples]
             label = f"{name} p{percent}"
             panel.plot(minutes, values, color=colour, linestyle=dashes, linewidth=1, label=label)
-    panel.set(title="Answers of the last ten seconds, ms", yscale="log")
-    panel.legend(ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.6, 1.13), frameon=False)
+    panel.set(title="Latency, ms", yscale="log")
+    panel.legend(ncols=4, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 0.98), frameon=False)
