@@ -66,13 +66,15 @@ def test_ids_may_come_as_an_array_or_a_tensor(
 
 
 @pytest.mark.req("PARSE-03")
+@pytest.mark.parametrize("n_coords", [6, 8, 40])
 def test_a_polygon_has_an_even_number_of_six_or_more_coordinates(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast, n_coords: int
 ) -> None:
-    parsed = parse(tokenizer, with_value(f'{{"desc": "roof", "poly": {coords(1, 2, 3, 4, 5, 6)}}}'))
+    bins = list(range(1, n_coords + 1))
+    parsed = parse(tokenizer, with_value(f'{{"desc": "roof", "poly": {coords(*bins)}}}'))
     (found,) = parsed.objects
-    assert (found.kind, found.coords) == ("poly", [1, 2, 3, 4, 5, 6])
-    assert len(found.coord_token_indices) == 6
+    assert (found.kind, found.coords) == ("poly", bins)
+    assert len(found.coord_token_indices) == n_coords
 
 
 @pytest.mark.req("PARSE-03", "PARSE-01")
@@ -146,18 +148,18 @@ def test_characters_in_several_tokens_keep_text_and_positions(
 
 @pytest.mark.req("PARSE-01")
 @pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
-def test_the_tokens_of_a_description_are_those_between_its_quotes(
+def test_the_tokens_of_an_entry_and_of_its_description_end_where_they_do(
     tokenizer: PreTrainedTokenizerFast, order: str
 ) -> None:
-    fields = [['"desc":', " ", '"', "cat", '"'], [f'"bbox_2d": {BOX}']]
+    fields = [['"desc":', " ", '"', "c", "a", "t", '"'], [f'"bbox_2d": {BOX}']]
     if order == "geometry_first":
         fields.reverse()
-    parts = ['{"object_1": {', *fields[0], ",", *fields[1], "}", "}"]
+    parts = ["{", '"object_1"', ":", " {", *fields[0], ",", *fields[1], "}", " ", "}"]
     ids = [encode(tokenizer, part) for part in parts]
-    before = sum(map(len, ids[: parts.index("cat")]))
     (found,) = parse_rollout([token for part in ids for token in part], tokenizer).objects
-    n_tokens = len(encode(tokenizer, "cat"))
-    assert found.desc_token_indices == list(range(before, before + n_tokens))
+    begin = [sum(map(len, ids[:k])) for k in range(len(parts))]
+    assert found.token_span == (begin[1], begin[-2])
+    assert found.desc_token_indices == [begin[parts.index(letter)] for letter in "cat"]
 
 
 @pytest.mark.req("PARSE-01")
