@@ -178,6 +178,7 @@ FULLY_TOLD = ("shared_contracts", "rollout_server")
 # Handlers of any error that do not raise it again, by file and function.
 SWALLOWS = {
     # monitoring must not end a run
+    "learner/evaluation/folder.py:_keep": "a run does not end because of pages of its evaluation",
     "learner/report/at_the_end.py:_write": "a run does not end because of its report",
     "learner/trainer/trackers.py:guarded": "a run does not end because of its tracker",
     # handed over to whoever waits for it

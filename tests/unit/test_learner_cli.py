@@ -239,7 +239,7 @@ def test_a_step_larger_than_the_data_is_refused(run: Run) -> None:
     run.mapping["training"]["effective_batch_size"] = 25
     ended = run.train()
     assert (ended.code, ended.parts[0]) == (2, "training.effective_batch_size")
-    assert "has 24" in ended.parts[1]
+    assert "there are 24" in ended.parts[1]
 
 
 @pytest.mark.req("PACK-01")
