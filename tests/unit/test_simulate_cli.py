@@ -81,7 +81,7 @@ def test_a_varied_key_is_the_one_of_the_training_yaml(files: Path) -> None:
         (("--vary", "queue_limit=0"), "rollout_matching.async_rollout.queue_limit"),
         (("--speeds", "none.yaml"), "none.yaml"),
         (("--speeds", "a.yaml", "--from-run", "b"), "--speeds"),
-        (("--from-run", "no_run"), "no_run/resolved_config.yaml"),
+        (("--from-run", "no_run"), "no_run"),
         (("--json", "{files}/run.yaml"), "--json"),
     ],
 )

@@ -84,7 +84,7 @@ def test_without_packing_each_segment_is_a_pack_of_its_own_however_long(last: bo
 def test_every_segment_of_a_step_is_in_one_pack(
     chunks: list[list[int]], last: list[int], packing: bool
 ) -> None:
-    dividing = step(packing=packing)
+    dividing = step(limit=16, packing=packing)
     coming = items(*[length for chunk in [*chunks, last] for length in chunk])
     left = iter(coming)
     packs = [pack for chunk in chunks for pack in dividing.add([next(left) for _ in chunk])]
