@@ -1,6 +1,5 @@
 """The scores of the arms over the optimizer steps as one picture."""
 
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,9 +8,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from PIL import Image
 
 from benchmarks.method_parts.records import Record, curves
+from benchmarks.png import small_png
 from learner.data.stats_plot import STYLE
 
 # Of the picture's palette: a third of the bytes of one without.
@@ -36,11 +35,7 @@ def curves_png(records: Sequence[Record], titles: Mapping[str, str]) -> bytes:
         panels[0].set_ylabel("held-out scenes, mask IoU >= 0.5 and right description")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png")
-    png = io.BytesIO()
-    Image.open(drawn).convert("RGB").quantize(COLOURS).save(png, "PNG", optimize=True)
-    return png.getvalue()
+        return small_png(figure, COLOURS)
 
 
 def _panel(

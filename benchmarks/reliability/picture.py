@@ -1,13 +1,12 @@
 """A run under load as one picture: memory, files and threads, and latencies over its minutes."""
 
-import io
 from collections.abc import Sequence
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image
 
+from benchmarks.png import small_png
 from benchmarks.reliability.samples import WARM_UP, Sample, percentile
 from learner.data.stats_plot import STYLE
 
@@ -40,11 +39,7 @@ def picture(samples: Sequence[Sample]) -> bytes:
             panel.set_xlabel("minutes; what is left of the grey line warms up")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png")
-    png = io.BytesIO()
-    Image.open(drawn).convert("RGB").quantize(PALETTE).save(png, "PNG", optimize=True)
-    return png.getvalue()
+        return small_png(figure, PALETTE)
 
 
 def _shown(samples: Sequence[Sample]) -> list[str]:
