@@ -113,7 +113,7 @@ class InStep:
         with clock.phase("push"):
             self._policy.push_if_stale()
         base = rank_seed_base(rollout_seed_base(self._seed, step), self._rank)
-        log = None if self._log_rollouts is None else partial(self._log_rollouts, step)
+        log = None if self._log_rollouts is None else partial(self._log_rollouts, step + 1)
         return StepFeed(self._policy, self._channel_b, self._packer, base, own, clock, log)
 
     def payload(self) -> Payload:

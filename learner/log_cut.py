@@ -23,10 +23,10 @@ def log_sizes(folder: Path) -> dict[str, int]:
 
 
 def cut_back(folder: Path, sizes: dict[str, int], step: int) -> None:
-    """Cut each log to its size, and remove those without one; drop the rollouts from `step` on,
-    and the evaluations after `step` steps.
+    """Cut each log to its size, and remove those without one; drop the rollouts and evaluations
+    of steps after `step`.
 
-    sizes: what `log_sizes` said after `step` steps. May be called again when it was killed.
+    sizes: what `log_sizes` said after step `step`. May be called again when it was killed.
     """
     for path in _logs(folder):
         if path.name not in sizes:
@@ -35,7 +35,7 @@ def cut_back(folder: Path, sizes: dict[str, int], step: int) -> None:
             os.truncate(path, sizes[path.name])
     for path in (folder / ROLLOUTS).glob("step_*"):
         of = step_of(path.name)
-        if of is not None and of >= step:
+        if of is not None and of > step:
             path.unlink()
     for path in (folder / EVALUATIONS).glob("step_*"):
         after = _EVALUATION.fullmatch(path.name)

@@ -62,7 +62,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) ->
     """
     placement = check_backend(config, environment) if generates(config) else None
     processes = learner_processes(environment)
-    _check_processes(config, processes)
+    check_processes(config, processes)
     check_launcher(environment)
     require_trackers(config.training.report_to, environment)
     start = find_start(config, processes)
@@ -128,13 +128,13 @@ def learner_processes(environment: Mapping[str, str]) -> int:
     return int(said)
 
 
-def _check_processes(config: Config, processes: int) -> None:
-    """A colocated server belongs to one process."""
+def check_processes(config: Config, processes: int) -> None:
+    """A colocated server belongs to one process, and shards to several; ContractError if not."""
     if processes > 1 and generates(config) and config.rollout_matching.backend == "colocate":
         raise ContractError(
             "rollout_matching.vllm.mode",
             f"colocate, and there are {processes} learner processes",
-            "Use vllm.mode: server with GPUs of its own, or start `learner train` once",
+            "Use vllm.mode: server with GPUs of its own, or one process",
         )
     if config.training.data_parallel == "fsdp2":
         _check_sharding(config, processes)
@@ -164,15 +164,17 @@ def check_launcher(environment: Mapping[str, str], gpus: Path = GPU_DEVICES) -> 
 
 def _check_sharding(config: Config, processes: int) -> None:
     """What needs whole weights in one process, which are pieces in several under FSDP2."""
+    do = "Set it to ddp"
     if processes == 1:
         found = "fsdp2, and there is one learner process: nothing to shard over"
+        do = "Set it to ddp, or use several processes"
     elif config.tuner.train_type == "lora":
         found = "fsdp2 beside tuner.train_type lora: adapters are merged into whole weights"
     elif generates(config) and config.rollout_matching.backend == "hf":
         found = "fsdp2 beside rollout_backend hf, which generates with the whole model"
     else:
         return
-    raise ContractError("training.data_parallel", found, "Set it to ddp")
+    raise ContractError("training.data_parallel", found, do)
 
 
 def check_step_budget(config: Config, samples: int, processes: int) -> None:

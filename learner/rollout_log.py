@@ -1,9 +1,8 @@
 """The answers of channel B and what became of each: `rollouts/step_000012.jsonl` (MET-03).
 
 One line per sample, which says all there is to say of it without the data file. Other processes
-than the first write `step_000012.rank1.jsonl`. Steps are counted from 0, as in
-`rollout_calls.jsonl`: step 12 is the line of `"step": 13` in `metrics.jsonl`, where a step is
-counted when it is done. Imports no torch.
+than the first write `step_000012.rank1.jsonl`. Steps are counted from 1, as in `metrics.jsonl`.
+Imports no torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -256,13 +255,13 @@ def hits_of(answer: LoggedAnswer) -> int:
 class StepAnswer(LoggedAnswer):
     """A line of the log of a run.
 
-    rank: of the learner process that asked. chunk: as in `Judged`; None in a log from before
-    it was noted. segment: None for an answer that is left out.
+    step: from 1. rank: of the learner process that asked. chunk: as in `Judged`. segment: None
+    for an answer that is left out.
     """
 
     step: int
     rank: int
-    chunk: int | None = None
+    chunk: int
     segment: LoggedSegment | None = None
 
 
@@ -276,7 +275,7 @@ class RolloutLog:
     def write(self, step: int, judged: Sequence[Judged], places: Sequence[Segmented] = ()) -> None:
         """All of a step at once; the file appears whole or not at all.
 
-        places: of the segments of those with a target, in order.
+        step: its number, from 1. places: of the segments of those with a target, in order.
 
         Raises RunError when the disk is full.
         """

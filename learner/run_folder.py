@@ -81,7 +81,7 @@ class RunFolder:
         return ranks
 
     def answer_steps(self) -> list[int]:
-        """Steps of channel B whose answers are logged, counted from 0, in order."""
+        """Steps of channel B whose answers are logged, in order."""
         names = (path.name for path in (self.path / ROLLOUTS).glob("step_*.jsonl"))
         return sorted({step for name in names if (step := step_of(name)) is not None})
 

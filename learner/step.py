@@ -180,7 +180,7 @@ class StepRunner:
             base = {"rollout_seed_base": rollout_seed_base(self._seed, report.step)}
             report.payload.note({"rollout/seed_base": base["rollout_seed_base"]})
         if self._log_calls is not None:
-            self._log_calls({"step": report.step, **base, **record})
+            self._log_calls({"step": report.step + 1, **base, **record})
 
     def _learn(self, this: _Step, chunks: Iterator[Chunk[Pack]]) -> Tensor:
         """One forward and backward per pack, weighted by its share of the samples (LOSS-05)."""

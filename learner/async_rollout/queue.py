@@ -108,9 +108,9 @@ class ReadyQueue(Generic[R]):
         Raises RunError when there is none, or it is stale: who asks has looked before.
         """
         if not self._shares:
-            raise RunError(f"channel B was to run step {step}, and no share is ready: {self}")
+            raise RunError(f"channel B was to run step {step + 1}, and no share is ready: {self}")
         if self.is_stale(self._shares[0]):
-            raise RunError(f"channel B was to run step {step} on a stale share: {self}")
+            raise RunError(f"channel B was to run step {step + 1} on a stale share: {self}")
         return self._shares.popleft()
 
     def take_newest(self) -> R | None:

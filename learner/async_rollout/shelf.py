@@ -74,7 +74,7 @@ class Shelf(Generic[R]):
         if share is None:
             share, self._making = self._making, None
         if share is None:
-            raise RunError(f"no share is left for step {step}: {self._queue}")
+            raise RunError(f"no share is left for step {step + 1}: {self._queue}")
         self._shares.trained(share)
         return share
 

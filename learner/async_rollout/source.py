@@ -114,7 +114,7 @@ class AsyncSource:
         versions = {version for version, _ in said}
         if len(versions) > 1:
             by_rank = [version for version, _ in said]
-            raise RunError(f"before step {step} the processes are at the versions {by_rank}")
+            raise RunError(f"before step {step + 1} the processes are at the versions {by_rank}")
         if any(wants_push for _, wants_push in said):
             with clock.phase("push"), self.quiet():
                 self._policy.push()
@@ -132,7 +132,7 @@ class AsyncSource:
         with clock.phase("rollout"), clock.phase("target"), clock.phase("pack"):  # made beside
             made = self._stock.take(step)
         if self._log_rollouts is not None:
-            self._log_rollouts(step, made.judged, made.places)
+            self._log_rollouts(step + 1, made.judged, made.places)
         return ShareFeed(made, self._policy.version)
 
     def payload(self) -> Payload:

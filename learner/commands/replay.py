@@ -18,7 +18,7 @@ def replay(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     step: Annotated[
         int | None,
-        typer.Option(help="Step of channel B, counted from 0. (every step that is logged)", min=0),
+        typer.Option(help="Step of channel B, counted from 1. (every step that is logged)", min=1),
     ] = None,
     sample: Annotated[
         str | None,

@@ -208,7 +208,7 @@ def _compare_packs(
 
 def _compare_metrics(step: LoggedStep, payload: Payload, result: StageResult) -> None:
     if not step.metrics:
-        result.note = f'not compared: metrics.jsonl has no line of "step": {step.step + 1}'
+        result.note = f'not compared: metrics.jsonl has no line of "step": {step.step}'
         return
     for key, value in payload.metrics().items():
         result.compared += 1

@@ -16,7 +16,7 @@ _LISTED = 8
 class LoggedStep:
     """A step as a run logged it.
 
-    step: counted from 0. ranks: the answers of each process, in the order in which it asked.
+    step: from 1. ranks: the answers of each process, in the order in which it asked.
     metrics: of its line in `metrics.jsonl`; empty where it has none yet.
     """
 
@@ -65,7 +65,7 @@ class StepLog:
     def __init__(self, run: RunFolder) -> None:
         self._run = run
         steps = (line for line in run.metrics() if "step/channel_b" in line)
-        self._metrics = {line["step"] - 1: line for line in steps}
+        self._metrics = {line["step"]: line for line in steps}
         self._ranks = run.calling_ranks()
 
     @property
@@ -87,21 +87,14 @@ class StepLog:
             ContractError: no answers are logged of it, or not all, or not all that became of them.
         """
         answers = self._run.answers(step)
-        where = f"{self._run.path}, step {step}"
         if not answers:
             raise self._absent(step)
-        if any(answer.chunk is None for answer in answers):
-            raise ContractError(
-                where,
-                "the log does not say what was taught of each answer: it is of an earlier version",
-                "Read it with the version of Rollmatch that wrote it (`versions` in run.json)",
-            )
         by_rank: dict[int, list[StepAnswer]] = {}
         for answer in answers:
             by_rank.setdefault(answer.rank, []).append(answer)
         if missing := sorted(self._ranks.get(step, set()) - set(by_rank)):
             raise ContractError(
-                where,
+                f"{self._run.path}, step {step}",
                 f"process {missing[0]} asked for answers, and its file in rollouts/ is missing",
                 "Restore it; if the run ended within this step, choose one before it",
             )
@@ -126,13 +119,9 @@ class StepLog:
         found = f"no answers of step {step} are logged"
         if self._metrics.get(step, {}).get("step/channel_b") == 0:
             found = f"step {step} was one of channel A, which has no answers"
-        do = f"Choose a step of channel B: {listed(steps)}"
-        if step - 1 in steps:
-            do = (
-                f'Steps count from 0 here: the line of "step": {step} in metrics.jsonl is '
-                f"--step {step - 1}. Of channel B are {listed(steps)}"
-            )
-        return ContractError(f"--step {step}", found, do)
+        return ContractError(
+            f"--step {step}", found, f"Choose a step of channel B: {listed(steps)}"
+        )
 
 
 def named(sample_id: str, wanted: str) -> bool:

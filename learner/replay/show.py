@@ -122,10 +122,10 @@ def notes_on(facts: Mapping[str, Any], step: int) -> Iterator[str]:
     ]
     if changed:
         yield f"the run was made with {', '.join(changed)}"
-    if step < facts["started_at_step"]:
+    if step <= facts["started_at_step"]:
         yield (
-            f"the run was started again at step {facts['started_at_step']}: steps before may have "
-            "been made with other versions and another training.packing_min_fill_ratio"
+            f"the run went on after step {facts['started_at_step']}: steps up to it may have been "
+            "made with other versions and another training.packing_min_fill_ratio"
         )
 
 

@@ -48,17 +48,16 @@ class ShownObject:
 class Card:
     """slug: the page has it at `#slug`. name: the end of the sample's id.
 
-    step: counted from 1, as in metrics.jsonl; None in an evaluation. log_step: counted from 0.
-    replay: what the command that replays takes; empty in an evaluation.
-    width, height: pixels of the image as the data file has them. picture: place in the list of
-    pictures. truths, predicted, hits, missed: how many. left_out: why it was not trained on.
+    step: counted from 1; None in an evaluation. replay: what the command that replays takes; empty
+    in an evaluation. width, height: pixels of the image as the data file has them. picture: place
+    in the list of pictures. truths, predicted, hits, missed: how many. left_out: why it was not
+    trained on.
     """
 
     slug: str
     sample_id: str
     name: str
     step: int | None
-    log_step: int | None
     replay: str
     rank: int
     seed: int | None
@@ -105,8 +104,7 @@ def _card(answer: LoggedAnswer, slug: str, picture: int, resolution: int) -> Car
         slug=slug,
         sample_id=answer.sample_id,
         name=name,
-        step=None if step is None else step + 1,
-        log_step=step,
+        step=step,
         replay="" if step is None else f"--step {step} --sample {shlex.quote(name)}",
         rank=answer.rank if isinstance(answer, StepAnswer) else 0,
         seed=answer.seed,
@@ -170,7 +168,7 @@ def _shown(
 def _slug(answer: LoggedAnswer) -> str:
     """`sample-74-train.jsonl-3451`: letters and digits of any script, `.`, `_` and `-` alone."""
     name = re.sub(r"[^\w.-]+", "-", Path(answer.sample_id).name)
-    step = f"{answer.step + 1}-" if isinstance(answer, StepAnswer) else ""
+    step = f"{answer.step}-" if isinstance(answer, StepAnswer) else ""
     return f"sample-{step}{name}"
 
 

@@ -138,7 +138,7 @@ def push_charts(run: RunView) -> list[Chart]:
     """One for each server, of its pushes in order."""
     servers: dict[str, list[tuple[str, Line]]] = {}
     for line in run.calls:
-        when = f"step {line['step'] + 1}" if "step" in line else "evaluation"
+        when = f"step {line['step']}" if "step" in line else "evaluation"
         for push in line.get("pushes", ()):
             servers.setdefault(push["server"], []).append((when, push))
     shown = list(servers.items())[:_MOST_SERVERS]

@@ -26,7 +26,6 @@ class LoggedStep:
     for channel A, and where they are not logged.
     """
 
-    step: int
     metrics: dict[str, float]
     rollouts: Sequence[Sequence[tuple[int, int]]] = ()
 
@@ -85,9 +84,8 @@ def read_run(folder: Path) -> LoggedRun:
     ranks = 1 + len(list(folder.glob("rollout_calls.rank*.jsonl")))
     steps = [
         LoggedStep(
-            line["step"] - 1,
             {key: value for key, value in line.items() if isinstance(value, int | float)},
-            _rollouts(run, line["step"] - 1, ranks),
+            _rollouts(run, line["step"], ranks),
         )
         for line in lines
         if "step/channel_b" in line

@@ -7,7 +7,7 @@ from simpy import Environment
 
 from learner.config.schema import Config
 from learner.data.order import ShareOrder
-from learner.preflight import check_step_budget
+from learner.preflight import check_processes, check_step_budget
 from learner.rollout.distribution import call_size, plan_chunks, rank_caps, rank_chunk_size
 from learner.simulate.engines import Asked, Batches, Server, Use, Wait
 from learner.simulate.lengths import Lengths, Tokens
@@ -68,12 +68,7 @@ class Setting:
             raise ContractError(
                 "servers", f"{self.servers}, and the backend is {backend}", "Leave them out"
             )
-        if backend == "colocate" and self.ranks > 1:
-            raise ContractError(
-                "rollout_matching.vllm.mode",
-                f"colocate, and there are {self.ranks} learner processes",
-                "Use vllm.mode: server, or one process",
-            )
+        check_processes(self.config, self.ranks)
         check_step_budget(self.config, self.lengths.samples, self.ranks)
 
 

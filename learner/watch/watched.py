@@ -77,7 +77,7 @@ class _Calls:
         self.new.append((self.step, Event(at, what)))
 
     def _take(self, line: Numbers) -> None:
-        at = line["step"] + 1 if "step" in line else None  # as metrics.jsonl counts
+        at = line.get("step")
         self.step = self.step if at is None else at
         for entry in line.get("servers", ()):
             self.servers[entry["base_url"]]  # shown before it is asked

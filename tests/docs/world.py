@@ -29,7 +29,7 @@ SERVER = "--kv-cache-gib 0.125"
 FOLDERS = {"docs/data.md": "data"}
 
 # Steps of the longer runs that documents speak of, and those of the run here.
-STEPS = {"--step 119": "--step 3", "--step 12": "--step 3", "checkpoint-120": "checkpoint-4"}
+STEPS = {"--step 120": "--step 4", "--step 12": "--step 4", "checkpoint-120": "checkpoint-4"}
 SAMPLE = "train.jsonl:7"
 # What documents call the one training YAML.
 NAMES_OF_RUN = r"\b(?:train\.yaml|RUN\.yaml|F)(?=\s|$)"

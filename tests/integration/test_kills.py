@@ -178,7 +178,7 @@ def require_every_step_and_sample_once(config_file: Path, folder: Path) -> None:
     samples = read_samples(Path(config.data.train_jsonl), allow_poly=False)
     order = ShareOrder(len(samples), BATCH, RANKS, config.training.seed, config.data.shuffle)
     expected = Counter(
-        (step, rank, samples[index].sample_id)
+        (step + 1, rank, samples[index].sample_id)
         for step in range(STEPS)
         if channel_for_step(step, config.b_ratio) == "B"
         for rank in range(RANKS)

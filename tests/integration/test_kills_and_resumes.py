@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DRIVER = Path(__file__).with_name("killed_learner.py")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 STEPS, BATCH, SAMPLES, SEED = 8, 4, 16, 11
-B_STEPS = [1, 3, 5, 7]
+B_STEPS = [2, 4, 6, 8]
 NUMBERS = ("loss", "grad_norm", "learning_rate", "sync/weights_version")
 
 
@@ -139,7 +139,7 @@ def assert_the_same_run(run: Path, whole: Path) -> None:
 def assert_every_sample_is_logged_once(run: Path, data: ToyData) -> None:
     order = ShareOrder(SAMPLES, BATCH, 1, SEED, shuffle=True)
     name = data.train_jsonl
-    wanted = {(step, f"{name}:{i + 1}") for step in B_STEPS for i in order.share(step, 0)}
+    wanted = {(step, f"{name}:{i + 1}") for step in B_STEPS for i in order.share(step - 1, 0)}
     logged = [
         (record["step"], record["sample_id"])
         for path in (run / "rollouts").iterdir()
@@ -166,7 +166,7 @@ def test_a_run_killed_within_a_step_and_within_a_checkpoint_ends_as_if_it_had_no
 ) -> None:
     run = world.folder / "killed"
     config = world.config(run)
-    answered = "rollouts/step_000003.jsonl.part"
+    answered = "rollouts/step_000004.jsonl.part"
     assert learn(config, "open", answered).returncode == -signal.SIGKILL
     assert checkpoints(run) == ["checkpoint-2"]
     assert len(numbers(run)) == 3  # of which the third will be made again

@@ -106,7 +106,7 @@ class RunMaker:
         *,
         chunk: int | None = None,
         ranks: int = 1,
-        steps: Sequence[int] = (1, 3),
+        steps: Sequence[int] = (2, 4),
     ) -> Path:
         """A folder as a run of `config` leaves it, whose other steps were of channel A.
 
@@ -115,7 +115,7 @@ class RunMaker:
         folder = open_run_folder(config, None)
         prompt = PromptEncoder(self._loaded.processor, config.template.prompt, None)
         policies = [self._policy(config, prompt, chunk) for _ in range(ranks)]
-        for step in range(max(steps) + 1):
+        for step in range(1, max(steps) + 1):
             if step not in steps:
                 self._line(folder, step, {"step/channel_b": 0.0})
                 continue
@@ -150,7 +150,7 @@ class RunMaker:
         CallLog(folder, rank).write({"step": step})
         if not config.rollout_matching.async_rollout.enabled:
             source = InStep(policy, channel, packer, 0, rank, log.write)
-            feed = source.feed(step, own, PhaseClock())
+            feed = source.feed(step - 1, own, PhaseClock())
             assert list(feed.chunks())[-1].last
             policy.mark_updated()
             return feed.payload()
@@ -158,12 +158,12 @@ class RunMaker:
         maker = ShareMaker(
             policy, Pushing(channel, policy), packer, lambda _: own, 0, rank, opened()
         )
-        made = maker.make(step)
+        made = maker.make(step - 1)
         log.write(step, made.judged, made.places)
         return made.payload
 
     def _line(self, folder: Path, step: int, metrics: dict[str, float]) -> None:
-        state, control = TrainerState(global_step=step + 1), TrainerControl()
+        state, control = TrainerState(global_step=step), TrainerControl()
         JsonlLog(folder).on_log(None, state, control, metrics)  # type: ignore[arg-type]
 
 

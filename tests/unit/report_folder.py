@@ -68,7 +68,7 @@ def call_line(step: int, server: str = SERVER, **more: Any) -> dict[str, Any]:
     seconds = {"start": 0.04, "send": 0.1, "finish": 0.03, "total": 0.17, "pause": 0.03}
     push = {
         "server": server,
-        "version": step + 1,
+        "version": step,
         "again": False,
         "seconds": {**seconds, "transfer": 0.02, "load": 0.06, "verify": 0.01, "caches": 0.01},
         "bytes": 7_000_000,
@@ -86,7 +86,7 @@ def call_line(step: int, server: str = SERVER, **more: Any) -> dict[str, Any]:
 
 def answer(
     sample: str = "train.jsonl:1",
-    step: int = 1,
+    step: int = 2,
     *,
     truths: Sequence[tuple[str, Box]] = (("cat", (100, 100, 400, 400)),),
     predicted: Sequence[tuple[str, Box]] = (("cat", (110, 100, 400, 400)),),
@@ -131,6 +131,7 @@ def answer(
         "response_token_ids": [3] * 38,
         "step": step,
         "rank": 0,
+        "chunk": 0,
     }
     return StepAnswer(**{**known, **more})
 

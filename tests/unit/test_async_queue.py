@@ -252,7 +252,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: len(self.trained) == TOTAL)
     @rule()
     def over(self) -> None:
-        with pytest.raises(RunError, match="no share is left for step 12"):
+        with pytest.raises(RunError, match="no share is left for step 13"):
             self.stock.take_unanswered(TOTAL)
 
 

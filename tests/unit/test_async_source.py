@@ -116,7 +116,7 @@ def test_at_the_end_channel_a_takes_back_what_is_not_answered_in_time(actor_of: 
     assert actor.servers.next_asked() == actor.ids(1)
     taken = [list(actor.source.samples(step, [])) for step in range(3)]
     assert taken == [list(actor.share(share)) for share in (2, 0, 1)]
-    with pytest.raises(RunError, match="no share is left for step 3"):
+    with pytest.raises(RunError, match="no share is left for step 4"):
         actor.source.samples(3, [])
 
 
@@ -323,7 +323,7 @@ def test_processes_at_different_versions_end_the_run(
         actor.source.close()
         return str(caught.value)
 
-    found = "before step 4 the processes are at the versions [0, 1]"
+    found = "before step 5 the processes are at the versions [0, 1]"
     assert as_ranks(differing) == [found, found]
 
 

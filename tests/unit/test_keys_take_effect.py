@@ -190,7 +190,7 @@ def test_a_run_writes_objects_in_the_order_asked_for_and_curves_where_asked_for(
         {"object_field_order": "geometry_first"},
         {"logging_dir": str(curves)},
     )
-    lines = (folder / "rollouts" / "step_000000.jsonl").read_text().splitlines()
+    lines = (folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()
     answers = [StepAnswer.model_validate_json(line) for line in lines]
     tokenizer: Any = load_model(config).tokenizer
     taught = [tokenizer.decode(answer.target.ids) for answer in answers if answer.target]

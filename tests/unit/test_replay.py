@@ -47,7 +47,7 @@ SERVERS = {
         "server": {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 2}]},
     }
 }
-STEPS = (1, 3)
+STEPS = (2, 4)
 HALF = {"stage2_ab": {"schedule": {"b_ratio": 0.5}}}
 MakeRun = Callable[..., Path]
 
@@ -115,8 +115,8 @@ def replay(run: Path, *options: str) -> Result:
 
 
 def edit(run: Path, change: Callable[[list[dict[str, Any]]], None], rank: int = 0) -> None:
-    """Change the logged answers of step 3."""
-    name = "step_000003.jsonl" if rank == 0 else f"step_000003.rank{rank}.jsonl"
+    """Change the logged answers of step 4."""
+    name = "step_000004.jsonl" if rank == 0 else f"step_000004.rank{rank}.jsonl"
     file = run / "rollouts" / name
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     change(lines)
@@ -159,7 +159,7 @@ def test_every_step_of_a_run_is_built_again_bit_for_bit(
     result = replay(run)
     assert result.exit_code == 0, result.output
     assert "Identical: all 2 steps" in result.output
-    one = replay(run, "--step", "3")
+    one = replay(run, "--step", "4")
     assert one.exit_code == 0
     numbers = next(line for line in one.output.splitlines() if line.startswith("metrics"))
     assert int(numbers.split()[1]) > 20
@@ -169,12 +169,12 @@ def test_every_step_of_a_run_is_built_again_bit_for_bit(
 def test_versions_of_weights_part_the_packs_of_an_asynchronous_share(make_run: MakeRun) -> None:
     beside = {**SERVERS, "async_rollout": {"enabled": True}}
     run = make_run(chunk=2, rollout_matching=beside, global_max_length=4000)
-    answers = RunFolder.open(run).answers(3)
+    answers = RunFolder.open(run).answers(4)
     packs = {(a.segment.pack, a.weights_version[0]) for a in answers if a.segment}
     assert len(packs) == len({pack for pack, _ in packs}) == 2
-    assert replay(run, "--step", "3").exit_code == 0
+    assert replay(run, "--step", "4").exit_code == 0
     edit_config(run, {"rollout_matching": {"async_rollout": {"enabled": False}}})
-    result = replay(run, "--step", "3")
+    result = replay(run, "--step", "4")
     assert result.exit_code == 1
     assert "First difference: packs" in result.output
 
@@ -294,7 +294,7 @@ def test_the_first_difference_is_named(
     run: Path, change: Callable[[dict[str, Any]], object], told: list[str]
 ) -> None:
     edit(run, in_first(change), rank=1)
-    result = replay(run, "--step", "3")
+    result = replay(run, "--step", "4")
     assert result.exit_code == 1, result.output
     stage = told[0].partition(".")[0]
     assert f"First difference: {stage}, sample " in result.output
@@ -302,8 +302,8 @@ def test_the_first_difference_is_named(
     shown = " ".join(result.output.split())
     for part in told:
         assert " ".join(part.split()) in shown
-    assert "Different: step 3" in result.output
-    assert replay(run, "--step", "1").exit_code == 0
+    assert "Different: step 4" in result.output
+    assert replay(run, "--step", "2").exit_code == 0
 
 
 @pytest.mark.req("REPLAY-01")
@@ -357,7 +357,7 @@ def test_a_parser_that_reads_otherwise_is_found(
         return replace(parsed, dropped=[])
 
     monkeypatch.setattr("learner.channels.judge.parse_rollout", forgetful)
-    result = replay(finished, "--step", "1")
+    result = replay(finished, "--step", "2")
     assert result.exit_code == 1
     assert "parse.dropped[0]" in result.output
     assert re.search(r"packs +0 +segments .* it follows from parse", result.output)
@@ -371,14 +371,14 @@ def test_numbers_of_the_step_are_compared_with_its_line(run: Path) -> None:
     lines[3]["stage2_ab/channel_b/match_rate"] += 1e-9
     del lines[3]["packing/post_rollout_packs"]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = replay(run, "--step", "3")
+    result = replay(run, "--step", "4")
     assert result.exit_code == 1
     assert "First difference: metrics, all processes" in result.output
     assert re.search(r"field +metrics\.packing/post_rollout_packs", result.output)
     assert re.search(r"logged +nothing", result.output)
     assert re.search(r"metrics +\d+ +numbers +\d+ +2\b", result.output)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines[:3]))
-    result = replay(run, "--step", "3")
+    result = replay(run, "--step", "4")
     assert result.exit_code == 0
     assert 'no line of "step": 4' in result.output
 
@@ -388,12 +388,12 @@ def test_numbers_of_the_step_are_compared_with_its_line(run: Path) -> None:
 
 @pytest.mark.req("REPLAY-01")
 def test_the_story_of_an_answer_is_told_whole(finished: Path) -> None:
-    answers = RunFolder.open(finished).answers(3)
+    answers = RunFolder.open(finished).answers(4)
     told = next(a for a in answers if a.match.pairs and a.match.false_negatives)
     assert told.target is not None
     assert told.segment is not None
     name = told.sample_id.rpartition("/")[2]
-    result = replay(finished, "--step", "3", "--sample", name)
+    result = replay(finished, "--step", "4", "--sample", name)
     assert result.exit_code == 0
     shown = " ".join(result.output.split())
     assert f"Sample {told.sample_id}" in shown
@@ -415,7 +415,7 @@ def test_the_story_of_an_answer_is_told_whole(finished: Path) -> None:
 def test_an_answer_does_not_steer_the_terminal(run: Path, toy_checkpoint: Path, place: str) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(toy_checkpoint)
     steering = tokenizer.encode("\x1b]0;title\x07\x9b2J", add_special_tokens=False)
-    told = next(a for a in RunFolder.open(run).answers(3) if a.rank == 0 and a.target is not None)
+    told = next(a for a in RunFolder.open(run).answers(4) if a.rank == 0 and a.target is not None)
 
     def write(lines: list[dict[str, Any]]) -> None:
         line = next(each for each in lines if each["sample_id"] == told.sample_id)
@@ -425,16 +425,16 @@ def test_an_answer_does_not_steer_the_terminal(run: Path, toy_checkpoint: Path, 
         )
 
     edit(run, write)
-    output = replay(run, "--step", "3", "--sample", told.sample_id).output
+    output = replay(run, "--step", "4", "--sample", told.sample_id).output
     assert [c for c in output if not c.isprintable() and c != "\n"] == []
     assert output.count(r"\x1b]0;title\x07\x9b2J") >= 2, "in the answer and in what becomes of it"
 
 
 @pytest.mark.req("REPLAY-01")
 def test_a_dropped_object_is_told_with_its_reason_and_what_that_means(finished: Path) -> None:
-    answers = RunFolder.open(finished).answers(1)
+    answers = RunFolder.open(finished).answers(2)
     told = next(a for a in answers if a.parse.dropped and a.parse.dropped[0][1] == "missing_desc")
-    result = replay(finished, "--step", "1", "--sample", told.sample_id)
+    result = replay(finished, "--step", "2", "--sample", told.sample_id)
     assert "dropped, missing_desc: no description" in " ".join(result.output.split())
 
 
@@ -442,10 +442,10 @@ def test_a_dropped_object_is_told_with_its_reason_and_what_that_means(finished: 
 def test_a_sample_of_one_step_is_found_without_the_step(finished: Path) -> None:
     steps = {step: RunFolder.open(finished).answers(step) for step in STEPS}
     ids = {step: {answer.sample_id for answer in own} for step, own in steps.items()}
-    result = replay(finished, "--sample", min(ids[1] - ids[3]))
-    assert "Step 1: " in result.output
-    with pytest.raises(ContractError, match=r"steps 1, 3 have a sample.*Say which step"):
-        replay(finished, "--sample", min(ids[1] & ids[3]))
+    result = replay(finished, "--sample", min(ids[2] - ids[4]))
+    assert "Step 2: " in result.output
+    with pytest.raises(ContractError, match=r"steps 2, 4 have a sample.*Say which step"):
+        replay(finished, "--sample", min(ids[2] & ids[4]))
 
 
 # --- Bad input ----------------------------------------------------------------------------
@@ -459,24 +459,21 @@ def refusal(run: Path, *options: str) -> str:
 
 @pytest.mark.req("REPLAY-01")
 def test_a_step_without_answers_is_told_why_and_which_ones_have_some(run: Path) -> None:
-    assert "no answers of step 7 are logged. Choose a step of channel B: 1, 3" in refusal(
+    assert "no answers of step 7 are logged. Choose a step of channel B: 2, 4" in refusal(
         run, "--step", "7"
     )
-    assert "step 0 was one of channel A" in refusal(run, "--step", "0")
-    counted_from_one = refusal(run, "--step", "4")
-    assert "Steps count from 0 here" in counted_from_one
-    assert "--step 3" in counted_from_one
+    assert "step 3 was one of channel A" in refusal(run, "--step", "3")
     shutil.rmtree(run / "rollouts")
     assert "no answers are logged in it" in refusal(run)
 
 
 @pytest.mark.req("REPLAY-01")
 def test_logs_that_do_not_have_it_all_are_refused(run: Path) -> None:
-    (run / "rollouts" / "step_000003.rank1.jsonl").unlink()
-    assert "process 1 asked for answers, and its file" in refusal(run, "--step", "3")
+    (run / "rollouts" / "step_000004.rank1.jsonl").unlink()
+    assert "process 1 asked for answers, and its file" in refusal(run, "--step", "4")
     result = replay(run)
     assert result.exit_code == 0
-    assert "note: step 3 is left out" in result.output
+    assert "note: step 4 is left out" in result.output
     assert "all 1 step (1 could not be read)" in result.output
 
     def without_chunks(lines: list[dict[str, Any]]) -> None:
@@ -484,17 +481,17 @@ def test_logs_that_do_not_have_it_all_are_refused(run: Path) -> None:
             del line["chunk"]
 
     edit(run, without_chunks)
-    assert "it is of an earlier version" in refusal(run, "--step", "3")
+    assert "is no logged answer" in refusal(run, "--step", "4")
 
 
 @pytest.mark.req("REPLAY-01")
 def test_a_role_that_is_none_is_refused(run: Path) -> None:
     edit(run, in_first(lambda line: line["target"].update(roles="9")))
-    assert "is no logged answer" in refusal(run, "--step", "3")
+    assert "is no logged answer" in refusal(run, "--step", "4")
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    assert "is no run folder" in refusal(tmp_path, "--step", "3")
+    assert "is no run folder" in refusal(tmp_path, "--step", "4")
 
 
 @pytest.mark.req("REPLAY-01")
@@ -520,15 +517,15 @@ def test_the_tokenizer_has_to_be_that_of_the_run(run: Path, toy_checkpoint: Path
 
 
 def test_samples_that_are_not_there_or_several_are_told(run: Path) -> None:
-    assert "step 3 has no sample '0'" in refusal(run, "--step", "3", "--sample", "0")
+    assert "step 4 has no sample '0'" in refusal(run, "--step", "4", "--sample", "0")
     assert "no logged step has a sample 'x'" in refusal(run, "--sample", "x")
 
     def another(lines: list[dict[str, Any]]) -> None:
         lines[1]["sample_id"] = "/elsewhere/train.jsonl:" + lines[0]["sample_id"].split(":")[-1]
 
     edit(run, another)
-    number = RunFolder.open(run).answers(3)[0].sample_id.rpartition(":")[2]
-    assert "Name one of /elsewhere/" in refusal(run, "--step", "3", "--sample", number)
+    number = RunFolder.open(run).answers(4)[0].sample_id.rpartition(":")[2]
+    assert "Name one of /elsewhere/" in refusal(run, "--step", "4", "--sample", number)
 
 
 @pytest.mark.req("REPLAY-01")
@@ -537,11 +534,11 @@ def test_other_versions_and_later_starts_are_noted(run: Path) -> None:
     facts["versions"] |= {"numpy": "0.1", "lost": "7"}
     facts["started_at_step"] = 2
     (run / "run.json").write_text(json.dumps(facts))
-    output = replay(run, "--step", "1").output
+    output = replay(run, "--step", "2").output
     assert "note: the run was made with numpy 0.1 (here " in output
     assert "lost 7 (here none)" in output
-    assert "note: the run was started again at step 2" in output
-    assert "started again" not in replay(run, "--step", "3").output
+    assert "note: the run went on after step 2" in output
+    assert "went on" not in replay(run, "--step", "4").output
 
 
 def test_help_needs_nothing_heavy() -> None:

@@ -148,10 +148,10 @@ def test_shapes_know_what_they_are_and_their_partner() -> None:
 
 
 def test_a_card_can_be_pointed_at(tmp_path: Path) -> None:
-    cards, _ = cards_of([answer("a b/träin.jsonl:7", 4), answer("träin.jsonl:7", 4)], 256)
+    cards, _ = cards_of([answer("a b/träin.jsonl:7", 5), answer("träin.jsonl:7", 5)], 256)
     assert [card.slug for card in cards] == ["sample-5-träin.jsonl-7", "sample-5-träin.jsonl-7--2"]
-    assert (cards[0].step, cards[0].log_step, cards[0].name) == (5, 4, "träin.jsonl:7")
-    assert cards[0].replay == "--step 4 --sample 'träin.jsonl:7'"
+    assert (cards[0].step, cards[0].name) == (5, "träin.jsonl:7")
+    assert cards[0].replay == "--step 5 --sample 'träin.jsonl:7'"
 
 
 def test_an_image_of_several_answers_is_embedded_once(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_what_was_hidden_behind_learning_is_told_and_not_added_to_the_step(
 
 def test_pushes_are_drawn_by_server_and_by_clock(tmp_path: Path) -> None:
     other = "http://server-2:8000"
-    calls = [call_line(1), call_line(3), call_line(3, other, lost=[[SERVER, "no answer"]])]
+    calls = [call_line(2), call_line(4), call_line(4, other, lost=[[SERVER, "no answer"]])]
     calls[1]["calls"].append({**calls[1]["calls"][0], "outcome": "timed out"})
     run = RunView.of(MadeRun(tmp_path, [step_line(2)], calls).write())
     charts = push_charts(run)

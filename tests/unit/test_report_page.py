@@ -75,8 +75,8 @@ def made(path: Path) -> MadeRun:
     lines = [step_line(step, "AB"[step % 2]) for step in range(1, 21)]
     lines.append({"step": 20, "eval/f1": 0.5, "eval/precision": 0.5, "eval/recall": 0.5})
     lines.append({"step": 20, "train_runtime": 60.0})
-    answers = [answer(f"train.jsonl:{step}", step) for step in range(0, 20, 2)]
-    return MadeRun(path, lines, [call_line(step) for step in range(0, 20, 2)], answers)
+    answers = [answer(f"train.jsonl:{step}", step) for step in range(1, 20, 2)]
+    return MadeRun(path, lines, [call_line(step) for step in range(1, 20, 2)], answers)
 
 
 def report(run: MadeRun) -> Page:
@@ -162,7 +162,7 @@ def answers_not_logged(path: Path) -> MadeRun:
 
 
 def hf_backend(path: Path) -> MadeRun:
-    calls = [call_line(1, "the learner", pushes=[]), call_line(3, "the learner", pushes=[])]
+    calls = [call_line(2, "the learner", pushes=[]), call_line(4, "the learner", pushes=[])]
     return MadeRun(path, [step_line(2)], calls, [answer()], {"rollout_backend": "hf"})
 
 
@@ -214,7 +214,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.req("REPORT-01")
 def test_a_run_of_thousands_of_steps_has_a_page_of_some_megabytes(tmp_path: Path) -> None:
     lines = [step_line(step, "AB"[step % 2]) for step in range(1, 6001)]
-    calls = [call_line(step) for step in range(0, 6000, 2)]
+    calls = [call_line(step) for step in range(1, 6000, 2)]
     out = write_report(MadeRun(tmp_path, lines, calls).write())
     assert out.stat().st_size < 12e6
     page = Page(out)

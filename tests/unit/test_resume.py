@@ -176,7 +176,7 @@ def test_logs_are_cut_to_what_they_were(tmp_path: Path) -> None:
     (tmp_path / "rollout_calls.rank1.jsonl").write_text("3\n")
     (tmp_path / "other.jsonl").write_text("3\n")
     (tmp_path / "rollouts").mkdir()
-    for name in ("step_000001.jsonl", "step_000002.jsonl", "step_000002.rank1.jsonl.part"):
+    for name in ("step_000002.jsonl", "step_000003.jsonl", "step_000003.rank1.jsonl.part"):
         (tmp_path / "rollouts" / name).write_text("{}\n")
     for _ in range(2):
         cut_back(tmp_path, sizes, step=2)
@@ -186,7 +186,7 @@ def test_logs_are_cut_to_what_they_were(tmp_path: Path) -> None:
             "other.jsonl",
             "rollouts",
         ]
-        assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000001.jsonl"]
+        assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000002.jsonl"]
     (tmp_path / "metrics.jsonl").write_text("1\n")
     cut_back(tmp_path, sizes, step=2)
     assert (tmp_path / "metrics.jsonl").read_text() == "1\n"
@@ -242,11 +242,11 @@ def test_a_run_that_goes_on_is_the_run_that_did_not_stop(
     assert f"Going on from {resumed / 'checkpoint-2'}" in said.getvalue()
     assert numbers(resumed) == numbers(whole)
     calls = lines(resumed / "rollout_calls.jsonl")
-    assert [call.get("step", "evaluation") for call in calls] == [1, "evaluation", 3, "evaluation"]
+    assert [call.get("step", "evaluation") for call in calls] == [2, "evaluation", 4, "evaluation"]
     adapter = f"checkpoint-{STEPS}/adapter_model.safetensors"
     assert tensors(resumed / adapter) == tensors(whole / adapter)
     names = sorted(path.name for path in (resumed / "rollouts").iterdir())
-    assert names == ["step_000001.jsonl", "step_000003.jsonl"]
+    assert names == ["step_000002.jsonl", "step_000004.jsonl"]
     base = AutoModelForImageTextToText.from_pretrained(toy_checkpoint)
     loaded = PeftModel.from_pretrained(base, resumed / f"checkpoint-{STEPS}")
     config = loaded.peft_config["default"]

@@ -56,7 +56,9 @@ def logged(folder: Path, source: Setting) -> Outcome:
         }
         if step.channel == "B":
             line |= {"sync/bytes": push.gigabytes * 1e9, "sync/gb_per_s": push.gb_per_s}
-            _log_rollouts(folder / "rollouts" / f"step_{step.step:06d}.jsonl", source, step.step)
+            _log_rollouts(
+                folder / "rollouts" / f"step_{step.step + 1:06d}.jsonl", source, step.step
+            )
         lines.append(line)
     lines.append({"step": len(lines), "train_runtime": outcome.seconds})
     text = "".join(json.dumps(line) + "\n" for line in lines)

@@ -257,9 +257,9 @@ def test_a_b_step_logs_its_calls_and_counts_no_others(
     runner = StepRunner(config, channel_a, channel_b, parts.pipeline, policy, logged.append)
     reports = [parts.step(runner, samples[:2], step)[1] for step in range(4)]
     assert [report.metrics.get("rollout/retries") for report in reports] == [None, 1, None, 1]
-    assert [record["step"] for record in logged] == [1, 3]
+    assert [record["step"] for record in logged] == [2, 4]
     for record in logged:
-        base = rollout_seed_base(11, record["step"])
+        base = rollout_seed_base(11, record["step"] - 1)
         assert record["rollout_seed_base"] == base
         assert record["decoding"] == {"max_tokens": 5}
         assert [call["seed"] for call in record["calls"]] == [request_seed(base, 0, 0)]
@@ -280,7 +280,7 @@ def test_a_step_whose_rollouts_fail_logs_its_calls_all_the_same(
     runner = StepRunner(config, channel_a, channel_b, parts.pipeline, policy, logged.append)
     with pytest.raises(RunError, match="nobody is there"):
         parts.step(runner, samples[:2])
-    assert [record["step"] for record in logged] == [0]
+    assert [record["step"] for record in logged] == [1]
 
 
 @pytest.mark.req("CHB-01", "MET-02")

@@ -71,7 +71,7 @@ def test_batches_are_logged_with_their_seeds_and_no_servers_are_counted(
     log = (tmp_path / "run" / "rollout_calls.jsonl").read_text().splitlines()
     record, _ = (json.loads(line) for line in log)
     seed = request_seed(record["rollout_seed_base"], 0, 0)
-    assert record["step"] == 1
+    assert record["step"] == 2
     assert record["calls"] == [
         {
             "server": "the learner",

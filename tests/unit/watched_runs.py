@@ -54,7 +54,7 @@ class WrittenRun:
         push = {"server": SERVER, "version": self.step, "again": False, "seconds": seconds}
         call = {"server": SERVER, "count": 8, "attempt": 1, "outcome": "answered"}
         line = {
-            "step": self.step - 1,
+            "step": self.step,
             "servers": [{"base_url": SERVER, "group_port": 1}],
             "sync_fallback": None,
             "pushes": [push],

@@ -268,7 +268,7 @@
     if (card.left_out) entries.push(["not trained on", card.left_out]);
     if (card.step !== null) {
       const rank = card.rank ? `, learner process ${card.rank}` : "";
-      entries.unshift(["step", `${card.step} (in rollouts/ and replay: ${card.log_step})${rank}`]);
+      entries.unshift(["step", `${card.step}${rank}`]);
     }
     return make("dl", { class: "facts" }, ...entries.map(([name, value]) =>
       make("div", {}, make("dt", {}, name), make("dd", { dir: "auto" }, String(value)))));
