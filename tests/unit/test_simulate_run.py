@@ -189,8 +189,9 @@ def test_a_run_over_epochs_has_as_many_steps_as_training_makes() -> None:
         (lambda: setting(servers=2, **HF), "servers"),
         (lambda: setting(global_max_length=130), "global_max_length"),
         (lambda: setting(training={"packing_buffer": 4}), "training.packing_buffer"),
+        (lambda: setting(training={"data_parallel": "fsdp2"}), "training.data_parallel"),
     ],
-    ids=["ranks", "samples", "places", "servers", "length", "buffer"],
+    ids=["ranks", "samples", "places", "servers", "length", "buffer", "sharding"],
 )
 def test_what_no_run_could_have_is_refused_as_a_run_refuses_it(asked: Any, where: str) -> None:
     with pytest.raises(ContractError) as refused:
