@@ -18,20 +18,14 @@ A trial loads nothing: READY is what it ends in, wherever it breaks.
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TypeVar
 
-from torch.distributed import TCPStore
-
-from rollout_server.engine_types import EngineDead, WeightPhaseFailed
-from rollout_server.group_store import open_group_store
-from rollout_server.joint import all_of
 from rollout_server.opening import open_update, unfit_base
 from rollout_server.problems import refusal
 from rollout_server.stopwatch import timed
-from rollout_server.transfer_info import init_info, update_info
+from rollout_server.transfer_info import update_info
 from rollout_server.updatable import (
     EngineCall,
     UpdatableEngine,
@@ -40,9 +34,9 @@ from rollout_server.updatable import (
     worker_phase,
 )
 from rollout_server.verification import differ, differences, unknown_digests
+from rollout_server.weight_group import WeightGroup, where_of
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
-    GLOO_TRANSPORTS,
     CommunicatorReady,
     FinishWeightUpdate,
     InitCommunicator,
@@ -59,13 +53,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Phases in which the workers wait for the learner.
-WITH_THE_LEARNER = ("rendezvous", "transfer")
-
 
 class WeightUpdates:
-    """worker_margin_s: a worker gives up by itself after the group's `timeout_s`; so much
-    later the server stops waiting for it.
+    """worker_margin_s: as of `WeightGroup`; and so long an engine may take to clean up after an
+    update that broke.
     """
 
     def __init__(
@@ -78,14 +69,11 @@ class WeightUpdates:
     ) -> None:
         self.state: WeightState = "READY"
         self.version = 0
+        self.group = WeightGroup(engines, tensor_parallel_size, transport, worker_margin_s)
         self._engines = engines
-        self._tensor_parallel_size = tensor_parallel_size
         self._transport = transport
         self._server_epoch = server_epoch
         self._worker_margin_s = worker_margin_s
-        self._store: TCPStore | None = None
-        self._group: InitCommunicator | None = None
-        self._heard: float | None = None  # when its learner, who means to stay, was heard of
         self._update: Update | None = None
         self._one_phase = asyncio.Lock()
         self._phases_begun = 0
@@ -93,19 +81,6 @@ class WeightUpdates:
         self._expiring: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._settled.set()
-
-    @property
-    def group(self) -> str | None:
-        """Where the weight group that stands has met; None without one."""
-        return None if self._group is None else f"{self._group.host}:{self._group.port}"
-
-    @property
-    def group_heard_s(self) -> float | None:
-        """Seconds since the learner of the group was heard of; None without one.
-
-        Nor is a guest's, who asked for it with `if_none` and leaves it at once.
-        """
-        return None if self._heard is None else time.monotonic() - self._heard
 
     @property
     def status(self) -> WeightStatus:
@@ -124,21 +99,16 @@ class WeightUpdates:
 
         With `if_none` it keeps out of the way of a group that stands, and of a phase that runs.
         """
-        self._check_init(init)
+        self.group.check(init)
         if init.if_none and self._one_phase.locked():
             raise refusal("weight-update-order", "another learner's phase runs", "if_none")
-        self._check_alone(init)
-        self._store = None  # whoever still meets there has been left by its learner
+        self.group.check_alone(init)
+        self.group.stop_meeting()
         async with self._phase():
-            self._check_alone(init)
+            self.group.check_alone(init)
             await self._abandon_update("a new weight group was asked for")
-            await self._drop_group()
-            if self._transport in GLOO_TRANSPORTS:
-                await self._meet_at_a_store(init)
-            else:
-                await self._join_group(init)
-            self._group = init
-            self._heard = None if init.if_none else time.monotonic()  # it has just been there
+            await self.group.leave()
+            await self.group.form(init)
         return CommunicatorReady(
             weights_version=self.version,
             world_size=init.world_size,
@@ -150,10 +120,7 @@ class WeightUpdates:
     async def start(self, body: StartWeightUpdate) -> WeightStatus:
         """Drain and pause every engine, make its layers loadable, check the manifest."""
         async with self._phase():
-            group = self._require_group("/start_weight_update/")
-            if body.attempt not in (None, group.attempt):
-                found = f"another group stands, which met at {self.group}"
-                raise refusal("weight-update-order", found, "attempt")
+            self.group.require("/start_weight_update/", body.attempt)
             if body.trial:
                 self._check_trial(body.version)
             else:
@@ -209,89 +176,27 @@ class WeightUpdates:
 
     def keep(self, attempt: str) -> WeightStatus:
         """Note that the learner of the group lives, whatever phase runs."""
-        if attempt != self._require_group("/keep_communicator/").attempt:
-            found = f"another group stands, which met at {self.group}"
-            raise refusal("weight-update-order", found, "attempt")
-        self._heard = time.monotonic()
+        self.group.keep(attempt)
         return self.status
 
     async def close_communicator(self, attempt: str | None = None) -> WeightStatus:
         """Leave the group of an attempt, or whichever stands; another's is left alone."""
-        if self._is_anothers(attempt):
+        if self.group.is_anothers(attempt):
             return self.status
         async with self._phase():
-            if self._is_anothers(attempt):  # formed meanwhile
+            if self.group.is_anothers(attempt):  # formed meanwhile
                 return self.status
             await self._abandon_update("the weight group was closed")
-            await self._drop_group()
+            await self.group.leave()
         return self.status
 
     async def replica_lost(self, reason: str) -> None:
         """Give up the group, of which a rank is gone, and an update that ran over it."""
         async with self._phase():
             await self._abandon_update(reason)
-            await self._drop_group()
+            await self.group.leave()
 
-    # --- the group
-
-    def _check_init(self, init: InitCommunicator) -> None:
-        workers = len(self._engines.all()) * self._tensor_parallel_size
-        if init.world_size != 1 + workers:
-            raise refusal(
-                "invalid-request",
-                f"is {init.world_size}, but the learner and {workers} engine worker(s) "
-                f"make {1 + workers}",
-                "world_size",
-            )
-        if init.transport != self._transport:
-            raise refusal(
-                "invalid-request",
-                f"is {init.transport}, but the server was started with {self._transport}",
-                "transport",
-            )
-
-    def _check_alone(self, init: InitCommunicator) -> None:
-        if init.if_none and self._group is not None:
-            found = f"a weight group stands, which met at {self.group}"
-            raise refusal("weight-update-order", found, "if_none")
-
-    def _is_anothers(self, attempt: str | None) -> bool:
-        """Whether the group that stands is of another attempt."""
-        return self._group is not None and attempt not in (None, self._group.attempt)
-
-    async def _meet_at_a_store(self, init: InitCommunicator) -> None:
-        """Open only until all have met, so that nobody meets a former group's store."""
-        self._store = await asyncio.to_thread(
-            open_group_store, init.host, init.port, init.timeout_s, init.attempt
-        )
-        try:
-            await self._join_group(init)
-        finally:
-            self._store = None  # closes it
-
-    async def _join_group(self, init: InitCommunicator) -> None:
-        async def join(numbered: tuple[int, UpdatableEngine]) -> None:
-            offset = 1 + numbered[0] * self._tensor_parallel_size
-            info = init_info(init, self._transport, offset)
-            await numbered[1].weight_phase("init_weight_transfer_engine", init_info=info)
-
-        joins = [join(numbered) for numbered in enumerate(self._engines.all())]
-        await self._together("rendezvous", joins, init)
-
-    async def _drop_group(self) -> None:
-        """Leave the group, if there is one; the port is free afterwards."""
-        if self._group is None:
-            return
-        init, self._group, self._heard = self._group, None, None
-        closes = [e.weight_phase("shutdown_weight_transfer_engine") for e in self._engines.alive()]
-        await self._together("close", closes, init)
-
-    def _require_group(self, route: str) -> InitCommunicator:
-        if self._group is None:
-            raise refusal(
-                "weight-update-order", "there is no weight group; /init_communicator/ first", route
-            )
-        return self._group
+    # --- what the phases are made of
 
     def _require_update(self, route: str) -> Update:
         if self.state != "UPDATING" or self._update is None:
@@ -301,8 +206,6 @@ class WeightUpdates:
                 route,
             )
         return self._update
-
-    # --- what the phases are made of
 
     def _check_order(self, version: int) -> None:
         """A version comes once, so that an engine built anew cannot pass for one that has it.
@@ -358,7 +261,7 @@ class WeightUpdates:
             for difference in differences(replica, digests, update.by_name, workers)
         ]
         if found:
-            problem = differ(found, len(digests), _where("verify", self._require_group("verify")))
+            problem = differ(found, len(digests), where_of("verify", self.group.require("verify")))
             await self._poison(str(problem))
             raise problem
 
@@ -374,15 +277,15 @@ class WeightUpdates:
             try:
                 yield
             finally:
-                if self.state == "UPDATING" and self._group is not None:
-                    self._arm_expiry(self._group.timeout_s)
+                if self.state == "UPDATING" and self.group.formed is not None:
+                    self._arm_expiry(self.group.formed.timeout_s)
 
     async def _drain(self, before: WeightState) -> None:
         """Pause; when sequences run on for too long, let them and take `start` back."""
-        group = self._require_group("start")
+        group = self.group.require("start")
         try:
             pauses = [engine.pause() for engine in self._engines.all()]
-            await self._within(group.timeout_s, "start: drain", pauses, group)
+            await self.group.within(group.timeout_s, "start: drain", pauses, group)
         except ProblemError:
             await self._back_to(before)
             raise
@@ -405,32 +308,12 @@ class WeightUpdates:
     async def _on(
         self, engines: Sequence[UpdatableEngine], phase: str, call: EngineCall[T]
     ) -> list[T]:
-        init = self._require_group(phase)
+        init = self.group.require(phase)
         try:
-            return await self._together(phase, [call(engine) for engine in engines], init)
+            return await self.group.together(phase, [call(engine) for engine in engines], init)
         except BaseException as error:
             await self._poison(str(error) or type(error).__name__, group_broke=phase == "transfer")
             raise
-
-    async def _together(
-        self, phase: str, calls: Sequence[Awaitable[T]], init: InitCommunicator
-    ) -> list[T]:
-        """Await one call to the workers of each engine."""
-        return await self._within(init.timeout_s + self._worker_margin_s, phase, calls, init)
-
-    async def _within(
-        self, deadline_s: float, phase: str, calls: Sequence[Awaitable[T]], init: InitCommunicator
-    ) -> list[T]:
-        """Raises the problem that names the side, the address of the group and the phase."""
-        began = time.monotonic()
-        where = _where(phase, init)
-        try:
-            return await all_of(calls, where, deadline_s, self._worker_margin_s)
-        except (EngineDead, WeightPhaseFailed) as failure:
-            missing = phase in WITH_THE_LEARNER and (
-                time.monotonic() - began >= 0.95 * init.timeout_s
-            )
-            raise _as_problem(failure, where, init.timeout_s if missing else None) from failure
 
     # --- states
 
@@ -463,7 +346,7 @@ class WeightUpdates:
         for engine in engines:
             clean_up += [engine.weight_phase("abandon_weight_update"), engine.abort_all()]
         if group_broke:
-            self._group = self._heard = None
+            self.group.broke()
             clean_up += [e.weight_phase("shutdown_weight_transfer_engine") for e in engines]
         joint = asyncio.gather(*clean_up, return_exceptions=True)
         try:  # a call that is given up is cancelled, so that the engine is watched again
@@ -484,7 +367,7 @@ class WeightUpdates:
             await self._on(self._engines.alive(), "trial: undo", worker_phase(name))
         await self._back_to("READY")
         if group_broke:
-            self._group = self._heard = None
+            self.group.broke()
 
     def _arm_expiry(self, idle_s: float) -> None:
         def expire() -> None:
@@ -506,17 +389,3 @@ class WeightUpdates:
 def poisoned() -> ProblemError:
     """The refusal of a server whose last update broke."""
     return refusal("weights-poisoned", "the last update broke half way", "weights")
-
-
-def _where(phase: str, init: InitCommunicator) -> str:
-    return f"{phase} at {init.host}:{init.port}"
-
-
-def _as_problem(failure: Exception, where: str, waited_s: float | None) -> ProblemError:
-    """waited_s: for the learner, in vain; None when it is not to blame."""
-    if isinstance(failure, EngineDead):
-        return refusal("not-ready", f"server: {failure}", where)
-    if waited_s is not None:
-        detail = f"learner (rank 0): missing for {waited_s:g} s; {failure}"
-        return refusal("weight-transfer-timeout", detail, where)
-    return refusal("weight-transfer-failed", f"server: {failure}", where)

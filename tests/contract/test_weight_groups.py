@@ -74,24 +74,24 @@ def test_a_group_is_left_alone_by_who_asks_for_none_and_closed_by_its_own_attemp
     async def work() -> None:
         bench = Bench()
         await bench.init(attempt="first")
-        group = bench.updates.group
+        group = bench.updates.group.formed
         with pytest.raises(ProblemError, match="a weight group stands") as caught:
             await bench.init(attempt="guest", if_none=True)
         assert caught.value.problem.status == 409
         await bench.start(1)
         assert (await bench.updates.close_communicator("guest")).state == "UPDATING"
-        assert bench.updates.group == group
+        assert bench.updates.group.formed is group
         body = StartWeightUpdate(version=1, parameters=[PARAMETER], attempt="guest")
         with pytest.raises(ProblemError, match="another group stands"):
             await bench.updates.start(body)
         assert bench.state == "UPDATING"
         await bench.init(attempt="second")  # a learner that comes again
         assert (await bench.updates.close_communicator("first")).state == "POISONED"
-        assert bench.updates.group is not None
+        assert bench.updates.group.formed is not None
         await bench.updates.close_communicator("second")
-        assert bench.updates.group is None
+        assert bench.updates.group.formed is None
         await bench.init(attempt="guest", if_none=True)
-        assert bench.updates.group is not None
+        assert bench.updates.group.formed is not None
 
     run(work())
 
@@ -115,7 +115,7 @@ def test_who_asks_for_no_group_keeps_out_of_the_way_of_one_that_forms() -> None:
         may_join.set()
         await first
         await closing
-        assert bench.updates.group is not None
+        assert bench.updates.group.formed is not None
 
     run(work())
 
@@ -126,26 +126,26 @@ def test_a_group_is_heard_of_by_the_signs_of_its_own_learner_alone(
 ) -> None:
     now = iter(range(100))
     clock = SimpleNamespace(monotonic=lambda: next(now))
-    monkeypatch.setattr("rollout_server.weight_updates.time", clock)
+    monkeypatch.setattr("rollout_server.weight_group.time", clock)
 
     async def work() -> None:
         bench = Bench()
         with pytest.raises(ProblemError, match="no weight group"):
             bench.updates.keep("first")
-        assert bench.updates.group_heard_s is None
+        assert bench.updates.group.heard_s is None
         await bench.init(attempt="first")
-        assert bench.updates.group_heard_s == 1, "its learner was there to form it"
+        assert bench.updates.group.heard_s == 1, "its learner was there to form it"
         await bench.start(1)
         assert bench.updates.keep("first").state == "UPDATING"
-        assert bench.updates.group_heard_s == 1
-        assert bench.updates.group_heard_s == 2
+        assert bench.updates.group.heard_s == 1
+        assert bench.updates.group.heard_s == 2
         with pytest.raises(ProblemError, match="another group stands") as caught:
             bench.updates.keep("second")
         assert caught.value.problem.status == 409
         await bench.updates.close_communicator()
-        assert bench.updates.group_heard_s is None
+        assert bench.updates.group.heard_s is None
         await bench.init(attempt="guest", if_none=True)
-        assert bench.updates.group_heard_s is None, "a guest is gone soon"
+        assert bench.updates.group.heard_s is None, "a guest is gone soon"
 
     run(work())
 
@@ -164,8 +164,8 @@ def test_a_group_that_broke_is_heard_of_no_more(trial: bool) -> None:
         bench.engines[0].script["receive_weights"] = fails(WeightPhaseFailed("no"))
         with pytest.raises(ProblemError):
             await bench.updates.receive(UpdateWeights(version=version))
-        assert (bench.state, bench.updates.group) == ("READY" if trial else "POISONED", None)
-        assert bench.updates.group_heard_s is None
+        assert (bench.state, bench.updates.group.formed) == ("READY" if trial else "POISONED", None)
+        assert bench.updates.group.heard_s is None
 
     run(work())
 
