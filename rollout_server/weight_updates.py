@@ -140,7 +140,7 @@ class WeightUpdates:
     async def receive(self, body: UpdateWeights) -> WeightStatus:
         """Receive the parameters of the manifest from the learner and load them."""
         async with self._phase():
-            update = self._require_update("/update_weights/")
+            update = self._require_update("/update_weights/", body.attempt)
             if body.version != update.version:
                 found = f"version {update.version} was started, not {body.version}"
                 raise refusal("weight-update-order", found, "version")
@@ -153,7 +153,7 @@ class WeightUpdates:
     async def finish(self, body: FinishWeightUpdate) -> SyncReport:
         """Complete and verify the load, drop what old weights cached, resume as new version."""
         async with self._phase():
-            update = self._require_update("/finish_weight_update/")
+            update = self._require_update("/finish_weight_update/", body.attempt)
             self._check_finish(body, update)
             loaded = await self._on_all("finish: load", worker_phase("complete_load"))
             update.add_slowest(loaded)
@@ -198,13 +198,14 @@ class WeightUpdates:
 
     # --- what the phases are made of
 
-    def _require_update(self, route: str) -> Update:
+    def _require_update(self, route: str, attempt: str | None) -> Update:
         if self.state != "UPDATING" or self._update is None:
             raise refusal(
                 "weight-update-order",
                 f"the state is {self.state}; /start_weight_update/ first",
                 route,
             )
+        self.group.require(route, attempt)
         return self._update
 
     def _check_order(self, version: int) -> None:

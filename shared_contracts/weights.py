@@ -307,19 +307,22 @@ class StartWeightUpdate(_Wire):
 
 
 class UpdateWeights(_Wire):
-    """Receive what the manifest of `version` lists."""
+    """Receive what the manifest of `version` lists. attempt: as in `StartWeightUpdate`."""
 
     version: Count
+    attempt: str | None = None
 
 
 class FinishWeightUpdate(_Wire):
     """Everything was sent: verify it and answer with it.
 
     digests: of parameters as they were sent; the engines must hold the same.
+    attempt: as in `StartWeightUpdate`.
     """
 
     version: Count
     digests: Annotated[list[ParameterDigest], Field(fail_fast=True)] = []
+    attempt: str | None = None
 
 
 class WeightStatus(_Wire):

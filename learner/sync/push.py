@@ -324,9 +324,9 @@ class WeightPusher:
             self._phase("start", lambda: self._client.start_weight_update(manifest))
             joined.base_checked |= manifest.base is not None and not trial
             started = time.monotonic()
-            digests = self._transfer(joined.group, source, dtype, parameters, version)
+            digests = self._transfer(joined, source, parameters, version)
             sent = time.monotonic()
-            report = self._finish(version, digests)
+            report = self._finish(joined.attempt, version, digests)
         except BaseException:
             self.abandon()
             raise
@@ -350,24 +350,24 @@ class WeightPusher:
 
     def _transfer(
         self,
-        group: WeightGroup,
+        joined: _Joined,
         source: WeightSource,
-        dtype: DtypeName,
         parameters: list[ParameterMeta],
         version: int,
     ) -> list[ParameterDigest]:
         columns = verified_columns(self._verify, parameters, version)
-        outgoing = Outgoing(source.tensors(dtype), columns)
+        outgoing = Outgoing(source.tensors(joined.ready.dtype), columns)
+        body = UpdateWeights(version=version, attempt=joined.attempt)
         self._together(
             "transfer",
-            lambda: self._client.update_weights(UpdateWeights(version=version)),
-            lambda: group.send(parameters, outgoing),
+            lambda: self._client.update_weights(body),
+            lambda: joined.group.send(parameters, outgoing),
             lambda: outgoing.newest,
         )
         return outgoing.digests()
 
-    def _finish(self, version: int, digests: list[ParameterDigest]) -> SyncReport:
-        body = FinishWeightUpdate(version=version, digests=digests)
+    def _finish(self, attempt: str, version: int, digests: list[ParameterDigest]) -> SyncReport:
+        body = FinishWeightUpdate(version=version, digests=digests, attempt=attempt)
         report = self._phase("finish", lambda: self._client.finish_weight_update(body))
         if report.verified < len(digests):
             found = f"it compared {report.verified} of {len(digests)} parameters"

@@ -10,6 +10,7 @@ from rollout_server.transfer_info import init_info, update_info
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
     AdapterBase,
+    FinishWeightUpdate,
     InitCommunicator,
     StartWeightUpdate,
     UpdateWeights,
@@ -82,8 +83,13 @@ def test_a_group_is_left_alone_by_who_asks_for_none_and_closed_by_its_own_attemp
         assert (await bench.updates.close_communicator("guest")).state == "UPDATING"
         assert bench.updates.group.formed is group
         body = StartWeightUpdate(version=1, parameters=[PARAMETER], attempt="guest")
-        with pytest.raises(ProblemError, match="another group stands"):
-            await bench.updates.start(body)
+        for late in (
+            bench.updates.start(body),
+            bench.updates.receive(UpdateWeights(version=1, attempt="guest")),
+            bench.updates.finish(FinishWeightUpdate(version=1, attempt="guest")),
+        ):
+            with pytest.raises(ProblemError, match="another group stands"):
+                await late
         assert bench.state == "UPDATING"
         await bench.init(attempt="second")  # a learner that comes again
         assert (await bench.updates.close_communicator("first")).state == "POISONED"
