@@ -16,6 +16,7 @@ from learner.commands.report import report
 from learner.commands.simulate import simulate
 from learner.commands.toy import toy_app
 from learner.commands.watch import watch
+from learner.cores import share_cores
 from shared_contracts.cli import print_version, run_cli
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -67,7 +68,7 @@ def train(
         console.print(f"Rollouts: {describe_backend(parsed, inputs.placement)}")
         clients = reach_servers(parsed)
 
-    _share_cores()
+    share_cores()
     os.environ.update(learner_environment(inputs.placement))
     if inputs.processes > 1:  # a process that ends is told by name, not by its sockets
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -102,7 +103,7 @@ def probe(
 
     parsed = load_config(config)
     check_checkpoint(Path(parsed.model.model))
-    _share_cores()
+    share_cores()
     from learner.probe import probe_servers, require_servers, table
 
     require_servers(parsed)
@@ -125,20 +126,11 @@ def demo(
     folder = out or _new_demo_folder()
     require_free(folder)
 
-    _share_cores()
+    share_cores()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the demo is for a CPU, whatever else is there
     from learner.demo import run_demo
 
     run_demo(folder.resolve(), seed, Console())
-
-
-def _share_cores() -> None:
-    """Have OpenMP threads sleep while they wait, before torch reads the setting.
-
-    By default they spin, and a learner that shares its cores with a server then takes
-    ten times as long for a step.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _new_demo_folder() -> Path:

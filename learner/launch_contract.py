@@ -21,7 +21,7 @@ class RolloutContract(TypedDict):
 
 
 def rollout_contract(config: Config) -> RolloutContract:
-    """Which backend generates, and the servers that have to be there."""
+    """Which backend generates, and its servers, also of a run that asks them nothing."""
     rollout = config.rollout_matching
     server = _server(config)
     return {

@@ -111,7 +111,8 @@ class SwiftTrainer:
     def _train(self) -> None:
         config, inputs, console = _RUN.config, _RUN.inputs, Console()
         if inputs.finished(config.training):
-            console.print(f"Finished at step {inputs.start.step}: {config.training.output_dir}")
+            found = f"Finished at step {inputs.start.step}: {config.training.output_dir}"
+            console.print(found, soft_wrap=True, markup=False, highlight=False)
             return
         disable_progress_bar()
         expect_full_disks_in_threads()

@@ -1,11 +1,11 @@
 """`learner doctor`: what holds of a set-up before GPUs are paid for (DEP-03)."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from learner.cores import share_cores
 from shared_contracts.cli import RUN_FAILED
 
 
@@ -24,7 +24,7 @@ def doctor(
     from learner.config import load_config
 
     parsed = load_config(config)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see cli.py
+    share_cores()
     console = Console(stderr=True)
     with console.status("Looking at files and libraries", spinner="line") as status:
         from learner.doctor.run import examine

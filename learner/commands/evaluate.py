@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from learner.cores import share_cores
+
 
 def evaluate(
     config: Annotated[
@@ -44,7 +46,7 @@ def evaluate(
     console.print(f"Answers: {answering}", soft_wrap=True, markup=False)
     clients = reach_servers(plan.config)
 
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see `learner train`
+    share_cores()
     os.environ.update(learner_environment(plan.placement))
     from learner.eval_run import run_evaluation, tables
 

@@ -44,7 +44,7 @@ def launch(
     checked = check_launch(parsed, asked, own)
     training = parsed.training
     if checked.inputs.finished(training):
-        console.print(f"Finished at step {checked.inputs.start.step}: {training.output_dir}")
+        tell(f"Finished at step {checked.inputs.start.step}: {training.output_dir}")
         return
     plan = plan_launch(config, parsed, checked, os.environ)
     plan.write_files()

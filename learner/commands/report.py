@@ -22,6 +22,7 @@ def report(
     folder = RunFolder.open(run)
     file = out or run / REPORT
     _require_page(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_report(folder, file)
     typer.echo(f"Report: {file} ({file.stat().st_size / 1e6:.1f} MB)")
 

@@ -45,10 +45,12 @@ def simulate(
     ] = None,
 ) -> None:
     """Simulate a run: expected step time, utilisation, and what other machines would change."""
+    from json import dumps
+
     from learner.config import load_config, load_mapping
     from learner.config.yaml12 import dump_mapping
     from learner.data.show import print_tables
-    from learner.publish import publish_text, require_new_file
+    from learner.publish import require_new_file
     from learner.simulate import Setting
     from learner.simulate import simulate as run
     from learner.simulate.tables import as_json, outcome_tables, sources_table, sweep_table
@@ -73,7 +75,7 @@ def simulate(
     if fitted is not None:
         print_tables([("Speeds fitted from the run", sources_table(fitted.sources))])
     if save_speeds is not None:
-        publish_text(save_speeds, dump_mapping(at.speeds.model_dump()))
+        _publish(save_speeds, dump_mapping(at.speeds.model_dump()))
     report: dict[str, object] = {"speeds": at.speeds.model_dump()}
     if variations:
         given = Given(load_mapping(config), at)
@@ -85,7 +87,7 @@ def simulate(
         print_tables(outcome_tables(outcome))
         report |= as_json(outcome)
     if json is not None:
-        _write(json, report)
+        _publish(json, dumps(report, indent=2, allow_nan=False) + "\n")
 
 
 def _rows(given: "Given", combinations: "list[Values]") -> "Iterator[tuple[Values, Outcome]]":
@@ -142,9 +144,8 @@ def _servers(config: "Config") -> int:
     return len(server.servers) if server is not None else 1
 
 
-def _write(path: Path, report: dict[str, object]) -> None:
-    import json
-
+def _publish(path: Path, text: str) -> None:
     from learner.publish import publish_text
 
-    publish_text(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(path, text)

@@ -50,10 +50,14 @@ def is_canonical_leaf(path: Path) -> bool:
 
 
 def _variant(path: Path) -> str | None:
-    """The variant whose canonical leaf a file is, by where it lies."""
+    """The variant whose canonical leaf a file is: it lies beside the variant's base, one below.
+
+    A run folder may have the name of a leaf's folder, and has no base.
+    """
     folder = Path(os.path.abspath(path)).parent  # folds `..`, unlike Path.absolute
     variant = folder.parent.name
-    return variant if folder.name in LEAF_FOLDERS and variant in LEAF_FIELDS else None
+    named = folder.name in LEAF_FOLDERS and variant in LEAF_FIELDS
+    return variant if named and (folder / BASE).is_file() else None
 
 
 def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractError]:

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from learner.config.schema import Config
+from learner.data.images import UnreadableImage
 from learner.doctor import gpus, memory
 from learner.doctor.findings import Finding, of_error, ok, skipped
-from learner.doctor.inputs import CHECKPOINT, DATA, SAMPLED, Looked, spread
+from learner.doctor.inputs import CHECKPOINT, DATA, IMAGES, SAMPLED, Looked, spread
 from learner.doctor.sizes import Sizes, Stored, read_sizes, stored_tensors
 from learner.preflight import generates, learner_processes
 from learner.rollout.colocate import Placement
@@ -53,6 +54,8 @@ def weigh(
         estimated = _memory(config, sizes, looked.samples, visible, use, placement)
     except ContractError as error:
         estimated = of_error(memory.LEARNER, error)
+    except UnreadableImage:  # told with the images
+        estimated = [skipped(memory.LEARNER, f"waits for {IMAGES}")]
     return Weighed([files, *estimated], sizes)
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from learner.config import dump_mapping, dump_resolved
 from learner.config.schema import Config
+from learner.cores import PASSIVE
 from learner.operate.addresses import Listen, addresses_here
 from learner.operate.server_process import SERVER_GRACE_S
 from learner.operate.split import Asked, Split, learner_count, split_devices
@@ -25,6 +26,7 @@ from learner.rollout.colocate import CUDA_VISIBLE, media_dirs, visible_gpus
 from learner.rollout.distribution import rank_chunk_size
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.rollout_config import ServerAddress
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE
 
 T = TypeVar("T")
 
@@ -35,8 +37,6 @@ SERVER_CONFIG = "--server-config"
 _DERIVED = ("model", "device", "gpus", "host", "port", "parent_pid")
 # What tells a process that it is one of several, wherever this one was started.
 _ONE_OF_SEVERAL = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
-# Threads that wait for work take no core from those that have some.
-_PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def check_launch(config: Config, asked: Asked, own: Mapping[str, Any]) -> Checke
     servers = _require_servers(config)
     found = Findings()
     found.of(_require_programs)
-    found.of(lambda: _require_not_derived(own))
+    found.of(lambda: _require_allowed(own))
     split = found.of(lambda: _split(asked, len(servers), own))
     listen = found.of(lambda: addresses_here(servers))
     learner = _alone(os.environ) | {"WORLD_SIZE": str(learner_count(asked))}
@@ -159,10 +159,10 @@ def plan_launch(
     threads = {"OMP_NUM_THREADS": str(1 if split.processes > 1 else os.cpu_count() or 1)}
     return LaunchPlan(
         servers,
-        _PASSIVE | (named if split.on_gpus else plain),
+        PASSIVE | (named if split.on_gpus else plain),
         [_learner_program(), "train", "--config", str(file.absolute())],
         split.processes,
-        _PASSIVE | threads | plain | seen,
+        PASSIVE | threads | plain | seen,
         files,
     )
 
@@ -218,13 +218,20 @@ def _learner_program() -> str:
     return program
 
 
-def _require_not_derived(own: Mapping[str, Any]) -> None:
+def _require_allowed(own: Mapping[str, Any]) -> None:
+    """Nothing that each server gets from elsewhere, or that its learner would have to know."""
     if given := [key for key in _DERIVED if key in own]:
         raise ContractError(
             SERVER_CONFIG,
             f"it has {', '.join(given)}, which each server gets from the training YAML and the "
             "options of the launch",
             "Remove it there" if len(given) == 1 else "Remove them there",
+        )
+    if "token_file" in own:
+        raise ContractError(
+            SERVER_CONFIG,
+            "it has token_file, which the learner does not read",
+            f"Remove it there and set {TOKEN_FILE_VARIABLE}, which both programs read",
         )
     folders = own.get("allowed_media_dirs", [])
     if not isinstance(folders, list):

@@ -48,6 +48,23 @@ def test_a_one_hop_leaf_with_its_explicit_fields_loads(profiles: Path, folder: s
     assert config.custom.trainer_variant == profiles.name
 
 
+@pytest.mark.req("CFG-04", "MET-03")
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_run_folder_of_a_leaf_is_no_leaf(profiles: Path, tmp_path: Path, folder: str) -> None:
+    config = load_config(profiles / folder / "default.yaml")
+    run = tmp_path / config.training.output_dir.relative_to(Path.cwd())
+    assert run.parts[-2:] == (profiles.name, folder)
+    resolved = written(run / "resolved_config.yaml", dump_resolved(config))
+    assert load_config(resolved) == config
+
+
+@pytest.mark.req("CFG-04")
+def test_runs_that_extend_a_base_do_not_share_its_folders(profiles: Path) -> None:
+    own = {"extends": str(profiles / "base.yaml"), "training": {"output_dir": "/runs/own"}}
+    config = load_config(written(profiles / "own.yaml", dump_mapping(own)))
+    assert config.training.logging_dir == Path("/runs/own/tensorboard")
+
+
 @pytest.mark.req("CFG-04")
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_leaf_states_each_high_signal_field_itself(profiles: Path, folder: str) -> None:

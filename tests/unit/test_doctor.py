@@ -11,6 +11,8 @@ from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.doctor import (
     inputs,
+    memory,
+    room,
     show,
 )
 from learner.doctor.findings import Finding, of_error, ok, skipped
@@ -70,6 +72,22 @@ def test_a_broken_image_is_named_and_the_rest_goes_on(
     assert found["images"].about == str(broken)
     assert "no image of a known format" in found["images"].found
     assert found["run"].status == "ok"
+
+
+def test_a_broken_second_image_costs_the_estimate_alone(
+    config: Config, toy_data: ToyData, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    line = json.loads(toy_data.train_jsonl.read_text().splitlines()[0])
+    line["images"] = [str(toy_data.train_jsonl.parent / line["images"][0]), str(broken)]
+    data = tmp_path / "train.jsonl"
+    data.write_text((json.dumps(line) + "\n") * 4)
+    own = config.model_copy(update={"data": config.data.model_copy(update={"train_jsonl": data})})
+    looked = inputs.look(own)
+    assert by_check(looked.findings)["images"].about == str(broken)
+    found = by_check(room.weigh(own, looked, [], None, None).findings)
+    assert (found["weights"].status, found[memory.LEARNER].status) == ("ok", "skipped")
 
 
 def test_each_file_that_is_wrong_is_told_and_what_waits_for_it(

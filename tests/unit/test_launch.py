@@ -297,6 +297,12 @@ def test_mistakes_of_every_kind_are_told_together(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_token_file_is_for_both_programs(config: Config) -> None:
+    with refused() as found:
+        check_launch(config, Asked("cpu"), {"token_file": "/run/token"})
+    assert found == [("--server-config", "it has token_file, which the learner does not read")]
+
+
 def config_port(config: Config, index: int) -> int:
     assert config.rollout_matching.vllm.server is not None
     url = config.rollout_matching.vllm.server.servers[index].base_url

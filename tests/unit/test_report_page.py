@@ -264,8 +264,8 @@ def test_the_command_writes_the_page_and_needs_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(rf"Report: {re.escape(str(run))}/report.html \(\d\.\d MB\)", done.stdout)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert told_by(str(run), "--out", str(tmp_path / "other.html")).returncode == 0
-    assert (tmp_path / "other.html").is_file()
+    assert told_by(str(run), "--out", str(tmp_path / "new" / "other.html")).returncode == 0
+    assert (tmp_path / "new" / "other.html").is_file()
 
 
 @pytest.mark.parametrize(

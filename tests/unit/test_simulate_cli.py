@@ -42,8 +42,10 @@ def with_lengths(files: Path, *options: str) -> str:
 
 
 def test_it_prints_a_step_of_each_channel_and_writes_the_same_numbers(files: Path) -> None:
-    printed = with_lengths(files, "--json", str(files / "out.json"))
-    report: dict[str, Any] = json.loads((files / "out.json").read_text())
+    speeds, out = files / "new" / "speeds.yaml", files / "newer" / "out.json"
+    printed = with_lengths(files, "--json", str(out), "--save-speeds", str(speeds))
+    report: dict[str, Any] = json.loads(out.read_text())
+    assert speeds.is_file()
     for channel in ("A", "B"):
         (row,) = [line for line in printed.splitlines() if line.startswith(f"{channel}  ")][:1]
         assert f"{report['channels'][channel]['step_s']:.2f} s" in row
