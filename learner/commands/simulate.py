@@ -53,6 +53,7 @@ def simulate(
     from learner.publish import require_new_file
     from learner.simulate import Setting
     from learner.simulate import simulate as run
+    from learner.simulate.machines import declared_servers
     from learner.simulate.tables import as_json, outcome_tables, sources_table, sweep_table
     from learner.simulate.vary import Given, parse_variation, sweep
 
@@ -66,9 +67,9 @@ def simulate(
     logged, fitted = _logged(from_run)
     at = Setting(
         parsed,
-        fitted.speeds if fitted is not None else _speeds(speeds),
+        fitted.speeds if fitted is not None else _speeds(speeds, parsed),
         _lengths(parsed, lengths, logged),
-        servers or _servers(parsed),
+        servers or declared_servers(parsed),
         ranks,
         steps,
     )
@@ -111,16 +112,17 @@ def _logged(folder: Path | None) -> "tuple[LoggedRun | None, Fitted | None]":
         return None, None
     from learner.simulate.fit import fit
     from learner.simulate.logged import read_run
-    from learner.simulate.speeds import ServerShape
+    from learner.simulate.machines import declared_shape
 
     run = read_run(folder)
-    return run, fit(run, ServerShape())
+    return run, fit(run, declared_shape(run.config))
 
 
-def _speeds(file: Path | None) -> "Speeds":
+def _speeds(file: Path | None, config: "Config") -> "Speeds":
+    from learner.simulate.machines import declared_shape
     from learner.simulate.speeds import Speeds, load_speeds
 
-    return Speeds() if file is None else load_speeds(file)
+    return Speeds(server=declared_shape(config)) if file is None else load_speeds(file)
 
 
 def _lengths(config: "Config", file: Path | None, run: "LoggedRun | None") -> "Lengths":
@@ -137,11 +139,6 @@ def _lengths(config: "Config", file: Path | None, run: "LoggedRun | None") -> "L
 
     samples = read_samples(config.data.train_jsonl, allow_poly=config.allow_poly)
     return OfData(samples, lengths_of_run(config))
-
-
-def _servers(config: "Config") -> int:
-    server = config.rollout_matching.vllm.server
-    return len(server.servers) if server is not None else 1
 
 
 def _publish(path: Path, text: str) -> None:

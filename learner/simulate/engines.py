@@ -122,18 +122,12 @@ class Continuous:
 
 
 class Server:
-    """Engines behind one address, each request to the one with the fewest outstanding tokens.
+    """Engines behind one address, each request to the one with the fewest outstanding tokens."""
 
-    world_size: GPUs.
-    """
-
-    def __init__(
-        self, env: Environment, speed: EngineSpeed, replicas: int, places: int, world_size: int
-    ) -> None:
+    def __init__(self, env: Environment, speed: EngineSpeed, replicas: int, places: int) -> None:
         self._env = env
         self._call_s = speed.call_s
         self.engines = [Continuous(env, speed, places) for _ in range(replicas)]
-        self.world_size = world_size
 
     def answer(self, requests: Sequence[Asked]) -> Wait:
         """One call: it ends with the last answer."""

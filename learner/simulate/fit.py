@@ -20,7 +20,7 @@ from scipy.optimize import least_squares
 from learner.simulate.engines import Wait
 from learner.simulate.lengths import Pool, Tokens
 from learner.simulate.logged import LoggedRun, LoggedStep
-from learner.simulate.machines import Machines, Setting
+from learner.simulate.machines import Machines, Setting, declared_servers
 from learner.simulate.speeds import (
     ChannelSpeeds,
     EngineSpeed,
@@ -86,11 +86,15 @@ def _channel(run: LoggedRun, channel: Channel, sources: dict[str, str]) -> Chann
     place = f"learner.{channel.lower()}"
     said = f"{len(steps)} steps of channel {other if borrowed else channel}"
     sources[f"{place}.learn"] = f"time/learn_s over packs and tokens of {said}"
+    learn = LearnSpeed(forward_s=forward_s, token_s=token_s)
+    if run.asynchronous and steps[0].channel == "B":
+        sources[f"{place}.target_s, pack_s"] = "default: packs were made beside the steps"
+        return ChannelSpeeds(learn=learn)
     sources[f"{place}.target_s, pack_s"] = f"medians of time/target_s, time/pack_s of {said}"
     return ChannelSpeeds(
         target_s=_median([s.seconds("target") for s in steps] * per_sample),
         pack_s=_median([s.seconds("pack") for s in steps] * per_sample),
-        learn=LearnSpeed(forward_s=forward_s, token_s=token_s),
+        learn=learn,
     )
 
 
@@ -139,8 +143,9 @@ def _push(run: LoggedRun, sources: dict[str, str]) -> PushSpeed:
 
 def _engine(run: LoggedRun, server: ServerShape, sources: dict[str, str]) -> EngineSpeed:
     steps = run.answered[-_MOST_STEPS:]
-    if not steps:
-        sources["engine"] = "default: no answers are logged"
+    if not steps or run.asynchronous:
+        why = "no answers are logged" if not steps else "answers were made beside the steps"
+        sources["engine"] = f"default: {why}"
         return EngineSpeed()
     sources["engine"] = f"time/rollout_s and the lengths of the answers of {len(steps)} steps"
     seconds = np.array([step.seconds("rollout") for step in steps])
@@ -189,8 +194,7 @@ def _rollout_seconds(
 
 def setting_of(run: LoggedRun, speeds: Speeds) -> Setting:
     """What simulates the logged run itself, but for its lengths."""
-    rollout = run.config.rollout_matching
-    servers = len(rollout.vllm.server.servers) if rollout.vllm.server is not None else 1
+    servers = declared_servers(run.config)
     return Setting(run.config, speeds, Pool([], 0, 0), servers=servers, ranks=run.ranks)
 
 

@@ -19,6 +19,9 @@ from learner.simulate.lengths import Pool, Tokens
 from learner.types import Channel
 from shared_contracts.errors import ContractError
 
+# Samples of a run whose length is given in steps: no batch is larger.
+_ENOUGH = 2**20
+
 
 @dataclass(frozen=True)
 class LoggedStep:
@@ -51,10 +54,10 @@ class LoggedStep:
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """ranks: learner processes. seconds: of the whole training, None for a run that has not ended.
+    """ranks: learner processes. seconds: of the training, None for a run that has not ended.
 
-    Steps are in order; the first one of each channel is left out where there are others, as it
-    pays for what is done once.
+    All of it is of the run since it was last started. Steps are in order; the first one of each
+    channel is left out where there are others, as it pays for what is done once.
     """
 
     folder: Path
@@ -66,6 +69,11 @@ class LoggedRun:
 
     def of(self, channel: Channel) -> list[LoggedStep]:
         return [step for step in self.steps if step.channel == channel]
+
+    @property
+    def asynchronous(self) -> bool:
+        """Answers and their packs were made beside the steps, which say nothing of their time."""
+        return self.config.rollout_matching.async_rollout.enabled
 
     @property
     def answered(self) -> list[LoggedStep]:
@@ -80,7 +88,8 @@ def read_run(folder: Path) -> LoggedRun:
         ContractError: it is none, or no step is logged in it.
     """
     run = RunFolder.open(folder)
-    lines = run.metrics()
+    began = run.facts().get("started_at_step", 0)
+    lines = [line for line in run.metrics() if line["step"] > began]
     ranks = 1 + len(list(folder.glob("rollout_calls.rank*.jsonl")))
     steps = [
         LoggedStep(
@@ -91,7 +100,8 @@ def read_run(folder: Path) -> LoggedRun:
         if "step/channel_b" in line
     ]
     if not steps:
-        raise ContractError(str(folder / METRICS), "no step is logged", "Name the folder of a run")
+        found = f"no step is logged after step {began}" if began else "no step is logged"
+        raise ContractError(str(folder / METRICS), found, "Name the folder of a run that has some")
     seconds = next((line["train_runtime"] for line in lines if "train_runtime" in line), None)
     return LoggedRun(folder, run.config(), ranks, list(_warmed_up(steps)), steps, seconds)
 
@@ -123,7 +133,7 @@ def _samples(config: Config) -> int:
     """In the training data; it need not be there for a run whose length is given in steps."""
     file = config.data.train_jsonl
     if config.training.max_steps is not None and not file.is_file():
-        return config.training.effective_batch_size
+        return _ENOUGH
     return len(read_samples(file, allow_poly=config.allow_poly))
 
 

@@ -12,7 +12,7 @@ from learner.rollout.distribution import call_size, plan_chunks, rank_caps, rank
 from learner.simulate.engines import Asked, Batches, Server, Use, Wait
 from learner.simulate.lengths import Lengths, Tokens
 from learner.simulate.peers import Gathering
-from learner.simulate.speeds import Speeds
+from learner.simulate.speeds import ServerShape, Speeds
 from shared_contracts.errors import ContractError
 
 
@@ -72,6 +72,20 @@ class Setting:
         check_step_budget(self.config, self.lengths.samples, self.ranks)
 
 
+def declared_servers(config: Config) -> int:
+    """As many as a run of the config asks."""
+    rollout = config.rollout_matching
+    server = rollout.vllm.server if rollout.backend == "server" else None
+    return 1 if server is None else len(server.servers)
+
+
+def declared_shape(config: Config) -> ServerShape:
+    """Of its servers, as far as the config says: of a colocated one."""
+    rollout = config.rollout_matching
+    size = rollout.vllm.tensor_parallel_size if rollout.backend == "colocate" else None
+    return ServerShape() if size is None else ServerShape(tensor_parallel_size=size)
+
+
 class Machines:
     """Engines and ranks on one clock."""
 
@@ -90,13 +104,13 @@ class Machines:
             engine = setting.speeds.engine
             self._own = [Batches(self.env, engine, rows) for _ in range(setting.ranks)]
         else:
-            self.servers = [self._server(size) for size in setting.world_sizes]
+            self.servers = [self._server() for _ in range(setting.servers)]
 
-    def _server(self, world_size: int) -> Server:
+    def _server(self) -> Server:
         speeds = self.setting.speeds
         shape = speeds.server
         places = shape.max_num_seqs or self._decode_batch_size * shape.tensor_parallel_size
-        return Server(self.env, speeds.engine, shape.replicas, places, world_size)
+        return Server(self.env, speeds.engine, shape.replicas, places)
 
     @property
     def uses(self) -> list[list[Use]]:

@@ -56,7 +56,8 @@ class ServerUse:
 class Outcome:
     """steps: those simulated, from the first. run_steps: of the whole run.
 
-    learner_busy: share of the time in which a rank works, not waits. gpus: servers' and learner's.
+    learner_busy: share of the time in which a rank runs forwards, backwards and updates.
+    colocated: the learner has a GPU of its server's.
     """
 
     steps: Sequence[SimulatedStep]
@@ -65,11 +66,13 @@ class Outcome:
     learner_busy: float
     rollout_gpus: int
     learner_gpus: int
+    colocated: bool = False
     asynchronous: bool = False
 
     @property
     def gpus(self) -> int:
-        return self.rollout_gpus + self.learner_gpus
+        """All that the run takes."""
+        return self.rollout_gpus if self.colocated else self.rollout_gpus + self.learner_gpus
 
     def of(self, channel: Channel) -> list[SimulatedStep]:
         return [step for step in self.steps if step.channel == channel]

@@ -28,6 +28,7 @@ def simulate(setting: Setting) -> Outcome:
         learner_busy=sum(rank.busy_s for rank in ranks) / (seconds * setting.ranks),
         rollout_gpus=sum(setting.world_sizes) if machines.servers else 0,
         learner_gpus=setting.ranks,
+        colocated=setting.config.rollout_matching.backend == "colocate",
         asynchronous=setting.config.rollout_matching.async_rollout.enabled,
     )
 

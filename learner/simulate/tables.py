@@ -72,7 +72,9 @@ _RUN = ("GPUs", "A step", "B step", "samples/s", "per GPU", "whole run")
 
 def _of_run(outcome: Outcome) -> list[str]:
     return [
-        f"{outcome.rollout_gpus}+{outcome.learner_gpus}",
+        str(outcome.gpus)
+        if outcome.colocated
+        else f"{outcome.rollout_gpus}+{outcome.learner_gpus}",
         *(_seconds(outcome.step_s(channel)) for channel in get_args(Channel)),
         f"{outcome.samples_per_s:.2f}",
         f"{outcome.samples_per_s / outcome.gpus:.3f}",

@@ -66,6 +66,13 @@ def test_a_sweep_has_a_row_for_each_combination_and_tells_what_no_run_could_have
     assert "servers=1 ranks=3 is left out: training.effective_batch_size" in printed
 
 
+def test_servers_of_another_backend_are_not_counted(files: Path) -> None:
+    two = [{"base_url": f"http://a:{port}", "group_port": port + 9} for port in (8000, 8001)]
+    own = {"rollout_backend": "hf", "vllm": {"server": {"servers": two}}}
+    (files / "run.yaml").write_text(dump_resolved(simulated_config(rollout_matching=own)))
+    assert "rank 0" in with_lengths(files)
+
+
 def test_a_varied_key_is_the_one_of_the_training_yaml(files: Path) -> None:
     out = files / "out.json"
     with_lengths(files, "--vary", "b_ratio=0.25,1.0", "--json", str(out))

@@ -26,7 +26,7 @@ def seconds_of(env: Environment, work: Wait) -> float:
 
 def served(requests: Sequence[tuple[int, int]], places: int, replicas: int = 1) -> float:
     env = Environment()
-    server = Server(env, SPEED, replicas, places, world_size=replicas)
+    server = Server(env, SPEED, replicas, places)
     return seconds_of(env, server.answer(asked(requests)))
 
 
@@ -85,7 +85,7 @@ def test_who_comes_in_the_middle_of_a_step_enters_at_its_end() -> None:
 
 def test_requests_go_to_the_engine_with_the_fewest_outstanding_tokens() -> None:
     env = Environment()
-    server = Server(env, SPEED, replicas=2, places=8, world_size=2)
+    server = Server(env, SPEED, replicas=2, places=8)
     env.run(env.process(server.answer(asked([(500, 1), (10, 1), (10, 1), (10, 1)]))))
     assert [engine.use.sequences for engine in server.engines] == [1, 3]
 
@@ -109,7 +109,7 @@ def test_batches_of_transformers_wait_for_their_longest_answer(
 
 def test_an_engine_knows_how_long_it_was_busy_and_with_how_many() -> None:
     env = Environment()
-    server = Server(env, SPEED, replicas=1, places=2, world_size=1)
+    server = Server(env, SPEED, replicas=1, places=2)
     env.run(env.process(server.answer(asked([(10, 4), (10, 4)]))))
     use = server.engines[0].use
     assert use.busy_s == pytest.approx(20 / 100 + 4 * step_s(2))

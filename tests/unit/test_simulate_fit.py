@@ -11,9 +11,9 @@ from learner.config import dump_resolved
 from learner.simulate import Outcome, Setting, simulate
 from learner.simulate.fit import fit
 from learner.simulate.logged import pool_of, read_run
-from learner.simulate.speeds import ServerShape
+from learner.simulate.speeds import ChannelSpeeds, EngineSpeed, ServerShape
 from shared_contracts.errors import ContractError
-from tests.unit.simulated import setting, simulated_config
+from tests.unit.simulated import in_step_mode_and_ahead, setting, simulated_config
 
 SPEEDS: dict[str, Any] = {
     "engine": {
@@ -130,6 +130,41 @@ def test_a_run_without_channel_b_has_speeds_of_learning_alone(tmp_path: Path) ->
     assert found.speeds.learner.b.learn == found.speeds.learner.a.learn
     with pytest.raises(ContractError, match="no answers are logged"):
         pool_of(run, run.config, seed=0)
+
+
+def test_a_run_ahead_of_its_training_says_nothing_of_the_engine(tmp_path: Path) -> None:
+    _, ahead = in_step_mode_and_ahead(speeds=SPEEDS, training=LONG)
+    logged(tmp_path, ahead)
+    found = fit(read_run(tmp_path), ServerShape())
+    assert found.speeds.engine == EngineSpeed()
+    assert found.sources["engine"] == "default: answers were made beside the steps"
+    assert found.speeds.learner.b.target_s == ChannelSpeeds().target_s
+    assert found.sources["learner.b.target_s, pack_s"].startswith("default")
+    assert found.speeds.learner.a.target_s == pytest.approx(0.004)
+
+
+def test_a_run_that_went_on_is_fitted_from_where_it_did(tmp_path: Path) -> None:
+    logged(tmp_path, setting(SPEEDS, training=LONG))
+    file = tmp_path / "metrics.jsonl"
+    *steps, end = map(json.loads, file.read_text().splitlines())
+    spent = sum(line["time/step_s"] + 0.04 for line in steps[20:])
+    end["train_runtime"] = spent  # as the Trainer counts
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*steps, end]))
+    (tmp_path / "run.json").write_text(json.dumps({"started_at_step": 20}))
+    run = read_run(tmp_path)
+    assert len(run.all_steps) == 20
+    assert fit(run, ServerShape()).speeds.learner.update_s == pytest.approx(0.04)
+    (tmp_path / "run.json").write_text(json.dumps({"started_at_step": 40}))
+    with pytest.raises(ContractError, match="no step is logged after step 40"):
+        read_run(tmp_path)
+
+
+def test_a_run_counted_in_steps_may_be_simulated_with_other_batches(tmp_path: Path) -> None:
+    source = setting(SPEEDS, training=LONG)
+    logged(tmp_path, source)
+    other = simulated_config(training=LONG | {"effective_batch_size": 64})
+    pool = pool_of(read_run(tmp_path), source.config, seed=0)
+    assert simulate(Setting(other, source.speeds, pool, steps=4)).steps[0].samples == 64
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from learner.packing import Chunk
 from learner.simulate import Setting, simulate
 from learner.simulate.chunks import Ahead, Making
 from learner.simulate.engines import Wait
+from learner.simulate.machines import declared_shape
+from learner.simulate.speeds import Speeds
 from shared_contracts.errors import ContractError
 from tests.unit.simulated import EQUAL, SPREAD, in_step_mode_and_ahead, setting
 
@@ -134,6 +136,11 @@ def test_a_colocated_server_is_asked_slice_by_slice_and_nothing_is_learned_meanw
         assert step.phases["rollout"] == pytest.approx(4 * a_slice)
         names = ("push", "rollout", "target", "pack", "learn")
         assert step.seconds == pytest.approx(sum(step.phases[name] for name in names))
+    outcome = simulate(replace(asked, speeds=Speeds(server=declared_shape(asked.config))))
+    assert outcome.gpus == 1, "the learner has one of its server's"
+    own["rollout_matching"]["vllm"]["tensor_parallel_size"] = 2
+    shape = declared_shape(setting(**own).config)
+    assert simulate(replace(asked, speeds=Speeds(server=shape))).gpus == 2
 
 
 def test_gradients_of_several_ranks_are_synchronized_once_a_step() -> None:
