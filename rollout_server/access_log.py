@@ -1,4 +1,7 @@
-"""One line of every call, however it ended, and its place in the metrics (SRV-08)."""
+"""One line of every call, however it ended, and its place in the metrics (SRV-08).
+
+Signs of life of a learner are told where they are refused.
+"""
 
 import logging
 import time
@@ -13,11 +16,13 @@ from shared_contracts.errors import Problem
 logger = logging.getLogger("rollout_server.access")
 
 INFER = "/infer/"
+KEEP = "/keep_communicator/"
 WEIGHT_ROUTES = (
     "/init_communicator/",
     "/start_weight_update/",
     "/update_weights/",
     "/finish_weight_update/",
+    KEEP,
     "/close_communicator/",
 )
 
@@ -62,7 +67,8 @@ class AccessLog:
             if refusal:
                 record.problem = Problem.model_validate_json(refusal).kind
             self._telemetry.count_call(record)
-            log_call(record)
+            if record.route != KEEP or record.problem is not None:  # else every two seconds
+                log_call(record)
 
 
 def log_call(record: CallRecord) -> None:

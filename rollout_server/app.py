@@ -102,7 +102,7 @@ def _guard(app: FastAPI, settings: ServerSettings) -> None:
 def _add_probes(app: FastAPI, pool: Pool) -> None:
     @_route(app, "GET", "/health/", PROBE_PROBLEMS)
     async def health() -> Health:
-        """200 while the server answers calls; a call during a weight update waits."""
+        """200 while every replica can answer; a call during a weight update waits."""
         return pool.health()
 
     @_route(app, "GET", "/live/")
@@ -171,7 +171,7 @@ def _add_weight_updates(app: FastAPI, pool: Pool) -> None:
 
     @_route(app, "POST", "/update_weights/", WEIGHT_PROBLEMS)
     async def update_weights(body: UpdateWeights) -> WeightStatus:
-        """Receive and load one bucket of parameters, which travels over the weight group."""
+        """Receive and load the parameters of the manifest, which travel over the weight group."""
         return await pool.weights.receive(body)
 
     @_route(app, "POST", "/finish_weight_update/", WEIGHT_PROBLEMS)

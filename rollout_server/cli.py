@@ -105,7 +105,7 @@ def serve(
         int | None, typer.Option(help="Largest rank of an adapter (16).")
     ] = None,
     weight_transport: Annotated[
-        str | None, typer.Option(help="gloo (CPU default) or nccl (GPU default).")
+        str | None, typer.Option(help="gloo (CPU default), nccl (GPU default) or ipc.")
     ] = None,
     grace_seconds: Annotated[
         float | None, typer.Option(help="Time running calls have after SIGTERM (10).")
@@ -134,11 +134,13 @@ def _serve(config: Path | None, run_config: Path | None, **options: Any) -> None
     options["allowed_media_dirs"] = options.pop("allowed_media_dir")
     options["allowed_media_hosts"] = options.pop("allowed_media_host")
     from rollout_server.engine_env import apply_engine_environment
+    from rollout_server.logs import set_up_logging
     from rollout_server.orphans import stop_with
     from rollout_server.preflight import bind, check_settings
     from rollout_server.settings import load_settings
 
     settings = load_settings(config, options, run_config)
+    set_up_logging(settings.log_level, settings.log_format)
     check_settings(settings)
     if settings.parent_pid is not None:
         stop_with(settings.parent_pid)

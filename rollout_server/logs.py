@@ -57,6 +57,9 @@ def set_up_logging(level: str, log_format: Literal["text", "json"]) -> None:
         logging.basicConfig(level=level.upper(), format=TEXT_FORMAT)
         return
     logging.basicConfig(level=level.upper(), handlers=[json_handler()])
-    # torch is imported by now and would print its own lines.
+
+
+def take_over_torch() -> None:
+    """Have torch, which is imported by now, print no lines of its own."""
     logging.getLogger("torch").handlers.clear()
     logging.getLogger("torch").propagate = True

@@ -1,8 +1,10 @@
 """Children that do not outlive their parent (Linux)."""
 
 import multiprocessing
+import os
 import signal
 
+from shared_contracts.errors import ContractError
 from shared_contracts.parent_death import signal_at_death_of
 
 
@@ -19,5 +21,14 @@ def die_with_parent() -> None:
 
 
 def stop_with(parent_pid: int) -> None:
-    """Have the kernel send this process SIGTERM when its parent, `parent_pid`, dies."""
+    """Have the kernel send this process SIGTERM when its parent, `parent_pid`, dies.
+
+    Raises ContractError where that is not its parent, or not any more.
+    """
+    if os.getppid() != parent_pid:
+        raise ContractError(
+            "--parent-pid",
+            f"{parent_pid} is not the parent of this process, or has ended",
+            "Give the pid of what starts it, or leave it out",
+        )
     signal_at_death_of(parent_pid, signal.SIGTERM)

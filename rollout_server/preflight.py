@@ -3,8 +3,9 @@
 import errno
 import importlib.util
 import json
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rollout_server.gpu_use import check_unused
@@ -13,6 +14,7 @@ from rollout_server.settings import ServerSettings
 from shared_contracts.errors import ContractError
 from shared_contracts.gpu_use import query_gpu_use
 
+CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPU_DEVICES = Path("/proc/driver/nvidia/gpus")
 # Pillow takes larger images for an attack, whatever the setting says.
 DECODER_MEGAPIXELS = 178.0
@@ -26,7 +28,7 @@ def check_settings(settings: ServerSettings) -> None:
     if settings.distributed_executor_backend == "ray":
         check_ray()
     elif settings.device == "gpu":
-        check_gpus(settings.gpus)
+        check_gpus(settings.gpus, os.environ)
         use = None if settings.share_gpus else query_gpu_use()
         if use is not None:
             check_unused(settings.gpus, use)
@@ -37,7 +39,7 @@ def check_settings(settings: ServerSettings) -> None:
 def check_media(settings: ServerSettings) -> None:
     """What images may be must be possible, and lie where there is something."""
     for directory in settings.allowed_media_dirs:
-        if not directory.is_dir():
+        if not os.path.isdir(directory):  # which is false where nobody may look
             raise ContractError(
                 "allowed_media_dirs", f"{directory} is no directory", "Name existing directories"
             )
@@ -63,7 +65,7 @@ def check_ray() -> None:
 
 def check_checkpoint(model: Path) -> None:
     """A checkpoint has a readable config.json that names an architecture, and weights."""
-    if not model.is_dir():
+    if not os.path.isdir(model):
         raise ContractError(
             "model", f"there is no directory {model}", "Name a checkpoint directory"
         )
@@ -78,14 +80,32 @@ def check_checkpoint(model: Path) -> None:
         raise ContractError(
             "model", f"{config} names no architecture", "Name a checkpoint of a model class"
         )
-    if not any(model.glob("*.safetensors")):
+    weights = list(model.glob("*.safetensors"))
+    if not weights:
         raise ContractError(
             "model", f"{model} holds no *.safetensors file", "Save the weights as safetensors"
         )
+    for file in weights:
+        if not os.path.isfile(file):
+            raise ContractError(
+                "model", f"{file} is a link to nothing, or cannot be looked at", "Copy the weights"
+            )
 
 
-def check_gpus(gpus: Sequence[int]) -> None:
-    """The driver must know every GPU that is named."""
+def check_gpus(gpus: Sequence[int], environment: Mapping[str, str]) -> None:
+    """The driver must know every GPU that is named, and vLLM mean the same ones.
+
+    vLLM counts among the GPUs of `CUDA_VISIBLE_DEVICES`, where that is set.
+    """
+    visible = environment.get(CUDA_VISIBLE)
+    if visible is not None:
+        named = visible.split(",")
+        if any(named[gpu : gpu + 1] != [str(gpu)] for gpu in gpus):
+            raise ContractError(
+                CUDA_VISIBLE,
+                f"it is {visible!r}, and --gpus names GPUs of the machine",
+                "Unset it for the server, and name the GPUs with --gpus",
+            )
     present = len(list(GPU_DEVICES.iterdir())) if GPU_DEVICES.is_dir() else 0
     missing = [gpu for gpu in gpus if gpu >= present or gpu < 0]
     if missing:
@@ -120,12 +140,13 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host, port))
         listener.listen(128)
-    except (OSError, socket.gaierror) as error:
+    except (OSError, TypeError) as error:  # the latter for a name that cannot be encoded
         listener.close()
-        busy = error.errno == errno.EADDRINUSE
+        busy = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ContractError(
             f"--host {host} --port {port}",
-            "the port is in use" if busy else f"cannot be bound ({error.strerror})",
+            "the port is in use" if busy else f"cannot be bound ({reason})",
             "Stop what listens there or give another --port"
             if busy
             else "Give an address and a port of this machine",

@@ -169,7 +169,8 @@ class Replicas(Generic[E]):
                 if engine.heartbeat_age_s > self._hang_s:
                     return f"it gave no sign of life for {self._hang_s:g} s"
                 await asyncio.wait((beating,), timeout=LOOK_S)
-            return "its heartbeat failed" if engine.alive else "its process died"
+            failure = beating.exception()
+            return f"its heartbeat failed ({failure!r})" if engine.alive else "its process died"
         finally:
             beating.cancel()
 
@@ -215,6 +216,8 @@ class Replicas(Generic[E]):
         try:
             await self._prove(engine)
         except BaseException:
+            if slot.lost:  # else the server ends, and vLLM need not report it
+                engine.declare_dead()
             await self._shut_down(engine)
             raise
         slot.engine, slot.state, slot.detail = engine, "serving", ""

@@ -4,7 +4,7 @@ import ipaddress
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -37,18 +37,28 @@ def read_token(settings: ServerSettings, environment: Mapping[str, str]) -> Secr
 
 def _tokens(settings: ServerSettings, environment: Mapping[str, str]) -> dict[str, str]:
     """Every token that is given, by what gives it."""
-    found = {}
-    if settings.token_file is not None:
-        found["token_file"] = _token_in(settings.token_file, "token_file")
-    if path := environment.get(TOKEN_FILE_VARIABLE):
-        found[TOKEN_FILE_VARIABLE] = _token_in(Path(path), TOKEN_FILE_VARIABLE)
+    found = {where: read_token_file(path, where) for path, where in _files(settings, environment)}
     if (token := environment.get(TOKEN_VARIABLE)) is not None:
         found[TOKEN_VARIABLE] = checked_token(token, TOKEN_VARIABLE)
     return found
 
 
+def _files(settings: ServerSettings, environment: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    """Files that a token is given in, and by what."""
+    if settings.token_file is not None:
+        yield settings.token_file, "token_file"
+    if path := environment.get(TOKEN_FILE_VARIABLE):
+        yield Path(path), TOKEN_FILE_VARIABLE
+
+
 def check_access(settings: ServerSettings, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ContractError where others could reach the server and need no token."""
+    """Raises ContractError where others could reach the server and need no token.
+
+    Warns of a file that other users may read.
+    """
+    for path, _ in _files(settings, environment):
+        if os.path.isfile(path) and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            logger.warning("other users may read the token in %s; chmod 600 it", path)
     if read_token(settings, environment) is None and not is_loopback(settings.host):
         raise ContractError(
             "--host",
@@ -63,10 +73,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _token_in(path: Path, where: str) -> str:
-    token = read_token_file(path, where)
-    if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        logger.warning("other users may read the token in %s; chmod 600 it", path)
-    return token

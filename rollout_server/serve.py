@@ -25,7 +25,7 @@ from fastapi import FastAPI
 
 from rollout_server.app import create_app
 from rollout_server.engine_types import GuardInactive
-from rollout_server.logs import set_up_logging
+from rollout_server.logs import take_over_torch
 from rollout_server.pool import Pool
 from rollout_server.repeat_config import ACTIVATION
 from rollout_server.settings import ServerSettings
@@ -41,10 +41,12 @@ ANSWERS_S = 3
 def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
     """Serve on `listener` until SIGTERM or SIGINT, then end the process.
 
-    The engine's environment must be in place (`apply_engine_environment`). When an engine
-    cannot start, the process says so and ends with exit code 1 or 2.
+    Logging must be set up (`set_up_logging`), and the engine's environment be in place
+    (`apply_engine_environment`). When an engine cannot start, the process says so and ends with
+    exit code 1 or 2.
     """
-    set_up_logging(settings.log_level, settings.log_format)
+    if settings.log_format == "json":
+        take_over_torch()
     # Before uvicorn listens to signals nothing is started yet; it hands one on when it is done,
     # and by then everything is stopped.
     for number in (signal.SIGTERM, signal.SIGINT):

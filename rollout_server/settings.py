@@ -1,4 +1,4 @@
-"""The server's settings: one typed class; every field is an option and a YAML key."""
+"""The server's settings in one typed class: YAML keys, and options but for those of the guard."""
 
 import os
 from collections.abc import Mapping

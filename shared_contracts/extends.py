@@ -4,6 +4,7 @@ Mappings merge key by key, everything else is replaced whole. The named file is 
 the one that names it. Who calls brings what reads a file.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,14 @@ def read_chain(
     chain, mappings = [path], [read(path)]
     while "extends" in mappings[-1]:
         parent = _extended(chain[-1], mappings[-1]["extends"])
+        if not os.path.isfile(parent):  # which is false where nobody may look
+            raise ContractError(
+                f"{chain[-1]}: extends", f"there is no file {parent}", "Correct the path"
+            )
         if parent.resolve() in [known.resolve() for known in chain]:
             shown = " -> ".join(str(known) for known in [*chain, parent])
             raise ContractError(
                 f"{chain[-1]}: extends", f"the chain is a circle: {shown}", "Break the circle"
-            )
-        if not parent.is_file():
-            raise ContractError(
-                f"{chain[-1]}: extends", f"there is no file {parent}", "Correct the path"
             )
         chain.append(parent)
         mappings.append(read(parent))

@@ -121,7 +121,8 @@ class SyncConfig(StrictModel):
     )
     transport: Literal["auto", "gloo", "nccl", "ipc"] = Field(
         default="auto",
-        description="`auto`: `ipc` to a colocated server, `nccl` to servers on GPUs, else `gloo`",
+        description="`auto`: `ipc` to a colocated server, `nccl` where the learner has a GPU, "
+        "else `gloo`",
     )
     verify: Verify = Field(
         default="sample", description="which weights are read back from the engines after a push"

@@ -86,7 +86,7 @@ class Info(_Wire):
     world_size: engine workers over all replicas.
     max_model_len: tokens of a context; null until an engine has told.
     enable_lora: an adapter may be pushed instead of full weights.
-    server_epoch: changes when the server or one of its replicas has been started anew.
+    server_epoch: changes when the server was started anew, or one of its replicas was lost.
     weight_group: where the weight group that stands has met, as host:port; null without one.
     weight_group_heard_s: seconds since the learner of that group formed it or last said that it
         lives; null of a group that was formed with `if_none`, until it has said so.

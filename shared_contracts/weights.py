@@ -104,7 +104,8 @@ MOST_RANK = 4096
 
 
 class _Wire(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    # The bound makes pydantic look at the characters: half of a surrogate pair is no text.
+    model_config = ConfigDict(extra="forbid", str_max_length=2**30)
 
 
 class InitCommunicator(_Wire):

@@ -16,9 +16,11 @@ SERVER = """
 import logging
 import warnings
 import torch
-from rollout_server.logs import set_up_logging
+from rollout_server.logs import set_up_logging, take_over_torch
 
 set_up_logging("info", {log_format!r})
+if {log_format!r} == "json":
+    take_over_torch()
 logging.getLogger("rollout_server.access").info("a call", extra={{"route": "/infer/"}})
 logging.getLogger("rollout_server.serve").debug("hidden")
 for library in ("httpx", "httpcore.connection"):  # as they write of an image's signed URL

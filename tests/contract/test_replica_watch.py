@@ -23,6 +23,7 @@ class ScriptedEngine:
         self.alive = True
         self.hung = False
         self.weights_version = 0
+        self.failure: Exception | None = None
         self.given_up = False
         self.ended = False
         self._guard = guard
@@ -41,6 +42,8 @@ class ScriptedEngine:
         return 512
 
     async def heartbeat(self) -> None:
+        if self.failure is not None:
+            raise self.failure
         while self.hung:
             await asyncio.sleep(0.01)
         self._last_sign = time.monotonic()
@@ -129,6 +132,16 @@ def test_a_dead_replica_is_named_at_once_and_built_again() -> None:
     bench = run(scenario)
     assert bench.events[2:] == ["replica 1 is lost: its process died", "built 1"]
     assert all(engine.ended for engine in bench.built)
+
+
+@pytest.mark.req("SRV-05")
+def test_why_a_heartbeat_failed_is_told() -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.built[1].failure = OSError("no such socket")
+        await bench.until(lambda: bench.replicas.losses == 1)
+
+    lost = "replica 1 is lost: its heartbeat failed (OSError('no such socket'))"
+    assert lost in run(scenario).events
 
 
 @pytest.mark.req("SRV-05")

@@ -135,13 +135,32 @@ def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
     assert "architecture" in found()
     (tmp_path / "model" / "config.json").write_text('{"architectures": ["X"]}')
     assert "safetensors" in found()
+    (tmp_path / "model" / "model.safetensors").symlink_to("blobs/gone")
+    assert "is a link to nothing" in found()
+    with pytest.raises(ContractError, match="no directory"):
+        check_checkpoint(tmp_path / ("long" * 100))
 
 
 @pytest.mark.req("SRV-04")
 def test_a_gpu_that_is_not_there_is_named() -> None:
     with pytest.raises(ContractError) as error:
-        check_gpus([99])
+        check_gpus([99], {})
     assert "GPU 99" in error.value.found
+
+
+@pytest.mark.req("SRV-04")
+@pytest.mark.parametrize("visible", ["", "2,3", "1,0", "GPU-8f6a", "0"])
+def test_gpus_are_those_of_the_machine_and_not_of_what_is_visible(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str
+) -> None:
+    for gpu in range(4):
+        (tmp_path / str(gpu)).mkdir()
+    monkeypatch.setattr("rollout_server.preflight.GPU_DEVICES", tmp_path)
+    with pytest.raises(ContractError, match="names GPUs of the machine") as error:
+        check_gpus([0, 1], {"CUDA_VISIBLE_DEVICES": visible})
+    assert error.value.where == "CUDA_VISIBLE_DEVICES"
+    check_gpus([0, 1], {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    check_gpus([2, 3], {})
 
 
 @pytest.mark.req("SRV-04")
@@ -170,6 +189,8 @@ def test_a_busy_port_is_an_error_and_never_another_port() -> None:
             bind("127.0.0.1", port)
     assert "in use" in error.value.found
     assert str(port) in error.value.where
+    with pytest.raises(ContractError, match="cannot be bound"):
+        bind("ä..b", port)
     with bind("127.0.0.1", port) as listener:
         assert listener.getsockname()[1] == port
 
@@ -191,6 +212,13 @@ def test_bad_start_up_is_three_lines_and_exit_code_2_before_anything_heavy(tmp_p
     assert [line.split(":")[0].strip() for line in lines] == ["error", "found", "do"]
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert imported.isdisjoint({"torch", "vllm", "fastapi", "transformers"})
+
+
+@pytest.mark.req("SRV-04", "SRV-05")
+def test_a_parent_that_is_none_is_told(tied: Path) -> None:
+    done = command("--device", "cpu", "--model", str(tied), "--parent-pid", "1")
+    assert done.returncode == 2
+    assert "1 is not the parent of this process" in done.stderr
 
 
 @pytest.mark.req("SRV-04")

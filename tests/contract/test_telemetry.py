@@ -206,12 +206,14 @@ def test_a_refused_call_is_logged_and_counted_with_its_problem(
     client.post("/infer/", json=body, headers={"authorization": SECRET})
     client.get("/infer/")
     client.post("/start_weight_update/", json=START)
+    client.post("/keep_communicator/", json={"attempt": "a"})
     client.get("/health/")
     assert [(r.route, r.status, r.problem) for r in access_lines(caplog)] == [
         ("/infer/", 422, "invalid-request"),
         ("/infer/", 503, "not-ready"),
         ("/infer/", 405, "method-not-allowed"),
         ("/start_weight_update/", 503, "not-ready"),
+        ("/keep_communicator/", 503, "not-ready"),
     ]
     assert SECRET not in caplog.text
     found = samples(client.get("/metrics/").text)

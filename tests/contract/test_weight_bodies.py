@@ -40,6 +40,9 @@ UNSOUND: list[tuple[type[BaseModel], dict[str, Any]]] = [
         {"version": 1, "digests": [{"name": "a", "columns": [2**64], "digest": "0" * 16}]},
     ),
     (InitCommunicator, INIT | {"bucket_bytes": 2**64}),
+    (ParameterMeta, PARAMETER | {"name": "\ud800"}),
+    (InitCommunicator, INIT | {"attempt": "\ud800"}),
+    (FinishWeightUpdate, {"version": 1, "digests": [{"name": "\ud800", "digest": "0" * 16}]}),
     (AdapterMeta, ADAPTER | {"r": 2**64}),
     (AdapterMeta, ADAPTER | {"lora_alpha": float("inf")}),
     (AdapterMeta, ADAPTER | {"lora_alpha": float("nan")}),
@@ -54,7 +57,7 @@ def test_what_can_be_counted_is_taken(body: type[BaseModel], fields: dict[str, A
 
 @pytest.mark.req("SYNC-05", "WIRE-05")
 @pytest.mark.parametrize(("body", "fields"), UNSOUND)
-def test_numbers_beyond_64_bits_and_what_is_no_number_are_refused(
+def test_numbers_beyond_64_bits_and_what_is_no_number_or_text_are_refused(
     body: type[BaseModel], fields: dict[str, Any]
 ) -> None:
     with pytest.raises(ValidationError):

@@ -191,10 +191,11 @@ def test_extends_names_one_file(tmp_path: Path, extends: str) -> None:
 
 @pytest.mark.req("CFG-04")
 def test_a_missing_base_is_told_with_the_file_that_names_it(tmp_path: Path) -> None:
-    path = written(tmp_path / "leaf.yaml", "extends: gone.yaml\n")
-    error = error_of(path)
-    assert error.where == f"{path}: extends"
-    assert "gone.yaml" in error.found
+    for gone in ("gone.yaml", "long" * 100, '"a\\0b"'):
+        path = written(tmp_path / "leaf.yaml", f"extends: {gone}\n")
+        error = error_of(path)
+        assert error.where == f"{path}: extends"
+        assert "there is no file" in error.found
 
 
 def test_merging_changes_neither_mapping() -> None:
