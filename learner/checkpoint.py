@@ -83,6 +83,7 @@ class Checkpoints:
     folder: of the run. keep: how many stay there; None: all.
     facts: of the run; None in all processes but the first.
     state: what each process adds, in values of JSON; they are in the manifest.
+    collective: processes wait for each other while they write.
     """
 
     def __init__(
@@ -92,6 +93,8 @@ class Checkpoints:
         facts: Callable[[], RunFacts] | None,
         state: Callable[[], dict[str, Any]] = dict,
         peers: Peers = ALONE,
+        *,
+        collective: bool = False,
     ) -> None:
         self.unfinished = folder / _UNFINISHED
         self._folder = folder
@@ -99,6 +102,7 @@ class Checkpoints:
         self._facts = facts
         self._state = state
         self._peers = peers
+        self._collective = collective
 
     def save(self, step: int, write: Callable[[], None]) -> None:
         """Make `checkpoint-<step>` of what `write` leaves in a folder of that name.
@@ -126,7 +130,13 @@ class Checkpoints:
             first(self._peers, published)
 
     def _written_by_all(self, written: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What each process wrote; nobody clears away what another one still writes."""
+        """What each process wrote; nobody clears away what another one still writes.
+
+        But where others wait for one that has failed, they hear of it at once.
+        """
+        if self._collective:
+            with self._cleared_on_error():
+                return self._peers.share(written)
         failures: list[Exception] = []
 
         def attempted() -> dict[str, Any] | None:

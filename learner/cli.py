@@ -65,7 +65,8 @@ def train(
         return
     clients = []
     if generates(parsed):
-        console.print(f"Rollouts: {describe_backend(parsed, inputs.placement)}")
+        answering = describe_backend(parsed, inputs.placement)
+        console.print(f"Rollouts: {answering}", soft_wrap=True, markup=False, highlight=False)
         clients = reach_servers(parsed)
 
     share_cores()

@@ -10,10 +10,10 @@ import re
 import shutil
 from pathlib import Path
 
+from learner.answer_files import ROLLOUTS, logged_in
+
 LOGS = ("metrics.jsonl", "rollout_calls*.jsonl")
-ROLLOUTS = "rollouts"
 EVALUATIONS = "evaluations"
-_OF_STEP = re.compile(r"step_(\d+)\b.*")
 _EVALUATION = re.compile(r"step_(\d+)(\.part)?")
 
 
@@ -34,19 +34,13 @@ def cut_back(folder: Path, sizes: dict[str, int], step: int) -> None:
         elif path.stat().st_size > sizes[path.name]:
             os.truncate(path, sizes[path.name])
     for path in (folder / ROLLOUTS).glob("step_*"):
-        of = step_of(path.name)
-        if of is not None and of > step:
+        logged = logged_in(path.name.removesuffix(".part"))
+        if logged is not None and logged[0] > step:
             path.unlink()
     for path in (folder / EVALUATIONS).glob("step_*"):
         after = _EVALUATION.fullmatch(path.name)
         if after is not None and int(after[1]) > step:
             shutil.rmtree(path)
-
-
-def step_of(name: str) -> int | None:
-    """The step that a file of `rollouts/` is of; None for another name."""
-    match = _OF_STEP.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def _logs(folder: Path) -> list[Path]:

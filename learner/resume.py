@@ -9,6 +9,8 @@ where answers come from may change; the last also changes how answers are groupe
 """
 
 import hashlib
+import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from learner.checkpoint import (
 from learner.config.schema import Config
 from learner.config.yaml12 import read_mapping
 from learner.log_cut import cut_back
+from learner.process_mark import lives
 from shared_contracts.errors import ContractError, ContractErrors
 
 RESOLVED = "resolved_config.yaml"
@@ -101,10 +104,11 @@ def find_start(config: Config, processes: int) -> Start:
     """Where a run of `processes` processes starts, as `training.resume` says.
 
     Raises:
-        ContractError: the folder holds another run; or the same run, which cannot go on
-            with this config.
+        ContractError: the folder holds another run, or one that still goes on; or the same run,
+            which cannot go on with this config.
     """
     folder = config.training.output_dir
+    _require_no_writer(folder)
     if config.training.resume == "never":
         _require_unused(folder)
         return BEGINNING
@@ -139,7 +143,7 @@ def prepare_folder(folder: Path, start: Start) -> None:
     if start.checkpoint is not None:
         set_broken_aside(folder, start.checkpoint)
         cut_back(folder, start.checkpoint.manifest.logs, start.step)
-    elif start.goes_on:
+    else:
         cut_back(folder, {}, 0)
 
 
@@ -147,6 +151,27 @@ def data_digest(path: Path) -> str:
     """SHA-256 of a file of samples, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _require_no_writer(folder: Path) -> None:
+    """No other process writes the folder, as far as can be seen from here."""
+    try:
+        mark = json.loads((folder / RUN).read_text(encoding="utf-8"))["process"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if mark["pid"] != os.getpid() and lives(mark) and not _has_ended(folder):
+        raise ContractError(
+            "training.output_dir",
+            f"process {mark['pid']} writes {folder}, since {mark['started']}",
+            "Wait for that run or stop it; or name another folder",
+        )
+
+
+def _has_ended(folder: Path) -> bool:
+    """The last line is that of the whole training."""
+    file = folder / METRICS
+    lines = file.read_bytes().splitlines() if file.is_file() else []
+    return bool(lines) and b'"train_runtime"' in lines[-1]
 
 
 def _require_unused(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from learner.log_cut import ROLLOUTS
+from learner.answer_files import answers_file
 from learner.publish import publish_text
 from learner.types import (
     GeometryKind,
@@ -269,7 +269,7 @@ class RolloutLog:
     """Writes the answers of one process. folder: of the run."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
-        self._folder = folder / ROLLOUTS
+        self._folder = folder
         self._rank = rank
 
     def write(self, step: int, judged: Sequence[Judged], places: Sequence[Segmented] = ()) -> None:
@@ -279,21 +279,16 @@ class RolloutLog:
 
         Raises RunError when the disk is full.
         """
-        self._folder.mkdir(exist_ok=True)
+        file = answers_file(self._folder, step, self._rank)
+        file.parent.mkdir(exist_ok=True)
         left = iter(places)
         lines = [
             self._line(step, each, next(left, None) if each.target else None) for each in judged
         ]
-        publish_text(answers_file(self._folder, step, self._rank), "".join(lines))
+        publish_text(file, "".join(lines))
 
     def _line(self, step: int, judged: Judged, place: Segmented | None) -> str:
         answer: dict[str, Any] = dict(LoggedAnswer.of(judged))
         segment = None if place is None else LoggedSegment.of(place)
         own = StepAnswer(step=step, rank=self._rank, chunk=judged.chunk, segment=segment, **answer)
         return own.model_dump_json() + "\n"
-
-
-def answers_file(folder: Path, step: int, rank: int) -> Path:
-    """The log of one process's answers. folder: `rollouts` of a run."""
-    of_rank = f".rank{rank}" if rank else ""
-    return folder / f"step_{step:06d}{of_rank}.jsonl"

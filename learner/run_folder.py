@@ -19,14 +19,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from learner.answer_files import ROLLOUTS, logged_in
 from learner.config import Config, load_config
-from learner.log_cut import ROLLOUTS, step_of
 from learner.resume import METRICS, RESOLVED, RUN
 from learner.rollout_log import StepAnswer
 from shared_contracts.errors import ContractError
-
-# As `learner.rollout_log` names what it writes; nothing else there is a log.
-_ANSWERS = re.compile(r"step_\d{6,}(\.rank\d+)?\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,7 @@ class RunFolder:
 
     def answer_steps(self) -> list[int]:
         """Steps of channel B whose answers are logged, in order."""
-        names = (path.name for path in (self.path / ROLLOUTS).glob("step_*.jsonl"))
-        return sorted({step for name in names if (step := step_of(name)) is not None})
+        return sorted({step for step, _ in self._answer_files()})
 
     def answers(self, step: int) -> list[StepAnswer]:
         """Of all processes, in the order of process and sample; empty where none are logged.
@@ -95,9 +91,13 @@ class RunFolder:
 
     def answer_files(self, step: int) -> dict[int, Path]:
         """The logs that there are of a step's answers, by the process that asked, in order."""
-        files = (self.path / ROLLOUTS).glob(f"step_{step:06d}*")
-        found = {_rank_of(file): file for file in files if _ANSWERS.fullmatch(file.name)}
-        return dict(sorted(found.items()))
+        found = self._answer_files().items()
+        return dict(sorted((rank, file) for (of, rank), file in found if of == step))
+
+    def _answer_files(self) -> dict[tuple[int, int], Path]:
+        """By step and process."""
+        files = (self.path / ROLLOUTS).glob("step_*")
+        return {named: file for file in files if (named := logged_in(file.name)) is not None}
 
 
 def total_steps(config: Config, last: Mapping[str, Any] | None) -> int | None:
@@ -116,7 +116,7 @@ def total_steps(config: Config, last: Mapping[str, Any] | None) -> int | None:
 
 
 def _rank_of(log: Path) -> int:
-    """Of `rollout_calls.rank1.jsonl`, and of `rollouts/step_000012.rank1.jsonl`."""
+    """Of `rollout_calls.rank1.jsonl`."""
     match = re.search(r"\.rank(\d+)\.", log.name)
     return int(match[1]) if match else 0
 

@@ -36,6 +36,7 @@ def score_checkpoint(
     opened = open_backend(config, loaded, clients, folder, samples, placement)
     policy = Policy(opened, asking_of(config))
     try:
+        policy.push_if_stale()
         seed = evaluation_seed(config)
         return evaluate(policy, samples, seed, loaded.tokenizer, allow_poly=config.allow_poly)
     finally:

@@ -208,7 +208,7 @@ def train_as(
     first(peers, lambda: str(open_run_folder(config, inputs.placement, start)))
     peers.share(lambda: _require_shared(folder))
     for note in start.notes if peers.rank == 0 else ():
-        console.print(note, highlight=False, soft_wrap=True)
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     set_seed(config.training.seed)
     loaded = load(config)
     if config.training.packing:
@@ -386,7 +386,14 @@ def build_trainer(
         scorer,
         ShareLoader(inputs.train, order_of(config, len(inputs.train), peers.count), peers.rank),
         parts.optimizer,
-        Checkpoints(parts.folder, config.training.save_total_limit, facts, state, peers),
+        Checkpoints(
+            parts.folder,
+            config.training.save_total_limit,
+            facts,
+            state,
+            peers,
+            collective=config.training.data_parallel == "fsdp2",
+        ),
         model=loaded.model,
         args=training_arguments(config, parts.folder, peers.count),
         train_dataset=inputs.train,

@@ -128,13 +128,12 @@ def evaluate(
     *,
     allow_poly: bool,
 ) -> Evaluation:
-    """Roll out every sample with the newest weights and score the answers.
+    """Roll out every sample with the weights that were pushed last, and score the answers.
 
     log_calls: takes the record of the calls.
     allow_poly: false in the two-channel variant, where a polygon is no prediction.
     """
     try:
-        policy.push_if_stale()
         outputs = policy.answer(samples, seed)
     finally:
         record, notes = policy.take_notes()

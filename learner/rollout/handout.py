@@ -83,11 +83,15 @@ class Handout:
         self._returns: list[float] = []
         self._over = threading.Event()
 
+    def give_up(self) -> None:
+        """Nobody wants the answers any more, says another thread: `run` raises RunError soon."""
+        self._over.set()
+
     def run(self) -> list[RolloutEnvelope]:
         """One envelope per request, in order; after an error no call goes on for long.
 
         Raises:
-            RunError: no server answers any more, or a request was refused.
+            RunError: no server answers any more, a request was refused, or it was given up.
         """
         count = len(self._job.requests)
         try:
@@ -165,6 +169,8 @@ class Handout:
         try:
             envelopes = outcome.result()
         except ServerLost as error:
+            if self._over.is_set():
+                raise RunError("the rollout was given up") from error
             self._shares[member].appendleft(Part(part.requests, error.tried))
             self._lose(member, str(error), returns)
             return

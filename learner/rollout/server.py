@@ -34,7 +34,8 @@ class ServerBackend:
     Once weights were pushed, the servers are asked for answers of these weights and no
     others. A server that is lost is left out, and looked at before every push and rollout,
     though less and less often when it cannot take pushes. When no other is left, it is
-    waited for: as long as it says that it is starting, else up to `timeout_s` of the clients.
+    waited for: as long as it says that it is starting, half an hour at most (`patience`); else
+    up to `timeout_s` of the clients.
 
     clients: one per server, in the order of `servers[]`.
     channels: one per server in process 0, and none in the others.
@@ -62,6 +63,7 @@ class ServerBackend:
         self._timeout_s = max(client.timeout_s for client in clients)
         self._sleep = sleep
         self._peers = peers
+        self._handouts: set[Handout] = set()
         self._members: Sequence[Member]
         self._upkeep: Upkeep
         if peers.rank == 0:
@@ -128,7 +130,11 @@ class ServerBackend:
             lambda: self._wait_for(look),
             self._timeout_s,
         )
-        envelopes = handout.run()
+        self._handouts.add(handout)
+        try:
+            envelopes = handout.run()
+        finally:
+            self._handouts.discard(handout)
         self._journal.healthy = len(self._askable())
         return [_output(envelope) for envelope in envelopes]
 
@@ -154,6 +160,9 @@ class ServerBackend:
         self._upkeep.tend()
 
     def close(self) -> None:
+        """Give up what is being asked, in whatever thread; leave the servers."""
+        for handout in tuple(self._handouts):
+            handout.give_up()
         for member in self._members:
             member.close()
 

@@ -19,7 +19,10 @@ class ProgressDisplay(TrainerCallback):
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
         self._progress = Progress(
-            TextColumn(f"[bold]{title}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+            TextColumn("{task.description}", style="bold", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
         )
         self._task = self._progress.add_task(title, total=None)
         self._live: Live | None = None
@@ -47,7 +50,7 @@ class ProgressDisplay(TrainerCallback):
             self._live.update(Group(self._progress, _table(logs)))
         elif state.global_step % _PLAIN_EVERY == 0 or state.global_step == state.max_steps:
             line = step_line(state.global_step, state.max_steps, logs)
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

@@ -80,12 +80,19 @@ def _tokenizer_digest(checkpoint: Path) -> str | None:
 
 def _commit() -> str | None:
     """Commit of the source tree this package runs from; None outside a checkout or without git."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    here = Path(__file__)
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if _git(here.parent, "ls-files", here.name):  # else the checkout around it is another's
+            return _git(here.parent, "rev-parse", "HEAD") or None
     except FileNotFoundError:
-        return None
-    return result.stdout.strip() or None
+        pass
+    return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """What git says there; nothing where it fails."""
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 class CallLog:

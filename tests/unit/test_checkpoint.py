@@ -116,6 +116,34 @@ def test_an_error_in_one_rank_is_raised_in_all_and_leaves_nothing(
     read_checkpoint(tmp_path / "checkpoint-1")
 
 
+@pytest.mark.req("RUN-01", "DDP-01")
+def test_who_fails_within_what_all_write_together_says_so_at_once(tmp_path: Path) -> None:
+    """Rank 0 waits for a part that rank 1 cannot give, as under FSDP2."""
+    gather, told = threading.Barrier(2), threading.Event()
+
+    def saved(peers: Peers) -> None:
+        checkpoints = Checkpoints(tmp_path, None, lambda: FACTS, dict, peers, collective=True)
+
+        def write() -> None:
+            (checkpoints.unfinished / "checkpoint-1").mkdir(parents=True, exist_ok=True)
+            if peers.rank == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            gather.wait(20)
+
+        try:
+            checkpoints.save(1, write)
+        except RunError:
+            if peers.rank == 1:
+                told.set()
+                gather.abort()
+            raise
+
+    errors = [outcome.exception() for outcome in in_ranks(2, saved)]
+    assert told.is_set()
+    assert isinstance(errors[0], threading.BrokenBarrierError), "before its time was over"
+    assert "No space left on device" in str(errors[1])
+
+
 @pytest.mark.req("RUN-01")
 @pytest.mark.parametrize(
     ("event", "ending", "left"),

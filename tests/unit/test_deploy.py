@@ -320,6 +320,22 @@ def test_a_run_needs_no_git_which_the_image_does_not_have(
     assert software()["commit"] is None
 
 
+@pytest.mark.req("MET-03")
+def test_a_package_within_another_checkout_has_none_of_its_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in (
+        ["init", "-q"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x"],
+    ):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    installed = tmp_path / ".venv" / "runlog.py"
+    installed.parent.mkdir()
+    installed.touch()
+    monkeypatch.setattr("learner.trainer.runlog.__file__", str(installed))
+    assert software()["commit"] is None
+
+
 # --- README and scripts -----------------------------------------------------------------
 
 

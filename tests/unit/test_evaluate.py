@@ -173,6 +173,7 @@ def test_evaluation_asks_the_newest_weights_and_polygons_count_where_they_are_al
     policy = Policy(OpenBackend(backend), Asking("Detect.", None, RequestConfig()))
     roof_box = GroundTruthObject("roof", Shape("bbox_2d", (0, 0, 500, 500)))
     samples = [sample(CAT, roof_box)]
+    policy.push_if_stale()
     found = evaluate(policy, samples, seed=7, tokenizer=toy_tokenizer, allow_poly=False).scores
     assert backend.done == ["push 1", "rollout 1 seed 7"]
     assert found == Scores(predicted=1, ground_truths=2, hits=1, located=1, dropped=1)
@@ -190,6 +191,7 @@ def test_the_calls_of_an_evaluation_are_logged_with_it_and_not_with_the_next_ste
     policy = Policy(OpenBackend(backend, journal=journal), Asking("Detect.", None, RequestConfig()))
     logged: list[dict[str, Any]] = []
     samples = [sample(CAT)]
+    policy.push_if_stale()
     done = evaluate(policy, samples, 7, toy_tokenizer, logged.append, allow_poly=False)
     (record,) = logged
     assert record["evaluation_seed"] == 7

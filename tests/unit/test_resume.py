@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from learner.data.toy import ToyData
 from learner.log_cut import cut_back, log_sizes
 from learner.peers import ALONE, Peers
 from learner.preflight import check_inputs
-from learner.resume import RESOLVED, data_digest, find_start
+from learner.process_mark import mark_of_this
+from learner.resume import RESOLVED, Start, data_digest, find_start, prepare_folder
 from learner.train import train
 from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.ranks_in_threads import in_ranks
@@ -75,6 +77,46 @@ def test_a_folder_with_a_run_in_it_is_refused_unless_it_may_go_on(mapping: dict[
         find_start(never, processes=1)
     shutil.rmtree(checkpoint)
     assert find_start(never, processes=1).step == 0
+
+
+@pytest.mark.req("RUN-01")
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_folder_that_another_process_writes_is_refused(
+    mapping: dict[str, Any], resume: str
+) -> None:
+    config = parse_config(merge(mapping, {"training": {"resume": resume}}))
+    folder = config.training.output_dir
+    folder.mkdir()
+    with subprocess.Popen(["sleep", "60"]) as other:
+        ticks = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        mark = {**mark_of_this(), "pid": other.pid, "start_ticks": int(ticks)}
+        (folder / "run.json").write_text(json.dumps({"process": mark}))
+        with pytest.raises(ContractError, match=f"process {other.pid} writes") as caught:
+            find_start(config, processes=1)
+        assert caught.value.where == "training.output_dir"
+        (folder / "metrics.jsonl").write_text('{"step": 4, "train_runtime": 2.0}\n')
+        if resume == "auto":
+            (folder / RESOLVED).write_text(dump_resolved(config))
+            assert find_start(config, processes=1).goes_on, "that run has ended"
+        (folder / "metrics.jsonl").unlink()
+        other.kill()
+    assert find_start(config, processes=1).step == 0
+    (folder / "run.json").write_text(json.dumps({"process": mark_of_this()}))
+    find_start(config, processes=1)
+
+
+@pytest.mark.req("RUN-01", "REPLAY-01")
+@pytest.mark.parametrize("start", [Start(), Start(None, True)], ids=["never", "auto"])
+def test_what_an_attempt_left_that_died_in_its_first_step_is_cleared(
+    tmp_path: Path, start: Start
+) -> None:
+    (tmp_path / "rollouts").mkdir()
+    for name in ("rollout_calls.jsonl", "rollout_calls.rank1.jsonl", "rollouts/step_000001.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    (tmp_path / "notes.txt").touch()
+    prepare_folder(tmp_path, start)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "rollouts"]
+    assert list((tmp_path / "rollouts").iterdir()) == []
 
 
 @pytest.mark.req("RUN-01")

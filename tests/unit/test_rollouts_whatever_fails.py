@@ -3,12 +3,14 @@
 import threading
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shared_contracts.errors import RunError
 from shared_contracts.infer import InferCall
 from tests.unit.fleets import S, fleet, fleet_of
 from tests.unit.scripted_rollouts import Fault, ScriptedRollouts
@@ -77,6 +79,28 @@ def test_rollouts_are_the_same_whatever_failed_meanwhile(
     anew = S(three_servers[0].server, three_servers[0].world_size)
     with fleet_of([anew], decode_batch_size=3, timeout_s=20.0) as run:
         assert run.ask(11) == undisturbed
+
+
+@pytest.mark.req("ASYNC-01", "DIST-05")
+def test_a_backend_that_closes_gives_up_what_is_being_asked() -> None:
+    asked, finished = threading.Event(), threading.Event()
+
+    def wait(one: ScriptedRollouts, call: InferCall) -> Reply:
+        asked.set()
+        assert finished.wait(20)
+        return one.ok(call)
+
+    with fleet(1) as run, ThreadPoolExecutor(1) as beside:
+        run.rollouts[0].faults.append(wait)
+        asking = beside.submit(run.ask, 3)
+        assert asked.wait(20)
+        run.backend.close()
+        try:
+            assert isinstance(asking.exception(timeout=10), RunError)
+        finally:
+            finished.set()
+    assert len(run.rollouts[0].faults) == 0
+    assert run.rollouts[0].answered in ([], [[0, 1, 2]]), "it was not asked again"
 
 
 @pytest.mark.req("DIST-03")

@@ -47,6 +47,18 @@ def test_answers_come_back_as_they_were_logged(
     assert run.answers(4) == []
 
 
+@pytest.mark.req("MET-03")
+def test_a_step_is_not_taken_for_one_whose_number_begins_with_its(
+    folder: Path, toy_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    for step in (100_000, 1_000_000):
+        RolloutLog(folder).write(step, [judged(toy_tokenizer, f"a.jsonl:{step}")])
+    (folder / "rollouts" / "step_000012.old.jsonl").write_text("somebody's copy\n")
+    run = RunFolder.open(folder)
+    assert run.answer_steps() == [100_000, 1_000_000]
+    assert [answer.step for answer in run.answers(100_000)] == [100_000]
+
+
 def test_a_line_that_is_being_written_is_left_out(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert RunFolder.open(folder).metrics() == [{"step": 1}, {"step": 2}]
