@@ -106,7 +106,7 @@ def tables(scored: Scored) -> list[tuple[str, Table]]:
 
 def worst_answers(answers: Sequence[ScoredAnswer], most: int) -> list[ScoredAnswer]:
     """Those with something wrong, in the order of the page."""
-    wrong = [answer for answer in answers if answer.f1 is not None and answer.f1 < 1]
+    wrong = [answer for answer in answers if answer.f1 < 1]
     return sorted(wrong, key=badness)[:most]
 
 

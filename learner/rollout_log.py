@@ -252,6 +252,12 @@ def hits_of(answer: LoggedAnswer) -> int:
     return sum(said[p].desc == truths[g].desc for p, g in answer.match.pairs)
 
 
+def f1_of(answer: LoggedAnswer) -> float:
+    """2 hits / (predicted objects + ground truths); 1 where there are none of either."""
+    both = len(answer.parse.objects) + len(answer.ground_truth)
+    return 2 * hits_of(answer) / both if both else 1.0
+
+
 class StepAnswer(LoggedAnswer):
     """A line of the log of a run.
 

@@ -12,7 +12,7 @@ from learner.matching import match_objects
 from learner.metrics import Payload
 from learner.parsing import parse_rollout
 from learner.rollout.policy import Policy
-from learner.rollout_log import Judged, LoggedAnswer, hits_of
+from learner.rollout_log import Judged, LoggedAnswer, f1_of, hits_of
 from learner.tokens import Tokenizer
 from learner.types import RolloutOutput, Sample
 
@@ -23,13 +23,13 @@ class ScoredAnswer(LoggedAnswer):
     """An answer, how it was matched at IoU 0.5, and its own scores.
 
     hits: matched objects of the right description. precision: hits / predicted; recall: hits /
-    ground truths; f1: 2 hits / (predicted + ground truths). None where that divides by nothing.
+    ground truths; None where that divides by nothing. f1: as `f1_of` has it.
     """
 
     hits: int
     precision: float | None
     recall: float | None
-    f1: float | None
+    f1: float
 
     @classmethod
     def scored(cls, judged: Judged) -> "ScoredAnswer":
@@ -41,7 +41,7 @@ class ScoredAnswer(LoggedAnswer):
             hits=hits,
             precision=hits / len(said) if said else None,
             recall=hits / len(truths) if truths else None,
-            f1=2 * hits / (len(said) + len(truths)) if said or truths else None,
+            f1=f1_of(answer),
         )
 
 

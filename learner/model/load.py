@@ -1,9 +1,12 @@
 """Load the model to train, its processor and its tokenizer; apply the tuner."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForImageTextToText,
@@ -15,6 +18,7 @@ from transformers import (
 from learner.config.schema import Config, LoraTuner, TunerConfig
 from learner.model.packed_forward import Multimodal
 from learner.tokens import CoordVocab, Tokenizer
+from shared_contracts.errors import ContractError
 
 # `all-linear`: every linear layer of the language model; vision stays as it is.
 _LANGUAGE_LINEAR = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
@@ -37,23 +41,28 @@ def load_model(config: Config) -> LoadedModel:
 
 
 def load_weights(config: Config) -> PreTrainedModel:
-    """The model of the checkpoint directory, on the CPU.
+    """The model of the checkpoint directory, on the CPU; ContractError for a directory of none.
 
     Weights that are trained are float32, whatever `torch_dtype` computes in: an update of
     a bfloat16 weight is mostly lost in rounding. Under LoRA the frozen weights have
     `torch_dtype`, and peft makes the adapters float32.
     """
-    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
-        config.model.model,
-        dtype=weight_dtype(config),
-        attn_implementation=config.model.attn_implementation,
-    )
+    with _told(config):
+        model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
+            config.model.model,
+            dtype=weight_dtype(config),
+            attn_implementation=config.model.attn_implementation,
+        )
     return model
 
 
 def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
-    """`model`, which `load_weights` has loaded, on its device, with its processor and tuner."""
-    processor = AutoProcessor.from_pretrained(config.model.model)
+    """`model`, which `load_weights` has loaded, on its device, with its processor and tuner.
+
+    Raises ContractError for a directory without a processor, and for what `tuned` refuses.
+    """
+    with _told(config):
+        processor = AutoProcessor.from_pretrained(config.model.model)
     vocab = CoordVocab.from_tokenizer(processor.tokenizer)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -71,11 +80,16 @@ def weight_dtype(config: Config) -> torch.dtype:
 
 
 def tuned(model: PreTrainedModel, tuner: TunerConfig) -> nn.Module:
-    """`model` with the adapters that are trained, where there are any."""
+    """`model` with the adapters that are trained, where there are any.
+
+    Raises ContractError for target modules that the model does not have, or peft cannot adapt.
+    """
     if not isinstance(tuner, LoraTuner):
         return model
-    model.enable_input_require_grads()
     targets = tuner.target_modules
+    if targets != "all-linear":
+        _require_modules(model, targets)
+    model.enable_input_require_grads()
     lora = LoraConfig(
         r=tuner.lora_rank,
         lora_alpha=tuner.lora_alpha,
@@ -83,4 +97,34 @@ def tuned(model: PreTrainedModel, tuner: TunerConfig) -> nn.Module:
         use_dora=tuner.use_dora,
         target_modules=_LANGUAGE_LINEAR if targets == "all-linear" else list(targets),
     )
-    return get_peft_model(model, lora)
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:
+        raise ContractError(
+            "tuner.target_modules", f"peft cannot adapt them ({error})", "Name linear layers"
+        ) from error
+
+
+def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:
+    """Each name is that of a module or the end of one; peft asks this of only one of them."""
+    names = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise ContractError(
+                "tuner.target_modules",
+                f"the model has no module {target}",
+                "Name modules as in peft, such as q_proj, or all-linear",
+            )
+
+
+@contextmanager
+def _told(config: Config) -> Iterator[None]:
+    """Tell by name what a checkpoint directory lacks."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ContractError(
+            "model.model",
+            f"{config.model.model} cannot be loaded ({error})",
+            "Give the folder of a whole Qwen3-VL checkpoint, saved with its processor",
+        ) from error

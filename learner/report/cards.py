@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 from learner.matching import mask_iou
-from learner.report.outcomes import FaultName, f1_of, faults_of
+from learner.report.outcomes import FaultName, faults_of
 from learner.report.pictures import Picture, embed_all
-from learner.rollout_log import LoggedAnswer, LoggedObject, LoggedPrediction, StepAnswer, hits_of
+from learner.rollout_log import (
+    LoggedAnswer,
+    LoggedObject,
+    LoggedPrediction,
+    StepAnswer,
+    f1_of,
+    hits_of,
+)
 from learner.types import GeometryKind
 
 # What a shape in a picture is.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from learner.rollout_log import LoggedAnswer, StepAnswer, hits_of
+from learner.rollout_log import LoggedAnswer, StepAnswer, f1_of, hits_of
 
 FaultName = Literal[
     "no_object",
@@ -69,12 +69,6 @@ FAULTS: dict[FaultName, Fault] = {
         lambda answer: isinstance(answer, StepAnswer) and not answer.supervised,
     ),
 }
-
-
-def f1_of(answer: LoggedAnswer) -> float:
-    """2 hits / (predicted objects + ground truths); 1 where there are none of either."""
-    both = len(answer.parse.objects) + len(answer.ground_truth)
-    return 2 * hits_of(answer) / both if both else 1.0
 
 
 def faults_of(answer: LoggedAnswer) -> list[FaultName]:

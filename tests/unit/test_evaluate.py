@@ -75,7 +75,7 @@ def test_an_answer_has_scores_of_its_own_by_the_same_matches(
 @pytest.mark.req("EVAL-01")
 @pytest.mark.parametrize(
     ("text", "objects", "own"),
-    [("{}", [], (None, None, None)), ("{}", [CAT], (None, 0.0, 0.0))],
+    [("{}", [], (None, None, 1.0)), ("{}", [CAT], (None, 0.0, 0.0))],
     ids=["nothing there, nothing said", "nothing said"],
 )
 def test_a_score_that_divides_by_nothing_is_none(

@@ -155,6 +155,21 @@ def test_the_start_up_check_accepts_sdpa_and_refuses_a_model_that_leaks(
     with pytest.raises(ContractError, match=r"training\.packing"):
         check_packing(Leaky())
 
+    class Broken(nn.Module):
+        """Its logits are no numbers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, **kwargs: object) -> object:
+            output = self.inner(**kwargs)
+            output.logits.fill_(torch.nan)
+            return output
+
+    with pytest.raises(ContractError, match="logits move by nan"):
+        check_packing(Broken())
+
 
 @pytest.mark.req("APPEND-03")
 def test_an_index_outside_the_assistant_span_stops_the_step(

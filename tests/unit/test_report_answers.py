@@ -10,10 +10,10 @@ from PIL import Image
 
 from learner.report.cards import cards_of, shown_objects
 from learner.report.choose import Chooser, choose
-from learner.report.outcomes import FaultName, f1_of, faults_of
+from learner.report.outcomes import FaultName, faults_of
 from learner.report.pictures import LONGEST, embed, embed_all
 from learner.report.tally import read_answers
-from learner.rollout_log import LoggedAnswer, StepAnswer
+from learner.rollout_log import LoggedAnswer, StepAnswer, f1_of
 from tests.unit.report_folder import MadeRun, answer, draw_image
 
 FAR = (700, 700, 900, 900)

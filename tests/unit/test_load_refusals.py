@@ -1,0 +1,67 @@
+"""A checkpoint, or a tuner, that cannot be had is told by name."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from learner.config.schema import Config
+from learner.config.tuner import LoraTuner
+from learner.data.toy import ToyData
+from learner.model.load import load_model
+from shared_contracts.errors import ContractError
+from tests.unit.small_run import small_config
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def torn(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def of_another_kind(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
+def without_processor(folder: Path) -> None:
+    for file in folder.glob("*processor*"):
+        file.unlink()
+
+
+@pytest.fixture
+def config(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Config:
+    copy = shutil.copytree(toy_checkpoint, tmp_path / "model")
+    return small_config(copy, toy_data, tmp_path / "run")
+
+
+@pytest.mark.parametrize("spoil", [without_weights, torn, of_another_kind, without_processor])
+def test_a_checkpoint_that_is_not_whole_is_told(
+    config: Config, spoil: Callable[[Path], None]
+) -> None:
+    spoil(config.model.model)
+    with pytest.raises(ContractError, match="cannot be loaded") as caught:
+        load_model(config)
+    assert caught.value.where == "model.model"
+    assert str(config.model.model) in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("modules", "found"),
+    [
+        (["q_porj"], "the model has no module q_porj"),
+        (["q_proj", "v_porj"], "the model has no module v_porj"),
+        (["language_model"], "peft cannot adapt them"),
+    ],
+)
+def test_adapters_go_where_they_are_asked_for_or_nowhere(
+    config: Config, modules: list[str], found: str
+) -> None:
+    tuner = LoraTuner(train_type="lora", lora_rank=2, lora_alpha=2, target_modules=modules)
+    with pytest.raises(ContractError, match=found) as caught:
+        load_model(config.model_copy(update={"tuner": tuner}))
+    assert caught.value.where == "tuner.target_modules"
