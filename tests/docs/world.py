@@ -68,7 +68,7 @@ class World:
 
     def _sample(self) -> str:
         """A sample of the step that stands for the documents' steps."""
-        answers = RunFolder(self.run_folder).answers(3)
+        answers = RunFolder(self.run_folder).answers(4)
         return Path(answers[0].sample_id).name
 
     def run(self, asked: Command) -> Done:

@@ -36,11 +36,11 @@ def answers_of_a_run(images: Path) -> list[StepAnswer]:
     """The worst is evil; one is cut off, one has a match, one image is gone."""
     image = draw_image(images / "box.png", SIZE, KNOWN)
     wide = draw_image(images / "wide.png", (300, 100), FAR, "blue")
-    good = [answer(f"train.jsonl:{place}", 9, image=wide) for place in range(40)]
+    good = [answer(f"train.jsonl:{place}", 10, image=wide) for place in range(40)]
     return [
         answer(
             "train.jsonl:100",
-            1,
+            2,
             truths=[(EVIL, KNOWN), ("ловушка", FAR)],
             predicted=[],
             pairs=[],
@@ -48,15 +48,15 @@ def answers_of_a_run(images: Path) -> list[StepAnswer]:
             text=f'{{"object_1": {{"desc": "{EVIL}"}}}}',
             image=image,
         ),
-        answer("train.jsonl:101", 1, truncated=True, finish_reason="length", image=wide),
+        answer("train.jsonl:101", 2, truncated=True, finish_reason="length", image=wide),
         answer(
             "train.jsonl:102",
-            3,
+            4,
             truths=[("red box", TRUTH)],
             predicted=[("red box", KNOWN), ("ghost", FAR)],
             image=image,
         ),
-        answer("train.jsonl:103", 3, predicted=[("dog", KNOWN)], image=images / "lost.png"),
+        answer("train.jsonl:103", 4, predicted=[("dog", KNOWN)], image=images / "lost.png"),
         *good,
     ]
 
@@ -68,7 +68,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines[2] |= {"loss": None}
     lines[4] |= {f"{B}/strict_drop/bbox_invalid": 3.0}
     lines.append({"step": 20, "eval/f1": 0.5, "eval/precision": 0.5, "eval/recall": 0.5})
-    calls = [call_line(step) for step in range(0, 20, 2)]
+    calls = [call_line(step) for step in range(1, 20, 2)]
     return write_report(MadeRun(folder / "run", lines, calls, answers_of_a_run(folder)).write())
 
 
@@ -128,8 +128,8 @@ def test_an_answer_tells_all_about_it(browser: Browser, report: Path) -> None:
         expect(rows.nth(0)).to_contain_text("[200, 300, 600, 800]")
         expect(rows.nth(0)).to_contain_text("0.9")
         expect(rows.nth(1)).to_contain_text("false positive")
-        expect(detail).to_contain_text("version 3")
-        expect(detail).to_contain_text("--step 3")
+        expect(detail).to_contain_text("version 4")
+        expect(detail).to_contain_text("--step 4")
         detail.locator(".shot .stray .line").hover(position={"x": 4, "y": 4})
         expect(watched.page.locator("#tip")).to_contain_text("ghost")
         expect(detail.locator("tr.lit")).to_contain_text("ghost")

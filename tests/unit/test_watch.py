@@ -264,7 +264,7 @@ def test_events_of_evaluations_have_their_place_among_those_of_steps(run: Writte
     assert [(event.at, event.what) for event in watched.events] == expected
     assert [event.number for event in watched.events] == [1, 2, 3, 4, 5, 6]
     lost_in_an_evaluation(run, "the third time")
-    run.calls(rank=1, lost=[[SERVER, "by another process"]], step=0)
+    run.calls(rank=1, lost=[[SERVER, "by another process"]], step=1)
     watched.look()
     newest = [event.what.partition(": ")[2] for event in watched.events if event.number > 6]
     assert sorted(newest) == ["by another process", "the third time"]

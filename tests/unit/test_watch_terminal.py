@@ -157,7 +157,7 @@ def test_lines_tell_every_event_once(run: WrittenRun) -> None:
         line = {"evaluation_seed": 7, "lost": [["http://a", "connection refused"]]}
         append_line(run.folder / "rollout_calls.jsonl", json.dumps(line))
         terminal.until(lambda terminal: "evaluation: lost http://a" in terminal.output)
-        run.calls(rank=1, step=0, lost=[["http://b", "connection refused"]])
+        run.calls(rank=1, step=1, lost=[["http://b", "connection refused"]])
         terminal.until(lambda terminal: "step 1: lost http://b" in terminal.output)
         run.metrics(train_runtime=75.0)
         assert terminal.exit_code() == 0

@@ -109,5 +109,5 @@ def test_async_queue_invariant_violation_raises_actionable_error(actor_of: Actor
     with pytest.raises(RunError) as caught:
         actor.source.feed(7, actor.share(0), PhaseClock())
     told = str(caught.value)
-    assert "channel B was to run step 7, and no share is ready" in told
+    assert "channel B was to run step 8, and no share is ready" in told
     assert "the queue holds nothing; newest version 1, version_window 2, queue_limit 8" in told
