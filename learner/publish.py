@@ -42,7 +42,7 @@ def publish_directory(out: Path) -> Iterator[Path]:
 def require_free(out: Path) -> None:
     """Raise ContractError unless `out` is an empty directory, or absent and can be made."""
     if not out.name:
-        raise ContractError(str(out), "it is where you are", "Name a new directory.")
+        raise ContractError(str(out), "it has no name of its own", "Name a new directory.")
     _require_writable(str(out), out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ContractError(

@@ -157,12 +157,13 @@ def _require_no_writer(folder: Path) -> None:
     """No other process writes the folder, as far as can be seen from here."""
     try:
         mark = json.loads((folder / RUN).read_text(encoding="utf-8"))["process"]
+        pid, since, alive = mark["pid"], mark["started"], lives(mark)
     except (OSError, ValueError, KeyError, TypeError):
         return
-    if mark["pid"] != os.getpid() and lives(mark) and not _has_ended(folder):
+    if alive and pid != os.getpid() and not _has_ended(folder):
         raise ContractError(
             "training.output_dir",
-            f"process {mark['pid']} writes {folder}, since {mark['started']}",
+            f"process {pid} writes {folder}, since {since}",
             "Wait for that run or stop it; or name another folder",
         )
 

@@ -79,7 +79,7 @@ class RunFolder:
 
     def answer_steps(self) -> list[int]:
         """Steps of channel B whose answers are logged, in order."""
-        return sorted({step for step, _ in self._answer_files()})
+        return sorted({step for step, _ in self._answer_files("step_*")})
 
     def answers(self, step: int) -> list[StepAnswer]:
         """Of all processes, in the order of process and sample; empty where none are logged.
@@ -91,12 +91,12 @@ class RunFolder:
 
     def answer_files(self, step: int) -> dict[int, Path]:
         """The logs that there are of a step's answers, by the process that asked, in order."""
-        found = self._answer_files().items()
+        found = self._answer_files(f"step_{step:06d}*").items()
         return dict(sorted((rank, file) for (of, rank), file in found if of == step))
 
-    def _answer_files(self) -> dict[tuple[int, int], Path]:
+    def _answer_files(self, pattern: str) -> dict[tuple[int, int], Path]:
         """By step and process."""
-        files = (self.path / ROLLOUTS).glob("step_*")
+        files = (self.path / ROLLOUTS).glob(pattern)
         return {named: file for file in files if (named := logged_in(file.name)) is not None}
 
 

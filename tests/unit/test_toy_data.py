@@ -214,7 +214,7 @@ def test_an_image_elsewhere_keeps_its_absolute_path_in_the_export() -> None:
 
 def test_a_folder_with_something_in_it_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "kept").touch()
-    with pytest.raises(ContractError, match="it is where you are"):
+    with pytest.raises(ContractError, match="no name of its own"):
         make_data(Path("."), train=1, val=1, seed=0)
     with pytest.raises(ContractError, match="not an empty directory"):
         make_data(tmp_path, train=1, val=1, seed=0)
