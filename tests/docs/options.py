@@ -9,6 +9,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,16 +86,25 @@ def option_names(words: list[str]) -> list[str]:
 
 def mentioned(words: list[str]) -> None:
     """Hold a part of a command of ours, as prose names it, against the program."""
-    found = _program(words[0])
-    for word in words[1:]:
-        if not isinstance(found, TyperGroup):
-            break
+    found, rest = _program(words[0]), words[1:]
+    while isinstance(found, TyperGroup) and rest:
+        word, *rest = rest
         if not word.startswith("-"):
             found = _command_below(found, word, words)
+    if not isinstance(found, TyperGroup):
+        _require_arguments(found, rest, words)
     known = options_of(found)
     for option in option_names(words[1:]):
         if option not in known:
             raise Unknown(f"{' '.join(words)}: there is no {option}; there are {sorted(known)}")
+
+
+def _require_arguments(found: Found, rest: list[str], words: list[str]) -> None:
+    """It takes as many as stand there."""
+    with suppress(TyperException):  # prose may leave out the value of an option
+        _, left, _ = found.make_parser(found.context_class(found)).parse_args(list(rest))
+        if left:
+            raise Unknown(f"{' '.join(words)}: it does not take {left[0]!r}")
 
 
 def options_of(found: Found) -> set[str]:

@@ -184,6 +184,7 @@ WRONG = """# A page
 
 [gone](nothing.md) [here](../README.md#no-such-heading) [good](../README.md#try-it)
 `learner trian --config F`, `learner train --learning-rate`, `--no-such-option`,
+`learner config show run.yaml`, `learner config show --config run.yaml`,
 `docs/nothing.md`, `learner/nothing.py`, `training.learning_rat: 1`, `rollout_matching.vlm.mode`,
 `.venv/bin/python -m benchmarks.nothing`; `learner train --config F`, `docs/server.md`,
 `training.save_*`, `training.resume: auto`, `rollout_matching.vllm.server.servers[0].base_url`.
@@ -204,6 +205,7 @@ def test_a_reference_to_nothing_is_caught() -> None:
         "learner trian --config F",
         "learner train --learning-rate",
         "--no-such-option",
+        "learner config show run.yaml",
         ".venv/bin/python -m benchmarks.nothing",
     ]
     assert [c.text for c in inline(page) if unknown_key(c)] == [
