@@ -30,7 +30,6 @@ from learner.publish import publish_text
 from learner.rollout.alone import require_alone
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import (
-    CUDA_VISIBLE,
     ColocatedBackend,
     Placement,
     media_dirs,
@@ -44,6 +43,7 @@ from learner.sync.mode import SyncMode
 from learner.sync.push import WeightPusher
 from learner.sync.source import GatheredWeights
 from learner.types import Sample
+from shared_contracts.gpu_use import CUDA_VISIBLE
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from shared_contracts.weights import Transport

@@ -59,9 +59,8 @@ def train(
     console = Console()
     parsed = load_config(config)
     inputs = check_inputs(parsed)
-    if inputs.finished(parsed.training):
-        found = f"Finished at step {inputs.start.step}: {parsed.training.output_dir}"
-        console.print(found, soft_wrap=True, markup=False, highlight=False)
+    if over := inputs.finished(parsed.training):
+        console.print(over, soft_wrap=True, markup=False, highlight=False)
         return
     clients = []
     if generates(parsed):

@@ -22,11 +22,12 @@ from learner.data.lengths import read_tokenizer
 from learner.resume import BEGINNING, Start, find_start
 from learner.rollout.alone import require_alone
 from learner.rollout.client import RolloutClient
-from learner.rollout.colocate import CUDA_VISIBLE, GPU_DEVICES, Placement, place, visible_gpus
+from learner.rollout.colocate import GPU_DEVICES, Placement, place, visible_gpus
 from learner.rollout.distribution import rank_chunk_size
 from learner.tokens import IM_END
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.gpu_use import CUDA_VISIBLE
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import Info
 
@@ -47,9 +48,11 @@ class RunInputs:
     processes: int = 1
     start: Start = BEGINNING
 
-    def finished(self, training: TrainingConfig) -> bool:
-        """The run was at its end already."""
-        return self.start.step >= training.total_steps(len(self.train))
+    def finished(self, training: TrainingConfig) -> str | None:
+        """What is told of a run that was at its end already; None of any other."""
+        if self.start.step < training.total_steps(len(self.train)):
+            return None
+        return f"Finished at step {self.start.step}: {training.output_dir}"
 
 
 def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:

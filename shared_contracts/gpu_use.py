@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
 # An idle GPU holds some hundred MiB of its driver's; a process in another container is
 # seen by its memory alone.
 IDLE_MIB = 2048

@@ -110,9 +110,8 @@ class SwiftTrainer:
 
     def _train(self) -> None:
         config, inputs, console = _RUN.config, _RUN.inputs, Console()
-        if inputs.finished(config.training):
-            found = f"Finished at step {inputs.start.step}: {config.training.output_dir}"
-            console.print(found, soft_wrap=True, markup=False, highlight=False)
+        if over := inputs.finished(config.training):
+            console.print(over, soft_wrap=True, markup=False, highlight=False)
             return
         disable_progress_bar()
         expect_full_disks_in_threads()

@@ -42,9 +42,8 @@ def launch(
     own = load_mapping(server_config) if server_config is not None else {}
     asked = Asked(device, tuple(server_gpus or ()), train_gpus, train_processes)
     checked = check_launch(parsed, asked, own)
-    training = parsed.training
-    if checked.inputs.finished(training):
-        tell(f"Finished at step {checked.inputs.start.step}: {training.output_dir}")
+    if over := checked.inputs.finished(parsed.training):
+        tell(over)
         return
     plan = plan_launch(config, parsed, checked, os.environ)
     plan.write_files()

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from learner.doctor.findings import Finding, ok, skipped
-from learner.rollout.colocate import CUDA_VISIBLE
-from shared_contracts.gpu_use import IDLE_MIB, GpuUse, in_gib
+from shared_contracts.gpu_use import CUDA_VISIBLE, IDLE_MIB, GpuUse, in_gib
 from shared_contracts.server_info import Info
 
 CHECK = "gpus"

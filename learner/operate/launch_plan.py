@@ -22,9 +22,10 @@ from learner.operate.server_process import SERVER_GRACE_S
 from learner.operate.split import Asked, Split, learner_count, split_devices
 from learner.preflight import RunInputs, check_inputs, generates
 from learner.publish import publish_text
-from learner.rollout.colocate import CUDA_VISIBLE, media_dirs, visible_gpus
+from learner.rollout.colocate import media_dirs, visible_gpus
 from learner.rollout.distribution import rank_chunk_size
 from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.gpu_use import CUDA_VISIBLE
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE
 

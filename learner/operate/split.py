@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from learner.rollout.colocate import CUDA_VISIBLE
 from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.gpu_use import CUDA_VISIBLE
 
 SERVER_GPUS, TRAIN_GPUS, PROCESSES = "--server-gpus", "--train-gpus", "--train-processes"
 

@@ -21,7 +21,6 @@ from learner.operate.kept_server import STEADY_S, KeptServer
 from learner.operate.server_process import ServerProcess, free_ports
 from learner.preflight import check_backend, check_launcher
 from learner.rollout.colocate import (
-    CUDA_VISIBLE,
     ColocatedBackend,
     learner_environment,
     media_dirs,
@@ -35,6 +34,7 @@ from rollout_server.engine_env import engine_environment
 from rollout_server.repeat_config import repeat_config_from_environment
 from rollout_server.settings import load_settings
 from shared_contracts.errors import ContractError, RunError
+from shared_contracts.gpu_use import CUDA_VISIBLE
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import VllmConfig

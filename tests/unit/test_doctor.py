@@ -57,17 +57,25 @@ def test_files_that_hold_are_counted(config: Config) -> None:
     assert len(looked.samples) == 24
 
 
-def test_a_broken_image_is_named_and_the_rest_goes_on(
-    config: Config, toy_data: ToyData, tmp_path: Path
-) -> None:
-    broken = tmp_path / "broken.png"
-    broken.write_bytes(b"no image")
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    image = tmp_path / "broken.png"
+    image.write_bytes(b"no image")
+    return image
+
+
+def trained_on(config: Config, toy_data: ToyData, folder: Path, images: list[Path]) -> Config:
+    """Four times the first sample, with these images."""
     line = json.loads(toy_data.train_jsonl.read_text().splitlines()[0])
-    lines = [{**line, "images": [str(broken)]}] * 4
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    own = config.model_copy(update={"data": config.data.model_copy(update={"train_jsonl": data})})
-    found = by_check(inputs.look(own).findings)
+    data = folder / "train.jsonl"
+    data.write_text((json.dumps({**line, "images": [str(image) for image in images]}) + "\n") * 4)
+    return config.model_copy(update={"data": config.data.model_copy(update={"train_jsonl": data})})
+
+
+def test_a_broken_image_is_named_and_the_rest_goes_on(
+    config: Config, toy_data: ToyData, tmp_path: Path, broken: Path
+) -> None:
+    found = by_check(inputs.look(trained_on(config, toy_data, tmp_path, [broken])).findings)
     assert found["images"].status == "fail"
     assert found["images"].about == str(broken)
     assert "no image of a known format" in found["images"].found
@@ -75,15 +83,10 @@ def test_a_broken_image_is_named_and_the_rest_goes_on(
 
 
 def test_a_broken_second_image_costs_the_estimate_alone(
-    config: Config, toy_data: ToyData, tmp_path: Path
+    config: Config, toy_data: ToyData, tmp_path: Path, broken: Path
 ) -> None:
-    broken = tmp_path / "broken.png"
-    broken.write_bytes(b"no image")
-    line = json.loads(toy_data.train_jsonl.read_text().splitlines()[0])
-    line["images"] = [str(toy_data.train_jsonl.parent / line["images"][0]), str(broken)]
-    data = tmp_path / "train.jsonl"
-    data.write_text((json.dumps(line) + "\n") * 4)
-    own = config.model_copy(update={"data": config.data.model_copy(update={"train_jsonl": data})})
+    whole = toy_data.train_jsonl.parent / "images" / "train" / "00000.png"
+    own = trained_on(config, toy_data, tmp_path, [whole, broken])
     looked = inputs.look(own)
     assert by_check(looked.findings)["images"].about == str(broken)
     found = by_check(room.weigh(own, looked, [], None, None).findings)

@@ -21,9 +21,9 @@ from learner.operate.launch_plan import Checked, LaunchPlan, check_launch, plan_
 from learner.operate.server_process import ServerProcess, free_ports
 from learner.operate.split import Asked, Split, split_devices
 from learner.preflight import check_inputs
-from learner.rollout.colocate import CUDA_VISIBLE
 from rollout_server.settings import load_settings
 from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.gpu_use import CUDA_VISIBLE
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from tests.unit.scripted_server import scripted_server
