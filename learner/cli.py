@@ -52,6 +52,7 @@ def train(
     from rich.console import Console
 
     from learner.config import load_config
+    from learner.console import tell
     from learner.preflight import check_inputs, generates, reach_servers
     from learner.rollout.colocate import learner_environment
     from learner.rollout.describe import describe_backend
@@ -60,12 +61,12 @@ def train(
     parsed = load_config(config)
     inputs = check_inputs(parsed)
     if over := inputs.finished(parsed.training):
-        console.print(over, soft_wrap=True, markup=False, highlight=False)
+        tell(console, over)
         return
     clients = []
     if generates(parsed):
         answering = describe_backend(parsed, inputs.placement)
-        console.print(f"Rollouts: {answering}", soft_wrap=True, markup=False, highlight=False)
+        tell(console, f"Rollouts: {answering}")
         clients = reach_servers(parsed)
 
     share_cores()
@@ -77,7 +78,7 @@ def train(
 
     expect_full_disks_in_threads()
     folder = run(parsed, inputs, clients, console)
-    console.print(f"Run folder: {folder}", soft_wrap=True, markup=False, highlight=False)
+    tell(console, f"Run folder: {folder}")
 
 
 @app.command()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 
@@ -20,6 +21,7 @@ from learner.config import load_config
 from learner.config.json_schema import schema_text
 from learner.config.schema import Config
 from learner.config.yaml12 import dump_mapping
+from learner.console import tell
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.evaluation.folder import REPORT, Scored, write_evaluation
@@ -59,20 +61,20 @@ def run_demo(folder: Path, seed: int, console: Console) -> Scores:
     disable_progress_bar()
     started = time.monotonic()
     world = World(folder / "data", folder / "model")
-    console.print(
-        f"[bold]1/5[/] Making {TRAIN_SCENES} scenes, {HELD_OUT_SCENES} held out, and a tiny model"
+    _begin(
+        1, f"Making {TRAIN_SCENES} scenes, {HELD_OUT_SCENES} held out, and a tiny model", console
     )
     make_data(world.data, TRAIN_SCENES, HELD_OUT_SCENES, seed)
     make_model(world.model, seed)
     publish_text(folder / SCHEMA, schema_text())
     log = folder / "server.log"
     with ServerProcess(_server_options(world), log) as server:
-        console.print(f"[bold]2/5[/] Starting the rollout server (log: {log})")
+        _begin(2, f"Starting the rollout server (log: {log})", console)
         server.wait_until_healthy(SERVER_START_S)
         scores = _run_both(folder, world, server.base_url, seed, console)
     console.print(_table(scores))
     _point_out(folder, console)
-    console.print(f"Run folder: {folder} ({time.monotonic() - started:.0f} s)")
+    tell(console, f"Run folder: {folder} ({time.monotonic() - started:.0f} s)")
     return scores[-1][1]
 
 
@@ -84,13 +86,13 @@ def _run_both(
     held_out = read_samples(ToyData.under(world.data).val_jsonl, allow_poly=False)
     config = _config("warmup", folder, world.model, world, base_url, seed)
     scores = [("before training", _score(config, held_out).scores)]
-    console.print(f"[bold]3/5[/] Warm-up in channel A: {warmup}")
+    _begin(3, f"Warm-up in channel A: {warmup}", console)
     _train(config, console)
     config = _config("two_channel", folder, _last_checkpoint(warmup), world, base_url, seed)
     scores.append(("after the warm-up", _score(config, held_out).scores))
-    console.print(f"[bold]4/5[/] Two channels, corrected answers of the server: {two}")
+    _begin(4, f"Two channels, corrected answers of the server: {two}", console)
     _train(config, console)
-    console.print("[bold]5/5[/] Scoring the held-out scenes")
+    _begin(5, "Scoring the held-out scenes", console)
     checkpoint = _last_checkpoint(two)
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"model": checkpoint})}
@@ -153,6 +155,10 @@ def _last_checkpoint(run: Path) -> Path:
     return Path(found)
 
 
+def _begin(part: int, what: str, console: Console) -> None:
+    tell(console, Text.assemble((f"{part}/5", "bold"), f" {what}"))
+
+
 def _point_out(folder: Path, console: Console) -> None:
     """What a person may look at next."""
     shown = {
@@ -161,7 +167,7 @@ def _point_out(folder: Path, console: Console) -> None:
         "Its config, to run it again": folder / "two_channel.yaml",
     }
     for what, path in shown.items():
-        console.print(f"{what}: {path}", soft_wrap=True, markup=False, highlight=False)
+        tell(console, f"{what}: {path}")
 
 
 def _table(scores: list[tuple[str, Scores]]) -> Table:

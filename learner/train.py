@@ -54,6 +54,7 @@ from learner.channels.b import ChannelB
 from learner.channels.encoding import Encoding
 from learner.checkpoint import Checkpoints, RunFacts
 from learner.config.schema import Config
+from learner.console import tell
 from learner.data.order import ShareOrder
 from learner.evaluation.scores import Evaluation, evaluate, evaluation_metrics
 from learner.in_step import RolloutSource
@@ -208,7 +209,7 @@ def train_as(
     first(peers, lambda: str(open_run_folder(config, inputs.placement, start)))
     peers.share(lambda: _require_shared(folder))
     for note in start.notes if peers.rank == 0 else ():
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        tell(console, note)
     set_seed(config.training.seed)
     loaded = load(config)
     if config.training.packing:

@@ -34,6 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 from learner.adapters.swift_command import NAME, check_command, config_path
 from learner.config import load_config
 from learner.config.schema import Config
+from learner.console import tell
 from learner.model.load import LoadedModel, load_weights, prepared, weight_dtype
 from learner.peers import ALONE
 from learner.preflight import RunInputs, check_inputs, generates, reach_servers
@@ -111,7 +112,7 @@ class SwiftTrainer:
     def _train(self) -> None:
         config, inputs, console = _RUN.config, _RUN.inputs, Console()
         if over := inputs.finished(config.training):
-            console.print(over, soft_wrap=True, markup=False, highlight=False)
+            tell(console, over)
             return
         disable_progress_bar()
         expect_full_disks_in_threads()

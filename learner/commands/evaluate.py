@@ -32,6 +32,7 @@ def evaluate(
     from rich.console import Console
 
     from learner.config import load_config
+    from learner.console import tell
     from learner.data.show import print_tables
     from learner.evaluation.plan import plan_evaluation
     from learner.preflight import reach_servers
@@ -39,11 +40,11 @@ def evaluate(
     from learner.rollout.describe import describe_backend
 
     plan = plan_evaluation(load_config(config), checkpoint, data, out)
-    console = Console(highlight=False)
+    console = Console()
     answering = describe_backend(plan.config, plan.placement)
-    console.print(f"Checkpoint: {plan.checkpoint}", soft_wrap=True, markup=False)
-    console.print(f"Samples: {len(plan.samples)} of {plan.data}", soft_wrap=True, markup=False)
-    console.print(f"Answers: {answering}", soft_wrap=True, markup=False)
+    tell(console, f"Checkpoint: {plan.checkpoint}")
+    tell(console, f"Samples: {len(plan.samples)} of {plan.data}")
+    tell(console, f"Answers: {answering}")
     clients = reach_servers(plan.config)
 
     share_cores()
@@ -52,4 +53,4 @@ def evaluate(
 
     scored = run_evaluation(plan, clients, console)
     print_tables(tables(scored))
-    console.print(f"\nEvaluation: {plan.out}", soft_wrap=True, markup=False)
+    tell(console, f"\nEvaluation: {plan.out}")

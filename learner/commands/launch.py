@@ -31,26 +31,27 @@ def launch(
     from rich.console import Console
 
     from learner.config import load_config, load_mapping
+    from learner.console import tell
     from learner.operate.launch import crew_of
     from learner.operate.launch import launch as run
     from learner.operate.launch_plan import check_launch, plan_launch
     from learner.operate.split import Asked
 
     console = Console()
-    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say = partial(tell, console)
     parsed = load_config(config)
     own = load_mapping(server_config) if server_config is not None else {}
     asked = Asked(device, tuple(server_gpus or ()), train_gpus, train_processes)
     checked = check_launch(parsed, asked, own)
     if over := checked.inputs.finished(parsed.training):
-        tell(over)
+        say(over)
         return
     plan = plan_launch(config, parsed, checked, os.environ)
     plan.write_files()
     for server in plan.servers:
-        tell(f"Starting a rollout server: {server} (log: {server.log})")
+        say(f"Starting a rollout server: {server} (log: {server.log})")
     try:
-        code = run(crew_of(plan), tell)
+        code = run(crew_of(plan), say)
     finally:
         console.show_cursor()  # a learner that was stopped may have hidden it
     raise typer.Exit(code)

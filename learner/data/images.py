@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from shared_contracts.errors import ContractError
+
 # What the rollout server opens.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 # EXIF orientations that exchange width and height.
@@ -22,6 +24,12 @@ _ON_ITS_SIDE = (5, 6, 7, 8)
 
 class UnreadableImage(Exception):
     """An image a run would trip over; the message says why."""
+
+    def of(self, sample_id: str) -> ContractError:
+        """The error of the sample that has it."""
+        return ContractError(
+            sample_id, f"one of its images {self}", "Replace it, or remove the line."
+        )
 
 
 class Look(NamedTuple):

@@ -12,7 +12,6 @@ from learner.data.images import UnreadableImage
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.data.shapes import bounding_box
 from learner.types import GeometryKind, Sample
-from shared_contracts.errors import ContractError
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -98,7 +97,5 @@ def _measured(measure: Callable[[Sample], int], samples: Sequence[Sample]) -> Fl
         try:
             lengths[index] = measure(sample)
         except UnreadableImage as error:
-            raise ContractError(
-                sample.sample_id, f"one of its images {error}", "Replace it, or remove the line."
-            ) from error
+            raise error.of(sample.sample_id) from error
     return lengths

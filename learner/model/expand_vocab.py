@@ -6,10 +6,10 @@ the bin (`smooth_rows`), so neighbours start alike. A checkpoint with more rows 
 tokenizer has tokens stays padded, to the largest power of two that divided its rows.
 """
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from learner.coords import COORD_BINS, coord_token
 from learner.model.coord_tokens import add_coord_tokens, smooth_rows, vocab_modules
+from learner.model.loading import loading
 from learner.publish import publish_directory, require_free
 from learner.tokens import IM_END
 from shared_contracts.errors import ContractError
@@ -60,10 +61,8 @@ def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
         processor.save_pretrained(part)
 
 
-def _unreadable(source: Path, what: str, error: Exception) -> ContractError:
-    return ContractError(
-        str(source), f"its {what} cannot be read: {error}", "Copy the checkpoint again, whole."
-    )
+def _loading(source: Path, what: str) -> AbstractContextManager[None]:
+    return loading(str(source), f"its {what}", "Copy the checkpoint again, whole.")
 
 
 def _load_config(source: Path) -> PreTrainedConfig:
@@ -73,10 +72,8 @@ def _load_config(source: Path) -> PreTrainedConfig:
             "there is no config.json in it" if source.is_dir() else "there is no such folder",
             "Name the folder of a Hugging Face checkpoint: config, weights and tokenizer.",
         )
-    try:
+    with _loading(source, "config"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise _unreadable(source, "config", error) from error
     return config
 
 
@@ -90,10 +87,8 @@ def _require_tying_possible(source: Path, config: PreTrainedConfig, tie: bool | 
 
 
 def _load_processor(source: Path) -> Processor:
-    try:
+    with _loading(source, "tokenizer"):
         processor: Processor = AutoProcessor.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise _unreadable(source, "tokenizer", error) from error
     return processor
 
 
@@ -116,10 +111,8 @@ def _load_model(source: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The model in its own dtype."""
     is_vlm = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
-    try:
+    with _loading(source, "weights"):
         model: PreTrainedModel = auto.from_pretrained(source, dtype="auto")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _unreadable(source, "weights", error) from error
     return model
 
 

@@ -1,12 +1,11 @@
 """Load the model to train, its processor and its tokenizer; apply the tuner."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForImageTextToText,
@@ -16,6 +15,7 @@ from transformers import (
 )
 
 from learner.config.schema import Config, LoraTuner, TunerConfig
+from learner.model.loading import loading
 from learner.model.packed_forward import Multimodal
 from learner.tokens import CoordVocab, Tokenizer
 from shared_contracts.errors import ContractError
@@ -47,7 +47,7 @@ def load_weights(config: Config) -> PreTrainedModel:
     a bfloat16 weight is mostly lost in rounding. Under LoRA the frozen weights have
     `torch_dtype`, and peft makes the adapters float32.
     """
-    with _told(config):
+    with _loading(config):
         model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
             config.model.model,
             dtype=weight_dtype(config),
@@ -61,7 +61,7 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
 
     Raises ContractError for a directory without a processor, and for what `tuned` refuses.
     """
-    with _told(config):
+    with _loading(config):
         processor = AutoProcessor.from_pretrained(config.model.model)
     vocab = CoordVocab.from_tokenizer(processor.tokenizer)
     if config.model.gradient_checkpointing:
@@ -117,14 +117,6 @@ def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:
             )
 
 
-@contextmanager
-def _told(config: Config) -> Iterator[None]:
-    """Tell by name what a checkpoint directory lacks."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ContractError(
-            "model.model",
-            f"{config.model.model} cannot be loaded ({error})",
-            "Give the folder of a whole Qwen3-VL checkpoint, saved with its processor",
-        ) from error
+def _loading(config: Config) -> AbstractContextManager[None]:
+    fix = "Give the folder of a whole Qwen3-VL checkpoint, saved with its processor"
+    return loading("model.model", str(config.model.model), fix)

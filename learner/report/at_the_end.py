@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from learner.console import tell
 from learner.report.run_page import write_report
 from learner.report.tally import MOST_STEPS
 from learner.run_folder import RunFolder
@@ -43,4 +44,4 @@ def _write(folder: Path, console: Console, error: str | None) -> None:
         line = f"Warning: no report.html: {told(problem)}; try learner report {folder}"
     else:
         line = f"Report: {out}"
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
+    tell(console, line)

@@ -16,7 +16,6 @@ from learner.data.images import UnreadableImage
 from learner.data.lengths import SampleLengths
 from learner.simulate.speeds import read_strict
 from learner.types import Sample
-from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import Refusal, StrictModel
 
 
@@ -80,9 +79,7 @@ class OfData:
         try:
             prompt = self._lengths.prompt(sample)
         except UnreadableImage as error:
-            raise ContractError(
-                sample.sample_id, f"one of its images {error}", "Replace it, or remove the line."
-            ) from error
+            raise error.of(sample.sample_id) from error
         target = self._lengths.target(sample)
         return Tokens(prompt, target - 1, target, target)
 

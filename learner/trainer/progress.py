@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from learner.console import tell
 from learner.metrics.step_line import PHASES, channel_of, step_line
 
 _PLAIN_EVERY = 20
@@ -50,7 +51,7 @@ class ProgressDisplay(TrainerCallback):
             self._live.update(Group(self._progress, _table(logs)))
         elif state.global_step % _PLAIN_EVERY == 0 or state.global_step == state.max_steps:
             line = step_line(state.global_step, state.max_steps, logs)
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            tell(self._console, line)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

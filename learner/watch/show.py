@@ -17,8 +17,8 @@ from typing import TextIO
 
 from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
-from rich.text import Text
 
+from learner.console import tell
 from learner.metrics.figures import duration, score
 from learner.metrics.step_line import step_line
 from learner.run_folder import RunFolder
@@ -109,7 +109,7 @@ def _lines(run: Watched, console: Console, follow: bool) -> None:
     """The last step there is, then every new one."""
 
     def say(text: str) -> None:
-        console.print(Text(text), soft_wrap=True)
+        tell(console, text)
         console.file.flush()
 
     told = 0

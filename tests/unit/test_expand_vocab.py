@@ -217,3 +217,14 @@ def test_a_damaged_source_is_refused(
     assert caught.value.where == str(source)
     assert what in caught.value.found
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_another_shape_than_the_config_says_are_refused(
+    tied: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(tied, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["intermediate_size"] *= 2
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ContractError, match="its weights cannot be loaded"):
+        expand_vocab(source, tmp_path / "out", seed=0, tie=None)
