@@ -46,19 +46,11 @@ class StepPacks:
         self._check_fill = check_fill
 
     def chunk(self, segments: Sequence[Segment], *, last: bool) -> list[Pack]:
-        """Packs that are made when a chunk of the step has come."""
+        """Packs that are made when a chunk of the step has come; after the last none waits."""
         packs = self._packing.chunk(segments, last=last)
         if last:
             self._check_fill(self._packing.fill)
         return [make_pack(pack) for pack in packs]
-
-    def add(self, segments: Sequence[Segment]) -> list[Pack]:
-        """Full packs of what there is; the rest waits for more."""
-        return self.chunk(segments, last=False)
-
-    def rest(self, segments: Sequence[Segment]) -> list[Pack]:
-        """The last segments, and all that waits, in the fewest packs."""
-        return self.chunk(segments, last=True)
 
     @property
     def places(self) -> list[Place]:

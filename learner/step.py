@@ -137,7 +137,7 @@ class StepRunner:
             with this.clock.phase("target"):
                 segments = self._channel_a.segments(this.samples)
             with this.clock.phase("pack"):
-                made = packs.rest(segments)
+                made = packs.chunk(segments, last=True)
             yield Chunk(made, last=True)
 
         loss = self._learn(this, chunks())

@@ -14,8 +14,7 @@ P_co = TypeVar("P_co", covariant=True)
 class Packs(Protocol[S_contra, P_co]):
     """Makes packs of segments: `StepPacks` does."""
 
-    def add(self, segments: Sequence[S_contra]) -> Sequence[P_co]: ...
-    def rest(self, segments: Sequence[S_contra]) -> Sequence[P_co]: ...
+    def chunk(self, segments: Sequence[S_contra], *, last: bool) -> Sequence[P_co]: ...
 
 
 class Parts(Generic[S, P]):
@@ -32,7 +31,7 @@ class Parts(Generic[S, P]):
         if self._version not in (None, version):
             self._finish()
         self._version = version
-        self._made += self._packs.add(segments)
+        self._made += self._packs.chunk(segments, last=False)
 
     def finished(self) -> list[Part[P]]:
         self._finish()
@@ -40,5 +39,6 @@ class Parts(Generic[S, P]):
 
     def _finish(self) -> None:
         assert self._version is not None, "a share has samples"
-        self._over.append(Part(self._version, [*self._made, *self._packs.rest([])]))
+        self._made += self._packs.chunk([], last=True)
+        self._over.append(Part(self._version, self._made))
         self._made = []

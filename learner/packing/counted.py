@@ -51,16 +51,9 @@ class CountedPacking(Generic[S]):
         self._packs = 0
 
     def chunk(self, segments: Sequence[S], *, last: bool) -> list[list[S]]:
-        """Packs that are made when a chunk of the step has come."""
-        return self.rest(segments) if last else self.add(segments)
-
-    def add(self, segments: Sequence[S]) -> list[list[S]]:
-        """Full packs of what there is; the rest waits for more."""
-        return self._noted(self._packing.add(self._numbered(segments)))
-
-    def rest(self, segments: Sequence[S]) -> list[list[S]]:
-        """The last segments, and all that waits, in the fewest packs."""
-        return self._noted(self._packing.rest(self._numbered(segments)))
+        """Packs that are made when a chunk of the step has come; after the last none waits."""
+        divide = self._packing.rest if last else self._packing.add
+        return self._noted(divide(self._numbered(segments)))
 
     @property
     def places(self) -> list[Place]:

@@ -69,7 +69,7 @@ class Bench:
     def make(self, samples: Sequence[Tokens], last: bool) -> Generator[Event, Any, Packs]:
         """Segments, and packs of them. last: no more samples come, so nothing is to wait."""
         segments = yield from self.segments(samples)
-        return self.rest(segments) if last else self.add(segments)
+        return self.chunk(segments, last=last)
 
     def segments(self, samples: Sequence[Tokens]) -> Generator[Event, Any, list[Length]]:
         """Takes the time of packing them, too."""
@@ -79,15 +79,9 @@ class Bench:
             yield self._env.timeout(len(samples) * self._speeds.pack_s)
         return [self._segment(tokens) for tokens in samples]
 
-    def add(self, segments: Sequence[Length]) -> Packs:
-        """Full packs of what there is."""
-        return self._counted(self._packing.add(segments))
-
-    def rest(self, segments: Sequence[Length]) -> Packs:
-        """The last segments, and all that waits."""
-        return self._counted(self._packing.rest(segments))
-
-    def _counted(self, packs: Packs) -> Packs:
+    def chunk(self, segments: Sequence[Length], *, last: bool) -> Packs:
+        """Packs as `StepPacks` makes them, counted."""
+        packs = self._packing.chunk(segments, last=last)
         self._record.segments += sum(map(len, packs))
         self._record.tokens += sum(len(segment) for pack in packs for segment in pack)
         self._record.room += len(packs) * self._capacity
