@@ -1,6 +1,7 @@
-"""scripts/setup refuses what cannot work before it touches anything."""
+"""scripts/setup: what cannot work is refused before anything is touched; what it installs."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "setup"
 
 
-def setup(variant: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def setup(
+    variant: str, script: Path = SCRIPT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [SCRIPT, variant],
+        [script, variant],
         capture_output=True,
         text=True,
         check=False,
@@ -45,3 +48,25 @@ def test_an_unknown_set_of_requirements_is_refused() -> None:
     done = setup("tpu")
     assert done.returncode == 2
     assert "EXTRA: 'tpu' is not a set of requirements. Use EXTRA=cpu or EXTRA=gpu." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted", "used"),
+    [("cpu-dev", "cpu", "cpu-dev"), ("cpu", "cpu", "cpu"), ("gpu-dev", "cpu", "cpu")],
+)
+def test_an_environment_that_is_out_of_date_keeps_its_development_tools(
+    tmp_path: Path, made: str, wanted: str, used: str
+) -> None:
+    shutil.copytree(SCRIPT.parents[1] / "requirements", tmp_path / "requirements")
+    (tmp_path / "pyproject.toml").touch()
+    script = tmp_path / "scripts" / "setup"
+    script.parent.mkdir()
+    shutil.copy(SCRIPT, script)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "set-up").write_text(f"{tmp_path}/.venv {made}\nof another day\n")
+    python = tmp_path / "python"  # goes as far as the message, and fails to make an environment
+    python.write_text("#!/bin/sh\ncase $2 in venv) exit 7 ;; pip) ;; *) echo 3.12 ;; esac\n")
+    python.chmod(0o755)
+    done = setup(wanted, script, PYTHON=str(python))
+    assert f"set-up: .venv for {used} with {python} (Python 3.12)" in done.stdout
+    assert done.returncode == 7
