@@ -260,6 +260,8 @@ def test_lengths_rounded_to_units_of_a_pack_do_not_make_a_pack_too_long() -> Non
         ([11, 11, 11], 3),
         # No 8 fits beside a 13: two of them need a third pack.
         ([13, 13, 8, 8], 3),
+        # The 10 fits beside no 11, however much room the 1 leaves there.
+        ([11, 11, 11, 10, 1], 4),
     ],
 )
 def test_a_lower_bound_by_hand(lengths: list[int], packs: int) -> None:
