@@ -22,12 +22,12 @@ from learner.data.lengths import read_tokenizer
 from learner.resume import BEGINNING, Start, find_start
 from learner.rollout.alone import require_alone
 from learner.rollout.client import RolloutClient
-from learner.rollout.colocate import GPU_DEVICES, Placement, place, visible_gpus
+from learner.rollout.colocate import Placement, place, visible_gpus
 from learner.rollout.distribution import rank_chunk_size
 from learner.tokens import IM_END
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
-from shared_contracts.gpu_use import CUDA_VISIBLE
+from shared_contracts.gpu_use import CUDA_VISIBLE, GPU_DEVICES
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import Info
 

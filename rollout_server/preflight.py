@@ -12,9 +12,8 @@ from rollout_server.gpu_use import check_unused
 from rollout_server.secret import check_access
 from rollout_server.settings import ServerSettings
 from shared_contracts.errors import ContractError
-from shared_contracts.gpu_use import CUDA_VISIBLE, query_gpu_use
+from shared_contracts.gpu_use import CUDA_VISIBLE, GPU_DEVICES, query_gpu_use
 
-GPU_DEVICES = Path("/proc/driver/nvidia/gpus")
 # Pillow takes larger images for an attack, whatever the setting says.
 DECODER_MEGAPIXELS = 178.0
 

@@ -4,8 +4,11 @@ import logging
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
+# NVIDIA's driver has a folder in here for each GPU.
+GPU_DEVICES = Path("/proc/driver/nvidia/gpus")
 # An idle GPU holds some hundred MiB of its driver's; a process in another container is
 # seen by its memory alone.
 IDLE_MIB = 2048

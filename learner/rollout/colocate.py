@@ -18,7 +18,7 @@ from learner.config.schema import Config
 from learner.rollout.backend import RolloutBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, RunError
-from shared_contracts.gpu_use import CUDA_VISIBLE
+from shared_contracts.gpu_use import CUDA_VISIBLE, GPU_DEVICES
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import VllmConfig
 from shared_contracts.weights import Transport
@@ -28,8 +28,6 @@ T = TypeVar("T")
 GPU_MEMORY_UTILIZATION = 0.45
 # By default the first of these that fits the visible GPUs.
 TENSOR_PARALLEL_SIZES = (4, 2, 1)
-
-GPU_DEVICES = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
