@@ -1,31 +1,38 @@
 # make demo    set up, then watch a toy detector being trained by rollout matching
-# make test    set up, then run every test
+# make test    set up, then run all tests but the slow ones: 10 to 20 minutes on two cores
+# make test-slow  the slow ones: kills, several processes or hosts, the demo, documents' commands
 # make nightly the properties of the pure stages, each with 20,000 new examples, and random kills
 # make mutants changes the pure stages in small ways, one at a time: which do their tests not see?
 # make reliability  what docs/reliability.md tells of: hours of generated calls, fuzzing and load
 # make bench   every benchmark, hours on a quiet machine, and its table in docs/benchmarks.md
-# make check   what CI runs: lint, types, import contracts, requirement table, every test
+# make lint    style, types, import contracts, private names, requirement table
+# make check   what CI runs: make lint, make test, make test-slow
 # make format  let ruff rewrite what it can
 # make dist    the wheel and the sdist, in dist/
 # make setup   the environment alone
 #
 # PYTHON=python3.12 takes another interpreter, and ARGS goes to the program that is run:
-# make test ARGS="-k parsing", make demo ARGS="--seed 1". EXTRA=gpu takes the GPU build of vLLM,
-# which runs no CPU server: make test EXTRA=gpu ARGS=tests/gpu.
+# make test ARGS="-k parsing", make test-slow ARGS=tests/integration/test_kills.py,
+# make demo ARGS="--seed 1". EXTRA=gpu takes the GPU build of vLLM, which runs no CPU server:
+# make test EXTRA=gpu ARGS=tests/gpu.
 
 EXTRA ?= cpu
 ARGS ?=
-# Processes that run tests: files are spread over them in order, and a shared server is in one.
-WORKERS ?= --numprocesses=2 --dist=loadscope --no-loadscope-reorder
 BIN := .venv/bin
+# Two processes run the tests, a file in one of them; each has a server that its files share.
+WORKERS ?= --numprocesses=2 --dist=loadscope --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(WORKERS) --durations=25
 
-.PHONY: demo test nightly reliability bench check mutants lint format setup setup-dev dist
+.PHONY: demo test test-slow nightly reliability bench check mutants lint format setup setup-dev dist
 
 demo: setup
 	$(BIN)/learner demo $(ARGS)
 
 test: setup-dev
-	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-slow: setup-dev
+	$(PYTEST) -m slow $(ARGS)
 
 nightly: setup-dev
 	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=nightly --timeout=0 $(ARGS)
@@ -40,7 +47,7 @@ reliability: setup-dev
 bench: setup-dev
 	$(BIN)/python -m benchmarks $(ARGS)
 
-check: lint test
+check: lint test test-slow
 
 lint: setup-dev
 	$(BIN)/ruff check

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from learner.model.toy import make_model
+from learner.models.toy import make_model
 
 WEIGHTS = "model.safetensors"
 

@@ -10,12 +10,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.command import run
-from benchmarks.data_plane_parts import configs, matching, packing, parser
+from benchmarks.data_plane_parts import configs, matching, packing, parser, stages
 from shared_contracts.errors import ContractError
 
 PARTS = {
     "parser": parser.measure,
     "matching": matching.measure,
+    "stages": stages.measure,
     "packing": packing.measure,
     "configs": configs.measure,
 }

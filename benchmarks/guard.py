@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.processes import Peer
 from benchmarks.results import Result, median_of
 from benchmarks.workload import engine_settings
-from rollout_server.settings import ServerSettings
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
 BATCH = 256

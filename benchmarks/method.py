@@ -40,11 +40,11 @@ from benchmarks.method_parts.learner_run import run_arm
 from benchmarks.method_parts.records import read_records, tables
 from learner.config import dump_mapping, dump_resolved
 from learner.data.toy import ToyData, make_data
-from learner.model.toy import make_model
-from learner.operate.server_process import ServerProcess, free_ports
-from learner.preflight import check_inputs
-from learner.publish import publish_directory, publish_text
-from learner.train import train
+from learner.models.toy import make_model
+from learner.rollout.server_process import ServerProcess, free_ports
+from learner.runs.atomic_files import publish_directory, publish_text
+from learner.training.start_checks import check_inputs
+from learner.training.train import train
 from shared_contracts.errors import ContractError, RunError
 
 SERVER_START_S = 600.0

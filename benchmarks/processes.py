@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from rollout_server.orphans import stop_with
+from rollout_server.runtime.processes import stop_with
 
 START_TIMEOUT_S = 600.0
 STOP_GRACE_S = 20.0
@@ -166,9 +166,10 @@ def proportional_kib(pid: int) -> int:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a process holds: resident KiB, open files, threads."""
+    """What a process holds: resident KiB, KiB of addresses, open files, threads."""
 
     resident_kib: int
+    virtual_kib: int
     files: int
     threads: int
 
@@ -179,6 +180,7 @@ def holdings(pid: int) -> Holdings:
     )
     return Holdings(
         resident_kib=int(status["VmRSS"].split()[0]),
+        virtual_kib=int(status["VmSize"].split()[0]),
         files=len(list(Path(f"/proc/{pid}/fd").iterdir())),
         threads=int(status["Threads"]),
     )

@@ -36,9 +36,9 @@ from benchmarks.throughput import (
     rollout_side,
 )
 from benchmarks.workload import engine_settings
-from learner.operate.server_process import ServerProcess, free_ports
-from rollout_server.engine_env import engine_environment
-from rollout_server.settings import ServerSettings
+from learner.rollout.server_process import ServerProcess, free_ports
+from rollout_server.engines.vllm import environment as engine_environment
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import ContractError
 
 IN_PROCESS_GOAL = 0.97

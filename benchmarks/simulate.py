@@ -26,10 +26,9 @@ from benchmarks.command import run
 from benchmarks.processes import PeerFailed
 from benchmarks.results import Result, median_of
 from learner.config.yaml12 import dump_mapping
-from learner.simulate import Setting, simulate
-from learner.simulate.fit import fit
-from learner.simulate.logged import pool_of, read_run
-from learner.simulate.speeds import ServerShape
+from learner.operate.simulate import Setting, simulate
+from learner.operate.simulate.inputs import ServerShape
+from learner.operate.simulate.logged import fit, pool_of, read_run
 from learner.types import Channel
 
 ROOT = Path(__file__).parents[1]

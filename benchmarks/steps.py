@@ -4,6 +4,7 @@
 
 pipelined    a channel-B step whose chunks are rolled out while others are learned, over the
              longer of the two alone; a step that does one after the other is reported beside it
+assessed     the same where a chunk takes as long to assess as to answer and to learn
 async        channel-B steps per second with answers that are asked for beside training, over
              those of steps that ask and then learn, both sides of equal length
 servers      requests per second of 8, 4 and 2 servers over those of one, and of as many as there
@@ -24,6 +25,7 @@ from benchmarks.command import run
 from benchmarks.processes import PeerFailed
 from benchmarks.results import Result, median_of
 from benchmarks.step_parts.engines import (
+    ANSWER_TOKENS,
     FixedA,
     FixedB,
     FixedPipeline,
@@ -31,21 +33,22 @@ from benchmarks.step_parts.engines import (
     fixed_servers,
     samples,
 )
-from learner.async_rollout.source import AsyncSource
 from learner.config import load_mapping, merge, parse_config
 from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
-from learner.forwards import PlainEngine
-from learner.packer import Packer
+from learner.data.jsonl import build_request
 from learner.rollout.policy import Asking, OpenBackend, Policy
-from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
-from learner.step import StepRunner
+from learner.training.asynchronous_rollouts import AsyncSource
+from learner.training.recipes import Recipe
+from learner.training.step import PlainEngine, StepRunner
+from learner.training.synchronous_rollouts import Packer
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo" / "warmup.yaml"
 PIPELINED_GOAL = 1.1
+ASSESSED_GOAL = 1.15
 ASYNC_GOAL = 1.8
 LINEAR_GOAL = 0.95
 CPU_MS_GOAL = 1.0
@@ -68,25 +71,37 @@ class Bench:
 
 
 def pipelined(bench: Bench) -> list[Result]:
-    longer = CHUNKS * CHUNK_S
+    name = "channel-B step over the longer of rollouts and learning"
+    detail = f"{CHUNKS} chunks of {CHUNK_SAMPLES} samples, {CHUNK_S:g} s on each side"
+    return _overlapped(bench, name, PIPELINED_GOAL, detail)
+
+
+def assessed(bench: Bench) -> list[Result]:
+    name = "channel-B step over the longest of rollouts, assessment and learning"
+    return _overlapped(bench, name, ASSESSED_GOAL, f"{CHUNK_S:g} s each", CHUNK_S / CHUNK_SAMPLES)
+
+
+def _overlapped(
+    bench: Bench, name: str, goal: float, detail: str, assess_s: float = 0.0
+) -> list[Result]:
+    """assess_s: of one answer."""
+    longest = CHUNKS * CHUNK_S
     overlapped, sequential = [], []
     with fixed_servers(1, CHUNK_S, CHUNK_SAMPLES, bench.folder) as backend:
         for _ in range(bench.rounds):
-            overlapped.append(_step_s(backend, CHUNK_SAMPLES) / longer)
-            sequential.append(_step_s(backend, None) / longer)
-    name = "channel-B step over the longer of rollouts and learning"
-    beside = f"one after the other: {statistics.median(sequential):.2f}"
-    detail = f"{CHUNKS} chunks of {CHUNK_SAMPLES} samples, {CHUNK_S:g} s on each side; {beside}"
-    return [median_of(name, overlapped, PIPELINED_GOAL, at_least=False, detail=detail)]
+            overlapped.append(_step_s(backend, CHUNK_SAMPLES, assess_s) / longest)
+            sequential.append(_step_s(backend, None, assess_s) / longest)
+    detail = f"{detail}; one after the other: {statistics.median(sequential):.2f}"
+    return [median_of(name, overlapped, goal, at_least=False, detail=detail)]
 
 
-def _step_s(backend: ServerBackend, round_size: int | None) -> float:
+def _step_s(backend: ServerBackend, round_size: int | None, assess_s: float) -> float:
     """Seconds of one channel-B step. round_size: of a chunk; None: no overlap."""
-    asking = Asking("", None, RequestConfig(max_tokens=1, return_details=True))
-    policy = Policy(OpenBackend(backend, 1, round_size=round_size), asking)
+    asking = Asking("", None, RequestConfig(max_tokens=ANSWER_TOKENS, return_details=True))
+    policy = Policy(OpenBackend(backend, backend.version, round_size=round_size), asking)
     forward_s = CHUNK_S / CHUNK_SAMPLES
-    channels = FixedA(forward_s), FixedB(forward_s)
-    runner = StepRunner(_config(), *channels, FixedPipeline(), policy)
+    recipe = Recipe(_config(), FixedA(forward_s), FixedB(forward_s, assess_s), FixedPipeline())
+    runner = StepRunner(_config(), recipe, policy)
     own = samples(CHUNKS * CHUNK_SAMPLES)
     began = time.perf_counter()
     runner.run(Weights(), own, 0, PlainEngine())
@@ -119,13 +134,12 @@ def _b_steps_per_s(backend: ServerBackend, source_of: SourceOf | None) -> tuple[
     source_of: None: the step's own.
     """
     config = _config()
-    policy = Policy(
-        OpenBackend(backend, 1), Asking("", None, RequestConfig(max_tokens=1, return_details=True))
-    )
+    asking = Asking("", None, RequestConfig(max_tokens=ANSWER_TOKENS, return_details=True))
+    policy = Policy(OpenBackend(backend, backend.version), asking)
     channel_b = FixedB(SHARE_S / SHARE_SAMPLES)
     source = None if source_of is None else source_of(policy, channel_b)
-    channels = FixedA(SHARE_S / SHARE_SAMPLES), channel_b
-    runner = StepRunner(config, *channels, FixedPipeline(), policy, source=source)
+    recipe = Recipe(config, FixedA(SHARE_S / SHARE_SAMPLES), channel_b, FixedPipeline())
+    runner = StepRunner(config, recipe, policy, source=source)
     own, weights, late = samples(SHARE_SAMPLES), Weights(), 0
     began = time.perf_counter()
     for step in range(ASYNC_STEPS):
@@ -170,14 +184,14 @@ def _rollout(bench: Bench, count: int) -> tuple[float, float]:
     """Requests per second, and milliseconds of this process's CPU time per request."""
     with fixed_servers(count, SLICE_S, SEQUENCES, bench.folder) as backend:
         asked = [build_request(s, "Detect.", None) for s in samples(count * SEQUENCES * SLICES)]
-        config = RequestConfig(max_tokens=1, seed=1, return_details=True)
+        config = RequestConfig(max_tokens=ANSWER_TOKENS, seed=1, return_details=True)
         cpu, began = time.process_time(), time.perf_counter()
         backend.rollout(asked, config)
         seconds, spent = time.perf_counter() - began, time.process_time() - cpu
     return len(asked) / seconds, 1000 * spent / len(asked)
 
 
-PARTS = {"pipelined": pipelined, "async": asynchronous, "servers": servers}
+PARTS = {"pipelined": pipelined, "assessed": assessed, "async": asynchronous, "servers": servers}
 
 
 def main() -> None:

@@ -35,16 +35,15 @@ from benchmarks.processes import Peer, PeerFailed
 from benchmarks.results import Result, median_of
 from benchmarks.wide_models import make_large, make_many
 from benchmarks.workload import engine_settings
-from learner.operate.server_process import ServerProcess, free_ports
 from learner.rollout.client import RolloutClient
-from learner.rollout.parallel import in_parallel
-from learner.sync.gloo import GlooGroup
-from learner.sync.push import WeightPusher, WeightSyncError
-from learner.sync.source import MergedWeights, OneSource
-from rollout_server.engine_env import engine_environment
-from rollout_server.group_store import open_group_store
-from rollout_server.settings import ServerSettings
-from rollout_server.transfer_info import init_info
+from learner.rollout.parallel_calls import in_parallel
+from learner.rollout.server_process import ServerProcess, free_ports
+from learner.rollout.sync.push import WeightPusher, WeightSyncError
+from learner.rollout.sync.transports import GlooGroup
+from learner.rollout.sync.weights import MergedWeights, OneSource
+from rollout_server.engines.vllm import environment as engine_environment
+from rollout_server.settings.options import ServerSettings
+from rollout_server.weights.weight_group import open_group_store
 from shared_contracts.errors import ContractError
 from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import InitCommunicator, ParameterMeta, SyncReport
@@ -170,13 +169,15 @@ class GlooPair:
                 host="127.0.0.1",
                 port=port,
                 world_size=2,
+                attempt="",
                 bucket_bytes=BUCKET_BYTES,
                 timeout_s=TIMEOUT_S,
             )
             for port in free_ports(2)
         ]
         raw = bodies[0]
-        info = init_info(raw, "gloo", rank_offset=1)
+        fields = {"host", "port", "world_size", "bucket_bytes", "timeout_s"}
+        info = raw.model_dump(include=fields) | {"rank_offset": 1}
         raw_store = open_group_store(raw.host, raw.port, TIMEOUT_S)
         self._peer = bench.peer("gloo_receiver", [json.dumps(info)])
         self._raw = GlooGroup(raw)

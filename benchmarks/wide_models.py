@@ -4,9 +4,8 @@ from pathlib import Path
 
 from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from learner.model.toy import toy_config, toy_processor
-from learner.model.toy_tokenizer import make_toy_tokenizer
-from learner.publish import publish_directory
+from learner.models.toy import make_toy_tokenizer, toy_config, toy_processor
+from learner.runs.atomic_files import publish_directory
 
 
 def make_large(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from learner.data.toy import PROMPT, make_scene
-from rollout_server.settings import ServerSettings
+from rollout_server.settings.options import ServerSettings
 
 ANSWER_TOKENS = 128
 

@@ -14,6 +14,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
 TIMEOUT_S = 5.0
+MOST_BYTES, SHOWN = 2**20, 1000  # of an answer that says no
 NEEDS_PUSH = ("urn:rollmatch:push-needed", "urn:rollmatch:weights-poisoned")
 
 DIRECTLY = build_opener(ProxyHandler({}))  # a proxy of the environment is not asked
@@ -25,8 +26,8 @@ def fault(base_url: str) -> str | None:
         with DIRECTLY.open(f"{base_url.rstrip('/')}/health/", timeout=TIMEOUT_S):
             return None
     except HTTPError as error:
-        body = error.read()
-        told = body.decode(errors="replace")
+        body = error.read(MOST_BYTES)
+        told = body[:SHOWN].decode(errors="replace").encode("unicode_escape").decode()
         return None if problem_type(body) in NEEDS_PUSH else f"{error.code}: {told}"
     except (OSError, ValueError, HTTPException) as error:
         return str(error) or repr(error)

@@ -1,21 +1,5 @@
-"""The one coordinate quantization: bins 0..999, `c = k/999` (DATA-02).
+"""Public names of `learner.stages.coords` for other programs (ARCH-02)."""
 
-Bin 0 is the left or top edge of the image, bin 999 the right or bottom edge.
-"""
+from learner.stages.coords import decode_bin, encode_bin
 
-COORD_BINS = 1000
-
-
-def encode_bin(c: float) -> int:
-    """Bin of a normalized coordinate: `clamp(round(999 * c), 0, 999)`."""
-    return round((COORD_BINS - 1) * min(max(c, 0.0), 1.0))
-
-
-def decode_bin(k: int) -> float:
-    """Normalized coordinate in [0, 1] of bin `k`: `k / 999`."""
-    return k / (COORD_BINS - 1)
-
-
-def coord_token(k: int) -> str:
-    """Text of the coordinate token of bin `k`."""
-    return f"<|coord_{k}|>"
+__all__ = ["decode_bin", "encode_bin"]

@@ -2,6 +2,10 @@
 
     Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Target -> Segment -> Pack
 
+An answer has four types on its way: the `RolloutOutput` of a backend; the `AssessedRollout`, which
+has what each stage made of it; the `Segment` that is packed; and the `LoggedAnswer` of the log
+(`learner.runs.rollout_log`), of which a replay makes a `RolloutOutput` again.
+
 A worked example, two ground truths and one prediction that matches the first:
 
     Sample         image of a cat and a dog            objects = (cat, dog)
@@ -13,9 +17,10 @@ A worked example, two ground truths and one prediction that matches the first:
     Pack           several segments in one row, at most `capacity` ids
 
 This module imports no torch; `Segment` and `Pack` hold tensors and live in
-`learner.model.packed_forward`.
+`learner.models.packed_forward`.
 """
 
+import unicodedata
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -29,6 +34,9 @@ GeometryKind = Literal["bbox_2d", "poly"]
 FieldOrder = Literal["desc_first", "geometry_first"]
 Channel = Literal["A", "B"]
 BackendName = Literal["server", "colocate", "hf"]
+
+# Bins of a coordinate (`learner.stages.coords`).
+COORD_BINS = 1000
 
 # Why the parser drops a predicted object (PARSE-04).
 DropReason = Literal[
@@ -50,9 +58,20 @@ class Shape(NamedTuple):
     coords: tuple[int, ...]
 
 
+def normalized(desc: str) -> str:
+    """A description in Unicode's form NFC, in which descriptions are compared (RES-20).
+
+    Tokenizers normalize to NFC, so that a model can only say this form.
+    """
+    return unicodedata.normalize("NFC", desc)
+
+
 @dataclass(frozen=True)
 class GroundTruthObject:
-    """One annotated object. `shape` of kind bbox_2d is (x1, y1, x2, y2)."""
+    """One annotated object. `shape` of kind bbox_2d is (x1, y1, x2, y2).
+
+    desc: in NFC where it was read from a data file.
+    """
 
     desc: str
     shape: Shape
@@ -172,8 +191,7 @@ class Role(IntEnum):
     CLOSURE = 7
 
 
-@dataclass(frozen=True)
-class CoordGroup:
+class CoordGroup(NamedTuple):
     """Coordinate tokens of one supervised object.
 
     positions: of the coordinate tokens in the target ids (4 for a box).
@@ -207,3 +225,33 @@ class Target:
     fn_keys: list[str]
     role: "npt.NDArray[np.int8]"
     coord_groups: list[CoordGroup]
+
+
+class AssessedRollout(NamedTuple):
+    """An answer, its objects, how they were matched, and its target.
+
+    target: None where the answer is not trained on, and left_out says why.
+    chunk: of the answers of its step that were requested at once, from 0.
+    """
+
+    sample: Sample
+    rollout: RolloutOutput
+    parsed: ParsedRollout
+    match: MatchResult
+    target: Target | None = None
+    left_out: str | None = None
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a segment of a step went.
+
+    length: its tokens. pack: number of its pack, from 0, in the order in which they were made.
+    position: in the pack, from 0. come: segments of the step that had come when that was made.
+    """
+
+    length: int
+    pack: int
+    position: int
+    come: int

@@ -1,5 +1,4 @@
 """The rollout server: FastAPI over vLLM.
 
-Never imports `learner`. vLLM is imported by `engine` with `engine_args` and `guard_check`, by the
-weight engines, and by what runs in workers.
+Never imports `learner`. vLLM is imported in `engines/vllm` alone.
 """

@@ -4,127 +4,132 @@
 are known to be good.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
-from shared_contracts.cli import print_version, run_cli
+from shared_contracts.cli import HELP_OPTIONS, print_version, run_program, without_flag_types
 from shared_contracts.errors import ContractError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP_OPTIONS
+)
 
 
 @app.callback()
 def rollout_server(
     version: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--version", callback=print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
 ) -> None:
-    """Serve rollouts of a vision-language model and take new weights in memory."""
+    """Generate rollouts of a vision-language model, and receive new weights in memory."""
 
 
 @app.command()
 def serve(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint directory.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file of these options.")] = None,
+    model: Annotated[Path | None, Option(help="Checkpoint directory.")] = None,
+    config: Annotated[Path | None, Option(help="YAML file of these options.")] = None,
     run_config: Annotated[
-        Path | None, typer.Option(help="Training YAML whose rollouts are served.")
+        Path | None, Option(help="Training YAML: its settings of the server.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="gpu (default) or cpu.")] = None,
-    gpus: Annotated[str | None, typer.Option(help="GPU ids, such as 0,1,2.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Engines on the CPU (1).")] = None,
-    tensor_parallel_size: Annotated[int | None, typer.Option(help="GPUs per replica (1).")] = None,
+    device: Annotated[str | None, Option(help="gpu (default) or cpu.")] = None,
+    gpus: Annotated[str | None, Option(help="GPU ids, such as 0,1,2.")] = None,
+    replicas: Annotated[int | None, Option(help="Number of engines on the CPU (1).")] = None,
+    tensor_parallel_size: Annotated[int | None, Option(help="GPUs per replica (1).")] = None,
     distributed_executor_backend: Annotated[
-        str | None, typer.Option(help="mp, or ray for replicas that span nodes (vLLM's choice).")
+        str | None, Option(help="mp, or ray for replicas on several nodes (vLLM chooses).")
     ] = None,
     share_gpus: Annotated[
         bool | None,
-        typer.Option("--share-gpus/--no-share-gpus", help="Take GPUs others use (no)."),
+        Option("--share-gpus/--no-share-gpus", help="Allow GPUs that other processes use (no)."),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on (8000).")] = None,
+    host: Annotated[str | None, Option(help="Address to listen on (127.0.0.1).")] = None,
+    port: Annotated[int | None, Option(help="Port to listen on (8000).")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="auto (default), float32, bfloat16 or float16.")
+        str | None, Option(help="auto (default), float32, bfloat16 or float16.")
     ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Context, in tokens (model's).")] = None,
+    max_model_len: Annotated[
+        int | None, Option(help="Longest sequence (run's or model's).")
+    ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Most sequences decoded at once per replica (64).")
+        int | None, Option(help="Most sequences that a replica decodes at once (64).")
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens in one forward (fits).")
+        int | None, Option(help="Most tokens in one forward (8192 on GPUs).")
     ] = None,
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of a GPU's memory to use (0.9).")
+        float | None, Option(help="Fraction of a GPU's memory to use (at most 0.9).")
     ] = None,
     enable_prefix_caching: Annotated[
         bool | None,
-        typer.Option(
-            "--enable-prefix-caching/--no-prefix-caching",
-            help="Reuse the KV cache of equal beginnings (enabled).",
-        ),
+        Option("--enable-prefix-caching/--no-prefix-caching", help="Reuse equal prompts (yes)."),
     ] = None,
     kv_cache_gib: Annotated[
-        float | None, typer.Option(help="KV cache of a CPU replica, in GiB (1.0).")
+        float | None, Option(help="KV cache of a CPU replica, in GiB (1.0).")
     ] = None,
     max_images_per_request: Annotated[
-        int | None, typer.Option(help="Images in one conversation (16).")
+        int | None, Option(help="Images in one request (16).")
     ] = None,
     allowed_media_dir: Annotated[
-        list[Path] | None, typer.Option(help="Directory of local images; repeatable.")
+        list[Path] | None, Option(help="Directory with local images. Repeatable.")
     ] = None,
     allow_media_urls: Annotated[
         bool | None,
-        typer.Option("--allow-media-urls/--no-media-urls", help="Fetch images by URL (no)."),
+        Option("--allow-media-urls/--no-media-urls", help="Fetch images by URL (no)."),
     ] = None,
     allowed_media_host: Annotated[
-        list[str] | None, typer.Option(help="Host with a private address; repeatable.")
+        list[str] | None, Option(help="Host of image URLs with a private address. Repeatable.")
     ] = None,
-    max_image_mib: Annotated[float | None, typer.Option(help="Bound of one image (32).")] = None,
-    max_image_megapixels: Annotated[
-        float | None, typer.Option(help="Bound of one decoded image (64).")
+    max_image_mib: Annotated[float | None, Option(help="Largest image file (32).")] = None,
+    max_image_megapixels: Annotated[float | None, Option(help="As decoded (64).")] = None,
+    max_decoded_mib: Annotated[float | None, Option(help="All decoded images (4096).")] = None,
+    allowed_host: Annotated[
+        list[str] | None, Option(help="Host name of a server on loopback. Repeatable.")
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="File of the token calls must carry (none).")
+        Path | None, Option(help="File with the token that every call needs (none).")
     ] = None,
-    max_body_mib: Annotated[float | None, typer.Option(help="Bound of one body (256).")] = None,
+    max_body_mib: Annotated[float | None, Option(help="Largest body of a call (256).")] = None,
+    max_bodies_mib: Annotated[float | None, Option(help="All bodies together (1024).")] = None,
+    max_connections: Annotated[int | None, Option(help="Most open connections (512).")] = None,
     max_requests_per_call: Annotated[
-        int | None, typer.Option(help="Requests in one /infer/ call (4096).")
+        int | None, Option(help="Most requests in one /infer/ call (4096).")
     ] = None,
-    max_concurrent_calls: Annotated[
-        int | None, typer.Option(help="/infer/ calls running at once (64).")
-    ] = None,
+    max_concurrent_calls: Annotated[int | None, Option(help="Most calls at once (64).")] = None,
+    model_runner: Annotated[str | None, Option(help="Of vLLM: auto (v1), v1, v2 (GPUs).")] = None,
     enable_lora: Annotated[
         bool | None,
-        typer.Option("--enable-lora/--no-lora", help="Take LoRA adapters as weights (no)."),
+        Option("--enable-lora/--no-lora", help="Accept pushes of LoRA adapters (no)."),
     ] = None,
-    max_lora_rank: Annotated[
-        int | None, typer.Option(help="Largest rank of an adapter (16).")
-    ] = None,
+    max_lora_rank: Annotated[int | None, Option(help="Largest rank of an adapter (16).")] = None,
     weight_transport: Annotated[
-        str | None, typer.Option(help="gloo (CPU default), nccl (GPU default) or ipc.")
+        str | None, Option(help="gloo (CPU default), nccl (GPU default) or ipc.")
+    ] = None,
+    max_weight_timeout_seconds: Annotated[
+        float | None, Option(help="Longest deadline of a learner's push (1800).")
     ] = None,
     grace_seconds: Annotated[
-        float | None, typer.Option(help="Time running calls have after SIGTERM (10).")
+        float | None, Option(help="Seconds that running calls have after SIGTERM (10).")
     ] = None,
     hang_seconds: Annotated[
-        float | None, typer.Option(help="Silence after which an engine is rebuilt (60).")
+        float | None, Option(help="No heartbeat for so long: rebuild the engine (60).")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of requests without one (0).")] = None,
-    parent_pid: Annotated[
-        int | None, typer.Option(help="Stop when this process, our parent, has ended.")
-    ] = None,
+    seed: Annotated[int | None, Option(help="Seed of requests that have none (0).")] = None,
+    parent_pid: Annotated[int | None, Option(help="Stop when this parent process ends.")] = None,
     log_level: Annotated[
-        str | None, typer.Option(help="debug, info (default), warning or error.")
+        str | None, Option(help="debug, info (default), warning or error.")
     ] = None,
     log_format: Annotated[
-        str | None, typer.Option(help="text (default), or json: one object a line.")
+        str | None, Option(help="text (default), or json with one object per line.")
     ] = None,
 ) -> None:
-    """Start the replicas and serve them on one port."""
+    """Start the replicas behind one port. Defaults are in parentheses."""
     _serve(**locals())
 
 
@@ -132,20 +137,24 @@ def _serve(config: Path | None, run_config: Path | None, **options: Any) -> None
     """options: of the command, which are settings; some by another name or in another form."""
     options["gpus"] = _gpu_list(options["gpus"])
     options["allowed_media_dirs"] = options.pop("allowed_media_dir")
+    options["allowed_hosts"] = options.pop("allowed_host")
     options["allowed_media_hosts"] = options.pop("allowed_media_host")
-    from rollout_server.engine_env import apply_engine_environment
-    from rollout_server.logs import set_up_logging
-    from rollout_server.orphans import stop_with
-    from rollout_server.preflight import bind, check_settings
-    from rollout_server.settings import load_settings
+    from rollout_server.engines import engine_package
+    from rollout_server.engines.merge import with_merged_model
+    from rollout_server.runtime.logs import set_up_logging
+    from rollout_server.runtime.processes import stop_with, use_scratch_folder
+    from rollout_server.settings.options import load_settings
+    from rollout_server.settings.preflight import bind, check_settings
 
     settings = load_settings(config, options, run_config)
     set_up_logging(settings.log_level, settings.log_format)
-    check_settings(settings)
+    settings = check_settings(settings)
     if settings.parent_pid is not None:
         stop_with(settings.parent_pid)
     listener = bind(settings.host, settings.port)
-    apply_engine_environment(settings)
+    use_scratch_folder()
+    settings = with_merged_model(settings)
+    os.environ.update(engine_package().environment(settings))
     from rollout_server.serve import serve as run  # FastAPI and torch: after the checks
 
     run(settings, listener)
@@ -162,4 +171,4 @@ def _gpu_list(text: str | None) -> list[int] | None:
 
 def main() -> None:
     """Console entry: a broken contract is a three-part message and exit code 2."""
-    run_cli(app)
+    run_program(without_flag_types(typer.main.get_command(app)))

@@ -10,6 +10,7 @@ with a problem after that. Then every child process is ended.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -23,14 +24,16 @@ from typing import NoReturn
 import uvicorn
 from fastapi import FastAPI
 
-from rollout_server.app import create_app
-from rollout_server.engine_types import GuardInactive
-from rollout_server.logs import take_over_torch
-from rollout_server.pool import Pool
-from rollout_server.repeat_config import ACTIVATION
-from rollout_server.settings import ServerSettings
+from rollout_server.engines.engine_protocol import GuardInactive
+from rollout_server.http.app import create_app
+from rollout_server.http.connections import bounded_protocol
+from rollout_server.runtime.logs import take_over_torch
+from rollout_server.serving.pool import Pool
+from rollout_server.settings.options import ServerSettings
+from rollout_server.settings.repeat_config import ACTIVATION
 from shared_contracts.cli import describe, exit_code
 from shared_contracts.errors import ContractError, RunError
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
     """Serve on `listener` until SIGTERM or SIGINT, then end the process.
 
     Logging must be set up (`set_up_logging`), and the engine's environment be in place
-    (`apply_engine_environment`). When an engine cannot start, the process says so and ends with
+    (`EnginePackage.environment`). When an engine cannot start, the process says so and ends with
     exit code 1 or 2.
     """
     if settings.log_format == "json":
@@ -52,8 +55,13 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _leave(0))
     engines = EngineLife(Pool(settings), settings.grace_seconds)
+    app = create_app(engines.pool, engines.lifespan)
+    for name in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
+        os.environ.pop(name, None)  # engines inherit the environment, and need no token
     config = uvicorn.Config(
-        create_app(engines.pool, engines.lifespan),
+        app,
+        http=bounded_protocol(settings.max_connections),
+        ws="none",
         log_config=None,
         access_log=False,
         # A learner trains for longer than uvicorn's 5 s between two calls; closing the
@@ -81,6 +89,17 @@ def tell(failure: BaseException, settings: ServerSettings) -> int:
     )
     print(describe(error), file=sys.stderr)
     return exit_code(error)
+
+
+def _look_less_for_garbage() -> None:
+    """Keep what the engines need out of it, and wait for more between two looks.
+
+    A look at everything stops the event loop for 0.4 s, and one call of thousands of requests
+    brings several.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 10)
 
 
 def _leave(code: int) -> NoReturn:
@@ -143,6 +162,7 @@ class EngineLife:
                 self.failure = error
                 self.server.should_exit = True
         else:
+            _look_less_for_garbage()
             logger.info("ready after %.1f s", time.monotonic() - began)
 
     async def _interrupt_builds(self) -> NoReturn:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollout_server.app import create_app
-from rollout_server.pool import Pool
-from rollout_server.settings import ServerSettings
+from rollout_server.http.app import create_app
+from rollout_server.serving.pool import Pool
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_TITLES
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -20,13 +20,16 @@ INTRO = """\
 
 *Written by `scripts/api_reference.py` from the server; do not edit.*
 
-[openapi.json](openapi.json) is the same for programs, and every server has its own at
-`/openapi.json`. All paths work with and without the trailing slash. A server with a token
-answers 401 to calls without `Authorization: Bearer TOKEN`, but for `/live/` and `/health/`.
+The [glossary](glossary.md) explains special words.
 
-Every error is an RFC 9457 problem document (`application/problem+json`): `type`
-(`urn:rollmatch:` and the kind), `title`, `status`, `detail`, `where` (the spot in the request it
-is about) and, where a call has several faults, `errors`. What the kinds mean:
+[openapi.json](openapi.json) has the same content for programs. Every server has its own copy at
+`/openapi.json`, and a page at `/docs` to read it and to try calls. All paths work with and without
+the trailing slash. A server with a token answers 401 to calls without
+`Authorization: Bearer TOKEN`, except to `/live/` and `/health/`.
+
+Every error is an RFC 9457 problem document (`application/problem+json`): `type` (`urn:rollmatch:`
+and the kind), `title`, `status`, `detail`, and `where` (the place in the request). `errors` lists
+the faults if there are several. The kinds are:
 """
 
 

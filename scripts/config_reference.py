@@ -20,29 +20,42 @@ INTRO = """\
 
 *Written by `scripts/config_reference.py` from the schema; do not edit.*
 
-`learner train --config FILE` reads one YAML file (YAML 1.2 scalars: `no` is text, `1e-4` a
-number). `extends: FILE`, relative to the file itself, puts the file on top of another one:
-mappings merge, everything else is replaced whole. Files in the folders `prod` and `smoke` of a
-trainer's variant extend exactly `../base.yaml` and state themselves the fields listed in
-`learner/config/profiles.py`. Relative paths start at the current working directory; environment
-variables are not expanded.
+The [glossary](glossary.md) explains special words.
+
+`learner train FILE` reads one YAML file (YAML 1.2: `no` is text, `1e-4` is a number). With
+`extends: FILE` the file extends another one; the path is relative to the file itself. Mappings are
+merged, all other values are replaced. Files in the folders `prod` and `smoke` of a trainer variant
+must extend `../base.yaml` and must set the fields listed in `learner/config/load.py`. Relative
+paths start at the current working directory. A leading `~` is the home folder. A path with `${VAR}`
+is refused. Paths in the settings file of a rollout server are read in the same way.
 
 A key that is not listed here is an error, and so is a value of the wrong type. Keys of older
-configurations are refused with what to do instead (`learner/config/moved_keys.py`). All faults of
-a file are reported at once.
+configurations are refused; the error says what to do instead (`learner/config/moved_keys.py`). All
+faults of a file are reported at once.
 
-- `learner config show --config FILE` prints every key with its effective value and, beside it,
-  where that comes from: the `file:line` that decides it, `default`, or `derived` from another
-  key. `--all-origins` also names the lines that were overridden.
-- `learner config check FILE ...` tells every fault of every file: its path, what was
-  found and in which line, and what to do. The exit code is 2 if there is any.
-- `learner config schema --out FILE` writes the JSON Schema that editors complete and check by;
-  this version's is `configs/schema.json`.
-- `learner preflight --config FILE` prints what a launcher needs, as shell assignments
-  (`deploy/README.md`).
+- `learner config show FILE` prints every key with its effective value and the origin of the value:
+  a `file:line`, `default`, or `derived` from another key. `--all-origins` also names the lines that
+  were overridden.
+- `learner config check FILE ...` reports every fault of every file: the key, the value found and
+  its line, and what to do. The exit code is 2 if there is a fault. It also checks the files that
+  the YAML names: the tokenizer and the module names of the checkpoint, the first sample of each
+  data file, and whether the run folder can be written. `--keys-only` skips these files, for a YAML
+  that is meant for another machine.
+- `learner config schema --out FILE` writes the JSON Schema for editors. `configs/schema.json` is
+  the schema of this version.
+- `learner preflight FILE` prints what a launcher needs, as shell assignments (`deploy/README.md`).
+
+A profile that names rollout servers can also run with a server that the learner starts. Write
+`server: null` to remove the servers of the profile:
+
+```yaml
+extends: configs/stage2_two_channel/prod/default.yaml
+rollout_matching:
+  vllm: {mode: colocate, server: null}
+```
 
 The first line of a file, `# yaml-language-server: $schema=PATH`, names the schema to editors.
-It knows keys, types and ranges; that keys agree with each other is checked by the loader alone.
+The schema has keys, types and ranges. Only the loader checks that keys agree with each other.
 """
 
 NAMES = {"int": "integer", "float": "number", "bool": "true, false", "str": "text"}

@@ -4,41 +4,43 @@ import argparse
 import sys
 from pathlib import Path
 
-from learner.metrics.declared import GROUPS, TRAINER, Metric
+from learner.runs.declared import GROUPS, TRAINER, Metric
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 INTRO = """\
 # The metrics of a run
 
-*Written by `scripts/metrics_reference.py` from `learner/metrics/declared.py`; do not edit.*
+*Written by `scripts/metrics_reference.py` from `learner/runs/declared.py`; do not edit.*
 
-Every optimizer step is one line of `metrics.jsonl` in the run folder and one point in TensorBoard,
-and so is every evaluation. A number is of its own step alone: nothing is added up, averaged or
-carried over between logged steps. Both trainer variants log the same keys;
-`stage2_rollout_aligned` runs channel B alone.
+Every optimizer step is one line of `metrics.jsonl` in the run folder and one point in TensorBoard.
+So is every evaluation. A number is about its own step only: nothing is added up, averaged or
+carried over between logged steps. Both trainer variants log the same keys; `stage2_rollout_aligned`
+runs [channel B](glossary.md) alone.
 
-With several processes a line is of all of them. How their parts meet follows from the kind:
+With several processes a line is about all of them. The kind of a metric says how their parts are
+combined:
 
 | kind | over processes |
 | --- | --- |
 | counter | sum |
-| loss | sum; a pack counts by its share of the step's samples |
+| loss | sum; a pack is weighted by its fraction of the step's samples |
 | seconds, flag, peak | maximum |
-| rate | sum of the numerators / sum of the denominators; 0 where both are 0 |
-| whole | none: process 0 computes it of all answers together |
+| rate | sum of the numerators / sum of the denominators; 0 if both are 0 |
+| whole | none: process 0 computes it from all answers together |
 
-Two all-reduces a step do that, of vectors in the order of this page; no step gathers anything, and
-no rate is a mean of rates. The losses of a step add up to `loss`.
+Two all-reduces per step combine the numbers, in the order of this page. Nothing is gathered, and no
+rate is a mean of rates. The losses of a step add up to `loss`.
 
-A key that a step cannot have is not in its line; there is no 0 in its place. A key without a
-condition is in the line of every step of its channel, 0 too: all reasons of `strict_drop`, for one.
-Losses and coordinate distributions need something to be trained on.
+A key that does not apply to a step is not in its line; it is not logged as 0. A key without a
+condition is in the line of every step of its channel, also when it is 0: for example all reasons of
+`strict_drop`. Losses and coordinate distributions need something to train on.
 
-- Nothing here is an overlap of boxes or masks: in training these serve matching alone.
-  `bbox_ciou` is a declared loss.
-- No object is ever left out because its coordinates could not be found among the tokens: each is
-  one token of the vocabulary, known by its id. What merely reads like one is `non_coord_token`.
+- No metric here is an overlap of boxes or masks, because training uses overlaps only for matching.
+  `bbox_ciou` is a loss that the config declares.
+- No object is left out because its coordinates were not found among the tokens: each coordinate is
+  one token of the vocabulary, known by its id. Text that only looks like one counts as
+  `non_coord_token`.
 """
 
 
@@ -56,7 +58,7 @@ def page() -> str:
         rows = [Row((f"`{m.key}`", m.kind, m.unit, m.meaning, _logged(m))) for m in group.metrics]
         parts.append(f"## {group.title}\n\n{_table(rows)}")
     parts[-1] += (
-        "\nWhat the rollouts of an evaluation took is logged with it: the keys of *Servers and "
+        "\nThe calls and pushes of an evaluation are logged with it: the keys of *Servers and "
         "pushes*\nwith `eval/` in front.\n"
     )
     parts.append(f"## Of the Trainer itself\n\n{_trainer()}")

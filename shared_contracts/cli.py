@@ -1,15 +1,20 @@
-"""What both commands share: their version, and how they end when they cannot do as asked."""
+"""What both commands share: their version, their help, what they print, and how they end."""
 
+import atexit
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
-from shared_contracts.errors import ContractError, ContractErrors, RunError
-from shared_contracts.printable import printable
+from shared_contracts.errors import ContractError, RunError
+from shared_contracts.machine import BY_BUS, CUDA_ORDER
 
 DISTRIBUTION = "rollmatch"
 BAD_INPUT = 2
 RUN_FAILED = 1
+# For typer: `-h` wherever `--help` is.
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
 def print_version(wanted: bool) -> None:
@@ -17,6 +22,46 @@ def print_version(wanted: bool) -> None:
     if wanted:
         print(DISTRIBUTION, version(DISTRIBUTION))
         sys.exit()
+
+
+def without_flag_types(command: Any, parent: Any = None) -> Any:
+    """The same command of typer; its help, and that of all below it, shows no type for a flag.
+
+    Typer prints `<bool>` there, as if a flag took a value.
+    """
+    context = command.context_class(command, parent=parent, **command.context_settings)
+    for parameter in command.get_params(context):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for below in getattr(command, "commands", {}).values():
+        without_flag_types(below, context)
+    return command
+
+
+def run_program(app: Callable[[], object]) -> None:
+    """Run a command-line app as the whole of this process (see `run_cli`).
+
+    The process ends as soon as everything registered with `atexit` after this call has run. A
+    daemon thread that still computes would otherwise abort or block the end of the interpreter:
+    it needs the interpreter's lock, and native code cannot lose its thread.
+
+    CUDA counts GPUs as nvidia-smi and the driver's folder do.
+    """
+    os.environ[CUDA_ORDER] = BY_BUS
+    code = RUN_FAILED
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(leave)
+    try:
+        run_cli(app)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
 
 
 def run_cli(app: Callable[[], object]) -> None:
@@ -38,11 +83,24 @@ def describe(error: BaseException) -> str:
     """
     if not isinstance(error, ContractError):
         return printable(f"error: {error}", lines=True)
-    errors = error.errors if isinstance(error, ContractErrors) else [error]
-    message = "\n".join(f"error: {e.where}\n  found: {e.found}\n  do: {e.do}" for e in errors)
+    message = "\n".join(f"error: {e.where}\n  found: {e.found}\n  do: {e.do}" for e in error.errors)
     return printable(message, lines=True)
 
 
 def exit_code(error: BaseException) -> int:
     """What a process that cannot go on because of `error` ends with."""
     return BAD_INPUT if isinstance(error, ContractError) else RUN_FAILED
+
+
+def printable(text: object, *, lines: bool = False, most: int | None = None) -> str:
+    r"""What would steer the terminal or is not seen, as Python writes it: `\x1b`, `\t`, `\u200b`.
+
+    lines: ends of lines stay. most: so many characters of the text are shown; None: all.
+    """
+    text = str(text)
+    if most is not None and len(text) > most:
+        text = text[:most] + "…"
+    return "".join(
+        c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode()
+        for c in text
+    )

@@ -8,9 +8,12 @@
 `Problem` is the one shape of every HTTP error (WIRE-05).
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+
+T = TypeVar("T")
 
 PROBLEM_MEDIA_TYPE = "application/problem+json"
 
@@ -18,20 +21,26 @@ PROBLEM_MEDIA_TYPE = "application/problem+json"
 PROBLEM_TITLES: dict[str, tuple[int, str]] = {
     "bad-request": (400, "The request cannot be read"),
     "unauthorized": (401, "The call carries no valid token"),
+    "foreign-origin": (403, "A page of another site may not make this call"),
     "not-found": (404, "There is nothing at this path"),
     "method-not-allowed": (405, "This path does not take this method"),
+    "too-slow": (408, "The call did not arrive in time"),
     "weight-update-order": (409, "A weight-update call came out of order"),
     "group-port-taken": (409, "The port of the weight group is taken"),
     "other-weights": (409, "The server holds other weights than the call expects"),
     "body-too-large": (413, "The body is larger than the server takes"),
+    "misdirected": (421, "The server does not serve this host"),
     "invalid-request": (422, "The request breaks the contract"),
     "manifest-mismatch": (422, "The manifest does not cover what the model expects"),
     "adapter-refused": (422, "The engines cannot serve this adapter"),
     "too-many-calls": (429, "The server runs as many calls as it takes"),
+    "header-too-large": (431, "The header is larger than the server takes"),
     "internal": (500, "The server failed"),
     "weight-transfer-failed": (502, "A weight transfer broke"),
     "weights-differ": (502, "An engine does not hold the weights that were sent"),
     "not-ready": (503, "The server cannot answer now"),
+    "too-many-connections": (503, "The server holds as many connections as it may"),
+    "overloaded": (503, "The server has no room for this now"),
     "push-needed": (503, "A replica was built again and needs a full push of weights"),
     "weights-poisoned": (503, "The server needs a full push of weights"),
     "weight-transfer-timeout": (504, "A phase of the weight transfer ran out of time"),
@@ -52,6 +61,11 @@ class ContractError(Exception):
         self.found = found
         self.do = do
 
+    @property
+    def errors(self) -> list["ContractError"]:
+        """This error, or those that it stands for."""
+        return [self]
+
     def __str__(self) -> str:
         return f"{self.where}: {self.found}. {self.do}"
 
@@ -63,10 +77,34 @@ class ContractErrors(ContractError):
         assert errors
         first = errors[0]
         super().__init__(first.where, first.found, first.do)
-        self.errors = errors
+        self._errors = errors
+
+    @property
+    def errors(self) -> list[ContractError]:
+        return self._errors
 
     def __str__(self) -> str:
-        return "\n".join(str(error) for error in self.errors)
+        return "\n".join(map(str, self._errors))
+
+
+class CheckErrors:
+    """Collects the contract errors of several checks, to report them together."""
+
+    def __init__(self) -> None:
+        self.errors: list[ContractError] = []
+
+    def of(self, check: Callable[[], T]) -> T | None:
+        """Return what `check` returns, or None where it raises a ContractError, which is kept."""
+        try:
+            return check()
+        except ContractError as error:
+            self.errors += error.errors
+            return None
+
+    def raise_all(self) -> None:
+        """Raise ContractErrors if there are any."""
+        if self.errors:
+            raise ContractErrors(self.errors)
 
 
 class Problem(BaseModel):

@@ -1,15 +1,17 @@
-"""`extends: FILE` in a training YAML: one rule for the learner and the rollout server (CFG-04).
+"""Paths and `extends: FILE` in a training YAML, alike for the learner and the server (CFG-04).
 
 Mappings merge key by key, everything else is replaced whole. The named file is relative to
 the one that names it. Who calls brings what reads a file.
 """
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import Refusal, shown
 
 
 def read_chain(
@@ -64,4 +66,30 @@ def _extended(path: Path, extends: Any) -> Path:
             f"{extends!r} is not one file",
             "Name one file, relative to this one, and write the other overrides here",
         )
-    return path.parent / extends
+    try:
+        return path.parent / written_path(extends)
+    except Refusal as refusal:
+        raise ContractError(f"{path}: extends", refusal.found, refusal.do) from None
+
+
+_VARIABLE = re.compile(r"\$\{\w*\}?|(?:^|/)\$\w")
+
+
+def written_path(value: Any) -> Path:
+    """The path that is written: a leading `~` or `~user` is a home folder, `${VAR}` is refused.
+
+    Relative paths stay so. Raises Refusal.
+    """
+    if not isinstance(value, str | Path) or not str(value).strip():
+        raise Refusal(f"{shown(value)} is not a path", "Give the path of a file or folder")
+    if found := _VARIABLE.search(str(value)):
+        raise Refusal(
+            f"{shown(str(value))} has {found[0].strip('/')}, and variables are not expanded",
+            "Write the path out; ~ is the home folder",
+        )
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        name = Path(value).parts[0]
+        do = f"Correct the name, or write ./{name} for a folder of that name"
+        raise Refusal(f"{shown(str(value))}: there is no user {name[1:]}", do) from None

@@ -15,6 +15,10 @@ Role = Literal["system", "user", "assistant"]
 MAX_REQUESTS = 2**16
 MAX_FIELDS = 64
 
+# No number of an answer goes beyond what 64 bits hold.
+_Count = Annotated[int, Field(ge=0, le=2**62)]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+
 
 class _Wire(BaseModel):
     # The bound makes pydantic look at the characters: half of a surrogate pair is no text.
@@ -42,7 +46,7 @@ class ImagePart(_Wire):
     image: str | None = None
 
 
-ContentPart = TextPart | ImagePart
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class Message(_Wire):
@@ -177,19 +181,19 @@ class Choice(_Wire):
         A stop string is cut from the text; the ids that spell it stay.
     """
 
-    index: int
+    index: _Count
     message: ChatMessage
     finish_reason: Literal["stop", "length"]
     logprobs: None = None
-    token_ids: list[int] | None = None
+    token_ids: _TokenIds | None = None
 
 
 class Usage(_Wire):
     """Tokens of one request; completion_tokens: of all its choices."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
+    prompt_tokens: _Count
+    completion_tokens: _Count
+    total_tokens: _Count
 
 
 class ChatCompletionResponse(_Wire):
@@ -199,14 +203,14 @@ class ChatCompletionResponse(_Wire):
     """
 
     model: str
-    choices: list[Choice]
+    choices: Annotated[list[Choice], Field(fail_fast=True, min_length=1)]
     usage: Usage
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: _TokenIds | None = None
     prompt_logprobs: None = None
-    images_size: list[tuple[int, int]] | None = None
+    images_size: Annotated[list[tuple[int, int]], Field(fail_fast=True)] | None = None
 
 
 class RolloutStamp(_Wire):
@@ -219,8 +223,8 @@ class RolloutStamp(_Wire):
     """
 
     repeat_terminate_triggered: Literal[0, 1]
-    repeat_terminated_choices: list[int]
-    weights_version: tuple[int, int]
+    repeat_terminated_choices: Annotated[list[_Count], Field(fail_fast=True)]
+    weights_version: tuple[_Count, _Count]
     server_epoch: str
     seed: int | None
     finish: str

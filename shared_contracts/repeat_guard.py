@@ -23,17 +23,21 @@ class RepeatTerminateConfig(StrictModel):
 
     enabled: bool = Field(default=False, description="end sequences that repeat themselves")
     min_new_tokens: int = Field(
-        default=0, ge=0, description="generated tokens before which no sequence is ended"
+        default=0, ge=0, description="number of generated tokens before which no sequence is ended"
     )
     max_consecutive_token_repeats: int = Field(
-        default=0, ge=0, description="length of a run of one token that ends a sequence; 0: off"
+        default=0, ge=0, description="number of equal tokens in a row that ends a sequence; 0: off"
     )
-    ngram_size: int = Field(default=0, ge=0, description="tokens of a repeated block; 0: off")
+    ngram_size: int = Field(
+        default=0, ge=0, description="length of a repeated block in tokens; 0: off"
+    )
     ngram_repeats: int = Field(
-        default=0, ge=0, description="equal blocks in a row that end a sequence; 0: off, else >= 2"
+        default=0,
+        ge=0,
+        description="number of equal blocks in a row that ends a sequence; 0: off, else >= 2",
     )
     max_object_keys: int | None = Field(
-        default=None, ge=1, description="object keys that end a sequence; null: off"
+        default=None, ge=1, description="number of object keys that ends a sequence; null: off"
     )
 
     @field_validator("ngram_repeats")
@@ -43,16 +47,33 @@ class RepeatTerminateConfig(StrictModel):
             raise Refusal("1 is not accepted", "Use 2 or more, or 0 to switch it off")
         return repeats
 
+    @property
+    def run_limit(self) -> int:
+        """So many equal ids in a row end a sequence; a number nothing reaches where it is off."""
+        return self.max_consecutive_token_repeats or sys.maxsize
 
-def object_key_token_ids(encode: Callable[[str], Sequence[int]]) -> list[int]:
+    @property
+    def block_limit(self) -> int:
+        """So many ids in a row that equal the one `ngram_size` before them, likewise."""
+        blocks = self.ngram_size * (self.ngram_repeats - 1)
+        return blocks if blocks > 0 else sys.maxsize
+
+
+# Texts that end in what the key of every object begins with, as answers write it.
+OBJECT_KEY_CONTEXTS = ('"object_', '{"object_', '}, "object_')
+
+
+def object_key_token_ids(
+    encode: Callable[[str], Sequence[int]], contexts: Sequence[str] = OBJECT_KEY_CONTEXTS
+) -> list[int]:
     """The ids that `"object_` ends in wherever an answer writes it.
 
     A BPE fuses the quote with what stands before it (`{"`, ` "`), so the ids of `"object_`
     by itself may never occur; those behind the quote do. Qwen: `object`, `_`.
 
-    encode: text to ids, without special tokens.
+    encode: text to ids, without special tokens. contexts: those of the answer format.
     """
-    backwards = [encode(text)[::-1] for text in ('"object_', '{"object_', '}, "object_')]
+    backwards = [encode(text)[::-1] for text in contexts]
     alike = takewhile(lambda ids: len(set(ids)) == 1, zip(*backwards, strict=False))
     return [token_id for token_id, *_ in alike][::-1]
 
@@ -91,11 +112,10 @@ class RepeatGuard:
 
     def __init__(self, config: RepeatTerminateConfig, object_key_token_ids: Sequence[int]) -> None:
         self._min_new_tokens = config.min_new_tokens
-        self._run_limit = config.max_consecutive_token_repeats or sys.maxsize
+        self._run_limit = config.run_limit
         self._run = 0
         self._last: int | None = None
-        blocks = config.ngram_size * (config.ngram_repeats - 1)
-        self._block_limit = blocks if blocks > 0 else sys.maxsize
+        self._block_limit = config.block_limit
         self._block_run = 0
         self._ngram_size = config.ngram_size or 1
         self._recent: deque[int] = deque(maxlen=self._ngram_size)

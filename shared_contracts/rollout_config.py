@@ -15,7 +15,15 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from shared_contracts.repeat_guard import RepeatTerminateConfig
-from shared_contracts.strict_model import Refusal, StrictModel
+from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel
+
+# What the learner appends to a base_url; a test holds it against the server's paths.
+ROUTES = (
+    *("infer", "health", "live", "info", "metrics", "get_world_size", "init_communicator"),
+    *("start_weight_update", "update_weights", "finish_weight_update"),
+    *("keep_communicator", "close_communicator"),
+)
+_PORTS = {"http": 80, "https": 443}
 
 Verify = Literal["off", "sample", "full"]
 
@@ -36,7 +44,7 @@ def _can_fire(config: RepeatTerminateConfig) -> RepeatTerminateConfig:
     return config
 
 
-# A guard that never fires is a mistake of whoever switched it on.
+# A guard that is enabled and can never fire is a mistake in the file.
 RepeatTerminate = Annotated[RepeatTerminateConfig, AfterValidator(_can_fire)]
 
 
@@ -55,6 +63,12 @@ def _http_url(url: str) -> str:
         )
     if parts.query or parts.fragment:
         raise Refusal(f"'{url}' has a query or a fragment", "End it with the path")
+    address, _, last = url.rstrip("/").rpartition("/")
+    if parts.path and last in ROUTES:
+        raise Refusal(
+            f"'{url}' ends in /{last}, a route of the server, which is added to it",
+            f"Write {address}",
+        )
     return url.rstrip("/")
 
 
@@ -65,25 +79,38 @@ class ServerAddress(StrictModel):
         description="address of a rollout server, without `/infer/`"
     )
     group_port: int = Field(
-        ge=1, le=65535, description="port of the weight group's rendezvous on the server's host"
+        ge=1, le=65535, description="port on the server's host at which the weight group is formed"
     )
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> "ServerAddress":
+        url = urlsplit(self.base_url)
+        if self.group_port == (url.port or _PORTS[url.scheme]):
+            raise Refusal(
+                f"{self.group_port} is also the port of base_url {self.base_url}",
+                "Name another port that is free on the server's host",
+                "group_port",
+            )
+        return self
 
 
 class ServerConfig(StrictModel):
     """The servers of `mode: server`, and how long they may take."""
 
     servers: Annotated[tuple[ServerAddress, ...], Field(strict=False)] = Field(
-        description="the rollout servers, in the order requests are shared out"
+        description="the rollout servers, in the order in which they get requests"
     )
     timeout_s: float = Field(
         default=240.0,
         gt=0,
-        description="bounds reaching a server, forming the weight group, and each phase of a push "
-        "(drain, transfer, finish), in seconds",
+        description="most seconds for reaching a server, for forming the weight "
+        "group, and for each phase of a push (drain, transfer, finish)",
     )
     infer_timeout_s: float | None = Field(
         default=None,
-        description="HTTP timeout of one `/infer/` call in seconds; null or <= 0: none",
+        description="most seconds for an `/infer/` call; null or <= 0: no limit "
+        "while `/live/` answers. An answer that has begun must end "
+        "within 120 seconds",
     )
 
     @field_validator("servers")
@@ -112,17 +139,17 @@ class SyncConfig(StrictModel):
 
     mode: Literal["full", "adapter", "auto"] = Field(
         default="full",
-        description="`full`: merged weights, all of them; `adapter`: the LoRA adapter alone; "
+        description="`full`: all weights, merged; `adapter`: only the LoRA adapter; "
         "`auto`: `adapter` with `enable_lora`, else `full`",
     )
     fallback_to_full: bool = Field(
         default=True,
-        description="after a failed push of the adapter push full weights for the rest of the run",
+        description="if a push of the adapter fails, push full weights for the rest of the run",
     )
     transport: Literal["auto", "gloo", "nccl", "ipc"] = Field(
         default="auto",
-        description="`auto`: `ipc` to a colocated server, `nccl` where the learner has a GPU, "
-        "else `gloo`",
+        description="`auto`: `ipc` to a colocated server; else `nccl` if the "
+        "learner has a GPU; else `gloo`",
     )
     verify: Verify = Field(
         default="sample", description="which weights are read back from the engines after a push"
@@ -130,7 +157,7 @@ class SyncConfig(StrictModel):
     bucket_mib: int | None = Field(
         default=None,
         ge=1,
-        description="size of one packed bucket in MiB; null: 8, and with `nccl` 64",
+        description="size of one packed bucket in MiB; null: 8, and with `nccl` 512",
     )
 
 
@@ -139,23 +166,33 @@ class VllmConfig(StrictModel):
 
     mode: Literal["colocate", "server"] = Field(
         default="colocate",
-        description="where vLLM runs: `server`, started beforehand; `colocate`, a server of the "
-        "learner's own on the devices it sees, of which it trains on the first",
+        description="where vLLM runs: `server`, in servers that you started; "
+        "`colocate`, in a server that the learner starts on the devices "
+        "that it sees. The learner trains on the first of these",
     )
     gpu_memory_utilization: float | None = Field(
-        default=None, gt=0, le=1, description="of a colocated server; null: 0.45"
+        default=None,
+        gt=0,
+        le=1,
+        description="fraction of the GPU memory for a colocated server; null: 0.45",
     )
     tensor_parallel_size: int | None = Field(
         default=None,
         ge=1,
-        description="of a colocated server; null: the largest of 4, 2 and 1 that fits the GPUs "
-        "the learner sees",
+        description="GPUs per replica of a colocated server; null: the largest of "
+        "4, 2 and 1 that fits the GPUs the learner sees",
     )
     max_model_len: int | None = Field(
-        default=None, ge=1, description="longest prompt with its answer; null: the model's"
+        default=None,
+        ge=1,
+        description="most tokens of a prompt with its answer; null: the longest prompt of the data "
+        "with `max_new_tokens`, and for a server that you start yourself `global_max_length` with "
+        "`max_new_tokens`",
     )
-    enable_lora: bool = Field(default=False, description="engines serve a LoRA adapter")
-    enable_prefix_caching: bool = Field(default=True, description="reuse equal prompts' caches")
+    enable_lora: bool = Field(default=False, description="the engines can serve a LoRA adapter")
+    enable_prefix_caching: bool = Field(
+        default=True, description="reuse the caches of equal prompts"
+    )
     server: ServerConfig | None = Field(
         default=None, description="how to reach the rollout servers; with `mode: server`"
     )
@@ -169,7 +206,8 @@ class VllmConfig(StrictModel):
             if self.server is not None:
                 raise Refusal(
                     "is given, and mode is colocate, where the learner starts its own server",
-                    "Set rollout_matching.vllm.mode to server, or remove it",
+                    "Write `server: null` beside mode: colocate, which also takes away what a "
+                    "file it extends has; or set rollout_matching.vllm.mode to server",
                     "server",
                 )
             return self
@@ -212,13 +250,14 @@ class VllmConfig(StrictModel):
 class SharedRolloutConfig(StrictModel):
     """Keys of `rollout_matching` that say what both the learner and its servers do."""
 
-    decode_batch_size: int = Field(
+    decode_batch_size: FreeOnResume[int] = Field(
         default=1, ge=1, description="most sequences decoded at once per rollout GPU"
     )
     repeat_terminate: RepeatTerminate = Field(
         default=RepeatTerminateConfig(),
-        description="when an answer that repeats itself is ended; the servers have the same",
+        description="when an answer that repeats itself is ended; the servers must "
+        "have the same settings",
     )
-    vllm: VllmConfig = Field(
+    vllm: FreeOnResume[VllmConfig] = Field(
         default=VllmConfig(), description="vLLM's placement, servers and weight push"
     )

@@ -1,11 +1,14 @@
-"""Answers of the server's probes (WIRE-06)."""
+"""Answers of the server's probes (WIRE-06), and the token that calls carry."""
 
-from typing import Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatTerminateConfig
-from shared_contracts.weights import Transport, WeightState
+from shared_contracts.weights import Count, Transport, WeightState
 
 # The environment variable in which both programs look for the server's token.
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
@@ -18,6 +21,8 @@ TOKEN_FILE_VARIABLE = "ROLLOUT_SERVER_TOKEN_FILE"
 # dead          its engine is gone; it will be built again
 ReplicaState = Literal["serving", "starting", "needs-push", "dead"]
 
+Workers = Annotated[int, Field(ge=1, le=2**20)]
+
 
 def process_of(server_epoch: str) -> str:
     """The part of an epoch that changes only with the server's process.
@@ -28,36 +33,55 @@ def process_of(server_epoch: str) -> str:
 
 
 class _Wire(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class ReplicaStatus(_Wire):
-    """How one replica is.
+    """The state of one replica.
 
     detail: why it does not serve; empty where it does.
     heartbeat_age_s: seconds since the engine's loop last answered; null without an engine.
     restarts: how often the engine was built again.
     """
 
-    index: int
+    index: Count
     state: ReplicaState
     detail: str
     heartbeat_age_s: float | None
-    restarts: int
+    restarts: Count
+
+
+class WeightCall(_Wire):
+    """The weight call that a server runs, or waits for.
+
+    route: of the call; null between two calls of an update, while the learner's next is awaited.
+    attempt: of the group.
+    running_s: seconds since the call came, or since the one before it ended.
+    heard_s: seconds since its learner was heard of; after GONE_AFTER_S the server gives it up.
+    """
+
+    route: str | None
+    attempt: str
+    running_s: float
+    heard_s: float
 
 
 class Health(_Wire):
-    """`GET /health/`: 200 when the server can answer `/infer/` now, with every replica."""
+    """`GET /health/`: 200 when the server can answer `/infer/` now, with every replica.
+
+    weight_call: what calls may have to wait for; null where no weights are coming.
+    """
 
     status: Literal["ok"] = "ok"
     state: WeightState
-    weights_version: int
+    weights_version: Count
     server_epoch: str
     replicas: list[ReplicaStatus]
+    weight_call: WeightCall | None = None
 
 
 class Live(_Wire):
-    """`GET /live/`: the event loop turns; seconds since each engine last made progress."""
+    """`GET /live/`: the event loop runs; seconds since each engine last made progress."""
 
     status: Literal["ok"] = "ok"
     server_epoch: str
@@ -67,7 +91,7 @@ class Live(_Wire):
 class WorldSize(_Wire):
     """`GET /get_world_size/`: engine workers over all replicas."""
 
-    world_size: int
+    world_size: Workers
 
 
 class RepeatTerminateStatus(_Wire):
@@ -89,26 +113,93 @@ class Info(_Wire):
     server_epoch: changes when the server was started anew, or one of its replicas was lost.
     weight_group: where the weight group that stands has met, as host:port; null without one.
     weight_group_heard_s: seconds since the learner of that group formed it or last said that it
-        lives; null of a group that was formed with `if_none`, until it has said so.
+        lives; null of a group that was formed with `if_none`.
     host: name of the server's machine. gpus: their ids there; none on a CPU or where Ray places.
     gpu_uuids: of the same GPUs, where nvidia-smi told them at the start.
     versions: of this server and of what it stands on, by distribution name.
     """
 
     model: str
-    world_size: int
+    world_size: Workers
     replicas: list[ReplicaStatus]
-    max_model_len: int | None
-    max_num_seqs: int
+    max_model_len: Count | None
+    max_num_seqs: Count
     enable_lora: bool
     weights_state: WeightState
-    weights_version: int
+    weights_version: Count
     weight_transport: Transport
     server_epoch: str
     weight_group: str | None = None
     weight_group_heard_s: float | None = None
     host: str = ""
-    gpus: list[int] = []
+    gpus: list[Count] = []
     gpu_uuids: list[str] = []
     repeat_terminate: RepeatTerminateStatus
     versions: dict[str, str]
+
+
+def given_token(
+    environment: Mapping[str, str], option: Path | None = None, *, refuse_empty: bool = False
+) -> str | None:
+    """Read the token of calls: from `option` (`token_file`), or from either variable.
+
+    refuse_empty: a variable that is set to nothing is an error; else it counts as not set.
+
+    None where nothing gives one. Raises ContractError for a token that no header can carry, a
+    file that cannot be read, and two tokens that differ.
+    """
+    found = {
+        where: _read(path, where) for where, path in given_token_files(environment, option).items()
+    }
+    written = environment.get(TOKEN_VARIABLE)
+    if written is not None and (refuse_empty or written.strip()):
+        found[TOKEN_VARIABLE] = _checked(written, TOKEN_VARIABLE)
+    if not found:
+        return None
+    (where, token), *others = found.items()
+    for other, value in others:
+        if value != token:
+            raise ContractError(
+                where, f"it holds another token than {other}", "Give one of the two"
+            )
+    return token
+
+
+def given_token_files(environment: Mapping[str, str], option: Path | None) -> dict[str, Path]:
+    """The files that hold a token, by what names them."""
+    files = {} if option is None else {"token_file": option}
+    if path := environment.get(TOKEN_FILE_VARIABLE):
+        files[TOKEN_FILE_VARIABLE] = Path(path)
+    return files
+
+
+def _read(path: Path, where: str) -> str:
+    """The token in `path`, without white space around it.
+
+    where: the option or variable that names the file. Raises ContractError for a file that
+    cannot be read and for a token that no HTTP header carries.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ContractError(
+            where, f"{path} cannot be read ({reason})", "Name a readable text file"
+        ) from None
+    return _checked(content, where)
+
+
+def _checked(text: str, where: str) -> str:
+    """`text` without white space around it; raises ContractError for what is no token."""
+    token = text.strip()
+    if not token:
+        raise ContractError(
+            where, "the token is empty", "Write a token, such as 32 random characters"
+        )
+    if not all("!" <= letter <= "~" for letter in token):
+        raise ContractError(
+            where,
+            "the token has white space or other characters that a header cannot have",
+            "Use letters and digits",
+        )
+    return token

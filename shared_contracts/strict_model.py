@@ -1,7 +1,9 @@
 """Typed settings from files: strict models, and their faults as contract errors.
 
 StrictModel        frozen, unknown keys forbidden, no silent conversion of types
+FreeOnResume       marks a field that may change when a run is resumed
 Refusal            raised by a validator: what was found and what to do
+refuse_all         raises several of them at once
 unknown_key        a path that a model does not have -> what to do about it
 contract_errors    a pydantic ValidationError -> one ContractError per fault
 """
@@ -10,9 +12,9 @@ import difflib
 import json
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -23,6 +25,14 @@ from shared_contracts.errors import ContractError
 _FEW = 2
 # Likeness, of 1, from which a name is taken for a misspelt key of another section.
 _SURELY = 0.8
+_NO_KEYS = "Remove it: there are no keys here"
+# What to write, by pydantic's name of the fault.
+_WRITE = {
+    **dict.fromkeys(("bool_type", "bool_parsing"), "Write true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "Write a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "Write a number"),
+    "string_type": "Write text, in quotes where it looks like a number",
+}
 _INDEX = re.compile(r"\[\d+\]")
 
 
@@ -30,6 +40,16 @@ class StrictModel(BaseModel):
     """A part of a settings file: every key known, every value of the type it is declared with."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class EmptySection(StrictModel):
+    """A mapping of the contract that has no keys."""
+
+
+_Value = TypeVar("_Value")
+FREE_ON_RESUME = "free on resume"
+# The type of a field whose value, or any key below it, may change when a run is resumed.
+FreeOnResume = Annotated[_Value, FREE_ON_RESUME]
 
 
 class Refusal(ValueError):
@@ -44,6 +64,19 @@ class Refusal(ValueError):
         self.found = found
         self.do = do
         self.key = key
+
+
+def refuse_all(refusals: Iterable[Refusal]) -> None:
+    """Raise every refusal of a validator at once; nothing happens when there is none.
+
+    pydantic adds the faults of a ValidationError raised in a validator to its own.
+    """
+    found = list(refusals)
+    if found:
+        raise ValidationError.from_exception_data(
+            "refused",
+            [{"type": "value_error", "input": None, "ctx": {"error": each}} for each in found],
+        )
 
 
 def contract_errors(
@@ -61,7 +94,10 @@ def contract_errors(
         if item["type"] == "default_factory_not_called":  # only follows from another fault
             continue
         converted = _convert(_locate(model, item["loc"], at), item, homes)
-        found.setdefault(converted.where, converted)
+        before = found.setdefault(converted.where, converted)
+        if converted.do not in before.do:
+            do = f"{before.do}, or {converted.do[:1].lower()}{converted.do[1:]}"
+            found[converted.where] = ContractError(before.where, before.found, do)
     return list(found.values())
 
 
@@ -80,8 +116,10 @@ def _keys(model: type[BaseModel], at: str) -> Iterator[tuple[str, str]]:
     """(path, name) of every key of a model and of those below."""
     for name, field in model.model_fields.items():
         path = joined(at, name)
-        yield path, name
         index, members = models_below(field.annotation)
+        if members and not any(member.model_fields for member in members):
+            continue  # a section without keys: nothing can be moved there
+        yield path, name
         for member in members:
             yield from _keys(member, path + index)
 
@@ -185,7 +223,11 @@ def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
         case "extra_forbidden":
             return _unknown_key(spot, str(item["loc"][-1]), homes)
         case "missing":
-            return ContractError(spot.path, "this key is required and missing", _set_it(spot))
+            return ContractError(
+                spot.path,
+                "this key is required and missing",
+                f"Set it: {spot.description}" if spot.description else "Set it",
+            )
         case "union_tag_not_found":
             where = joined(spot.path, context["discriminator"].strip("'"))
             members = models_of_union(bare_type(spot.annotation))
@@ -205,17 +247,20 @@ def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
             return ContractError(
                 spot.path,
                 f"{shown(item['input'])} is not a mapping",
-                f"Give a mapping{_known_keys(bare_type(spot.annotation))}",
+                _give_a_mapping(bare_type(spot.annotation)),
             )
-    return ContractError(spot.path, _refused(item), _do(item["msg"]))
+        case "tuple_type" | "list_type":
+            given = item["input"]
+            example = f", such as [{given}]" if isinstance(given, str) else ""
+            return ContractError(spot.path, _refused(item), f"Write a list{example}")
+        case kind if kind in _WRITE:
+            return ContractError(spot.path, _refused(item), _WRITE[kind])
+    do = item["msg"].replace("Input should be", "It should be").removeprefix("Value error, ")
+    return ContractError(spot.path, _refused(item), do)
 
 
 def _refused(item: Any) -> str:
     return f"{shown(item['input'])} is not accepted"
-
-
-def _set_it(spot: _Spot) -> str:
-    return f"Set it: {spot.description}" if spot.description else "Set it"
 
 
 def unknown_key(model: type[BaseModel], path: str, at: str) -> ContractError | None:
@@ -252,6 +297,8 @@ def _undotted(path: str, key: str, homes: _Homes) -> str:
 
 def _advice(key: str, known: list[str], homes: _Homes) -> str:
     """What to do about an unknown key of a section with these known ones."""
+    if not known:
+        return _NO_KEYS
     if 0 < len(places := homes.get(key, [])) <= _FEW:
         return f"Move it to {' or '.join(places)}"
     if near := difflib.get_close_matches(key, known, n=1):
@@ -259,17 +306,14 @@ def _advice(key: str, known: list[str], homes: _Homes) -> str:
     for name in difflib.get_close_matches(key, homes, n=1, cutoff=_SURELY):
         if len(homes[name]) <= _FEW:
             return f"The nearest known key is {' or '.join(homes[name])}; move or remove it"
-    if not known:
-        return "Remove it: there are no keys here"
     return f"Remove it, or use one of the keys here: {', '.join(known)}"
 
 
-def _known_keys(annotation: Any) -> str:
-    return f" of {', '.join(annotation.model_fields)}" if is_model(annotation) else ""
-
-
-def _do(message: str) -> str:
-    return message.replace("Input should be", "It should be").removeprefix("Value error, ")
+def _give_a_mapping(annotation: Any) -> str:
+    if not is_model(annotation):
+        return "Give a mapping"
+    known = ", ".join(annotation.model_fields)
+    return f"Give a mapping of {known}" if known else _NO_KEYS
 
 
 def shown(value: Any, limit: int = 80) -> str:

@@ -6,7 +6,7 @@ One push, in order; each call answers when its phase is over on every replica:
     POST /start_weight_update/   StartWeightUpdate -> WeightStatus       manifest; pause, drain
     POST /update_weights/        UpdateWeights -> WeightStatus           buckets arrive
     POST /finish_weight_update/  FinishWeightUpdate -> SyncReport        verify, reset, resume
-    POST /keep_communicator/     KeepCommunicator -> WeightStatus        (now and then)
+    POST /keep_communicator/     KeepCommunicator -> WeightStatus        (every KEEP_EVERY_S)
     POST /close_communicator/    CloseCommunicator (or nothing) -> WeightStatus
 
 A push sends the full weights of the checkpoint's layout, or with `adapter` a LoRA adapter
@@ -33,6 +33,10 @@ signals only. The bytes of the buckets lie in one buffer of the learner's that e
 maps: before the first bucket rank 0 broadcasts a `SharedBuffer` (the length of its JSON as
 one int64, then the JSON as uint8); then for each bucket all ranks pass a barrier when rank 0
 has filled the buffer, and another when every worker has copied the bucket out of it.
+
+With `nccl` the ranks meet at the same store (`shared_contracts.rendezvous`): none of them calls
+NCCL before all are ready. Then they join by `nccl_unique_id`, and vLLM's packed broadcast carries
+the buckets.
 """
 
 import math
@@ -42,7 +46,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Transport = Literal["gloo", "nccl", "ipc"]
-# Those whose ranks meet at a store of the server's and form a gloo group.
+# Those whose ranks form a gloo group.
 GLOO_TRANSPORTS: tuple[Transport, ...] = ("gloo", "ipc")
 
 WeightState = Literal["READY", "UPDATING", "POISONED"]
@@ -94,10 +98,16 @@ DTYPE_BYTES: dict[DtypeName, int] = {
 # No number goes beyond this, so that 64 bits hold it in every process it reaches.
 MOST = 2**62
 Count = Annotated[int, Field(ge=0, le=MOST)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-# So often the learner of a weight group says that it lives, and after so long it counts as gone.
+# So often the learner of a weight group says that it lives, from `/init_communicator/` on; after so
+# long without a sign it counts as gone, and the server breaks the call or the update it is in.
 KEEP_EVERY_S = 2.0
 GONE_AFTER_S = 10.0
+
+# A push may be so many versions ahead of the server: one that was started anew, at version 0, is
+# brought to that of a run which has pushed to others, and no single push uses the numbers up.
+MOST_VERSION_STEP = 10**6
 
 MOST_DIMENSIONS = 16
 MOST_RANK = 4096
@@ -111,20 +121,21 @@ class _Wire(BaseModel):
 class InitCommunicator(_Wire):
     """Form the weight group: learner is rank 0, engine workers are ranks 1...
 
-    host, port: address at the server where the rendezvous store of `gloo` and `ipc` opens.
+    host, port: address at the server where the store of the rendezvous opens.
     attempt: of the learner's choice, and another one for every call; it names the group.
     if_none: refused while a group stands or forms, which otherwise is left for this one.
-    nccl_unique_id: what NCCL ranks meet by instead, made by the learner (`ncclGetUniqueId`),
-        128 bytes as base64; with `nccl` alone.
+    nccl_unique_id: of the NCCL group, made by the learner (`ncclGetUniqueId`), 128 bytes as
+        base64; with `nccl` alone.
     world_size: 1 + all engine workers.
     bucket_bytes: size of one packed bucket; both sides must agree.
-    timeout_s: bounds the rendezvous and every collective.
+    timeout_s: bounds the rendezvous and every collective; a server cuts it to its own
+        `max_weight_timeout_seconds`.
     """
 
     host: str = Field(min_length=1)
     port: int = Field(ge=1, le=65535)
     world_size: int = Field(ge=2)
-    attempt: str = ""
+    attempt: str
     if_none: bool = False
     transport: Transport = "gloo"
     bucket_bytes: int = Field(default=64 * 2**20, ge=1, le=MOST)
@@ -139,7 +150,10 @@ class InitCommunicator(_Wire):
 
 
 class KeepCommunicator(_Wire):
-    """The learner of a weight group lives. attempt: of the group; refused where another stands."""
+    """A heartbeat of the learner of a weight group.
+
+    attempt: of the group; refused where another stands.
+    """
 
     attempt: str
 
@@ -147,21 +161,22 @@ class KeepCommunicator(_Wire):
 class CloseCommunicator(_Wire):
     """Leave the weight group.
 
-    attempt: of the group to leave; another that stands is left alone. None: whichever.
+    attempt: of the group to leave; another that stands is left alone. None, which must be said:
+        whichever.
     """
 
-    attempt: str | None = None
+    attempt: str | None
 
 
 class CommunicatorReady(_Wire):
-    """The weight group stands.
+    """The weight group has been formed.
 
     weights_version: the server's; the learner's pushes count on from it.
     dtype: in which the engines hold their weights, and the learner sends them.
     """
 
-    weights_version: int
-    world_size: int
+    weights_version: Count
+    world_size: Count
     transport: Transport
     server_epoch: str
     dtype: DtypeName
@@ -201,7 +216,7 @@ class HostMemory(_Wire):
 
 
 class DeviceMemory(_Wire):
-    """What CUDA and torch need to map an allocation of another process, bytes as base64.
+    """Data with which CUDA and torch map an allocation of another process, bytes as base64.
 
     gpu: its UUID; the other fields are the arguments of
     `torch.multiprocessing.reductions.rebuild_cuda_tensor` of the same names.
@@ -281,8 +296,9 @@ class AdapterBase(_Wire):
 class StartWeightUpdate(_Wire):
     """The manifest of a push.
 
-    version: the version the server will have after it; higher than before, or the same where
-        a replica does not have the server's version. A trial names the one the server has.
+    version: the version the server will have after it; higher than before by at most
+        MOST_VERSION_STEP, or the same where a replica does not have the server's version. A
+        trial names the one the server has.
     parameters: all that will be sent, in the order it travels.
     adapter: the parameters are those of an adapter over the checkpoint's weights.
     base: beside an adapter or a trial: what the engines must hold, or it is refused. The
@@ -290,7 +306,8 @@ class StartWeightUpdate(_Wire):
         ends the group.
     trial: the parameters are received and compared, and dropped: weights, caches and version
         stay, also where it breaks.
-    attempt: of the group that it is to go over, refused where another stands. None: whichever.
+    attempt: of the group that it is to go over, refused where another stands. None, which must be
+        said: whichever.
     """
 
     version: Count
@@ -298,7 +315,7 @@ class StartWeightUpdate(_Wire):
     adapter: AdapterMeta | None = None
     base: AdapterBase | None = None
     trial: bool = False
-    attempt: str | None = None
+    attempt: str | None
 
     @model_validator(mode="after")
     def _one_kind(self) -> "StartWeightUpdate":
@@ -311,11 +328,11 @@ class UpdateWeights(_Wire):
     """Receive what the manifest of `version` lists. attempt: as in `StartWeightUpdate`."""
 
     version: Count
-    attempt: str | None = None
+    attempt: str | None
 
 
 class FinishWeightUpdate(_Wire):
-    """Everything was sent: verify it and answer with it.
+    """All parameters were sent: verify them, then serve them.
 
     digests: of parameters as they were sent; the engines must hold the same.
     attempt: as in `StartWeightUpdate`.
@@ -323,14 +340,14 @@ class FinishWeightUpdate(_Wire):
 
     version: Count
     digests: Annotated[list[ParameterDigest], Field(fail_fast=True)] = []
-    attempt: str | None = None
+    attempt: str | None
 
 
 class WeightStatus(_Wire):
     """The server's weights after a call; weights_version: of the last push that was finished."""
 
     state: WeightState
-    weights_version: int
+    weights_version: Count
     server_epoch: str
 
 
@@ -345,7 +362,7 @@ class SyncReport(_Wire):
     """
 
     status: WeightStatus
-    seconds: dict[str, float]
-    bytes: int
-    verified: int
+    seconds: Annotated[dict[str, Seconds], Field(max_length=64)]
+    bytes: Count
+    verified: Count
     trial: bool = False

@@ -1,4 +1,6 @@
-"""The scalars and mappings of YAML 1.2's core schema, as rules for a loader of PyYAML.
+"""YAML files read with the scalars of YAML 1.2's core schema, by PyYAML.
+
+read_document   file -> mapping, and the line of every key
 
 Plain PyYAML follows YAML 1.1, where `eval_strategy: no` is false, `1e-4` a string, `010`
 eight and `12:30` seven hundred and fifty. Here they are `"no"`, 0.0001, 10 and `"12:30"`.
@@ -6,13 +8,23 @@ Duplicate keys, keys that are not strings and mappings that contain themselves a
 so are other tags, integers longer than any key takes, and halves of characters, as JSON escapes
 them, that no file can be written with.
 
-The learner and the rollout server read the same files, each with a loader of its own: this
-package imports no YAML.
+The learner and the rollout server read the same files. This package imports no YAML: they pass
+the module `yaml`.
 """
 
+import functools
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shared_contracts.errors import ContractError
+
+# From the root of a document to a value in it: keys and list indices.
+Steps = tuple[str | int, ...]
+
+# What pydantic and PyYAML can write again without running out of stack.
+_MOST_LEVELS = 100
 
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -32,6 +44,75 @@ _SHOWN = 40
 _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
+class Document(NamedTuple):
+    """lines: of every key and list item, counted from 1."""
+
+    mapping: dict[str, Any]
+    lines: dict[Steps, int]
+
+
+def read_document(path: Path, yaml: Any) -> Document:
+    """Read the mapping of a file with the module `yaml`.
+
+    Raises:
+        ContractError: with file, line and column, for anything else than one mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ContractError(
+            str(path), f"cannot be read ({error.strerror})", "Give the path of a YAML file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ContractError(str(path), "is not UTF-8 text", "Give a YAML file") from error
+    try:
+        loader = core_loader(yaml)(text)
+        root = loader.get_single_node()
+        value = None if root is None else loader.construct_document(root)
+        lines = dict(_lines(root))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        if mark is None:
+            raise ContractError(str(path), f"is not YAML ({error})", "Correct the file") from error
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}"
+        found = getattr(error, "problem", None) or "is not YAML"
+        raise ContractError(where, found, "Correct this line") from error
+    except (ValueError, OverflowError) as error:  # PyYAML's, of an escape beyond Unicode
+        raise ContractError(str(path), f"is not YAML ({error})", "Correct the file") from error
+    except RecursionError:
+        raise _too_deep(path) from None
+    if not isinstance(value, dict):
+        raise ContractError(
+            str(path), "does not hold a mapping", "Start it with sections such as `model:`"
+        )
+    if any(len(steps) > _MOST_LEVELS for steps in lines):
+        raise _too_deep(path)
+    return Document(value, lines)
+
+
+def children(node: Any) -> Iterator[tuple[str | int, int, Any]]:
+    """Key or index, line and node of what is directly below a node of PyYAML, if anything."""
+    kind = getattr(node, "id", None)
+    if kind == "mapping":
+        for key, value in node.value:
+            yield key.value, key.start_mark.line + 1, value
+    elif kind == "sequence":
+        for index, item in enumerate(node.value):
+            yield index, item.start_mark.line + 1, item
+
+
+def _lines(node: Any, at: Steps = ()) -> Iterator[tuple[Steps, int]]:
+    for step, line, child in children(node):
+        yield (*at, step), line
+        yield from _lines(child, (*at, step))
+
+
+def _too_deep(path: Path) -> ContractError:
+    return ContractError(
+        str(path), "is nested too deep", f"Write it with at most {_MOST_LEVELS} levels"
+    )
+
+
 def know_core_scalars(handler: Any) -> None:
     """Have a loader or dumper class tell these plain scalars from text."""
     for name, pattern, first in _SCALARS:
@@ -40,11 +121,13 @@ def know_core_scalars(handler: Any) -> None:
         )
 
 
-def use_core_schema(loader: Any, refused: type[Exception]) -> None:
-    """Make `loader`, a fresh subclass of PyYAML's SafeLoader, follow this module alone.
+@functools.cache
+def core_loader(yaml: Any) -> Any:
+    """A subclass of PyYAML's SafeLoader that follows the core schema alone."""
+    refused = yaml.constructor.ConstructorError  # takes the mark of the node
 
-    refused: PyYAML's ConstructorError, raised for a bad key with the key's mark.
-    """
+    class CoreLoader(yaml.SafeLoader):  # type: ignore[misc]
+        """Knows the scalars of the core schema and no others."""
 
     def construct_dict(loading: Any, node: Any) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
@@ -70,7 +153,7 @@ def use_core_schema(loader: Any, refused: type[Exception]) -> None:
                 raise refused(None, None, found, node.start_mark)
             return build(text)
 
-        loader.add_constructor(f"tag:yaml.org,2002:{name}", construct)
+        CoreLoader.add_constructor(f"tag:yaml.org,2002:{name}", construct)
 
     def construct_text(loading: Any, node: Any) -> Any:
         text = loading.construct_scalar(node)
@@ -79,32 +162,23 @@ def use_core_schema(loader: Any, refused: type[Exception]) -> None:
             raise refused(None, None, found, node.start_mark)
         return text
 
-    loader.yaml_implicit_resolvers = {}
-    loader.yaml_constructors = {None: loader.yaml_constructors[None]}  # refuses other tags
-    know_core_scalars(loader)
+    CoreLoader.yaml_implicit_resolvers = {}
+    CoreLoader.yaml_constructors = {None: CoreLoader.yaml_constructors[None]}  # refuses other tags
+    know_core_scalars(CoreLoader)
     for name, pattern, _ in _SCALARS:
         scalar(name, pattern, _BUILD[name])
-    loader.add_constructor("tag:yaml.org,2002:str", construct_text)
-    loader.add_constructor("tag:yaml.org,2002:seq", _construct_list)
-    loader.add_constructor("tag:yaml.org,2002:map", construct_dict)
-
-
-def _int(text: str) -> int:
-    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-
-
-def _float(text: str) -> float:
-    return float(text.replace(".", "") if text[-1] in "fFnN" else text)  # .inf and .nan
+    CoreLoader.add_constructor("tag:yaml.org,2002:str", construct_text)
+    CoreLoader.add_constructor(
+        "tag:yaml.org,2002:seq", lambda loading, node: loading.construct_sequence(node, deep=True)
+    )
+    CoreLoader.add_constructor("tag:yaml.org,2002:map", construct_dict)
+    return CoreLoader
 
 
 _BUILD: dict[str, Callable[[str], Any]] = {
     "null": lambda _: None,
     "bool": lambda text: text.lower() == "true",
-    "int": _int,
-    "float": _float,
+    "int": lambda text: int(text, 0) if text[:2] in ("0o", "0x") else int(text),
+    # .inf and .nan are written with a dot.
+    "float": lambda text: float(text.replace(".", "") if text[-1] in "fFnN" else text),
 }
-
-
-def _construct_list(loading: Any, node: Any) -> list[Any]:
-    items: list[Any] = loading.construct_sequence(node, deep=True)
-    return items

@@ -1,7 +1,8 @@
 """A real browser, for the tests of pages: Chromium without a window and without a network."""
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +26,15 @@ Theme = Literal["light", "dark"]
 
 
 @contextmanager
-def running_browser() -> Iterator[Browser]:
+def running_browser(*arguments: str) -> Iterator[Browser]:
     """Skips where there is no Chromium; fails in CI, where there has to be one."""
     if not CHROMIUM.is_file():
         reason = f"there is no {CHROMIUM} to open the page with"
         (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=[*_ARGUMENTS, *arguments]
+        )
         try:
             yield browser
         finally:
@@ -83,3 +86,13 @@ def opened(
         watched.require_clean()
     finally:
         page.close()
+
+
+def eventually(holds: Callable[[], object], patience_s: float = 20.0) -> None:
+    """Waits until what a page shows `holds`; asks once more at the end, so that it may raise."""
+    ends = time.monotonic() + patience_s
+    while time.monotonic() < ends:
+        if holds():
+            return
+        time.sleep(0.05)
+    assert holds()

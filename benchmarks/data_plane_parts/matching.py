@@ -23,10 +23,8 @@ import numpy.typing as npt
 import pycocotools.mask as coco_mask
 
 from benchmarks.results import Result, median_of
-from learner.assignment import assign
 from learner.config.rollout_matching import MatchingConfig
-from learner.matching import candidates, match_objects
-from learner.rasterize import Shapes
+from learner.stages.matching import Shapes, assign, candidates, match_objects
 from learner.types import Shape
 
 SCENES = 5
@@ -50,16 +48,16 @@ def measure(rounds: int) -> list[Result]:
         *_ratios("boxes in crowds, 10 candidates", rounds, few, crowded=True),
         *_ratios("scattered boxes, all pairs", rounds, every, crowded=False),
         *_ratios("scattered boxes, 10 candidates", rounds, few, crowded=False),
-        _seconds("boxes", rounds, few, corners=0),
-        _seconds("polygons of 12 points", rounds, few, corners=12),
+        _seconds("boxes", rounds, few, corners=()),
+        _seconds("polygons of 12 points", rounds, few, corners=(12,)),
     ]
 
 
 # ---- scenes --------------------------------------------------------------------------
 
 
-def draw_scene(n: int, seed: int, crowded: bool, corners: int) -> Scene:
-    """n predictions, shuffled, and n ground truths; polygons where there are corners."""
+def draw_scene(n: int, seed: int, crowded: bool, corners: Sequence[int]) -> Scene:
+    """n predictions, shuffled, and n ground truths: boxes, or polygons of any of these corners."""
     rng = np.random.default_rng(seed)
     centres = rng.uniform(0, 999, (n, 2))
     if crowded:
@@ -74,11 +72,11 @@ def draw_scene(n: int, seed: int, crowded: bool, corners: int) -> Scene:
     return drawn[:n], drawn[n:]
 
 
-def _shape(box: Array, corners: int, rng: np.random.Generator) -> Shape:
+def _shape(box: Array, corners: Sequence[int], rng: np.random.Generator) -> Shape:
     low, high = np.minimum(box[:2], box[2:]), np.maximum(box[:2], box[2:])
     if not corners:
         return Shape("bbox_2d", _bins(np.concatenate([low, high])))
-    angles = np.sort(rng.uniform(0, 2 * np.pi, corners))
+    angles = np.sort(rng.uniform(0, 2 * np.pi, rng.choice(corners)))
     directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     return Shape("poly", _bins(((low + high) / 2 + directions * (high - low) / 2).ravel()))
 
@@ -144,7 +142,7 @@ def _ratios(name: str, rounds: int, config: MatchingConfig, crowded: bool) -> li
     sides: tuple[Match, ...] = (_ours, _pair_by_pair, _each_shape_once)
     times: list[list[float]] = []
     for n in range(rounds):
-        scenes = [draw_scene(100, n * SCENES + k, crowded, corners=0) for k in range(SCENES)]
+        scenes = [draw_scene(100, n * SCENES + k, crowded, corners=()) for k in range(SCENES)]
         runs = [_timed(side, scenes, config) for side in sides]
         _check_equal(runs)
         times.append([seconds for seconds, _ in runs])
@@ -161,7 +159,7 @@ def _ratios(name: str, rounds: int, config: MatchingConfig, crowded: bool) -> li
     ]
 
 
-def _seconds(name: str, rounds: int, config: MatchingConfig, corners: int) -> Result:
+def _seconds(name: str, rounds: int, config: MatchingConfig, corners: Sequence[int]) -> Result:
     """Matching 1,000 with 1,000 in a crowd."""
     values, pairs = [], []
     for n in range(rounds):

@@ -22,8 +22,7 @@ from functools import partial
 from binpacking.to_constant_volume import to_constant_volume
 
 from benchmarks.results import Result, median_of
-from learner.packing import EXACT_POOL, plan_packs
-from learner.packing.bound import fewest_packs
+from learner.stages.packing.plan import EXACT_POOL, fewest_packs, plan_packs
 
 CAPACITY = 12_000
 LARGE_CAPACITY = 131_072

@@ -20,10 +20,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from benchmarks.results import Result, median_of
-from learner.coords import COORD_BINS, coord_token
-from learner.parsing import parse_rollout
-from learner.serialize import serialize_objects
-from learner.tokens import IM_END, CoordVocab, decode_exactly
+from learner.stages.coords import COORD_BINS, coord_token
+from learner.stages.formats.coord_json import parse_rollout, serialize_objects
+from learner.stages.tokens import IM_END, CoordVocab, decode_exactly
 from learner.types import FieldOrder, GroundTruthObject, Shape
 
 ANSWERS = 10
@@ -43,7 +42,7 @@ class UnequalObjects(Exception):
 
 def measure(rounds: int) -> list[Result]:
     """Each round draws answers of its own."""
-    tokenizer = _qwen_tokenizer()
+    tokenizer = qwen_tokenizer()
     return [
         *_speed(tokenizer, rounds),
         _linearity(tokenizer, rounds),
@@ -132,7 +131,7 @@ def _hostile(name: str, tokenizer: PreTrainedTokenizerFast, rounds: int) -> Resu
 # ---- answers -------------------------------------------------------------------------
 
 
-def _qwen_tokenizer() -> PreTrainedTokenizerFast:
+def qwen_tokenizer() -> PreTrainedTokenizerFast:
     """Qwen's BPE ranks, as the SDK `dashscope` ships them, with the coordinate tokens added."""
     ranks = files("dashscope") / "resources" / "qwen.tiktoken"
     tokenizer = TikTokenConverter(str(ranks), extra_special_tokens=[IM_END]).converted()

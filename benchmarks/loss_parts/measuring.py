@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learner.config.pipeline import PipelineConfig
-from learner.losses.fences import coord_mass, fenced, full_logsumexp
-from learner.losses.pipeline import Pipeline
-from learner.losses.reading import Reading, Readings
-from learner.losses.supervision import Selection, Supervision
+from learner.objectives.config import PipelineConfig
+from learner.objectives.logit_stats import (
+    ForwardStats,
+    HeadInput,
+    LogitStats,
+    Selection,
+    Supervision,
+)
+from learner.objectives.numerics import bounded, coord_mass, full_logsumexp
+from learner.objectives.pipeline import Pipeline
 from learner.types import Channel
 
 # The canonical weights, and whatever is 0 there: every module, every term.
@@ -96,8 +101,9 @@ def ours(pipeline: Pipeline, logits: Tensor, row: Supervision, channel: Channel)
 
     def loss(given: Tensor) -> Tensor:
         selection = pipeline.select(row, channel)
-        reading = pipeline.reader(selection).anchor(given)
-        return pipeline(Readings(reading, reading), selection, channel).total
+        whole = HeadInput(given, lambda rows: rows, given.shape[-1])
+        stats = pipeline.reader(selection).anchor(whole)
+        return pipeline(ForwardStats(stats, stats), selection, channel).total
 
     return _cost(loss, logits)
 
@@ -107,16 +113,17 @@ def plain(pipeline: Pipeline, logits: Tensor, row: Supervision, channel: Channel
 
     def loss(given: Tensor) -> Tensor:
         selection = pipeline.select(row, channel)
-        reading = _plain_reading(given, selection, pipeline.reader(selection).coord_ids)
-        return pipeline(Readings(reading, reading), selection, channel).total
+        stats = plain_stats(given, selection, pipeline.reader(selection).coord_ids)
+        return pipeline(ForwardStats(stats, stats), selection, channel).total
 
     return _cost(loss, logits)
 
 
-def _plain_reading(logits: Tensor, selection: Selection, coord_ids: Tensor) -> Reading:
+def plain_stats(logits: Tensor, selection: Selection, coord_ids: Tensor) -> LogitStats:
+    """The statistics of (L, V) logits, each by its own formula."""
     text, slots = logits[selection.text_rows], logits[selection.slot_rows]
-    return Reading(
-        text_nll=F.cross_entropy(fenced(text), selection.text_targets, reduction="none"),
+    return LogitStats(
+        text_nll=F.cross_entropy(bounded(text), selection.text_targets, reduction="none"),
         text_mass=1.0 - coord_mass(full_logsumexp(text), text[:, coord_ids]),
         slot_lse=full_logsumexp(slots),
         slot_coord_logits=slots[:, coord_ids],

@@ -3,24 +3,28 @@
 from functools import partial
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks.loss_parts.measuring import OBJECTIVE, Bench, forward_and_backward, ours
 from benchmarks.results import Result, median_of
-from learner.channels.a import ChannelA
-from learner.channels.b import ChannelB
-from learner.channels.encoding import Encoding
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
-from learner.demo import CONFIGS
-from learner.losses.pipeline import Pipeline
-from learner.model.load import LoadedModel, load_model
-from learner.model.packed_forward import Pack, Segment, make_pack, packed_logits
-from learner.model.prompt import PromptEncoder
-from learner.model.toy import make_model
-from learner.packing import plan_packs
-from learner.serialize import serialize_objects
+from learner.models.load import LoadedModel, load_model
+from learner.models.packed_forward import (
+    Pack,
+    PromptEncoder,
+    Segment,
+    make_pack,
+    packed_forward,
+)
+from learner.models.toy import make_model
+from learner.objectives.pipeline import Pipeline
+from learner.operate.demo import CONFIGS
+from learner.stages.formats.coord_json import serialize_objects
+from learner.stages.packing.plan import plan_packs
+from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.types import Channel, RolloutOutput, Sample
 
 SCENES = 32
@@ -51,12 +55,10 @@ def _share(rounds: int, loaded: LoadedModel, channel: Channel, packs: list[Pack]
         model_s = losses_s = 0.0
         for pack in packs:
             with torch.no_grad():
-                logits = packed_logits(loaded.model, pack)
+                logits = _logits(loaded.model, pack)
             cost = ours(pipeline, logits, pack.supervision, channel)
             losses_s += cost.seconds
-            model_s += forward_and_backward(
-                partial(packed_logits, loaded.model, pack), cost.gradient
-            )
+            model_s += forward_and_backward(partial(_logits, loaded.model, pack), cost.gradient)
         shares.append(losses_s / model_s)
         times.append((losses_s, model_s))
     tokens, (mine, models) = sum(len(pack) for pack in packs), times[-1]
@@ -68,6 +70,11 @@ def _share(rounds: int, loaded: LoadedModel, channel: Channel, packs: list[Pack]
         detail=f"{1000 * mine:.0f} and {1000 * models:.0f} ms; "
         f"{tokens:,} tokens in {len(packs)} packs",
     )
+
+
+def _logits(model: nn.Module, pack: Pack) -> Tensor:
+    """Of every position, (L, V)."""
+    return packed_forward(model, pack, lambda given: given.head(given.hidden))
 
 
 def _config(bench: Bench) -> Config:

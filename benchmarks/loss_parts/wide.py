@@ -24,11 +24,10 @@ from benchmarks.loss_parts.measuring import (
     plain,
 )
 from benchmarks.results import Result, median_of
-from learner.coords import COORD_BINS
-from learner.losses.pipeline import Pipeline
-from learner.losses.supervision import Supervision
-from learner.model.toy import toy_config
-from learner.model.toy_tokenizer import make_toy_tokenizer
+from learner.models.toy import make_toy_tokenizer, toy_config
+from learner.objectives.logit_stats import Supervision
+from learner.objectives.pipeline import Pipeline
+from learner.stages.coords import COORD_BINS
 from learner.types import Role
 
 VOCABULARY = 152_704

@@ -1,15 +1,14 @@
 """The arms of the ablation, and the one channel that the product does not have."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from learner.channels.b import ChannelB
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.types import GroundTruthObject, MatchResult, ParsedRollout, Target
+from learner.training.channels import ChannelB
+from learner.types import AssessedRollout
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "demo"
 
@@ -30,12 +29,17 @@ class WithoutAppend(ChannelB):
     An answer of which nothing matched is closed after its prefix.
     """
 
-    def target(
-        self, parsed: ParsedRollout, ground_truth: Sequence[GroundTruthObject], match: MatchResult
-    ) -> Target:
-        found = [ground_truth[j] for _, j in match.pairs]
+    def correct(self, assessed: AssessedRollout) -> AssessedRollout:
+        sample, match = assessed.sample, assessed.match
+        found = tuple(sample.objects[j] for _, j in match.pairs)
         pairs = [(i, place) for place, (i, _) in enumerate(match.pairs)]
-        return super().target(parsed, found, replace(match, pairs=pairs, false_negatives=[]))
+        corrected = super().correct(
+            assessed._replace(
+                sample=replace(sample, objects=found),
+                match=replace(match, pairs=pairs, false_negatives=[]),
+            )
+        )
+        return assessed._replace(target=corrected.target, left_out=corrected.left_out)
 
 
 @dataclass(frozen=True)

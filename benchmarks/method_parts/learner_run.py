@@ -2,7 +2,7 @@
 
     run_arm()   checkpoint of the warm-up -> score -> [steps -> score] ... -> Record
 
-It is put together as `learner.train.train` does, with the arm's channel B in its step.
+It is put together as `learner.training.train.train` does, with the arm's channel B in its step.
 """
 
 import json
@@ -15,17 +15,16 @@ from transformers import set_seed
 
 from benchmarks.method_parts.arms import Arm
 from benchmarks.method_parts.records import Counts, Evaluation, Record
-from learner.backends import open_backend
 from learner.config.schema import Config
-from learner.model.load import load_model
-from learner.parsing import parse_rollout
-from learner.preflight import check_inputs, reach_servers
+from learner.models.load import load_model
 from learner.rollout.policy import OpenBackend, Policy, asking_of
-from learner.tokens import Tokenizer
-from learner.train import RunParts, build_runner, build_scorer, build_trainer
-from learner.trainer.optim import build_optimizer
-from learner.trainer.progress import ProgressDisplay
-from learner.trainer.runlog import CallLog, open_run_folder
+from learner.stages.formats.coord_json import parse_rollout
+from learner.stages.tokens import Tokenizer
+from learner.training.backends import open_backend
+from learner.training.run_log import CallLog, ProgressDisplay, open_run_folder
+from learner.training.start_checks import check_inputs, reach_servers
+from learner.training.train import RunParts, build_runner, build_scorer, build_trainer
+from learner.training.trainer import build_optimizer
 from learner.types import RolloutOutput, Sample
 
 
@@ -33,7 +32,7 @@ class CountingPolicy(Policy):
     """Counts the answers it passes on; `take` starts anew."""
 
     def __init__(self, opened: OpenBackend, config: Config, tokenizer: Tokenizer) -> None:
-        in_turn = replace(opened, round_size=None, tend=None)  # no answers beside forwards
+        in_turn = replace(opened, round_size=None, heal=None)  # no answers beside forwards
         super().__init__(in_turn, asking_of(config))
         self._tokenizer = tokenizer
         self._counts = Counts()

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from benchmarks.processes import end_with_benchmark
-from rollout_server.weight_engine_gloo import (
+from rollout_server.engines.vllm.weight_engines import (
     GlooInitInfo,
     GlooUpdateInfo,
     GlooWeightTransferEngine,

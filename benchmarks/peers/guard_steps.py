@@ -20,8 +20,8 @@ from vllm.v1.sample.logits_processor.interface import AddedRequest, BatchUpdate
 
 from benchmarks.guard import BATCH, CASES, Case, guarded_settings
 from benchmarks.processes import end_with_benchmark
-from rollout_server.engine_args import engine_args, sampling_params
-from rollout_server.repeat_processor import RepeatProcessor
+from rollout_server.engines.vllm.engine import engine_args, sampling_params
+from rollout_server.engines.vllm.repeat_processor import RepeatProcessor
 from shared_contracts.infer import RequestConfig
 
 STEPS = 100

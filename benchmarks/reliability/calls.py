@@ -43,7 +43,7 @@ from benchmarks.reliability.servers import (
     start_server,
 )
 from benchmarks.reliability.tables import held_table
-from learner.operate.server_process import ServerProcess
+from learner.rollout.server_process import ServerProcess
 from tests.contract.openapi_calls import CHECKS, DOCUMENT, made_short, schema
 
 # As many examples as hypothesis makes from one seed, with a call and a probe in each.

@@ -21,12 +21,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from benchmarks.processes import end_with_benchmark
 from benchmarks.weight_sync import load_model
-from learner.operate.server_process import free_ports
 from learner.rollout.client import RolloutClient
-from learner.rollout.parallel import in_parallel
-from learner.sync.adapter_source import AdapterWeights
-from learner.sync.push import WeightPusher
-from learner.sync.source import MergedWeights, OneSource, WeightSource
+from learner.rollout.parallel_calls import in_parallel
+from learner.rollout.server_process import free_ports
+from learner.rollout.sync.push import WeightPusher
+from learner.rollout.sync.weights import AdapterWeights, MergedWeights, OneSource, WeightSource
 
 RANK = 4
 BUCKET_BYTES = 2**20

@@ -7,7 +7,7 @@ import httpx
 import yaml
 
 from benchmarks.workload import engine_settings, infer_call, make_scenes
-from learner.operate.server_process import ServerProcess
+from learner.rollout.server_process import ServerProcess
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
 START_S = 1200.0

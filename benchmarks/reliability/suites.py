@@ -29,10 +29,10 @@ REAL = "a real server"
 FAULTS: dict[str, list[Fault]] = {
     "The server": [
         Fault(
-            "an engine is killed, in a call or between calls",
+            "an engine is killed, during a call or between calls",
             f"{REAL}, two replicas; scripted engines",
-            "its calls get a 503 that names it, the other serves on, it is built again and serves "
-            "with the current weights only",
+            "its calls get a 503 that names it; the other engine continues; the engine is built "
+            "again and gets the current weights before it answers",
             [
                 "contract/test_replicas.py::killed",
                 "contract/test_replica_watch.py::dead",
@@ -45,11 +45,21 @@ FAULTS: dict[str, list[Fault]] = {
         Fault(
             "an engine hangs",
             f"{REAL} (SIGSTOP); scripted engines",
-            "noticed by its silence, killed, built again",
+            "noticed by missing heartbeats, killed, built again",
             [
                 "contract/test_replicas.py::hung",
                 "contract/test_replica_watch.py::hung",
                 "contract/test_replica_watch.py::given_up",
+            ],
+        ),
+        Fault(
+            "the server process is suspended, alone or with its engines",
+            f"{REAL}, two replicas (SIGSTOP); scripted engines",
+            "no replica is lost, the running calls are answered",
+            [
+                "contract/test_replicas.py::stopped_and_continued",
+                "contract/test_replica_watch.py::stood_still",
+                "contract/test_silent_learners.py::while_nobody_looks",
             ],
         ),
         Fault(
@@ -59,7 +69,7 @@ FAULTS: dict[str, list[Fault]] = {
             [
                 "contract/test_infer.py::goes_away",
                 "contract/test_rollouts.py::cancelled",
-                "contract/test_answers.py",
+                "contract/test_idempotency.py",
                 "contract/test_calls.py::retr",
                 "contract/test_calls.py::an_id",
             ],
@@ -75,15 +85,15 @@ FAULTS: dict[str, list[Fault]] = {
             ],
         ),
         Fault(
-            "it cannot start: port, memory, GPU, model, engine, settings",
+            "the server cannot start: port, memory, GPU, model, engine, settings",
             "the command",
-            "exit code 2 or 1, what to do, nothing left behind",
+            "exit code 2 or 1, the message says what to do, nothing is left behind",
             ["contract/test_settings.py", "contract/test_preflight.py"],
         ),
         Fault(
             "the repeat guard does not work in the engine",
-            f"{REAL} whose engine is told otherwise; scripted engines",
-            "it never serves",
+            f"{REAL} whose engine gets other settings; scripted engines",
+            "the server never answers a call",
             [
                 "contract/test_repeat_terminate.py::fails_fast",
                 "contract/test_repeat_terminate.py::sentinel",
@@ -91,9 +101,10 @@ FAULTS: dict[str, list[Fault]] = {
             ],
         ),
         Fault(
-            "calls that nobody would write",
+            "generated calls, valid and invalid",
             REAL,
-            "declared answers alone, no 5xx; afterwards as ready as before",
+            "only answers that the document declares, no 5xx; afterwards the server is ready as "
+            "before",
             [
                 "contract/test_openapi.py::no_call_breaks",
                 "contract/test_infer.py::odd_input",
@@ -102,23 +113,37 @@ FAULTS: dict[str, list[Fault]] = {
             ],
         ),
     ],
-    "Who may do what": [
+    "Access": [
         Fault(
-            "no token, another, one in a wrong place",
+            "no token, a wrong token, a token in a wrong place",
             "the app over HTTP; the command",
-            "401 before the body is read; no start on an open address without one",
+            "401 before the body is read; without a token the server does not start on an address "
+            "other than loopback",
             ["contract/test_auth.py", "contract/test_preflight.py::open_door"],
         ),
         Fault(
-            "bodies too large, endless, too many, too deep",
-            "the app over HTTP",
-            "413, 422 or 429; bounded memory",
-            ["contract/test_limits.py"],
+            "silent connections, incomplete calls, endless calls, too many connections",
+            "the app on a socket",
+            "refused or closed in time; other calls are answered; enough file descriptors are left "
+            "for the engines",
+            ["contract/test_connections.py"],
         ),
         Fault(
-            "image paths that lead elsewhere",
+            "bodies too large, endless, too many, too deep, full of faults",
+            "the app over HTTP",
+            "400, 413, 422, 429 or 503; bounded memory; other calls have their turns",
+            ["contract/test_limits.py", "contract/test_bodies.py"],
+        ),
+        Fault(
+            "pages of other sites",
+            "the app; a browser",
+            "refused before anything happens",
+            ["contract/test_browsers.py"],
+        ),
+        Fault(
+            "image paths outside of the allowed folders",
             "files and links on disk",
-            "refused, and nothing told of what is there",
+            "refused; the answer does not reveal what is there",
             [
                 "contract/test_media.py::path",
                 "contract/test_media.py::link",
@@ -126,16 +151,17 @@ FAULTS: dict[str, list[Fault]] = {
             ],
         ),
         Fault(
-            "image URLs that lead inside (SSRF)",
+            "image URLs that lead into the private network (SSRF)",
             "web servers on loopback, names that change",
             "refused for every private address, also behind a redirect",
             ["contract/test_media_urls.py"],
         ),
         Fault(
-            "images that unpack to more, are cut short, are none",
+            "images that unpack to a huge size, are cut short, or are no images",
             "the loader",
-            "refused before they are decoded",
+            "refused before they are decoded, or they wait for memory",
             [
+                "contract/test_image_budget.py",
                 "contract/test_media.py::bounded",
                 "contract/test_media.py::cut_short",
                 "contract/test_media.py::multiple",
@@ -146,7 +172,7 @@ FAULTS: dict[str, list[Fault]] = {
         Fault(
             "pickles, foreign files by `ipc`",
             "the source, and processes that share memory",
-            "nothing of ours reads one; only open files of the peer are mapped",
+            "no code of this project reads a pickle; only open files of the peer are mapped",
             ["contract/test_preflight.py::pickle", "contract/test_ipc_transfer.py::map"],
         ),
     ],
@@ -154,7 +180,7 @@ FAULTS: dict[str, list[Fault]] = {
         Fault(
             "the transfer breaks, hangs or is refused half way",
             f"{REAL}; workers over gloo",
-            "an error with side, phase and parameter; POISONED until a full push, which heals",
+            "an error with side, phase and parameter; POISONED until a full push succeeds",
             [
                 "contract/test_weight_push.py::transfer",
                 "contract/test_broken_transfer.py",
@@ -166,11 +192,12 @@ FAULTS: dict[str, list[Fault]] = {
             ],
         ),
         Fault(
-            "the learner dies or falls silent, in every phase",
-            f"{REAL} and a learner that is killed",
-            "given up in time; the next learner pushes",
+            "the learner dies or sends no heartbeats, in every phase",
+            f"{REAL} and a learner that is killed or stopped; scripted engines",
+            "the push is broken in time; the next learner can push",
             [
                 "contract/test_learner_killed.py",
+                "contract/test_silent_learners.py",
                 "contract/test_weight_push.py::silent",
                 "contract/test_weight_push.py::never_joins",
                 "contract/test_weight_push.py::left_open",
@@ -179,7 +206,7 @@ FAULTS: dict[str, list[Fault]] = {
         Fault(
             "a server or replica dies in a phase",
             "real servers and a real run; scripted ones",
-            "the next answers are of the weights of the push",
+            "the next answers come from the weights of the push",
             [
                 "integration/test_faults.py::killed_in_a_push",
                 "contract/test_broken_updates.py",
@@ -187,9 +214,9 @@ FAULTS: dict[str, list[Fault]] = {
             ],
         ),
         Fault(
-            "weights arrive otherwise than they were sent",
+            "weights arrive different from what was sent",
             REAL,
-            "every parameter at fault is named, POISONED, and a full push heals",
+            "every wrong parameter is named; POISONED until a full push succeeds",
             [
                 "contract/test_verified_push.py",
                 "contract/test_held_weights.py",
@@ -201,21 +228,33 @@ FAULTS: dict[str, list[Fault]] = {
         Fault(
             "a manifest, a base or an adapter that does not fit",
             f"{REAL}; models by themselves",
-            "refused, nothing changed; full weights instead of an adapter",
+            "refused, nothing has changed; full weights are pushed instead of an adapter",
             [
                 "contract/test_weight_push.py::manifest",
                 "contract/test_weight_push.py::shape",
                 "contract/test_update_checks.py::fit",
                 "contract/test_update_checks.py::base",
-                "contract/test_placement.py::fault",
+                "contract/test_load_plan.py::fault",
                 "contract/test_adapter.py::refused",
                 "contract/test_adapter.py::fall_back",
             ],
         ),
         Fault(
+            "a server whose answers are false, endless, slow or huge",
+            "a client, its probes and its pushes",
+            "an error that names the server, within limits of bytes, seconds and text",
+            [
+                "unit/test_hostile_server.py",
+                "unit/test_push.py::believed",
+                "unit/test_push.py::asked_to_compare",
+                "unit/test_push.py::name_nothing",
+                "unit/test_push.py::said_to_lack",
+            ],
+        ),
+        Fault(
             "a group that cannot be formed, or breaks",
             f"{REAL}; scripted ones",
-            "told at once or by a deadline; weights and state stay",
+            "an error at once or at a deadline; weights and state do not change",
             [
                 "contract/test_weight_push.py::port",
                 "contract/test_weight_push.py::address",
@@ -229,9 +268,23 @@ FAULTS: dict[str, list[Fault]] = {
             ],
         ),
         Fault(
-            "a server forgets its weights (was started anew)",
+            "a rank is missing, fails or hangs while a group over NCCL forms; a broadcast aborts",
+            "a faked communicator; the rest is real",
+            "no rank calls NCCL before all are ready; the engines serve on, and the next group "
+            "gets all weights",
+            [
+                "rehearsal/test_nccl.py::does_not_come",
+                "rehearsal/test_nccl.py::gave_up",
+                "rehearsal/test_nccl.py::hangs",
+                "rehearsal/test_nccl.py::fails",
+                "rehearsal/test_nccl.py::silent",
+                "rehearsal/test_nccl.py::aborts",
+            ],
+        ),
+        Fault(
+            "a server loses its weights (it was restarted)",
             "real servers and processes; simulated ones",
-            "it gets the same weights before it is asked again; the same answers",
+            "it gets the same weights before the next request, and gives the same answers",
             [
                 "contract/test_backend_recovery.py",
                 "contract/test_two_ranks.py",
@@ -241,7 +294,7 @@ FAULTS: dict[str, list[Fault]] = {
         Fault(
             "the network is cut",
             "two network namespaces, a real run",
-            "both sides notice; all is made good",
+            "both sides notice; the run recovers",
             ["integration/test_network_cut.py", "integration/test_two_hosts.py"],
         ),
     ],
@@ -249,19 +302,20 @@ FAULTS: dict[str, list[Fault]] = {
         Fault(
             "SIGKILL within a step, within a checkpoint, at random",
             "a real run, one process",
-            "resumed, it is the run that was not killed, bit for bit; every sample logged once",
+            "after resuming, bit for bit the run that was not killed; every sample is logged once",
             ["integration/test_kills_and_resumes.py::kill"],
         ),
         Fault(
             "SIGKILL of a rank, rank 0 in a push, a server, all ranks",
             "a real run, two processes and two servers",
-            "who is left ends with an error or goes on; in the end every step and sample once",
+            "the remaining processes end with an error or continue; in the end every step and "
+            "sample is logged once",
             ["integration/test_kills.py"],
         ),
         Fault(
             "a server is killed while it answers, or for good",
             "a real run; simulated servers",
-            "answered after all, the same answers; or the run ends with what it waited for",
+            "the same answers after a retry; or the run ends and says what it waited for",
             [
                 "integration/test_faults.py::answers_after_all",
                 "integration/test_faults.py::for_good",
@@ -273,13 +327,13 @@ FAULTS: dict[str, list[Fault]] = {
         Fault(
             "the disk is full",
             "a file system of 2 MB; `/dev/full`",
-            "one line, exit code 1, the last whole checkpoint stays",
-            ["integration/test_full_disk.py", "unit/test_publish.py::full_disk"],
+            "one line, exit code 1, the last complete checkpoint is kept",
+            ["integration/test_full_disk.py", "unit/test_atomic_files.py::full_disk"],
         ),
         Fault(
-            "a process of several raises, is silent, hangs, is killed",
+            "one of several processes raises an error, sends no heartbeats, hangs or is killed",
             "processes, and threads over a store",
-            "all end with its error, in time",
+            "all processes end with its error, in time",
             ["unit/test_peers.py", "integration/test_processes.py::error_of_one"],
         ),
         Fault(
@@ -331,7 +385,7 @@ def matches(test: str, case: str) -> bool:
 
 
 def main() -> None:
-    cases = collected()
+    cases, injected = collected(), set[str]()
     print("| what | injected into | cases | what must happen | tests |\n|---|---|---|---|---|")
     for section, faults in FAULTS.items():
         print(f"| **{section}** | | | | |")
@@ -339,11 +393,13 @@ def main() -> None:
             idle = [test for test in fault.tests if not any(matches(test, c) for c in cases)]
             if idle:
                 sys.exit(f"no such tests: {idle}")
-            count = sum(any(matches(test, case) for test in fault.tests) for case in cases)
+            found = [case for case in cases if any(matches(test, case) for test in fault.tests)]
+            injected.update(found)
             files = dict.fromkeys(test.partition("::")[0] for test in fault.tests)
             told = ", ".join(f"`tests/{file}`" for file in files)
-            print(f"| {fault.what} | {fault.where} | {count} | {fault.must} | {told} |")
-    print(f"\n{len(cases):,} cases in all")
+            print(f"| {fault.what} | {fault.where} | {len(found)} | {fault.must} | {told} |")
+    kinds = sum(map(len, FAULTS.values()))
+    print(f"\n{len(injected):,} of {len(cases):,} cases, of {kinds} kinds")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import cast
 
@@ -12,17 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.processes import Peer
-from learner.channels.a import ChannelA
-from learner.channels.b import ChannelB
-from learner.channels.rollout_stats import RolloutStats
-from learner.losses.pipeline import PackLoss, Pipeline
-from learner.losses.reading import Reader, Readings
-from learner.losses.supervision import Selection, Supervision
-from learner.model.packed_forward import EncodedPrompt, Pack, Segment
+from learner.models.packed_forward import EncodedPrompt, Pack, Segment
+from learner.objectives.logit_stats import ForwardStats, Reader, Selection, Supervision
+from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.rollout.client import RolloutClient
 from learner.rollout.server import ServerBackend
-from learner.rollout_log import Judged
-from learner.types import Channel, RolloutOutput, Sample, Target
+from learner.training.channels import ChannelA, ChannelB
+from learner.types import AssessedRollout, Channel, RolloutOutput, Sample, Target
 from shared_contracts.weights import CommunicatorReady, SyncReport, WeightStatus
 
 PROMPT_TOKENS = 1_200
@@ -91,33 +87,35 @@ class FixedA(ChannelA):
     def segments(self, samples: Sequence[Sample]) -> list[Segment]:
         return [tiny_segment(sample.sample_id) for sample in samples]
 
-    def readings(self, model: nn.Module, pack: Pack, reader: Reader) -> Readings:
+    def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
         return waited(model, self._seconds)
 
 
 class FixedB(ChannelB):
-    """As `FixedA`; answers are not looked at."""
+    """As `FixedA`; an answer is assessed by waiting `assess_s`, and no prompt is encoded."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, assess_s: float = 0.0) -> None:
         self._seconds = seconds
+        self._assess_s = assess_s
+
+    def ahead(self, samples: Sequence[Sample]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def segments(
-        self,
-        samples: Sequence[Sample],
-        rollouts: Sequence[RolloutOutput],
-        note: Callable[[Judged], None] | None = None,
-    ) -> tuple[list[Segment], RolloutStats]:
-        return [tiny_segment(sample.sample_id) for sample in samples], RolloutStats()
+        self, samples: Sequence[Sample], rollouts: Sequence[RolloutOutput]
+    ) -> tuple[list[Segment], list[AssessedRollout]]:
+        time.sleep(len(samples) * self._assess_s)
+        return [tiny_segment(sample.sample_id) for sample in samples], []
 
-    def readings(self, model: nn.Module, pack: Pack, reader: Reader) -> Readings:
+    def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
         return waited(model, self._seconds)
 
 
-def waited(model: nn.Module, seconds: float) -> Readings:
-    """In the place of readings, after a while: the loss itself."""
+def waited(model: nn.Module, seconds: float) -> ForwardStats:
+    """In the place of stats, after a while: the loss itself."""
     time.sleep(seconds)
     assert isinstance(model, Weights)
-    return cast(Readings, model.number * 1.0)
+    return cast(ForwardStats, model.number * 1.0)
 
 
 class FixedPipeline(Pipeline):
@@ -132,8 +130,8 @@ class FixedPipeline(Pipeline):
     def reader(self, selection: Selection) -> Reader:
         return cast(Reader, selection)
 
-    def __call__(self, readings: Readings, selection: Selection, channel: Channel) -> PackLoss:
-        return PackLoss(cast(Tensor, readings), {}, {}, 0)
+    def __call__(self, stats: ForwardStats, selection: Selection, channel: Channel) -> PackLoss:
+        return PackLoss(cast(Tensor, stats), {}, {}, 0)
 
 
 def tiny_segment(sample_id: str) -> Segment:

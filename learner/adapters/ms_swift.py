@@ -34,12 +34,12 @@ from transformers.utils.logging import disable_progress_bar
 from learner.adapters.swift_command import NAME, check_command, config_path
 from learner.config import load_config
 from learner.config.schema import Config
-from learner.console import tell
-from learner.model.load import LoadedModel, load_weights, prepared, weight_dtype
-from learner.peers import ALONE
-from learner.preflight import RunInputs, check_inputs, generates, reach_servers
-from learner.publish import expect_full_disks_in_threads
-from learner.train import train_as
+from learner.distributed.peers import SINGLE_PROCESS
+from learner.models.load import LoadedModel, load_weights, prepared, weight_dtype
+from learner.runs.atomic_files import expect_full_disks_in_threads
+from learner.runs.console import tell
+from learner.training.start_checks import RunInputs, check_inputs, generates, reach_servers
+from learner.training.train import train_as
 from shared_contracts.cli import run_cli
 
 
@@ -117,7 +117,7 @@ class SwiftTrainer:
         disable_progress_bar()
         expect_full_disks_in_threads()
         clients = reach_servers(config) if generates(config) else []
-        self.state = train_as(ALONE, config, inputs, clients, console, self._loaded).state
+        self.state = train_as(SINGLE_PROCESS, config, inputs, clients, console, self._loaded).state
 
     def _loaded(self, config: Config) -> LoadedModel:
         # That of ms-swift's own inference would be saved with the checkpoints.

@@ -2,97 +2,113 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shared_contracts.cli import BAD_INPUT, describe
 from shared_contracts.errors import ContractError, ContractErrors
 
-if TYPE_CHECKING:
-    from rich.console import Console
+config_app = typer.Typer(
+    help="Check a training YAML, show its values, print its schema.", no_args_is_help=True
+)
 
-config_app = typer.Typer(help="Look at a training YAML without running it.", no_args_is_help=True)
+# The training YAML of a command: `learner train my_run.yaml`, or with the option. One of the two.
+ConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="YAML", help="Training YAML. --config can name it instead.")
+]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="Training YAML.")]
+
+
+def only_config(file: Path | None, option: Path | None) -> Path:
+    """The one training YAML of a command line; ContractError where there are two, or none."""
+    if file is not None and option is not None:
+        raise ContractError("--config", f"{option} beside {file}", "Name one training YAML")
+    if (config := file or option) is None:
+        do = "Name it, as in `learner train my_run.yaml`; `configs/` has complete ones"
+        raise ContractError("--config", "no training YAML is named", do)
+    return config
 
 
 @config_app.command()
 def show(
-    config: Annotated[Path, typer.Option(help="Training YAML.")],
+    file: ConfigFile = None,
+    config: ConfigOption = None,
     all_origins: Annotated[
-        bool, typer.Option("--all-origins", help="Also name the lines that were overridden.")
+        bool, typer.Option("--all-origins", help="Also print the lines that were overridden.")
     ] = False,
 ) -> None:
-    """Print every key with its effective value, and beside it where that comes from.
+    """Print every key with its value and where the value comes from.
 
-    That is a file and line, `default`, or `derived` from another key.
+    The origin is a file and line, `default`, or `derived` from another key.
     """
     from rich.console import Console
 
-    from learner.config.show import show_config
+    from learner.config.load import show_config
 
-    text = show_config(config, all_origins)
+    text = show_config(only_config(file, config), all_origins)
     console = Console()
-    if console.is_terminal:
-        _print_coloured(console, text)
-    else:
+    if not console.is_terminal:
         typer.echo(text, nl=False)
-
-
-def _print_coloured(console: "Console", text: str) -> None:
-    """YAML in colours; lines that no file sets are dim."""
+        return
     from rich.syntax import Syntax
 
     colours = Syntax("", "yaml", theme="ansi_dark", background_color="default").highlight(text)
-    colours.highlight_regex(r"(?m)^.* # (default|derived)$", "dim")
+    colours.highlight_regex(r"(?m)^.* # (default|derived)$", "dim")  # lines that no file sets
     console.print(colours, soft_wrap=True, end="")
 
 
 @config_app.command()
 def check(
-    files: Annotated[list[Path], typer.Argument(help="Training YAMLs.")],
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="YAML", help="Training YAMLs. --config can name one instead."),
+    ] = None,
+    config: ConfigOption = None,
+    keys_only: Annotated[
+        bool, typer.Option("--keys-only", help="Do not check the files that a YAML names.")
+    ] = False,
 ) -> None:
-    """Name everything that is wrong with training YAMLs, at once."""
-    verdicts = [_check(path) for path in files]
+    """Report all mistakes in training YAMLs and all missing files at once."""
+    first = only_config(files[0] if files else None, config)
+    verdicts = [_check(path, keys_only) for path in files or [first]]
     if not all(verdicts):
         raise typer.Exit(BAD_INPUT)
 
 
-def _check(path: Path) -> bool:
+def _check(path: Path, keys_only: bool) -> bool:
     """Say what is wrong with a file; false if anything is."""
-    from learner.config import load_config
+    from learner.config.load import check_written, located, read_written
+    from learner.training.start_checks import check_files
 
     try:
-        load_config(path)
+        written = read_written(path)
+        config = check_written(written)
+        errors = [] if keys_only else check_files(config)
+        if errors:
+            raise ContractErrors([located(error, written.origins) for error in errors])
+        doubt = config.data.doubt
     except ContractError as error:
-        count = len(error.errors) if isinstance(error, ContractErrors) else 1
+        count = len(error.errors)
         print(f"{path}: {count} problem{'s' * (count > 1)}\n{describe(error)}", file=sys.stderr)
         return False
     typer.echo(f"{path}: valid")
+    if doubt is not None:
+        print(f"warning: {doubt}", file=sys.stderr)
     return True
 
 
 @config_app.command()
 def schema(
-    out: Annotated[Path | None, typer.Option(help="File to write; else it is printed.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write. (the schema is printed)")] = None,
 ) -> None:
     """Print the JSON Schema of a training YAML, for editors."""
     from learner.config.json_schema import schema_text
+    from learner.runs.atomic_files import publish_text, require_file
 
     if out is None:
         typer.echo(schema_text(), nl=False)
         return
-    _write(out, schema_text())
-
-
-def _write(out: Path, text: str) -> None:
-    """Replace the file of `--out` whole."""
-    from learner.publish import publish_text
-
-    do = "Name a file in a folder that exists and may be written"
-    if out.is_dir():
-        raise ContractError("--out", f"{out} is a folder", do)
-    try:
-        publish_text(out, text)
-    except OSError as error:
-        found = f"{out} cannot be written ({error.strerror})"
-        raise ContractError("--out", found, do) from error
+    require_file("--out", out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(out, schema_text())

@@ -10,8 +10,8 @@ from shared_contracts.errors import ContractError
 
 if TYPE_CHECKING:
     from learner.config.schema import Config
+    from learner.data.jsonl import CoversAPixel
     from learner.data.lengths import SampleLengths
-    from learner.data.shapes import CoversAPixel
     from learner.data.stats import DataStats
 
 data_app = typer.Typer(help="Check, convert, count and draw data files.", no_args_is_help=True)
@@ -25,19 +25,21 @@ def check(
     files: Files = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Training YAML: check its files, as that run would read them."),
+        typer.Option(help="Training YAML. Its files are checked as the run would read them."),
     ] = None,
     variant: Annotated[
         Variant | None,
-        typer.Option(help="Trainer the data is for (stage2_two_channel: boxes only)."),
+        typer.Option(
+            help="Trainer variant that will read the data. (stage2_two_channel: boxes only)"
+        ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Tell so many findings; all are counted.", min=0)
+        int | None, typer.Option(help="Print only the first findings. All are counted.", min=0)
     ] = None,
 ) -> None:
-    """Name everything that is wrong with data files, each with its line.
+    """Report every problem of data files with its line.
 
-    Every image is decoded. Exit code 2 when there is a problem; warnings alone give 0.
+    Every image is decoded. Exit code 2 if there is a problem, 0 if there are only warnings.
     """
     from learner.config import load_config
     from learner.config.rollout_matching import MatchingConfig
@@ -59,43 +61,50 @@ def check(
         watch=watch,
     )
     findings = sorted(
-        (finding for report in reports for finding in report.findings),
-        key=lambda finding: finding.warning,
+        (problem for report in reports for problem in report.findings),
+        key=lambda problem: problem.warning,
     )
-    for finding in findings[:limit]:
-        typer.echo(told(finding), err=True)
+    for problem in findings[:limit]:
+        typer.echo(told(problem), err=True)
     if limit is not None and len(findings) > limit:
         typer.echo(f"... and {len(findings) - limit} more", err=True)
     print_tables(check_tables(reports))
-    if any(not finding.warning for finding in findings):
+    if any(not problem.warning for problem in findings):
         raise typer.Exit(2)
 
 
 @data_app.command()
 def from_coco(
     annotations: Annotated[Path, typer.Argument(help="JSON file of COCO instances.")],
-    images: Annotated[Path, typer.Option(help="Folder its file names start at.")],
+    images: Annotated[
+        Path, typer.Option(help="Folder of the images. File names in the JSON are relative to it.")
+    ],
     out: Annotated[Path, typer.Option(help="New data file.")],
     geometry: Annotated[
         Literal["bbox_2d", "poly"],
-        typer.Option(help="poly: the polygon of each object that has exactly one."),
+        typer.Option(help="Boxes, or the polygon of each object that has exactly one."),
     ] = "bbox_2d",
     order: Annotated[
         Literal["file", "left-to-right", "top-to-bottom"],
-        typer.Option(help="Of the objects of an image: as in the file, or by their boxes."),
+        typer.Option(help="Order of an image's objects: as in the file, or by their boxes."),
     ] = "file",
     skip_empty: Annotated[
-        bool, typer.Option("--skip-empty", help="Leave out images that show no object.")
+        bool, typer.Option("--skip-empty", help="Leave out images without objects.")
     ] = False,
+    left_out: Annotated[
+        Path | None,
+        typer.Option(help="New file with one JSON line for each annotation that was left out."),
+    ] = None,
 ) -> None:
-    """Convert COCO instances; what is changed or left out is counted in a table."""
+    """Convert COCO instances, and count what was changed or left out."""
     from learner.config.rollout_matching import MatchingConfig
-    from learner.data.coco import read_coco
-    from learner.data.from_coco import Wanted, convert, write_records
+    from learner.data.coco import Wanted, convert, read_coco, write_left_out, write_records
     from learner.data.show import conversion_table, print_tables, watch
-    from learner.publish import require_new_file
+    from learner.runs.atomic_files import require_new_file
 
     require_new_file("--out", out)
+    if left_out is not None:
+        require_new_file("--left-out", left_out)
     if not images.is_dir():
         raise ContractError("--images", f"{images} is no folder", "Name the folder of the images.")
     coco = read_coco(annotations)
@@ -104,6 +113,9 @@ def from_coco(
     conversion = convert(coco, wanted, watch)
     table = conversion_table(conversion, len(coco.images), len(coco.annotations))
     print_tables([("", table)])
+    if left_out is not None:
+        write_left_out(conversion, annotations, left_out)
+        typer.echo(f"Left out: {left_out}")
     write_records(conversion, len(coco.annotations), out)
     typer.echo(f"Data file: {out}")
 
@@ -112,23 +124,21 @@ def from_coco(
 def stats(
     files: Files = None,
     config: Annotated[
-        Path | None,
-        typer.Option(help="Training YAML: its files, and tokens against its limits."),
+        Path | None, typer.Option(help="Training YAML. Gives the files, and the limits for tokens.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint: count tokens as its processor does.")
+        Path | None, typer.Option(help="Checkpoint whose tokenizer counts tokens.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="New picture of the same.")] = None,
-    top: Annotated[int, typer.Option(help="Descriptions that are listed.", min=1)] = 20,
+    png: Annotated[Path | None, typer.Option(help="New picture with the same numbers.")] = None,
+    top: Annotated[int, typer.Option(help="Number of descriptions to list.", min=1)] = 20,
 ) -> None:
-    """Count what is in data files: objects, descriptions, sizes, positions, tokens."""
+    """Count objects, descriptions, sizes, positions and tokens of data files."""
     from learner.config import load_config
     from learner.data.jsonl import read_samples
     from learner.data.show import print_tables
-    from learner.data.stats import collect
-    from learner.data.stats_tables import stats_tables
-    from learner.publish import require_new_file
-    from learner.run_lengths import lengths_of_run
+    from learner.data.stats import collect, stats_tables
+    from learner.runs.atomic_files import require_new_file
+    from learner.training.start_checks import lengths_of_run
 
     _require_one_source(files, config)
     if config is not None and model is not None:
@@ -149,17 +159,19 @@ def stats(
 @data_app.command()
 def preview(
     file: Annotated[Path, typer.Argument(help="JSONL file, one sample a line.")],
-    out: Annotated[Path, typer.Option(help="New folder; must not exist or be empty.")],
+    out: Annotated[Path, typer.Option(help="New folder. It must not exist, or must be empty.")],
     samples: Annotated[
-        int | None, typer.Option(help="Draw so many, chosen by --seed. (16)", min=1)
+        int | None, typer.Option(help="Number of samples to draw; --seed chooses them. (16)", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same samples.")] = 0,
-    lines: Annotated[str | None, typer.Option(help="Draw these lines instead, e.g. 3,17.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed chooses the same samples.")] = 0,
+    lines: Annotated[
+        str | None, typer.Option(help="Lines of the file to draw instead, e.g. 3,17.")
+    ] = None,
 ) -> None:
-    """Draw samples with their objects: one PNG each, and index.html."""
+    """Draw samples with their objects: one PNG for each sample, and index.html."""
     from learner.data.jsonl import read_samples
     from learner.data.preview import choose, choose_lines, undrawable, write_preview
-    from learner.publish import require_free
+    from learner.runs.atomic_files import require_free
 
     if lines is not None and samples is not None:
         raise ContractError("--lines", "given beside --samples", "Give one of them.")
@@ -190,7 +202,7 @@ def _line_numbers(lines: str) -> list[int]:
 
 def _write_png(png: Path, found: "DataStats", files: Sequence[Path]) -> None:
     from learner.data.stats_plot import stats_png
-    from learner.publish import publish_bytes
+    from learner.runs.atomic_files import publish_bytes
 
     names = ", ".join(file.name for file in files)
     png.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +217,7 @@ def _require_one_source(
         found = "no data file" if config is None else "data files beside it"
         raise ContractError("--config", found, "Name data files, or a training YAML with --config.")
     if config is not None and variant is not None:
-        raise ContractError("--variant", "given beside --config", "Leave it out; the YAML says it.")
+        raise ContractError("--variant", "given beside --config", "Leave it out; the YAML sets it.")
 
 
 def _files_of(config: "Config") -> list[Path]:
@@ -214,16 +226,18 @@ def _files_of(config: "Config") -> list[Path]:
 
 def _covers_a_pixel(resolution: int) -> "CoversAPixel":
     """Whether a shape covers a pixel of a mask canvas of this side, as matching draws it."""
-    from learner.matching import mask_iou
+    from learner.stages.matching import mask_iou
 
     return lambda shape: mask_iou(shape, shape, resolution) > 0
 
 
 def _lengths_if_there(config: "Config") -> "SampleLengths | None":
     """As `lengths_of_run`; without a tokenizer None, and a note."""
-    from learner.run_lengths import lengths_of_run
+    from learner.training.start_checks import lengths_of_run
+    from shared_contracts.adapters import folder_with
 
-    tokenizer = Path(config.model.model) / "tokenizer.json"
+    folder = folder_with(config.model.model, "tokenizer.json", "model.model")
+    tokenizer = folder / "tokenizer.json"
     if tokenizer.is_file():
         return lengths_of_run(config)
     typer.echo(f"note: tokens are not counted: model.model has no {tokenizer}", err=True)
@@ -235,8 +249,8 @@ def _lengths_of_checkpoint(checkpoint: Path) -> "SampleLengths":
     from functools import partial
 
     from learner.data.lengths import SampleLengths
-    from learner.preflight import check_checkpoint
-    from learner.serialize import serialize_objects
+    from learner.stages.formats.coord_json import serialize_objects
+    from learner.training.start_checks import check_checkpoint
 
     check_checkpoint(checkpoint)
     return SampleLengths(checkpoint, partial(serialize_objects, field_order="desc_first"))

@@ -6,23 +6,21 @@ from typing import Annotated
 import typer
 
 toy_app = typer.Typer(
-    help="Make the toy world: scenes of coloured shapes and a tiny Qwen3-VL.",
-    no_args_is_help=True,
+    help="Make toy data and a toy model: coloured shapes, a tiny Qwen3-VL.", no_args_is_help=True
 )
 
-Out = Annotated[Path, typer.Option(help="New folder; must not exist or be empty.")]
-Seed = Annotated[int, typer.Option(help="Same seed, same bytes.", min=0)]
+Out = Annotated[Path, typer.Option(help="New folder. It must not exist, or must be empty.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.", min=0)]
 
 
 @toy_app.command()
 def make_data(
     out: Out,
-    train: Annotated[int, typer.Option(help="Scenes to train on.", min=1)] = 2048,
-    val: Annotated[int, typer.Option(help="Scenes held out.", min=1)] = 128,
+    train: Annotated[int, typer.Option(help="Number of scenes to train on.", min=1)] = 2048,
+    val: Annotated[int, typer.Option(help="Number of held-out scenes.", min=1)] = 128,
     seed: Seed = 0,
     polygons: Annotated[
-        bool,
-        typer.Option("--polygons", help="Annotate triangles by their corners, not by a box."),
+        bool, typer.Option("--polygons", help="Annotate triangles by their corners, not by a box.")
     ] = False,
 ) -> None:
     """Draw scenes; write train.jsonl, val.jsonl and their COCO exports."""
@@ -38,8 +36,7 @@ def make_model(
     out: Out,
     seed: Seed = 0,
     expand_vocab: Annotated[
-        Path | None,
-        typer.Option(help="Add the coordinate tokens to this checkpoint instead."),
+        Path | None, typer.Option(help="Add the coordinate tokens to this checkpoint instead.")
     ] = None,
     tie: Annotated[
         bool | None,
@@ -51,15 +48,15 @@ def make_model(
     ] = None,
 ) -> None:
     """Make a tiny random Qwen3-VL with 1000 coordinate tokens."""
-    from learner.publish import require_free
+    from learner.runs.atomic_files import require_free
 
     require_free(out)
     if expand_vocab is None:
-        from learner.model import toy
+        from learner.models import toy
 
         toy.make_model(out, seed, tie is not False)
     else:
-        from learner.model import expand_vocab as expansion
+        from learner.models import coord_tokens as expansion
 
         expansion.expand_vocab(expand_vocab, out, seed, tie)
     typer.echo(f"Model: {out}")

@@ -62,22 +62,24 @@ def _mapping(model: type[BaseModel], complete: bool) -> Schema:
 
 def _key(name: str, field: FieldInfo, complete: bool) -> Schema:
     """What may stand at a key, and what an editor says of it."""
-    schema = _value(field, complete)
+    index, members = models_below(field.annotation)
+    if not members:
+        schema = _scalar(field)
+    elif index:
+        schema = {"type": "array", "items": _one_of(members, complete=True)}
+    else:
+        schema = _one_of(members, complete)
     if _takes_null(field):
-        schema = _or_null(schema)
+        if "enum" in schema:
+            schema = schema | {"enum": [*schema["enum"], None]}
+        if "const" in schema or "type" not in schema:
+            schema = {"anyOf": [schema, {"type": "null"}]}
+        else:
+            schema = schema | {"type": [schema["type"], "null"]}
     schema["description"] = f"`{name}`: {field.description}. {_left_out(field)}"
     if not field.is_required() and _is_plain(field.default):
         schema["default"] = field.default
     return schema
-
-
-def _value(field: FieldInfo, complete: bool) -> Schema:
-    index, members = models_below(field.annotation)
-    if not members:
-        return _scalar(field)
-    if index:
-        return {"type": "array", "items": _one_of(members, complete=True)}
-    return _one_of(members, complete)
 
 
 def _one_of(members: _Members, complete: bool) -> Schema:
@@ -153,14 +155,6 @@ def _takes_null(field: FieldInfo) -> bool:
     except ValidationError:
         return False
     return True
-
-
-def _or_null(schema: Schema) -> Schema:
-    if "enum" in schema:
-        schema = schema | {"enum": [*schema["enum"], None]}
-    if "const" in schema or "type" not in schema:
-        return {"anyOf": [schema, {"type": "null"}]}
-    return schema | {"type": [schema["type"], "null"]}
 
 
 def _left_out(field: FieldInfo) -> str:

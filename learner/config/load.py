@@ -7,23 +7,28 @@
     dump_resolved  Config -> YAML text that loads to an equal Config
 
 Relative paths inside a file start at the current working directory, except `extends`,
-which starts at the file's own folder. Environment variables are not expanded.
+which starts at the file's own folder. `~` is a home folder; a path with `${VAR}` is refused.
 """
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from learner.config.moved_keys import IGNORED_KEY, retired_errors
-from learner.config.origins import Origins, find_origins, located
-from learner.config.profiles import is_canonical_leaf, leaf_errors
 from learner.config.schema import Config
-from learner.config.yaml12 import Steps, dump_mapping, read_document
+from learner.config.training import NULL_MEANS_DERIVED
+from learner.config.yaml12 import dump_annotated, dump_mapping, read_document
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.extends import merge_chain, read_chain
-from shared_contracts.strict_model import contract_errors
+from shared_contracts.strict_model import contract_errors, joined
+from shared_contracts.yaml12 import Steps
+
+# `file:line` of every key and list item: the place that decides, then those it overrides.
+Origins = dict[Steps, tuple[str, ...]]
 
 
 class Written(NamedTuple):
@@ -45,7 +50,7 @@ def load_config(path: str | Path) -> Config:
 def check_written(written: Written) -> Config:
     """The checked config; ContractErrors names every fault and the line it is written in."""
     try:
-        return _checked(written.mapping, written.faults)
+        return parse_config(written.mapping, written.faults)
     except ContractErrors as error:
         raise ContractErrors([located(e, written.origins) for e in error.errors]) from None
 
@@ -73,16 +78,17 @@ def read_written(path: str | Path) -> Written:
     return Written(merged, find_origins(merged, list(zip(chain, lines, strict=True))), faults)
 
 
-def parse_config(mapping: dict[str, Any]) -> Config:
-    """Check a mapping; every unknown, retired, missing or wrong key at once."""
-    return _checked(mapping, [])
+def parse_config(mapping: dict[str, Any], known: Sequence[ContractError] = ()) -> Config:
+    """Check a mapping; every unknown, retired, missing or wrong key at once.
 
-
-def _checked(mapping: dict[str, Any], faults: list[ContractError]) -> Config:
-    """The config of a mapping of which these faults are known already."""
-    errors = [*faults, *retired_errors(mapping)]
+    known: faults that were found already.
+    """
+    errors = [*known, *retired_errors(mapping)]
+    section, key = IGNORED_KEY  # in silence (RES-13)
+    if isinstance(mapping.get(section), dict):
+        mapping = {**mapping, section: {k: v for k, v in mapping[section].items() if k != key}}
     try:
-        config = Config.model_validate(_without_ignored(mapping))
+        config = Config.model_validate(mapping)
     except ValidationError as error:
         errors += _not_told_yet(contract_errors(error, Config), errors)
         raise ContractErrors(errors) from None
@@ -94,14 +100,6 @@ def _checked(mapping: dict[str, Any], faults: list[ContractError]) -> Config:
 def dump_resolved(config: Config) -> str:
     """YAML text of every key with its effective value."""
     return dump_mapping(config.model_dump())
-
-
-def _without_ignored(mapping: dict[str, Any]) -> dict[str, Any]:
-    """The mapping without the one legacy key that is ignored in silence (RES-13)."""
-    section, key = IGNORED_KEY
-    if not isinstance(mapping.get(section), dict):
-        return mapping
-    return {**mapping, section: {k: v for k, v in mapping[section].items() if k != key}}
 
 
 def _not_told_yet(
@@ -116,3 +114,188 @@ def _not_told_yet(
 
 def _inside(path: str, outer: str) -> bool:
     return path == outer or path.startswith((f"{outer}.", f"{outer}["))
+
+
+# --- Origins: which line of which file decides each value.
+# A path that the merged mapping has is decided by the first file, from the leaf on, that has it:
+# had a file nearer to the leaf replaced something around it, the path would be gone.
+
+
+_LAST_STEP = re.compile(r"(\.?[^.\[\]]+|\[\d+\])$")
+
+
+def find_origins(merged: dict[str, Any], chain: Sequence[tuple[Path, dict[Steps, int]]]) -> Origins:
+    """Places of every path of `merged`.
+
+    chain: the files from the leaf to the last base, each with the lines of its keys.
+    """
+    files = [(_tidy(path), lines) for path, lines in chain]
+    return {
+        steps: tuple(f"{path}:{lines[steps]}" for path, lines in files if steps in lines)
+        for steps in _paths(merged)
+    }
+
+
+def located(error: ContractError, origins: Origins) -> ContractError:
+    """The error, saying as well where the key is written, or else the section that lacks it."""
+    places = {dotted(steps): places[0] for steps, places in origins.items()}
+    path = error.where
+    while path and path not in places:
+        path = _LAST_STEP.sub("", path)
+    if not path:
+        return error
+    place = places[path] if path == error.where else f"{path}: {places[path]}"
+    return ContractError(error.where, f"{error.found} ({place})", error.do)
+
+
+def dotted(steps: Steps) -> str:
+    """`("a", 0, "b")` -> `a[0].b`."""
+    path = ""
+    for step in steps:
+        path = f"{path}[{step}]" if isinstance(step, int) else joined(path, step)
+    return path
+
+
+def _paths(value: Any, at: Steps = ()) -> Iterator[Steps]:
+    below: Any = ()
+    if isinstance(value, dict):
+        below = value.items()
+    elif isinstance(value, list):
+        below = enumerate(value)
+    for step, item in below:
+        yield (*at, step)
+        yield from _paths(item, (*at, step))
+
+
+def _tidy(path: Path) -> Path:
+    """`prod/../base.yaml` -> `base.yaml`, where no link makes that another file."""
+    short = Path(os.path.normpath(path))
+    return short if short.exists() and short.samefile(path) else path
+
+
+# --- Canonical profiles state themselves what they vary (CFG-04).
+# `configs/VARIANT/{prod,smoke}/*.yaml` extend exactly `../base.yaml`, which extends nothing, and
+# state the fields below themselves, whatever the base says. Null states nothing where it means
+# that the value is derived from another key.
+
+LEAF_FOLDERS = ("prod", "smoke")
+BASE = "../base.yaml"
+
+EXPLICIT_LEAF_FIELDS = (
+    "model.model",
+    "training.run_name",
+    "training.output_dir",
+    "training.logging_dir",
+    "training.learning_rate",
+    "training.vit_lr",
+    "training.aligner_lr",
+    "training.effective_batch_size",
+    "training.eval_strategy",
+    "training.eval_steps",
+    "training.save_strategy",
+    "training.save_steps",
+    "stage2_ab.schedule.b_ratio",
+    "stage2_ab.n_softctx_iter",
+)
+
+
+_NULL_STATES_NOTHING = tuple(f"training.{key}" for key in NULL_MEANS_DERIVED)
+
+# By variant; only stage2_two_channel has a section stage2_ab.
+LEAF_FIELDS = {
+    "stage2_two_channel": EXPLICIT_LEAF_FIELDS,
+    "stage2_rollout_aligned": tuple(
+        field for field in EXPLICIT_LEAF_FIELDS if not field.startswith("stage2_ab.")
+    ),
+}
+
+
+def is_canonical_leaf(path: Path) -> bool:
+    return _variant(path) is not None
+
+
+def _variant(path: Path) -> str | None:
+    """The variant whose canonical leaf a file is: it lies beside the variant's base, one below.
+
+    A run folder may have the name of a leaf's folder, and has no base.
+    """
+    folder = Path(os.path.abspath(path)).parent  # folds `..`, unlike Path.absolute
+    variant = folder.parent.name
+    named = folder.name in LEAF_FOLDERS and variant in LEAF_FIELDS
+    return variant if named and (folder / BASE).is_file() else None
+
+
+def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractError]:
+    """Faults of a canonical leaf.
+
+    leaf: the file's own mapping, `extends` included.
+    chain: the files from the leaf to the last base.
+    """
+    shown = " -> ".join(str(path) for path in chain)
+    if leaf.get("extends") != BASE or len(chain) != 2:
+        yield ContractError(
+            f"{chain[0]}: extends",
+            f"the chain is {shown}",
+            f"A canonical profile extends {BASE} directly, and that extends nothing",
+        )
+    variant = _variant(chain[0])
+    assert variant is not None, "asked about leaves only"
+    for field in LEAF_FIELDS[variant]:
+        if not _states(leaf, field):
+            null = ", and not as null" if field in _NULL_STATES_NOTHING else ""
+            yield ContractError(
+                field,
+                f"the canonical profile does not state it itself ({shown})",
+                f"State it in {chain[0]}{null}",
+            )
+
+
+def _states(mapping: dict[str, Any], field: str) -> bool:
+    here: Any = mapping
+    for key in field.split("."):
+        if not isinstance(here, dict) or key not in here:
+            return False
+        here = here[key]
+    return here is not None or field not in _NULL_STATES_NOTHING
+
+
+def show_config(path: Path, all_origins: bool = False) -> str:
+    """YAML text that loads to an equal config.
+
+    The comment beside a value is the `file:line` that decides it, `derived` from another
+    key, or `default`. all_origins: after it, the lines that were overridden.
+
+    Raises:
+        ContractErrors: as `load_config`.
+    """
+    written = read_written(path)
+    config = check_written(written)
+    derived = set(_derived(config))
+
+    def note(steps: Steps) -> str:
+        if steps in derived and _value(written.mapping, steps) is None:
+            return "derived"
+        places = written.origins.get(steps, ("default",))
+        return " over ".join(places if all_origins else places[:1])
+
+    return dump_annotated(config.model_dump(), note)
+
+
+def _derived(model: BaseModel, at: Steps = ()) -> Iterator[Steps]:
+    """Keys whose default is computed from other keys."""
+    for name, field in type(model).model_fields.items():
+        if field.default_factory_takes_validated_data:
+            yield (*at, name)
+        value = getattr(model, name)
+        for step, item in enumerate(value) if isinstance(value, tuple) else [(None, value)]:
+            if isinstance(item, BaseModel):
+                yield from _derived(item, (*at, name) if step is None else (*at, name, step))
+
+
+def _value(mapping: Any, steps: Steps) -> Any:
+    """What is written at a path; None where nothing is."""
+    for step in steps:
+        if not isinstance(mapping, dict | list):
+            return None
+        mapping = mapping.get(step) if isinstance(mapping, dict) else mapping[int(step)]
+    return mapping

@@ -11,33 +11,26 @@ from learner.config.rollout_matching import RolloutMatchingConfig
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import joined, shown, unknown_key
 
-Verdict = Literal["removed", "moved"]
-
 OLD_ROLLOUT_SECTION = "custom.extra.rollout_matching"
 IGNORED_KEY = ("custom", "coord_loss")
 
 _PIPELINES = ("stage2_ab.pipeline", "rollout_matching.pipeline")
 
-_SAID: dict[Verdict, str] = {
-    "removed": "was removed",
-    "moved": "has moved",
-}
-
 
 class Retired(NamedTuple):
-    verdict: Verdict
+    verdict: Literal["was removed", "has moved"]
     do: str
 
 
 def _pipeline_key(module: str, key: str) -> Retired:
-    return Retired("moved", f"Set stage2_ab.pipeline.objective[name={module}].config.{key}")
+    return Retired("has moved", f"Set stage2_ab.pipeline.objective[name={module}].config.{key}")
 
 
 def _removed(do: str) -> Retired:
-    return Retired("removed", do)
+    return Retired("was removed", do)
 
 
-_DECODE_BATCH = Retired("moved", "Use rollout_matching.decode_batch_size")
+_DECODE_BATCH = Retired("has moved", "Use rollout_matching.decode_batch_size")
 _ASYNC = "rollout_matching.async_rollout"
 
 _ALIASES = {
@@ -52,6 +45,9 @@ RETIRED_KEYS: dict[str, Retired] = {
     "custom.coord_soft_ce_w1": _removed(
         "Set soft_ce_weight and w1_weight of the pipeline's coord_reg module, in "
         "stage2_ab.pipeline or rollout_matching.pipeline"
+    ),
+    "training.deepspeed": _removed(
+        "Remove it; to shard the model over processes, set training.data_parallel to fsdp2"
     ),
     "training.logging_steps": _removed("Remove it: every step is logged"),
     # stage2_ab
@@ -80,7 +76,7 @@ RETIRED_KEYS: dict[str, Retired] = {
     "stage2_ab.channel_b.mode": _removed(
         f"Remove it: channel B runs in step mode, unless {_ASYNC}.enabled is true"
     ),
-    "stage2_ab.channel_b.async": Retired("moved", f"Use the same keys of {_ASYNC}"),
+    "stage2_ab.channel_b.async": Retired("has moved", f"Use the same keys of {_ASYNC}"),
     "stage2_ab.channel_b.enable_pipeline": _removed(
         "Remove it: rollouts and training overlap where the servers have devices of their own"
     ),
@@ -91,7 +87,7 @@ RETIRED_KEYS: dict[str, Retired] = {
     ),
     # of both pipelines
     **{
-        f"{pipeline}.objective[].config.{alias}": Retired("moved", f"Write {key}")
+        f"{pipeline}.objective[].config.{alias}": Retired("has moved", f"Write {key}")
         for pipeline in _PIPELINES
         for alias, key in _ALIASES.items()
     },
@@ -102,14 +98,16 @@ RETIRED_KEYS: dict[str, Retired] = {
     ),
     "rollout_matching.rollout_generate_batch_size": _DECODE_BATCH,
     "rollout_matching.rollout_infer_batch_size": _DECODE_BATCH,
-    "rollout_matching.temperature": Retired("moved", "Use rollout_matching.decoding.temperature"),
-    "rollout_matching.top_p": Retired("moved", "Use rollout_matching.decoding.top_p"),
-    "rollout_matching.top_k": Retired("moved", "Use rollout_matching.decoding.top_k"),
+    "rollout_matching.temperature": Retired(
+        "has moved", "Use rollout_matching.decoding.temperature"
+    ),
+    "rollout_matching.top_p": Retired("has moved", "Use rollout_matching.decoding.top_p"),
+    "rollout_matching.top_k": Retired("has moved", "Use rollout_matching.decoding.top_k"),
     "rollout_matching.vllm.server.base_url": Retired(
-        "moved", "Use rollout_matching.vllm.server.servers[].base_url"
+        "has moved", "Use rollout_matching.vllm.server.servers[].base_url"
     ),
     "rollout_matching.vllm.server.group_port": Retired(
-        "moved", "Use rollout_matching.vllm.server.servers[].group_port"
+        "has moved", "Use rollout_matching.vllm.server.servers[].group_port"
     ),
 }
 
@@ -165,8 +163,8 @@ def _relocated(value: Any, where: str, new: str) -> Iterator[ContractError]:
         found = f"this section has moved, and there is no {unknown.where}"
         yield ContractError(where, found, unknown.do)
     else:
-        yield _error(where, "this key", Retired("moved", f"Use {new}"))
+        yield _error(where, "this key", Retired("has moved", f"Use {new}"))
 
 
 def _error(where: str, what: str, retired: Retired) -> ContractError:
-    return ContractError(where, f"{what} {_SAID[retired.verdict]}", retired.do)
+    return ContractError(where, f"{what} {retired.verdict}", retired.do)

@@ -5,19 +5,22 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from learner.config.pipeline import PipelineConfig
-from learner.config.values import refuse_all
+from learner.objectives.config import PipelineConfig
 from learner.types import BackendName
 from shared_contracts.rollout_config import SharedRolloutConfig
-from shared_contracts.strict_model import Refusal, StrictModel
+from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel, refuse_all
 
 DecodeMode = Literal["greedy", "sampling", "beam"]
 
 
 class DecodingConfig(StrictModel):
-    temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus of sampling")
-    top_k: int = Field(default=-1, description="most likely tokens sampled from; -1: all")
+    temperature: float = Field(default=0.0, ge=0, description="temperature of sampling; 0: greedy")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="probability mass that is sampled from"
+    )
+    top_k: int = Field(
+        default=-1, description="number of most likely tokens that are sampled from; -1: all"
+    )
 
     @field_validator("top_k")
     @classmethod
@@ -28,6 +31,8 @@ class DecodingConfig(StrictModel):
 
 
 class MatchingConfig(StrictModel):
+    """Which prediction is which ground truth, and where its points should move."""
+
     candidate_top_k: int = Field(
         default=10, ge=1, description="ground truths considered per prediction"
     )
@@ -35,15 +40,20 @@ class MatchingConfig(StrictModel):
         default=0.3, ge=0, le=1, description="pairs with a lower mask IoU never match"
     )
     maskiou_resolution: int = Field(
-        default=256, ge=2, le=4096, description="side of the mask canvas"
+        default=256, ge=2, le=4096, description="side of the mask canvas in pixels"
     )
-    fp_cost: float = Field(default=1.0, ge=0, description="of leaving a prediction unmatched")
-    fn_cost: float = Field(default=1.0, ge=0, description="of leaving a ground truth unmatched")
+    fp_cost: float = Field(default=1.0, ge=0, description="cost of leaving a prediction unmatched")
+    fn_cost: float = Field(
+        default=1.0, ge=0, description="cost of leaving a ground truth unmatched"
+    )
     ot_cost: Literal["l1", "l2"] = Field(
         default="l2", description="distance of points in the transport plan of a polygon"
     )
     ot_epsilon: float = Field(
-        default=10.0, gt=0, description="weight of the plan's entropy, in bins"
+        default=0.5,
+        gt=0,
+        description="weight of the plan's entropy, in bins; points closer than a "
+        "few times this are averaged",
     )
     ot_iters: int = Field(default=30, ge=1, description="rounds of Sinkhorn")
 
@@ -52,8 +62,12 @@ class OffloadConfig(StrictModel):
     enabled: bool = Field(
         default=False, description="free device memory while a colocated server works"
     )
-    offload_model: bool = Field(default=False, description="the model's weights go to the host")
-    offload_optimizer: bool = Field(default=False, description="its state goes to the host")
+    offload_model: bool = Field(
+        default=False, description="move the weights of the model to host memory"
+    )
+    offload_optimizer: bool = Field(
+        default=False, description="move the state of the optimizer to host memory"
+    )
 
     @model_validator(mode="after")
     def _something_moves(self) -> "OffloadConfig":
@@ -74,7 +88,10 @@ class AsyncRolloutConfig(StrictModel):
         description="false: step mode; true needs `vllm.mode: server` and `vllm.sync.mode: full`",
     )
     queue_limit: int = Field(
-        default=8, ge=1, description="most packs each process keeps ready; more drop the oldest"
+        default=8,
+        ge=1,
+        description="most packs that a process keeps ready; if there are more, the "
+        "oldest are dropped",
     )
     prefetch_target_packs: int = Field(
         default=2, ge=1, description="packs each process tries to keep ready"
@@ -82,7 +99,8 @@ class AsyncRolloutConfig(StrictModel):
     version_window: int = Field(
         default=2,
         ge=0,
-        description="a pack by weights more versions older than the newest is dropped",
+        description="a pack is dropped if its weights are more versions than this "
+        "older than the newest",
     )
     sync_every_steps: int = Field(
         default=1, ge=1, description="optimizer steps between pushes of weights"
@@ -114,8 +132,8 @@ class EvalDetectionConfig(StrictModel):
     )
     save_answers: bool = Field(
         default=False,
-        description="keep answers, scores and COCO files of every evaluation in the run folder, "
-        "in `evaluations`",
+        description="keep the answers, scores and COCO files of every evaluation in "
+        "the folder `evaluations` of the run",
     )
 
     @model_validator(mode="after")
@@ -132,33 +150,39 @@ class EvalDetectionConfig(StrictModel):
 class RolloutMatchingConfig(SharedRolloutConfig):
     """`rollout_matching`: who answers, how answers are decoded, matched and kept in supply."""
 
-    rollout_backend: Literal["vllm", "hf"] = Field(
-        default="vllm", description="who generates: vLLM, or transformers in the learner itself"
+    rollout_backend: FreeOnResume[Literal["vllm", "hf"]] = Field(
+        default="vllm",
+        description="what generates answers: vLLM, or transformers in the learner itself",
     )
     decode_mode: DecodeMode = Field(
         default="greedy",
-        description="greedy and beam want `decoding.temperature` 0; beam is for `hf` alone",
+        description="greedy and beam need `decoding.temperature` 0; beam works only with `hf`",
     )
-    num_beams: int | None = Field(default=None, ge=2, description="with `decode_mode: beam`")
-    offload: OffloadConfig = Field(
+    num_beams: int | None = Field(
+        default=None, ge=2, description="number of beams, with `decode_mode: beam`"
+    )
+    offload: FreeOnResume[OffloadConfig] = Field(
         default=OffloadConfig(),
         description="what makes room for a colocated server; without one it changes nothing",
     )
     max_new_tokens: int = Field(ge=1, description="longest answer in tokens")
     decoding: DecodingConfig = Field(default=DecodingConfig(), description="sampling parameters")
-    repetition_penalty: float = Field(default=1.0, gt=0, description="1 is none")
+    repetition_penalty: float = Field(
+        default=1.0, gt=0, description="penalty for repeated tokens; 1: none"
+    )
     matching: MatchingConfig = Field(
-        default=MatchingConfig(), description="how predictions meet ground truths"
+        default=MatchingConfig(), description="how predictions are matched to ground truths"
     )
     async_rollout: AsyncRolloutConfig = Field(
-        default=AsyncRolloutConfig(), description="rollouts ahead of training"
+        default=AsyncRolloutConfig(), description="asynchronous rollouts"
     )
-    eval_detection: EvalDetectionConfig = Field(
+    eval_detection: FreeOnResume[EvalDetectionConfig] = Field(
         default=EvalDetectionConfig(), description="what a run's evaluations measure and keep"
     )
     pipeline: PipelineConfig | None = Field(
         default=None,
-        description="the objective of stage2_rollout_aligned, which needs it; no other takes it",
+        description="the objective of stage2_rollout_aligned; required there, "
+        "refused with other variants",
     )
 
     @property

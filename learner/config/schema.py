@@ -1,8 +1,8 @@
 """The whole of a training YAML, as types (CFG-02). Imports no torch.
 
 These models alone own the shape: a key that is not a field here is refused. Sections of
-their own are in `tuner.py`, `training.py`, `stage2_ab.py` and `rollout_matching.py`; what the
-rollout server shares is in `shared_contracts.rollout_config`.
+their own are in `training.py` and `rollout_matching.py`, modules of the objective in
+`learner.objectives`; what the rollout server shares is in `shared_contracts.rollout_config`.
 
 The trainer's variant decides which section declares the objective (RES-02, CFG-08):
 
@@ -14,63 +14,226 @@ Who trains asks `Config` for `pipeline`, `b_ratio` and `allow_poly`, not for the
 
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
-from learner.config.pipeline import ObjectiveModule, PipelineConfig
+from learner.config.registry import ANSWER_FORMATS
 from learner.config.rollout_matching import RolloutMatchingConfig
-from learner.config.stage2_ab import Stage2ABConfig
-from learner.config.training import TrainingConfig
-from learner.config.tuner import FullTuner, LoraTuner, TunerConfig
-from learner.config.values import AbsolutePath, EmptySection, refuse_all
+from learner.config.training import AbsolutePath, TrainingConfig, WrittenDecimal
+from learner.objectives.config import ObjectiveModule, PipelineConfig
+from learner.objectives.variants import VARIANTS
 from learner.types import Channel, FieldOrder
-from shared_contracts.strict_model import Refusal, StrictModel
+from shared_contracts.errors import ContractError
+from shared_contracts.strict_model import (
+    EmptySection,
+    FreeOnResume,
+    Refusal,
+    StrictModel,
+    refuse_all,
+)
 
-__all__ = ["Config", "LoraTuner", "TunerConfig", "Variant"]
+AttentionChoice = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"]
 
 
 class ModelConfig(StrictModel):
     model: AbsolutePath = Field(description="folder of the checkpoint to start from")
     torch_dtype: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16", description="what the forward computes in; trained weights are float32"
+        default="bfloat16", description="data type of the forward; trained weights are float32"
     )
-    attn_implementation: Literal["sdpa", "eager"] = Field(
-        default="sdpa", description="transformers' name"
+    attn_implementation: FreeOnResume[AttentionChoice] = Field(
+        default="auto",
+        description="attention within packed rows; `auto`: torch's own for packed rows on CUDA, "
+        "segment by segment elsewhere; the others by transformers' name",
     )
-    gradient_checkpointing: bool = Field(
+    gradient_checkpointing: FreeOnResume[bool] = Field(
         default=False, description="recompute activations to save memory"
     )
 
 
+# Marks of other formats, and tokens of the chat template: in a prompt they would be text, or
+# turn it into something else.
+_MARKS = {
+    **dict.fromkeys(
+        ("<image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        "Remove it: each image of a sample is put before the prompt",
+    ),
+    **dict.fromkeys(("<video>", "<|video_pad|>"), "Remove it: samples have images and no videos"),
+    **dict.fromkeys(
+        ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+        "Remove it: the chat template of the checkpoint writes it",
+    ),
+}
+
+
 class TemplateConfig(StrictModel):
     system: str | None = Field(default=None, description="system message; null: none")
-    prompt: str = Field(min_length=1, description="the user's instruction, put after the image")
+    prompt: str = Field(
+        min_length=1,
+        description="instruction of the user, placed after the image; without an image mark",
+    )
+
+    @field_validator("system", "prompt")
+    @classmethod
+    def _plain_text(cls, text: str | None) -> str | None:
+        for mark, do in _MARKS.items():
+            if text is not None and mark in text:
+                raise Refusal(f"it has {mark}", do)
+        return text
 
 
 class DataConfig(StrictModel):
+    """The files of samples, and what is done about those whose images are bad."""
+
     train_jsonl: AbsolutePath = Field(description="samples to train on")
-    val_jsonl: AbsolutePath | None = Field(default=None, description="samples to evaluate on")
-    shuffle: bool = Field(default=True, description="new order in every epoch, by the seed")
+    val_jsonl: FreeOnResume[AbsolutePath | None] = Field(
+        default=None, description="samples to evaluate on"
+    )
+    shuffle: bool = Field(
+        default=True, description="draw a new order in every epoch, from the seed"
+    )
+    on_bad_sample: FreeOnResume[Literal["stop", "skip"]] = Field(
+        default="stop",
+        description="what to do with samples whose images are missing, unreadable, "
+        "of another size than their line says, or refused by the "
+        "model's processor: `stop` refuses the run, `skip` lists them "
+        "in `bad_samples.jsonl` and trains on other samples in their "
+        "place",
+    )
+
+    @property
+    def doubt(self) -> str | None:
+        """What is wrong with the choice of files, though a run takes it."""
+        train, val = self.train_jsonl, self.val_jsonl
+        if val is None or not (train.is_file() and val.is_file() and train.samefile(val)):
+            return None
+        return (
+            "data.val_jsonl is the same file as data.train_jsonl: the run evaluates on what it "
+            "trains on"
+        )
+
+
+class FullTuner(StrictModel):
+    train_type: Literal["full"] = Field(default="full", description="all weights are trained")
+
+
+class LoraTuner(StrictModel):
+    """Adapters, and with them the rows of the coordinate tokens."""
+
+    train_type: Literal["lora"] = Field(description="adapters are trained")
+    lora_rank: int = Field(ge=1, description="rank of the adapters")
+    lora_alpha: int = Field(ge=1, description="adapters are scaled by `lora_alpha / lora_rank`")
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout before the adapters")
+    use_dora: bool = Field(default=False, description="train DoRA instead of LoRA")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        default="all-linear",
+        description="modules that get adapters: names as in peft, or `all-linear`",
+    )
+    train_coordinate_rows: Literal["auto"] | bool = Field(
+        default="auto",
+        description="also train the rows of the coordinate tokens in embedding and "
+        "head; `auto`: if they look untrained",
+    )
+
+    @model_validator(mode="after")
+    def _rows_have_one_trainer(self) -> Self:
+        if self.train_coordinate_rows is True and self.adapts_rows:
+            raise Refusal(
+                "true, and target_modules names the embedding or the head, which has these rows",
+                "Take embed_tokens and lm_head out of tuner.target_modules, or set it to false",
+                "train_coordinate_rows",
+            )
+        return self
+
+    @property
+    def adapts_rows(self) -> bool:
+        """Whether adapters are asked for of the embedding or the head, whose rows tokens have."""
+        targets = [] if self.target_modules == "all-linear" else self.target_modules
+        return any(name.split(".")[-1] in ("embed_tokens", "lm_head") for name in targets)
+
+
+def _full_by_default(value: Any) -> Any:
+    if isinstance(value, dict) and "train_type" not in value:
+        return {"train_type": "full", **value}
+    return value
+
+
+TunerConfig = Annotated[
+    Annotated[FullTuner | LoraTuner, Field(discriminator="train_type")],
+    BeforeValidator(_full_by_default),
+]
+
+
+SoftContextGradMode = Literal["unroll", "em_detach"]
+CoordContextMode = Literal["st", "soft", "hard"]
+
+
+class ScheduleConfig(StrictModel):
+    b_ratio: Annotated[WrittenDecimal, Field(ge=0, le=1)] = Field(
+        description="fraction of the optimizer steps that run channel B; the "
+        "decimal is used exactly as written"
+    )
+
+
+class Stage2ABConfig(StrictModel):
+    schedule: ScheduleConfig = Field(description="which steps are channel B")
+    n_softctx_iter: int = Field(
+        default=1, ge=1, description="number of forwards of channel A; 1 is plain teacher forcing"
+    )
+    softctx_grad_mode: SoftContextGradMode = Field(
+        default="unroll",
+        description="with several forwards: `unroll`, gradients flow through the "
+        "embeddings that are fed back; `em_detach`, they stop there",
+    )
+    coord_ctx_embed_mode: CoordContextMode = Field(
+        default="st",
+        description="with several forwards, what is fed back at coordinates: "
+        "`soft`, the mean embedding; `hard`, the embedding of the most "
+        "likely token; `st`, the value of `hard` with the gradient of "
+        "`soft`",
+    )
+    pipeline: PipelineConfig = Field(description="the objective and diagnostics modules")
 
 
 def _null_is_empty(value: Any) -> Any:
     return {} if value is None else value
 
 
-Variant = Literal["stage2_two_channel", "stage2_rollout_aligned"]
+def _registered_format(name: str) -> str:
+    if name not in ANSWER_FORMATS:
+        known = " or ".join(ANSWER_FORMATS)
+        raise Refusal(f"'{name}' is not known", f"Use {known}")
+    return name
+
+
+if TYPE_CHECKING:
+    VariantName = str
+else:
+    VariantName = Literal[tuple(VARIANTS)]
 
 
 class CustomConfig(StrictModel):
-    trainer_variant: Variant = Field(
-        description="`stage2_two_channel`: channels A and B, boxes; `stage2_rollout_aligned`: "
-        "channel B alone, boxes and polygons"
+    trainer_variant: VariantName = Field(
+        description="; ".join(f"`{name}`: {own.meaning}" for name, own in VARIANTS.items())
     )
     object_field_order: FieldOrder = Field(
         default="desc_first", description="order of the fields inside every written object"
     )
-    extra: Annotated[dict[str, Any], BeforeValidator(_null_is_empty)] = Field(
-        default={}, description="free: nothing here reads it, tools of yours may"
+    answer_format: Annotated[
+        str,
+        AfterValidator(_registered_format),
+        WithJsonSchema({"type": "string", "enum": list(ANSWER_FORMATS)}),
+    ] = Field(default="coord_json", description="how answers are written and read")
+    extra: FreeOnResume[Annotated[dict[str, Any], BeforeValidator(_null_is_empty)]] = Field(
+        default={}, description="free section for your own tools; Rollmatch does not read it"
     )
 
 
@@ -93,14 +256,14 @@ class Config(StrictModel):
     stage2_ab: Stage2ABConfig | None = Field(
         default=None,
         validate_default=True,
-        description="schedule and objective of stage2_two_channel, which needs it; no other "
-        "variant takes it",
+        description="schedule and objective of stage2_two_channel; required there, "
+        "refused with other variants",
     )
     rollout_matching: RolloutMatchingConfig = Field(
         description="how answers are generated and matched"
     )
     deepspeed: Empty = Field(default=EmptySection(), description="no keys yet")
-    global_max_length: int = Field(ge=2, description="tokens of one pack: the packing capacity")
+    global_max_length: int = Field(ge=2, description="most tokens of one pack")
 
     @property
     def pipeline(self) -> PipelineConfig:
@@ -122,7 +285,7 @@ class Config(StrictModel):
     @property
     def allow_poly(self) -> bool:
         """True where polygons are trained and predicted beside boxes (RES-02)."""
-        return self.custom.trainer_variant == "stage2_rollout_aligned"
+        return VARIANTS[self.custom.trainer_variant].polygons
 
     @field_validator("stage2_ab")
     @classmethod
@@ -130,12 +293,13 @@ class Config(StrictModel):
         cls, section: Stage2ABConfig | None, info: ValidationInfo
     ) -> Stage2ABConfig | None:
         variant = _variant(info)
-        if variant == "stage2_two_channel" and section is None:
+        home = variant and VARIANTS[variant].objective_in
+        if home == "stage2_ab" and section is None:
             raise Refusal(
                 f"this key is required and missing with custom.trainer_variant: {variant}",
                 "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline",
             )
-        if variant == "stage2_rollout_aligned" and section is not None:
+        if home == "rollout_matching" and section is not None:
             raise Refusal(
                 f"is given, and custom.trainer_variant is {variant}, which runs channel B alone",
                 "Remove it, and declare the objective in rollout_matching.pipeline",
@@ -148,13 +312,14 @@ class Config(StrictModel):
         cls, section: RolloutMatchingConfig, info: ValidationInfo
     ) -> RolloutMatchingConfig:
         variant = _variant(info)
-        if variant == "stage2_rollout_aligned" and section.pipeline is None:
+        home = variant and VARIANTS[variant].objective_in
+        if home == "rollout_matching" and section.pipeline is None:
             raise Refusal(
                 f"this key is required and missing with custom.trainer_variant: {variant}",
                 "Declare the objective and the diagnostics modules",
                 "pipeline",
             )
-        if variant == "stage2_two_channel" and section.pipeline is not None:
+        if home == "stage2_ab" and section.pipeline is not None:
             raise Refusal(
                 f"is given, and custom.trainer_variant is {variant}",
                 "Remove it, and declare the objective in stage2_ab.pipeline",
@@ -229,9 +394,7 @@ class Config(StrictModel):
         own = self.stage2_ab
         if own is None or own.n_softctx_iter == 1 or "A" not in self._channels():
             return
-        modules = self._teaching("A")
-        context = [m.config.self_context_struct_ce_weight for m in modules if m.name == "token_ce"]
-        if not any(context) and all(module.name == "token_ce" for module in modules):
+        if not any(module.learns_from_last for module in self._teaching("A")):
             yield Refusal(
                 f"{own.n_softctx_iter}, and no module learns from the last of the forwards",
                 "Set it to 1, or add bbox_geo or coord_reg to channel A",
@@ -240,7 +403,7 @@ class Config(StrictModel):
 
     def _teaching(self, channel: Channel) -> list[ObjectiveModule]:
         """Modules that move weights in a channel."""
-        return [m for m in self.pipeline.objective if m.counts_in(channel) and m.config.teaches]
+        return [m for m in self.pipeline.objective if m.counts_in(channel) and m.teaches]
 
     def _channels(self) -> Iterator[Channel]:
         """A also runs in place of a step whose asynchronous rollouts are late (ASYNC-01)."""
@@ -274,7 +437,33 @@ class Config(StrictModel):
                 )
 
 
-def _variant(info: ValidationInfo) -> Variant | None:
+def _variant(info: ValidationInfo) -> str | None:
     """The trainer's variant; None where `custom` has faults of its own."""
     custom = info.data.get("custom")
     return None if custom is None else custom.trainer_variant
+
+
+# What a push sends: the whole model, or the LoRA adapter alone (SYNC-01).
+SyncMode = Literal["full", "adapter"]
+
+
+def wanted_sync_mode(config: Config) -> SyncMode:
+    """`sync.mode` without `auto`, which is `adapter` where one is trained and served."""
+    vllm = config.rollout_matching.vllm
+    served = vllm.enable_lora and config.tuner.train_type == "lora"
+    if vllm.sync.mode == "full" or (vllm.sync.mode == "auto" and not served):
+        return "full"
+    return "adapter"
+
+
+def resolved_sync_mode(config: Config, learner_world_size: int) -> SyncMode:
+    """`wanted_sync_mode` of a run; ContractError for adapters of several processes (RES-04)."""
+    wanted = wanted_sync_mode(config)
+    if wanted == "adapter" and learner_world_size > 1:
+        raise ContractError(
+            "rollout_matching.vllm.sync.mode",
+            f"{config.rollout_matching.vllm.sync.mode} resolves to adapter, and there are "
+            f"{learner_world_size} learner processes",
+            "Use full, or one learner process",
+        )
+    return wanted

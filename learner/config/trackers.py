@@ -1,10 +1,11 @@
 """The trackers a run may report to: transformers' names, and what each needs installed.
 
-`learner.trainer.trackers` starts them; here nothing heavy is imported.
+`learner.training.run_log` starts them; here nothing heavy is imported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from shared_contracts.errors import ContractError, ContractErrors
@@ -74,6 +75,70 @@ def _missing(
             yield ContractError(
                 where, f"kubeflow, and {_KUBEFLOW} is not set: this is no TrainJob", "Take it out"
             )
+
+
+class Login(NamedTuple):
+    """How a tracker proves who reports: any one of these is enough.
+
+    variables: of the environment. files: below the home folder; a netrc must name `host`.
+    offline: a variable and the values of it that need no login.
+    """
+
+    variables: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    host: str = ""
+    offline: tuple[str, tuple[str, ...]] = ("", ())
+
+
+# Trackers that refuse to start, or ask on the terminal, without a login.
+_LOGINS: dict[Tracker, Login] = {
+    "wandb": Login(
+        ("WANDB_API_KEY",),
+        (".netrc", "_netrc"),
+        "api.wandb.ai",
+        ("WANDB_MODE", ("offline", "disabled", "dryrun")),
+    ),
+    "comet_ml": Login(("COMET_API_KEY",), (".comet.config",)),
+    "neptune": Login(
+        ("NEPTUNE_API_TOKEN",), offline=("NEPTUNE_MODE", ("offline", "debug", "read-only"))
+    ),
+    "clearml": Login(("CLEARML_API_ACCESS_KEY", "CLEARML_CONFIG_FILE"), ("clearml.conf",)),
+    "swanlab": Login(
+        ("SWANLAB_API_KEY",),
+        (".swanlab/.netrc",),
+        offline=("SWANLAB_MODE", ("local", "offline", "disabled")),
+    ),
+}
+
+
+def logins_missing(
+    report_to: Sequence[ReportTo], environment: Mapping[str, str], home: Path
+) -> list[ContractError]:
+    """Trackers for which no login is seen here; nobody is asked over the network."""
+    return [
+        ContractError(
+            f"training.report_to[{place}]",
+            f"{tracker}, and no login for it is seen here ({', '.join(login.variables)}"
+            f"{''.join(f', ~/{file}' for file in login.files)})",
+            "Log in as its documentation says"
+            + (f", set {login.offline[0]} to {login.offline[1][0]}" if login.offline[0] else "")
+            + ", or take it out",
+        )
+        for place, tracker in enumerate(report_to)
+        if tracker != NOTHING
+        and (login := _LOGINS.get(tracker)) is not None
+        and not _logged_in(login, environment, home)
+    ]
+
+
+def _logged_in(login: Login, environment: Mapping[str, str], home: Path) -> bool:
+    variable, values = login.offline
+    if environment.get(variable, "").lower() in values:
+        return True
+    if any(environment.get(name) for name in login.variables):
+        return True
+    files = [home / name for name in login.files]
+    return any(login.host in file.read_text(errors="replace") for file in files if file.is_file())
 
 
 def importable(module: str) -> bool:

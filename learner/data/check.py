@@ -4,6 +4,9 @@ Problems, which stop a run, are those of `learner.data.jsonl` and images that ca
 have another size than the line says or are too narrow for the model's processor. Warnings, with
 which a run goes on:
 
+    fractions                  no coordinate of the file is above 1
+    pixels                     all of its coordinates would do as pixels of their images
+    same file twice            as for training and for validation
     too thin to match          it covers no pixel of the canvas on which objects are matched
     same image in one file     two lines show it; files are compared by their bytes
     same image in two files    what is trained on is also evaluated on
@@ -17,12 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from learner.data.findings import Finding
-from learner.data.images import Look, Looks, UnreadableImage, Watch, look_at_all, size_told
-from learner.data.jsonl import scan
+from learner.data.images import Looks, UnreadableImage, Watch, look_at_all, size_told
+from learner.data.jsonl import (
+    FROM_PIXELS,
+    MAX_BIN,
+    CoversAPixel,
+    DataProblem,
+    bounding_box,
+    brief,
+    scan,
+)
 from learner.data.lengths import SampleLengths, TokenLimits
-from learner.data.lines import brief
-from learner.data.shapes import CoversAPixel
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 
@@ -34,10 +42,51 @@ class FileReport:
     path: Path
     samples: int = 0
     objects: int = 0
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[DataProblem] = field(default_factory=list)
 
     def count(self, *, warnings: bool) -> int:
-        return sum(finding.warning == warnings for finding in self.findings)
+        return sum(problem.warning == warnings for problem in self.findings)
+
+
+# All objects of a file lie in such a corner of their images by chance, and not as pixels.
+_UNLIKELY = 0.01
+
+
+@dataclass
+class _Coordinates:
+    """What the coordinates of a file are like, over its objects.
+
+    where: the first sample with an object.
+    inside: whether every object, its bins taken for pixels, lies inside of its image.
+    chance: of `inside` for bins, if lower right corners are spread evenly over their images.
+    """
+
+    where: str = ""
+    objects: int = 0
+    largest: int = 0
+    inside: bool = True
+    chance: float = 1.0
+
+    def add(self, sample: Sample) -> None:
+        for item in sample.objects:
+            self.where = self.where or sample.sample_id
+            _, _, right, bottom = bounding_box(item.shape)
+            self.objects += 1
+            self.largest = max(self.largest, *item.shape.coords)
+            self.inside &= right <= sample.width and bottom <= sample.height
+            self.chance *= min(sample.width / MAX_BIN, 1) * min(sample.height / MAX_BIN, 1)
+
+    def doubt(self) -> DataProblem | None:
+        """Coordinates that look like something else than bins, if they do."""
+        if self.objects and self.largest <= 1:
+            found = f"no coordinate of {self.objects} objects is above 1: fractions of the image"
+            do = f"Multiply them by {MAX_BIN}: bin k is k/{MAX_BIN} of the width or height."
+            return DataProblem("fractions", self.where, found, do, warning=True)
+        if self.inside and self.chance < _UNLIKELY:
+            found = f"all of {self.objects} objects lie where they would as pixels of their images"
+            do = f"If they are pixels: {FROM_PIXELS}. Look at them with `learner data preview`."
+            return DataProblem("pixels", self.where, found, do, warning=True)
+        return None
 
 
 class _Use(NamedTuple):
@@ -68,14 +117,35 @@ def check_files(
     for index, path in enumerate(paths):
         report = FileReport(path)
         reports.append(report)
+        before = (one for one in paths[:index] if one.is_file() and path.is_file())
+        twice = next((one for one in before if one.samefile(path)), None)
+        coordinates = _Coordinates()
         for sample in _read(report, allow_poly):
             report.findings += _of_sample(sample, lengths, covers_a_pixel)
-            _note_images(uses, index, sample)
+            coordinates.add(sample)
+            if twice is None:  # else every image is in two files
+                size: tuple[int, int] | None = (sample.width, sample.height)  # of the first image
+                for image in sample.images:
+                    use = _Use(index, sample.sample_id, size, hash(sample.objects))
+                    uses.setdefault(image, []).append(use)
+                    size = None
+        if twice is not None:
+            report.findings.append(
+                DataProblem(
+                    "same file twice",
+                    f"{path}:1",
+                    f"it is the same file as {twice}",
+                    "Keep a part of the samples out of training and validate on it.",
+                    warning=True,
+                )
+            )
+        if (doubt := coordinates.doubt()) is not None:
+            report.findings.append(doubt)
     looks = watch(look_at_all(list(uses)), len(uses))
-    for use, finding in _of_images(uses, looks):
-        reports[use.file].findings.append(finding)
+    for use, problem in _of_images(uses, looks):
+        reports[use.file].findings.append(problem)
     for report in reports:
-        report.findings.sort(key=_line_number)
+        report.findings.sort(key=lambda each: int(each.where.rpartition(":")[2]))
     return reports
 
 
@@ -95,25 +165,12 @@ def _read(report: FileReport, allow_poly: bool) -> Iterator[Sample]:
             yield line.sample
 
 
-def _line_number(finding: Finding) -> int:
-    return int(finding.where.rpartition(":")[2])
-
-
-def _note_images(uses: dict[Path, list[_Use]], file: int, sample: Sample) -> None:
-    """width and height are those of the first image."""
-    size: tuple[int, int] | None = (sample.width, sample.height)
-    for image in sample.images:
-        use = _Use(file, sample.sample_id, size, hash(sample.objects))
-        uses.setdefault(image, []).append(use)
-        size = None
-
-
 def _of_sample(
     sample: Sample, lengths: SampleLengths | None, covers_a_pixel: CoversAPixel
-) -> Iterator[Finding]:
+) -> Iterator[DataProblem]:
     for index, item in enumerate(sample.objects):
         if not covers_a_pixel(item.shape):
-            yield Finding(
+            yield DataProblem(
                 "too thin to match",
                 sample.sample_id,
                 f"objects[{index}] {item.desc!r} covers no pixel of the canvas on which "
@@ -125,10 +182,12 @@ def _of_sample(
         yield from _of_lengths(sample, lengths, lengths.limits)
 
 
-def _of_lengths(sample: Sample, lengths: SampleLengths, limits: TokenLimits) -> Iterator[Finding]:
+def _of_lengths(
+    sample: Sample, lengths: SampleLengths, limits: TokenLimits
+) -> Iterator[DataProblem]:
     target = lengths.target(sample)
     if target > limits.answer:
-        yield Finding(
+        yield DataProblem(
             "target too long",
             sample.sample_id,
             f"{len(sample.objects)} objects take {target} tokens, and "
@@ -139,12 +198,12 @@ def _of_lengths(sample: Sample, lengths: SampleLengths, limits: TokenLimits) -> 
     try:
         prompt = lengths.prompt(sample)
     except ContractError as error:
-        yield Finding("image too narrow", error.where, error.found, error.do)
+        yield DataProblem("image too narrow", error.where, error.found, error.do)
         return
     except UnreadableImage:  # told with the other images
         return
     if limits.pack is not None and prompt + target > limits.pack:
-        yield Finding(
+        yield DataProblem(
             "sample too long",
             sample.sample_id,
             f"prompt {prompt} and target {target} tokens, and global_max_length is {limits.pack}",
@@ -153,46 +212,31 @@ def _of_lengths(sample: Sample, lengths: SampleLengths, limits: TokenLimits) -> 
         )
 
 
-def _of_images(uses: dict[Path, list[_Use]], looks: Looks) -> Iterator[tuple[_Use, Finding]]:
+def _of_images(uses: dict[Path, list[_Use]], looks: Looks) -> Iterator[tuple[_Use, DataProblem]]:
     seen: dict[bytes, _Use] = {}
     for path, look in looks:
         for use in uses[path]:
             if isinstance(look, UnreadableImage):
-                yield use, _unreadable(use, path, look)
+                found, do = f"image {path} {look}", "Replace it, or remove the line."
+                yield use, DataProblem("unreadable image", use.sample_id, found, do)
                 continue
-            if use.size not in (None, look.size):
-                yield use, _other_size(use, path, look)
+            if use.size is not None and use.size != look.size:
+                found = size_told(use.size, path, look)
+                do = "Give its size, and see that the boxes were made for this image."
+                yield use, DataProblem("other image size", use.sample_id, found, do)
             first = seen.setdefault(look.digest, use)
-            if first.sample_id != use.sample_id:
-                yield use, _seen_before(use, path, first)
-
-
-def _unreadable(use: _Use, path: Path, why: UnreadableImage) -> Finding:
-    return Finding(
-        "unreadable image",
-        use.sample_id,
-        f"image {path} {why}",
-        "Replace it, or remove the line.",
-    )
-
-
-def _other_size(use: _Use, path: Path, look: Look) -> Finding:
-    assert use.size is not None
-    return Finding(
-        "other image size",
-        use.sample_id,
-        size_told(use.size, path, look),
-        "Give its size, and see that the boxes were made for this image.",
-    )
-
-
-def _seen_before(use: _Use, path: Path, first: _Use) -> Finding:
-    same = "the same objects" if use.objects_hash == first.objects_hash else "other objects"
-    leak = use.file != first.file
-    return Finding(
-        f"same image in {'two files' if leak else 'one file'}",
-        use.sample_id,
-        f"image {path} is that of {first.sample_id}, with {same}",
-        "Keep it in one of the files." if leak else "Keep one of the lines.",
-        warning=True,
-    )
+            if first.sample_id == use.sample_id:
+                continue
+            alike = use.objects_hash == first.objects_hash
+            leak = use.file != first.file
+            yield (
+                use,
+                DataProblem(
+                    f"same image in {'two files' if leak else 'one file'}",
+                    use.sample_id,
+                    f"image {path} is that of {first.sample_id}, with "
+                    f"{'the same' if alike else 'other'} objects",
+                    "Keep it in one of the files." if leak else "Keep one of the lines.",
+                    warning=True,
+                ),
+            )

@@ -1,8 +1,12 @@
-"""Images as the model sees them: the first frame, upright as the camera says, in RGB."""
+"""Images as the model sees them: the first frame, upright as EXIF says, in 8-bit RGB.
+
+`shared_contracts.images` has the rule for each mode, which the server follows as well.
+"""
 
 import hashlib
 import io
 import os
+import struct
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,11 +19,12 @@ from typing import NamedTuple
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from shared_contracts.errors import ContractError
+from shared_contracts.images import FORMATS, ModeRefused, as_rgb, require_mode
 
-# What the rollout server opens.
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 # EXIF orientations that exchange width and height.
 _ON_ITS_SIDE = (5, 6, 7, 8)
+# Parts of a PNG that may hold an orientation.
+_TELLING_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 
 
 class UnreadableImage(Exception):
@@ -36,17 +41,19 @@ class Look(NamedTuple):
     """An image that can be decoded.
 
     size: width and height in pixels, upright.
-    digest: of the file's bytes; the same for copies under other names.
     turned: the file holds it lying on its side (EXIF orientation).
+    digest: of the file's bytes; the same for copies under other names; empty where only the
+        header was read.
     """
 
     size: tuple[int, int]
-    digest: bytes
     turned: bool
+    digest: bytes = b""
 
 
-# Images with what was seen of each.
-Looks = Iterable[tuple[Path, Look | UnreadableImage]]
+# What was seen of an image, and images with what was seen of each.
+Seen = Look | UnreadableImage
+Looks = Iterable[tuple[Path, Seen]]
 # Goes over images as they are looked at, given how many there are, e.g. showing a bar.
 Watch = Callable[[Looks, int], Looks]
 
@@ -67,17 +74,31 @@ def open_upright(path: Path) -> Image.Image:
 
 def upright(content: bytes) -> Image.Image:
     """Decode the bytes of an image file; raises UnreadableImage."""
-    return _decode(content).convert("RGB")
+    return as_rgb(_decode(content))
 
 
-def upright_size(path: Path) -> tuple[int, int]:
-    """Width and height, read from the header alone; raises UnreadableImage."""
-    try:
-        with Image.open(path, formats=FORMATS) as image:
-            turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
-            return (image.height, image.width) if turned else image.size
-    except Exception as error:  # Pillow's decoders raise nearly anything for broken files
-        raise UnreadableImage(f"cannot be read ({error})") from error
+def look_at_header(path: Path) -> Look:
+    """Read the header of an image and no pixels; raises UnreadableImage."""
+    with _opened(path) as image:
+        # Pillow decodes a PNG before it gives its EXIF, which may stand behind the pixels.
+        all_at_head = image.format == "PNG" and not _tells_more_behind_pixels(path)
+        exif = Image.Image.getexif(image) if all_at_head else image.getexif()
+        turned = exif.get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
+        return Look((image.height, image.width) if turned else image.size, turned)
+
+
+def _tells_more_behind_pixels(png: Path) -> bool:
+    """Whether a PNG has EXIF or text, which may be XMP, behind its pixels; passes over those."""
+    with png.open("rb") as file:
+        file.seek(len(b"\x89PNG\r\n\x1a\n"))
+        pixels_passed = False
+        while len(head := file.read(8)) == 8:
+            length, name = struct.unpack(">I4s", head)
+            pixels_passed = pixels_passed or name == b"IDAT"
+            if pixels_passed and name in _TELLING_CHUNKS:
+                return True
+            file.seek(length + len(b"CRC."), os.SEEK_CUR)
+    return False
 
 
 def look_at(path: Path) -> Look:
@@ -86,28 +107,28 @@ def look_at(path: Path) -> Look:
     decoded = _decode(content)
     with Image.open(io.BytesIO(content)) as stored:
         turned = stored.size != decoded.size
-    return Look(decoded.size, hashlib.blake2b(content, digest_size=16).digest(), turned)
+    return Look(decoded.size, turned, hashlib.blake2b(content, digest_size=16).digest())
 
 
-def look_at_all(paths: Sequence[Path]) -> Iterator[tuple[Path, Look | UnreadableImage]]:
+def look_at_all(paths: Sequence[Path], look: Callable[[Path], Look] = look_at) -> Looks:
     """Look at each image, several at a time, in the order of `paths`."""
+
+    def outcome(path: Path) -> Seen:
+        try:
+            return look(path)
+        except UnreadableImage as error:
+            return error
+
     workers = os.cpu_count() or 1
     remaining = iter(paths)
     with ThreadPoolExecutor(workers) as pool, large_images_allowed():
-        ahead: deque[tuple[Path, Future[Look | UnreadableImage]]] = deque(
-            (path, pool.submit(_outcome, path)) for path in islice(remaining, 4 * workers)
+        ahead: deque[tuple[Path, Future[Seen]]] = deque(
+            (path, pool.submit(outcome, path)) for path in islice(remaining, 4 * workers)
         )
         while ahead:
             path, future = ahead.popleft()
             yield path, future.result()
-            ahead.extend((path, pool.submit(_outcome, path)) for path in islice(remaining, 1))
-
-
-def _outcome(path: Path) -> Look | UnreadableImage:
-    try:
-        return look_at(path)
-    except UnreadableImage as error:
-        return error
+            ahead.extend((path, pool.submit(outcome, path)) for path in islice(remaining, 1))
 
 
 def _read(path: Path) -> bytes:
@@ -120,12 +141,24 @@ def _read(path: Path) -> bytes:
 
 
 def _decode(content: bytes) -> Image.Image:
+    with _opened(io.BytesIO(content)) as image:
+        return ImageOps.exif_transpose(image)
+
+
+@contextmanager
+def _opened(file: Path | io.BytesIO) -> Iterator[Image.Image]:
+    """An image whose header was read; raises UnreadableImage, also for errors of the body."""
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            return ImageOps.exif_transpose(image)
+        with Image.open(file, formats=FORMATS) as image:
+            require_mode(image)
+            yield image
+    except ModeRefused as error:
+        raise UnreadableImage(str(error)) from error
     except UnidentifiedImageError as error:
         raise UnreadableImage(f"is no image of a known format ({', '.join(FORMATS)})") from error
     except Exception as error:  # Pillow's decoders raise nearly anything for broken files
+        if isinstance(error, OSError) and error.strerror:  # of the file, not of what it holds
+            raise UnreadableImage(f"cannot be read ({error.strerror})") from error
         raise UnreadableImage(f"cannot be decoded ({error})") from error
 
 

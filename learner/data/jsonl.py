@@ -4,26 +4,170 @@
      "objects": [{"desc": "cat", "bbox_2d": [10, 20, "<|coord_300|>", 400]}],
      "metadata": {"split": "day"}}
 
-`images` are paths, absolute or relative to the file; coordinates are norm1000 bins,
-numbers (rounded) or coordinate tokens; `objects` may be empty; `metadata` may be left
-out. Nothing else is allowed, so that a misspelt key is not lost in silence.
+`images` are paths, absolute or relative to the file; coordinates are norm1000 bins: coordinate
+tokens, or numbers and numeric strings (rounded); `objects` may be empty; `metadata` may be left
+out. Nothing else is allowed, so that a misspelt key is not lost in silence. Descriptions become
+Unicode NFC (RES-20).
 
     scan           every line, with its sample or with all that is wrong with it
     read_samples   the samples of a file without a fault
+    build_request  a sample as a conversation: the one prompt both server and learner encode
+
+Only a newline ends a line; a carriage return before it and a byte-order mark at the start of
+the file, which programs on Windows write, are taken as nothing. A line must be one object of
+strict JSON: `NaN` and `Infinity` are refused, and so is a key given twice, of which Python
+would keep the last one in silence.
 """
 
-import math
+import codecs
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
-from learner.data.findings import Finding, capped
-from learner.data.lines import EMPTY_LINE, BadLine, brief, parse_line, raw_lines
-from learner.tokens import IM_END
-from learner.types import GeometryKind, GroundTruthObject, Sample, Shape
+from learner.stages.tokens import IM_END
+from learner.types import GeometryKind, GroundTruthObject, Sample, Shape, normalized
+from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.infer import ContentPart, ImagePart, Message, RolloutInferRequest, TextPart
+
+MAX_SHOWN_ERRORS = 20
+
+
+class DataProblem(ContractError):
+    """What is wrong or doubtful with a line of a data file; `where` is `file:line`.
+
+    kind: a few words under which a summary counts it. warning: a run takes the line as it is.
+    """
+
+    def __init__(
+        self, kind: str, where: str, found: str, do: str, *, warning: bool = False
+    ) -> None:
+        super().__init__(where, found, do)
+        self.kind = kind
+        self.warning = warning
+
+
+def capped(where: str, errors: Sequence[ContractError]) -> ContractErrors:
+    """The first errors, and how many more there are."""
+    hidden = len(errors) - MAX_SHOWN_ERRORS
+    if hidden <= 0:
+        return ContractErrors([*errors])
+    more = ContractError(
+        where,
+        f"{hidden} more problems ({len(errors)} in all)",
+        "Mend these first, then rerun.",
+    )
+    return ContractErrors([*errors[:MAX_SHOWN_ERRORS], more])
+
+
+# Whether a shape covers a pixel of the canvas on which objects are matched; one that covers none
+# is like nothing, itself included. Asked of the stage that draws the masks, which comes later.
+CoversAPixel = Callable[[Shape], bool]
+
+
+def bounding_box(shape: Shape) -> tuple[int, int, int, int]:
+    """x1, y1, x2, y2 in bins; a box is its own."""
+    xs, ys = shape.coords[0::2], shape.coords[1::2]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+_ONE_OBJECT = "Write one JSON object a line."
+_SHOWN = 80
+EMPTY_LINE, REPEATED_KEY = "empty line", "repeated key"
+
+
+class BadLine(Exception):
+    """A line that is no JSON object; the parts are those of a `DataProblem`."""
+
+    def __init__(self, kind: str, found: str, do: str) -> None:
+        super().__init__(kind, found, do)
+        self.kind = kind
+        self.found = found
+        self.do = do
+
+
+def raw_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, without their ends.
+
+    Raises ContractError for a file that is not there, cannot be read or is empty.
+    """
+    if not path.is_file():
+        found = "this is not a file" if path.exists() else "there is no such file"
+        raise ContractError(str(path), found, "Name a JSONL file with one sample a line.")
+    empty = True
+    try:
+        with path.open("rb") as file:
+            for raw in file:
+                line = raw.removeprefix(codecs.BOM_UTF8) if empty else raw
+                empty = False
+                yield line.removesuffix(b"\n").removesuffix(b"\r")
+    except OSError as error:
+        raise ContractError(
+            str(path), f"it cannot be read ({error.strerror})", "Make it readable."
+        ) from error
+    if empty:
+        raise ContractError(str(path), "the file has no samples", _ONE_OBJECT)
+
+
+def parse_line(raw: bytes) -> dict[str, Any]:
+    """The object of one line; raises `BadLine`."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start + 1} of the line is not UTF-8"
+        raise BadLine("not UTF-8", found, "Save the file as UTF-8.") from error
+    if not text.strip():
+        raise BadLine(EMPTY_LINE, "the line is empty", "Remove it.")
+    record = strict_json(text)
+    if not isinstance(record, dict):
+        raise BadLine("not a JSON object", f"{brief(record)} is no JSON object", _ONE_OBJECT)
+    return record
+
+
+def strict_json(text: str) -> Any:
+    """The value of a text of strict JSON; raises `BadLine`."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    except json.JSONDecodeError as error:
+        detail = f"{error.msg} at character {error.pos + 1}"
+    except RecursionError:
+        detail = "nested too deeply"
+    except ValueError:  # more digits than Python turns into an int
+        detail = "a number is too long"
+    start = "".join(c if c.isprintable() else "?" for c in text[:_SHOWN])
+    raise BadLine("not JSON", f"not JSON ({detail}): {start}", _ONE_OBJECT)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise BadLine(
+            REPEATED_KEY,
+            f"the key {brief(twice)} is given {keys.count(twice)} times in one object",
+            "Keep one of them.",
+        )
+    return record
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise BadLine(
+        "not JSON", f"not JSON ({constant} is no number there)", "Write a number, or null."
+    )
+
+
+def brief(value: Any) -> str:
+    """A value as JSON, at most 80 characters of it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return "a value nested too deeply"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
 
 MAX_BIN = 999
 # More pixels than any image format here holds; tokens and areas stay numbers.
@@ -33,6 +177,7 @@ _SAMPLE_KEYS = {"images", "width", "height", "objects", "metadata"}
 # Text that no target can hold: unpaired surrogates, special tokens.
 _UNWRITABLE = re.compile(r"[\ud800-\udfff]|<\|\w+\|>")
 _COORD_TOKEN = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
+FROM_PIXELS = f"x becomes {MAX_BIN} * x / width, y becomes {MAX_BIN} * y / height"
 _BOX_EXAMPLE = '"bbox_2d": [x1, y1, x2, y2] with 0 <= x1 <= x2 <= 999 and 0 <= y1 <= y2 <= 999'
 _POLY_EXAMPLE = '"poly": [x1, y1, x2, y2, x3, y3, ...], at least three points in 0..999'
 
@@ -41,36 +186,37 @@ class Line(NamedTuple):
     """One line of a data file: a sample, or what is wrong with it."""
 
     sample: Sample | None
-    problems: list[Finding]
+    problems: list[DataProblem]
 
 
-def read_samples(path: Path, *, allow_poly: bool) -> list[Sample]:
+def read_samples(path: Path, *, allow_poly: bool, find_images: bool = True) -> list[Sample]:
     """Read and check a whole data file; images are looked up, not decoded.
 
     allow_poly: false where only boxes can be trained (`stage2_two_channel`).
+    find_images: false where samples may lack their images, as something else finds out.
 
     Raises:
         ContractErrors: what is wrong with the file, each as `file:line`; the first problems,
             and how many more there are.
     """
     samples: list[Sample] = []
-    problems: list[Finding] = []
-    for line in scan(path, allow_poly=allow_poly):
+    problems: list[DataProblem] = []
+    for line in scan(path, allow_poly=allow_poly, find_images=find_images):
         problems.extend(line.problems)
         if line.sample is not None:
             samples.append(line.sample)
     if problems:
-        raise capped(str(path), [problem.error() for problem in problems])
+        raise capped(str(path), problems)
     return samples
 
 
-def scan(path: Path, *, allow_poly: bool) -> Iterator[Line]:
-    """Read a data file line by line; images are looked up, not decoded.
+def scan(path: Path, *, allow_poly: bool, find_images: bool = True) -> Iterator[Line]:
+    """Read a data file line by line; arguments as those of `read_samples`.
 
     Raises ContractError for a file that is not there, cannot be read or is empty.
     """
     for number, (raw, is_last) in enumerate(_with_last(raw_lines(path)), start=1):
-        reader = _LineReader(path, number, allow_poly)
+        reader = _LineReader(path, number, allow_poly, find_images)
         sample = reader.read(raw, is_last)
         yield Line(sample, reader.problems)
 
@@ -90,14 +236,15 @@ def is_description(value: Any) -> TypeGuard[str]:
 class _LineReader:
     """Turns one line into a sample, noting every problem of it in `problems`."""
 
-    def __init__(self, path: Path, number: int, allow_poly: bool) -> None:
+    def __init__(self, path: Path, number: int, allow_poly: bool, find_images: bool) -> None:
         self.sample_id = f"{path}:{number}"
         self.folder = path.parent
         self.allow_poly = allow_poly
-        self.problems: list[Finding] = []
+        self.find_images = find_images
+        self.problems: list[DataProblem] = []
 
     def _wrong(self, kind: str, found: str, do: str) -> None:
-        self.problems.append(Finding(kind, self.sample_id, found, do))
+        self.problems.append(DataProblem(kind, self.sample_id, found, do))
 
     def read(self, raw: bytes, is_last: bool) -> Sample | None:
         """The sample, or None when there is any problem."""
@@ -142,7 +289,8 @@ class _LineReader:
             return
         for name in value:
             image = (self.folder / name).absolute()
-            if not os.path.isfile(image):  # unlike Path.is_file, false for a name too long
+            # os.path.isfile is false for a name that is too long, and Path.is_file raises
+            if self.find_images and not os.path.isfile(image):
                 self._wrong(
                     "missing image",
                     f"image {name!r} is not at {image}",
@@ -187,7 +335,7 @@ class _LineReader:
     def _desc(self, where: str, item: dict[str, Any]) -> str | None:
         desc = item.get("desc")
         if is_description(desc):
-            return desc
+            return normalized(desc)
         self._wrong(
             "description",
             f"{where}.desc is {_told(item, 'desc')}",
@@ -204,7 +352,10 @@ class _LineReader:
         bins = [_as_bin(v) for v in values] if isinstance(values, list) else []
         coords = tuple(b for b in bins if b is not None)
         if len(coords) != len(bins) or not _well_formed(kind, coords):
-            self._wrong("geometry", f"{where}.{kind} is {brief(values)}", f"Write {example}.")
+            beyond = any(bin > MAX_BIN for bin in coords)
+            pixels = f" Numbers above {MAX_BIN} look like pixels: {FROM_PIXELS}." if beyond else ""
+            do = f"Write {example}.{pixels}"
+            self._wrong("geometry", f"{where}.{kind} is {brief(values)}", do)
             return None
         return Shape(kind, coords)
 
@@ -240,13 +391,15 @@ def _told(mapping: dict[str, Any], key: str) -> str:
 
 
 def _as_bin(value: Any) -> int | None:
-    """The bin a number or a coordinate token stands for, None if it is neither."""
-    if isinstance(value, str):
-        token = _COORD_TOKEN.fullmatch(value)
-        return int(token[1]) if token else None
-    if isinstance(value, float) and math.isfinite(value):
-        return round(value)
-    return value if type(value) is int else None
+    """The bin of a coordinate token, else `int(round(float(value)))` (RES-24); None of neither."""
+    if isinstance(value, str) and (token := _COORD_TOKEN.fullmatch(value)):
+        return int(token[1])
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        return round(float(value))
+    except (ValueError, OverflowError):  # no number, NaN, infinite or too large
+        return None
 
 
 def _well_formed(kind: GeometryKind, coords: tuple[int, ...]) -> bool:
@@ -255,3 +408,20 @@ def _well_formed(kind: GeometryKind, coords: tuple[int, ...]) -> bool:
     if kind == "poly":
         return len(coords) >= 6 and len(coords) % 2 == 0
     return len(coords) == 4 and coords[0] <= coords[2] and coords[1] <= coords[3]
+
+
+def build_messages(sample: Sample, prompt: str, system: str | None) -> list[Message]:
+    """System text if any, then one user turn: the images, then the instruction."""
+    content: list[ContentPart] = [ImagePart(type="image") for _ in sample.images]
+    content.append(TextPart(type="text", text=prompt))
+    messages = [Message(role="system", content=system)] if system is not None else []
+    return [*messages, Message(role="user", content=content)]
+
+
+def build_request(sample: Sample, prompt: str, system: str | None) -> RolloutInferRequest:
+    """The `/infer/` request of a sample; images travel as paths the server can read."""
+    return RolloutInferRequest(
+        messages=build_messages(sample, prompt, system),
+        images=[str(path) for path in sample.images],
+        uuid=sample.sample_id,
+    )

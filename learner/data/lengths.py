@@ -4,22 +4,51 @@ The tokenizer is the checkpoint's `tokenizer.json`, the prompt is rendered with 
 and every image placeholder in it counts as many tokens as its image takes.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
-from learner.data.image_tokens import MAX_ASPECT, ImageRule, read_json
-from learner.data.images import upright_size
+from learner.config.registry import model_family
+from learner.data.images import look_at_header
 from learner.types import GroundTruthObject, Sample
+from shared_contracts.adapters import checkpoint_chain, folder_with
 from shared_contracts.errors import ContractError
-
-IMAGE_PAD = "<|image_pad|>"
 
 WriteAnswer = Callable[[Sequence[GroundTruthObject]], str]
 # The messages of a sample, as chat templates take them.
 WriteMessages = Callable[[Sample], list[dict[str, Any]]]
+
+
+class ImageRule(Protocol):
+    """How many tokens an image takes, by the rule of a model's image processor.
+
+    max_aspect: the processor refuses images that are longer than this many times their other side.
+    """
+
+    @property
+    def max_aspect(self) -> int: ...
+
+    def tokens(self, width: int, height: int) -> int | None:
+        """Tokens of an image, None for one that is too narrow for the processor."""
+
+
+def checkpoint_family(checkpoint: Path) -> Any:
+    """The `learner.models.families.Family` of a checkpoint, or of what an adapter is over."""
+    folder = checkpoint_chain(checkpoint, "model.model")[-1]
+    return model_family(read_json(folder / "config.json").get("model_type"))
+
+
+def image_rule(checkpoint: Path) -> ImageRule:
+    """The rule of a checkpoint's processor, which may stand beside an adapter.
+
+    Raises ContractError where there is none, or another than its family has.
+    """
+    processor = folder_with(checkpoint, "tokenizer.json", "model.model")
+    rule: ImageRule = checkpoint_family(checkpoint).image_rule(processor)
+    return rule
 
 
 class TokenLimits(NamedTuple):
@@ -51,7 +80,8 @@ class SampleLengths:
     ) -> None:
         self.limits = limits
         self._tokenizer = read_tokenizer(checkpoint / "tokenizer.json")
-        self._rule = ImageRule.of_checkpoint(checkpoint)
+        self._rule = image_rule(checkpoint)
+        self._placeholder = checkpoint_family(checkpoint).placeholder
         self._template = chat_template(checkpoint)
         self._write_answer = write_answer
         self._write_messages = write_messages
@@ -75,14 +105,24 @@ class SampleLengths:
         first = (sample.width, sample.height)
         return sum(
             self._image(sample, size)
-            for size in (first, *(upright_size(path) for path in sample.images[1:]))
+            for size in (first, *(look_at_header(path).size for path in sample.images[1:]))
         )
 
     def prompt(self, sample: Sample) -> int:
         """Tokens before the answer, those of the images included; raises as `images` does."""
         count = len(sample.images)
         if count not in self._text_tokens:
-            self._text_tokens[count] = self._text(sample)
+            assert self._write_messages is not None
+            from transformers.utils.chat_template_utils import render_jinja_template  # a second
+
+            rendered: Any = render_jinja_template(
+                [self._write_messages(sample)],
+                chat_template=self._template,
+                add_generation_prompt=True,
+            )
+            text = str(rendered[0][0])
+            tokens = len(self._tokenizer.encode(text).ids) - text.count(self._placeholder)
+            self._text_tokens[count] = tokens  # without those of the images
         return self._text_tokens[count] + self.images(sample)
 
     def _image(self, sample: Sample, size: tuple[int, int]) -> int:
@@ -90,16 +130,11 @@ class SampleLengths:
         if tokens is None:
             raise ContractError(
                 sample.sample_id,
-                f"an image of {size[0]}x{size[1]} pixels: longer than {MAX_ASPECT} times its width",
+                f"an image of {size[0]}x{size[1]} pixels: longer than {self._rule.max_aspect} "
+                "times its width",
                 "Cut it, or leave the line out; the model's processor refuses it",
             )
         return tokens
-
-    def _text(self, sample: Sample) -> int:
-        """Tokens of a prompt without those of its images."""
-        assert self._write_messages is not None
-        text = _render(self._template, self._write_messages(sample))
-        return len(self._tokenizer.encode(text).ids) - text.count(IMAGE_PAD)
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
@@ -129,10 +164,12 @@ def chat_template(checkpoint: Path) -> str:
     )
 
 
-def _render(template: str, messages: list[dict[str, Any]]) -> str:
-    from transformers.utils.chat_template_utils import render_jinja_template  # a second
-
-    rendered: Any = render_jinja_template(
-        [messages], chat_template=template, add_generation_prompt=True
-    )
-    return str(rendered[0][0])
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ContractError for anything else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ContractError(str(path), f"cannot be read ({error})", "Mend the file") from error
+    if not isinstance(value, dict):
+        raise ContractError(str(path), "it holds no JSON object", "Mend the file")
+    return value

@@ -1,21 +1,53 @@
-"""Which samples each optimizer step takes, and each process of it: a pure function (STEP-02).
+"""Which samples each optimizer step takes, and each process of it (STEP-02).
 
-    step k  ->  `batch` samples of the epoch's order  ->  a contiguous share for each rank
+    step k  ->  `batch` samples of the epoch's order  ->  a contiguous batch for each rank
+
+    BatchOrder              the order, a pure function of the seed
+    image_faults(samples)   what the headers of all images show, before anything expensive
+    BadSampleLog            `bad_samples.jsonl` of the run folder
+    StandIns                the training samples under `data.on_bad_sample: skip`
 
 An epoch has as many whole steps as its samples make; what is left over is not trained on in
-that epoch. Any step's samples can be told at any time, so a run that goes on after it was
+that epoch. Any step's samples can be computed at any time, so a run that goes on after it was
 killed, or that looks ahead, takes the same ones.
+
+With `stop`, the default, any fault of an image ends the run before it starts. With `skip` another
+sample takes the place of a bad one, so a step still consumes as many samples as the YAML says,
+every other sample keeps its place, and a resumed run takes the same ones: which sample stands in
+depends on the seed, on the place, and on which samples are bad, and on nothing else.
 """
 
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+from learner.data.images import (
+    Seen,
+    UnreadableImage,
+    Watch,
+    look_at,
+    look_at_all,
+    look_at_header,
+    size_told,
+)
+from learner.data.lengths import ImageRule
+from learner.runs.atomic_files import append_line
+from learner.types import Sample
+from shared_contracts.errors import ContractError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True)
-class ShareOrder:
+class BatchOrder:
     """The order of `samples` samples in steps of `batch`, over `ranks` processes.
 
     seed: of the shuffle; a new order in every epoch. shuffle: false keeps the order of the file.
@@ -35,7 +67,7 @@ class ShareOrder:
     def steps_per_epoch(self) -> int:
         return self.samples // self.batch
 
-    def share(self, step: int, rank: int) -> list[int]:
+    def rank_batch(self, step: int, rank: int) -> list[int]:
         """Indices of the samples of rank `rank` in step `step`, both from 0."""
         epoch, in_epoch = divmod(step, self.steps_per_epoch)
         own = self.batch // self.ranks
@@ -44,7 +76,143 @@ class ShareOrder:
 
 
 @lru_cache(maxsize=4)
-def _order(order: ShareOrder, epoch: int) -> npt.NDArray[np.int64]:
+def _order(order: BatchOrder, epoch: int) -> npt.NDArray[np.int64]:
+    import numpy as np  # not for those who look at a config
+
     if not order.shuffle:
         return np.arange(order.samples)
     return np.random.default_rng([order.seed, epoch]).permutation(order.samples)
+
+
+BAD_SAMPLES = "bad_samples.jsonl"
+
+
+def image_faults(
+    samples: Sequence[Sample], rule: ImageRule, watch: Watch
+) -> dict[str, ContractError]:
+    """By `sample_id`, why a sample cannot be shown; only headers are read, several at a time.
+
+    An image must be there, of a known format and mode, as large as its line says, and of sides
+    that the model's processor takes.
+    """
+    paths = list(dict.fromkeys(path for sample in samples for path in sample.images))
+    seen = dict(watch(look_at_all(paths, look_at_header), len(paths)))
+    faults = ((sample.sample_id, _fault(sample, seen, rule)) for sample in samples)
+    return {sample_id: fault for sample_id, fault in faults if fault is not None}
+
+
+def image_fault(sample: Sample, rule: ImageRule) -> ContractError | None:
+    """Why one sample cannot be shown, if it cannot; its images are decoded."""
+    return _fault(sample, {path: _decoded(path) for path in sample.images}, rule)
+
+
+def _decoded(path: Path) -> Seen:
+    try:
+        return look_at(path)
+    except UnreadableImage as error:
+        return error
+
+
+def _fault(sample: Sample, seen: Mapping[Path, Seen], rule: ImageRule) -> ContractError | None:
+    told: tuple[int, int] | None = (sample.width, sample.height)  # of the first image
+    for path in sample.images:
+        look = seen[path]
+        if isinstance(look, UnreadableImage):
+            found, do = f"image {path} {look}", "Replace it, or remove the line"
+        elif told not in (None, look.size):
+            assert told is not None
+            found = size_told(told, path, look)
+            do = "Give its size, and see that the boxes were made for this image"
+        elif rule.tokens(*look.size) is None:
+            width, height = look.size
+            found = (
+                f"image {path} has {width}x{height} pixels, and the model's processor refuses "
+                f"sides of a ratio above {rule.max_aspect}"
+            )
+            do = "Cut the image, or remove the line"
+        else:
+            told = None
+            continue
+        return ContractError(
+            sample.sample_id, found, f"{do}; data.on_bad_sample: skip trains without it"
+        )
+    return None
+
+
+class BadSampleLog:
+    """Lists each bad sample once: `{"file", "line", "reason"}`, as far as this process knows.
+
+    Every process but the first has a file of its own, `bad_samples.rank1.jsonl` and so on. A run
+    that goes on adds to what is there.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        of_rank = f".rank{rank}" if rank else ""
+        self._path = (folder / BAD_SAMPLES).with_suffix(f"{of_rank}.jsonl")
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        self._listed = set(lines)
+
+    def add(self, fault: ContractError) -> None:
+        """fault: `where` is the `sample_id`."""
+        file, _, line = fault.where.rpartition(":")
+        record = {"file": file, "line": int(line), "reason": fault.found}
+        text = json.dumps(record, ensure_ascii=False)
+        if text not in self._listed:
+            self._listed.add(text)
+            append_line(self._path, text)
+
+
+class StandIns(Sequence[Sample]):
+    """Samples of which a good one stands in for each bad one, by place.
+
+    bad: found before the run, by `sample_id`; at least one sample is good.
+    look: finds what is wrong with a sample when its turn comes, as its images may have changed
+        since, and their headers did not show everything.
+    note: takes each fault that was not known before.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        bad: Mapping[str, ContractError],
+        seed: int,
+        look: Callable[[Sample], ContractError | None],
+        note: Callable[[ContractError], None],
+    ) -> None:
+        self._samples = samples
+        self._bad = dict(bad)
+        self._seed = seed
+        self._look = look
+        self._note = note
+        self._taken = 0
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, place: int) -> Sample:  # type: ignore[override]  # no slices
+        """Raises the ContractError of the sample where no other is good."""
+        sample = self._samples[place]
+        fault = self._fault(sample)
+        if fault is None:
+            return sample
+        self._taken += 1
+        for other in self._others(place):
+            if self._fault(other) is None:
+                return other
+        raise fault
+
+    def take_count(self) -> int:
+        """How many samples had a stand-in since the last call."""
+        taken, self._taken = self._taken, 0
+        return taken
+
+    def _others(self, place: int) -> Iterator[Sample]:
+        everyone = range(len(self._samples))
+        order = random.Random(f"{self._seed} {place}").sample(everyone, len(everyone))
+        return (self._samples[index] for index in order)
+
+    def _fault(self, sample: Sample) -> ContractError | None:
+        if sample.sample_id not in self._bad and (fault := self._look(sample)) is not None:
+            self._bad[sample.sample_id] = fault
+            self._note(fault)
+        return self._bad.get(sample.sample_id)

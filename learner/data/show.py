@@ -1,6 +1,7 @@
 """What `learner data` prints: tables that stay whole in a pipe, bars only on a terminal."""
 
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
@@ -9,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from learner.data.check import FileReport, kinds
-from learner.data.conversion import Conversion, Rule
-from learner.data.findings import Finding
+from learner.data.coco import Conversion, Rule
 from learner.data.images import Looks
-from shared_contracts.cli import describe
-from shared_contracts.printable import printable
+from learner.data.jsonl import DataProblem
+from learner.runs.console import tell
+from shared_contracts.cli import describe, printable
 
 # Columns of a table that no terminal bounds.
 _PIPE_WIDTH = 160
@@ -24,12 +25,21 @@ def _console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
-def watch(looks: Looks, count: int) -> Looks:
-    """Show a bar while images are looked at, on a terminal."""
-    bar = Console(stderr=True)
-    return track(
-        looks, "Images", total=count, console=bar, transient=True, disable=not bar.is_terminal
-    )
+def watch(looks: Looks, count: int, every_s: float = 10.0) -> Looks:
+    """Show on standard error how far it is: a bar on a terminal, else a line every `every_s`."""
+    shown = Console(stderr=True)
+    if shown.is_terminal:
+        return track(looks, "Images", total=count, console=shown, transient=True)
+    return _told_every(looks, count, shown, every_s)
+
+
+def _told_every(looks: Looks, count: int, shown: Console, every_s: float) -> Looks:
+    last = time.monotonic()
+    for done, look in enumerate(looks, start=1):
+        if time.monotonic() - last >= every_s:
+            tell(shown, f"Looked at {done} of {count} images")
+            last = time.monotonic()
+        yield look
 
 
 def new_table(*columns: str) -> Table:
@@ -62,10 +72,10 @@ def plain(value: object) -> Text:
     return Text(printable(value, lines=True))
 
 
-def told(finding: Finding) -> str:
-    """A finding as the command line tells every error, in three parts."""
-    text = describe(finding.error())
-    return text.replace("error:", "warning:", 1) if finding.warning else text
+def told(problem: DataProblem) -> str:
+    """A problem as the command line tells every error, in three parts."""
+    text = describe(problem)
+    return text.replace("error:", "warning:", 1) if problem.warning else text
 
 
 def check_tables(reports: Sequence[FileReport]) -> Iterator[tuple[str, Table]]:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from learner.data.fonts import Drawable, shortened
+from learner.data.preview import Drawable, shortened
 from learner.data.stats import COCO_SIDES, DataStats, FloatArray
 
 _BARS = "#0072B2"
@@ -48,14 +48,13 @@ def stats_png(stats: DataStats, title: str) -> bytes:
         panels.append(_image_sizes if stats.tokens is None else _tokens)
         figure_panels = list(figure.subplots(2, 3).flat)
         for axes, panel in zip_longest(figure_panels, panels):
-            (panel or _nothing)(axes, stats)
+            if panel is None:
+                axes.set_axis_off()
+            else:
+                panel(axes, stats)
         png = io.BytesIO()
         figure.savefig(png, format="png")
     return png.getvalue()
-
-
-def _nothing(panel: Axes, stats: DataStats) -> None:
-    panel.set_axis_off()
 
 
 def _objects(panel: Axes, stats: DataStats) -> None:

@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
-from learner.coords import encode_bin
 from learner.data.coco import write_coco
 from learner.data.jsonl import read_samples
-from learner.publish import publish_directory
+from learner.runs.atomic_files import publish_directory
+from learner.stages.coords import encode_bin
 from shared_contracts.errors import ContractError
 
 IMAGE_SIDE = 64

@@ -8,35 +8,189 @@ Whatever becomes of this process, nothing that it has started is left: the kerne
 with it.
 """
 
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Self
+from types import FrameType
+from typing import Any, Self
 
-from learner.operate.kept_server import PAUSES_S, KeptServer
+from learner.distributed.waiting import waiting_for
 from learner.operate.launch_plan import LaunchPlan, ServerPlan
-from learner.operate.learner_process import LearnerProcess
-from learner.operate.readiness import wait_until_ready
-from learner.operate.server_process import ServerProcess
-from learner.operate.stop_signals import StopAsked, StopSignals
-from shared_contracts.errors import RunError
-
-# Imports, weights, and on GPUs the capture of graphs.
-START_S = 900.0
-_POLL_S = 0.2
+from learner.operate.torchrun import SHUTDOWN_S
+from learner.rollout.client import SERVER_ERRORS, RolloutClient
+from learner.rollout.server_process import PAUSES_S, ServerProcess, SupervisedServer
+from shared_contracts.cli import BAD_INPUT, RUN_FAILED
+from shared_contracts.errors import ContractError, RunError
 
 Tell = Callable[[str], object]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# torchrun kills what does not end in its own time.
+STOP_GRACE_S = SHUTDOWN_S + 10.0
+# Imports, weights, and on GPUs the capture of graphs.
+START_S = 900.0
+# One look at a server takes at most so long.
+_ASKED_S = 2.0
+_POLL_S = 0.2
+
+
+class StopAsked(Exception):
+    """A signal came. number: which one."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class StopSignals:
+    """Notes SIGINT, SIGTERM and SIGHUP while entered, in the main thread.
+
+    A SIGHUP that the process was started to ignore, as by nohup, stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self._came: list[int] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in _SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def urgent(self) -> bool:
+        """A second signal came: there is no time for a grace."""
+        return len(self._came) > 1
+
+    def check(self) -> None:
+        """Raises StopAsked once a signal came."""
+        if self._came:
+            raise StopAsked(self._came[0])
+
+    def pause(self, seconds: float) -> None:
+        """Sleep; raises StopAsked as soon as a signal came."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.check()
+            time.sleep(min(left, 0.1))
+        self.check()
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._came.append(number)
+
+
+class LearnerProcess:
+    """`command` in so many processes, with this process's output; all end with this process.
+
+    In a session of their own, so that an interrupt of the terminal is this process's alone to
+    act on. asked: a second signal cuts the grace of a stop short.
+    """
+
+    def __init__(
+        self, command: list[str], processes: int, environment: Mapping[str, str], asked: StopSignals
+    ) -> None:
+        self._asked = asked
+        torchrun = [sys.executable, "-m", "learner.operate.torchrun", str(os.getpid())]
+        self._process = subprocess.Popen(
+            [*torchrun, "--standalone", f"--nproc-per-node={processes}", "--", *command],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        code = self._process.poll()
+        return RUN_FAILED if code is not None and code < 0 else code
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL after a grace time; idempotent."""
+        if self._process.poll() is not None:
+            return
+        self._process.terminate()
+        end = time.monotonic() + STOP_GRACE_S
+        while self._process.poll() is None and time.monotonic() < end and not self._asked.urgent:
+            time.sleep(0.05)
+        self._process.kill()  # and the kernel kills its processes
+        self._process.wait()
+
+
+def wait_until_ready(
+    servers: Sequence[ServerProcess],
+    timeout_s: float,
+    asked: StopSignals,
+    tell: Tell,
+) -> None:
+    """Wait until each can be pushed to, and tell of it.
+
+    Raises:
+        ContractError: one ended, as it was told something wrong.
+        RunError: one ended, or was not ready in time; both show its last lines.
+        StopAsked: a signal came.
+    """
+    reasons: dict[ServerProcess, str] = {}
+    waiting, began = list(servers), time.monotonic()
+    with waiting_for("the rollout servers", lambda: "; ".join(tuple(reasons.values()))):
+        while waiting:
+            for server in tuple(waiting):
+                asked.check()
+                reason = why_not_ready(server)
+                if reason is not None:
+                    reasons[server] = reason
+                    continue
+                waiting.remove(server)
+                reasons.pop(server, None)
+                tell(f"Ready after {time.monotonic() - began:.0f} s: {server.base_url}")
+            if waiting and time.monotonic() - began > timeout_s:
+                late = waiting[0]
+                raise RunError(
+                    f"the rollout server at {late.base_url} was not ready within {timeout_s:g} s "
+                    f"({reasons[late]}). {late.log_tail()}"
+                )
+            asked.pause(_POLL_S if waiting else 0.0)
+
+
+def why_not_ready(server: ServerProcess) -> str | None:
+    """What it says, or that it says nothing yet; None: it is ready.
+
+    Raises ContractError or RunError when it has ended.
+    """
+    if (code := server.code()) is not None:
+        where, found = f"the rollout server at {server.base_url}", f"it ended with code {code}"
+        if code == BAD_INPUT:
+            raise ContractError(where, found, server.log_tail())
+        raise RunError(f"{where}: {found}. {server.log_tail()}")
+    try:
+        with RolloutClient(server.base_url, _ASKED_S) as client:
+            client.check_pushable()
+    except SERVER_ERRORS as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)
 class Crew:
     """What is started. servers: each on a port of its own. learner: hears of second signals.
 
-    start_s, pauses_s: see `KeptServer`.
+    start_s, pauses_s: see `SupervisedServer`.
     """
 
     servers: Sequence[Callable[[], ServerProcess]]
@@ -109,7 +263,7 @@ class Servers:
         self._asked = asked
         self._tell = tell
         self._processes: list[ServerProcess] = []
-        self._kept: list[KeptServer] = []
+        self._kept: list[SupervisedServer] = []
 
     def start(self) -> None:
         """Wait until all are ready; from then on one that ends is started again.
@@ -122,7 +276,7 @@ class Servers:
         for start, process in zip(self._crew.servers, self._processes, strict=True):
             name = f"the rollout server at {process.base_url}"
             pauses_s, start_s = self._crew.pauses_s, self._crew.start_s
-            self._kept.append(KeptServer(start, start_s, pauses_s, first=process, name=name))
+            self._kept.append(SupervisedServer(start, start_s, pauses_s, first=process, name=name))
 
     def check(self) -> None:
         """Raises RunError once a server ended too often."""
@@ -132,16 +286,11 @@ class Servers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """SIGTERM to all at once, SIGKILL after a grace time or with a second signal."""
         with suppress(OSError):
             self._tell("Stopping the servers")
-        running: Sequence[KeptServer | ServerProcess] = self._kept or self._processes
+        running: Sequence[SupervisedServer | ServerProcess] = self._kept or self._processes
         with ThreadPoolExecutor(max(len(running), 1)) as pool:
             stops = [pool.submit(server.stop) for server in running]
             while not all(stop.done() for stop in stops):

@@ -2,37 +2,340 @@
 
     config and options -> check_launch -> Checked -> plan_launch -> LaunchPlan -> `launch`
 
+`split_devices` gives each GPU to a server or to the learner, `addresses_here` each server its
+address. `shell_assignments` is what a launcher in shell needs instead (`learner preflight`).
 Imports no torch.
 """
 
+import errno
+import ipaddress
+import json
 import os
+import shlex
 import shutil
+import socket
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict
+from urllib.parse import urlsplit
 
-from learner.config import dump_mapping, dump_resolved
-from learner.config.schema import Config
-from learner.cores import PASSIVE
-from learner.operate.addresses import Listen, addresses_here
-from learner.operate.server_process import SERVER_GRACE_S
-from learner.operate.split import Asked, Split, learner_count, split_devices
-from learner.preflight import RunInputs, check_inputs, generates
-from learner.publish import publish_text
-from learner.rollout.colocate import media_dirs, visible_gpus
+import httpx
+
+from learner.config import Config, dump_mapping, dump_resolved
+from learner.distributed.waiting import PASSIVE_WAIT
+from learner.rollout.answers import NoJson, Unfit, parse_answer
+from learner.rollout.client import look
+from learner.rollout.colocate import media_dirs
 from learner.rollout.distribution import rank_chunk_size
-from shared_contracts.errors import ContractError, ContractErrors
-from shared_contracts.gpu_use import CUDA_VISIBLE
+from learner.rollout.server_process import SERVER_GRACE_S
+from learner.runs.atomic_files import publish_text
+from learner.runs.run_folder import LOGS
+from learner.training.start_checks import (
+    RunInputs,
+    check_inputs,
+    context_of_run,
+    generates,
+)
+from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
+from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 from shared_contracts.rollout_config import ServerAddress
-from shared_contracts.server_info import TOKEN_FILE_VARIABLE
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Live, given_token
 
-T = TypeVar("T")
+SERVER_GPUS, TRAIN_GPUS, PROCESSES = "--server-gpus", "--train-gpus", "--train-processes"
 
-# In the run folder: what the servers say, and what they are told.
-LOGS = "logs"
+
+@dataclass(frozen=True)
+class Asked:
+    """The options as they were given; None or empty: not at all."""
+
+    device: str
+    server_gpus: tuple[str, ...] = ()
+    train_gpus: str | None = None
+    train_processes: int | None = None
+
+
+@dataclass(frozen=True)
+class Split:
+    """servers: GPU ids of each server, in the order of the config; none on the CPU.
+
+    learner: GPU ids of the learner, one for each process; none on the CPU.
+    """
+
+    servers: tuple[tuple[int, ...], ...]
+    learner: tuple[int, ...]
+    processes: int
+
+    @property
+    def on_gpus(self) -> bool:
+        return bool(self.learner)
+
+
+def split_devices(
+    asked: Asked, servers: int, tensor_parallel_size: int, visible: Sequence[int]
+) -> Split:
+    """The split that was asked for.
+
+    servers: how many the config has. tensor_parallel_size: GPUs of one replica.
+    visible: ids of the GPUs there are for this process.
+
+    Raises:
+        ContractErrors: everything that is wrong with it.
+    """
+    if asked.device == "cpu":
+        errors = list(_beside_cpu(asked))
+    elif asked.device == "gpu":
+        errors = list(_on_gpus(asked, servers, tensor_parallel_size, visible))
+    else:
+        errors = [ContractError("--device", f"{asked.device!r}", "Give gpu or cpu")]
+    if errors:
+        raise ContractErrors(errors)
+    if asked.device == "cpu":
+        return Split(((),) * servers, (), asked.train_processes or 1)
+    learner = _ids(asked.train_gpus)
+    return Split(tuple(map(_ids, asked.server_gpus)), learner, len(learner))
+
+
+def learner_count(asked: Asked) -> int:
+    """How many learner processes are meant, as far as can be told of a split with faults."""
+    if asked.device == "cpu":
+        return max(asked.train_processes or 1, 1)
+    return len(_ids(asked.train_gpus)) if _is_list(asked.train_gpus) else 1
+
+
+def _beside_cpu(asked: Asked) -> Iterator[ContractError]:
+    given = {SERVER_GPUS: " and ".join(asked.server_gpus), TRAIN_GPUS: asked.train_gpus}
+    for option, shown in given.items():
+        if shown:
+            yield ContractError(option, f"{shown}, and --device is cpu", "Give one of the two")
+    if asked.train_processes is not None and asked.train_processes < 1:
+        yield ContractError(PROCESSES, f"{asked.train_processes}", "Give 1 or more")
+
+
+def _on_gpus(
+    asked: Asked, servers: int, tensor_parallel_size: int, visible: Sequence[int]
+) -> Iterator[ContractError]:
+    if asked.train_processes is not None:
+        yield ContractError(
+            PROCESSES,
+            f"{asked.train_processes}, and on GPUs each of {TRAIN_GPUS} has one process",
+            "Leave it out, or give --device cpu",
+        )
+    if len(asked.server_gpus) != servers:
+        yield _other_count(len(asked.server_gpus), servers)
+    lists = [(SERVER_GPUS, text) for text in asked.server_gpus]
+    lists += [(TRAIN_GPUS, asked.train_gpus)] if asked.train_gpus is not None else []
+    if asked.train_gpus is None:
+        do = "Name the GPUs of the learner, as in 3 or 2,3; or give --device cpu"
+        yield ContractError(TRAIN_GPUS, "not given", do)
+    for option, text in lists:
+        if not _is_list(text):
+            yield ContractError(option, f"{text!r} is no list of GPU ids", "Write it like 0,1,2")
+    good = [(option, _ids(text)) for option, text in lists if _is_list(text)]
+    yield from _named_twice(good)
+    yield from _absent(good, visible)
+    for option, ids in good:
+        if option == SERVER_GPUS and len(ids) % tensor_parallel_size:
+            yield ContractError(
+                option,
+                f"{len(ids)} GPUs ({_shown(ids)}) do not split into replicas of "
+                f"tensor_parallel_size {tensor_parallel_size}",
+                f"Give a multiple of {tensor_parallel_size}",
+            )
+
+
+def _other_count(given: int, servers: int) -> ContractError:
+    found = f"given {given} times" if given else "not given"
+    if servers == 1:
+        do = "Give it once, with all GPUs of the server, as in 0,1,2; or give --device cpu"
+    else:
+        do = f"Give it {servers} times, in the order of the servers, as in {SERVER_GPUS} 0,1"
+    config = "rollout_matching.vllm.server.servers"
+    plural = "server" if servers == 1 else "servers"
+    return ContractError(SERVER_GPUS, f"{found}, and {config} has {servers} {plural}", do)
+
+
+def _named_twice(lists: Sequence[tuple[str, Sequence[int]]]) -> Iterator[ContractError]:
+    """Every GPU belongs to one server, or to one process of the learner."""
+    uses = Counter(gpu for _, ids in lists for gpu in ids)
+    for gpu, count in sorted(uses.items()):
+        if count > 1:
+            places = " and ".join(f"{option} {_shown(ids)}" for option, ids in lists if gpu in ids)
+            where = SERVER_GPUS if SERVER_GPUS in places else TRAIN_GPUS
+            yield ContractError(
+                where, f"GPU {gpu} is named {count} times: {places}", "Name every GPU once"
+            )
+
+
+def _absent(
+    lists: Sequence[tuple[str, Sequence[int]]], visible: Sequence[int]
+) -> Iterator[ContractError]:
+    if lists and not visible:
+        found = f"gpu, and no GPU is here that {CUDA_VISIBLE} does not hide"
+        yield ContractError("--device", found, "Give cpu, or start it on a machine with GPUs")
+        return
+    for option, ids in lists:
+        if missing := sorted(set(ids) - set(visible)):
+            yield ContractError(
+                option,
+                f"no GPU {_shown(missing)} here, there are {_shown(visible)}",
+                f"Name GPUs that this machine has and {CUDA_VISIBLE} does not hide",
+            )
+
+
+def _is_list(text: str | None) -> bool:
+    return text is not None and all(part.strip().isdecimal() for part in text.split(","))
+
+
+def _ids(text: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",")) if text is not None else ()
+
+
+def _shown(ids: Sequence[int]) -> str:
+    return ",".join(map(str, ids))
+
+
+_SERVERS = "rollout_matching.vllm.server.servers"
+_ELSEWHERE = (
+    "Start that server where it is to run, with `rollout-server serve`, and then the learner "
+    "with deploy/train_stage2.sh or `learner train`"
+)
+_HTTP_PORT = 80
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where a server listens. host: an IPv4 address of this machine."""
+
+    base_url: str
+    host: str
+    port: int
+
+
+def addresses_here(
+    servers: Sequence[ServerAddress], environment: Mapping[str, str] = os.environ
+) -> list[Listen]:
+    """Where each server of the config will listen, on this machine, at ports that are free.
+
+    Raises:
+        ContractErrors: each that cannot, and why.
+    """
+    found = CheckErrors()
+    # A token that cannot be used is told, and counts as one.
+    protected = found.of(lambda: given_token(environment) is not None) is not False
+    listens: list[Listen] = []
+    for index, server in enumerate(servers):
+        where = f"{_SERVERS}[{index}].base_url"
+        if listen := found.of(partial(_address, server.base_url, where, protected)):
+            listens.append(listen)
+            found.errors += _taken(listen, server.group_port, index)
+    found.errors += _shared_ports(listens, servers) if len(listens) == len(servers) else []
+    found.raise_all()
+    return listens
+
+
+def _address(base_url: str, where: str, protected: bool) -> Listen:
+    parts = urlsplit(base_url)
+    if parts.scheme != "http" or parts.path:
+        found = f"{base_url}, and a server that is launched answers plain http without a path"
+        raise ContractError(where, found, f"Write it like http://127.0.0.1:8000. {_ELSEWHERE}")
+    assert parts.hostname, "checked with the config"
+    port = parts.port or _HTTP_PORT
+    try:
+        host = socket.getaddrinfo(parts.hostname, port, socket.AF_INET)[0][4][0]
+    except OSError as error:
+        raise ContractError(
+            where, f"{base_url} is no known host ({error.strerror})", _ELSEWHERE
+        ) from None
+    assert isinstance(host, str), "of IPv4"
+    if _refusal(host, 0) is not None:
+        raise ContractError(where, f"{base_url} is another host than this one", _ELSEWHERE)
+    if not protected and not ipaddress.ip_address(host).is_loopback:
+        raise ContractError(
+            TOKEN_VARIABLE,
+            f"not set, nor {TOKEN_FILE_VARIABLE}, and {base_url} can be reached from other "
+            "machines",
+            "Set it to a secret of your own, such as 32 random characters; or use 127.0.0.1",
+        )
+    return Listen(base_url, host, port)
+
+
+def _taken(listen: Listen, group_port: int, index: int) -> Iterator[ContractError]:
+    """Faults of the two ports of a server."""
+    if (error := _refusal(listen.host, listen.port)) is not None:
+        where = f"{_SERVERS}[{index}].base_url"
+        if error.errno == errno.EADDRINUSE:
+            found, do = _who_listens(listen.base_url)
+        else:
+            found = f"port {listen.port} cannot be listened at ({error.strerror})"
+            do = "Give the server another port"
+        yield ContractError(where, found, do)
+    if (error := _refusal(listen.host, group_port)) is not None:
+        yield ContractError(
+            f"{_SERVERS}[{index}].group_port",
+            f"port {group_port} of {listen.host} cannot be listened at ({error.strerror})",
+            "Give the server another group_port, or end what listens there "
+            f"(`ss -ltnp sport = :{group_port}` names it)",
+        )
+
+
+def _who_listens(base_url: str) -> tuple[str, str]:
+    """What was found at a port that is taken, and what to do.
+
+    Whose port it is is not known yet, so it is not told the token.
+    """
+    try:
+        answer = look(f"{base_url}/live/", 2.0)
+        parse_answer(answer.body if answer.is_success else b"", Live)
+    except (TimeoutError, httpx.RequestError, NoJson, Unfit):
+        port = urlsplit(base_url).port or _HTTP_PORT
+        return (
+            f"another program listens at {base_url}",
+            f"Stop it (`ss -ltnp sport = :{port}` names it), or give the server another port",
+        )
+    return (
+        f"a rollout server is up at {base_url} already, and `learner launch` starts its own",
+        "Stop that server; or keep it, and start the learner alone with "
+        "deploy/train_stage2.sh or `learner train`",
+    )
+
+
+def _shared_ports(
+    found: Sequence[Listen], servers: Sequence[ServerAddress]
+) -> Iterator[ContractError]:
+    """Ports that two servers would share, or the two uses of one server."""
+    seen: list[tuple[str, int, str]] = []
+    for index, (listen, server) in enumerate(zip(found, servers, strict=True)):
+        for key, port in (("base_url", listen.port), ("group_port", server.group_port)):
+            where = f"{_SERVERS}[{index}].{key}"
+            ends = {listen.host, "0.0.0.0"}  # the latter takes the port of every address
+            meeting = (
+                w for h, p, w in seen if p == port and (h in ends or listen.host == "0.0.0.0")
+            )
+            if other := next(meeting, None):
+                yield ContractError(
+                    where, f"port {port} of {listen.host} is that of {other} too", "Give another"
+                )
+            seen.append((listen.host, port, where))
+
+
+def _refusal(host: str, port: int) -> OSError | None:
+    """Why this machine does not let one listen there, as a server would; None if it does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen()
+        except OSError as error:
+            return error
+    return None
+
+
+# In the folder `LOGS` of the run: what the servers are told.
 SERVER_CONFIG = "--server-config"
 # Settings of a server that follow from the training YAML and the options of the launch.
 _DERIVED = ("model", "device", "gpus", "host", "port", "parent_pid")
@@ -93,27 +396,6 @@ class LaunchPlan:
                 ) from error
 
 
-@dataclass
-class Findings:
-    """Errors of several looks, told together."""
-
-    errors: list[ContractError] = field(default_factory=list)
-
-    def of(self, look: Callable[[], T]) -> T | None:
-        """What `look` returns; None where it raises, which is noted."""
-        try:
-            return look()
-        except ContractErrors as error:
-            self.errors += error.errors
-        except ContractError as error:
-            self.errors.append(error)
-        return None
-
-    def tell(self) -> None:
-        if self.errors:
-            raise ContractErrors(self.errors)
-
-
 def check_launch(config: Config, asked: Asked, own: Mapping[str, Any]) -> Checked:
     """Everything that can be told before anything is started.
 
@@ -123,19 +405,19 @@ def check_launch(config: Config, asked: Asked, own: Mapping[str, Any]) -> Checke
         ContractErrors: all mistakes at once.
     """
     servers = _require_servers(config)
-    found = Findings()
+    found = CheckErrors()
     found.of(_require_programs)
     found.of(lambda: _require_allowed(own))
-    split = found.of(lambda: _split(asked, len(servers), own))
+    size = _count(own, "tensor_parallel_size")
+    seen = partial(visible_gpus, os.environ) if asked.device == "gpu" else list[int]
+    split = found.of(lambda: split_devices(asked, len(servers), size, seen()))
     listen = found.of(lambda: addresses_here(servers))
     learner = _alone(os.environ) | {"WORLD_SIZE": str(learner_count(asked))}
     inputs = found.of(lambda: check_inputs(config, learner))
     if split is not None:
         found.of(lambda: _check_rounds(config, split, own))
-    found.tell()
-    assert split is not None, "else it was told"
-    assert listen is not None, "else it was told"
-    assert inputs is not None, "else it was told"
+    found.raise_all()
+    assert split is not None and listen is not None and inputs is not None  # noqa: PT018
     return Checked(split, listen, inputs, own)
 
 
@@ -146,10 +428,10 @@ def plan_launch(
     split, logs = checked.split, config.training.output_dir / LOGS
     run = logs / "run.yaml"
     files = {run: dump_resolved(config)}
-    servers = []
+    servers, context = [], context_of_run(config, [*checked.inputs.train, *checked.inputs.val])
     for index, (listen, gpus) in enumerate(zip(checked.listen, split.servers, strict=True)):
         settings = logs / f"server-{index}.yaml"
-        files[settings] = dump_mapping(server_settings(config, checked, gpus))
+        files[settings] = dump_mapping(server_settings(config, checked, gpus, context))
         options = ["--config", str(settings), "--run-config", str(run)]
         log, grace_s = logs / f"server-{index}.log", _grace_s(checked.own)
         servers.append(ServerPlan(listen, gpus, options, log, grace_s))
@@ -160,21 +442,27 @@ def plan_launch(
     threads = {"OMP_NUM_THREADS": str(1 if split.processes > 1 else os.cpu_count() or 1)}
     return LaunchPlan(
         servers,
-        PASSIVE | (named if split.on_gpus else plain),
+        PASSIVE_WAIT | (named if split.on_gpus else plain),
         [_learner_program(), "train", "--config", str(file.absolute())],
         split.processes,
-        PASSIVE | threads | plain | seen,
+        PASSIVE_WAIT | threads | plain | seen,
         files,
     )
 
 
-def server_settings(config: Config, checked: Checked, gpus: tuple[int, ...]) -> dict[str, Any]:
-    """What a server is told beside the training YAML (`--run-config`) and its address."""
+def server_settings(
+    config: Config, checked: Checked, gpus: tuple[int, ...], context: int
+) -> dict[str, Any]:
+    """What a server is told beside the training YAML (`--run-config`) and its address.
+
+    context: tokens of the longest prompt with its answer.
+    """
     own = checked.own
     given = [str(folder) for folder in own.get("allowed_media_dirs", ())]
     images = media_dirs([*checked.inputs.train, *checked.inputs.val])
     return {
         "dtype": config.model.torch_dtype,
+        "max_model_len": context,
         **own,
         "model": str(config.model.model),
         **({"device": "gpu", "gpus": list(gpus)} if gpus else {"device": "cpu"}),
@@ -206,9 +494,8 @@ def _require_programs() -> None:
     """What is started is installed."""
     _learner_program()
     if find_spec("vllm") is None:
-        raise ContractError(
-            "vllm", "not installed here, and servers need it", "Install the extra cpu or gpu"
-        )
+        found = "not installed here, and servers need it"
+        raise ContractError("vllm", found, "Install the extra cpu or gpu")
 
 
 def _learner_program() -> str:
@@ -239,11 +526,6 @@ def _require_allowed(own: Mapping[str, Any]) -> None:
         raise ContractError(SERVER_CONFIG, "allowed_media_dirs is no list", "Write a list")
 
 
-def _split(asked: Asked, servers: int, own: Mapping[str, Any]) -> Split:
-    visible = visible_gpus(os.environ) if asked.device == "gpu" else []
-    return split_devices(asked, servers, _count(own, "tensor_parallel_size"), visible)
-
-
 def _count(own: Mapping[str, Any], key: str) -> int:
     """A number among settings that nobody has checked yet: the server will."""
     value = own.get(key)
@@ -268,3 +550,37 @@ def _check_rounds(config: Config, split: Split, own: Mapping[str, Any]) -> None:
 def _alone(environment: Mapping[str, str]) -> dict[str, str]:
     """What remains where the process is none of several that a launcher started."""
     return {name: value for name, value in environment.items() if name not in _ONE_OF_SEVERAL}
+
+
+class RolloutContract(TypedDict):
+    """vllm_mode: `colocate` or `server`, None without vLLM; server_base_urls: as declared."""
+
+    rollout_backend: str
+    vllm_mode: str | None
+    server_base_urls: list[str]
+
+
+def rollout_contract(config: Config) -> RolloutContract:
+    """Which backend generates, and its servers, also of a run that asks them nothing."""
+    rollout = config.rollout_matching
+    server = rollout.vllm.server if rollout.backend == "server" else None
+    return {
+        "rollout_backend": rollout.rollout_backend,
+        "vllm_mode": None if rollout.backend == "hf" else rollout.vllm.mode,
+        "server_base_urls": [entry.base_url for entry in server.servers] if server else [],
+    }
+
+
+def shell_assignments(config: Config) -> str:
+    """Text that assigns variables in any POSIX shell that evaluates it (CFG-09).
+
+    ROLLOUT_CONTRACT_JSON      one line of JSON and a newline: `rollout_contract`
+    ROLLOUT_SERVER_TIMEOUT_S   seconds a rollout server may take to answer; empty without one
+    """
+    rollout = config.rollout_matching
+    server = rollout.vllm.server if rollout.backend == "server" else None
+    values = {
+        "ROLLOUT_CONTRACT_JSON": f"{json.dumps(rollout_contract(config))}\n",
+        "ROLLOUT_SERVER_TIMEOUT_S": str(server.timeout_s) if server else "",
+    }
+    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())

@@ -1,6 +1,7 @@
 """torchrun that keeps the learner's exit code and leaves no process.
 
     python -m learner.operate.torchrun PARENT_PID|- OPTION ... -- COMMAND ...
+    python -m learner.operate.torchrun exec PARENT_PID COMMAND ...   without torchrun
 
 torchrun itself ends with 1 and a traceback whatever its processes end with, and they outlive it
 when it is killed. Here they end with it, and its exit code is that of the first process that
@@ -13,16 +14,27 @@ import os
 import signal
 import sys
 
-from learner.operate.tied import tied
 from shared_contracts.cli import RUN_FAILED
-from shared_contracts.parent_death import signal_at_death_of
+from shared_contracts.machine import signal_at_death_of
 
 # How long the processes may take to end after SIGTERM.
 SHUTDOWN_S = 15
 
 
+def die_with_parent(parent: int, command: list[str]) -> list[str]:
+    """The command line that runs `command` until the process `parent`, which starts it, ends.
+
+    The kernel kills it when that process dies, however that happens (Linux).
+    """
+    return [sys.executable, "-m", "learner.operate.torchrun", "exec", str(parent), *command]
+
+
 def main() -> None:
     parent, *rest = sys.argv[1:]
+    if parent == "exec":
+        parent, *command = rest
+        signal_at_death_of(int(parent), signal.SIGKILL)
+        os.execvp(command[0], command)  # the kernel's promise outlives it
     if parent != "-":
         signal_at_death_of(int(parent), signal.SIGTERM)
     end = rest.index("--")
@@ -39,7 +51,7 @@ def run(options: list[str], command: list[str]) -> int:
     logging.disable(logging.ERROR)
     own = [f"--shutdown-timeout={SHUTDOWN_S}", "--no-python"]
     try:
-        torchrun([*options, *own, *tied(os.getpid(), command)])
+        torchrun([*options, *own, *die_with_parent(os.getpid(), command)])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:

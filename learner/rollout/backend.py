@@ -1,16 +1,40 @@
-"""The seam between the trainer and whatever generates answers (ARCH-03)."""
+"""The interface between the trainer and what generates answers (ARCH-03), and its journal.
+
+backend  -> call(), push(), lost(), split()     while it happens, from any thread
+step     -> take()                              after the rollouts; the next page is empty
+"""
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
+from learner.runs.declared import SYNC_PHASES
+from learner.runs.metrics import Payload
 from learner.types import RolloutOutput
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.weights import CommunicatorReady, SyncReport
 
 
 class PushNeeded(RunError):
-    """Nobody can answer before weights are pushed again; whoever may push is told."""
+    """No backend can answer before weights are pushed again."""
+
+
+@dataclass
+class WeightsVersion:
+    """The version of the weights that answer: the learner's one record of it.
+
+    newest: of any server; pushes count on from it.
+    pushed: by this run, and so expected of every answer; None before the first push.
+    """
+
+    newest: int = 0
+    pushed: int | None = None
+
+    def record(self, version: int) -> None:
+        """Note that a push of `version` has succeeded."""
+        self.newest = self.pushed = version
 
 
 class WeightChannel(Protocol):
@@ -35,7 +59,7 @@ class WeightChannel(Protocol):
         """
 
     def abandon(self) -> None:
-        """Let go of the group of a server that was lost; the next push forms it anew."""
+        """Leave the group of a lost server; the next push forms a new one."""
 
     def close(self) -> None:
         """Leave the group; idempotent."""
@@ -47,10 +71,166 @@ class RolloutBackend(Protocol):
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
-        """Outputs in the order of the requests; request i is sampled with `seed + i`."""
+        """Return outputs in the order of the requests; request i is sampled with `seed + i`."""
 
     def push_weights(self, version: int) -> None:
         """Make `version` the weights of every later rollout."""
 
     def close(self) -> None:
         """Release connections; idempotent."""
+
+
+ANSWERED = "answered"
+LEARNER = "the learner"  # in the place of a server's URL, where it generates by itself
+
+
+class SyncState(Protocol):
+    """mode: what is pushed now. fallback: why that is no longer the adapter, if it was."""
+
+    @property
+    def mode(self) -> str: ...
+    @property
+    def fallback(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attempt of a server call, or a batch of the learner's own (SEED-02).
+
+    server: base URL, or `LEARNER`. first, count: of the requests among those of the rollout.
+    seed: of the first request; request `first + i` has `seed + i`.
+    attempt: from 1, over all servers. outcome: `answered`, or why not.
+    """
+
+    server: str
+    first: int
+    count: int
+    seed: int | None
+    attempt: int
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Push:
+    """A push that a server accepted. again: the server had been lost."""
+
+    server: str
+    again: bool
+    report: SyncReport
+
+    @property
+    def seconds(self) -> float:
+        return self.report.seconds["total"]
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "server": self.server,
+            "version": self.report.status.weights_version,
+            "again": self.again,
+            "seconds": self.report.seconds,
+            "bytes": self.report.bytes,
+            "verified": self.report.verified,
+        }
+
+
+@dataclass
+class Page:
+    """The notes since the last page.
+
+    lost: (server, reason), each time a server was lost.
+    splits: (server, first request, count) of requests taken over from another server.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    pushes: list[Push] = field(default_factory=list)
+    lost: list[tuple[str, str]] = field(default_factory=list)
+    splits: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """Return it as a line of the log."""
+        return {
+            "pushes": [push.record() for push in self.pushes],
+            "lost": self.lost,
+            "splits": self.splits,
+            "calls": [asdict(call) for call in self.calls],
+        }
+
+    def payload(self) -> Payload:
+        """Return counts of the page, and seconds, bytes and GB/s of its slowest push."""
+        payload = Payload()
+        payload.add(
+            {
+                "rollout/retries": sum(call.attempt > 1 for call in self.calls),
+                "rollout/splits": len(self.splits),
+                "rollout/servers_lost": len(self.lost),
+                "sync/pushes": len(self.pushes),
+                "sync/repushes": sum(push.again for push in self.pushes),
+            }
+        )
+        if self.pushes:
+            slowest = max(self.pushes, key=lambda push: push.seconds)
+            payload.merge(_push_payload(slowest.report))
+        return payload
+
+
+def _push_payload(report: SyncReport) -> Payload:
+    """SYNC-10. A phase that only a server of another version knows is in the log alone."""
+    seconds = report.seconds
+    payload = Payload()
+    payload.note({f"sync/{phase}_s": seconds[phase] for phase in SYNC_PHASES if phase in seconds})
+    payload.note({"sync/bytes": report.bytes})
+    payload.rate({"sync/gb_per_s": (report.bytes / 1e9, seconds["send"])})
+    return payload
+
+
+class Journal:
+    """Notes of one backend, page by page; calls of several threads may come at once.
+
+    servers: with their group ports; None where the learner generates by itself: then there
+        are calls to log, and nothing of servers to count.
+    sync: how weights are pushed to them.
+    healthy: servers that can be used now.
+    """
+
+    def __init__(
+        self, servers: Sequence[ServerAddress] | None = (), sync: SyncState | None = None
+    ) -> None:
+        self.healthy = len(servers or ())
+        self._servers = servers
+        self._sync = sync
+        self._page = Page()
+
+    @property
+    def answered(self) -> int:
+        """Requests that were answered since the last page."""
+        return sum(call.count for call in self._page.calls if call.outcome == ANSWERED)
+
+    def call(self, call: Call) -> None:
+        self._page.calls.append(call)
+
+    def push(self, server: str, again: bool, report: SyncReport) -> None:
+        self._page.pushes.append(Push(server, again, report))
+
+    def lost(self, server: str, reason: str) -> None:
+        self._page.lost.append((server, reason))
+
+    def split(self, server: str, part: range) -> None:
+        self._page.splits.append((server, part.start, len(part)))
+
+    def take(self) -> tuple[dict[str, Any], Payload]:
+        """Return the page as a line of the log and as metrics, and begin an empty one."""
+        page, self._page = self._page, Page()
+        fallback = None if self._sync is None else self._sync.fallback
+        state = {
+            "servers": [server.model_dump() for server in self._servers or ()],
+            "servers_healthy": self.healthy,
+            "sync_mode": None if self._sync is None else self._sync.mode,
+            "sync_fallback": fallback,
+        }
+        if self._servers is None:
+            return state | page.record(), Payload()
+        payload = page.payload()
+        payload.note(
+            {"rollout/servers_healthy": self.healthy, "sync/fell_back": fallback is not None}
+        )
+        return state | page.record(), payload

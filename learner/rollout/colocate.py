@@ -3,25 +3,29 @@
     visible_gpus -> place -> server_settings -> a server process -> ColocatedBackend
                           -> learner_environment, before torch is imported
 
-Behind its address it is a server like any other, so the backend is that of servers; here
-is where it is placed, and what is done around its work. Imports no torch.
+The server is used like any other, with the backend of servers. This module places it and makes
+room for its work. Imports no torch and no numpy.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from learner.config.schema import Config
-from learner.rollout.backend import RolloutBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, RunError
-from shared_contracts.gpu_use import CUDA_VISIBLE, GPU_DEVICES
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.machine import CUDA_VISIBLE
 from shared_contracts.rollout_config import VllmConfig
 from shared_contracts.weights import Transport
+
+if TYPE_CHECKING:
+    from learner.rollout.backend import RolloutBackend
 
 T = TypeVar("T")
 
@@ -32,7 +36,7 @@ TENSOR_PARALLEL_SIZES = (4, 2, 1)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the server runs.
+    """The devices of the server.
 
     gpus: ids on this machine; empty: the CPU.
     adapted: how it differs from the defaults of the contract, and why; empty if it does not.
@@ -50,25 +54,8 @@ class Placement:
         return f"{device}, {shape}{memory}{f' ({self.adapted})' if self.adapted else ''}"
 
 
-def visible_gpus(environment: Mapping[str, str], devices: Path = GPU_DEVICES) -> list[int]:
-    """Ids of the GPUs this process may use, without asking CUDA.
-
-    Raises ContractError for a CUDA_VISIBLE_DEVICES that names GPUs otherwise than by number.
-    """
-    present = list(range(len(list(devices.iterdir())))) if devices.is_dir() else []
-    if not present or (named := environment.get(CUDA_VISIBLE)) is None:
-        return present
-    try:
-        wanted = [int(name) for name in named.split(",") if name.strip()]
-    except ValueError:
-        raise ContractError(
-            CUDA_VISIBLE, f"{named!r} is no list of numbers", "Name GPUs by number, as in 0,1"
-        ) from None
-    return [gpu for gpu in wanted if gpu in present]
-
-
 def place(vllm: VllmConfig, gpus: Sequence[int]) -> Placement:
-    """The server's place among the GPUs the learner sees.
+    """Choose the GPUs of the server among those that the learner sees.
 
     Raises ContractError for a `tensor_parallel_size` that asks for more of them.
     """
@@ -94,19 +81,27 @@ def place(vllm: VllmConfig, gpus: Sequence[int]) -> Placement:
 
 
 def learner_environment(placement: Placement | None) -> dict[str, str]:
-    """What changes for the learner itself: it trains on the first GPU of its server alone."""
+    """Return the variables of the learner: it trains only on the first GPU of its server."""
     if placement is None or not placement.gpus:
         return {}
     return {CUDA_VISIBLE: str(placement.gpus[0])}
 
 
 def server_settings(
-    config: Config, placement: Placement, media_dirs: Sequence[Path], transport: Transport
+    config: Config,
+    placement: Placement,
+    media_dirs: Sequence[Path],
+    transport: Transport,
+    context: int,
 ) -> dict[str, Any]:
-    """What the server is told beside the training YAML (`--run-config`)."""
+    """Return the settings of the server that the training YAML (`--run-config`) does not have.
+
+    context: tokens of the longest prompt with its answer.
+    """
     settings = {
         "model": str(config.model.model),
         "dtype": config.model.torch_dtype,
+        "max_model_len": context,
         "allowed_media_dirs": [str(folder) for folder in media_dirs],
         "weight_transport": transport,
     }
@@ -122,31 +117,31 @@ def server_settings(
 
 
 def media_dirs(samples: Iterable[Sample]) -> list[Path]:
-    """The folders of all images, which the server must be allowed to read."""
+    """Return the folders of all images; the server must be allowed to read them."""
     return sorted({image.parent for sample in samples for image in sample.images})
 
 
 class OwnServer(Protocol):
-    """The process behind the backend (see `operate.kept_server`)."""
+    """The process behind the backend (see `SupervisedServer`)."""
 
     @property
     def starts(self) -> int:
-        """How often it was started."""
+        """The number of its starts."""
 
     def await_ready(self) -> None:
-        """Wait for the newest start; raises RunError when it will not come."""
+        """Wait until the newest start is ready; raises RunError if it cannot be."""
 
     def check(self) -> None:
-        """Raises RunError when it will not come back."""
+        """Raise RunError if it cannot be started again."""
 
     def stop(self) -> None:
-        """End it; idempotent."""
+        """Stop it; idempotent."""
 
 
 class ColocatedBackend:
-    """Backend of servers over one that is the learner's own.
+    """The backend of servers, with the one server of the learner.
 
-    room: what makes room on the device while the server works.
+    room: frees memory of the device while the server works.
     """
 
     def __init__(
@@ -191,3 +186,15 @@ class ColocatedBackend:
                         raise reason from error
                     if self._own.starts == starts:
                         raise
+
+
+def describe_backend(config: Config, placement: Placement | None) -> str:
+    """Describe the backend in one line. placement: of a colocated server, if there is one."""
+    rollout = config.rollout_matching
+    if rollout.backend == "hf":
+        return "transformers, in the learner"
+    if rollout.backend == "colocate":
+        where = "" if placement is None else f" on {placement}"
+        return f"a rollout server of the learner's own{where}"
+    assert rollout.vllm.server is not None
+    return ", ".join(server.base_url for server in rollout.vllm.server.servers)

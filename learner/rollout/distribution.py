@@ -7,7 +7,7 @@ from shared_contracts.errors import ContractError
 
 
 def plan_chunks(n: int, world_sizes: Sequence[int]) -> list[range]:
-    """Requests of each server: contiguous, in order, covering `range(n)` exactly once.
+    """Return the requests of each server: contiguous, in order, `range(n)` exactly once.
 
     Equal world sizes: chunks of `ceil(n / servers)`, so the last ones may be shorter.
     Otherwise in proportion to the world sizes; what rounding leaves over goes to the
@@ -39,7 +39,7 @@ def _proportional_sizes(n: int, world_sizes: Sequence[int]) -> list[int]:
 def rank_chunk_size(
     decode_batch_size: int, world_sizes: Sequence[int], learner_world_size: int
 ) -> int:
-    """Most requests one learner rank may have in flight in a round.
+    """Return the most requests of one learner rank in a round.
 
     `floor(decode_batch_size * S / W)` with S devices over all servers and W learner ranks;
     raises `ContractError` where that is 0.
@@ -55,18 +55,36 @@ def rank_chunk_size(
     return decode_batch_size * devices // learner_world_size
 
 
-def call_size(cap: int, n: int = 1) -> int:
-    """Most requests of one call to a server where `cap` sequences may be in flight (DIST-04).
+def most_at_once(cap: int, n: int = 1) -> int:
+    """Return the most requests in flight at a server, with `cap` sequences at once (DIST-04).
 
-    n: answers to each request. A call has one request at least.
+    n: answers to each request. There is room for one request at least.
     """
     return max(1, cap // n)
+
+
+# Calls at a server at the same time, where requests wait for places: of one rank, and of all. A
+# server takes 64.
+_CALLS_OF_RANK, _CALLS = 8, 32
+
+
+def next_call(waiting: int, free: int, most: int, learner_world_size: int) -> int:
+    """Return the requests of the next call of one rank to a server.
+
+    waiting: requests for the server. free: its places that are free now, of the `most` of the rank.
+
+    If there is a place for each, they are one call. Otherwise the places are split over several
+    calls, so that those of a call are filled again as soon as it is answered, and do not wait for
+    the slowest answer of all places.
+    """
+    calls = max(1, min(_CALLS_OF_RANK, _CALLS // learner_world_size))
+    return waiting if waiting <= free else min(-(-most // calls), free)
 
 
 def rank_caps(
     decode_batch_size: int, world_sizes: Sequence[int], learner_world_size: int, rank: int
 ) -> list[int]:
-    """Most requests that one learner rank may have in flight at each server (DIST-03).
+    """Return the most requests of one learner rank at each server at once (DIST-03).
 
     The servers put up `rank_chunk_size` places for every rank, in proportion to their world
     sizes and at most `decode_batch_size` a device. These stand in a row, and place k is that of

@@ -23,12 +23,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from learner.rollout.journal import LEARNER, Call, Journal
+from learner.models.families import family_of
+from learner.rollout.backend import LEARNER, Call, Journal, WeightsVersion
 from learner.rollout.repeat_processor import RepeatProcessor
 from learner.types import RolloutOutput
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.repeat_guard import OBJECT_KEY_CONTEXTS, RepeatTerminateConfig
 
 
 class Prompt(Protocol):
@@ -49,7 +50,7 @@ class Prompt(Protocol):
 
 
 class HfBackend:
-    """Generates in the learner's own process.
+    """A backend that generates in the process of the learner.
 
     model: in training, in any mode; it is as before after every call.
     encode: a request's prompt, as the server would render it.
@@ -57,6 +58,7 @@ class HfBackend:
     compute_dtype: what the forward computes in where it is not that of the weights.
     max_model_len: longest prompt with its answer, where the model's context is longer.
     journal: gets a note of every batch.
+    entry_contexts: of the answer format, for the guard.
     """
 
     def __init__(
@@ -70,24 +72,27 @@ class HfBackend:
         compute_dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
         journal: Journal | None = None,
+        entry_contexts: Sequence[str] = OBJECT_KEY_CONTEXTS,
     ) -> None:
         self._model = model
         self._encode = encode
         self._tokenizer = tokenizer
         self._guard = guard
+        self._entry_contexts = entry_contexts
         self._rows = decode_batch_size // num_beams
         self._num_beams = num_beams
         self._compute_dtype = compute_dtype
+        self._family = family_of(model)
         self._ends = end_token_ids(model, tokenizer)
         context = int(model.config.get_text_config().max_position_embeddings)
         self._context = min(context, max_model_len or context)
         self._journal = journal or Journal(servers=None)
-        self._version = 0
+        self.version = WeightsVersion()
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
-        """Outputs in the order of the requests.
+        """Return outputs in the order of the requests.
 
         Raises:
             RunError: a prompt leaves no room for an answer.
@@ -108,13 +113,13 @@ class HfBackend:
         return outputs
 
     def push_weights(self, version: int) -> None:
-        self._version = version
+        self.version.record(version)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the backend holds no resources."""
 
     def _room(self, index: int, length: int, max_tokens: int | None) -> int:
-        """Longest answer to request `index`, whose prompt has `length` tokens."""
+        """Return the longest answer to request `index`, whose prompt has `length` tokens."""
         room = self._context - length
         if room < 1:
             raise RunError(
@@ -131,13 +136,16 @@ class HfBackend:
         config: RequestConfig,
         seed: int | None,
     ) -> list[RolloutOutput]:
-        """Answers of one `generate` call, at most `rooms` long; prompt i has seed `seed + i`."""
+        """Return the answers of one `generate` call, at most `rooms` long; prompt i: `seed + i`."""
         width = max(prompt.ids.numel() for prompt in prompts)
-        guard = RepeatProcessor(self._guard, self._tokenizer, width, self._ends)
+        guard = RepeatProcessor(
+            self._guard, self._tokenizer, width, self._ends, self._entry_contexts
+        )
         device = self._model.device
+        inputs = _padded(prompts, self._family.inputs)
         with _seeded(seed if config.temperature else None, device):
             rows: list[list[int]] = self._model.generate(  # type: ignore[operator]
-                **{name: tensor.to(device) for name, tensor in _padded(prompts).items()},
+                **{name: tensor.to(device) for name, tensor in inputs.items()},
                 generation_config=self._decoding(config, max(rooms)),
                 logits_processor=LogitsProcessorList([guard] if self._guard.enabled else []),
             ).tolist()
@@ -162,7 +170,7 @@ class HfBackend:
             text=str(self._tokenizer.decode(ids, skip_special_tokens=False)),
             finish_reason="length" if end is None else "stop",
             repeat_terminated=end is not None and guard.ended(ids),
-            weights_version=(self._version, self._version),
+            weights_version=(self.version.newest, self.version.newest),
             seed=seed,
         )
 
@@ -191,7 +199,7 @@ class HfBackend:
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What ends an answer, as vLLM reads it from a checkpoint; the tokenizer's comes first."""
+    """Return the ids that end an answer, as vLLM reads them; that of the tokenizer is first."""
     config = model.generation_config
     named = None if config is None else config.eos_token_id
     others = named if isinstance(named, list) else [] if named is None else [named]
@@ -205,11 +213,12 @@ def _require_served(config: RequestConfig) -> None:
     assert config.presence_penalty == config.frequency_penalty == 0.0
 
 
-def _padded(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+def _padded(prompts: Sequence[Prompt], names: Sequence[str]) -> dict[str, Tensor]:
     """Inputs of one forward; B prompts of at most L ids -> (B, L), padded on the left.
 
     A row is padded with its own first id, which the attention mask hides: a repetition
     penalty looks at all ids, and must find none that the prompt does not have.
+    names: of the tensors beside ids and mask that the model takes.
     """
     width = max(prompt.ids.numel() for prompt in prompts)
     ids, types, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in range(3))
@@ -219,17 +228,20 @@ def _padded(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         ids[row, start:] = prompt.ids
         types[row, start:] = prompt.mm_token_types
         mask[row, start:] = 1
-    inputs = {"input_ids": ids, "mm_token_type_ids": types, "attention_mask": mask}
+    images = {"mm_token_type_ids": types}
     pixels = [p.pixel_values for p in prompts if p.pixel_values is not None]
     grids = [p.image_grid_thw for p in prompts if p.image_grid_thw is not None]
     if pixels:
-        inputs |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
-    return inputs
+        images["pixel_values"] = torch.cat(pixels)
+    if grids:
+        images["image_grid_thw"] = torch.cat(grids)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    return inputs | {name: tensor for name, tensor in images.items() if name in names}
 
 
 @contextmanager
 def _answering(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation, and none of the checkpoint's defaults of decoding."""
+    """Set evaluation mode, and remove the checkpoint's defaults of decoding."""
     of_checkpoint, model.generation_config = model.generation_config, GenerationConfig()
     try:
         with evaluating(model):
@@ -240,7 +252,7 @@ def _answering(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients; every module has its own mode again afterwards."""
+    """Set evaluation mode without gradients; afterwards restore the mode of every module."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -253,7 +265,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Random numbers from `seed` on, and afterwards those of before; None leaves them."""
+    """Seed the random numbers, and restore their state afterwards; None changes nothing."""
     if seed is None:
         yield
         return

@@ -1,22 +1,25 @@
-"""The policy that answers: a backend, and the one owner of who may push when (SYNC-07, SYNC-09).
+"""The policy: answers by a backend, and the decision when to push (SYNC-07, SYNC-09).
 
-    push()               the next version. Between steps, while nobody asks; all processes at once
-    answer()             who lost the weights gets them again first: training waits meanwhile
-    answer_by_pushed()   pushes nothing, as training may have moved on; raises PushNeeded
-    tend()               who lost the weights gets them again, unless training has moved on
+    push()               the next version, between requests; all processes at once
+    answer()             first pushes again to servers that lost the weights; training waits
+    answer_by_pushed()   pushes nothing, because the weights may have changed; raises PushNeeded
+    heal()               pushes again to servers that lost the weights, if these did not change
 
-A step says `mark_updated` when it has changed the training weights.
+A step calls `mark_updated` when it has changed the training weights.
 """
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from learner.config.schema import Config
-from learner.metrics import Payload
-from learner.rollout.backend import RolloutBackend
-from learner.rollout.journal import Journal
-from learner.rollout.requests import build_request
+from learner.data.jsonl import build_request
+from learner.distributed.waiting import waiting_for
+from learner.rollout.backend import Journal, RolloutBackend, WeightsVersion
+from learner.runs.console import duration
+from learner.runs.metrics import Payload
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 
@@ -25,7 +28,7 @@ Ask = Callable[[Sequence[RolloutInferRequest], RequestConfig], list[RolloutOutpu
 
 @dataclass(frozen=True)
 class Asking:
-    """How a sample is asked: the instruction and how the answer is decoded."""
+    """The instruction of every request, and how answers are decoded."""
 
     prompt: str
     system: str | None
@@ -33,7 +36,7 @@ class Asking:
 
 
 def asking_of(config: Config) -> Asking:
-    """As a training YAML says."""
+    """Return the instruction and the decoding of a training YAML."""
     rollout = config.rollout_matching
     request_config = RequestConfig(
         max_tokens=rollout.max_new_tokens,
@@ -50,35 +53,37 @@ def asking_of(config: Config) -> Asking:
 class OpenBackend:
     """A backend that can be pushed to.
 
-    weights_version: of what it holds now; pushes count on from it.
+    version: of the weights that answer.
     repeat_terminate_active: it ends answers that repeat themselves.
     journal: what it notes of its calls and pushes.
-    round_size: requests that are best asked at once, of servers that generate while the learner
-        trains (STEP-03); None for a backend that does not.
-    tend: looks after such servers, as long as the weights are those they have.
-    ask_beside: a `rollout` that pushes nothing; None: the backend's own never does.
+    round_size: requests of one round, for servers that generate while the learner trains
+        (STEP-03); None for other backends.
+    heal: pushes again to such servers, as long as the pushed weights have not changed.
+    ask_asynchronous: a `rollout` that pushes nothing; None: the backend's `rollout` never does.
     """
 
     backend: RolloutBackend
-    weights_version: int = 0
+    version: WeightsVersion = field(default_factory=WeightsVersion)
     repeat_terminate_active: bool = False
     journal: Journal = field(default_factory=Journal)
     round_size: int | None = None
-    tend: Callable[[], None] | None = None
-    ask_beside: Ask | None = None
+    heal: Callable[[], None] | None = None
+    ask_asynchronous: Ask | None = None
 
 
 class Policy:
-    """Answers samples by an open backend.
-
-    version: of the newest weights the backend has; each push makes the next one.
-    """
+    """Answers of samples by an open backend, and its pushes."""
 
     def __init__(self, opened: OpenBackend, asking: Asking) -> None:
-        self.version = opened.weights_version
         self._opened = opened
         self._asking = asking
         self._updates: int | None = None  # since the last push; None before the first
+        self._has_answered = False
+
+    @property
+    def version(self) -> int:
+        """The version of the newest weights of the backend; each push makes the next one."""
+        return self._opened.version.newest
 
     @property
     def repeat_terminate_active(self) -> bool:
@@ -89,18 +94,20 @@ class Policy:
         return self._opened.round_size
 
     def mark_updated(self) -> None:
-        """The training weights have changed; the next `answer` needs a push first."""
+        """Note that the training weights have changed: the next `answer` needs a push first."""
         if self._updates is not None:
             self._updates += 1
 
     def is_behind(self, updates: int = 1) -> bool:
-        """Whether nothing was pushed yet, or `updates` updates or more were made since."""
+        """Return whether nothing was pushed yet, or at least `updates` updates were made since."""
         return self._updates is None or self._updates >= updates
 
     def push(self) -> None:
         """Push the next version."""
-        self._opened.backend.push_weights(self.version + 1)
-        self.version += 1
+        version = self.version + 1
+        with waiting_for(f"a push of the weights, version {version}"):
+            self._opened.backend.push_weights(version)
+        self._opened.version.record(version)
         self._updates = 0
 
     def push_if_stale(self) -> None:
@@ -109,35 +116,53 @@ class Policy:
             self.push()
 
     def answer(self, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
-        """One rollout per sample, in order; sample i is decoded with `seed + i`."""
+        """Return one rollout per sample, in order; sample i is decoded with `seed + i`."""
         assert not self.is_behind(), "push_if_stale comes before answer"
         return self._answer(self._opened.backend.rollout, samples, seed)
 
     def answer_by_pushed(self, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
-        """The same by what was pushed last, though training may have moved on (ASYNC-01).
+        """Do the same with the weights that were pushed last, also if they are old (ASYNC-01).
 
         Raises PushNeeded.
         """
-        ask = self._opened.ask_beside or self._opened.backend.rollout
+        ask = self._opened.ask_asynchronous or self._opened.backend.rollout
         return self._answer(ask, samples, seed)
 
-    def tend(self) -> None:
-        """To be called again and again while other processes are waited for.
+    def heal(self) -> None:
+        """Push again to restarted servers, if the training weights have not changed since.
 
-        Servers that were started anew get the weights again, for whoever asks them; unless
-        training has moved on, and the weights are not those any more.
+        To be called repeatedly while this process waits for others.
         """
-        if self._opened.tend is not None and not self.is_behind():
-            self._opened.tend()
+        if self._opened.heal is not None and not self.is_behind():
+            self._opened.heal()
 
     def _answer(self, ask: Ask, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
         asking = self._asking
         requests = [build_request(sample, asking.prompt, asking.system) for sample in samples]
         config = asking.config.model_copy(update={"seed": seed})
-        return ask(requests, config)
+        first = waiting_for("answers", self.progress(len(samples)))
+        with nullcontext() if self._has_answered else first:
+            outputs = ask(requests, config)
+        self._has_answered = True
+        return outputs
+
+    def progress(self, count: int) -> Callable[[], str]:
+        """Return a function that describes the progress of `count` requested answers."""
+        began, before = time.monotonic(), self._opened.journal.answered
+
+        def now() -> str:
+            there = self._opened.journal.answered - before
+            per_second = there / (time.monotonic() - began)
+            so_far = f"{there} of {count} are there"
+            if not there:
+                return so_far
+            left = duration((count - there) / per_second)
+            return f"{so_far}, {per_second:.1f} a second, {left} left"
+
+        return now
 
     def take_notes(self) -> tuple[dict[str, Any], Payload]:
-        """What answers and pushes have taken since the last notes: for the log, and metrics."""
+        """Return the notes of answers and pushes since the last call: for the log, and metrics."""
         record, payload = self._opened.journal.take()
         decoding = self._asking.config.model_dump(exclude_defaults=True)
         return {"weights_version": self.version, "decoding": decoding, **record}, payload

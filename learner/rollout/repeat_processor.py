@@ -1,4 +1,4 @@
-"""The repeat guard inside transformers' `generate`, as it is inside vLLM (REP-03)."""
+"""The repeat guard inside transformers' `generate`, as inside vLLM (REP-03)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,6 +7,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from shared_contracts.repeat_guard import (
+    OBJECT_KEY_CONTEXTS,
     RepeatGuard,
     RepeatTerminateConfig,
     object_key_token_ids,
@@ -14,13 +15,14 @@ from shared_contracts.repeat_guard import (
 
 
 class RepeatProcessor(LogitsProcessor):
-    """Ends the rows of one `generate` call that repeat themselves.
+    """A logits processor that ends rows that repeat themselves, in one `generate` call.
 
     A row that triggers can only continue with the first of `eos_token_ids`; the other rows
     are left as they are. One object serves one call.
 
     prompt_length: width of the prompts, padding included; only what follows is guarded.
     eos_token_ids: what ends a row; nothing is forced behind it.
+    entry_contexts: of the answer format; see `object_key_token_ids`.
     """
 
     def __init__(
@@ -29,8 +31,10 @@ class RepeatProcessor(LogitsProcessor):
         tokenizer: PreTrainedTokenizerBase,
         prompt_length: int,
         eos_token_ids: Sequence[int],
+        entry_contexts: Sequence[str] = OBJECT_KEY_CONTEXTS,
     ) -> None:
-        object_key = object_key_token_ids(partial(tokenizer.encode, add_special_tokens=False))
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        object_key = object_key_token_ids(encode, entry_contexts)
         self._make_guard = partial(RepeatGuard, config, object_key)
         self._prompt_length = prompt_length
         self._eos_token_ids = tuple(eos_token_ids)
@@ -41,7 +45,7 @@ class RepeatProcessor(LogitsProcessor):
         self._triggered: list[bool] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """input_ids: rows x tokens so far. scores: rows x vocabulary, returned changed."""
+        """Change the scores. input_ids: rows x tokens so far; scores: rows x vocabulary."""
         for row, token_ids in enumerate(self._new_ids(input_ids)):
             self._take(row, token_ids)
         forced = [
@@ -56,14 +60,14 @@ class RepeatProcessor(LogitsProcessor):
         return scores
 
     def ended(self, generated: Sequence[int]) -> bool:
-        """Whether the guard ended the answer `generated`, which lacks the id that ended it.
+        """Return whether the guard ended the answer `generated`, which lacks the final id.
 
         Verdicts depend on an answer's ids alone, so this holds for any row and any beam.
         """
         return tuple(generated) in self._forced
 
     def _new_ids(self, input_ids: torch.Tensor) -> list[list[int]]:
-        """What each row has gained since the last call; all of it when rows traded places."""
+        """Return the new ids of each row since the last call; all ids if rows were reordered."""
         seen = self._seen
         if seen is None or not torch.equal(seen, input_ids[:, : seen.shape[1]]):
             rows = len(input_ids)

@@ -2,7 +2,7 @@
 
     python -m tests.contract.dying_learner PORT CHECKPOINT BUCKETS
 
-Says `sent` when the buckets have gone out.
+Says `here` when it can join, and `sent` when the buckets have gone out.
 """
 
 import sys
@@ -14,6 +14,7 @@ from tests.contract.weight_sender import Sender
 
 if __name__ == "__main__":
     port, checkpoint, buckets = sys.argv[1:]
+    print("here", flush=True)
     sender = Sender(int(port), world_size=2, timeout_s=30.0)
     sender.send(read_weights(Path(checkpoint)), int(buckets))
     print("sent", flush=True)

@@ -1,6 +1,8 @@
 """A learner to be killed in the middle of a push, by the real client and pusher.
 
-    python -m tests.contract.dying_pusher URL GROUP_PORT CHECKPOINT PHASE
+    python -m tests.contract.dying_pusher URL GROUP_PORT CHECKPOINT PHASE [TRANSPORT]
+
+TRANSPORT is gloo, or nccl with the weights in bfloat16 on the current GPU.
 
 Says the name of the phase when it is there, and then waits for its end:
 
@@ -17,12 +19,13 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from learner.rollout.client import RolloutClient
-from learner.sync.groups import WeightGroup, join_group
-from learner.sync.push import WeightPusher
-from learner.sync.source import OneSource
+from learner.rollout.sync.push import WeightPusher
+from learner.rollout.sync.transports import WeightGroup, join_group
+from learner.rollout.sync.weights import OneSource
 from shared_contracts.weights import (
     DtypeName,
     FinishWeightUpdate,
@@ -30,6 +33,7 @@ from shared_contracts.weights import (
     ParameterMeta,
     StartWeightUpdate,
     SyncReport,
+    Transport,
     WeightStatus,
 )
 from tests.contract.toy_checkpoints import read_weights
@@ -88,11 +92,16 @@ class DoomedWeights:
             yield named
 
 
-if __name__ == "__main__":
-    url, port, checkpoint, phase = sys.argv[1:]
-    doomed = Doomed(phase)
-    source = OneSource(DoomedWeights(read_weights(Path(checkpoint)), doomed))
-    make = partial(WeightPusher, transport="gloo", bucket_bytes=BUCKET_BYTES, verify="sample")
+def push(url: str, port: str, checkpoint: str, phase: str, transport: Transport = "gloo") -> None:
+    doomed, weights = Doomed(phase), read_weights(Path(checkpoint))
+    if transport == "nccl":
+        weights = {name: weight.to("cuda", torch.bfloat16) for name, weight in weights.items()}
+    source = OneSource(DoomedWeights(weights, doomed))
+    make = partial(WeightPusher, transport=transport, bucket_bytes=BUCKET_BYTES, verify="sample")
     client = DoomedClient(url, doomed)
     version = client.health().weights_version + 1
     make(client, int(port), source, join=doomed.join).push(version)
+
+
+if __name__ == "__main__":
+    push(*sys.argv[1:])  # type: ignore[arg-type]  # the transport is one

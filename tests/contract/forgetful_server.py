@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 from rollout_server.cli import main
-from rollout_server.pool import Pool
+from rollout_server.serving.pool import Pool
 
 if TYPE_CHECKING:
-    from rollout_server.engine import Engine
+    from rollout_server.engines.vllm.engine import VllmEngine
 
 
 class ForgetfulPool(Pool):
     """Its engines leave their caches alone when weights change."""
 
-    def _build_engine(self, index: int) -> "Engine":
-        from rollout_server.engine import Engine
+    def _build_engine(self, index: int) -> "VllmEngine":
+        from rollout_server.engines.vllm.engine import VllmEngine
 
-        class Forgetful(Engine):
+        class Forgetful(VllmEngine):
             async def pause(self) -> None:
                 await self._llm.pause_generation(mode="wait", clear_cache=False)
 

@@ -5,9 +5,11 @@
 Starts CHECKPOINT in bfloat16 with room for LoRA adapters, reloads it with the weights of
 OTHER, and writes to OUT which parameters are not held as they are in OTHER:
 
-    {"faults": of the manifest, "compared": how many, "reloaded": NAMES, "rebuilt": NAMES}
+    {"faults": of the manifest, "compared": how many, "reloaded": NAMES, "rebuilt": NAMES,
+     "packs": whether the head multiplies with a packed copy of its weight}
 
 `reloaded` before and `rebuilt` after the packed copies of language-model heads were made anew.
+Which library of vLLM the processor gets decides whether there are any.
 """
 
 import json
@@ -18,15 +20,22 @@ from typing import Any, cast
 import torch
 from torch import nn
 from vllm import LLM
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 
-from rollout_server.placement import LoadableModel, Plan, shared_parameters, trace
-from rollout_server.readback import Asked, subtotals
-from rollout_server.verification import differences
-from rollout_server.weight_engine_gloo import rebuild_packed_heads
+from rollout_server.engines.verification import differences
+from rollout_server.engines.vllm.load_plan import (
+    Asked,
+    LoadableModel,
+    Plan,
+    shared_parameters,
+    subtotals,
+    trace,
+)
+from rollout_server.engines.vllm.weight_engines import rebuild_packed_heads
 from shared_contracts.weights import ParameterDigest
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import Weights, digests, manifest
@@ -59,8 +68,22 @@ def not_held(model: nn.Module, weights: Weights, plan: Plan) -> list[str]:
     parameters = {parameter.name: parameter for parameter in manifest(weights)}
     asked = [Asked(parameter, None) for parameter in parameters.values()]
     sent = [ParameterDigest.model_validate(digest) for digest in digests(weights)]
-    answer = subtotals(model, plan, asked, on_cpu=True)
+    answer = subtotals(model, plan, asked)
     return [each.name for each in differences(0, sent, parameters, [answer])]
+
+
+def packs_its_head(model: nn.Module) -> bool:
+    """Whether the head's product stays as it was when its weight changes."""
+    (head,) = (module for module in model.modules() if isinstance(module, ParallelLMHead))
+    method: Any = head.quant_method
+    weight = head.get_parameter("weight").data
+    row = torch.ones(1, weight.shape[1], dtype=weight.dtype)
+    before = method.apply(head, row, None)
+    kept = weight.clone()
+    weight.zero_()
+    after = method.apply(head, row, None)
+    weight.copy_(kept)
+    return torch.equal(before, after)
 
 
 if __name__ == "__main__":
@@ -69,6 +92,7 @@ if __name__ == "__main__":
     weights = {name: w.to(torch.bfloat16) for name, w in read_weights(Path(other)).items()}
 
     def look(model: nn.Module) -> dict[str, Any]:
+        packs = packs_its_head(model)
         plan = reload(model, weights, llm.llm_engine.model_config)
         reloaded = not_held(model, weights, plan)
         rebuild_packed_heads(model)
@@ -77,6 +101,7 @@ if __name__ == "__main__":
             "compared": len(plan.placements),
             "reloaded": reloaded,
             "rebuilt": not_held(model, weights, plan),
+            "packs": packs,
         }
 
     (found,) = llm.apply_model(look)

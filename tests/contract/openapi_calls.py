@@ -13,9 +13,9 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from rollout_server.app import create_app
-from rollout_server.pool import Pool
-from rollout_server.settings import ServerSettings
+from rollout_server.http.app import create_app
+from rollout_server.serving.pool import Pool
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE
 
 DOCUMENT = create_app(Pool(ServerSettings(model=Path("/m"), device="cpu"))).openapi()

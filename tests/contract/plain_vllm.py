@@ -18,7 +18,7 @@ from typing import Any
 from vllm import LLM
 from vllm.sampling_params import SamplingParams
 
-from rollout_server.repeat_config import EXTRA_ARG, PROCESSOR
+from rollout_server.settings.repeat_config import EXTRA_ARG, PROCESSOR
 
 OWN_RUN = {"enabled": True, "max_consecutive_token_repeats": 2}
 MAX_TOKENS = 200

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from PIL import Image, ImageDraw
 
-from learner.operate.server_process import ServerProcess
+from learner.rollout.server_process import ServerProcess
 
 PROMPT = "Detect every object."
 START_TIMEOUT_S = 280.0

@@ -19,12 +19,17 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Qwen3VLForConditionalGeneration
 
-from learner.operate.server_process import free_ports
 from learner.rollout.client import RolloutClient
-from learner.sync.adapter_source import AdapterWeights
-from learner.sync.mode import SyncMode
-from learner.sync.push import WeightPusher, WeightSyncError
-from learner.sync.source import BaseWeights, MergedWeights, OneSource, SourceChoice
+from learner.rollout.server_process import free_ports
+from learner.rollout.sync.push import WeightPusher, WeightSyncError
+from learner.rollout.sync.weights import (
+    AdapterWeights,
+    BaseWeights,
+    MergedWeights,
+    OneSource,
+    SourceChoice,
+    SyncMode,
+)
 from shared_contracts.errors import ContractError, ProblemError
 from shared_contracts.weights import (
     AdapterMeta,
@@ -46,6 +51,8 @@ from tests.contract.running_server import (
     text_request,
 )
 from tests.contract.weight_sender import begin_transfer, manifest, weight_group
+
+pytestmark = pytest.mark.slow
 
 RANK, ALPHA, ROOM = 4, 12, 8
 MAX_TOKENS = 16
@@ -288,7 +295,9 @@ def test_an_adapter_that_cannot_be_served_is_refused_and_changes_nothing(
     pusher = adapting.pusher(adapter_choice(model))
     pusher.connect()
     for adapter, listed, reason in bad:
-        body = StartWeightUpdate(version=version + 1, parameters=listed, adapter=adapter)
+        body = StartWeightUpdate(
+            version=version + 1, parameters=listed, adapter=adapter, attempt=None
+        )
         with pytest.raises(ProblemError) as caught:
             adapting.client.start_weight_update(body)
         problem = caught.value.problem
@@ -362,13 +371,17 @@ def test_an_adapter_that_arrives_otherwise_poisons_until_full_weights_come(
     lie = [ParameterDigest(name=next(iter(weights)), digest="0" * 16)]
     with weight_group(adapting.server.http, adapting.port) as sender:
         adapting.client.start_weight_update(
-            StartWeightUpdate(version=version, parameters=manifest(weights), adapter=source.adapter)
+            StartWeightUpdate(
+                version=version, parameters=manifest(weights), adapter=source.adapter, attempt=None
+            )
         )
         transfer = begin_transfer(adapting.server.http, version)
         sender.send(weights)
         assert transfer.answer().status_code == 200
         with pytest.raises(ProblemError) as caught:
-            adapting.client.finish_weight_update(FinishWeightUpdate(version=version, digests=lie))
+            adapting.client.finish_weight_update(
+                FinishWeightUpdate(version=version, digests=lie, attempt=None)
+            )
     assert caught.value.problem.kind == "weights-differ"
     assert lie[0].name in caught.value.problem.detail
     assert adapting.server.http.get("/health/").status_code == 503

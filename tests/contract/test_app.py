@@ -1,5 +1,6 @@
 """Routes, probes and problem documents, without an engine behind them."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,9 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from rollout_server.app import create_app
-from rollout_server.pool import Pool
-from rollout_server.settings import ServerSettings
+from rollout_server.http.app import create_app
+from rollout_server.serving.pool import Pool
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, PROBLEM_TITLES, Problem
 
 GET_PATHS = ("/health", "/live", "/get_world_size", "/info", "/metrics")
@@ -24,15 +25,16 @@ POST_PATHS = (
 )
 BODIES: dict[str, Any] = {
     "/infer": {"infer_requests": []},
-    "/init_communicator": {"host": "127.0.0.1", "port": 5000, "world_size": 4},
+    "/init_communicator": {"host": "127.0.0.1", "port": 5000, "world_size": 4, "attempt": "a"},
     "/start_weight_update": {
         "version": 1,
         "parameters": [{"name": "a", "dtype": "float32", "shape": [1]}],
+        "attempt": None,
     },
-    "/update_weights": {"version": 1},
-    "/finish_weight_update": {"version": 1},
+    "/update_weights": {"version": 1, "attempt": None},
+    "/finish_weight_update": {"version": 1, "attempt": None},
     "/keep_communicator": {"attempt": "a"},
-    "/close_communicator": None,
+    "/close_communicator": {"attempt": None},
 }
 
 
@@ -41,7 +43,9 @@ def client() -> Iterator[TestClient]:
     """A server whose engines have not started: nothing but the HTTP side is there."""
     settings = ServerSettings(model=Path("/m"), device="cpu", replicas=3)
     app = create_app(Pool(settings))
-    with TestClient(app, follow_redirects=False, raise_server_exceptions=False) as client:
+    with TestClient(
+        app, base_url="http://127.0.0.1", follow_redirects=False, raise_server_exceptions=False
+    ) as client:
         yield client
 
 
@@ -68,6 +72,22 @@ def test_before_the_engines_are_there_it_lives_and_is_not_healthy(client: TestCl
     assert client.get("/get_world_size/").json() == {"world_size": 3}
     problem = problem_of(client.get("/health/"))
     assert (problem.status, problem.detail) == (503, "the engines are starting")
+
+
+@pytest.mark.req("WIRE-06", "WIRE-07")
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_the_documents_page_needs_no_file_from_elsewhere(client: TestClient, slash: str) -> None:
+    page = client.get(f"/docs{slash}", follow_redirects=False)
+    assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    addresses = re.findall(r"""(?:src|href|url)(?:=|: )["']([^"']+)""", page.text)
+    assert len(addresses) == 4
+    for address in addresses:
+        assert address.startswith("/")
+        file = client.get(f"{address}{slash}", follow_redirects=False)
+        assert file.status_code == 200
+        assert len(file.content) > 1000
+    assert client.get(f"/openapi.json{slash}").json()["paths"].keys() >= {"/infer/"}
 
 
 @pytest.mark.req("WIRE-05")
@@ -107,6 +127,49 @@ def test_every_malformed_request_is_named_with_its_index(client: TestClient) -> 
         (None, "request_config.top_p"),
     ]
     assert "field 'videos' is not served" in problem.errors[2]["detail"]
+
+
+@pytest.mark.req("WIRE-05")
+def test_a_fault_is_told_by_the_keys_that_were_sent(client: TestClient) -> None:
+    contents: list[Any] = [
+        7,
+        [{"type": "text", "txt": "x"}],
+        [{"type": "sound"}],
+        [{"text": "x"}],
+    ]
+    for content, told in zip(
+        contents,
+        [
+            {"": "Input should be a valid string, or: Input should be a valid list"},
+            {
+                "": "Input should be a valid string",
+                "[0].text": "Field required",
+                "[0].txt": "Extra inputs are not permitted",
+            },
+            {"": "Input should be a valid string", "[0]": "Input tag 'sound'"},
+            {"": "Input should be a valid string", "[0]": "Unable to extract tag"},
+        ],
+        strict=True,
+    ):
+        body = {"infer_requests": [{"messages": [{"role": "user", "content": content}]}]}
+        problem = problem_of(client.post("/infer/", json=body))
+        at = "infer_requests[0].messages[0].content"
+        assert problem.errors is not None
+        assert [error["where"] for error in problem.errors] == [at + below for below in told]
+        for error, detail in zip(problem.errors, told.values(), strict=True):
+            assert error["detail"].startswith(detail)
+            assert error["index"] == 0
+
+
+@pytest.mark.req("SRV-06", "WIRE-05")
+@pytest.mark.parametrize("path", [path for path, body in BODIES.items() if "attempt" in body])
+def test_a_weight_call_without_its_attempt_is_refused(client: TestClient, path: str) -> None:
+    body = {name: value for name, value in BODIES[path].items() if name != "attempt"}
+    problem = problem_of(client.post(path, json=body))
+    assert (problem.status, problem.where) == (422, "attempt")
+    for content in (b"", b"null"):
+        answer = client.post(path, content=content, headers={"content-type": "application/json"})
+        assert problem_of(answer).status in (400, 422)
 
 
 @pytest.mark.req("WIRE-05", "WIRE-06")

@@ -1,23 +1,29 @@
 """The token: where it comes from, which routes want it, and that nothing tells it."""
 
 import asyncio
+import base64
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
+from playwright.sync_api import expect
 from starlette.routing import Route
 from starlette.types import Message, Scope
 
-from rollout_server.app import create_app
-from rollout_server.pool import Pool
-from rollout_server.secret import check_access, is_loopback, read_token
-from rollout_server.settings import ServerSettings
+from rollout_server.http.app import create_app
+from rollout_server.serving.pool import Pool
+from rollout_server.settings.options import ServerSettings
+from rollout_server.settings.preflight import check_access, is_loopback, read_token
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, ContractError, Problem
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from tests.browser import running_browser
 
 TOKEN = "f00d-cafe_0123456789~"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -32,7 +38,9 @@ def settings(**options: Any) -> ServerSettings:
 def client_of(**options: Any) -> Iterator[TestClient]:
     """A server whose engines have not started."""
     app = create_app(Pool(settings(**options)))
-    with TestClient(app, follow_redirects=False, raise_server_exceptions=False) as client:
+    with TestClient(
+        app, base_url="http://127.0.0.1", follow_redirects=False, raise_server_exceptions=False
+    ) as client:
         yield client
 
 
@@ -62,7 +70,9 @@ def is_refused(answer: Any) -> bool:
     """Whether it is the 401 of a missing token, which must be a whole problem."""
     if answer.status_code != 401:
         return False
-    assert answer.headers["www-authenticate"] == "Bearer"
+    page = answer.request.url.path.startswith(("/docs", "/openapi.json"))
+    schemes = [challenge.split()[0] for challenge in answer.headers.get_list("www-authenticate")]
+    assert schemes == (["Basic", "Bearer"] if page else ["Bearer"])
     if answer.request.method != "HEAD":
         assert answer.headers["content-type"] == PROBLEM_MEDIA_TYPE
         assert Problem.model_validate(answer.json()).type == "urn:rollmatch:unauthorized"
@@ -74,23 +84,24 @@ def is_refused(answer: Any) -> bool:
 def test_with_a_token_every_route_but_the_probes_of_life_wants_it(client: TestClient) -> None:
     routes = routes_of(client)
     paths = {path for _, path in routes}
-    assert {"/infer/", "/infer", "/metrics/", "/info/", "/openapi.json"} | OPEN <= paths
+    pages = {"/openapi.json", "/docs", "/docs/", "/docs/swagger-ui.css"}
+    assert {"/infer/", "/infer", "/metrics/", "/info/"} | pages | OPEN <= paths
     for method, path in routes:
         assert is_refused(client.request(method, path)) == (path not in OPEN), (method, path)
         answer = client.request(method, path, headers=BEARER)
-        assert answer.status_code in (200, 422, 503), (method, path)
+        assert answer.status_code in (200, 400, 503), (method, path)
 
 
 @pytest.mark.req("SRV-06")
 def test_without_a_token_no_route_wants_one() -> None:
     with client_of() as client:
         for method, path in routes_of(client):
-            assert client.request(method, path).status_code in (200, 422, 503), (method, path)
+            assert client.request(method, path).status_code in (200, 400, 503), (method, path)
 
 
 @pytest.mark.req("SRV-06")
 def test_what_is_not_there_wants_it_too(client: TestClient) -> None:
-    for path in ("/", "/nothing", "/docs", "/live/x", "//live/", "/LIVE/"):
+    for path in ("/", "/nothing", "/docs/x", "/live/x", "//live/", "/LIVE/"):
         assert is_refused(client.get(path)), path
         assert client.get(path, headers=BEARER).status_code == 404
     assert is_refused(client.delete("/infer/"))
@@ -124,6 +135,67 @@ def test_the_scheme_is_read_in_any_case_and_given_once(client: TestClient) -> No
     assert client.get("/info/", headers={"Authorization": f"bEARER {TOKEN}"}).status_code == 200
     twice = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", "Bearer other")]
     assert is_refused(client.get("/info/", headers=twice))
+
+
+def basic(user: str, password: str) -> dict[str, str]:
+    return {"Authorization": f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}
+
+
+@pytest.mark.req("SRV-06")
+def test_a_browser_sends_the_token_as_a_password_to_the_pages_and_nowhere_else(
+    client: TestClient,
+) -> None:
+    for method, path in routes_of(client):
+        if path in OPEN:
+            continue
+        page = path.startswith(("/docs", "/openapi.json"))
+        for user in ("", "anybody"):
+            refused = is_refused(client.request(method, path, headers=basic(user, TOKEN)))
+            assert refused != page, (method, path)
+        for headers in (basic(TOKEN, ""), basic("", f"{TOKEN}x"), {"Authorization": "Basic !"}):
+            assert is_refused(client.request(method, path, headers=headers)), (method, path)
+
+
+@pytest.mark.req("SRV-06", "WIRE-07")
+@pytest.mark.parametrize("path", ["/docs", "/docs/"])
+def test_a_person_tries_a_call_in_a_browser(client: TestClient, path: str) -> None:
+    """Every file of the page comes from the server, which asks for the token in two ways."""
+    asked: list[str] = []
+    with running_browser() as browser, listening(client.app) as address:
+        sent = {"username": "anybody", "password": TOKEN}
+        page = browser.new_context(http_credentials=sent).new_page()  # type: ignore[arg-type]
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"{address}{path}")
+        call = page.locator(".opblock", has_text="/info/")
+        call.click()
+        call.get_by_text("Try it out").click()
+        call.get_by_text("Execute").click()
+        answered = call.locator(".live-responses-table tbody .response-col_status")
+        assert answered.inner_text().split()[0] == "401"
+        page.locator(".auth-wrapper .authorize").first.click()
+        page.locator(".auth-container input").fill(TOKEN)
+        page.locator(".auth-container button.authorize").click()
+        page.locator(".auth-container .btn-done").click()
+        call.get_by_text("Execute").click()
+        expect(answered).to_contain_text("200")
+    assert len(asked) > 4
+    assert all(url.startswith(f"{address}/") for url in asked)
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """The app behind a real port of its own; its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.05)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @pytest.mark.req("SRV-06")
@@ -272,7 +344,7 @@ def test_a_file_others_may_read_is_warned_of(
     token_file.chmod(0o640)
     check_access(settings(token_file=token_file), {})
     (message,) = caplog.messages
-    assert "other users may read" in message
+    assert "other users can read" in message
 
 
 # --- addresses

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3VLForConditionalGeneration
 
-from learner.operate.server_process import free_ports
+from learner.data.jsonl import build_request
+from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
-from learner.rollout.journal import Journal
-from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
-from learner.sync.push import WeightPusher
-from learner.sync.source import MergedWeights, OneSource
+from learner.rollout.server_process import free_ports
+from learner.rollout.sync.push import WeightPusher
+from learner.rollout.sync.weights import MergedWeights, OneSource
 from learner.types import Sample
 from shared_contracts.infer import RequestConfig
 from tests.contract.running_server import PROMPT, RunningServer
@@ -53,5 +53,5 @@ def poison(server: RunningServer, checkpoint: Path, version: int) -> None:
     (port,) = free_ports(1)
     with weight_group(server.http, port):
         assert start(server.http, version, read_weights(checkpoint)).status_code == 200
-        server.http.post("/close_communicator/")
+        server.http.post("/close_communicator/", json={"attempt": None})
     assert server.http.get("/health/").status_code == 503

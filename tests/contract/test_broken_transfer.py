@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learner.operate.server_process import free_ports
-from learner.sync.groups import join_group
-from rollout_server.group_store import open_group_store
-from rollout_server.weight_engine_gloo import (
+from learner.rollout.server_process import free_ports
+from learner.rollout.sync.transports import join_group
+from rollout_server.engines.vllm.weight_engines import (
     GlooInitInfo,
     GlooUpdateInfo,
     GlooWeightTransferEngine,
+    IpcWeightTransferEngine,
 )
-from rollout_server.weight_engine_ipc import IpcWeightTransferEngine
+from rollout_server.weights.weight_group import open_group_store
 from shared_contracts.weights import InitCommunicator, Transport
 from tests.contract.weight_sender import BUCKET_BYTES, Weights, manifest
 
@@ -68,6 +68,7 @@ def test_a_worker_that_refuses_a_bucket_ends_all_ranks(transport: Transport, ref
         host="127.0.0.1",
         port=port,
         world_size=3,
+        attempt="",
         transport=transport,
         bucket_bytes=BUCKET_BYTES,
         timeout_s=TIMEOUT_S,

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollout_server.engine_types import EngineDead, WeightPhaseFailed
+from rollout_server.engines.engine_protocol import EngineDead, WeightPhaseFailed
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import UpdateWeights
 from tests.contract.update_bench import FAULT, Bench, Hang, answers, fails, hangs, run
@@ -36,7 +36,7 @@ def test_one_engine_that_breaks_poisons_all_and_a_full_push_heals(
         assert (bench.state, bench.updates.version) == ("POISONED", 0)
         transferring = phase == "receive_weights"
         for engine in bench.engines:
-            leaves = ["shutdown_weight_transfer_engine"] if transferring else []
+            leaves = ["leave_group"] if transferring else []
             cleaned = engine.calls.index("abandon_weight_update")
             assert engine.calls[cleaned:] == ["abandon_weight_update", "abort_all", *leaves]
             assert "resume" not in engine.calls
@@ -61,7 +61,9 @@ def test_a_call_that_is_cancelled_in_the_transfer_poisons() -> None:
         await bench.init()
         await bench.start(1)
         bench.engines[0].script["receive_weights"] = hangs
-        receiving = asyncio.ensure_future(bench.updates.receive(UpdateWeights(version=1)))
+        receiving = asyncio.ensure_future(
+            bench.updates.receive(UpdateWeights(version=1, attempt=None))
+        )
         while "receive_weights" not in bench.engines[0].calls:
             await asyncio.sleep(0)
         receiving.cancel()
@@ -89,6 +91,20 @@ def test_an_engine_that_never_answers_is_given_up() -> None:
         assert bench.state == "POISONED"
         assert transfer.given_up
         assert clean_up.given_up
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-04")
+def test_a_learner_that_asks_for_a_day_gets_what_the_server_allows() -> None:
+    async def work() -> None:
+        bench = Bench(longest_s=0.2)
+        await bench.init(timeout_s=86400)
+        assert [each.inits[0]["timeout_s"] for each in bench.engines] == [0.2, 0.2]
+        bench.engines[0].script["receive_weights"] = hangs
+        with pytest.raises(ProblemError, match=r"within 0\.3 s") as caught:
+            await bench.push(7)
+        assert caught.value.problem.status == 504
 
     run(work())
 
@@ -128,7 +144,7 @@ def test_silence_between_phases_poisons_but_a_long_phase_does_not() -> None:
             await asyncio.sleep(0.4)
 
         bench.engines[0].script["receive_weights"] = slow
-        await bench.updates.receive(UpdateWeights(version=1))
+        await bench.updates.receive(UpdateWeights(version=1, attempt=None))
         assert bench.state == "UPDATING"
         await asyncio.sleep(0.5)
         assert bench.state == "POISONED"
@@ -144,11 +160,11 @@ def test_a_replica_lost_between_the_phases_of_an_update_poisons() -> None:
         await bench.start(1)
         bench.engines.lost = {0}
         with pytest.raises(ProblemError, match="an engine is gone"):
-            await bench.updates.receive(UpdateWeights(version=1))
+            await bench.updates.receive(UpdateWeights(version=1, attempt=None))
         assert bench.state == "POISONED"
         await bench.updates.replica_lost("replica 0 is lost")
         assert bench.state == "POISONED"
-        assert bench.engines[1].calls[-1] == "shutdown_weight_transfer_engine"
+        assert bench.engines[1].calls[-1] == "leave_group"
 
     run(work())
 

@@ -11,7 +11,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from learner.operate.server_process import free_ports
+from learner.rollout.server_process import free_ports
+from rollout_server.http.bodies import PIECE_REQUESTS
 from tests.contract.running_server import PROMPT, RunningServer, image_request, text_request
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import push, weight_group
@@ -126,13 +127,19 @@ def test_a_call_is_refused_by_other_weights_and_a_kept_answer_is_not(
 
 
 @pytest.mark.req("WIRE-02")
-def test_a_query_or_a_header_leaves_the_envelope_off(server: RunningServer) -> None:
-    body = {"infer_requests": [text_request()], "request_config": SAMPLED, "request_id": "forms"}
-    (enveloped,) = server.http.post("/infer", json=body).json()
+@pytest.mark.parametrize("requests", [0, 1, PIECE_REQUESTS + 1])
+def test_a_query_or_a_header_leaves_the_envelope_off(server: RunningServer, requests: int) -> None:
+    body = {
+        "infer_requests": [text_request()] * requests,
+        "request_config": SAMPLED,
+        "request_id": f"forms {requests}",
+    }
+    enveloped = server.http.post("/infer", json=body).json()
+    assert len(enveloped) == requests
     for query, headers in (("?envelope=0", {}), ("", {"Rollout-Envelope": "0"})):
         answer = server.http.post(f"/infer/{query}", json=body, headers=headers)
         assert answer.headers["content-type"] == "application/json"
-        assert answer.json() == [enveloped["response"]]
+        assert answer.json() == [one["response"] for one in enveloped]
 
 
 # --- probes, metrics, log

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from rollout_server.chat import ChatMessage, Conversation, ImageSource, read_conversation
-from rollout_server.problems import BadRequest
+from rollout_server.engines.engine_protocol import ChatMessage
+from rollout_server.runtime.refusals import BadRequest
+from rollout_server.serving.infer import Conversation, read_conversation
+from rollout_server.serving.media import ImageSource
 from shared_contracts.infer import RolloutInferRequest
 
 

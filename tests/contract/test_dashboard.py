@@ -14,12 +14,11 @@ import yaml
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout_server.app import create_app
-from rollout_server.call_record import CallRecord, Outcome, Phase
-from rollout_server.pool import Pool
-from rollout_server.problems import refusal
-from rollout_server.settings import ServerSettings
-from rollout_server.telemetry import ReplicaLoad, Telemetry
+from rollout_server.http.app import create_app
+from rollout_server.runtime.refusals import refusal
+from rollout_server.serving.pool import Pool
+from rollout_server.serving.telemetry import CallRecord, Outcome, Phase, ReplicaLoad, Telemetry
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_TITLES
 from shared_contracts.server_info import TOKEN_VARIABLE, Health, ReplicaState, ReplicaStatus
 from shared_contracts.weights import SyncReport, WeightState, WeightStatus
@@ -322,7 +321,7 @@ def test_the_scrape_is_answered_with_the_token_of_the_secret_and_refused_without
     assert f"--token-file=/run/secrets/{secret}" in services["services"][name]["command"]
 
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    client = TestClient(create_app(Pool(settings())))
+    client = TestClient(create_app(Pool(settings())), base_url="http://127.0.0.1")
     headers = {"authorization": f"{job['authorization']['type']} {TOKEN}"}
     assert client.get(job["metrics_path"]).status_code == 401
     answer = client.get(job["metrics_path"], headers=headers)

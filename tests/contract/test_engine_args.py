@@ -6,10 +6,10 @@ from typing import Any, get_args
 
 import pytest
 
-from rollout_server.engine_env import engine_environment
-from rollout_server.engine_types import PromptRefused
-from rollout_server.repeat_config import PROCESSOR
-from rollout_server.settings import LORA_RANKS, ServerSettings
+from rollout_server.engines.engine_protocol import PromptRefused
+from rollout_server.engines.vllm import environment as engine_environment
+from rollout_server.settings.options import LORA_RANKS, ServerSettings
+from rollout_server.settings.repeat_config import PROCESSOR, PROCESSOR_V2
 from shared_contracts.infer import RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
@@ -17,7 +17,7 @@ from shared_contracts.repeat_guard import RepeatTerminateConfig
 @pytest.fixture(scope="module")
 def engine_args() -> Any:
     """The module, imported late: it imports vLLM."""
-    from rollout_server import engine_args
+    from rollout_server.engines.vllm import engine as engine_args
 
     return engine_args
 
@@ -40,7 +40,7 @@ def test_each_replica_sees_only_its_own_gpus(engine_args: Any, model: Path) -> N
     args = [engine_args.engine_args(settings, index) for index in range(2)]
     assert [a.device_ids for a in args] == [[3, 4], [5, 6]]
     assert [a.tensor_parallel_size for a in args] == [2, 2]
-    assert [a.weight_transfer_config.backend for a in args] == ["nccl", "nccl"]
+    assert [a.weight_transfer_config.backend for a in args] == ["nccl-met", "nccl-met"]
 
 
 @pytest.mark.req("SRV-01")
@@ -71,6 +71,17 @@ def test_the_settings_of_the_engine_reach_it(engine_args: Any, model: Path) -> N
     assert args.gpu_memory_utilization == 0.5
 
 
+@pytest.mark.req("FULL-06")
+def test_a_gpu_engine_prefills_thousands_of_tokens_at_once(engine_args: Any, model: Path) -> None:
+    settings = ServerSettings(model=model, gpus=(0,))
+    args = engine_args.engine_args(settings, 0)
+    assert (args.max_num_batched_tokens, args.gpu_memory_utilization) == (8192, 0.9)
+    many = settings.model_copy(update={"max_num_seqs": 10_000})
+    assert engine_args.engine_args(many, 0).max_num_batched_tokens == 10_000
+    stated = settings.model_copy(update={"max_num_batched_tokens": 4096})
+    assert engine_args.engine_args(stated, 0).max_num_batched_tokens == 4096
+
+
 def test_the_cpu_engine_takes_seeds_and_whole_prompts(engine_args: Any, model: Path) -> None:
     settings = ServerSettings(model=model, device="cpu", max_model_len=20_000, kv_cache_gib=0.5)
     args = engine_args.engine_args(settings, 0)
@@ -90,6 +101,8 @@ def test_vllm_is_given_the_repeat_guard_only_where_it_is_asked_for(
     on = off.model_copy(update={"repeat_terminate": guard})
     assert engine_args.engine_args(off, 0).logits_processors is None
     assert engine_args.engine_args(on, 0).logits_processors == [PROCESSOR]
+    v2 = ServerSettings(model=model, gpus=(0,), model_runner="v2", repeat_terminate=guard)
+    assert engine_args.engine_args(v2, 0).logits_processors == [PROCESSOR_V2]
     assert engine_args.sampling_params(RequestConfig(), None, 8).stop_token_ids == []
     assert engine_args.sampling_params(RequestConfig(), None, 8, sentinel=5).stop_token_ids == [5]
 

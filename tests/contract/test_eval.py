@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from learner.analysis.evaluation.folder import read_answers
 from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData, make_data
-from learner.eval_run import run_evaluation
-from learner.evaluation.folder import read_answers
-from learner.evaluation.plan import plan_evaluation
-from learner.operate.server_process import free_ports
-from learner.preflight import reach_servers
+from learner.operate.eval_plan import plan_evaluation
+from learner.operate.eval_run import run_evaluation
+from learner.rollout.server_process import free_ports
+from learner.training.start_checks import reach_servers
 from tests.contract.running_server import RunningServer
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import push, weight_group

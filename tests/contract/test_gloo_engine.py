@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learner.operate.server_process import free_ports
-from rollout_server.group_store import open_group_store
-from rollout_server.weight_engine_gloo import (
+from learner.rollout.server_process import free_ports
+from rollout_server.engines.vllm.weight_engines import (
     GlooInitInfo,
     GlooUpdateInfo,
     GlooWeightTransferEngine,
 )
+from rollout_server.weights.weight_group import open_group_store
 from tests.contract.weight_sender import BUCKET_BYTES, Sender, Weights, manifest
 
 TIMEOUT_S = 20.0

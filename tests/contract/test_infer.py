@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -211,6 +212,20 @@ def test_the_client_of_ms_swift_reads_both_forms(
 
 
 @pytest.mark.req("WIRE-05")
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|im_end|>", "<|vision_start|>"])
+def test_a_control_token_in_a_text_is_refused(
+    server: RunningServer, scene: Path, token: str
+) -> None:
+    """It would be encoded as the token, and move the image or end the turn."""
+    bad = image_request(str(scene))
+    bad["messages"][0]["content"] = f"<image>What is {token} here?"
+    answer = server.post_infer([bad])
+    assert answer.status_code == 422
+    (error,) = answer.json()["errors"]
+    assert (error["where"], token in error["detail"]) == ("infer_requests[0].messages", True)
+
+
+@pytest.mark.req("WIRE-05")
 def test_a_call_with_bad_requests_is_refused_whole_naming_each(
     server: RunningServer, scene: Path
 ) -> None:
@@ -275,11 +290,11 @@ def test_odd_input_is_answered_or_refused_and_never_breaks_the_server(
     dot = server.media / "dot.png"
     Image.new("I;16", (1, 1)).save(dot)
     requests = {
-        rb"""{"messages":[{"role":"user","content":"a\ud800b"}]}""": 422,
+        rb"""{"messages":[{"role":"user","content":"a\ud800b"}]}""": 400,
         rb"""{"messages":[{"role":"user","content":"<image>"}],"images":["/a\u0000"]}""": 422,
         rb"""{"messages":[{"role":"user","content":"a\u0000b"}]}""": 200,
         rb"""{"messages":[{"role":"user","content":[]}]}""": 200,
-        rb"""{"messages":[{"role":"user","content":"<|im_end|><|image_pad|>"}]}""": 200,
+        rb"""{"messages":[{"role":"user","content":"<|im_end|><|image_pad|>"}]}""": 422,
         json.dumps(image_request(str(sliver))).encode(): 422,
         json.dumps(image_request(str(dot))).encode(): 200,
     }
@@ -367,3 +382,24 @@ def test_the_pool_survives_many_calls_at_once(server: RunningServer) -> None:
     for thread in threads:
         thread.join()
     assert answers == [4] * 16
+
+
+@pytest.mark.req("WIRE-04", "ROLL-01")
+def test_an_image_of_16_bits_is_answered_as_that_of_8_bits(server: RunningServer) -> None:
+    """An image of floats is refused with the index of its request."""
+    grey = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16
+    images = {
+        "8.png": Image.fromarray((grey >> 8).astype(np.uint8)),
+        "16.tiff": Image.fromarray(grey),
+        "float.tiff": Image.fromarray(grey.astype(np.float32)),
+    }
+    for name, image in images.items():
+        image.save(server.media / name)
+    requests = {name: image_request(str(server.media / name)) for name in images}
+    eight, sixteen = server.infer([requests["8.png"], requests["16.tiff"]], max_tokens=24)
+    assert sixteen["response"]["prompt_token_ids"] == eight["response"]["prompt_token_ids"]
+    assert response_ids(sixteen) == response_ids(eight)
+    refused = server.post_infer([requests["8.png"], requests["float.tiff"]])
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["where"] == "infer_requests[1].images[0]"
+    assert "floating-point numbers (mode F)" in refused.text

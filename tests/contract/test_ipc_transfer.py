@@ -13,11 +13,15 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from learner.operate.server_process import free_ports
-from learner.sync.groups import join_group
-from rollout_server.group_store import open_group_store
-from rollout_server.weight_engine_gloo import GlooInitInfo, GlooUpdateInfo
-from rollout_server.weight_engine_ipc import IpcWeightTransferEngine, mapped
+from learner.rollout.server_process import free_ports
+from learner.rollout.sync.transports import join_group
+from rollout_server.engines.vllm.weight_engines import (
+    GlooInitInfo,
+    GlooUpdateInfo,
+    IpcWeightTransferEngine,
+    mapped,
+)
+from rollout_server.weights.weight_group import open_group_store
 from shared_contracts.weights import (
     HOST_MEMORY_NAME,
     HostMemory,
@@ -55,6 +59,7 @@ class Ends:
             host="127.0.0.1",
             port=port,
             world_size=2,
+            attempt="",
             transport="ipc",
             bucket_bytes=BUCKET_BYTES,
             timeout_s=timeout_s,

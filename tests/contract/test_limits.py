@@ -6,8 +6,8 @@ import json
 import pickle
 import socket
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ import pytest
 import uvicorn
 from fastapi.testclient import TestClient
 
-from rollout_server.app import create_app
-from rollout_server.limits import RETRY_AFTER_S, CallLimit
-from rollout_server.pool import Pool
-from rollout_server.settings import ServerSettings
-from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
-from shared_contracts.infer import MAX_FIELDS, MAX_REQUESTS
+from rollout_server.http.app import create_app
+from rollout_server.http.bodies import MAX_FAULTS
+from rollout_server.http.middleware import MOST_OTHER_BYTES, Places
+from rollout_server.http.problems import RETRY_AFTER_S
+from rollout_server.serving.pool import Pool
+from rollout_server.serving.telemetry import CallRecord
+from rollout_server.settings.options import ServerSettings
+from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem, ProblemError
+from shared_contracts.infer import MAX_FIELDS, MAX_REQUESTS, InferCall, RolloutEnvelope
 
 MAX_BODY = 1000
 JSON = {"Content-Type": "application/json"}
@@ -40,7 +43,11 @@ def settings(**options: Any) -> ServerSettings:
 
 def client_of(**options: Any) -> TestClient:
     """A server whose engines have not started."""
-    return TestClient(create_app(Pool(settings(**options))), raise_server_exceptions=False)
+    return TestClient(
+        create_app(Pool(settings(**options))),
+        base_url="http://127.0.0.1",
+        raise_server_exceptions=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +88,38 @@ def test_a_body_larger_than_the_bound_is_refused(narrow: TestClient, path: str) 
         assert "max_body_mib" in problem.detail
 
 
+@pytest.mark.req("SRV-06")
+@pytest.mark.parametrize("path", POST_PATHS[1:])
+def test_only_calls_with_images_may_be_large(client: TestClient, path: str) -> None:
+    large = b"{}".ljust(MOST_OTHER_BYTES)
+    assert client.post(path, content=large, headers=JSON).status_code in (422, 503)
+    for body in (large + b" ", iter([large, b" "])):
+        problem = problem_of(client.post(path, content=body, headers=JSON))
+        assert (problem.type, "16 MiB" in problem.detail) == ("urn:rollmatch:body-too-large", True)
+    called = client.post("/infer/", content=of_size(MOST_OTHER_BYTES + 1), headers=JSON)
+    assert called.status_code == 422, "it is read, and has too much beside its requests"
+
+
+@pytest.mark.req("SRV-06", "WIRE-05")
+def test_the_bodies_of_all_calls_have_a_bound_together() -> None:
+    pool = SlowPool(settings(max_bodies_mib=1.5 * MAX_BODY / 2**20))
+    app = create_app(pool)
+    with TestClient(app, base_url="http://127.0.0.1") as client, ThreadPoolExecutor() as callers:
+        first = callers.submit(client.post, "/infer/", content=of_size(MAX_BODY), headers=JSON)
+        assert pool.running.wait(20)
+        for path in POST_PATHS:
+            problem = problem_of(client.post(path, content=of_size(MAX_BODY), headers=JSON))
+            assert (problem.status, problem.kind) == (503, "overloaded"), path
+            assert "max_bodies_mib" in problem.detail
+        pool.may_end.set()
+        assert first.result().status_code == 200
+        assert client.post("/infer/", content=of_size(MAX_BODY), headers=JSON).status_code == 200
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
-    """A real server on a socket, that takes small bodies only, and one call at once."""
-    bounds = settings(max_body_mib=MAX_BODY / 2**20, max_concurrent_calls=1)
+    """A real server on a socket, that takes small bodies only."""
+    bounds = settings(max_body_mib=MAX_BODY / 2**20)
     app = create_app(Pool(bounds))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -103,7 +138,7 @@ def read_problem(connection: http.client.HTTPConnection) -> Problem:
 
 @pytest.mark.req("SRV-06")
 def test_an_announced_body_is_refused_before_it_is_sent(address: tuple[str, int]) -> None:
-    connection = http.client.HTTPConnection(*address, timeout=20)
+    connection = http.client.HTTPConnection(*address, timeout=60)
     connection.putrequest("POST", "/infer/")
     connection.putheader("Content-Length", str(10**15))
     connection.endheaders()
@@ -113,7 +148,7 @@ def test_an_announced_body_is_refused_before_it_is_sent(address: tuple[str, int]
 
 @pytest.mark.req("SRV-06")
 def test_an_endless_body_is_refused_while_it_is_sent(address: tuple[str, int]) -> None:
-    connection = http.client.HTTPConnection(*address, timeout=20)
+    connection = http.client.HTTPConnection(*address, timeout=60)
     connection.putrequest("POST", "/infer/")
     connection.putheader("Content-Type", "application/json")
     connection.putheader("Transfer-Encoding", "chunked")
@@ -128,78 +163,46 @@ def test_an_endless_body_is_refused_while_it_is_sent(address: tuple[str, int]) -
 
 
 @pytest.mark.req("SRV-06")
-def test_one_call_too_many_is_told_when_to_try_again() -> None:
-    """Two calls may run; a third is refused unread, and may come once one has ended."""
-    started, may_end = asyncio.Event(), asyncio.Event()
-    answered: list[str] = []
+def test_one_call_too_many_is_refused_until_another_ends() -> None:
+    places = Places(2)
+    with places.take():
+        with places.take():
+            for refused in (places.require_one, places.take().__enter__):
+                with pytest.raises(ProblemError) as error:
+                    refused()
+                assert error.value.problem.kind == "too-many-calls"
+        places.require_one()
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        started.set()
-        if scope["path"] == "/infer/":
-            await may_end.wait()
-        answered.append(scope["path"])
 
-    async def receive() -> Any:
-        raise AssertionError("the body was read")
+class SlowPool(Pool):
+    """Its calls run until they may end."""
 
-    limit = CallLimit(app, max_calls=2)
+    def __init__(self, settings: ServerSettings) -> None:
+        super().__init__(settings)
+        self.running, self.may_end = threading.Event(), threading.Event()
 
-    async def call(path: str) -> list[Any]:
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        await limit({"type": "http", "path": path, "headers": []}, receive, send)
-        return sent
-
-    async def story() -> list[Any]:
-        running = [asyncio.create_task(call("/infer/")) for _ in range(2)]
-        await started.wait()
-        await asyncio.sleep(0)
-        refused = await call("/infer") + await call("/infer/")
-        await call("/live/")
-        running[0].cancel()
-        await asyncio.gather(running[0], return_exceptions=True)
-        running.append(asyncio.create_task(call("/infer/")))
-        may_end.set()
-        await asyncio.gather(*running[1:])
-        return refused
-
-    refused = asyncio.run(story())
-    heads = [message for message in refused if message["type"] == "http.response.start"]
-    assert [head["status"] for head in heads] == [429, 429]
-    assert (b"retry-after", str(RETRY_AFTER_S).encode()) in heads[0]["headers"]
-    assert answered == ["/live/", "/infer/", "/infer/"]
+    async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
+        self.running.set()
+        await asyncio.to_thread(self.may_end.wait, 20)
+        return []
 
 
 @pytest.mark.req("SRV-06")
-def test_a_call_whose_body_is_still_coming_counts(address: tuple[str, int]) -> None:
-    body = of_size(100)
-    first, second = (http.client.HTTPConnection(*address, timeout=20) for _ in range(2))
-    first.putrequest("POST", "/infer/")
-    first.putheader("Content-Type", "application/json")
-    first.putheader("Content-Length", str(len(body)))
-    first.endheaders(body[:50])
-    deadline = time.monotonic() + 20
-    while post(second, body) != 429:  # until the server has taken up the first
-        assert time.monotonic() < deadline
-    second.request("GET", "/live/")
-    assert second.getresponse().read()
-    first.send(body[50:])
-    assert read_problem(first).type == "urn:rollmatch:not-ready"
-    assert post(second, body) == 503
-    first.close()
-    second.close()
-
-
-def post(connection: http.client.HTTPConnection, body: bytes) -> int:
-    connection.request("POST", "/infer/", body, JSON)
-    answer = connection.getresponse()
-    answer.read()
-    if answer.status == 429:
+def test_a_call_too_many_is_told_when_to_try_again() -> None:
+    pool = SlowPool(settings(max_concurrent_calls=1))
+    with (
+        TestClient(create_app(pool), base_url="http://127.0.0.1") as client,
+        ThreadPoolExecutor() as threads,
+    ):
+        first = threads.submit(client.post, "/infer", json={"infer_requests": []})
+        assert pool.running.wait(20)
+        answer = client.post("/infer/", json={"infer_requests": []})
+        assert problem_of(answer).status == 429
         assert answer.headers["Retry-After"] == str(RETRY_AFTER_S)
-    return answer.status
+        assert client.get("/live/").status_code == 200
+        pool.may_end.set()
+        assert first.result().status_code == 200
+        assert client.post("/infer/", json={"infer_requests": []}).status_code == 200
 
 
 # --- sequences
@@ -236,7 +239,9 @@ def test_faults_without_number_make_a_short_answer(client: TestClient) -> None:
     ):
         answer = client.post("/infer/", json=body)
         assert problem_of(answer).status == 422
-        assert len(answer.content) < 2000
+        # Each of the first MAX_FAULTS requests that are no object is named.
+        named = body["infer_requests"] == [1] * many
+        assert len(answer.content) < (140 * MAX_FAULTS if named else 2000)
     assert client.post("/update_weights/", json={"parameters": [1] * many}).status_code == 422
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.engine_env import engine_environment
-from rollout_server.settings import ServerSettings
+from rollout_server.engines.vllm import environment as engine_environment
+from rollout_server.settings.options import ServerSettings
 
 # What a server does, without an engine: its own setup, then vLLM's, as its engines do too.
 SERVER = """
 import logging
 import warnings
 import torch
-from rollout_server.logs import set_up_logging, take_over_torch
+from rollout_server.runtime.logs import set_up_logging, take_over_torch
 
 set_up_logging("info", {log_format!r})
 if {log_format!r} == "json":

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from rollout_server.chat import ImageSource
-from rollout_server.media import MediaLoader, decode_image
-from rollout_server.media_files import read_media_file
-from rollout_server.problems import BadRequest
-from rollout_server.settings import ServerSettings
+from rollout_server.runtime.refusals import BadRequest
+from rollout_server.serving import media
+from rollout_server.serving.media import ImageSource, MediaLoader, decode_image, read_media_file
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import ProblemError
 from shared_contracts.infer import InferCall
 from tests.contract.test_rollouts import EchoEngine, answer, run
@@ -42,8 +41,13 @@ def as_base64(content: bytes) -> str:
 
 def load(image: str, *allowed: Path, **bounds: Any) -> Image.Image:
     loader = MediaLoader(settings(*allowed, **bounds))
-    (loaded,) = asyncio.run(loader.load([ImageSource("images[0]", image)]))
+    (loaded,) = asyncio.run(loaded_by(loader, [ImageSource("images[0]", image)]))
     return loaded
+
+
+async def loaded_by(loader: MediaLoader, sources: list[ImageSource]) -> list[Image.Image]:
+    async with loader.load(sources) as images:
+        return images
 
 
 def refusal(image: str, *allowed: Path, **bounds: Any) -> str:
@@ -130,7 +134,7 @@ def test_a_path_elsewhere_is_refused_and_nothing_told_about_it(
     fenced: tuple[Path, Path], spelling: str
 ) -> None:
     image = ELSEWHERE[spelling](*fenced)
-    told = "that path is in no directory the server was given (--allowed-media-dir)"
+    told = "the path is in no allowed folder of the server (--allowed-media-dir)"
     assert refusal(image, fenced[0]) == told
     assert refusal(image) == told
 
@@ -173,16 +177,16 @@ def test_what_is_no_regular_file_is_refused_without_waiting_for_it(tmp_path: Pat
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "folder.png").mkdir()
     for name in ("pipe.png", "folder.png", ""):
-        assert "no regular file" in refusal(str(tmp_path / name), tmp_path)
+        assert "not a regular file" in refusal(str(tmp_path / name), tmp_path)
 
 
 @pytest.mark.req("WIRE-05")
 def test_paths_that_cannot_be_one_are_refused(tmp_path: Path) -> None:
     for path in (f"{tmp_path}/\0.png", f"{tmp_path}/\ud800.png"):
-        assert "cannot be one" in refusal(path, tmp_path)
-    assert "no file" in refusal(f"{tmp_path}/{'a' * 5000}", tmp_path)
-    assert "no file" in refusal(str(tmp_path / "gone.png"), tmp_path)
-    assert "no file" in refusal(f"{tmp_path}/%2e%2e/gone.png", tmp_path)
+        assert "not a valid path" in refusal(path, tmp_path)
+    assert "no readable file" in refusal(f"{tmp_path}/{'a' * 5000}", tmp_path)
+    assert "no readable file" in refusal(str(tmp_path / "gone.png"), tmp_path)
+    assert "no readable file" in refusal(f"{tmp_path}/%2e%2e/gone.png", tmp_path)
     for path in ("relative.png", "", "~/a.png", "file:relative.png", "ftp://host/a.png"):
         assert "absolute path" in refusal(path, tmp_path)
 
@@ -227,9 +231,9 @@ def test_text_that_unpacks_to_a_multiple_is_refused(kind: bytes) -> None:
 def test_more_images_than_served_are_refused() -> None:
     loader = MediaLoader(settings(max_images_per_request=2))
     source = ImageSource("images[0]", as_base64(encoded(RED)))
-    assert len(asyncio.run(loader.load([source] * 2))) == 2
+    assert len(asyncio.run(loaded_by(loader, [source] * 2))) == 2
     with pytest.raises(BadRequest, match="max_images_per_request") as error:
-        asyncio.run(loader.load([source] * 3))
+        asyncio.run(loaded_by(loader, [source] * 3))
     assert error.value.where == "images"
 
 
@@ -279,6 +283,25 @@ def test_what_is_no_image_is_said_plainly(tmp_path: Path) -> None:
     assert "known format" in refusal(as_base64(b"\x89PNG" + bytes(50)))
 
 
+@pytest.mark.req("WIRE-04")
+def test_a_path_that_cannot_be_read_is_told_like_one_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    told = {refusal(str(tmp_path / name), tmp_path) for name in ("absent", "a" * 255, "a" * 256)}
+    assert told == {"there is no readable file at this path"}
+    assert refusal(str(tmp_path / "loop"), tmp_path) in told
+
+
+@pytest.mark.req("WIRE-05")
+def test_no_address_of_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(content: bytes) -> None:
+        raise OSError(f"broken: {io.BytesIO()}")
+
+    monkeypatch.setattr(media, "cost_of", fail)
+    assert refusal(as_base64(encoded(RED))) == (
+        "the image cannot be read (broken: <_io.BytesIO object>)"
+    )
+
+
 @pytest.mark.req("WIRE-05")
 def test_text_that_looks_like_base64_for_long_is_looked_through_once() -> None:
     """A pattern that goes back for every blank would take hours."""
@@ -291,7 +314,7 @@ def test_an_image_cut_short_is_refused(form: str) -> None:
     whole = encoded(NOISE.convert("RGB"), form)
     for share in (0.1, 0.5, 0.9):
         with pytest.raises(BadRequest):
-            decode_image(whole[: int(len(whole) * share)], ImageSource("images[0]", ""), 10**6)
+            decode_image(whole[: int(len(whole) * share)], ImageSource("images[0]", ""))
 
 
 @pytest.mark.req("WIRE-05")

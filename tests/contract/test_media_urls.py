@@ -17,11 +17,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from PIL import Image
 
-from rollout_server.chat import ImageSource
-from rollout_server.media import MediaLoader
-from rollout_server.media_urls import MediaFetcher, is_public
-from rollout_server.problems import BadRequest
-from rollout_server.settings import ServerSettings
+from rollout_server.runtime.refusals import BadRequest
+from rollout_server.serving.media import ImageSource, MediaFetcher, MediaLoader, is_public
+from rollout_server.settings.options import ServerSettings
 
 LISTED = "images.example"
 MAX_BYTES = 100_000
@@ -189,8 +187,8 @@ def test_a_url_is_loaded_as_an_image_where_the_server_was_told_to(web: ImageHost
         async def once() -> Image.Image:
             loader = MediaLoader(ServerSettings(model=Path("/m"), device="cpu", **settings))
             try:
-                (image,) = await loader.load([ImageSource("images[0]", path)])
-                return image
+                async with loader.load([ImageSource("images[0]", path)]) as (image,):
+                    return image
             finally:
                 await loader.close()
 
@@ -328,8 +326,8 @@ def test_a_redirect_to_a_private_address_is_refused(web: ImageHost, target: str)
         ("file:///etc/passwd", "only http and https"),
         ("ftp://images.example/a.png", "only http and https"),
         ("http://user:word@images.example:{port}/red", "user name"),
-        ("http://images.example:99999/a.png", "port is none"),
-        ("http://images.example:0/a.png", "port is none"),
+        ("http://images.example:99999/a.png", "no valid port"),
+        ("http://images.example:0/a.png", "no valid port"),
         ("http://[::1/a.png", "malformed"),
     ],
 )
@@ -461,7 +459,15 @@ def _self_signed(folder: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(
     "address",
-    ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"],
+    [
+        "8.8.8.8",
+        "1.1.1.1",
+        "192.0.1.1",
+        "168.63.129.17",
+        "2606:4700:4700::1111",
+        "::ffff:8.8.8.8",
+        "64:ff9b::808:808",
+    ],
 )
 def test_public_addresses(address: str) -> None:
     assert is_public(address)
@@ -483,6 +489,16 @@ def test_public_addresses(address: str) -> None:
         "240.0.0.1",
         "0.1.2.3",
         "::a00:1",
+        "192.0.0.8",
+        "168.63.129.16",
+        "192.88.99.1",
+        "169.254.169.254",
+        "100.100.100.200",
+        "3fff::1",
+        "5f00::1",
+        "::ffff:168.63.129.16",
+        "2002:a83f:8110::1",
+        "64:ff9b::a83f:8110",
     ],
 )
 def test_addresses_that_are_not_public(address: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollout_server.call_record import CallRecord
-from rollout_server.pool import Pool
-from rollout_server.settings import ServerSettings
+from rollout_server.serving.pool import Pool
+from rollout_server.serving.telemetry import CallRecord
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import Problem, ProblemError
 from shared_contracts.infer import InferCall
 from tests.contract.test_replica_watch import ScriptedEngine

@@ -1,6 +1,7 @@
 """What is refused before anything starts: GPUs others use, Ray, media, open addresses."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -10,12 +11,17 @@ from typing import Any
 
 import pytest
 
-from rollout_server.engine_env import engine_environment
-from rollout_server.gpu_use import check_unused
-from rollout_server.preflight import check_media, check_ray, check_settings
-from rollout_server.settings import ServerSettings
+from rollout_server.engines.vllm import environment as engine_environment
+from rollout_server.settings.options import ServerSettings
+from rollout_server.settings.preflight import (
+    check_media,
+    check_ray,
+    check_settings,
+    check_unused,
+    fit_gpus,
+)
 from shared_contracts.errors import ContractError
-from shared_contracts.gpu_use import (
+from shared_contracts.machine import (
     IDLE_MIB,
     GpuMemory,
     GpuProcess,
@@ -116,7 +122,86 @@ def test_where_it_does_not_tell_that_is_a_warning(
     assert query_gpu_use(fake_smi(tmp_path, script)) is None
     assert query_gpu_use(str(tmp_path / "missing")) is None
     assert len(caplog.messages) == 2
-    assert "does not tell who uses the GPUs" in caplog.messages[0]
+    assert "does not show which processes use the GPUs" in caplog.messages[0]
+
+
+# --- what fits (FULL-06)
+
+GIB = 2**30
+LAYERS = {"num_hidden_layers": 36, "num_attention_heads": 32, "hidden_size": 2560}
+TEXT = LAYERS | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144}
+
+
+def checkpoint(folder: Path, shapes: dict[str, list[int]], text: dict[str, Any]) -> Path:
+    """A checkpoint of these tensors, of which the file has the header alone."""
+    (folder / "config.json").write_text(json.dumps({"architectures": ["X"], "text_config": text}))
+    tensors = {name: {"dtype": "BF16", "shape": shape} for name, shape in shapes.items()}
+    header = json.dumps({"__metadata__": {"format": "pt"}} | tensors).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
+
+
+def gpus_of(gib: float) -> GpuUse:
+    return GpuUse([GpuMemory(index, f"GPU-{index}", 0, int(gib * 1024)) for index in (0, 1)], [])
+
+
+@pytest.fixture
+def of_4b(tmp_path: Path) -> Path:
+    """7.43 GiB of weights, the largest of which is an embedding of 0.73 GiB."""
+    layers = {f"layer.{index}": [100, 1000, 1000] for index in range(36)}
+    return checkpoint(tmp_path, {"embed": [152936, 2560], **layers}, TEXT)
+
+
+@pytest.mark.req("FULL-06")
+def test_a_context_that_cannot_fit_is_refused_with_the_numbers(of_4b: Path) -> None:
+    """36 GiB of KV cache for the checkpoint's own context are the whole share of the engine."""
+    colocated = ServerSettings(model=of_4b, gpus=(0,), gpu_memory_utilization=0.45)
+    with pytest.raises(ContractError) as caught:
+        fit_gpus(colocated, gpus_of(80))
+    error = caught.value
+    assert error.where == "max_model_len"
+    assert "0.45 of a GPU of 80 GiB, which is 36 GiB; the weights are 7.43 GiB" in error.found
+    assert "one sequence of 262,144 tokens is 36 GiB (144 KiB a token)" in error.found
+    most = int(error.do.split(" at most ")[1].split(" ")[0].replace(",", ""))
+    fits = colocated.model_copy(update={"max_model_len": most})
+    assert fit_gpus(fits, gpus_of(80)).max_model_len == most
+    with pytest.raises(ContractError):
+        fit_gpus(fits.model_copy(update={"max_model_len": most + 1}), gpus_of(80))
+    split = colocated.model_copy(update={"gpus": (0, 1), "tensor_parallel_size": 2})
+    assert fit_gpus(split, gpus_of(80)).gpu_memory_utilization == 0.45
+
+
+@pytest.mark.req("FULL-06")
+def test_weights_that_cannot_fit_are_refused_with_the_numbers(of_4b: Path) -> None:
+    small = ServerSettings(model=of_4b, gpus=(0,), max_model_len=256, dtype="float32")
+    with pytest.raises(ContractError, match=r"weights are 14.9 GiB") as caught:
+        fit_gpus(small, gpus_of(15))
+    assert caught.value.where == "gpu_memory_utilization"
+    assert fit_gpus(small.model_copy(update={"dtype": "bfloat16"}), gpus_of(15))
+
+
+@pytest.mark.req("FULL-06")
+def test_the_fraction_leaves_room_for_a_push_unless_it_is_stated(of_4b: Path) -> None:
+    settings = ServerSettings(model=of_4b, gpus=(1,), max_model_len=4096)
+    large, small = fit_gpus(settings, gpus_of(80)), fit_gpus(settings, gpus_of(24))
+    assert large.gpu_memory_utilization == 0.9
+    share = small.gpu_memory_utilization
+    assert share is not None
+    assert share < 0.9
+    left = (1 - share) * 24
+    assert 3 * 0.73 + 1 <= left <= 3 * 0.73 + 1.5, "two buckets, the layer, the communicator"
+    stated = settings.model_copy(update={"gpu_memory_utilization": 0.95})
+    assert fit_gpus(stated, gpus_of(24)).gpu_memory_utilization == 0.95
+    assert fit_gpus(settings, GpuUse([], [])) == settings, "nvidia-smi knows no such GPU"
+
+
+@pytest.mark.req("FULL-06")
+def test_what_a_config_does_not_say_is_left_to_the_engine(tmp_path: Path) -> None:
+    odd = checkpoint(tmp_path, {"a": [4]}, {"max_position_embeddings": 10**9})
+    assert fit_gpus(ServerSettings(model=odd, gpus=(0,)), gpus_of(1)).max_model_len is None
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ContractError, match="no safetensors file"):
+        fit_gpus(ServerSettings(model=odd, gpus=(0,)), gpus_of(1))
 
 
 # --- the rest
@@ -166,7 +251,7 @@ def test_media_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
         (("--host", "0.0.0.0"), None, "there is no token"),
         (("--host", "0.0.0.0"), "", "the token is empty"),
         (("--token-file", "gone"), None, "gone cannot be read"),
-        (("--token-file", "config.json"), "other", "the token holds white space"),
+        (("--token-file", "config.json"), "other", "the token has white space"),
     ],
 )
 def test_the_command_refuses_an_open_door_before_it_starts_anything(

@@ -8,11 +8,11 @@ from typing import Any, Literal, cast
 
 import pytest
 
-from rollout_server.engine_types import GuardInactive
-from rollout_server.replicas import Replicas
+from rollout_server.engines.engine_protocol import GuardInactive
+from rollout_server.serving.replicas import Replicas
 from shared_contracts.errors import ProblemError
 
-HANG_S = 0.4
+HANG_S = 2.0
 
 
 class ScriptedEngine:
@@ -73,7 +73,7 @@ class Bench:
         self.replicas = Replicas(2, self._build, self._on_lost, HANG_S)
 
     def _build(self, index: int) -> ScriptedEngine:
-        self.hold.wait(10)
+        self.hold.wait(60)
         if self.failures:
             raise self.failures.pop(0)
         self.events.append(f"built {index}")
@@ -87,7 +87,7 @@ class Bench:
         return [status.state for status in self.replicas.statuses(version)]
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not holds():
                 await asyncio.sleep(0.01)
 
@@ -106,7 +106,7 @@ def run(scenario: Callable[[Bench], Awaitable[None]]) -> Bench:
             await bench.replicas.close()
         return bench
 
-    return asyncio.run(asyncio.wait_for(play(), 30))
+    return asyncio.run(asyncio.wait_for(play(), 120))
 
 
 @pytest.mark.req("SRV-05")
@@ -154,7 +154,21 @@ def test_a_hung_replica_is_given_up_and_built_again() -> None:
     bench = run(scenario)
     assert bench.built[0].given_up
     assert not bench.built[1].given_up
-    assert bench.events[2] == f"replica 0 is lost: it gave no sign of life for {HANG_S:g} s"
+    assert bench.events[2] == f"replica 0 is lost: it gave no heartbeat for {HANG_S:g} s"
+
+
+@pytest.mark.req("SRV-05")
+def test_a_server_that_stood_still_gives_no_replica_up() -> None:
+    """As after SIGSTOP and SIGCONT, or a suspended laptop: heartbeats are late, engines are not."""
+
+    async def scenario(bench: Bench) -> None:
+        for _ in range(3):
+            time.sleep(2 * HANG_S)
+            await asyncio.sleep(0.05)
+        assert bench.states() == ["serving", "serving"]
+        assert bench.replicas.losses == 0
+
+    assert len(run(scenario).built) == 2
 
 
 @pytest.mark.req("SRV-05")
@@ -216,10 +230,10 @@ class SilentLlm:
 
 @pytest.mark.req("SRV-05")
 def test_an_engine_is_watched_again_once_a_weight_phase_was_given_up() -> None:
-    from rollout_server.engine import Engine  # late: it imports vLLM
+    from rollout_server.engines.vllm.engine import VllmEngine  # late: it imports vLLM
 
     async def work() -> None:
-        silent = Engine(cast(Any, SilentLlm()), 0, None)
+        silent = VllmEngine(cast(Any, SilentLlm()), 0, None)
         phase = asyncio.create_task(silent.weight_phase("update_weights"))
         await asyncio.sleep(0.05)
         assert silent.heartbeat_age_s == 0.0

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from learner.config import dump_mapping, load_config, load_mapping, merge
-from rollout_server.repeat_config import CONFIG_JSON, CONFIG_JSON_PATH, INJECTION
-from rollout_server.run_config import read_run_config
-from rollout_server.settings import ServerSettings, load_settings
+from rollout_server.settings.options import ServerSettings, load_settings, read_run_config
+from rollout_server.settings.repeat_config import CONFIG_JSON, CONFIG_JSON_PATH, INJECTION
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
@@ -94,6 +93,22 @@ def test_a_replica_of_several_gpus_decodes_the_batch_of_each(tmp_path: Path) -> 
     settings = load_settings(None, given, run, {})
     assert settings.max_num_seqs == 24
     assert settings.max_num_seqs * settings.num_replicas == 12 * settings.num_workers
+
+
+@pytest.mark.req("FULL-06")
+def test_a_context_holds_a_pack_and_an_answer_unless_it_is_stated(tmp_path: Path) -> None:
+    """The server cannot read the data, but no prompt is longer than the pack that it is in."""
+    run = training_yaml(tmp_path, max_new_tokens=100)
+    packs = load_mapping(CONFIGS / "demo" / "warmup.yaml")["global_max_length"]
+    assert settings_of(run).max_model_len == -(-(packs + 100) // 256) * 256
+    assert settings_of(run, max_model_len=77).max_model_len == 77
+    stated = training_yaml(tmp_path, "stated.yaml", vllm={"max_model_len": 640})
+    assert settings_of(stated).max_model_len == 640
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 300}}')
+    assert settings_of(run, model=tmp_path).max_model_len == 300
+    unpacked = tmp_path / "unpacked.yaml"
+    unpacked.write_text(dump_mapping(merge(load_mapping(run), {"training": {"packing": False}})))
+    assert settings_of(unpacked).max_model_len is None
 
 
 @pytest.mark.req("SRV-03")
@@ -181,6 +196,8 @@ def test_a_file_that_cannot_be_read_names_the_option_and_the_file(
             settings_of(path)
         assert caught.value.where == "--run-config"
         assert str(path) in caught.value.found
+        if text == "a: 1\na: 2\n" and path == run:
+            assert f"{run}:2:1: the key 'a' is written twice" in caught.value.found
 
 
 @pytest.mark.req("CFG-04")

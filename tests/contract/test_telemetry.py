@@ -1,6 +1,7 @@
 """What is counted and logged of calls, without an engine."""
 
 import logging
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,12 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout_server.access_log import log_call
-from rollout_server.app import create_app
-from rollout_server.call_record import CallRecord, Outcome
-from rollout_server.pool import Pool
-from rollout_server.problems import refusal
-from rollout_server.settings import ServerSettings
-from rollout_server.telemetry import ReplicaLoad, Telemetry
+from rollout_server.http.app import create_app
+from rollout_server.http.middleware import log_call
+from rollout_server.runtime.refusals import refusal
+from rollout_server.serving.pool import Pool
+from rollout_server.serving.telemetry import CallRecord, Outcome, ReplicaLoad, Telemetry
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.server_info import Health, ReplicaStatus
 from shared_contracts.weights import SyncReport, WeightStatus
@@ -30,7 +30,7 @@ SETTINGS = ServerSettings(model=Path("/m"), device="cpu", replicas=2)
 def client(caplog: pytest.LogCaptureFixture) -> TestClient:
     """A server whose engines have not started."""
     caplog.set_level(logging.INFO)
-    return TestClient(create_app(Pool(SETTINGS)))
+    return TestClient(create_app(Pool(SETTINGS)), base_url="http://127.0.0.1")
 
 
 def samples(exposition: str) -> dict[str, float]:
@@ -105,6 +105,15 @@ def test_gauges_show_the_server_as_it_is_at_every_scrape() -> None:
     assert found["rollout_ready"] == 0
     assert found["rollout_weights_state{state=POISONED}"] == 1
     assert found["rollout_weights_state{state=READY}"] == 0
+
+
+def test_seconds_that_several_requests_spend_in_one_phase_count_once() -> None:
+    record, began = CallRecord("/infer/"), time.monotonic()
+    with record.phase("prepare"):
+        with record.phase("prepare"), record.phase("generate"):
+            time.sleep(0.02)
+        assert set(record.seconds) == {"generate"}
+    assert 0.02 <= record.seconds["prepare"] <= time.monotonic() - began
 
 
 def envelope(terminated: list[int], versions: tuple[int, int]) -> RolloutEnvelope:
@@ -193,7 +202,11 @@ def test_pushes_are_counted_with_their_phases() -> None:
 # --- refusals and the access log
 
 
-START = {"version": 1, "parameters": [{"name": "a", "dtype": "float32", "shape": [1]}]}
+START = {
+    "version": 1,
+    "parameters": [{"name": "a", "dtype": "float32", "shape": [1]}],
+    "attempt": None,
+}
 
 
 @pytest.mark.req("SRV-08")
@@ -248,7 +261,9 @@ class BrokenPool(Pool):
 @pytest.mark.req("SRV-08")
 def test_a_failure_of_the_server_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    client = TestClient(create_app(BrokenPool(SETTINGS)), raise_server_exceptions=False)
+    client = TestClient(
+        create_app(BrokenPool(SETTINGS)), base_url="http://127.0.0.1", raise_server_exceptions=False
+    )
     assert client.post("/infer/", json={"infer_requests": []}).status_code == 500
     (line,) = access_lines(caplog)
     assert (line.status, line.problem, line.outcome) == (500, "internal", "failed")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from learner.operate.server_process import free_ports
-from rollout_server.engine_types import WeightPhaseFailed
+from learner.rollout.server_process import free_ports
+from rollout_server.engines.engine_protocol import WeightPhaseFailed
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
     AdapterBase,
@@ -50,14 +50,17 @@ def trial(version: int = 0) -> StartWeightUpdate:
         parameters=[PARAMETER],
         base=AdapterBase(parameters=[PARAMETER], digests=[DIGEST]),
         trial=True,
+        attempt=None,
     )
 
 
 async def whole_trial(bench: Bench, version: int = 0) -> SyncReport:
     await bench.updates.start(trial(version))
     assert bench.state == "UPDATING"
-    await bench.updates.receive(UpdateWeights(version=version))
-    return await bench.updates.finish(FinishWeightUpdate(version=version, digests=[DIGEST]))
+    await bench.updates.receive(UpdateWeights(version=version, attempt=None))
+    return await bench.updates.finish(
+        FinishWeightUpdate(version=version, digests=[DIGEST], attempt=None)
+    )
 
 
 @pytest.mark.req("SYNC-05", "DEP-03")
@@ -122,7 +125,7 @@ def test_a_trial_that_cannot_be_taken_back_poisons() -> None:
         }
         await bench.updates.start(trial())
         with pytest.raises(ProblemError, match="nor this"):
-            await bench.updates.receive(UpdateWeights(version=0))
+            await bench.updates.receive(UpdateWeights(version=0, attempt=None))
         assert bench.state == "POISONED"
 
     run(work())
@@ -166,7 +169,7 @@ def test_only_the_version_that_every_replica_has_can_be_tried() -> None:
             await bench.updates.start(trial(2))
         without = trial(2).model_copy(update={"base": None})
         bench.engines[1].weights_version = 2
-        with pytest.raises(ProblemError, match="should hold already"):
+        with pytest.raises(ProblemError, match="the engines should hold"):
             await bench.updates.start(without)
         assert all(engine.calls.count("pause") == 1 for engine in bench.engines)
 
@@ -176,7 +179,9 @@ def test_only_the_version_that_every_replica_has_can_be_tried() -> None:
 def test_a_trial_of_an_adapter_makes_no_sense() -> None:
     adapter = AdapterMeta(r=1, lora_alpha=1, target_modules=["q"])
     with pytest.raises(ValidationError, match="no adapter"):
-        StartWeightUpdate(version=0, parameters=[PARAMETER], adapter=adapter, trial=True)
+        StartWeightUpdate(
+            version=0, parameters=[PARAMETER], adapter=adapter, trial=True, attempt=None
+        )
 
 
 # --- in a real engine
@@ -195,7 +200,13 @@ def begin_trial(
         "digests": digests(sent),
     }
     parameters = [p.model_dump() for p in manifest(sent)]
-    body = {"version": version, "parameters": parameters, "base": base, "trial": True}
+    body = {
+        "version": version,
+        "parameters": parameters,
+        "base": base,
+        "trial": True,
+        "attempt": None,
+    }
     return http.post("/start_weight_update/", json=body)
 
 
@@ -237,7 +248,7 @@ def test_a_tensor_the_engine_holds_goes_there_and_is_compared(
         assert report.status_code == 200, report.text
     assert (report.json()["verified"], report.json()["trial"]) == (1, True)
     assert finished_pushes(server) == pushes
-    server.http.post("/close_communicator/")
+    server.http.post("/close_communicator/", json={"attempt": None})
     assert server.http.get("/info/").json()["weight_group"] is None
 
 
@@ -256,7 +267,7 @@ def test_another_tensor_is_refused_and_one_changed_on_its_way_is_found(
         assert transfer.answer().status_code == 200
         found = finish(server.http, unchanged, digests(sent))
     assert found.json()["errors"][0]["where"] == NAME
-    server.http.post("/close_communicator/")
+    server.http.post("/close_communicator/", json={"attempt": None})
 
 
 @pytest.mark.req("SYNC-03", "SYNC-05")
@@ -275,7 +286,7 @@ def test_weights_are_pushed_after_a_trial_as_before_it(
             assert transfer.answer().status_code == 200
             assert finish(server.http, version, digests(sent)).status_code == 200
         push(server.http, sender, weights, version + 1)
-    server.http.post("/close_communicator/")
+    server.http.post("/close_communicator/", json={"attempt": None})
     assert server.http.get("/info/").json()["weights_version"] == version + 1
     assert response_ids(server.infer([text_request()])[0]) == before
 

@@ -8,16 +8,15 @@ import pytest
 from torch.distributed import HashStore
 from transformers import Qwen3VLForConditionalGeneration
 
-from learner.operate.server_process import free_ports
-from learner.peer_watch import Timing
-from learner.peers import ALONE, Peers, StorePeers
+from learner.data.jsonl import build_request
+from learner.distributed.peers import SINGLE_PROCESS, Peers, StorePeers, Timing
+from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
-from learner.rollout.journal import Journal
-from learner.rollout.parallel import in_parallel
-from learner.rollout.requests import build_request
+from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.server import ServerBackend
-from learner.sync.push import WeightPusher
-from learner.sync.source import MergedWeights, OneSource
+from learner.rollout.server_process import free_ports
+from learner.rollout.sync.push import WeightPusher
+from learner.rollout.sync.weights import MergedWeights, OneSource
 from learner.types import Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.contract.running_server import PROMPT, RunningServer
@@ -61,18 +60,18 @@ def test_two_processes_get_the_answers_of_one_though_the_server_loses_its_weight
             backend.push_weights(version)
             own = requests[rank::2]
             before = texts(backend, own)
-            peers.share(lambda: None)
+            peers.all_gather(lambda: None)
             after = before
             if rank == 1:
                 poison(server, tied, version + 1)
                 poisoned.set()
-                after = peers.share(lambda: texts(backend, own), meanwhile=backend.tend)[1]
+                after = peers.all_gather(lambda: texts(backend, own), meanwhile=backend.heal)[1]
             else:
                 assert poisoned.wait(60.0)
-                peers.share(lambda: None, meanwhile=backend.tend)
+                peers.all_gather(lambda: None, meanwhile=backend.heal)
             return before, after
 
-    with closing(backend_of(ALONE, Journal())) as alone:
+    with closing(backend_of(SINGLE_PROCESS, Journal())) as alone:
         alone.push_weights(alone.connect() + 1)
         expected = texts(alone, requests)
     first, second = in_parallel([lambda: process(0), lambda: process(1)])

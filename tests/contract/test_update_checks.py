@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollout_server.engine_types import WeightPhaseFailed
+from rollout_server.engines.engine_protocol import WeightPhaseFailed
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
     AdapterBase,
@@ -80,6 +80,7 @@ def over_base(digest: ParameterDigest = DIGEST) -> StartWeightUpdate:
         parameters=[PARAMETER],
         adapter=AdapterMeta(r=1, lora_alpha=1, target_modules=["q"]),
         base=AdapterBase(parameters=[PARAMETER], digests=[digest]),
+        attempt=None,
     )
 
 
@@ -171,7 +172,7 @@ def test_digests_of_what_is_not_in_the_manifest_are_refused_and_the_update_goes_
         bench = Bench()
         await bench.init()
         await bench.start(1)
-        await bench.updates.receive(UpdateWeights(version=1))
+        await bench.updates.receive(UpdateWeights(version=1, attempt=None))
         for digests, complaint in (
             ([DIGEST.model_copy(update={"name": "b"})], "b is not in the manifest"),
             ([DIGEST, DIGEST], "two digests"),
@@ -179,9 +180,13 @@ def test_digests_of_what_is_not_in_the_manifest_are_refused_and_the_update_goes_
             ([DIGEST.model_copy(update={"columns": []})], "ascending"),
         ):
             with pytest.raises(ProblemError, match=complaint) as caught:
-                await bench.updates.finish(FinishWeightUpdate(version=1, digests=digests))
+                await bench.updates.finish(
+                    FinishWeightUpdate(version=1, digests=digests, attempt=None)
+                )
             assert caught.value.problem.status == 422
-        report = await bench.updates.finish(FinishWeightUpdate(version=1, digests=[DIGEST]))
+        report = await bench.updates.finish(
+            FinishWeightUpdate(version=1, digests=[DIGEST], attempt=None)
+        )
         assert report.status.state == "READY"
 
     run(work())

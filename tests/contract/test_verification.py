@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_server.verification import Difference, RawPart, differ, differences
+from rollout_server.engines.verification import Difference, RawPart, differ, differences
 from shared_contracts.digests import written
 from shared_contracts.weights import ParameterDigest, ParameterMeta
 

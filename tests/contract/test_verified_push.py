@@ -18,13 +18,13 @@ from typer.testing import CliRunner, Result
 from learner.cli import app
 from learner.config import dump_mapping
 from learner.data.toy import ToyData
-from learner.model.load import LoadedModel
-from learner.operate.server_process import free_ports
+from learner.models.load import LoadedModel
 from learner.rollout.client import RolloutClient
-from learner.sync.groups import WeightGroup, join_group
-from learner.sync.probe import Probe, ProbeResult, probe_call
-from learner.sync.push import Join, WeightPusher, WeightSyncError
-from learner.sync.source import MergedWeights, OneSource
+from learner.rollout.server_process import free_ports
+from learner.rollout.sync.probe import Probe, ProbeResult, probe_call
+from learner.rollout.sync.push import Join, WeightPusher, WeightSyncError
+from learner.rollout.sync.transports import WeightGroup, join_group
+from learner.rollout.sync.weights import MergedWeights, OneSource
 from shared_contracts.digests import sample
 from shared_contracts.errors import ProblemError
 from shared_contracts.rollout_config import Verify

@@ -15,8 +15,9 @@ from shared_contracts.weights import (
 )
 
 PARAMETER = {"name": "a", "dtype": "float32", "shape": [2, 3]}
-START = {"version": 1, "parameters": [PARAMETER]}
-INIT = {"host": "127.0.0.1", "port": 6000, "world_size": 2}
+START = {"version": 1, "parameters": [PARAMETER], "attempt": None}
+UPDATE = {"version": 1, "attempt": None}
+INIT = {"host": "127.0.0.1", "port": 6000, "world_size": 2, "attempt": "a"}
 ADAPTER = {"r": 8, "lora_alpha": 16.0, "target_modules": ["q_proj"]}
 
 SOUND: list[tuple[type[BaseModel], dict[str, Any]]] = [
@@ -25,6 +26,9 @@ SOUND: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (ParameterMeta, PARAMETER | {"shape": [1] * 16}),
     (StartWeightUpdate, START | {"version": 2**62}),
     (AdapterMeta, ADAPTER | {"r": 512}),
+    (UpdateWeights, UPDATE),
+    (FinishWeightUpdate, UPDATE),
+    (InitCommunicator, INIT),
 ]
 
 UNSOUND: list[tuple[type[BaseModel], dict[str, Any]]] = [
@@ -33,16 +37,16 @@ UNSOUND: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (ParameterMeta, PARAMETER | {"shape": [2**30, 2**30]}),
     (ParameterMeta, PARAMETER | {"shape": [1] * 17}),
     (StartWeightUpdate, START | {"version": 2**64}),
-    (UpdateWeights, {"version": 2**64}),
-    (FinishWeightUpdate, {"version": 2**64}),
+    (UpdateWeights, UPDATE | {"version": 2**64}),
+    (FinishWeightUpdate, UPDATE | {"version": 2**64}),
     (
         FinishWeightUpdate,
-        {"version": 1, "digests": [{"name": "a", "columns": [2**64], "digest": "0" * 16}]},
+        UPDATE | {"digests": [{"name": "a", "columns": [2**64], "digest": "0" * 16}]},
     ),
     (InitCommunicator, INIT | {"bucket_bytes": 2**64}),
     (ParameterMeta, PARAMETER | {"name": "\ud800"}),
     (InitCommunicator, INIT | {"attempt": "\ud800"}),
-    (FinishWeightUpdate, {"version": 1, "digests": [{"name": "\ud800", "digest": "0" * 16}]}),
+    (FinishWeightUpdate, UPDATE | {"digests": [{"name": "\ud800", "digest": "0" * 16}]}),
     (AdapterMeta, ADAPTER | {"r": 2**64}),
     (AdapterMeta, ADAPTER | {"lora_alpha": float("inf")}),
     (AdapterMeta, ADAPTER | {"lora_alpha": float("nan")}),

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_server.engine_types import WeightPhaseFailed
-from rollout_server.transfer_info import init_info, update_info
+from rollout_server.engines.engine_protocol import WeightPhaseFailed
+from rollout_server.engines.vllm.weight_engines import init_info, update_info
 from shared_contracts.errors import ProblemError
 from shared_contracts.weights import (
     AdapterBase,
@@ -33,25 +33,26 @@ def test_workers_of_engine_i_come_after_those_of_the_engines_before(transport: s
 @pytest.mark.req("SYNC-03")
 def test_nccl_is_told_in_the_words_of_vllms_own_engine() -> None:
     """Held against the dataclasses that vLLM's worker builds from them."""
-    from vllm.distributed.weight_transfer.nccl_engine import (
-        NCCLWeightTransferInitInfo,
-        NCCLWeightTransferUpdateInfo,
-    )
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+
+    from rollout_server.engines.vllm.nccl_engine import NcclInitInfo
 
     init = InitCommunicator(
         host="10.0.0.1",
         port=6000,
         world_size=4,
+        attempt="a",
         transport="nccl",
         bucket_bytes=1024,
         nccl_unique_id=NCCL_ID,
     )
-    info = NCCLWeightTransferInitInfo(**init_info(init, "nccl", 3))
+    info = NcclInitInfo(**init_info(init, "nccl", 3))
     assert info.nccl_unique_id_bytes == bytes(range(128))
     assert (info.rank_offset, info.world_size) == (3, 4)
+    assert (info.host, info.port, info.timeout_s) == ("10.0.0.1", 6000, init.timeout_s)
     assert info.packed
     assert info.packed_buffer_size_bytes == 1024
-    update = NCCLWeightTransferUpdateInfo(**update_info("nccl", [PARAMETER]))
+    update = NCCLWeightTransferUpdateInfo(**update_info("nccl", [PARAMETER.model_dump()]))
     assert (update.names, update.dtype_names, update.shapes) == (["a"], ["float32"], [[2]])
 
 
@@ -59,7 +60,7 @@ def test_nccl_is_told_in_the_words_of_vllms_own_engine() -> None:
 def test_a_failed_rendezvous_leaves_weights_and_state_alone() -> None:
     async def work() -> None:
         bench = Bench()
-        bench.engines[0].script["init_weight_transfer_engine"] = fails(WeightPhaseFailed("no"))
+        bench.engines[0].script["join_group"] = fails(WeightPhaseFailed("no"))
         with pytest.raises(ProblemError) as caught:
             await bench.init()
         assert caught.value.problem.where.startswith("rendezvous at")
@@ -70,13 +71,31 @@ def test_a_failed_rendezvous_leaves_weights_and_state_alone() -> None:
     run(work())
 
 
+@pytest.mark.req("SYNC-04", "SRV-02", "FULL-07")
+@pytest.mark.parametrize("transport", ["gloo", "ipc", "nccl"])
+def test_no_engine_waits_for_a_learner_that_does_not_come(transport: str) -> None:
+    """It would answer nobody meanwhile."""
+
+    async def work() -> None:
+        bench = Bench(transport)
+        with pytest.raises(ProblemError, match=r"learner \(rank 0\): missing for 0.5 s") as caught:
+            await bench.init(timeout_s=0.5, learner_comes=False)
+        assert caught.value.problem.status == 504
+        assert caught.value.problem.where.startswith("rendezvous at")
+        assert bench.engines[0].inits == bench.engines[1].inits == []
+        await bench.init()
+        assert len(bench.engines[0].inits) == 1
+
+    run(work())
+
+
 @pytest.mark.req("SYNC-04", "DEP-03")
 def test_a_group_is_left_alone_by_who_asks_for_none_and_closed_by_its_own_attempt() -> None:
     async def work() -> None:
         bench = Bench()
         await bench.init(attempt="first")
         group = bench.updates.group.formed
-        with pytest.raises(ProblemError, match="a weight group stands") as caught:
+        with pytest.raises(ProblemError, match="a weight group exists") as caught:
             await bench.init(attempt="guest", if_none=True)
         assert caught.value.problem.status == 409
         await bench.start(1)
@@ -88,7 +107,7 @@ def test_a_group_is_left_alone_by_who_asks_for_none_and_closed_by_its_own_attemp
             bench.updates.receive(UpdateWeights(version=1, attempt="guest")),
             bench.updates.finish(FinishWeightUpdate(version=1, attempt="guest")),
         ):
-            with pytest.raises(ProblemError, match="another group stands"):
+            with pytest.raises(ProblemError, match="another group exists"):
                 await late
         assert bench.state == "UPDATING"
         await bench.init(attempt="second")  # a learner that comes again
@@ -112,7 +131,7 @@ def test_who_asks_for_no_group_keeps_out_of_the_way_of_one_that_forms() -> None:
             joining.set()
             await may_join.wait()
 
-        bench.engines[0].script["init_weight_transfer_engine"] = joins
+        bench.engines[0].script["join_group"] = joins
         first = asyncio.ensure_future(bench.init(attempt="first"))
         await joining.wait()
         with pytest.raises(ProblemError, match="phase runs"):
@@ -132,21 +151,21 @@ def test_a_group_is_heard_of_by_the_signs_of_its_own_learner_alone(
 ) -> None:
     now = iter(range(100))
     clock = SimpleNamespace(monotonic=lambda: next(now))
-    monkeypatch.setattr("rollout_server.weight_group.time", clock)
+    monkeypatch.setattr("rollout_server.weights.weight_group.time", clock)
 
     async def work() -> None:
         bench = Bench()
         with pytest.raises(ProblemError, match="no weight group"):
-            bench.updates.keep("first")
+            bench.updates.heartbeat("first")
         assert bench.updates.group.heard_s is None
         await bench.init(attempt="first")
         assert bench.updates.group.heard_s == 1, "its learner was there to form it"
         await bench.start(1)
-        assert bench.updates.keep("first").state == "UPDATING"
+        assert bench.updates.heartbeat("first").state == "UPDATING"
         assert bench.updates.group.heard_s == 1
         assert bench.updates.group.heard_s == 2
-        with pytest.raises(ProblemError, match="another group stands") as caught:
-            bench.updates.keep("second")
+        with pytest.raises(ProblemError, match="another group exists") as caught:
+            bench.updates.heartbeat("second")
         assert caught.value.problem.status == 409
         await bench.updates.close_communicator()
         assert bench.updates.group.heard_s is None
@@ -165,11 +184,13 @@ def test_a_group_that_broke_is_heard_of_no_more(trial: bool) -> None:
         version = 0 if trial else 1
         base = AdapterBase(parameters=[PARAMETER], digests=[DIGEST]) if trial else None
         await bench.updates.start(
-            StartWeightUpdate(version=version, parameters=[PARAMETER], base=base, trial=trial)
+            StartWeightUpdate(
+                version=version, parameters=[PARAMETER], base=base, trial=trial, attempt=None
+            )
         )
         bench.engines[0].script["receive_weights"] = fails(WeightPhaseFailed("no"))
         with pytest.raises(ProblemError):
-            await bench.updates.receive(UpdateWeights(version=version))
+            await bench.updates.receive(UpdateWeights(version=version, attempt=None))
         assert (bench.state, bench.updates.group.formed) == ("READY" if trial else "POISONED", None)
         assert bench.updates.group.heard_s is None
 
@@ -187,7 +208,7 @@ def test_closing_the_group_ends_an_open_update() -> None:
         assert status.state == "POISONED"
         with pytest.raises(ProblemError, match="full push"):
             await waiting
-        assert all(e.calls[-1] == "shutdown_weight_transfer_engine" for e in bench.engines)
+        assert all(e.calls[-1] == "leave_group" for e in bench.engines)
 
     run(work())
 
@@ -201,7 +222,7 @@ def test_a_lost_replica_breaks_the_group_and_the_others_leave_it() -> None:
         bench.engines.lost = {1}
         await bench.updates.replica_lost("replica 1 is lost")
         assert (bench.state, bench.updates.version) == ("READY", 3)
-        assert bench.engines[0].calls[-1] == "shutdown_weight_transfer_engine"
+        assert bench.engines[0].calls[-1] == "leave_group"
         await bench.updates.wait_until_ready()
         with pytest.raises(ProblemError) as missing:
             await bench.init()

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 
-from learner.operate.server_process import free_ports
+from learner.rollout.server_process import free_ports
 from tests.contract import reference
 from tests.contract.running_server import (
     PROMPT,
@@ -160,7 +160,7 @@ def test_a_call_during_an_update_waits_for_the_new_weights(pushing: Pushing) -> 
         assert not waiting.done()
         assert server.http.get("/health/").json()["state"] == "UPDATING"
         assert finish(server.http, new).status_code == 200
-        (envelope,) = waiting.result(timeout=30)
+        (envelope,) = waiting.result(timeout=120)
     assert envelope["coordexp"]["weights_version"] == [new, new]
 
 
@@ -223,7 +223,9 @@ def test_groups_can_be_formed_again_and_again_and_leave_nothing(pushing: Pushing
     before = _resources(pushing.server)
     for _ in range(5):
         pushing.recover()
-    assert pushing.server.http.post("/close_communicator/").status_code == 200
+    assert (
+        pushing.server.http.post("/close_communicator/", json={"attempt": None}).status_code == 200
+    )
     after = _resources(pushing.server)
     assert all(after[name] <= before[name] + 2 for name in before), (before, after)
 
@@ -242,11 +244,11 @@ def _resources(server: RunningServer) -> dict[str, int]:
 @pytest.mark.req("SYNC-03")
 def test_phases_out_of_order_are_refused(pushing: Pushing) -> None:
     http = pushing.server.http
-    http.post("/close_communicator/")
+    http.post("/close_communicator/", json={"attempt": None})
     new = pushing.next_version()
     for answer in (
         start(http, new, pushing.weights),
-        http.post("/update_weights/", json={"version": new}),
+        http.post("/update_weights/", json={"version": new, "attempt": None}),
         finish(http, new),
     ):
         assert answer.status_code == 409
@@ -330,7 +332,8 @@ def test_a_shape_beyond_all_memory_is_refused_before_the_drain(pushing: Pushing)
     http, new = pushing.server.http, pushing.next_version()
     with pushing.group():
         body = {"name": "a", "dtype": "float32", "shape": [2**64]}
-        answer = http.post("/start_weight_update/", json={"version": new, "parameters": [body]})
+        start = {"version": new, "parameters": [body], "attempt": None}
+        answer = http.post("/start_weight_update/", json=start)
         assert answer.status_code == 422
         assert answer.json()["where"] == "parameters[0].shape[0]"
         assert pushing.state() == "READY"
@@ -344,7 +347,9 @@ def test_a_poisoned_server_refuses_a_wrong_manifest_and_stays_poisoned(pushing: 
         transfer = begin_transfer(http, new)
         sender.send(pushing.others)
         assert transfer.answer().status_code == 200
-        assert http.post("/close_communicator/").json()["state"] == "POISONED"
+        assert (
+            http.post("/close_communicator/", json={"attempt": None}).json()["state"] == "POISONED"
+        )
     with pushing.group() as sender:
         few = dict(list(pushing.weights.items())[:-1])
         assert start(http, new, few).status_code == 422
@@ -438,15 +443,16 @@ def test_a_learner_killed_mid_transfer_poisons_until_a_full_push(
     pushing: Pushing, other_tied: Path
 ) -> None:
     http = pushing.server.http
-    forming = Posting(http, "/init_communicator/", init_body(pushing.port))
     command = [sys.executable, "-m", "tests.contract.dying_learner"]
     learner = subprocess.Popen(
         [*command, str(pushing.port), str(other_tied), "2"], stdout=subprocess.PIPE
     )
+    assert learner.stdout is not None
+    assert learner.stdout.readline() == b"here\n"
+    forming = Posting(http, "/init_communicator/", init_body(pushing.port))
     assert forming.answer().status_code == 200
     assert start(http, pushing.next_version(), pushing.others).status_code == 200
     transfer = begin_transfer(http, pushing.next_version())
-    assert learner.stdout is not None
     assert learner.stdout.readline() == b"sent\n"
     learner.kill()
     learner.wait()
@@ -502,7 +508,7 @@ def test_a_learner_that_falls_silent_between_phases_is_given_up(pushing: Pushing
     with pushing.group(timeout_s=2.0), ThreadPoolExecutor() as threads:
         assert start(http, pushing.next_version(), pushing.others).status_code == 200
         waiting = threads.submit(pushing.server.post_infer, [text_request()])
-        assert waiting.result(timeout=30).status_code == 503
+        assert waiting.result(timeout=120).status_code == 503
         _assert_poisoned(pushing)
     pushing.recover()
 

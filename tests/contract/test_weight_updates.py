@@ -2,9 +2,9 @@
 
 import pytest
 
-from rollout_server.engine_types import WeightPhaseFailed
+from rollout_server.engines.engine_protocol import WeightPhaseFailed
 from shared_contracts.errors import ProblemError
-from shared_contracts.weights import FinishWeightUpdate, UpdateWeights
+from shared_contracts.weights import MOST, MOST_VERSION_STEP, FinishWeightUpdate, UpdateWeights
 from tests.contract.update_bench import Bench, answers, fails, run
 
 
@@ -16,7 +16,7 @@ def test_a_push_runs_its_phases_in_order_on_every_engine() -> None:
         await bench.push(7)
         for engine in bench.engines:
             assert engine.calls == [
-                "init_weight_transfer_engine",
+                "join_group",
                 "pause",
                 "open_weight_update",
                 "receive_weights",
@@ -43,6 +43,26 @@ def test_a_version_never_comes_again() -> None:
                 await bench.push(version)
             assert bench.state == "READY"
         await bench.push(4)
+
+    run(work())
+
+
+@pytest.mark.req("SYNC-05")
+def test_no_push_uses_the_versions_up() -> None:
+    async def work() -> None:
+        bench = Bench()
+        await bench.init()
+        await bench.push(2)
+        for version in (2 + MOST_VERSION_STEP + 1, MOST):
+            with pytest.raises(ProblemError, match="more than 1000000 after the server's, 2") as no:
+                await bench.push(version)
+            assert (no.value.problem.kind, no.value.problem.where) == (
+                "weight-update-order",
+                "version",
+            )
+            assert (bench.state, bench.updates.version) == ("READY", 2)
+        await bench.push(2 + MOST_VERSION_STEP)  # a run that has pushed so often to others
+        await bench.push(3 + MOST_VERSION_STEP)
 
     run(work())
 
@@ -99,8 +119,8 @@ def test_a_report_has_the_seconds_of_the_slowest_worker_and_what_was_compared() 
         assert (report.seconds["transfer"], report.seconds["load"]) == (5.0, 7.0)
         assert (report.bytes, report.verified) == (8, 1)
         await bench.start(2)
-        await bench.updates.receive(UpdateWeights(version=2))
-        unverified = await bench.updates.finish(FinishWeightUpdate(version=2))
+        await bench.updates.receive(UpdateWeights(version=2, attempt=None))
+        unverified = await bench.updates.finish(FinishWeightUpdate(version=2, attempt=None))
         assert unverified.verified == 0
         assert "read_back" not in bench.engines[0].calls[-5:]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.model.toy import make_model
+from learner.models.toy import make_model
 
 WEIGHTS = "model.safetensors"
 

@@ -5,10 +5,13 @@ import base64
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from learner.operate.server_process import free_ports
-from rollout_server.problems import refusal
-from rollout_server.weight_updates import WeightUpdates
+from torch.distributed import TCPStore
+
+from learner.rollout.server_process import free_ports
+from rollout_server.runtime.refusals import refusal
+from rollout_server.weights.weight_updates import WeightUpdates
 from shared_contracts.weights import (
+    GLOO_STORE_PREFIX,
     DtypeName,
     FinishWeightUpdate,
     InitCommunicator,
@@ -51,6 +54,10 @@ class ScriptedEngine:
         self.script: dict[str, Happening] = {}
         self.inits: list[dict[str, Any]] = []
         self.weights_version = 0
+        self.given_up = False
+
+    def declare_dead(self) -> None:
+        self.given_up = True
 
     async def _do(self, name: str) -> list[Any]:
         self.calls.append(name)
@@ -71,8 +78,8 @@ class ScriptedEngine:
         self.weights_version = version
 
     async def weight_phase(self, name: str, **arguments: Any) -> list[Any]:
-        if name == "init_weight_transfer_engine":
-            self.inits.append(arguments["init_info"])
+        if name == "join_group":
+            self.inits.append(arguments["init"] | {"rank_offset": arguments["rank_offset"]})
         return await self._do(name)
 
 
@@ -123,45 +130,87 @@ class ScriptedEngines(list[ScriptedEngine]):
         return [engine for index, engine in enumerate(self) if index not in self.lost]
 
 
+async def arrive(port: int) -> None:
+    """What a learner's process group does first, as soon as there is a store at `port`."""
+    while True:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            await asyncio.sleep(0.005)
+        else:
+            writer.close()
+            break
+    store = await asyncio.to_thread(
+        TCPStore, "127.0.0.1", port, is_master=False, wait_for_workers=False
+    )
+    await asyncio.to_thread(store.set, f"{GLOO_STORE_PREFIX}/0/0", "")
+
+
 class Bench:
     """Two scripted engines and the updates over them."""
 
     def __init__(
-        self, transport: Any = "gloo", tensor_parallel_size: int = 1, worker_margin_s: float = 0.1
+        self,
+        transport: Any = "gloo",
+        tensor_parallel_size: int = 1,
+        worker_margin_s: float = 0.1,
+        longest_s: float = 60.0,
+        gone_after_s: float = 10.0,
     ) -> None:
         self.engines = ScriptedEngines()
         self.updates = WeightUpdates(
-            self.engines, tensor_parallel_size, transport, lambda: "epoch", worker_margin_s
+            self.engines,
+            tensor_parallel_size,
+            transport,
+            lambda: "epoch",
+            longest_s,
+            worker_margin_s,
+            gone_after_s,
         )
         self.transport = transport
         self.world_size = 1 + 2 * tensor_parallel_size
 
-    async def init(self, timeout_s: float = 5.0, attempt: str = "", if_none: bool = False) -> None:
+    async def init(
+        self,
+        timeout_s: float = 5.0,
+        attempt: str = "",
+        if_none: bool = False,
+        learner_comes: bool = True,
+    ) -> None:
         (port,) = free_ports(1)
-        await self.updates.init_communicator(
-            InitCommunicator(
-                host="127.0.0.1",
-                port=port,
-                world_size=self.world_size,
-                transport=self.transport,
-                timeout_s=timeout_s,
-                attempt=attempt,
-                if_none=if_none,
-                nccl_unique_id=NCCL_ID if self.transport == "nccl" else None,
+        coming = asyncio.create_task(arrive(port)) if learner_comes else None
+        try:
+            await self.updates.init_communicator(
+                InitCommunicator(
+                    host="127.0.0.1",
+                    port=port,
+                    world_size=self.world_size,
+                    transport=self.transport,
+                    timeout_s=timeout_s,
+                    attempt=attempt,
+                    if_none=if_none,
+                    nccl_unique_id=NCCL_ID if self.transport == "nccl" else None,
+                )
             )
-        )
+        finally:
+            if coming is not None:
+                coming.cancel()
 
     @property
     def state(self) -> str:
         return self.updates.state
 
     async def start(self, version: int) -> None:
-        await self.updates.start(StartWeightUpdate(version=version, parameters=[PARAMETER]))
+        await self.updates.start(
+            StartWeightUpdate(version=version, parameters=[PARAMETER], attempt=None)
+        )
 
     async def push(self, version: int) -> SyncReport:
         await self.start(version)
-        await self.updates.receive(UpdateWeights(version=version))
-        return await self.updates.finish(FinishWeightUpdate(version=version, digests=[DIGEST]))
+        await self.updates.receive(UpdateWeights(version=version, attempt=None))
+        return await self.updates.finish(
+            FinishWeightUpdate(version=version, digests=[DIGEST], attempt=None)
+        )
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

@@ -87,6 +87,7 @@ def init_body(port: int, world_size: int = 2, timeout_s: float = 30.0) -> dict[s
         "host": "127.0.0.1",
         "port": port,
         "world_size": world_size,
+        "attempt": "sender",
         "bucket_bytes": BUCKET_BYTES,
         "timeout_s": timeout_s,
     }
@@ -137,18 +138,19 @@ def start(http: httpx.Client, version: int, weights: Weights) -> httpx.Response:
 def start_manifest(
     http: httpx.Client, version: int, parameters: Sequence[ParameterMeta]
 ) -> httpx.Response:
-    body = {"version": version, "parameters": [p.model_dump() for p in parameters]}
+    listed = [p.model_dump() for p in parameters]
+    body = {"version": version, "parameters": listed, "attempt": None}
     return http.post("/start_weight_update/", json=body)
 
 
 def begin_transfer(http: httpx.Client, version: int) -> Posting:
-    return Posting(http, "/update_weights/", {"version": version})
+    return Posting(http, "/update_weights/", {"version": version, "attempt": None})
 
 
 def finish(
     http: httpx.Client, version: int, digests: Sequence[dict[str, Any]] = ()
 ) -> httpx.Response:
-    body = {"version": version, "digests": list(digests)}
+    body = {"version": version, "digests": list(digests), "attempt": None}
     return http.post("/finish_weight_update/", json=body)
 
 

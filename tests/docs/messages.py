@@ -29,7 +29,7 @@ WRAPPERS = (
 )
 PROBLEM = re.compile(r"(?P<title>[A-Z][^:()]*) \((?P<status>\d{3})\)(?:: |$)")
 # Files whose remedies the errors of others end in.
-SHARED_REMEDIES = {"rollout_server/repeat_config.py"}
+SHARED_REMEDIES = {"rollout_server/settings/repeat_config.py"}
 # Of a quoted line, how much has to be constant in the code.
 LEAST_SHARE = 0.2
 LEAST_LETTERS = 8

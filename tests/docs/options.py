@@ -109,7 +109,7 @@ def _require_arguments(found: Found, rest: list[str], words: list[str]) -> None:
 
 def options_of(found: Found) -> set[str]:
     names = [name for p in found.params for name in (*p.opts, *p.secondary_opts)]
-    return {"--help", *(name for name in names if name.startswith("-"))}
+    return {"-h", "--help", *(name for name in names if name.startswith("-"))}
 
 
 def all_options() -> set[str]:

@@ -44,7 +44,9 @@ PROVOKED = (
         {"training": {"output_dir": "runs/provoked", "effective_batch_size": 4096}},
     ),
     Provoked("holds another run", TRAIN, {"training": {"resume": "never"}}),
-    Provoked("the run there cannot go on so", TRAIN, {"training": {"learning_rate": 0.001}}),
+    Provoked(
+        "a resumed run must have the same value", TRAIN, {"training": {"learning_rate": 0.001}}
+    ),
     Provoked("the port is in use", f"{SERVE} --port 8000"),
     Provoked("and there is no token", f"{SERVE} --host 0.0.0.0"),
     Provoked("GiB are free", f"{SERVE} --kv-cache-gib 100000"),
@@ -65,7 +67,7 @@ PROVOKED = (
         NEW | {"rollout_matching": {"repeat_terminate": {"enabled": True, "max_object_keys": 9}}},
     ),
     Provoked("fewer than", TRAIN, NEW | {"rollout_matching": {"decode_batch_size": 128}}),
-    Provoked("that path is in no directory", ASK),
+    Provoked("the path is in no allowed folder", ASK),
 )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import rollout_server.cli
-import rollout_server.preflight
-from rollout_server.settings import ServerSettings
+import rollout_server.settings.preflight
+from rollout_server.settings.options import ServerSettings
 from tests.contract.running_server import wait_until_gone
 from tests.docs import documents, options
 from tests.docs.commands import PLAIN, PROGRAMS, Command, all_commands, command, commands_of
@@ -21,7 +21,7 @@ from tests.docs.provoked import PROVOKED, Provoked, plain
 from tests.docs.world import World, only
 
 COMMANDS = all_commands()
-# `kill %1` ends the server that the others ask.
+# `kill "$SERVER_PID"` ends the server that the others ask.
 RUN = sorted((c for c in COMMANDS if c.not_run is None), key=lambda c: c.program == "kill")
 CHECKED = [c for c in COMMANDS if c.not_run is not None]
 # SC2086: `$N` in a command that a reader edits needs no quotes. SC1091: a script that is elsewhere.
@@ -29,6 +29,7 @@ LOOSE = "SC2086,SC1091"
 SERVERS = [c for c in CHECKED if c.program == "rollout-server"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("provoked", PROVOKED, ids=lambda provoked: provoked.said)
 def test_a_message_is_what_a_failing_command_says(provoked: Provoked, served: World) -> None:
@@ -49,6 +50,7 @@ def test_a_message_is_what_a_failing_command_says(provoked: Provoked, served: Wo
         assert (done.code, shown in plain(done.err, served.folder)) == (2, True), done.err
 
 
+@pytest.mark.slow
 @pytest.mark.req("CFG-01", "SRV-01")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("asked", RUN, ids=str)
@@ -64,6 +66,10 @@ def test_a_documented_command_does_what_it_says(asked: Command, served: World) -
     assert "Traceback" not in done.shown, done.shown
     if asked.program == "curl":
         assert "urn:rollmatch:" not in done.out, done.out
+        if any("/infer/" in word for word in asked.words):
+            (answer,) = json.loads(done.out)
+            assert answer["response"]["prompt_token_ids"]
+            assert answer["response"]["choices"][0]["token_ids"]
     if asked.program == "kill":
         assert below
         assert wait_until_gone(below, 40.0) == []
@@ -77,6 +83,7 @@ def test_a_documented_command_is_one_its_program_takes(asked: Command) -> None:
     options.check(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.req("CFG-09")
 @pytest.mark.parametrize("asked", SERVERS, ids=str)
 def test_the_settings_of_a_documented_server_load(
@@ -90,7 +97,7 @@ def test_the_settings_of_a_documented_server_load(
         raise Stopped
 
     monkeypatch.chdir(world.folder)
-    monkeypatch.setattr(rollout_server.preflight, "check_settings", stop)
+    monkeypatch.setattr(rollout_server.settings.preflight, "check_settings", stop)
     with pytest.raises(Stopped):
         rollout_server.cli.app(command("", 0, world.typed(asked)).words[1:], standalone_mode=False)
     assert loaded[0].port == world.port

@@ -10,10 +10,10 @@ from PIL import Image
 
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
+from learner.data.coco import CocoAnnotation, Conversion, LeftOut, Rule, write_left_out
 from learner.data.jsonl import read_samples
-from learner.simulate.lengths import read_lengths
-from learner.simulate.speeds import Speeds, load_speeds
-from rollout_server.settings import ServerSettings, load_settings
+from learner.operate.simulate.inputs import Drawn, LengthsFile, Speeds, read_strict
+from rollout_server.settings.options import ServerSettings, load_settings
 from shared_contracts.errors import PROBLEM_TITLES, ContractErrors, Problem
 from tests.docs import documents
 from tests.docs.documents import ROOT, Block
@@ -39,9 +39,9 @@ def read_yaml(text: str, folder: Path) -> object:
     if keys and keys <= set(ServerSettings.model_fields):
         return load_settings(file, {"model": str(folder)}, environ={})
     if keys and keys <= set(Speeds.model_fields):
-        return load_speeds(file)
+        return read_strict(file, Speeds)
     if keys and keys <= LENGTHS:
-        return read_lengths(file, seed=0)
+        return Drawn(read_strict(file, LengthsFile), seed=0)
     if "services" in keys:
         return _read_services(mapping)
     raise Unreadable(f"no program reads {sorted(keys)}")
@@ -76,9 +76,22 @@ def read_json(text: str, folder: Path) -> object:
         if PROBLEM_TITLES.get(problem.kind) != (problem.status, problem.title):
             raise Unreadable(f"{problem.kind} is {PROBLEM_TITLES.get(problem.kind)}")
         return problem
+    if isinstance(value, dict) and "reason" in value:
+        return _read_left_out(value, folder)
     if isinstance(value, list) and all(ANSWERS in element for element in value):
         return value
     raise Unreadable(f"nobody reads or writes {text[:60]}")
+
+
+def _read_left_out(value: dict[str, Any], folder: Path) -> Rule:
+    """A line of `from-coco --left-out`: its keys, and a reason that there is."""
+    annotation = CocoAnnotation(image_id=1, category_id=1, bbox=(0, 0, 1, 1))
+    conversion = Conversion(left_out=[LeftOut(annotation, None, Rule.CROWD)])
+    write_left_out(conversion, folder / "instances.json", folder / "left_out.jsonl")
+    written = json.loads((folder / "left_out.jsonl").read_text())
+    if value.keys() != written.keys():
+        raise Unreadable(f"a line of --left-out has {sorted(written)}")
+    return next(rule for rule in Rule if rule.what == value["reason"])
 
 
 @pytest.mark.req("CFG-02")
@@ -102,7 +115,8 @@ def test_every_language_has_a_test() -> None:
     languages = {b.language for document in documents.documents() for b in document.blocks}
     here = {"yaml", "yml", "json", "jsonl"}
     elsewhere = {"", "text", "console", "sh", "bash"}
-    assert languages - here - elsewhere <= {"mermaid"}  # tests/unit/test_architecture.py
+    drawn, of_others = {"mermaid"}, {"nginx"}  # tests/unit/test_architecture.py; no program of ours
+    assert languages - here - elsewhere <= drawn | of_others
 
 
 @pytest.mark.parametrize(

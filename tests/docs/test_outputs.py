@@ -24,7 +24,7 @@ ERRORS = {
 }
 # Outputs that take minutes: their words are in the file that prints them.
 DEAR = {
-    ("README.md", "128 held-out scenes"): "learner/demo.py",
+    ("README.md", "128 held-out scenes"): "learner/operate/demo.py",
 }
 # Drawings and summaries in no language, by the start of their first line.
 DRAWN = {
@@ -71,6 +71,7 @@ def matches(shown: list[str], real: list[str]) -> bool:
     return re.fullmatch(pattern, "".join(f"{line.rstrip()}\n" for line in real)) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", TRANSCRIPTS, ids=str)
 def test_a_transcript_is_what_a_terminal_shows(block: Block, world: World) -> None:
     for text, shown in turns(block):
@@ -79,6 +80,7 @@ def test_a_transcript_is_what_a_terminal_shows(block: Block, world: World) -> No
         assert matches(shown, real), "\n".join(real)
 
 
+@pytest.mark.slow
 @pytest.mark.req("CFG-02")
 @pytest.mark.parametrize(("name", "made_by"), ERRORS.items(), ids=str)
 def test_an_error_that_is_shown_is_the_one_that_comes(

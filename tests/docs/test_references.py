@@ -29,6 +29,8 @@ MADE = {
     "../base.yaml",
     "/openapi.json",
     "FILE.json",
+    "NAME.py",
+    "adapter_config.json",
     "args.json",
     "config.json",
     "coco_gt.json",
@@ -40,6 +42,8 @@ MADE = {
     "report.html",
     "resolved_config.yaml",
     "rollmatch_state.json",
+    "bad_samples.jsonl",
+    "bad_samples.rank1.jsonl",
     "rollout_calls*.jsonl",
     "rollout_calls.jsonl",
     "rollouts/step_*.jsonl",
@@ -184,7 +188,7 @@ WRONG = """# A page
 
 [gone](nothing.md) [here](../README.md#no-such-heading) [good](../README.md#try-it)
 `learner trian --config F`, `learner train --learning-rate`, `--no-such-option`,
-`learner config show run.yaml`, `learner config show --config run.yaml`,
+`learner config show run.yaml more.yaml`, `learner config show --config run.yaml`,
 `docs/nothing.md`, `learner/nothing.py`, `training.learning_rat: 1`, `rollout_matching.vlm.mode`,
 `.venv/bin/python -m benchmarks.nothing`; `learner train --config F`, `docs/server.md`,
 `training.save_*`, `training.resume: auto`, `rollout_matching.vllm.server.servers[0].base_url`.
@@ -205,7 +209,7 @@ def test_a_reference_to_nothing_is_caught() -> None:
         "learner trian --config F",
         "learner train --learning-rate",
         "--no-such-option",
-        "learner config show run.yaml",
+        "learner config show run.yaml more.yaml",
         ".venv/bin/python -m benchmarks.nothing",
     ]
     assert [c.text for c in inline(page) if unknown_key(c)] == [

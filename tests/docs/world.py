@@ -14,9 +14,9 @@ from pathlib import Path
 from PIL import Image
 
 from learner.config import dump_mapping
-from learner.operate.server_process import free_ports
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
-from learner.run_folder import RunFolder
+from learner.rollout.server_process import free_ports
+from learner.runs.run_folder import RunFolder
 from tests.contract.running_server import START_TIMEOUT_S
 from tests.docs import data_page, documents
 from tests.docs.commands import Command, all_commands, command
@@ -86,7 +86,7 @@ class World:
     def serve(self, asked: Command, beside: Command) -> None:
         """Start a documented server in the background, in the terminal of another command."""
         terminal = self.terminal(beside)
-        terminal.run(f"{self.typed(asked)} &")
+        terminal.run(f"{self.typed(asked)} &\nSERVER_PID=$!")
         deadline = time.monotonic() + START_TIMEOUT_S
         with RolloutClient(self.base_url) as client:
             while time.monotonic() < deadline:

@@ -18,12 +18,12 @@ import atheris  # type: ignore[import-untyped]
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["learner"]):
-    from learner.parsing import parse_rollout
+    from learner.stages.formats.coord_json import parse_rollout
     from tests.unit.answers import BIRD, CAT, FRAGMENTS, ROOF, encode, entry, random_answer
     from tests.unit.parse_invariants import check_parsed, check_round_trip
     from tests.unit.toy_bpe import train_toy_tokenizer
 
-from learner.serialize import serialize_objects
+from learner.stages.formats.coord_json import serialize_objects
 from learner.types import FieldOrder, GroundTruthObject
 
 TOKENIZER = train_toy_tokenizer()

@@ -14,8 +14,8 @@ TARGET = Path(__file__).with_name("parser.py")
 FAULT = """
 import runpy, sys
 sys.path[:0] = [sys.argv.pop(1)]
-import learner.tokens
-learner.tokens.spell_leading = lambda tokenizer, token_id, leading: [token_id]
+import learner.stages.tokens
+learner.stages.tokens.spell_leading = lambda tokenizer, token_id, leading: [token_id]
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
@@ -36,7 +36,7 @@ def test_the_fuzzer_finds_nothing(tmp_path: Path) -> None:
     done = fuzz([str(TARGET)], tmp_path, runs=2000)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Done 2000 runs" in done.stderr
-    assert "INFO: Instrumenting learner.parsing" in done.stderr
+    assert "INFO: Instrumenting learner.stages.formats.coord_json" in done.stderr
 
 
 @pytest.mark.req("PARSE-05")

@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.losses.pipeline import PackLoss, Pipeline
-from learner.losses.reading import Readings
-from learner.losses.supervision import Supervision
+from learner.objectives.logit_stats import ForwardStats, Supervision
+from learner.objectives.pipeline import PackLoss, Pipeline
 from tests.unit.loss_rows import COORD_IDS, EVERYTHING, VOCAB, annotation_row
+from tests.unit.packed_logits import as_given
 
 
 def loss_of(logits: Tensor, row: Supervision) -> PackLoss:
     pipeline = Pipeline(EVERYTHING, COORD_IDS)
     selection = pipeline.select(row.to(logits.device), "A")
-    reading = pipeline.reader(selection).anchor(logits)
-    return pipeline(Readings(reading, reading), selection, "A")
+    reading = pipeline.reader(selection).anchor(as_given(logits))
+    return pipeline(ForwardStats(reading, reading), selection, "A")
 
 
 @pytest.mark.gpu

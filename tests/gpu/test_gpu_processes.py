@@ -3,22 +3,15 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.integration.devices import devices_of_two
 from tests.integration.sharded_push import check_pushes, pushed_from_shards
 
 
-def require_gpus(count: int) -> None:
-    if torch.cuda.device_count() < count:
-        pytest.skip(f"needs {count} GPUs")
-
-
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.req("DDP-01")
 @pytest.mark.timeout(300)
 def test_each_process_takes_the_gpu_of_its_local_rank_and_sums_over_nccl(tmp_path: Path) -> None:
-    require_gpus(2)
     found = devices_of_two(tmp_path, CUDA_VISIBLE_DEVICES="0,1")
     assert [one["local_rank"] for one in found] == [0, 1]
     assert [one["device"] for one in found] == ["cuda:0", "cuda:1"]
@@ -27,10 +20,9 @@ def test_each_process_takes_the_gpu_of_its_local_rank_and_sums_over_nccl(tmp_pat
     assert [one["sum"] for one in found] == [[3.0] * 4] * 2
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(3)
 @pytest.mark.req("SYNC-02", "SYNC-03", "SYNC-06", "SYNC-08", "DDP-02")
 @pytest.mark.timeout(600)
 def test_a_model_sharded_over_two_gpus_is_pushed_to_a_third(tmp_path: Path) -> None:
-    require_gpus(3)
     server = ("--gpus", "0", "--gpu-memory-utilization", "0.2")
     check_pushes(pushed_from_shards(tmp_path, server, "nccl", CUDA_VISIBLE_DEVICES="1,2"))

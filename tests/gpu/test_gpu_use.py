@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rollout_server.gpu_use import check_unused
+from rollout_server.settings.preflight import check_unused
 from shared_contracts.errors import ContractError
-from shared_contracts.gpu_use import IDLE_MIB, query_gpu_use
+from shared_contracts.machine import IDLE_MIB, query_gpu_use
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from learner.model.offload import Offload
+from learner.models.load import Offload
 
 
 @pytest.mark.gpu

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 
 from learner.config import dump_mapping
 from learner.data.toy import make_data
-from learner.model.toy import make_model
-from learner.operate.server_process import free_ports
-from shared_contracts.gpu_use import query_gpu_use
+from learner.models.toy import make_model
+from learner.rollout.server_process import free_ports
+from shared_contracts.machine import query_gpu_use
 from tests.contract.running_server import children
 from tests.unit.small_run import small_mapping
 
@@ -32,12 +31,10 @@ def gpus_of(pids: list[int]) -> set[int]:
     return {index[process.gpu_uuid] for process in use.processes if process.pid in pids}
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(4)
 @pytest.mark.timeout(1000)
 @pytest.mark.req("DEP-02", "SYNC-03", "SRV-01")
 def test_3_rollout_gpus_1_learner_gpu_is_operational(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 4:
-        pytest.skip("needs 4 GPUs")
     make_model(tmp_path / "model", seed=0)
     data = make_data(tmp_path / "data", train=16, val=1, seed=0)
     port, group_port = free_ports(2)

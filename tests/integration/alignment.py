@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from learner.config.schema import Config
-from learner.model.load import load_model
-from learner.model.prompt import PromptEncoder
-from learner.parsing import parse_rollout
-from learner.rollout_log import StepAnswer
+from learner.models.load import load_model
+from learner.models.packed_forward import PromptEncoder
+from learner.runs.rollout_log import StepAnswer
+from learner.stages.formats.coord_json import parse_rollout
 
 
 def logged_answers(folder: Path) -> list[StepAnswer]:

@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from learner.preflight import learner_processes
-from learner.trainer.parallel import open_peers
+from learner.distributed.process_group import open_peers
+from learner.training.start_checks import learner_processes
 
 
 def main() -> None:
     (out,) = map(Path, sys.argv[1:])
     with open_peers(learner_processes(os.environ)) as peers:
         gpus = torch.cuda.is_available()
-        # As learner/model/load.py names the model's device, and sync/groups.py that of a push.
+        # As learner/models/load.py names the model's device, and sync/transports.py a push's.
         held = torch.full((4,), float(peers.rank + 1), device="cuda" if gpus else "cpu")
         dist.all_reduce(held)
         found = {

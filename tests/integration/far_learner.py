@@ -23,12 +23,12 @@ from typing import Any
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
+from learner.data.jsonl import build_request
+from learner.rollout.backend import Call, Journal
 from learner.rollout.client import RolloutClient
-from learner.rollout.journal import Call, Journal
-from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
-from learner.sync.push import PhaseTimeouts, WeightPusher
-from learner.sync.source import MergedWeights, OneSource
+from learner.rollout.sync.push import PhaseTimeouts, WeightPusher
+from learner.rollout.sync.weights import MergedWeights, OneSource
 from learner.types import Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig

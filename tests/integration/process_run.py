@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from learner.config import load_config
-from learner.peers import Peers
-from learner.preflight import check_inputs, learner_processes
-from learner.sync.source import GatheredWeights
-from learner.train import StepTrainer, train_as
-from learner.trainer.parallel import open_peers
+from learner.distributed.peers import Peers
+from learner.distributed.process_group import open_peers
+from learner.rollout.sync.weights import GatheredWeights
+from learner.training.start_checks import check_inputs, learner_processes
+from learner.training.train import train_as
+from learner.training.trainer import StepTrainer
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ def state_of(trainer: StepTrainer, rank: int) -> dict[str, object]:
     assert model is not None
     assert optimizer is not None
     gathered = GatheredWeights(model, sends=rank == 0)
-    gathered.gather()
+    gathered.gather("float32")
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         "weights": {name: whole(w).detach().clone() for w, name in names.items()},

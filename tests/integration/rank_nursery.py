@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import learner.train  # noqa: F401 - what takes the time
+import learner.training.train  # noqa: F401 - what takes the time
 from learner.cli import main as learner_main
-from learner.operate.server_process import free_ports
+from learner.rollout.server_process import free_ports
 
 POLL_S = 0.02
 

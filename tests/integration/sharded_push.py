@@ -10,8 +10,8 @@ from typing import Any
 
 from learner.config import dump_mapping
 from learner.data.toy import make_data
-from learner.model.toy import make_model
-from learner.operate.server_process import free_ports
+from learner.models.toy import make_model
+from learner.rollout.server_process import free_ports
 from shared_contracts.weights import Transport
 from tests.contract.running_server import running_server
 from tests.unit.small_run import small_mapping

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from learner.checkpoint import newest_whole
 from learner.config import dump_mapping
 from learner.data.jsonl import read_samples
 from learner.data.toy import make_data
-from learner.operate.server_process import free_ports
+from learner.rollout.server_process import free_ports
+from learner.runs.checkpoint import newest_whole
 from tests.contract.running_server import RunningServer
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import push, weight_group
@@ -27,7 +27,7 @@ ASYNC = "stage2_ab/async"
 
 Line = dict[str, Any]
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from learner.backends import open_backend
 from learner.config import dump_mapping, load_mapping, merge, parse_config
-from learner.model.load import load_model
-from learner.operate.server_process import ServerProcess, free_ports
-from learner.preflight import reach_servers
+from learner.models.load import load_model
 from learner.rollout.policy import Policy, asking_of
+from learner.rollout.server_process import ServerProcess, free_ports
+from learner.training.backends import open_backend
+from learner.training.start_checks import reach_servers
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from tests.contract.running_server import (
     CPU,
@@ -32,6 +32,8 @@ from tests.contract.running_server import (
 )
 from tests.contract.toy_checkpoints import set_weights
 from tests.integration.colocated_learner import as_line, samples_of
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 WARMUP = load_mapping(ROOT / "configs" / "demo" / "warmup.yaml")
@@ -48,7 +50,7 @@ ROLLOUT = {
     "repeat_terminate": GUARD.model_dump(),
     "vllm": {"max_model_len": MAX_MODEL_LEN},
 }
-CLEAN_UP_S = 30.0
+CLEAN_UP_S = 60.0
 
 Answers = list[dict[str, Any]]
 

@@ -14,11 +14,13 @@ import pytest
 
 from learner.config import dump_mapping, parse_config
 from learner.data.toy import make_data
-from learner.model.toy import make_model
-from learner.rollout_log import StepAnswer
+from learner.models.toy import make_model
+from learner.runs.rollout_log import StepAnswer
 from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig
 from tests.integration.alignment import check_alignment, logged_answers
 from tests.unit.small_run import small_mapping
+
+pytestmark = pytest.mark.slow
 
 LEARNER = [sys.executable, "-c", "from learner.cli import main; main()"]
 STEPS, SAMPLES = 2, 4

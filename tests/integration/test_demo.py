@@ -8,25 +8,29 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.contract.running_server import children, is_alive, wait_until_gone
 
+pytestmark = pytest.mark.slow
+
 DEMO = [sys.executable, "-c", "from learner.cli import main; main()", "demo"]
 CLEAN_UP_S = 60.0
 
 
-def start_demo(folder: Path) -> tuple["subprocess.Popen[bytes]", Path]:
+def start_demo(folder: Path, *more: str) -> tuple["subprocess.Popen[bytes]", Path]:
     """A demo in a process group of its own, and the file it prints to."""
     log = folder / "printed.txt"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*DEMO, "--out", str(folder / "demo")],
+            [*DEMO, "--out", str(folder / "demo"), *more],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
         )
     return process, log
 
@@ -37,6 +41,46 @@ def wait_for(log: Path, text: str, process: "subprocess.Popen[bytes]") -> None:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "loss" in line]
+
+
+@pytest.mark.req("CHB-01", "REPORT-01")
+@pytest.mark.timeout(1500)
+def test_the_demo_raises_the_score_from_nothing_to_a_detector(tmp_path: Path) -> None:
+    process, log = start_demo(tmp_path, "--control")
+    try:
+        process.wait(1400)
+    finally:
+        process.kill()
+        process.wait()
+    printed = log.read_text()
+    assert process.returncode == 0, printed
+    scores = dict(re.findall(r"│ (\w[\w -]+?) +│ (\d\.\d+)", printed))
+    before, _, both, alone = scores
+    assert (before, both, alone) == (
+        "before training",
+        "after both channels",
+        "after channel A alone",
+    )
+    assert float(scores[before]) < 0.05
+    assert min(float(scores[both]), float(scores[alone])) >= 0.6
+    steps = steps_of(tmp_path / "demo" / "two_channel")
+    rolled_out = [step for step in steps if step["step/channel_b"]]
+    assert len(rolled_out) == 60
+    assert all(step["time/push_s"] > 0 for step in rolled_out)
+    for count in ("matched", "fn_appended"):
+        assert sum(step[f"stage2_ab/channel_b/{count}"] for step in rolled_out) > 0
+    control = steps_of(tmp_path / "demo" / "channel_a")
+    assert [step["epoch"] for step in control] == [step["epoch"] for step in steps]
+    assert not any(step["step/channel_b"] for step in control)
+    for run, name in (("two_channel", both), ("channel_a", alone)):
+        page = (tmp_path / "demo" / run / "report.html").read_text(encoding="utf-8")
+        link = f'<a href="evaluations/checkpoint-120-val/report.html">{scores[name]}</a>'
+        assert f"<dt>Held-out F1</dt><dd>{link}</dd>" in page
 
 
 @pytest.mark.req("SRV-05")
@@ -62,37 +106,15 @@ def test_an_interrupted_demo_leaves_no_process(
             os.killpg(process.pid, number)  # a terminal interrupts the whole group
         else:
             process.send_signal(number)
-        process.wait(CLEAN_UP_S)
+        try:
+            process.wait(CLEAN_UP_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # faulthandler writes where each thread is
+            process.wait()
+            pytest.fail(log.read_text())
         assert wait_until_gone(below, CLEAN_UP_S) == []
         assert process.returncode != 0
     finally:
         if is_alive(process.pid):
             process.kill()
             process.wait()
-
-
-@pytest.mark.req("CHB-01")
-@pytest.mark.timeout(1500)
-def test_the_demo_raises_the_score_from_nothing_to_a_detector(tmp_path: Path) -> None:
-    process, log = start_demo(tmp_path)
-    try:
-        process.wait(1400)
-    finally:
-        process.kill()
-        process.wait()
-    printed = log.read_text()
-    assert process.returncode == 0, printed
-    before, *_, after = [
-        float(f1) for f1 in re.findall(r"│ (?:before|after).*?│ (\d\.\d+)", printed)
-    ]
-    assert before < 0.05
-    assert after >= 0.6
-    steps = [
-        json.loads(line)
-        for line in (tmp_path / "demo" / "two_channel" / "metrics.jsonl").read_text().splitlines()
-    ]
-    rolled_out = [step for step in steps if step.get("step/channel_b")]
-    assert len(rolled_out) == 60
-    assert all(step["time/push_s"] > 0 for step in rolled_out)
-    for count in ("matched", "fn_appended"):
-        assert sum(step[f"stage2_ab/channel_b/{count}"] for step in rolled_out) > 0

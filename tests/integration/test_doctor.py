@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 from learner.cli import app
 from learner.config import dump_mapping
 from learner.data.toy import ToyData, make_data
-from learner.operate.server_process import free_ports
-from learner.sync.push import WeightPusher
-from rollout_server.auth import BearerToken
+from learner.rollout.server_process import free_ports
+from learner.rollout.sync.push import WeightPusher
+from rollout_server.http.middleware import BearerToken
 from shared_contracts.errors import ContractErrors
 from shared_contracts.server_info import TOKEN_VARIABLE
 from shared_contracts.weights import CommunicatorReady
@@ -74,11 +74,11 @@ class Doctor:
         file.write_text(dump_mapping(mapping))
         return file
 
-    def run(self, config: Path, exit_code: int, token: str = "") -> Found:
+    def run(self, config: Path, exit_code: int, *options: str, token: str = "") -> Found:
         """Findings by check, those of the last server where there are several."""
         environment = {TOKEN_VARIABLE: token or None}
         result = CliRunner().invoke(
-            app, ["doctor", "--config", str(config), "--json"], env=environment
+            app, ["doctor", "--config", str(config), "--json", *options], env=environment
         )
         assert result.exit_code == exit_code, result.output
         document = json.loads(result.stdout)
@@ -98,30 +98,48 @@ def doctor(server: RunningServer, tied: Path, tmp_path: Path) -> Iterator[Doctor
 
     What tests before this one left of a weight group is closed: the doctor keeps away from it.
     """
-    data = ToyData.under(server.media / "doctor")
-    if not data.train_jsonl.exists():
-        make_data(server.media / "doctor", train=8, val=2, seed=0)
 
     def state() -> tuple[Any, list[int]]:
         health = server.http.get("/health/").json()
         answer = response_ids(server.infer([text_request()])[0])
         return (health["state"], health["weights_version"]), answer
 
-    assert server.http.post("/close_communicator/").status_code == 200
+    assert server.http.post("/close_communicator/", json={"attempt": None}).status_code == 200
     before = state()
-    yield Doctor(server, tied, data, tmp_path)
+    yield Doctor(server, tied, data_for(server), tmp_path)
     assert state() == before
+
+
+def data_for(server: RunningServer) -> ToyData:
+    data = ToyData.under(server.media / "doctor")
+    if not data.train_jsonl.exists():
+        make_data(server.media / "doctor", train=8, val=2, seed=0)
+    return data
 
 
 def test_a_set_up_that_holds_is_ok_from_end_to_end(doctor: Doctor) -> None:
     found = doctor.run(doctor.config(), exit_code=0)
-    assert statuses(found) == {"ok": set(found)}
+    untrained = {"coordinate rows"}  # the checkpoint has random weights
+    assert statuses(found) == {"ok": set(found) - untrained, "warn": untrained}
     assert "1 worker(s) and the learner met over gloo" in found["rendezvous"]["found"]
     assert "went to 1 worker(s) and is what they hold" in found["one tensor"]["found"]
     assert found["media"]["found"] == "4 image(s) of 4 samples were read"
     assert found["prompt"]["found"].startswith("4 prompts of ")
     assert "the parser finds" in found["rollout"]["found"]
     assert doctor.server.http.get("/info/").json()["weight_group"] is None
+
+
+@pytest.mark.req("SYNC-06")
+def test_a_probe_comes_last_and_pushes_the_checkpoint(
+    server: RunningServer, tied: Path, tmp_path: Path
+) -> None:
+    version = server.http.get("/info/").json()["weights_version"]
+    doctor = Doctor(server, tied, data_for(server), tmp_path)
+    found = doctor.run(doctor.config(), 0, "--probe")
+    assert list(found)[-2:] == ["probe text", "probe image"]
+    assert "as the learner" in found["probe text"]["found"]
+    assert "as the learner" in found["probe image"]["found"]
+    assert server.http.get("/info/").json()["weights_version"] > version
 
 
 def test_a_server_that_is_not_there_keeps_nobody_from_looking_at_the_next(doctor: Doctor) -> None:
@@ -131,8 +149,8 @@ def test_a_server_that_is_not_there_keeps_nobody_from_looking_at_the_next(doctor
     assert result.exit_code == 1
     shown = " ".join(re.split(r"[│\s]+", result.stdout))
     assert "-> Start the server with `rollout-server serve`" in shown
-    found = doctor.run(config, exit_code=1)
-    assert found["servers together"]["status"] == "skipped"
+    found = doctor.run(config, 1, "--probe")
+    assert (found["probe"]["status"], found["servers together"]["status"]) == ("skipped", "skipped")
     assert {found[check]["status"] for check in ("http", "one tensor", "rollout")} == {"ok"}
 
 
@@ -183,7 +201,7 @@ def test_the_group_of_a_run_is_left_alone(doctor: Doctor) -> None:
         assert f"127.0.0.1:{port}" in found["rendezvous"]["found"]
         group = doctor.server.http.get("/info/").json()["weight_group"]
         assert group == f"127.0.0.1:{port}"
-    doctor.server.http.post("/close_communicator/")
+    doctor.server.http.post("/close_communicator/", json={"attempt": None})
 
 
 def test_a_learner_that_comes_in_the_middle_keeps_its_group(
@@ -194,9 +212,9 @@ def test_a_learner_that_comes_in_the_middle_keeps_its_group(
     connect = WeightPusher.connect
     with ExitStack() as until_the_end:
 
-        def late(pusher: WeightPusher, if_none: bool = False) -> CommunicatorReady:
+        def late(pusher: WeightPusher, only_if_free: bool = False) -> CommunicatorReady:
             until_the_end.enter_context(weight_group(doctor.server.http, port))
-            return connect(pusher, if_none)
+            return connect(pusher, only_if_free)
 
         monkeypatch.setattr(WeightPusher, "connect", late)
         found = doctor.run(doctor.config(), exit_code=0)
@@ -204,7 +222,7 @@ def test_a_learner_that_comes_in_the_middle_keeps_its_group(
         assert "a run has come to push" in found["rendezvous"]["found"]
         group = doctor.server.http.get("/info/").json()["weight_group"]
         assert group == f"127.0.0.1:{port}"
-    doctor.server.http.post("/close_communicator/")
+    doctor.server.http.post("/close_communicator/", json={"attempt": None})
 
 
 def test_a_group_port_that_is_taken_is_told_with_its_holder(doctor: Doctor) -> None:
@@ -249,7 +267,7 @@ _JSON = {"content-type": "application/json"}
 def test_a_token_is_missing_wrong_right_or_not_wanted(doctor: Doctor, guarded: str) -> None:
     config = doctor.config(guarded)
     missing = doctor.run(config, exit_code=1)
-    assert "there is none" in missing["token"]["found"]
+    assert "the learner has none" in missing["token"]["found"]
     assert missing["media"]["found"] == "waits for token"
     wrong = doctor.run(config, exit_code=1, token="battery-staple")
     assert f"refuses the token of {TOKEN_VARIABLE}" in wrong["token"]["found"]
@@ -257,7 +275,7 @@ def test_a_token_is_missing_wrong_right_or_not_wanted(doctor: Doctor, guarded: s
     assert right["token"]["found"] == "accepted"
     assert right["one tensor"]["status"] == "ok"
     unwanted = doctor.run(doctor.config(), exit_code=0, token=TOKEN)
-    assert statuses(unwanted)["warn"] == {"token"}
+    assert statuses(unwanted)["warn"] == {"token", "coordinate rows"}
 
 
 def test_a_config_that_is_wrong_ends_before_anything_is_looked_at(doctor: Doctor) -> None:

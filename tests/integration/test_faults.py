@@ -17,14 +17,13 @@ import pytest
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from learner.operate.kept_server import KeptServer
-from learner.operate.server_process import ServerProcess, free_ports
+from learner.data.jsonl import build_request
+from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
-from learner.rollout.journal import Journal
-from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
-from learner.sync.push import WeightPusher
-from learner.sync.source import MergedWeights, OneSource
+from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
+from learner.rollout.sync.push import WeightPusher
+from learner.rollout.sync.weights import MergedWeights, OneSource
 from learner.types import Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig
@@ -44,7 +43,7 @@ REQUESTS = 8
 MAX_TOKENS = 300
 BUCKET_BYTES = 2**16
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 class Moments:
@@ -99,7 +98,7 @@ class WeightsWithMoment(MergedWeights):
 class Play:
     """A supervised server, a learner over it, and what that answers undisturbed."""
 
-    server: KeptServer
+    server: SupervisedServer
     moments: Moments
     weights: WeightsWithMoment
     backend: ServerBackend
@@ -147,7 +146,7 @@ def play(tied: Path, other_tied: Path, tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("faults")
     (port,) = free_ports(1)
     options = ["--model", str(tied), *CPU, "--max-model-len", "512"]
-    server = KeptServer(
+    server = SupervisedServer(
         lambda: ServerProcess(options, folder / "server.log", port), START_TIMEOUT_S, [0.1] * 9
     )
     try:
@@ -163,7 +162,7 @@ def play(tied: Path, other_tied: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def backend_to(
-    server: KeptServer, weights: WeightsWithMoment, moments: Moments, timeout_s: float
+    server: SupervisedServer, weights: WeightsWithMoment, moments: Moments, timeout_s: float
 ) -> ServerBackend:
     client = ClientWithMoments(server.base_url, timeout_s, moments)
     (port,) = free_ports(1)

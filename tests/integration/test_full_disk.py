@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from learner.config import dump_mapping, load_mapping, merge
-from learner.operate.server_process import free_ports
+from learner.rollout.server_process import free_ports
 from tests.contract.running_server import RunningServer, draw_scene, response_ids, text_request
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 WARMUP = load_mapping(ROOT / "configs" / "demo" / "warmup.yaml")

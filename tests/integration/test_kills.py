@@ -24,11 +24,10 @@ from hypothesis import settings
 
 from learner.config import dump_mapping, load_config
 from learner.data.jsonl import read_samples
-from learner.data.order import ShareOrder
+from learner.data.order import BatchOrder
 from learner.data.toy import ToyData, make_data
-from learner.operate.kept_server import KeptServer
-from learner.operate.server_process import ServerProcess, free_ports
-from learner.schedule import channel_for_step
+from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
+from learner.stages.schedule import channel_for_step
 from tests.contract.running_server import CPU, START_TIMEOUT_S, RunningServer
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import push, weight_group
@@ -40,7 +39,7 @@ STEPS = 10
 BATCH = 8
 RANKS = 2
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ class World:
     """Two servers, one of which may be killed and is started again; data they may read."""
 
     spare: str
-    kept: KeptServer
+    kept: SupervisedServer
     data: ToyData
     checkpoint: Path
     folder: Path
@@ -133,7 +132,7 @@ def world(
     (port,) = free_ports(1)
     media = ["--allowed-media-dir", str(server.media)]
     options = ["--model", str(tied), *CPU, "--max-model-len", "512", *media]
-    kept = KeptServer(
+    kept = SupervisedServer(
         lambda: ServerProcess(options, folder / "server.log", port), START_TIMEOUT_S, [0.1] * 99
     )
     try:
@@ -176,13 +175,13 @@ def require_every_step_and_sample_once(config_file: Path, folder: Path) -> None:
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if "loss" in line] == list(range(1, STEPS + 1))
     samples = read_samples(Path(config.data.train_jsonl), allow_poly=False)
-    order = ShareOrder(len(samples), BATCH, RANKS, config.training.seed, config.data.shuffle)
+    order = BatchOrder(len(samples), BATCH, RANKS, config.training.seed, config.data.shuffle)
     expected = Counter(
         (step + 1, rank, samples[index].sample_id)
         for step in range(STEPS)
         if channel_for_step(step, config.b_ratio) == "B"
         for rank in range(RANKS)
-        for index in order.share(step, rank)
+        for index in order.rank_batch(step, rank)
     )
     logged = [
         json.loads(line)

@@ -22,17 +22,19 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from learner.analysis.replay import Rebuilder, StepLog, compare
+from learner.analysis.replay.rebuild import load_tokenizer
 from learner.config import dump_mapping, load_config
-from learner.data.order import ShareOrder
+from learner.data.order import BatchOrder
 from learner.data.toy import ToyData, make_data
-from learner.model.toy import make_model
-from learner.preflight import check_inputs
-from learner.replay import Rebuilder, StepLog, compare
-from learner.replay.tokenizer import load_tokenizer
-from learner.rollout_log import unfolded
-from learner.run_folder import RunFolder
-from learner.train import train
+from learner.models.toy import make_model
+from learner.runs.rollout_log import unfolded
+from learner.runs.run_folder import RunFolder
+from learner.training.start_checks import check_inputs
+from learner.training.train import train
 from tests.unit.small_run import small_mapping
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = Path(__file__).with_name("killed_learner.py")
@@ -137,9 +139,9 @@ def assert_the_same_run(run: Path, whole: Path) -> None:
 
 
 def assert_every_sample_is_logged_once(run: Path, data: ToyData) -> None:
-    order = ShareOrder(SAMPLES, BATCH, 1, SEED, shuffle=True)
+    order = BatchOrder(SAMPLES, BATCH, 1, SEED, shuffle=True)
     name = data.train_jsonl
-    wanted = {(step, f"{name}:{i + 1}") for step in B_STEPS for i in order.share(step - 1, 0)}
+    wanted = {(step, f"{name}:{i + 1}") for step in B_STEPS for i in order.rank_batch(step - 1, 0)}
     logged = [
         (record["step"], record["sample_id"])
         for path in (run / "rollouts").iterdir()

@@ -16,7 +16,7 @@ import pytest
 
 from learner.config import dump_mapping
 from learner.data.toy import ToyData, make_data
-from learner.operate.server_process import free_ports
+from learner.rollout.server_process import free_ports
 from tests.contract.running_server import children, wait_until_gone
 from tests.unit.small_run import small_mapping
 
@@ -24,7 +24,7 @@ LAUNCH = [sys.executable, "-c", "from learner.cli import main; main()", "launch"
 RUN_S = 400.0
 STEPS = 4
 
-pytestmark = [pytest.mark.req("DEP-02"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.req("DEP-02"), pytest.mark.timeout(600), pytest.mark.slow]
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,18 @@ import pytest
 from rich.console import Console
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-from learner.backends import open_backend
 from learner.config import Config, dump_mapping, load_config, load_mapping, merge, parse_config
 from learner.data.toy import ToyData, make_data
-from learner.model.load import LoadedModel, load_model
-from learner.model.toy import make_model
-from learner.operate.server_process import free_ports
-from learner.preflight import reach_servers, read_inputs
+from learner.models.load import LoadedModel, load_model
+from learner.models.toy import make_model
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.policy import Policy, asking_of
-from learner.train import RunParts, build_runner, build_scorer, build_trainer
-from learner.trainer.optim import build_optimizer
-from learner.trainer.progress import ProgressDisplay
-from learner.trainer.runlog import CallLog
+from learner.rollout.server_process import free_ports
+from learner.training.backends import open_backend
+from learner.training.run_log import CallLog, ProgressDisplay
+from learner.training.start_checks import reach_servers, read_inputs
+from learner.training.train import RunParts, build_runner, build_scorer, build_trainer
+from learner.training.trainer import build_optimizer
 from learner.types import RolloutOutput
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.contract.running_server import (
@@ -211,7 +210,7 @@ def test_the_same_seed_gives_the_same_numbers(loop: Loop, warm: Path, two_channe
 
 
 def without_clock(line: dict[str, Any]) -> dict[str, Any]:
-    timed = ("time/", "train_", "rollout/per_second", "sync/", "eval/sync/")
+    timed = ("time/", "perf/", "train_", "rollout/per_second", "sync/", "eval/sync/")
     return {key: value for key, value in line.items() if not key.startswith(timed)}
 
 

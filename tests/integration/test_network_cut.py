@@ -16,6 +16,8 @@ from tests.integration.conftest import Far
 from tests.integration.far_server import GROUP_PORT, TOKEN, FarServer, ended
 from tests.integration.two_hosts import Host
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

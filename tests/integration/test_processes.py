@@ -21,14 +21,14 @@ from transformers import AutoModelForImageTextToText
 from learner.config import dump_mapping, load_config, merge
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
-from learner.model.toy import make_model
-from learner.peers import ALONE
-from learner.train import order_of
+from learner.distributed.peers import SINGLE_PROCESS
+from learner.models.toy import make_model
+from learner.training.train import order_of
 from tests.integration.process_run import run
 from tests.integration.ranks import Nursery, nursery
 from tests.unit.small_run import small_mapping
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 RUN_S = 500.0
 HF = {"rollout_backend": "hf", "max_new_tokens": 12, "decode_batch_size": 4}
@@ -152,7 +152,7 @@ def alone(world: World) -> dict[str, Run]:
     torch.set_num_threads(1)
     files = world.configs("alone", ALSO_ALONE)
     for file in files:
-        run(ALONE, file, file.parent)
+        run(SINGLE_PROCESS, file, file.parent)
     torch.set_num_threads(threads)
     return world.runs("alone", files)
 
@@ -256,25 +256,46 @@ def test_a_sharded_run_goes_on_from_its_checkpoint_which_plain_transformers_load
         assert torch.equal(weight, resumed.weights[0][name]), name
 
 
+def broken_for_process_1(
+    world: World, folder: Path, parallel: str = "ddp", on_bad_sample: str = "stop"
+) -> tuple[Path, str]:
+    """A run's YAML, and the name of an image that process 1 alone reads, in its second step."""
+    data = make_data(folder / "data", train=24, val=4, seed=1)
+    config = small_mapping(world.model, data, folder / "run")
+    config["training"] |= {"effective_batch_size": 8, "data_parallel": parallel}
+    config["data"] |= {"on_bad_sample": on_bad_sample}
+    (folder / "run.yaml").write_text(dump_mapping(config))
+    order = order_of(load_config(folder / "run.yaml"), 24, processes=2)
+    (image,) = read_samples(data.train_jsonl, allow_poly=False)[order.rank_batch(1, 1)[0]].images
+    whole = image.read_bytes()
+    image.write_bytes(whole[: len(whole) // 2])
+    return folder / "run.yaml", image.name
+
+
 @pytest.mark.req("DDP-01")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_an_error_of_one_process_ends_both_with_its_text(
     world: World, tmp_path: Path, started: Nursery, parallel: str
 ) -> None:
-    """An image is broken that process 1 alone reads, in its second step."""
-    data = make_data(tmp_path / "data", train=24, val=4, seed=1)
-    config = small_mapping(world.model, data, tmp_path / "run")
-    config["training"] |= {"effective_batch_size": 8, "data_parallel": parallel}
-    (tmp_path / "run.yaml").write_text(dump_mapping(config))
-    order = order_of(load_config(tmp_path / "run.yaml"), 24, processes=2)
-    sample = read_samples(data.train_jsonl, allow_poly=False)[order.share(1, 1)[0]]
-    whole = sample.images[0].read_bytes()
-    sample.images[0].write_bytes(whole[: len(whole) // 2])
-
-    ranks = started.start(tmp_path / "run.yaml", 2, tmp_path / "log")
+    yaml, broken = broken_for_process_1(world, tmp_path, parallel)
+    ranks = started.start(yaml, 2, tmp_path / "log")
     codes = ranks.wait(timeout_s=RUN_S)
     said = [(tmp_path / f"log.{rank}.log").read_text() for rank in range(2)]
     assert codes == [2, 2], said
-    told = f"{sample.images[0].name} cannot be decoded"
+    told = f"{broken} cannot be decoded"
     assert [told in text for text in said] == [True, True], said
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.req("DDP-01")
+def test_another_sample_stands_in_for_one_that_one_process_cannot_decode(
+    world: World, tmp_path: Path, started: Nursery
+) -> None:
+    yaml, broken = broken_for_process_1(world, tmp_path, on_bad_sample="skip")
+    ranks = started.start(yaml, 2, tmp_path / "log")
+    codes = ranks.wait(timeout_s=RUN_S)
+    assert codes == [0, 0], [(tmp_path / f"log.{rank}.log").read_text() for rank in range(2)]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines[:-1]] == [1, 2, 3]
+    (listed,) = (tmp_path / "run" / "bad_samples.rank1.jsonl").read_text().splitlines()
+    assert broken in json.loads(listed)["reason"]

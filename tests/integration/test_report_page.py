@@ -1,16 +1,23 @@
 """The report in a real browser: it asks for nothing, draws what is there, and can be used."""
 
 import io
+import re
+import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from PIL import Image, ImageStat
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from learner.report import write_gallery, write_report
-from learner.rollout_log import LoggedAnswer, LoggedObject, StepAnswer
-from tests.browser import Theme, opened, running_browser
+from learner.analysis.evaluation.folder import Scored, write_evaluation
+from learner.analysis.report import write_gallery, write_report
+from learner.runs.rollout_log import LoggedAnswer, LoggedObject, StepAnswer
+from learner.runs.run_folder import RunFolder
+from learner.types import GroundTruthObject
+from tests.browser import Theme, eventually, opened, running_browser
+from tests.unit.eval_answers import DATA, answers, box
 from tests.unit.report_folder import B, Box, MadeRun, answer, call_line, draw_image, step_line
 
 pytestmark = pytest.mark.req("REPORT-01")
@@ -67,7 +74,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [step_line(step, "AB"[step % 2]) for step in range(1, 21)]
     lines[2] |= {"loss": None}
     lines[4] |= {f"{B}/strict_drop/bbox_invalid": 3.0}
-    lines.append({"step": 20, "eval/f1": 0.5, "eval/precision": 0.5, "eval/recall": 0.5})
+    lines.append({"step": 20, "eval/f1": 0.875, "eval/precision": 0.5, "eval/recall": 0.5})
     calls = [call_line(step) for step in range(1, 20, 2)]
     return write_report(MadeRun(folder / "run", lines, calls, answers_of_a_run(folder)).write())
 
@@ -89,7 +96,7 @@ def test_every_chart_is_drawn_and_nothing_is_asked_for(browser: Browser, report:
         see_all(page)
         assert page.locator("[data-chart]").count() >= 12
         bars = page.locator("#chart-steps .bars .point path")
-        assert bars.count() >= 20 * 4
+        eventually(lambda: bars.count() >= 20 * 4)
         page.locator("#chart-loss .nsewdrag").hover()
         expect(
             page.locator("#chart-loss .hoverlayer .legend, #chart-loss .hovertext").first
@@ -97,9 +104,28 @@ def test_every_chart_is_drawn_and_nothing_is_asked_for(browser: Browser, report:
         assert page.title() == "small"
 
 
+def test_the_headline_leads_to_its_evaluation(browser: Browser, report: Path) -> None:
+    kept = report.parent / "evaluations" / "step_000020" / "report.html"
+    try:
+        kept.parent.mkdir(parents=True)
+        write_gallery([], kept, "Evaluation", {})
+        write_report(RunFolder.open(report.parent))
+        with opened(browser, report) as watched:
+            first = watched.page.locator(".tiles > div").first
+            expect(first).to_contain_text("Held-out F1")
+            expect(first).to_contain_text("0.875")
+            first.locator("a").click()
+            expect(watched.page).to_have_url(kept.as_uri())
+    finally:
+        shutil.rmtree(report.parent / "evaluations")
+        write_report(RunFolder.open(report.parent))
+
+
 def test_a_box_is_where_its_numbers_say(browser: Browser, report: Path) -> None:
     with opened(browser, report, anchor="#sample-4-train.jsonl-102") as watched:
         page = watched.page
+        loaded = "image => image.complete && image.naturalWidth > 0"
+        eventually(lambda: page.locator("#detail .shot img").evaluate(loaded))
         image = page.locator("#detail .shot img").bounding_box()
         shape = page.locator("#detail .shot .match .line").bounding_box()
         assert image is not None
@@ -135,7 +161,7 @@ def test_an_answer_tells_all_about_it(browser: Browser, report: Path) -> None:
         expect(detail.locator("tr.lit")).to_contain_text("ghost")
         watched.page.keyboard.press("Escape")
         expect(detail).not_to_be_visible()
-        assert watched.page.url.endswith("#gallery")
+        expect(watched.page).to_have_url(re.compile("#gallery$"))
 
 
 def test_what_an_answer_says_is_text(browser: Browser, report: Path) -> None:
@@ -211,6 +237,17 @@ def ground(page: Page) -> str:
     return colour
 
 
+def differs(page: Page, before: str) -> bool:
+    """Whether the ground has another colour now."""
+    return ground(page) != before
+
+
+def differs_again(page: Page, before: str) -> bool:
+    """Whether it has, once the page is loaded anew."""
+    page.reload()
+    return differs(page, before)
+
+
 def brightness(picture: bytes) -> float:
     image = Image.open(io.BytesIO(picture)).convert("L")
     assert len(image.getcolors() or ()) > 20, "a blank picture"
@@ -229,13 +266,11 @@ def test_the_page_has_two_themes_and_a_button(browser: Browser, report: Path) ->
             text = page.locator("#chart-loss .xtick text").first
             ink = text.evaluate("element => getComputedStyle(element).fill")
             page.locator("#theme").click()
-            assert ground(page) != before
+            eventually(partial(differs, page, before))
             other = "Dark" if theme == "dark" else "Light"
             expect(page.locator("#theme")).to_contain_text(other)
-            after = text.evaluate("element => getComputedStyle(element).fill")
-            assert after != ink, "charts follow the theme"
-            page.reload()
-            assert ground(page) != before, "the choice is kept"
+            expect(text).not_to_have_css("fill", ink)  # charts follow the theme
+            eventually(partial(differs_again, page, before))  # the choice is kept
     assert seen["light"] > 180
     assert seen["dark"] < 70
 
@@ -274,11 +309,43 @@ def test_text_can_be_read_in_both_themes(browser: Browser, report: Path, theme: 
             assert (high + 0.05) / (low + 0.05) >= 4.5, f"{text} on {behind}"
 
 
-def test_the_page_fits_a_phone_and_the_keyboard_is_enough(browser: Browser, report: Path) -> None:
-    with opened(browser, report, width=400, height=800) as watched:
+PHONES = [(360, 640), (390, 844), (640, 360)]
+
+# What of an answer's dialog is wider than it has room for, and what reaches beyond the screen.
+CUT = """() => [...document.querySelectorAll("#detail, #detail *")].filter((element) => {
+  const box = element.getBoundingClientRect();
+  const wide = element.scrollWidth > element.clientWidth + 1 && element.clientWidth > 0
+    && getComputedStyle(element).overflowX !== "visible";
+  return wide || box.left < -0.5 || box.right > innerWidth + 0.5;
+}).map((element) => `${element.tagName} ${element.className}`)"""
+
+
+@pytest.mark.parametrize(("width", "height"), PHONES)
+def test_an_answer_is_whole_on_a_phone(
+    browser: Browser, report: Path, width: int, height: int
+) -> None:
+    with opened(
+        browser, report, anchor="#sample-4-train.jsonl-102", width=width, height=height
+    ) as watched:
+        page = watched.page
+        expect(page.locator("#detail")).to_be_visible()
+        eventually(lambda: page.evaluate(CUT) == [])
+        whole = {"x": 0, "y": 0, "width": width, "height": height}
+        eventually(lambda: page.locator("#detail").bounding_box() == whole)
+        for part in ("#close", "#next", "#detail .shot", "#detail tbody tr", "#detail pre"):
+            last = page.locator(part).last
+            last.scroll_into_view_if_needed()
+            expect(last).to_be_in_viewport(ratio=0.9)
+
+
+@pytest.mark.parametrize(("width", "height"), PHONES)
+def test_the_page_fits_a_phone_and_the_keyboard_is_enough(
+    browser: Browser, report: Path, width: int, height: int
+) -> None:
+    with opened(browser, report, width=width, height=height) as watched:
         page = watched.page
         see_all(page)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        eventually(lambda: page.evaluate("document.documentElement.scrollWidth") <= width)
         cards(page).first.locator("a").focus()
         page.keyboard.press("Enter")
         expect(page.locator("#detail")).to_be_visible()
@@ -287,6 +354,32 @@ def test_the_page_fits_a_phone_and_the_keyboard_is_enough(browser: Browser, repo
         expect(page.locator("#detail-title")).not_to_have_text(title or "")
         page.keyboard.press("Escape")
         expect(cards(page).nth(1).locator("a")).to_be_focused()
+
+
+def test_a_box_has_its_description_on_it(browser: Browser, report: Path) -> None:
+    with opened(browser, report) as watched:
+        page = watched.page
+        page.locator("select[name=step]").select_option("4")
+        card = page.locator('[id="sample-4-train.jsonl-102"]')
+        found = card.locator(".tag.match")
+        expect(found).to_have_text("red box")
+        picture = card.locator(".shot").bounding_box()
+        tag, box = found.bounding_box(), card.locator(".shape.match .line").bounding_box()
+        assert picture is not None
+        assert tag is not None
+        assert box is not None
+        assert tag["y"] >= picture["y"]
+        assert tag["x"] == pytest.approx(box["x"], abs=STROKE)
+        assert tag["y"] + tag["height"] == pytest.approx(box["y"], abs=STROKE)
+        expect(card.locator(".tag.stray")).to_have_text("ghost")
+        truth = card.locator(".tag.truth")
+        expect(truth).not_to_be_visible()
+        page.locator("#tools").get_by_role("checkbox", name="prediction, matched").uncheck()
+        expect(truth).to_be_visible()
+        page.locator("#tools").get_by_role("checkbox", name="descriptions").uncheck()
+        expect(truth).not_to_be_visible()
+        wrong = page.locator('[id="sample-4-train.jsonl-103"] .tag')
+        expect(wrong).to_have_text(["dog", "cat"])
 
 
 def test_the_page_prints_with_every_chart(browser: Browser, report: Path) -> None:
@@ -329,3 +422,88 @@ def test_an_evaluation_is_shown_without_steps(browser: Browser, tmp_path: Path) 
         expect(page.locator("#detail")).not_to_contain_text("replay")
         outline = page.locator("#detail .shot .missed .line")
         expect(outline).to_have_attribute("points", "100 100 500 50 400 700")
+
+
+@pytest.fixture(scope="module")
+def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 14 descriptions, of which one is evil, one is taken for another, one is made up."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    here = box("", 100, 100, 400, 400)
+    names = [EVIL, "cat", "ловушка", *(f"thing {place}" for place in range(10))]
+    there = [[GroundTruthObject(name, here.shape)] for name in names]
+    said = [*there[1:2], *there[1:3], *([] for _ in range(5)), *there[8:]]
+    said[-1] = [*said[-1], box("ghost", 600, 600, 900, 900)]
+    found = answers(*zip(there, said, strict=True), side=640)
+    write_evaluation(folder / "out", Scored.of(found, DATA, polygons=False), {"data": str(DATA)})
+    return folder / "out" / "report.html"
+
+
+COLUMNS = (
+    *("description", "F1", "precision", "recall", "AP", "AP50"),
+    *("hits", "predicted", "ground truths"),
+)
+
+
+@pytest.mark.req("EVAL-01")
+def test_an_evaluation_has_its_scores_by_description_which_can_be_sorted(
+    browser: Browser, evaluation: Path
+) -> None:
+    with opened(browser, evaluation) as watched:
+        page = watched.page
+        expect(page.locator(".tiles > div").first).to_contain_text("F1")
+        table = page.locator("#descriptions table")
+        expect(table.locator("thead th")).to_have_text(list(COLUMNS))
+        first = table.locator("tbody tr").first
+        expect(table.locator("tbody tr")).to_have_count(14)
+        expect(first.locator("td").first).to_have_text("0.000")
+        f1 = table.get_by_role("button", name="F1")
+        f1.focus()
+        page.keyboard.press("Enter")
+        expect(first.locator("td").first).to_have_text("1.000")
+        expect(table.locator("th[aria-sort=descending]")).to_have_text("F1")
+        table.get_by_role("button", name="description").click()
+        expect(first.locator("th")).to_have_text(EVIL)
+        table.get_by_role("button", name="AP", exact=True).click()
+        expect(table.locator("tbody tr").last).to_contain_text("ghost")
+        table.get_by_role("button", name="AP", exact=True).click()
+        expect(table.locator("tbody tr").last).to_contain_text("ghost")
+        cat = table.locator("tbody tr").filter(has_text="cat").locator("td")
+        expect(cat).to_have_text(["0.667", "0.500", "1.000", "0.500", "0.500", "1", "2", "1"])
+        assert page.locator("img[src=x]").count() == 0
+        assert page.title() == "Evaluation"
+
+
+@pytest.mark.req("EVAL-01")
+def test_an_evaluation_shows_what_is_taken_for_what_at_each_iou_and_size(
+    browser: Browser, evaluation: Path
+) -> None:
+    with opened(browser, evaluation) as watched:
+        page = watched.page
+        matrix = page.locator("#confusion .matrix")
+        expect(matrix.locator("thead th").last).to_have_text("missed")
+        expect(page.locator("#confusion")).to_contain_text("The 12 most frequent of 14")
+        expect(matrix.locator("tbody th").last).to_have_text("nothing there")
+        mistakes = page.locator("#confusion table").last.locator("tbody tr")
+        expect(mistakes.filter(has_text=EVIL)).to_contain_text("cat")
+        expect(mistakes.filter(has_text="ghost")).to_contain_text("nothing there")
+        expect(mistakes.filter(has_text="missed")).to_have_count(5)
+        thresholds = page.locator("#thresholds table").first.locator("tbody tr")
+        expect(thresholds).to_have_count(10)
+        expect(thresholds.last).to_contain_text("0.95")
+        sizes = page.locator("#thresholds table").nth(1).locator("tbody tr")
+        expect(sizes.last).to_contain_text("large")
+        expect(sizes.last.locator("td").nth(3)).to_have_text("7")
+        expect(page.locator("#cards .tag").first).to_be_attached()
+
+
+@pytest.mark.parametrize(("width", "height"), PHONES)
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_page_of_an_evaluation_fits_a_phone(
+    browser: Browser, evaluation: Path, width: int, height: int, theme: Theme
+) -> None:
+    with opened(browser, evaluation, width=width, height=height, theme=theme) as watched:
+        page = watched.page
+        eventually(lambda: page.evaluate("document.documentElement.scrollWidth") <= width)
+        cards(page).first.locator("a").click()
+        expect(page.locator("#detail")).to_be_visible()
+        eventually(lambda: page.evaluate(CUT) == [])

@@ -7,6 +7,8 @@ import pytest
 from tests.contract.running_server import CPU
 from tests.integration.sharded_push import check_pushes, pushed_from_shards
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.req("SYNC-02", "SYNC-06", "SYNC-08", "DDP-02")
 @pytest.mark.timeout(600)

@@ -19,6 +19,8 @@ from tests.integration.far_server import GROUP_PORT, TOKEN
 from tests.integration.two_hosts import Host
 from tests.unit.small_run import small_mapping
 
+pytestmark = pytest.mark.slow
+
 RENDEZVOUS_PORT = 29_500
 STEPS = 4
 

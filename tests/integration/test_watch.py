@@ -14,9 +14,11 @@ import pytest
 
 from learner.config import dump_mapping
 from learner.data.toy import make_data
-from learner.model.toy import make_model
+from learner.models.toy import make_model
 from tests.unit.small_run import small_mapping
 from tests.unit.watch_terminal import watching
+
+pytestmark = pytest.mark.slow
 
 LONG, SHORT = 4000, 4
 

@@ -6,25 +6,24 @@ from dataclasses import replace
 from queue import Queue
 from typing import Any
 
-from learner.async_rollout.prefetcher import MadeShare
-from learner.async_rollout.queue import ReadyQueue
-from learner.async_rollout.source import AsyncSource
-from learner.channels.b import ChannelB
 from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
-from learner.metrics import PhaseClock
-from learner.packer import Packer
-from learner.peers import ALONE, Peers
+from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.rollout.policy import OpenBackend, Policy, asking_of
-from learner.step import StepRunner
+from learner.runs.metrics import PhaseClock
+from learner.training.asynchronous_rollouts import AsyncSource, MadeBatch
+from learner.training.channels import ChannelB
+from learner.training.rollout_buffer import RolloutBuffer
+from learner.training.step import StepRunner
+from learner.training.synchronous_rollouts import Packer, PackFeed
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
 from tests.unit.small_run import rollout, written
 from tests.unit.test_step import Parts
 
-PATIENCE_S = 10.0
-SHARE = 2
+PATIENCE_S = 60.0
+BATCH = 2
 
 
 class Servers:
@@ -78,17 +77,16 @@ class Servers:
         return replace(output, weights_version=(self.pushed[-1], self.pushed[-1]))
 
 
-class ToldQueue(ReadyQueue[MadeShare]):
-    """made: the number of each share that is ready, once it is."""
+class WatchedBuffer(RolloutBuffer[MadeBatch]):
+    """made: the number of each batch that is put, once it is."""
 
-    def __init__(self, settings: AsyncRolloutConfig) -> None:
-        super().__init__(settings.queue_limit, settings.version_window)
+    def __init__(self, keys: AsyncRolloutConfig, total: int) -> None:
+        super().__init__(keys.queue_limit, keys.version_window, keys.prefetch_target_packs, total)
         self.made: Queue[int] = Queue()
 
-    def put(self, ready: MadeShare) -> list[MadeShare]:
-        dropped = super().put(ready)
-        self.made.put(ready.share)
-        return dropped
+    def put(self, ready: MadeBatch) -> None:
+        super().put(ready)
+        self.made.put(ready.batch)
 
 
 class Actor:
@@ -104,7 +102,7 @@ class Actor:
         samples: Sequence[Sample],
         *,
         total: int = 6,
-        peers: Peers = ALONE,
+        peers: Peers = SINGLE_PROCESS,
         channel_b: ChannelB | None = None,
         round_size: int | None = None,
         free: bool = False,
@@ -113,46 +111,50 @@ class Actor:
         self.parts, self.config, self.peers = parts, config, peers
         self.samples = samples
         self.servers = Servers(samples, parts, free=free)
-        self.policy = Policy(OpenBackend(self.servers, round_size=round_size), asking_of(config))
+        self.opened = OpenBackend(self.servers, round_size=round_size)
+        self.policy = Policy(self.opened, asking_of(config))
         keys = AsyncRolloutConfig(enabled=True, **{"prefetch_target_packs": 1, **settings})
-        self.queue = ToldQueue(keys)
+        self.buffer = WatchedBuffer(keys, total)
         self.source = AsyncSource(
             keys,
             self.policy,
             channel_b or parts.channel_b,
             Packer(config.training, config.global_max_length),
-            self.share,
+            self.batch,
             total,
             config.training.seed,
             peers,
-            queue=self.queue,
+            buffer=self.buffer,
         )
 
-    def share(self, share: int) -> Sequence[Sample]:
-        first = SHARE * (self.peers.count * share + self.peers.rank)
-        return self.samples[first : first + SHARE]
+    def batch(self, batch: int) -> Sequence[Sample]:
+        first = BATCH * (self.peers.count * batch + self.peers.rank)
+        return self.samples[first : first + BATCH]
 
-    def ids(self, share: int) -> list[str]:
-        return [sample.sample_id for sample in self.share(share)]
+    def ids(self, batch: int) -> list[str]:
+        return [sample.sample_id for sample in self.batch(batch)]
 
-    def runner(self) -> StepRunner:
+    def runner(self, log_calls: Callable[[dict[str, Any]], None] | None = None) -> StepRunner:
         return StepRunner(
             self.config,
-            self.parts.channel_a,
-            self.parts.channel_b,
-            self.parts.pipeline,
+            self.parts.recipe(self.config),
             self.policy,
+            log_calls,
             peers=self.peers,
             source=self.source,
         )
+
+    def feed(self, step: int) -> PackFeed:
+        with self.source.feed(step, self.batch(0), PhaseClock()) as feed:
+            return feed
 
     def begin(self, step: int) -> None:
         self.source.begin(step, PhaseClock())
 
     def make_ready(self) -> int:
-        """Let the share that is being asked for become ready; returns its number."""
+        """Let the batch that is being asked for become ready; returns its number."""
         self.servers.allow()
-        return self.queue.made.get(timeout=PATIENCE_S)
+        return self.buffer.made.get(timeout=PATIENCE_S)
 
     def counted(self) -> dict[str, float]:
         """What was counted since the last time, without the prefix of its keys."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from learner.matching import mask_iou
+from learner.stages.matching import mask_iou
 from learner.types import Shape
 
 Line = dict[str, Any] | str

@@ -17,12 +17,12 @@ import yaml
 from typer.exceptions import TyperException
 
 from learner.cli import app as learner_app
-from rollout_server.app import create_app
-from rollout_server.auth import OPEN_PATHS
 from rollout_server.cli import app as server_app
-from rollout_server.pool import Pool
+from rollout_server.http.app import create_app
+from rollout_server.http.middleware import OPEN_PATHS
 from rollout_server.serve import ANSWERS_S
-from rollout_server.settings import ServerSettings
+from rollout_server.serving.pool import Pool
+from rollout_server.settings.options import ServerSettings
 from shared_contracts.cli import BAD_INPUT
 
 ROOT = Path(__file__).parents[2]

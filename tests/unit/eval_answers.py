@@ -4,11 +4,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from learner.config.rollout_matching import MatchingConfig
-from learner.evaluation.scores import IOU_THRESHOLD, ScoredAnswer
-from learner.matching import match_objects
-from learner.rollout_log import Judged
-from learner.types import GroundTruthObject, ParsedObject, ParsedRollout, Sample, Shape
+from learner.analysis.evaluation.scores import ScoredAnswer, match_named
+from learner.types import (
+    AssessedRollout,
+    GroundTruthObject,
+    ParsedObject,
+    ParsedRollout,
+    Sample,
+    Shape,
+)
 from tests.unit.small_run import rollout
 
 DATA = Path("/data/val.jsonl")
@@ -37,9 +41,9 @@ def answered(asked: Sample, said: Sequence[GroundTruthObject], text: str = "{}")
         for n, o in enumerate(said, start=1)
     ]
     parsed = ParsedRollout(objects, [], [], len(objects), False, False, [])
-    match = match_objects(said, asked.objects, MatchingConfig(maskiou_gate=IOU_THRESHOLD))
+    match = match_named(objects, asked.objects, 256)
     output = replace(rollout([], []), text=text)
-    return ScoredAnswer.scored(Judged(asked, output, parsed, match))
+    return ScoredAnswer.scored(AssessedRollout(asked, output, parsed, match))
 
 
 Case = tuple[Sequence[GroundTruthObject], Sequence[GroundTruthObject]]

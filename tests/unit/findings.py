@@ -1,6 +1,6 @@
 """What the doctor found, in short."""
 
-from learner.doctor.findings import Finding, Status
+from learner.operate.doctor.findings import Finding, Status
 
 
 def worst(findings: list[Finding]) -> Status:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from learner.data.jsonl import build_request
+from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
-from learner.rollout.journal import Journal
-from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError

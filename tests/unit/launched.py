@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from learner.operate.launch import Crew, launch
-from learner.operate.learner_process import LearnerProcess
-from learner.operate.server_process import ServerProcess, free_ports
-from learner.operate.tied import tied
+from learner.operate.launch import Crew, LearnerProcess, launch
+from learner.operate.torchrun import die_with_parent
+from learner.rollout.server_process import ServerProcess, free_ports
 from shared_contracts.cli import run_cli
 
 SERVER = """
@@ -83,7 +82,9 @@ class StandIn(ServerProcess):
         program = [sys.executable, "-c", SERVER, str(folder), str(index), str(port)]
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                tied(os.getpid(), [*program, json.dumps(told)]), stdout=output, stderr=output
+                die_with_parent(os.getpid(), [*program, json.dumps(told)]),
+                stdout=output,
+                stderr=output,
             )
 
     def stop(self) -> None:

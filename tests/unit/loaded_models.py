@@ -1,12 +1,17 @@
 """A checkpoint as the learner has it in training, without a config."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-from learner.model.load import LoadedModel
-from learner.tokens import CoordVocab
+from learner.config import merge, parse_config
+from learner.data.toy import ToyData
+from learner.models.load import LoadedModel, load_model
+from learner.stages.tokens import CoordVocab
+from tests.unit.small_run import small_mapping
+from tests.unit.toy_learner import with_awake_adapters
 
 
 def loaded_from(checkpoint: Path) -> LoadedModel:
@@ -18,3 +23,10 @@ def loaded_from(checkpoint: Path) -> LoadedModel:
     return LoadedModel(
         model, model.model, processor, tokenizer, CoordVocab.from_tokenizer(tokenizer)
     )
+
+
+def load_small(checkpoint: Path, data: ToyData, out: Path, **changed: Any) -> LoadedModel:
+    """As a small run with these sections loads it, in training; no adapter is zero."""
+    loaded = load_model(parse_config(merge(small_mapping(checkpoint, data, out), changed)))
+    loaded.model.train()
+    return with_awake_adapters(loaded)

@@ -12,22 +12,17 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
-from learner.async_rollout.gate import Gate
-from learner.async_rollout.prefetcher import ShareMaker
-from learner.channels.b import ChannelB
-from learner.channels.encoding import Encoding
-from learner.channels.rollout_stats import RolloutStats
 from learner.config.schema import Config
-from learner.in_step import InStep
-from learner.metrics import Payload, PhaseClock
-from learner.model.load import LoadedModel
-from learner.model.packed_forward import Segment
-from learner.model.prompt import PromptEncoder
-from learner.packer import Packer
+from learner.models.load import LoadedModel
+from learner.models.packed_forward import PromptEncoder, Segment
 from learner.rollout.policy import OpenBackend, Policy, asking_of
-from learner.rollout_log import RolloutLog
-from learner.trainer.runlog import CallLog, JsonlLog, open_run_folder
-from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
+from learner.runs.metrics import Payload, PhaseClock
+from learner.runs.rollout_log import RolloutLog
+from learner.training.asynchronous_rollouts import BatchMaker, Gate
+from learner.training.channels import ChannelB, Encoding
+from learner.training.run_log import CallLog, JsonlLog, open_run_folder
+from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
+from learner.types import AssessedRollout, GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
 from tests.unit.small_run import rollout, written
@@ -86,7 +81,7 @@ class Pushing(ChannelB):
         self._policy = policy
         self._rounds = count(1)
 
-    def segments(self, *given: Any, **named: Any) -> tuple[list[Segment], RolloutStats]:
+    def segments(self, *given: Any, **named: Any) -> tuple[list[Segment], list[AssessedRollout]]:
         made = super().segments(*given, **named)
         if next(self._rounds) % 2 == 0:
             self._policy.push()
@@ -149,17 +144,17 @@ class RunMaker:
         log = RolloutLog(folder, rank)
         CallLog(folder, rank).write({"step": step})
         if not config.rollout_matching.async_rollout.enabled:
-            source = InStep(policy, channel, packer, 0, rank, log.write)
-            feed = source.feed(step - 1, own, PhaseClock())
-            assert list(feed.chunks())[-1].last
+            source = SynchronousRollouts(policy, channel, packer, 0, rank, log.write)
+            with source.feed(step - 1, own, PhaseClock()) as feed:
+                assert list(feed.chunks)[-1].last
             policy.mark_updated()
             return feed.payload()
         policy.push()
-        maker = ShareMaker(
+        maker = BatchMaker(
             policy, Pushing(channel, policy), packer, lambda _: own, 0, rank, opened()
         )
         made = maker.make(step - 1)
-        log.write(step, made.judged, made.places)
+        log.write(step, made.assessed, made.places)
         return made.payload
 
     def _line(self, folder: Path, step: int, metrics: dict[str, float]) -> None:

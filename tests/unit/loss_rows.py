@@ -10,24 +10,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.config.pipeline import (
-    BboxGeoConfig,
-    BboxGeoModule,
-    CoordDiagModule,
-    CoordRegConfig,
-    CoordRegModule,
-    ObjectiveModule,
-    PipelineConfig,
-    TokenCEConfig,
-    TokenCEModule,
-)
-from learner.config.values import EmptySection
-from learner.coords import COORD_BINS
-from learner.losses.pipeline import PackLoss, Pipeline
-from learner.losses.reading import Readings
-from learner.losses.supervision import Selection, Supervision
+from learner.objectives.bbox_geo import BboxGeoConfig, BboxGeoModule
+from learner.objectives.config import ObjectiveModule, PipelineConfig
+from learner.objectives.coord_diag import CoordDiagModule
+from learner.objectives.coord_reg import CoordRegConfig, CoordRegModule
+from learner.objectives.logit_stats import ForwardStats, Selection, Supervision
+from learner.objectives.pipeline import PackLoss, Pipeline
+from learner.objectives.token_ce import TokenCEConfig, TokenCEModule
+from learner.stages.coords import COORD_BINS
 from learner.types import Channel, Role
-from shared_contracts.strict_model import StrictModel
+from shared_contracts.strict_model import EmptySection, StrictModel
+from tests.unit.packed_logits import as_given
 from tests.unit.plain_losses import Plain
 
 BOTH: tuple[Channel, ...] = ("A", "B")
@@ -118,9 +111,9 @@ class Case:
         """Of one forward's logits, or of the first and last of several."""
         chosen = self.select() if selection is None else selection
         reader = self.pipeline.reader(chosen)
-        anchor = reader.anchor(logits[0])
-        final = reader.final(logits[-1]) if len(logits) > 1 else anchor
-        return self.pipeline(Readings(anchor, final), chosen, self.channel)
+        anchor = reader.anchor(as_given(logits[0]))
+        final = reader.final(as_given(logits[-1])) if len(logits) > 1 else anchor
+        return self.pipeline(ForwardStats(anchor, final), chosen, self.channel)
 
     def gradients(
         self, logits: Sequence[Tensor], selection: Selection | None = None

@@ -15,15 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from learner.channels.a import ChannelA
-from learner.channels.b import ChannelB
-from learner.channels.encoding import Encoding
 from learner.config import load_config
-from learner.forwards import PlainEngine
-from learner.losses.pipeline import Pipeline
-from learner.metrics.processes import over_processes
-from learner.model.packed_forward import Segment
-from learner.step import StepRunner
+from learner.models.packed_forward import Segment
+from learner.objectives.pipeline import Pipeline
+from learner.runs.metrics import over_processes
+from learner.training.channels import ChannelA, ChannelB, Encoding
+from learner.training.recipes import Recipe
+from learner.training.step import PlainEngine, StepRunner
 from learner.types import Sample
 from tests.unit.plain_metrics import Atom, payload_of
 
@@ -42,7 +40,7 @@ def step_metrics(encoding: Encoding) -> dict[str, float]:
     config = load_config(WARMUP)
     channel_b = ChannelB(encoding, config.rollout_matching.matching, allow_poly=False)
     pipeline = Pipeline(config.pipeline, list(range(1000)))
-    runner = StepRunner(config, Untaught(encoding), channel_b, pipeline, None)
+    runner = StepRunner(config, Recipe(config, Untaught(encoding), channel_b, pipeline), None)
     _, report = runner.run(nn.Linear(1, 1), [], 0, PlainEngine())
     return report.metrics
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.parsing import parse_rollout
-from learner.targets import build_target
-from learner.tokens import Tokenizer, token_table
+from learner.stages.formats.coord_json import parse_rollout
+from learner.stages.targets import build_target
+from learner.stages.tokens import Tokenizer, token_table
 from learner.types import (
     FieldOrder,
     GroundTruthObject,

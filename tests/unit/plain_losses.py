@@ -1,6 +1,6 @@
 """The objectives as the contract words them, one token and one slot at a time, in float64.
 
-Numbers and `math`, no tensors, and nothing of `learner.losses` but the row it is asked about:
+Numbers and `math`, no tensors, and nothing of `learner.objectives` but the row it is asked about:
 what is tested is held against this. A token at position p is predicted by the logits at p-1.
 """
 
@@ -11,21 +11,18 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from learner.config.pipeline import (
-    BboxGeoConfig,
-    CoordRegConfig,
-    ObjectiveModule,
-    PipelineConfig,
-    TokenCEConfig,
-)
-from learner.losses.supervision import Supervision
+from learner.objectives.bbox_geo import BboxGeoConfig
+from learner.objectives.config import ObjectiveModule, PipelineConfig
+from learner.objectives.coord_reg import CoordRegConfig
+from learner.objectives.logit_stats import Supervision
+from learner.objectives.token_ce import TokenCEConfig
 from learner.types import Channel, Role
 
 Numbers = Sequence[float]
 BINS = 1000
 
 
-def fenced(logit: float, temperature: float = 1.0) -> float:
+def bounded(logit: float, temperature: float = 1.0) -> float:
     scaled = logit / temperature
     return 0.0 if math.isnan(scaled) else min(max(scaled, -1e4), 1e4)
 
@@ -198,7 +195,7 @@ class Plain:
     def _cross_entropy(self, logits: Tensor, text: list[tuple[int, float]], over: float) -> float:
         total = 0.0
         for position, weight in text:
-            row = [fenced(logit) for logit in logits[position - 1].tolist()]
+            row = [bounded(logit) for logit in logits[position - 1].tolist()]
             total += weight / over * (logsumexp(row) - row[int(self.row.input_ids[position])])
         return total
 
@@ -212,7 +209,7 @@ class Plain:
     def _bins(self, logits: Tensor, position: int, temperature: float) -> list[float]:
         """Log-probabilities of the 1000 coordinates among themselves."""
         row = logits[position - 1].tolist()
-        return log_softmax([fenced(row[index], temperature) for index in self.coord_ids])
+        return log_softmax([bounded(row[index], temperature) for index in self.coord_ids])
 
     def _decoded(self, logits: Tensor) -> list[float]:
         slots = [self._bins(logits, position, 1.0) for position, _ in self.slots()]
@@ -260,12 +257,12 @@ class Plain:
             yield "text_gate", config.text_gate_weight * sum(gates) / max(len(text), 1)
 
     def _coord_gate(self, logits: Tensor, p: int, temperature: float) -> float:
-        row = [fenced(logit, temperature) for logit in logits[p - 1].tolist()]
+        row = [bounded(logit, temperature) for logit in logits[p - 1].tolist()]
         return logsumexp(row) - logsumexp([row[index] for index in self.coord_ids])
 
     def _text_gate(self, logits: Tensor, p: int, temperature: float) -> float:
         """`-log(1 - p_coord)`, where 1 - p_coord is the probability of all the rest."""
-        row = log_softmax([fenced(logit, temperature) for logit in logits[p - 1].tolist()])
+        row = log_softmax([bounded(logit, temperature) for logit in logits[p - 1].tolist()])
         coordinates = set(self.coord_ids)
         rest = sum(math.exp(value) for index, value in enumerate(row) if index not in coordinates)
         return -math.log(max(rest, 1e-6))

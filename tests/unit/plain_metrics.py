@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from learner.metrics import Payload
-from learner.metrics.declared import METRICS
+from learner.runs.declared import METRICS
+from learner.runs.metrics import Payload
 
 KINDS = {metric.key: metric.kind for metric in METRICS}
 

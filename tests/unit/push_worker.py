@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from learner.rollout.client import RolloutClient
-from learner.sync.push import PhaseTimeouts, WeightPusher
-from learner.sync.source import MergedWeights, OneSource, SourceChoice, WeightSource
-from rollout_server.group_store import open_group_store
+from learner.rollout.sync.push import Join, PhaseTimeouts, WeightPusher
+from learner.rollout.sync.transports import CurrentGpu, join_group
+from learner.rollout.sync.weights import MergedWeights, OneSource, SourceChoice, WeightSource
+from rollout_server.weights.weight_group import open_group_store
 from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import (
     GLOO_STORE_PREFIX,
@@ -27,6 +28,7 @@ from shared_contracts.weights import (
     ParameterMeta,
     StartWeightUpdate,
     SyncReport,
+    Transport,
     WeightStatus,
     plan_buckets,
 )
@@ -183,10 +185,15 @@ def pusher_to(
     verify: Verify = "sample",
     choice: SourceChoice | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    transport: Transport = "gloo",
+    join: Join = join_group,
+    gpu: CurrentGpu | None = None,
 ) -> Iterator[WeightPusher]:
     with RolloutClient(server.base_url, timeout_s=30.0) as client:
         choice = choice or OneSource(MergedWeights(model or Weights()))
-        pusher = WeightPusher(client, free_port(), choice, "gloo", bucket_bytes, verify, timeouts)
+        pusher = WeightPusher(
+            client, free_port(), choice, transport, bucket_bytes, verify, timeouts, join, gpu
+        )
         yield pusher
         pusher.close()
 

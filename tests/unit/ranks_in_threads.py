@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from learner.peers import Peers, StorePeers
+from learner.distributed.peers import Peers, StorePeers
 
 T = TypeVar("T")
 

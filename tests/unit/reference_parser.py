@@ -1,8 +1,9 @@
 """The strict parser written a second time, plainly and slowly, from the contract's words.
 
 It walks over the bytes of an answer one by one and reads each value with `json`; it shares no
-code with `learner.parsing`. It is for answers whose outermost level is well formed up to where
-they end (keys, colons, commas and values in turn); what the values hold may be broken.
+code with `learner.stages.formats.coord_json`. It is for answers whose outermost level is well
+formed up to where they end (keys, colons, commas and values in turn); what the values hold may be
+broken.
 """
 
 import json
@@ -12,8 +13,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from learner.coords import COORD_BINS, coord_token
-from learner.tokens import IM_END
+from learner.stages.coords import COORD_BINS, coord_token
+from learner.stages.tokens import IM_END
 
 BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
 WHITE = " \t\n\r"

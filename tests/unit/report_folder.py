@@ -10,14 +10,14 @@ from PIL import Image, ImageDraw
 
 from learner.config import dump_resolved
 from learner.data.toy import ToyData
-from learner.rollout_log import (
+from learner.runs.rollout_log import (
     LoggedMatch,
     LoggedObject,
     LoggedParse,
     LoggedPrediction,
     StepAnswer,
 )
-from learner.run_folder import RunFolder
+from learner.runs.run_folder import RunFolder
 from tests.unit.small_run import small_config
 
 Box = tuple[int, int, int, int]
@@ -148,7 +148,7 @@ class MadeRun:
     sections: dict[str, Any] = field(default_factory=dict)
 
     def write(self) -> RunFolder:
-        """As `learner.trainer.runlog` and `learner.rollout_log` would."""
+        """As `learner.training.run_log` and `learner.runs.rollout_log` would."""
         self.path.mkdir(parents=True, exist_ok=True)
         two_channels = {"stage2_ab": {"schedule": {"b_ratio": 0.5}}}
         data = ToyData.under(Path("/data"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 from pydantic import BaseModel
 
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
@@ -134,6 +135,13 @@ def scripted_server() -> Iterator[ScriptedServer]:
         http.socket.close()
 
 
+def response(reply: Reply) -> httpx.Response:
+    """The answer of `respx` that equals what a scripted server sends as `reply`."""
+    status, body, headers = _whole(reply)
+    headers = {"Content-Type": _content_type(body)} | headers
+    return httpx.Response(status, headers=headers, content=_payload(body))
+
+
 def _whole(reply: Reply) -> tuple[int, Any, dict[str, str]]:
     """Status, body and headers."""
     if not isinstance(reply, tuple):
@@ -194,6 +202,7 @@ def info(
     replicas: int = 1,
     active: bool | None = None,
     enable_lora: bool = False,
+    max_model_len: int = 1024,
 ) -> Info:
     """guard: of the server, and active unless `active` says otherwise; None: off."""
     status = RepeatTerminateStatus(
@@ -204,7 +213,7 @@ def info(
         model="toy",
         world_size=world_size,
         replicas=[replica(index) for index in range(replicas)],
-        max_model_len=1024,
+        max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         enable_lora=enable_lora,
         weights_state="READY",
@@ -217,21 +226,27 @@ def info(
 
 
 def envelope(
-    token_ids: list[int], prompt_ids: list[int], seed: int | None = None, text: str = ""
+    token_ids: list[int],
+    prompt_ids: list[int],
+    seed: int | None = None,
+    text: str = "",
+    n: int = 1,
 ) -> RolloutEnvelope:
-    """One element of an `/infer/` answer with details."""
+    """One element of an `/infer/` answer with details, `n` times the same choice."""
     usage = Usage(
         prompt_tokens=len(prompt_ids),
-        completion_tokens=len(token_ids),
-        total_tokens=len(prompt_ids) + len(token_ids),
+        completion_tokens=n * len(token_ids),
+        total_tokens=len(prompt_ids) + n * len(token_ids),
     )
-    choice = Choice(
-        index=0, message=ChatMessage(content=text), finish_reason="stop", token_ids=token_ids
-    )
+    message = ChatMessage(content=text)
+    choices = [
+        Choice(index=index, message=message, finish_reason="stop", token_ids=token_ids)
+        for index in range(n)
+    ]
     return RolloutEnvelope(
         response=ChatCompletionResponse(
             model="toy",
-            choices=[choice],
+            choices=choices,
             usage=usage,
             id="r",
             created=0,

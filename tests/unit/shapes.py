@@ -6,7 +6,7 @@ from typing import Any
 import pycocotools.mask as coco_mask
 from hypothesis import strategies as st
 
-from learner.rasterize import PlainShape
+from learner.stages.matching import PlainShape
 from learner.types import Shape
 
 # The borders of the canvas and bins side by side come up often.

@@ -6,9 +6,8 @@ from typing import Any
 
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
-from learner.simulate import Setting
-from learner.simulate.lengths import Drawn, LengthsFile
-from learner.simulate.speeds import Speeds
+from learner.operate.simulate import Setting
+from learner.operate.simulate.inputs import Drawn, LengthsFile, Speeds
 
 WARMUP = Path(__file__).parents[2] / "configs" / "demo" / "warmup.yaml"
 

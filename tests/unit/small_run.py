@@ -6,7 +6,7 @@ from typing import Any
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.serialize import serialize_objects
+from learner.stages.formats.coord_json import serialize_objects
 from learner.types import GroundTruthObject, RolloutOutput
 
 WARMUP = Path(__file__).parents[2] / "configs" / "demo" / "warmup.yaml"

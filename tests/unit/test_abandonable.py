@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from learner.sync.abandonable import REASON_GRACE_S, run_together, run_within
+from learner.rollout.parallel_calls import REASON_GRACE_S, run_together, run_within
 
 
 def fail(message: str) -> None:

@@ -10,10 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from learner.model.toy import build_toy_model, toy_config
-from learner.model.toy_tokenizer import make_toy_tokenizer
-from learner.sync.adapter_source import AdapterWeights
-from learner.sync.source import MergedWeights
+from learner.models.toy import build_toy_model, make_toy_tokenizer, toy_config
+from learner.rollout.sync.weights import AdapterWeights, MergedWeights
 from shared_contracts.errors import RunError
 from shared_contracts.weights import AdapterMeta
 
@@ -105,8 +103,8 @@ def test_what_the_engines_have_to_know_of_it(toy: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"modules_to_save": ["merger"]}, "merger.*is trained beside the adapter"),
-        ({"bias": "all"}, "bias is trained beside the adapter"),
+        ({"modules_to_save": ["merger"]}, "merger.*is trained in addition to the adapter"),
+        ({"bias": "all"}, "bias is trained in addition to the adapter"),
         ({"rank_pattern": {"q_proj": 2}}, "several"),
         ({"alpha_pattern": {"q_proj": 2}}, "several"),
     ],

@@ -2,7 +2,7 @@
 
 import socket
 
-from shared_contracts.addresses import address_towards
+from shared_contracts.machine import address_towards
 
 
 def test_loopback_is_reached_over_loopback() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from learner.config import Config, parse_config
 from learner.data.toy import ToyData
-from learner.preflight import reach_servers
-from learner.probe import probe_servers
-from learner.rollout.alone import require_alone
+from learner.operate.doctor.weights import probe_servers
 from learner.rollout.client import RolloutClient
+from learner.rollout.exclusive_lease import require_exclusive_lease
+from learner.training.start_checks import reach_servers
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.server_info import Info
 from shared_contracts.weights import GONE_AFTER_S
@@ -20,7 +20,7 @@ from tests.unit.small_run import small_mapping
 
 
 class Clock:
-    """What `require_alone` waits by; its waits take no time."""
+    """What `require_exclusive_lease` waits by; its waits take no time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     stands_in = Clock()
-    monkeypatch.setattr("learner.rollout.alone.time", stands_in)
+    monkeypatch.setattr("learner.rollout.exclusive_lease.time", stands_in)
     return stands_in
 
 
@@ -81,7 +81,7 @@ def server_and_client() -> Iterator[tuple[ScriptedServer, RolloutClient]]:
 def test_a_server_without_a_group_and_one_of_a_guest_are_looked_at_once(clock: Clock) -> None:
     with server_and_client() as (one, first), server_and_client() as (other, second):
         other.routes["GET /info/"] = lambda _: info_of_a_group(heard_s=None)
-        require_alone([first, second])
+        require_exclusive_lease([first, second])
         assert (looks(one), looks(other)) == (1, 1)
 
 
@@ -90,7 +90,7 @@ def test_a_learner_that_lives_is_left_alone_and_named(clock: Clock) -> None:
     with server_and_client() as (one, first), server_and_client() as (_, second):
         Group(one, clock, every_s=0.8)
         with pytest.raises(ContractError) as caught:
-            require_alone([first, second])
+            require_exclusive_lease([first, second])
     assert caught.value.where == f"GET {one.base_url}/info/ weight_group"
     assert "another learner pushes" in caught.value.found
     assert "127.0.0.1:51216" in caught.value.found
@@ -102,7 +102,7 @@ def test_all_servers_of_another_learner_are_told_at_once(clock: Clock) -> None:
         for server in (one, two):
             Group(server, clock, every_s=0.8)
         with pytest.raises(ContractErrors) as caught:
-            require_alone([first, second])
+            require_exclusive_lease([first, second])
     assert len(caught.value.errors) == 2
 
 
@@ -110,7 +110,7 @@ def test_all_servers_of_another_learner_are_told_at_once(clock: Clock) -> None:
 def test_a_learner_that_was_killed_is_gone_after_a_while(clock: Clock) -> None:
     with server_and_client() as (server, client):
         Group(server, clock, every_s=0.1, until=0.0)
-        require_alone([client])
+        require_exclusive_lease([client])
     assert clock.now > GONE_AFTER_S, "it was waited for"
 
 
@@ -121,13 +121,13 @@ def test_a_sign_that_comes_late_still_counts(clock: Clock) -> None:
         late = iter([GONE_AFTER_S + 1.0, 0.1])
         server.routes["GET /info/"] = lambda _: info_of_a_group(next(late))
         with pytest.raises(ContractError, match="another learner pushes"):
-            require_alone([client])
+            require_exclusive_lease([client])
 
 
 def test_a_learner_that_ends_meanwhile_is_waited_for_no_longer(clock: Clock) -> None:
     with server_and_client() as (server, client):
         Group(server, clock, every_s=60.0, leaves=0.7)
-        require_alone([client])
+        require_exclusive_lease([client])
         assert looks(server) == 3, "at 0, 0.5 and 1 s"
 
 
@@ -147,10 +147,10 @@ def test_a_probe_looks_again_right_before_it_takes_a_server(
 ) -> None:
     with server_and_client() as (server, client):
         config = config_for(server, toy_checkpoint, toy_data, tmp_path)
-        require_alone([client])
+        require_exclusive_lease([client])
         Group(server, clock, every_s=0.8)  # it came while the model was loaded
         with pytest.raises(ContractError, match="another learner pushes"):
-            probe_servers(config, [client])
+            list(probe_servers(config, [client]))
         assert server.bodies("POST /init_communicator/") == []
 
 

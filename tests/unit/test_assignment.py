@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from learner.assignment import assign
+from learner.stages.matching import assign
 
 INF = float("inf")
 # Many equal costs, and sums of two prices that equal a cost to the last bit.

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from torch.distributed import HashStore
@@ -14,15 +14,15 @@ from torch.distributed import HashStore
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.forwards import PlainEngine
-from learner.metrics import PhaseClock, StepReport
-from learner.peers import StorePeers
+from learner.distributed.peers import StorePeers
 from learner.rollout.backend import PushNeeded
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
-from learner.schedule import channel_for_step
+from learner.runs.metrics import StepReport
+from learner.stages.schedule import channel_for_step
+from learner.training.step import PlainEngine
 from learner.types import Sample
 from shared_contracts.errors import RunError
-from tests.unit.async_parts import PATIENCE_S, SHARE, Actor, ActorOf, Held
+from tests.unit.async_parts import BATCH, PATIENCE_S, Actor, ActorOf, Held
 from tests.unit.small_run import small_config
 from tests.unit.test_step import Parts
 
@@ -70,8 +70,8 @@ def step_of(actor: Actor, step: int) -> tuple[str, list[str]]:
     actor.begin(step)
     wanted = channel_for_step(step, 0.5)
     if wanted == "B" and actor.source.ready(step):
-        feed = actor.source.feed(step, [], PhaseClock())
-        trained = [i for chunk in feed.chunks() for pack in chunk.packs for i in pack.sample_ids]
+        feed = actor.feed(step)
+        trained = [i for chunk in feed.chunks for pack in chunk.packs for i in pack.sample_ids]
     else:
         wanted = "A"
         trained = [sample.sample_id for sample in actor.source.samples(step, [])]
@@ -85,7 +85,7 @@ def test_every_sample_is_trained_on_once_with_answers_at_once_or_too_late(
     actor_of: ActorOf, samples: list[Sample], *, free: bool
 ) -> None:
     actor = actor_of(free=free)
-    steps = [step_of(actor, step) for step in range(N_SAMPLES // SHARE)]
+    steps = [step_of(actor, step) for step in range(N_SAMPLES // BATCH)]
     trained = [sample_id for _, ids in steps for sample_id in ids]
     assert sorted(trained) == sorted(sample.sample_id for sample in samples)
     if not free:
@@ -97,11 +97,11 @@ def test_channel_a_leaves_to_channel_b_what_is_being_answered(actor_of: ActorOf)
     actor = actor_of()
     actor.begin(0)
     assert actor.servers.next_asked() == actor.ids(0)
-    assert list(actor.source.samples(0, [])) == list(actor.share(1))
+    assert list(actor.source.samples(0, [])) == list(actor.batch(1))
     assert actor.make_ready() == 0
     assert actor.source.ready(1)
-    feed = actor.source.feed(1, [], PhaseClock())
-    assert [list(pack.sample_ids) for chunk in feed.chunks() for pack in chunk.packs] == [
+    feed = actor.feed(1)
+    assert [list(pack.sample_ids) for chunk in feed.chunks for pack in chunk.packs] == [
         actor.ids(0)
     ]
     assert actor.servers.next_asked() == actor.ids(2)
@@ -115,8 +115,8 @@ def test_at_the_end_channel_a_takes_back_what_is_not_answered_in_time(actor_of: 
     actor.servers.next_asked()
     assert actor.servers.next_asked() == actor.ids(1)
     taken = [list(actor.source.samples(step, [])) for step in range(3)]
-    assert taken == [list(actor.share(share)) for share in (2, 0, 1)]
-    with pytest.raises(RunError, match="no share is left for step 4"):
+    assert taken == [list(actor.batch(batch)) for batch in (2, 0, 1)]
+    with pytest.raises(RunError, match="no batch is left for step 4"):
         actor.source.samples(3, [])
 
 
@@ -127,21 +127,39 @@ def test_no_more_is_asked_for_than_is_wanted_ready(actor_of: ActorOf) -> None:
     assert [actor.make_ready(), actor.make_ready()] == [0, 1]
     actor.begin(1)
     assert actor.counted()["ready_packs"] == 2
-    assert actor.servers.asked.qsize() == 2, "two shares of a pack each"
-    actor.source.feed(1, [], PhaseClock())
+    assert actor.servers.asked.qsize() == 2, "two batches of a pack each"
+    actor.feed(1)
     assert actor.make_ready() == 2
 
 
 @pytest.mark.req("SEED-01", "ASYNC-01")
-def test_a_shares_rollouts_have_the_seeds_of_the_step_of_its_number(
+def test_a_batches_rollouts_have_the_seeds_of_the_step_of_its_number(
     actor_of: ActorOf, config: Config
 ) -> None:
     actor = actor_of(round_size=1)
     actor.begin(0)
     actor.servers.allow(2)
-    actor.queue.made.get(timeout=PATIENCE_S)
+    actor.buffer.made.get(timeout=PATIENCE_S)
     base = rank_seed_base(rollout_seed_base(config.training.seed, 0), 0)
-    assert actor.servers.seeds == [request_seed(base, 0, i) for i in range(SHARE)]
+    assert actor.servers.seeds == [request_seed(base, 0, i) for i in range(BATCH)]
+
+
+@pytest.mark.req("RES-23", "SEED-02", "ASYNC-01")
+def test_the_seed_base_of_a_batch_is_logged_by_the_step_that_trains_on_it(
+    actor_of: ActorOf, config: Config, samples: list[Sample]
+) -> None:
+    actor = actor_of()
+    logged: list[dict[str, Any]] = []
+    runner, model = actor.runner(logged.append), actor.parts.loaded.model
+    actor.begin(0)
+    reports = [runner.run(model, samples[:2], 0, PlainEngine())[1]]
+    assert actor.make_ready() == 0
+    reports.append(runner.run(model, samples[:2], 1, PlainEngine())[1])
+    assert [report.channel for report in reports] == ["A", "B"], "batch 1, then batch 0"
+    base = rollout_seed_base(config.training.seed, 0)
+    assert [record.get("rollout_seed_base") for record in logged] == [None, base]
+    assert [report.metrics.get("rollout/seed_base") for report in reports] == [None, base]
+    assert actor.servers.seeds[0] == request_seed(rank_seed_base(base, 0), 0, 0)
 
 
 # --- Versions ---------------------------------------------------------------------------
@@ -161,23 +179,23 @@ def test_a_push_waits_for_answers_and_nobody_asks_before_it_is_over(actor_of: Ac
     actor = actor_of()
     actor.begin(0)
     actor.servers.next_asked()
-    with entering_quiet(actor) as entered:
+    with entering_exclusively(actor) as entered:
         assert not entered.is_set(), "an answer is being made"
         actor.servers.allow()
         assert entered.wait(PATIENCE_S)
-        actor.queue.made.get(timeout=PATIENCE_S)
-        actor.source.feed(0, [], PhaseClock())
-        assert actor.servers.asked.empty(), "the next share is not asked for yet"
+        actor.buffer.made.get(timeout=PATIENCE_S)
+        actor.feed(0)
+        assert actor.servers.asked.empty(), "the next batch is not asked for yet"
     assert actor.servers.next_asked() == actor.ids(1)
 
 
 @contextmanager
-def entering_quiet(actor: Actor) -> Iterator[threading.Event]:
-    """Another thread is at, or in, the quiet of an actor; the event says which."""
+def entering_exclusively(actor: Actor) -> Iterator[threading.Event]:
+    """Another thread is at, or in, the exclusive access of an actor; the event says which."""
     entered, leave = threading.Event(), threading.Event()
 
     def run() -> None:
-        with actor.source.quiet():
+        with actor.source.exclusive_access():
             entered.set()
             assert leave.wait(PATIENCE_S)
 
@@ -192,7 +210,7 @@ def entering_quiet(actor: Actor) -> Iterator[threading.Event]:
 def test_an_evaluation_that_pushes_makes_the_next_push_due_later(actor_of: ActorOf) -> None:
     actor = actor_of(free=True, sync_every_steps=2)
     step_of(actor, 0)
-    with actor.source.quiet():
+    with actor.source.exclusive_access():
         actor.policy.push_if_stale()
     step_of(actor, 1)
     assert actor.policy.version == 2
@@ -214,11 +232,11 @@ def test_servers_that_lost_the_weights_get_them_at_the_next_step(actor_of: Actor
     assert actor.servers.pushed == [1, 2]
     assert actor.servers.next_asked() == actor.ids(0), "asked again, of the new weights"
     assert actor.make_ready() == 0
-    assert actor.source.feed(1, [], PhaseClock()).payload().metrics()["sync/weights_version"] == 2
+    assert actor.feed(1).payload().metrics()["sync/weights_version"] == 2
 
 
 @pytest.mark.req("ASYNC-01")
-def test_a_part_of_a_share_is_by_one_version(actor_of: ActorOf, parts: Parts) -> None:
+def test_a_part_of_a_batch_is_by_one_version(actor_of: ActorOf, parts: Parts) -> None:
     held = Held(parts.channel_b)
     actor = actor_of(channel_b=held, round_size=1)
     actor.begin(0)
@@ -227,8 +245,8 @@ def test_a_part_of_a_share_is_by_one_version(actor_of: ActorOf, parts: Parts) ->
     actor.policy.mark_updated()
     actor.begin(1)
     held.go_on.release(100)
-    assert actor.queue.made.get(timeout=PATIENCE_S) == 0
-    made = actor.queue.take(1)
+    assert actor.buffer.made.get(timeout=PATIENCE_S) == 0
+    made = actor.buffer.take(1)
     packs = [(part.version, [list(p.sample_ids) for p in part.packs]) for part in made.parts]
     first, second = actor.ids(0)
     assert packs == [(1, [[first]]), (2, [[second]])]
@@ -236,7 +254,7 @@ def test_a_part_of_a_share_is_by_one_version(actor_of: ActorOf, parts: Parts) ->
 
 
 @pytest.mark.req("ASYNC-01", "STEP-02")
-def test_a_stale_share_is_asked_for_again(actor_of: ActorOf) -> None:
+def test_a_stale_batch_is_asked_for_again(actor_of: ActorOf) -> None:
     actor = actor_of(version_window=1)
     actor.begin(0)
     assert actor.make_ready() == 0
@@ -261,7 +279,7 @@ def as_ranks(work: Callable[[StorePeers], T]) -> list[T]:
 
 
 @pytest.mark.req("ASYNC-01", "DDP-01", "STEP-02")
-def test_channel_b_runs_only_where_every_process_has_a_share(
+def test_channel_b_runs_only_where_every_process_has_a_batch(
     config: Config, samples: list[Sample]
 ) -> None:
     asked = threading.Barrier(2)
@@ -278,7 +296,7 @@ def test_channel_b_runs_only_where_every_process_has_a_share(
                 actor.make_ready()
             asked.wait(PATIENCE_S)
             step = len(reports)
-            reports.append(runner.run(model, actor.share(step), step, PlainEngine())[1])
+            reports.append(runner.run(model, actor.batch(step), step, PlainEngine())[1])
         actor.source.close()
         return reports
 
@@ -317,7 +335,7 @@ def test_processes_at_different_versions_end_the_run(
 ) -> None:
     def differing(peers: StorePeers) -> str:
         actor = Actor(parts, config, samples, total=3, peers=peers, free=True)
-        actor.policy.version = peers.rank
+        actor.opened.version.newest = peers.rank
         with pytest.raises(RunError) as caught:
             actor.begin(4)
         actor.source.close()
@@ -351,8 +369,8 @@ def test_the_prefetcher_ends_with_the_run_wherever_it_waits(actor_of: ActorOf, a
     if at in ("room", "gate"):
         actor.make_ready()
     if at == "gate":
-        with pytest.raises(KeyError), actor.source.quiet():
+        with pytest.raises(KeyError), actor.source.exclusive_access():
             raise KeyError
-        actor.source.feed(0, [], PhaseClock())
+        actor.feed(0)
     actor.source.close()
     assert actor.servers.closed

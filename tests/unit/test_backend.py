@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from learner.data.jsonl import build_request
+from learner.rollout.backend import WeightsVersion
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Asking, OpenBackend, Policy
-from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ProblemError, RunError
@@ -29,9 +30,9 @@ ROUTE = "POST /infer/"
 
 def echo(body: Any) -> list[Any]:
     """Answers with the request's number as its token, and with its seed as the server counts."""
-    seed = body["request_config"].get("seed")
+    seed, n = body["request_config"].get("seed"), body["request_config"].get("n", 1)
     return [
-        envelope([int(request["uuid"])], [1, 2], None if seed is None else seed + i)
+        envelope([int(request["uuid"])], [1, 2], None if seed is None else seed + i, n=n)
         for i, request in enumerate(body["infer_requests"])
     ]
 
@@ -119,18 +120,30 @@ def test_a_larger_server_gets_the_larger_share() -> None:
 
 
 @pytest.mark.req("DIST-03")
-def test_a_server_works_through_its_chunk_in_slices_of_what_it_decodes_at_once() -> None:
+def test_a_server_works_through_its_chunk_in_calls_of_a_part_of_its_places() -> None:
     with backend_over([1, 1], decode_batch_size=2) as (backend, servers):
         assert tokens(backend.rollout(requests(9), RequestConfig(seed=1))) == list(range(9))
-        assert [asked(server) for server in servers] == [[[0, 1], [2, 3], [4]], [[5, 6], [7, 8]]]
+        calls = [sorted(asked(server)) for server in servers]
+    assert calls == [[[0], [1], [2], [3], [4]], [[5], [6], [7], [8]]]
+
+
+@pytest.mark.req("CFG-05", "DIST-03", "ROLL-01")
+def test_microbatching_increases_decode_parallelism_without_changing_outputs_format() -> None:
+    answers = {}
+    for decode_batch_size, calls in ((1, [[0], [1], [2], [3]]), (4, [[0, 1, 2, 3]])):
+        with backend_over([1], decode_batch_size) as (backend, (server,)):
+            answers[decode_batch_size] = backend.rollout(requests(4), RequestConfig(seed=7))
+            assert asked(server) == calls
+    assert answers[1] == answers[4]
+    assert tokens(answers[4]) == [0, 1, 2, 3]
 
 
 @pytest.mark.req("DIST-03")
-@pytest.mark.parametrize(("n", "slices"), [(2, [[0, 1], [2]]), (3, [[0], [1], [2]])])
-def test_a_slice_counts_every_sequence_of_a_request(n: int, slices: list[list[int]]) -> None:
+@pytest.mark.parametrize(("n", "calls"), [(1, [[0, 1, 2]]), (2, [[0], [1], [2]])])
+def test_a_call_counts_every_sequence_of_a_request(n: int, calls: list[list[int]]) -> None:
     with backend_over([2], decode_batch_size=2) as (backend, servers):
         backend.rollout(requests(3), RequestConfig(n=n))
-        assert asked(servers[0]) == slices
+        assert sorted(asked(servers[0])) == calls
 
 
 @pytest.mark.req("SEED-01")
@@ -173,7 +186,7 @@ def test_an_output_carries_what_the_envelope_says() -> None:
 
     with backend_over([1]) as (backend, servers):
         servers[0].routes[ROUTE] = answer
-        (output,) = backend.rollout(requests(1), RequestConfig())
+        (output,) = backend.rollout(requests(1), RequestConfig(seed=9))
     assert output == RolloutOutput(
         prompt_token_ids=[1, 2, 3],
         response_token_ids=[5, 6],
@@ -193,7 +206,7 @@ def test_an_output_was_ended_by_the_guard_when_its_own_choice_was(
     ended: list[int], used: bool
 ) -> None:
     def answer(_: object) -> list[Any]:
-        made = envelope([5], [1])
+        made = envelope([5], [1], n=3)
         stamp = made.coordexp.model_copy(
             update={
                 "repeat_terminate_triggered": int(bool(ended)),
@@ -278,9 +291,8 @@ class Recorder:
 
 
 def policy_of(backend: Recorder, version: int = 0) -> Policy:
-    return Policy(
-        OpenBackend(backend, version), Asking("Detect.", "Be exact.", RequestConfig(max_tokens=5))
-    )
+    asking = Asking("Detect.", "Be exact.", RequestConfig(max_tokens=5))
+    return Policy(OpenBackend(backend, WeightsVersion(version)), asking)
 
 
 @pytest.mark.req("SYNC-07", "SYNC-09")

@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import full_size
 from benchmarks.__main__ import NAMES, PAGE, ROOT, with_table
+from benchmarks.loss_parts.measuring import Bench
 from benchmarks.method_parts.arms import ARMS, BASE, GUARD, TITLES, WithoutAppend
 from benchmarks.method_parts.curves import LINES, curves_png
 from benchmarks.method_parts.records import (
@@ -22,17 +25,24 @@ from benchmarks.method_parts.records import (
 from benchmarks.results import Result, median_of, read_json, table, write_json
 from benchmarks.throughput import REQUESTS, Side, UnequalWork, Work, compare
 from benchmarks.workload import ANSWER_TOKENS, Scene, infer_call, make_scenes, openai_messages
-from learner.channels.encoding import Encoding
 from learner.config.rollout_matching import MatchingConfig
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.matching import match_objects
-from learner.model.load import LoadedModel, load_model
-from learner.model.prompt import PromptEncoder
-from learner.parsing import parse_rollout
-from learner.serialize import serialize_objects
-from learner.tokens import decode_exactly
-from learner.types import GroundTruthObject, Role, Shape, Target
+from learner.models.load import LoadedModel, load_model
+from learner.models.packed_forward import PromptEncoder
+from learner.stages.formats.coord_json import parse_rollout, serialize_objects
+from learner.stages.matching import match_objects
+from learner.stages.tokens import decode_exactly
+from learner.training.channels import Encoding
+from learner.types import (
+    AssessedRollout,
+    GroundTruthObject,
+    Role,
+    RolloutOutput,
+    Sample,
+    Shape,
+    Target,
+)
 from shared_contracts.infer import InferCall
 from shared_contracts.repeat_guard import (
     RepeatGuard,
@@ -162,6 +172,23 @@ def test_the_bodies_of_both_kinds_of_server_say_the_same(with_image: bool) -> No
     assert request.images == [url["image_url"]["url"] for url in urls]
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_both_ways_of_a_step_at_full_size_are_equal_and_fakes_tell_their_memory(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """The benchmark itself raises where losses or gradients differ; here at toy widths."""
+    tiny = full_size.Size(
+        segments=2, side=64, objects=2, text={"vocab_size": 4000}, vision={"patch_size": 16}
+    )
+    bench = Bench(tmp_path, rounds=1)
+    found = full_size.compared(bench, tiny, dtype)
+    ours, plain = found.peaks
+    fakes = full_size.memory_ratio(bench, tiny, dtype)
+    assert ours < plain
+    assert fakes.measured == pytest.approx(ours / plain, rel=0.1)
+
+
 # ---- the method ----------------------------------------------------------------------
 
 CAT = GroundTruthObject("red triangle", Shape("bbox_2d", (10, 20, 300, 400)))
@@ -282,7 +309,11 @@ def target_without_append(toy: LoadedModel, answer: str) -> Target:
     )
     parsed = parse_rollout(encode(toy.tokenizer, answer), toy.tokenizer, allow_poly=False)
     match = match_objects(parsed.objects, [CAT, DOG], MatchingConfig())
-    return channel.target(parsed, [CAT, DOG], match)
+    sample = Sample("a.jsonl:1", (), 64, 64, (CAT, DOG))
+    said = RolloutOutput([], encode(toy.tokenizer, answer), answer, "stop", False, (0, 0), None)
+    corrected = channel.correct(AssessedRollout(sample, said, parsed, match))
+    assert corrected.target is not None
+    return corrected.target
 
 
 @pytest.mark.parametrize(

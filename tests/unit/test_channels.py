@@ -3,22 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from learner.channels.a import ChannelA
-from learner.channels.b import ChannelB
-from learner.channels.encoding import Encoding
-from learner.channels.rollout_stats import RolloutStats
 from learner.config.rollout_matching import MatchingConfig
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.model.load import LoadedModel, load_model
-from learner.model.packed_forward import Segment
-from learner.model.prompt import PromptEncoder
-from learner.targets import build_ground_truth_target
-from learner.tokens import decode_exactly
+from learner.models.load import LoadedModel, load_model
+from learner.models.packed_forward import PromptEncoder, Segment
+from learner.runs.metrics import rollout_payload
+from learner.stages.targets import build_ground_truth_target
+from learner.stages.tokens import decode_exactly
+from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.types import GroundTruthObject, Role, RolloutOutput, Sample, Shape
 from shared_contracts.errors import ContractError
 from tests.unit.answers import encode, entry
@@ -69,10 +65,12 @@ class Answering:
     def rollout(self, text: str) -> RolloutOutput:
         return rollout(self.encoder(self.scene).ids.tolist(), encode(self.tokenizer, text))
 
-    def segments(self, *texts: str) -> tuple[list[Segment], RolloutStats]:
-        return self.channel.segments(
+    def segments(self, *texts: str) -> tuple[list[Segment], dict[str, float]]:
+        """The segments, and the metrics of the answers."""
+        segments, assessed = self.channel.segments(
             [self.scene] * len(texts), [self.rollout(text) for text in texts]
         )
+        return segments, rollout_payload(assessed).metrics()
 
     def target_text(self, segment: Segment) -> str:
         return decode_exactly(self.tokenizer, segment.target.token_ids)
@@ -87,8 +85,16 @@ def supervised(segment: Segment) -> list[tuple[tuple[float, ...], bool]]:
     return [(group.bins, group.matched) for group in segment.target.coord_groups]
 
 
-def counted(stats: RolloutStats, *names: str) -> dict[str, Any]:
-    return {name: getattr(stats, name) for name in names}
+B = "stage2_ab/channel_b"
+
+
+def counted(metrics: dict[str, float], *names: str) -> dict[str, float]:
+    return {name: metrics[f"{B}/{name}"] for name in names}
+
+
+def drop_reasons(metrics: dict[str, float]) -> dict[str, float]:
+    drops = f"{B}/strict_drop/"
+    return {k.removeprefix(drops): n for k, n in metrics.items() if k.startswith(drops) and n}
 
 
 @pytest.mark.req("CHB-01")
@@ -97,26 +103,27 @@ def test_a_right_answer_is_all_prefix_and_closure(answering: Answering) -> None:
     assert answering.target_text(segment) == written(CAT, DOG) + "<|im_end|>"
     assert supervised(segment) == [(CAT.shape.coords, True), (DOG.shape.coords, True)]
     assert not segment.has_dropped
-    assert counted(stats, "matched", "appended", "false_positives", "valid") == {
+    assert counted(stats, "matched", "fn_appended", "false_positives", "N_valid_pred") == {
         "matched": 2,
-        "appended": 0,
+        "fn_appended": 0,
         "false_positives": 0,
-        "valid": 2,
+        "N_valid_pred": 2,
     }
 
 
-@pytest.mark.req("CHB-01", "APPEND-02")
+@pytest.mark.req("CHB-01", "APPEND-02", "LOSS-03", "LOSS-04")
+@pytest.mark.scenario("Channel-B geometry includes matched and FN but excludes FP")
 def test_what_was_missed_is_appended_and_a_ghost_is_not_supervised(answering: Answering) -> None:
     (segment,), stats = answering.segments(written(CAT, GHOST))
     whole = written(CAT, GHOST)[:-1] + ", " + entry(3, DOG.desc, DOG.shape.coords) + "}<|im_end|>"
     assert answering.target_text(segment) == whole
     assert supervised(segment) == [(CAT.shape.coords, True), (DOG.shape.coords, False)]
     assert Role.FALSE_POSITIVE in segment.target.role
-    assert counted(stats, "matched", "appended", "false_positives", "ground_truths") == {
+    assert counted(stats, "matched", "fn_appended", "false_positives", "match_rate") == {
         "matched": 1,
-        "appended": 1,
+        "fn_appended": 1,
         "false_positives": 1,
-        "ground_truths": 2,
+        "match_rate": 1 / 2,
     }
 
 
@@ -132,7 +139,8 @@ def test_a_matched_box_is_taught_its_ground_truth_not_what_was_said(answering: A
     )
 
 
-@pytest.mark.req("CHB-01", "PARSE-05")
+@pytest.mark.req("CHB-01", "PARSE-05", "MET-02")
+@pytest.mark.scenario("Missing opening brace falls back to `{` and trains")
 @pytest.mark.parametrize("text", ["garbage", "", "no { at the start"])
 def test_an_invalid_rollout_still_trains_on_the_full_append(
     answering: Answering, text: str
@@ -140,12 +148,12 @@ def test_an_invalid_rollout_still_trains_on_the_full_append(
     (segment,), stats = answering.segments(text)
     assert answering.target_text(segment) == written(CAT, DOG) + "<|im_end|>"
     assert supervised(segment) == [(CAT.shape.coords, False), (DOG.shape.coords, False)]
-    assert counted(stats, "invalid", "appended", "valid", "truncated") == {
-        "invalid": 1,
-        "appended": 2,
-        "valid": 0,
-        "truncated": 0,
+    assert counted(stats, "invalid_rollout", "fn_appended", "N_valid_pred") == {
+        "invalid_rollout": 1,
+        "fn_appended": 2,
+        "N_valid_pred": 0,
     }
+    assert stats["rollout/parse_truncated_rate"] == 0
 
 
 @pytest.mark.req("CHB-01")
@@ -154,13 +162,13 @@ def test_an_answer_cut_short_is_kept_up_to_its_last_object(answering: Answering)
     (segment,), stats = answering.segments(cut)
     assert answering.target_text(segment) == written(CAT, DOG) + "<|im_end|>"
     assert supervised(segment) == [(CAT.shape.coords, True), (DOG.shape.coords, False)]
-    assert counted(stats, "truncated", "invalid", "matched", "appended") == {
-        "truncated": 1,
-        "invalid": 0,
+    assert counted(stats, "invalid_rollout", "matched", "fn_appended") == {
+        "invalid_rollout": 0,
         "matched": 1,
-        "appended": 1,
+        "fn_appended": 1,
     }
-    assert stats.drop_reasons == {"key_invalid": 1}
+    assert stats["rollout/parse_truncated_rate"] == 1
+    assert drop_reasons(stats) == {"key_invalid": 1}
 
 
 @pytest.mark.req("LOSS-01", "CHB-01")
@@ -168,7 +176,7 @@ def test_a_dropped_object_marks_the_whole_segment(answering: Answering) -> None:
     three = entry(1, CAT.desc, CAT.shape.coords[:3])
     (segment,), stats = answering.segments(f"{{{three}, {entry(2, DOG.desc, DOG.shape.coords)}}}")
     assert segment.has_dropped
-    assert stats.drop_reasons == {"wrong_arity": 1}
+    assert drop_reasons(stats) == {"wrong_arity": 1}
     assert supervised(segment) == [(DOG.shape.coords, True), (CAT.shape.coords, False)]
 
 
@@ -179,11 +187,11 @@ def test_a_polygon_counts_where_polygons_are_allowed(
     roof = '"object_1": {"desc": "roof", "poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", '
     roof += '"<|coord_4|>", "<|coord_5|>", "<|coord_6|>"]}'
     _, stats = answering.segments(f"{{{roof}}}")
-    assert stats.drop_reasons == {"poly_unsupported": 1}
-    assert stats.valid == 0
+    assert drop_reasons(stats) == {"poly_unsupported": 1}
+    assert stats[f"{B}/N_valid_pred"] == 0
     _, stats = Answering(loaded, encoder, scene, allow_poly=True).segments(f"{{{roof}}}")
-    assert not stats.drop_reasons
-    assert stats.valid == 1
+    assert not drop_reasons(stats)
+    assert stats[f"{B}/N_valid_pred"] == 1
 
 
 @pytest.mark.req("CHB-01")
@@ -208,7 +216,19 @@ def test_another_prompt_on_the_servers_side_stops_the_step(answering: Answering)
         answering.channel.segments([answering.scene], [other])
 
 
-@pytest.mark.req("LOSS-02")
+@pytest.mark.req("ROLL-01", "RES-16")
+@pytest.mark.parametrize("kept", [0, 5])
+def test_a_shorter_prompt_on_the_servers_side_stops_the_step(
+    answering: Answering, kept: int
+) -> None:
+    answer = answering.rollout(written(CAT))
+    other = replace(answer, prompt_token_ids=answer.prompt_token_ids[:kept])
+    with pytest.raises(ContractError, match=f"position {kept}.*the server no token"):
+        answering.channel.segments([answering.scene], [other])
+
+
+@pytest.mark.req("LOSS-02", "MET-02")
+@pytest.mark.scenario("Closure marker resolution failure is dropped and counted")
 def test_a_sample_whose_closure_cannot_be_found_is_left_out_and_counted(
     loaded: LoadedModel, encoder: PromptEncoder, scene: Sample
 ) -> None:
@@ -216,11 +236,11 @@ def test_a_sample_whose_closure_cannot_be_found_is_left_out_and_counted(
     answering = Answering(loaded, encoder, replace(scene, objects=(odd, DOG)))
     segments, stats = answering.segments("{}")
     assert segments == []
-    assert stats.closure_dropped == 1
-    assert stats.payload().metrics()["stage2_ab/channel_b/closure_supervision/N_drop"] == 1
+    assert stats[f"{B}/closure_supervision/N_drop"] == 1
 
 
-@pytest.mark.req("MET-02")
+@pytest.mark.req("MET-02", "PARSE-04")
+@pytest.mark.scenario("Drop diagnostics include valid and invalid counts")
 def test_the_metrics_of_a_step_are_counted_by_hand(answering: Answering) -> None:
     three = entry(1, CAT.desc, CAT.shape.coords[:3])
     far = replace(CAT, shape=Shape("bbox_2d", (10, 20, 90, 100)))
@@ -231,37 +251,35 @@ def test_the_metrics_of_a_step_are_counted_by_hand(answering: Answering) -> None
         "garbage",
         written(far)[:-1],
     ]
-    _, stats = answering.segments(*texts)
+    _, metrics = answering.segments(*texts)
     lengths = [len(answering.rollout(text).response_token_ids) for text in texts]
-    metrics = stats.payload().metrics()
-    b = "stage2_ab/channel_b"
     assert metrics["rollout/parse_truncated_rate"] == pytest.approx(1 / 5)
     assert metrics["rollout/parse_dropped_invalid"] == 1
     assert metrics["rollout/gen_new_tokens_mean"] == pytest.approx(sum(lengths) / 5)
     assert sorted(lengths)[-2] <= metrics["rollout/gen_new_tokens_p99"] <= max(lengths)
     assert metrics["rollout/repeat_terminate_triggered_sequences"] == 0
-    assert metrics[f"{b}/invalid_rollout"] == 1
-    assert metrics[f"{b}/N_valid_pred"] == 5
-    assert metrics[f"{b}/N_drop_invalid"] == 1
-    assert metrics[f"{b}/strict_drop/wrong_arity"] == 1
-    assert metrics[f"{b}/matched"] == 3
-    assert metrics[f"{b}/false_positives"] == 2
-    assert metrics[f"{b}/fn_appended"] == 7
-    assert metrics[f"{b}/match_rate"] == pytest.approx(3 / 10)
-    assert metrics[f"{b}/closure_supervision/N_drop"] == 0
-    assert metrics[f"{b}/gated"] >= 1
+    assert metrics[f"{B}/invalid_rollout"] == 1
+    assert metrics[f"{B}/N_valid_pred"] == 5
+    assert metrics[f"{B}/N_drop_invalid"] == 1
+    assert metrics[f"{B}/strict_drop/wrong_arity"] == 1
+    assert metrics[f"{B}/matched"] == 3
+    assert metrics[f"{B}/false_positives"] == 2
+    assert metrics[f"{B}/fn_appended"] == 7
+    assert metrics[f"{B}/match_rate"] == pytest.approx(3 / 10)
+    assert metrics[f"{B}/closure_supervision/N_drop"] == 0
+    assert metrics[f"{B}/gated"] >= 1
 
 
 @pytest.mark.req("MET-02")
 def test_a_triggered_rollout_is_counted(answering: Answering) -> None:
     triggered = replace(answering.rollout(written(CAT)), repeat_terminated=True)
-    _, stats = answering.channel.segments([answering.scene], [triggered])
-    assert stats.payload().metrics()["rollout/repeat_terminate_triggered_sequences"] == 1
+    _, assessed = answering.channel.segments([answering.scene], [triggered])
+    assert rollout_payload(assessed).metrics()["rollout/repeat_terminate_triggered_sequences"] == 1
 
 
 @pytest.mark.req("MET-02")
 def test_a_step_without_rollouts_has_finite_metrics() -> None:
-    metrics = RolloutStats().payload().metrics()
+    metrics = rollout_payload([]).metrics()
     assert metrics["rollout/parse_truncated_rate"] == 0
     assert metrics["rollout/gen_new_tokens_p99"] == 0
     drops = {key: n for key, n in metrics.items() if "/strict_drop/" in key}
@@ -297,7 +315,10 @@ def test_samples_left_out_are_not_counted_as_appended(answering: Answering) -> N
     answering.scene = replace(answering.scene, objects=(replace(CAT, desc="<|im_end|>"), DOG))
     segments, stats = answering.segments("{}")
     assert segments == []
-    assert (stats.closure_dropped, stats.appended) == (1, 0)
+    assert counted(stats, "closure_supervision/N_drop", "fn_appended") == {
+        "closure_supervision/N_drop": 1,
+        "fn_appended": 0,
+    }
 
 
 def test_an_encoding_is_kept_only_as_long_as_there_is_room(

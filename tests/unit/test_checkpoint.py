@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from learner.checkpoint import (
+from learner.distributed.peers import SINGLE_PROCESS, Peers
+from learner.runs.checkpoint import (
     MANIFEST,
     BrokenCheckpoint,
     Checkpoints,
@@ -23,7 +24,6 @@ from learner.checkpoint import (
     read_checkpoint,
     set_broken_aside,
 )
-from learner.peers import ALONE, Peers
 from shared_contracts.errors import RunError
 from tests.unit.ranks_in_threads import in_ranks
 
@@ -50,7 +50,7 @@ def save(
     folder: Path,
     step: int,
     keep: int | None = None,
-    peers: Peers = ALONE,
+    peers: Peers = SINGLE_PROCESS,
     state: Callable[[], dict[str, Any]] = dict,
     fail: Exception | None = None,
 ) -> None:

@@ -1,5 +1,6 @@
-"""The client of one rollout server, over real HTTP."""
+"""The client of one rollout server: over real HTTP where time or connections count, else respx."""
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import respx
 
 from learner.rollout.client import (
     OtherWeights,
@@ -20,7 +22,7 @@ from learner.rollout.client import (
 from shared_contracts.errors import PROBLEM_TITLES, ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall
 from shared_contracts.repeat_guard import RepeatTerminateConfig
-from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, WorldSize
 from shared_contracts.weights import WeightStatus
 from tests.unit.scripted_server import (
     HangUp,
@@ -31,6 +33,7 @@ from tests.unit.scripted_server import (
     info,
     live,
     problem,
+    response,
     scripted_server,
 )
 
@@ -53,6 +56,12 @@ CALL = InferCall.model_validate(
 )
 
 
+URL = "http://server.test"
+
+# `respx_mock` answers at URL without a socket.
+pytestmark = pytest.mark.respx(base_url=URL)
+
+
 @pytest.fixture(autouse=True)
 def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
@@ -65,44 +74,64 @@ def server() -> Iterator[ScriptedServer]:
         yield running
 
 
+def authorizations(mocked: respx.MockRouter) -> list[str | None]:
+    return [call.request.headers.get("Authorization") for call in mocked.calls]
+
+
 def nobodys_url() -> str:
     """A loopback address where nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
-@pytest.mark.req("WIRE-05")
-def test_a_problem_document_is_raised_with_its_place_and_the_call(server: ScriptedServer) -> None:
-    server.routes["POST /infer/"] = lambda _: problem(
-        "invalid-request", "image cannot be read", "infer_requests[0].images[0]"
-    )
-    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
+BAD_GATEWAY = (
+    "<!DOCTYPE html>\n<html><head>\n<title>502 Bad Gateway\n &amp; more</title>"
+    "<style>b {color: red}</style></head><body><h1>502</h1><hr>nginx</body></html>"
+)
+
+
+FOREIGN = (200, "Not an answer of a rollout server")
+
+
+@pytest.mark.req("WIRE-05", "WIRE-02")
+@pytest.mark.parametrize(
+    ("reply", "kind", "detail", "place"),
+    [
+        (problem("invalid-request", "no", "at"), PROBLEM_TITLES["invalid-request"], "no", " at"),
+        (
+            problem("weight-update-order", "no", "at"),
+            PROBLEM_TITLES["weight-update-order"],
+            "no",
+            " at",
+        ),
+        ((502, BAD_GATEWAY), (502, "Bad Gateway"), "an HTML page: 502 Bad Gateway & more", ""),
+        ([], FOREIGN, "0 envelopes for 1 requests", ""),
+        ([envelope([5], [1])] * 2, FOREIGN, "2 envelopes for 1 requests", ""),
+    ],
+    ids=["problem", "another conflict", "page", "no answer", "two answers"],
+)
+def test_whatever_is_no_answer_is_a_problem_with_its_place(
+    respx_mock: respx.MockRouter, reply: Reply, kind: tuple[int, str], detail: str, place: str
+) -> None:
+    """Only weights that differ are `OtherWeights`."""
+    respx_mock.post("/infer/").mock(response(reply))
+    with RolloutClient(URL) as client, pytest.raises(ProblemError) as caught:
         client.infer(CALL)
     found = caught.value.problem
-    assert found.status == 422
-    assert found.detail == "image cannot be read"
-    assert found.where == f"POST {server.base_url}/infer/ infer_requests[0].images[0]"
+    assert (found.status, found.title, found.detail) == (*kind, detail)
+    assert found.where == f"POST {URL}/infer/{place}"
+    assert may_pass(caught.value) is (found.status == 502)
+    assert not isinstance(caught.value, OtherWeights)
 
 
 @pytest.mark.req("WIRE-05")
-def test_an_error_that_is_no_problem_document_becomes_one(server: ScriptedServer) -> None:
-    server.routes["POST /infer/"] = lambda _: (502, "<html>proxy says no</html>")
-    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
-        client.infer(CALL)
-    found = caught.value.problem
-    assert (found.status, found.title) == (502, "Bad Gateway")
-    assert found.detail == "<html>proxy says no</html>"
-    assert found.where == f"POST {server.base_url}/infer/"
-
-
-@pytest.mark.req("WIRE-05")
-def test_a_success_with_a_foreign_body_is_a_problem_too(server: ScriptedServer) -> None:
-    server.routes["GET /get_world_size/"] = lambda _: "<html>hello</html>"
-    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
+def test_a_success_with_a_foreign_body_is_a_problem_too(respx_mock: respx.MockRouter) -> None:
+    respx_mock.get("/get_world_size/").mock(response("<html>hello</html>"))
+    with RolloutClient(URL) as client, pytest.raises(ProblemError) as caught:
         client.world_size()
-    assert caught.value.problem.where == f"GET {server.base_url}/get_world_size/"
+    assert caught.value.problem.where == f"GET {URL}/get_world_size/"
     assert caught.value.problem.title == "Not an answer of a rollout server"
-    assert caught.value.problem.detail == "<html>hello</html>"
+    assert caught.value.problem.detail == "an HTML page: hello"
 
 
 @pytest.mark.req("SYNC-04")
@@ -126,45 +155,49 @@ def test_a_server_that_accepts_and_stays_silent_fails_in_time() -> None:
             client.wait_until_pushable()
 
 
-def test_a_server_that_is_starting_is_waited_for(server: ScriptedServer) -> None:
-    starting = [problem("not-ready", "the engines are starting", "replicas")] * 3
-    server.routes["GET /health/"] = lambda _: starting.pop() if starting else health(version=4)
-    with RolloutClient(server.base_url, timeout_s=20.0) as client:
+def test_a_server_that_is_starting_is_waited_for(respx_mock: respx.MockRouter) -> None:
+    starting = response(problem("not-ready", "the engines are starting", "replicas"))
+    route = respx_mock.get("/health/")
+    route.side_effect = [starting] * 3 + [response(health(version=4))]
+    with RolloutClient(URL, timeout_s=20.0) as client:
         client.wait_until_pushable()
-    assert len(server.calls) == 4
+    assert route.call_count == 4
 
 
 @pytest.mark.req("SYNC-05", "SYNC-07")
 @pytest.mark.parametrize("kind", ["weights-poisoned", "push-needed"])
-def test_a_server_that_only_a_push_can_heal_is_reached(kind: str, server: ScriptedServer) -> None:
-    server.routes["GET /health/"] = lambda _: problem(kind, "it has other weights", "weights")
-    with RolloutClient(server.base_url, timeout_s=60.0) as client:
+def test_a_server_that_only_a_push_can_heal_is_reached(
+    kind: str, respx_mock: respx.MockRouter
+) -> None:
+    respx_mock.get("/health/").mock(response(problem(kind, "it has other weights", "weights")))
+    with RolloutClient(URL, timeout_s=60.0) as client:
         client.wait_until_pushable()
-    assert len(server.calls) == 1
+    assert respx_mock.calls.call_count == 1
 
 
 def test_a_server_that_never_gets_ready_is_named_with_its_own_reason(
-    server: ScriptedServer,
+    respx_mock: respx.MockRouter,
 ) -> None:
-    server.routes["GET /health/"] = lambda _: problem(
-        "not-ready", "the engines are starting", "replicas"
-    )
+    starting = problem("not-ready", "the engines are starting", "replicas")
+    respx_mock.get("/health/").mock(response(starting))
     with (
-        RolloutClient(server.base_url, timeout_s=0.3) as client,
+        RolloutClient(URL, timeout_s=0.3) as client,
         pytest.raises(ContractError, match="the engines are starting"),
     ):
         client.wait_until_pushable()
 
 
 @pytest.mark.parametrize("reply", [(404, "not here"), "<html>a web site</html>"])
-def test_a_server_of_another_kind_is_refused_at_once(server: ScriptedServer, reply: object) -> None:
-    server.routes["GET /health/"] = lambda _: reply
+def test_a_server_of_another_kind_is_refused_at_once(
+    respx_mock: respx.MockRouter, reply: object
+) -> None:
+    respx_mock.get("/health/").mock(response(reply))
     with (
-        RolloutClient(server.base_url, timeout_s=60.0) as client,
+        RolloutClient(URL, timeout_s=60.0) as client,
         pytest.raises(ContractError, match=r"servers\[\].base_url"),
     ):
         client.wait_until_pushable()
-    assert len(server.calls) == 1
+    assert respx_mock.calls.call_count == 1
 
 
 def test_proxies_of_the_environment_are_ignored(
@@ -175,7 +208,7 @@ def test_proxies_of_the_environment_are_ignored(
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     server.routes["POST /infer/"] = lambda _: [envelope([5], [1])]
-    with RolloutClient(server.base_url, timeout_s=5.0) as client:
+    with RolloutClient(server.base_url, timeout_s=60.0) as client:
         assert client.health().status == "ok"
         assert len(client.infer(CALL)) == 1
 
@@ -259,7 +292,7 @@ def test_a_call_is_given_up_when_another_process_answers(
 ) -> None:
     looks = Looks([live(one) for one in epochs], enough=100)
     looks.script(server)
-    with watching(server) as client, pytest.raises(ServerUnreachable, match="started anew"):
+    with watching(server) as client, pytest.raises(ServerUnreachable, match="was restarted"):
         client.infer(CALL, epoch)
     looks.done.set()
     assert looks.seen == len(epochs)
@@ -302,16 +335,6 @@ def test_an_answer_that_is_cut_off_is_a_server_out_of_reach(server: ScriptedServ
         client.infer(CALL)
 
 
-@pytest.mark.req("WIRE-02")
-@pytest.mark.parametrize("count", [0, 2])
-def test_an_answer_of_another_length_is_none(server: ScriptedServer, count: int) -> None:
-    server.routes["POST /infer/"] = lambda _: [envelope([5], [1])] * count
-    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
-        client.infer(CALL)
-    assert caught.value.problem.detail == f"{count} envelopes for 1 requests"
-    assert not may_pass(caught.value)
-
-
 # --- What a refusal means ---------------------------------------------------------------
 
 
@@ -320,12 +343,12 @@ def test_an_answer_of_another_length_is_none(server: ScriptedServer, count: int)
     ("said", "seconds"), [("7", 7.0), ("Fri, 31 Dec 1999 23:59:59 GMT", None), (None, None)]
 )
 def test_a_busy_server_says_when_to_come_back(
-    server: ScriptedServer, said: str | None, seconds: float | None
+    respx_mock: respx.MockRouter, said: str | None, seconds: float | None
 ) -> None:
     headers = {} if said is None else {"Retry-After": said}
     busy = (*problem("too-many-calls", "try again", "POST /infer/"), headers)
-    server.routes["POST /infer/"] = lambda _: busy
-    with RolloutClient(server.base_url) as client, pytest.raises(TooManyCalls) as caught:
+    respx_mock.post("/infer/").mock(response(busy))
+    with RolloutClient(URL) as client, pytest.raises(TooManyCalls) as caught:
         client.infer(CALL)
     assert caught.value.retry_after_s == seconds
 
@@ -347,12 +370,12 @@ def test_only_what_passes_by_itself_may_be_asked_again(kind: str) -> None:
 
 @pytest.mark.req("WIRE-01", "WIRE-02")
 def test_a_call_travels_with_the_peers_field_names_and_without_nulls(
-    server: ScriptedServer,
+    respx_mock: respx.MockRouter,
 ) -> None:
-    server.routes["POST /infer/"] = lambda _: [envelope([5, 6], [1, 2], seed=7, text="{}")]
-    with RolloutClient(server.base_url) as client:
+    respx_mock.post("/infer/").mock(response([envelope([5, 6], [1, 2], seed=7, text="{}")]))
+    with RolloutClient(URL) as client:
         (answer,) = client.infer(CALL)
-    (body,) = server.bodies("POST /infer/")
+    body = json.loads(respx_mock.calls.last.request.content)
     assert body["infer_requests"] == [
         {
             "messages": [
@@ -376,16 +399,19 @@ def test_a_call_travels_with_the_peers_field_names_and_without_nulls(
 
 @pytest.mark.req("SRV-06")
 def test_every_call_carries_the_token_of_the_environment(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+    respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "s3cret\n")
-    server.routes["POST /infer/"] = lambda _: [envelope([5], [1])]
-    with RolloutClient(server.base_url) as client:
+    replies = {"/health/": health(), "/get_world_size/": WorldSize(world_size=1), "/info/": info()}
+    for path, reply in replies.items():
+        respx_mock.get(path).mock(response(reply))
+    respx_mock.post("/infer/").mock(response([envelope([5], [1])]))
+    with RolloutClient(URL) as client:
         client.wait_until_pushable()
         client.world_size()
         client.info()
         client.infer(CALL)
-    assert server.authorizations == ["Bearer s3cret"] * 4
+    assert authorizations(respx_mock) == ["Bearer s3cret"] * 4
 
 
 @pytest.fixture
@@ -396,14 +422,15 @@ def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.req("SRV-06", "DEP-01")
-def test_a_token_in_a_file_is_carried_too(server: ScriptedServer, token_file: Path) -> None:
+def test_a_token_in_a_file_is_carried_too(respx_mock: respx.MockRouter, token_file: Path) -> None:
     token_file.write_text("s3cret\n")
-    with RolloutClient(server.base_url) as client:
+    respx_mock.get("/info/").mock(response(info()))
+    with RolloutClient(URL) as client:
         client.info()
-    server.routes["GET /info/"] = lambda _: problem("unauthorized", "no valid token", "header")
-    with RolloutClient(server.base_url) as client, pytest.raises(ContractError) as caught:
+    respx_mock.get("/info/").mock(response(problem("unauthorized", "no valid token", "header")))
+    with RolloutClient(URL) as client, pytest.raises(ContractError) as caught:
         client.info()
-    assert server.authorizations == ["Bearer s3cret"] * 2
+    assert authorizations(respx_mock) == ["Bearer s3cret"] * 2
     assert f"refuses the token of {TOKEN_FILE_VARIABLE}" in caught.value.found
 
 
@@ -428,29 +455,30 @@ def test_a_token_file_that_cannot_be_used_is_refused_and_not_shown(
 @pytest.mark.req("SRV-06")
 @pytest.mark.parametrize("empty", [None, "", " \n"])
 def test_without_a_token_no_call_carries_one(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, empty: str | None
+    respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch, empty: str | None
 ) -> None:
     if empty is not None:
         monkeypatch.setenv(TOKEN_VARIABLE, empty)
-    with RolloutClient(server.base_url) as client:
+    respx_mock.get("/info/").mock(response(info()))
+    with RolloutClient(URL) as client:
         client.info()
-    assert server.authorizations == [None]
+    assert authorizations(respx_mock) == [None]
 
 
 @pytest.mark.req("SRV-06")
 @pytest.mark.parametrize(
     ("token", "found"),
-    [(None, "there is none"), ("s3cret", f"refuses the token of {TOKEN_VARIABLE}")],
+    [(None, "the learner has none"), ("s3cret", f"refuses the token of {TOKEN_VARIABLE}")],
 )
 def test_a_missing_or_wrong_token_is_told_with_what_to_set(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, token: str | None, found: str
+    respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch, token: str | None, found: str
 ) -> None:
     if token is not None:
         monkeypatch.setenv(TOKEN_VARIABLE, token)
-    server.routes["GET /info/"] = lambda _: problem("unauthorized", "no valid token", "header")
-    with RolloutClient(server.base_url) as client, pytest.raises(ContractError) as caught:
+    respx_mock.get("/info/").mock(response(problem("unauthorized", "no valid token", "header")))
+    with RolloutClient(URL) as client, pytest.raises(ContractError) as caught:
         client.info()
-    assert caught.value.where == f"GET {server.base_url}/info/"
+    assert caught.value.where == f"GET {URL}/info/"
     assert found in caught.value.found
     assert f"{TOKEN_VARIABLE}" in str(caught.value)
     assert "s3cret" not in str(caught.value)
@@ -485,32 +513,25 @@ def test_the_token_is_in_no_log(
 
 
 @pytest.mark.req("WIRE-06")
-def test_a_server_tells_what_it_is(server: ScriptedServer) -> None:
+def test_a_server_tells_what_it_is(respx_mock: respx.MockRouter) -> None:
     guard = RepeatTerminateConfig(enabled=True, max_object_keys=3)
-    server.routes["GET /info/"] = lambda _: info(guard, max_num_seqs=7)
-    with RolloutClient(server.base_url) as client:
+    respx_mock.get("/info/").mock(response(info(guard, max_num_seqs=7)))
+    with RolloutClient(URL) as client:
         assert client.info() == info(guard, max_num_seqs=7)
 
 
 @pytest.mark.req("WIRE-03")
-def test_a_server_of_other_weights_ends_the_run_plainly(server: ScriptedServer) -> None:
-    server.routes["POST /infer/"] = lambda _: problem(
-        "other-weights", "version 3 is held, 5 is expected", "expected_weights_version"
-    )
-    with RolloutClient(server.base_url) as client, pytest.raises(OtherWeights) as caught:
+def test_a_server_of_other_weights_ends_the_run_plainly(respx_mock: respx.MockRouter) -> None:
+    refusal = "version 3 is held, 5 is expected"
+    other = problem("other-weights", refusal, "expected_weights_version")
+    respx_mock.post("/infer/").mock(response(other))
+    with RolloutClient(URL) as client, pytest.raises(OtherWeights) as caught:
         client.infer(CALL)
     assert isinstance(caught.value, RunError)
     assert caught.value.problem.status == 409
-    assert f"POST {server.base_url}/infer/" in str(caught.value)
-    assert "version 3 is held, 5 is expected" in str(caught.value)
-    assert "started anew" in str(caught.value)
-
-
-def test_other_conflicts_are_not_taken_for_other_weights(server: ScriptedServer) -> None:
-    server.routes["POST /infer/"] = lambda _: problem("weight-update-order", "no start", "state")
-    with RolloutClient(server.base_url) as client, pytest.raises(ProblemError) as caught:
-        client.infer(CALL)
-    assert not isinstance(caught.value, OtherWeights)
+    assert f"POST {URL}/infer/" in str(caught.value)
+    assert refusal in str(caught.value)
+    assert "If the server was not restarted" in str(caught.value)
 
 
 @pytest.mark.req("SYNC-07")

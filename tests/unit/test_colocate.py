@@ -16,26 +16,25 @@ from torch import nn
 
 from learner.config import dump_mapping, dump_resolved, load_mapping, merge, parse_config
 from learner.config.schema import Config
-from learner.model.offload import Offload
-from learner.operate.kept_server import STEADY_S, KeptServer
-from learner.operate.server_process import ServerProcess, free_ports
-from learner.preflight import check_backend, check_launcher
+from learner.models.load import Offload
 from learner.rollout.colocate import (
     ColocatedBackend,
+    describe_backend,
     learner_environment,
     media_dirs,
     place,
     server_settings,
-    visible_gpus,
 )
-from learner.rollout.describe import describe_backend
+from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
+from learner.training.start_checks import check_backend, check_launcher
 from learner.types import RolloutOutput, Sample
-from rollout_server.engine_env import engine_environment
-from rollout_server.repeat_config import repeat_config_from_environment
-from rollout_server.settings import load_settings
+from rollout_server.engines.vllm import environment as engine_environment
+from rollout_server.settings.options import load_settings
+from rollout_server.settings.preflight import check_gpus
+from rollout_server.settings.repeat_config import repeat_config_from_environment
 from shared_contracts.errors import ContractError, RunError
-from shared_contracts.gpu_use import CUDA_VISIBLE
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import VllmConfig
 
@@ -50,12 +49,19 @@ def config_of(rollout: dict[str, Any] | None = None, **sections: Any) -> Config:
 
 # --- Where it runs ----------------------------------------------------------------------
 
+UUIDS = ("GPU-8932f937-aaaa", "GPU-8932f937-bbbb", "GPU-11112222-cccc", "GPU-33334444-dddd")
+
 
 @pytest.fixture
 def four_gpus(tmp_path: Path) -> Path:
     """What the driver shows of a machine with four."""
-    for name in ("0000:01", "0000:02", "0000:03", "0000:04"):
-        (tmp_path / "gpus" / name).mkdir(parents=True)
+    for index, name in enumerate(("0000:04", "0000:01", "0000:03", "0000:02")):
+        folder = tmp_path / "gpus" / name
+        folder.mkdir(parents=True)
+        told = (
+            f"Model: \t\t NVIDIA H100\nGPU UUID: \t {UUIDS[int(name[-1]) - 1]}\nIRQ: \t {index}\n"
+        )
+        (folder / "information").write_text(told)
     return tmp_path / "gpus"
 
 
@@ -68,6 +74,12 @@ def four_gpus(tmp_path: Path) -> Path:
         ({CUDA_VISIBLE: ""}, []),
         ({CUDA_VISIBLE: "-1"}, []),
         ({CUDA_VISIBLE: "3,7"}, [3]),
+        ({CUDA_VISIBLE: "3,7,1"}, [3]),
+        ({CUDA_VISIBLE: "1,-1,0"}, [1]),
+        ({CUDA_VISIBLE: f"{UUIDS[2]},{UUIDS[0]}"}, [2, 0]),
+        ({CUDA_VISIBLE: "GPU-3333, GPU-8932f937-b"}, [3, 1]),
+        ({CUDA_VISIBLE: "GPU-3333,GPU-8932f937"}, [3]),
+        ({CUDA_VISIBLE: "GPU-9,GPU-3333"}, []),
     ],
 )
 def test_the_learner_sees_the_gpus_that_cuda_would_show_it(
@@ -77,10 +89,36 @@ def test_the_learner_sees_the_gpus_that_cuda_would_show_it(
     assert visible_gpus(environment, four_gpus / "none") == []
 
 
-def test_gpus_are_named_by_number(four_gpus: Path) -> None:
+@pytest.mark.req("ROLL-03", "FULL-10")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("MIG-41b3b2a1-9f6f-5a3e-8f0e-1f3f6b7e2c55", "a part of a GPU (MIG)"),
+        ("MIG-GPU-8932f937-aaaa/1/0", "a part of a GPU (MIG)"),
+        ("NVIDIA H100", "no id and no UUID"),
+        ("0;1", "no id and no UUID"),
+    ],
+)
+def test_a_name_of_no_whole_gpu_is_refused(four_gpus: Path, name: str, said: str) -> None:
     with pytest.raises(ContractError) as caught:
-        visible_gpus({CUDA_VISIBLE: "GPU-1b2c"}, four_gpus)
+        visible_gpus({CUDA_VISIBLE: f"0,{name}"}, four_gpus)
     assert caught.value.where == CUDA_VISIBLE
+    assert said in caught.value.found
+    assert "nvidia-smi -L" in caught.value.do
+
+
+@pytest.mark.req("SRV-04", "FULL-10")
+def test_a_server_takes_the_gpus_that_cuda_counts_as_the_machine_does(four_gpus: Path) -> None:
+    for named in ("0,1", ",".join(UUIDS), f"0,{UUIDS[1]}"):
+        check_gpus([0, 1], {CUDA_VISIBLE: named}, four_gpus)
+    for named in ("1,0", f"{UUIDS[1]},{UUIDS[0]}", UUIDS[0], ""):
+        with pytest.raises(ContractError) as caught:
+            check_gpus([0, 1], {CUDA_VISIBLE: named}, four_gpus)
+        assert caught.value.where == CUDA_VISIBLE
+        assert "--gpus" in caught.value.do
+    with pytest.raises(ContractError, match="MIG"):
+        check_gpus([0], {CUDA_VISIBLE: "MIG-1"}, four_gpus)
+    check_gpus([3], {}, four_gpus)
 
 
 @pytest.mark.req("ROLL-03", "CFG-05")
@@ -136,13 +174,13 @@ def test_its_settings_are_a_servers(tmp_path: Path, gpus: list[int]) -> None:
         {
             "decode_batch_size": 6,
             "repeat_terminate": guard,
-            "vllm": {"max_model_len": 640, "enable_prefix_caching": False},
+            "vllm": {"enable_prefix_caching": False},
         },
         model={"torch_dtype": "bfloat16"},
     )
     told, run = tmp_path / "told.yaml", tmp_path / "run.yaml"
     placement = place(config.rollout_matching.vllm, gpus)
-    told.write_text(dump_mapping(server_settings(config, placement, [tmp_path], "ipc")))
+    told.write_text(dump_mapping(server_settings(config, placement, [tmp_path], "ipc", 640)))
     run.write_text(dump_resolved(config))
     settings = load_settings(told, {}, run)
     assert (settings.host, settings.dtype) == ("127.0.0.1", "bfloat16")
@@ -163,7 +201,7 @@ def test_non_server_vllm_paths_are_unchanged_by_this_delta(tmp_path: Path) -> No
     config = config_of()
     told, run = tmp_path / "told.yaml", tmp_path / "run.yaml"
     placement = place(config.rollout_matching.vllm, [])
-    told.write_text(dump_mapping(server_settings(config, placement, [tmp_path], "gloo")))
+    told.write_text(dump_mapping(server_settings(config, placement, [tmp_path], "gloo", 640)))
     run.write_text(dump_resolved(config))
     settings = load_settings(told, {}, run)
     assert not settings.repeat_terminate.enabled
@@ -226,7 +264,7 @@ def test_the_learner_trains_on_the_first_gpu_of_its_server(
     assert placement is not None
     narrowed = environment | learner_environment(placement)
     assert visible_gpus(narrowed, four_gpus) == [2]
-    assert server_settings(config, placement, [tmp_path], "ipc")["gpus"] == [2, 1]
+    assert server_settings(config, placement, [tmp_path], "ipc", 640)["gpus"] == [2, 1]
     assert learner_environment(place(VllmConfig(), [])) == {}
     assert check_backend(config_of({"rollout_backend": "hf"}), environment, four_gpus) is None
     assert learner_environment(None) == {}
@@ -297,9 +335,9 @@ def kept(
     lives: int,
     pauses_s: Sequence[float],
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[KeptServer]:
+) -> Iterator[SupervisedServer]:
     (port,) = free_ports(1)
-    server = KeptServer(lambda: StandIn(folder, port, lives), 30.0, pauses_s, clock)
+    server = SupervisedServer(lambda: StandIn(folder, port, lives), 30.0, pauses_s, clock)
     try:
         yield server
     finally:
@@ -313,7 +351,7 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.02)
 
 
-def given_up(server: KeptServer) -> bool:
+def given_up(server: SupervisedServer) -> bool:
     try:
         server.check()
     except RunError:
@@ -352,7 +390,7 @@ def test_a_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_pa
 def test_a_server_that_served_for_minutes_may_die_as_often_again(tmp_path: Path) -> None:
     now = 0.0
 
-    def die_and_return(server: KeptServer, start: int) -> None:
+    def die_and_return(server: SupervisedServer, start: int) -> None:
         os.kill(server.pid, signal.SIGKILL)
         wait_for(lambda: server.starts == start)
         server.await_ready()
@@ -377,7 +415,7 @@ def test_a_server_that_cannot_be_started_again_is_an_error_with_the_reason(tmp_p
             raise OSError("no space left for a log")
         return outcomes.pop()
 
-    server = KeptServer(start, 30.0, (0.0, 0.0))
+    server = SupervisedServer(start, 30.0, (0.0, 0.0))
     try:
         os.kill(server.pid, signal.SIGKILL)
         wait_for(lambda: given_up(server))

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config import Config, merge, parse_config
-from learner.config.stage2_ab import ScheduleConfig
+from learner.config.schema import ScheduleConfig
+from learner.rollout.distribution import rank_caps, rank_chunk_size
 from shared_contracts import rollout_config
 from shared_contracts.errors import ContractError
 from tests.unit.config_faults import WARMUP, changed, errors_of, only_error, without
@@ -25,13 +26,23 @@ ENTRY = "stage2_ab.pipeline.objective"
 
 
 @pytest.mark.req("CFG-02")
+@pytest.mark.scenario(
+    "Unknown stage2_ab keys fail fast",
+    "Unknown top-level section key fails fast",
+    "Unknown key inside covered section fails fast",
+    "Unknown nested rollout key fails at schema load",
+    "Unknown rollout key fails before rollout trainer execution",
+    "Unknown nested decoding key fails before execution",
+)
 @pytest.mark.parametrize(
     ("dotted", "where", "nearest"),
     [
         ("modle", "modle", "model"),
         ("custom.unknown_knob", "custom.unknown_knob", None),
         ("training.lerning_rate", "training.lerning_rate", "learning_rate"),
+        ("rollouts", "rollouts", None),
         ("stage2_ab.n_softctx_iters", "stage2_ab.n_softctx_iters", "n_softctx_iter"),
+        ("stage2_ab.schedule.b_ratoi", "stage2_ab.schedule.b_ratoi", "b_ratio"),
         ("rollout_matching.unknown_rollout_key", "rollout_matching.unknown_rollout_key", None),
         ("rollout_matching.decoding.temprature", "rollout_matching.decoding.temprature",
          "temperature"),
@@ -79,7 +90,8 @@ def test_a_section_without_keys_may_be_empty_or_null_and_refuses_any_key(section
     assert only_error(changed(f"{section}.anything", 1)).where == f"{section}.anything"
 
 
-@pytest.mark.req("CFG-02")
+@pytest.mark.req("CFG-02", "CFG-03")
+@pytest.mark.scenario("Top-level extra presence fails fast")
 @pytest.mark.parametrize("value", [{}, None, {"some_key": 1}])
 def test_top_level_extra_is_refused_even_when_empty(value: Any) -> None:
     error = only_error(changed("extra", value))
@@ -88,12 +100,17 @@ def test_top_level_extra_is_refused_even_when_empty(value: Any) -> None:
 
 
 @pytest.mark.req("CFG-02")
+@pytest.mark.scenario("Extension bucket accepts minor residual keys")
 def test_custom_extra_is_free() -> None:
     config = parse_config(changed("custom.extra.some_minor_toggle", [1, {"a": None}]))
     assert config.custom.extra == {"some_minor_toggle": [1, {"a": None}]}
 
 
-@pytest.mark.req("CFG-02")
+@pytest.mark.req("CFG-02", "STEP-01", "CFG-05")
+@pytest.mark.scenario(
+    "Missing b_ratio fails fast",
+    "Missing top-level rollout_matching still fails for stage2_two_channel",
+)
 @pytest.mark.parametrize(
     "dotted",
     [
@@ -249,7 +266,8 @@ def test_any_one_trigger_is_enough_for_a_repeat_guard(switched_on: dict[str, int
     assert guard.model_dump(include=set(written)) == written
 
 
-@pytest.mark.req("CFG-05")
+@pytest.mark.req("CFG-05", "RES-07")
+@pytest.mark.scenario("Default behavior preserved (colocate)")
 def test_rollout_defaults_are_those_of_the_contract() -> None:
     rollout = parse_config(
         merge(BARE, {"rollout_matching": {"max_new_tokens": 64}})
@@ -265,7 +283,7 @@ def test_rollout_defaults_are_those_of_the_contract() -> None:
     assert not any(rollout.offload.model_dump().values())
     assert (matching.candidate_top_k, matching.maskiou_gate) == (10, 0.3)
     assert (matching.maskiou_resolution, matching.fp_cost, matching.fn_cost) == (256, 1.0, 1.0)
-    assert (matching.ot_cost, matching.ot_epsilon, matching.ot_iters) == ("l2", 10.0, 30)
+    assert (matching.ot_cost, matching.ot_epsilon, matching.ot_iters) == ("l2", 0.5, 30)
     assert rollout.pipeline is None
 
 
@@ -420,7 +438,11 @@ def test_packing_drops_the_last() -> None:
     assert not parse_config(merge(WARMUP, {"training": unpacked})).training.packing
 
 
-@pytest.mark.req("CFG-07")
+@pytest.mark.req("CFG-07", "CFG-05")
+@pytest.mark.scenario(
+    "Rollout batching ignores eval per-device mismatch",
+    "Eval per-device knobs do not override rollout decode batching",
+)
 def test_the_eval_batch_size_leaves_rollout_batching_alone() -> None:
     rollouts = [
         parse_config(
@@ -435,7 +457,8 @@ def test_the_eval_batch_size_leaves_rollout_batching_alone() -> None:
         for per_device in (1, 16)
     ]
     assert rollouts[0] == rollouts[1]
-    assert rollouts[0].decode_batch_size == 4
+    assert rank_chunk_size(rollouts[0].decode_batch_size, [1], 1) == 4
+    assert rank_caps(rollouts[0].decode_batch_size, [1], 1, rank=0) == [4]
 
 
 def test_a_warm_up_needs_a_schedule_that_has_one() -> None:

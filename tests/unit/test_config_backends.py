@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from learner.config import load_mapping, merge, parse_config
-from learner.config.sync_mode import resolved_sync_mode
+from learner.config.schema import resolved_sync_mode
 from shared_contracts.errors import ContractError, ContractErrors
 
 WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
@@ -218,6 +218,7 @@ def test_auto_pushes_adapters_where_they_are_served_and_trained(
 
 
 @pytest.mark.req("SYNC-01", "RES-04")
+@pytest.mark.scenario("Non-full sync mode fails fast under multi-process learner")
 @pytest.mark.parametrize("mode", ["auto", "adapter"])
 def test_several_learner_processes_push_full_weights_only(mode: str) -> None:
     vllm = {"enable_lora": True, "sync": {"mode": mode}}

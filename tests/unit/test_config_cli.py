@@ -1,7 +1,8 @@
 """`learner config show` and `check`, origins of values, advice on unknown keys (CFG-10)."""
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from typer.testing import CliRunner, Result
 
 from learner.cli import app
 from learner.config import dump_mapping, load_config, load_mapping, merge, parse_config
-from learner.config.origins import dotted, find_origins
-from learner.config.show import show_config
-from learner.config.yaml12 import Steps, dump_annotated, read_mapping
+from learner.config.load import dotted, find_origins, show_config
+from learner.config.yaml12 import dump_annotated, read_mapping
+from learner.data.toy import ToyData
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.extends import merge_chain
+from shared_contracts.yaml12 import Steps
+from tests.unit.small_run import small_mapping
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -217,7 +220,7 @@ def test_check_tells_every_problem_of_every_file(tmp_path: Path) -> None:
     one = written(tmp_path / "one.yaml", dump_mapping(merge(load_mapping(WARMUP), wrong)))
     other = written(tmp_path / "other.yaml", f"extends: {WARMUP}\nmodle: 1\n")
     none = tmp_path / "none.yaml"
-    done = cli("config", "check", one, other, WARMUP, none)
+    done = cli("config", "check", "--keys-only", one, other, WARMUP, none)
     assert done.exit_code == 2
     assert done.stdout == f"{WARMUP}: valid\n"
     told = [line for line in done.stderr.splitlines() if not line.startswith("  do:")]
@@ -239,15 +242,20 @@ def test_check_tells_every_problem_of_every_file(tmp_path: Path) -> None:
 @pytest.mark.req("CFG-10")
 @pytest.mark.parametrize("path", SHIPPED, ids=name)
 def test_every_shipped_config_is_valid(path: Path) -> None:
-    done = cli("config", "check", path)
+    done = cli("config", "check", "--keys-only", path)
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{path}: valid\n")
 
 
 @pytest.mark.req("CFG-10")
-@pytest.mark.parametrize("words", [[], ["--config", WARMUP]], ids=["nothing", "option"])
-def test_check_takes_files_and_nothing_else(words: list[str | Path]) -> None:
-    assert cli("config", "check", *words).exit_code == 2
+@pytest.mark.parametrize("subcommand", ["check", "show"])
+def test_check_and_show_take_their_file_alike(subcommand: str) -> None:
+    keys = ["--keys-only"] if subcommand == "check" else []
+    as_word, as_option = (cli("config", subcommand, *keys, *words) for words in ALIKE)
+    assert (as_word.exit_code, as_word.stdout) == (0, as_option.stdout)
+
+
+ALIKE: tuple[list[str | Path], ...] = ([WARMUP], ["--config", WARMUP])
 
 
 # --- Faults with their lines ------------------------------------------------------------
@@ -350,3 +358,88 @@ def test_an_unknown_key_is_told_what_it_may_have_meant(section: str, key: str, s
 @pytest.mark.req("CFG-02")
 def test_a_common_word_is_not_sent_elsewhere() -> None:
     assert advice("model", "enabled").startswith("Remove it, or use one of the keys here")
+
+
+# --- the files that a YAML names
+
+
+@pytest.fixture
+def run_yaml(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Callable[..., Path]:
+    """Writes the YAML of a run of the toy model, with sections changed."""
+
+    def write(**sections: Any) -> Path:
+        mapping = small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
+        return written(tmp_path / "run.yaml", dump_mapping(merge(mapping, sections)))
+
+    return write
+
+
+@pytest.mark.req("CFG-10")
+def test_check_names_every_file_that_is_not_there_with_its_line(
+    run_yaml: Callable[..., Path], tmp_path: Path
+) -> None:
+    good = cli("config", "check", run_yaml())
+    assert (good.exit_code, good.stdout) == (0, f"{tmp_path / 'run.yaml'}: valid\n")
+    assert not (tmp_path / "run").exists()
+    file = written(tmp_path / "file", "kept")
+    path = run_yaml(
+        model={"model": str(tmp_path / "none")},
+        data={"train_jsonl": str(tmp_path / "no.jsonl"), "val_jsonl": str(tmp_path)},
+        training={"output_dir": str(file)},
+    )
+    bad = cli("config", "check", path)
+    assert (bad.exit_code, bad.stdout) == (2, "")
+    assert bad.stderr.startswith(f"{path}: 5 problems\n")
+    for key, found in {
+        "training.output_dir": f"{file} cannot be written to (Not a directory: {file})",
+        "model.model": f"there is no folder {tmp_path / 'none'}",
+        "data.train_jsonl": f"{tmp_path / 'no.jsonl'}: there is no such file",
+        "data.val_jsonl": f"{tmp_path}: ",
+    }.items():
+        line = line_of(path, f"{key.partition('.')[2]}: ")
+        assert re.search(
+            rf"error: {key}\n  found: {re.escape(found)}.*\({re.escape(line)}\)", bad.stderr
+        )
+    only_keys = cli("config", "check", "--keys-only", path)
+    assert (only_keys.exit_code, only_keys.stderr) == (0, "")
+
+
+@pytest.mark.req("CFG-10")
+def test_check_looks_at_the_first_sample_of_each_file(
+    run_yaml: Callable[..., Path], tmp_path: Path
+) -> None:
+    record = {"images": ["none.png"], "width": 8, "height": 8, "objects": []}
+    data = written(tmp_path / "train.jsonl", f"{json.dumps(record)}\n")
+    said = cli("config", "check", run_yaml(data={"train_jsonl": str(data)}))
+    assert said.exit_code == 2
+    assert f"error: data.train_jsonl\n  found: {data}:1: " in said.stderr
+    assert "none.png" in said.stderr
+
+
+@pytest.mark.req("CFG-10")
+def test_a_name_of_the_hub_is_no_folder_and_says_how_to_fetch_it(
+    run_yaml: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    said = cli("config", "check", run_yaml(model={"model": "Qwen/Qwen3-VL-4B-Instruct"})).stderr
+    assert f"found: there is no folder {tmp_path}/Qwen/Qwen3-VL-4B-Instruct" in said
+    assert "first: hf download Qwen/Qwen3-VL-4B-Instruct --local-dir DIR" in said
+    misspelt = cli("config", "check", run_yaml(model={"model": "models/qwen3-lv"})).stderr
+    assert "there is no folder" in misspelt
+    assert "hf download" not in misspelt
+
+
+@pytest.mark.req("CFG-10")
+def test_target_modules_that_are_not_in_the_checkpoint_are_named(
+    run_yaml: Callable[..., Path],
+) -> None:
+    tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 2}
+    fits = ["q_proj", "layers.0.self_attn.v_proj", "lm_head", "embed_tokens"]
+    good = cli("config", "check", run_yaml(tuner={**tuner, "target_modules": fits}))
+    assert good.exit_code == 0, good.stderr
+    bad = ["q_proj", "q_prj", ".*k_proj"]
+    said = cli("config", "check", run_yaml(tuner={**tuner, "target_modules": bad}))
+    assert (said.exit_code, said.stderr.count("error: ")) == (2, 2)
+    assert 'error: tuner.target_modules[1]\n  found: "q_prj" is the end of no' in said.stderr
+    assert 'error: tuner.target_modules[2]\n  found: ".*k_proj" is the end of no' in said.stderr

@@ -1,5 +1,6 @@
 """Config files: YAML and `extends`."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.config import dump_mapping, load_config, load_mapping, merge
-from learner.config.show import show_config
+from learner.config import dump_mapping, load_config, load_mapping, merge, parse_config
+from learner.config.load import show_config
 from learner.config.yaml12 import read_mapping
 from shared_contracts.errors import ContractError
+from tests.unit.config_faults import changed, only_error
 
-WARMUP = Path(__file__).parents[2] / "configs/demo/warmup.yaml"
+ROOT = Path(__file__).parents[2]
+WARMUP = ROOT / "configs/demo/warmup.yaml"
 
 
 def written(path: Path, text: str) -> Path:
@@ -203,3 +206,69 @@ def test_merging_changes_neither_mapping() -> None:
     assert merge(low, high) == {"a": {"b": 1, "d": 2}, "c": [2]}
     assert (low, high) == ({"a": {"b": 1}, "c": [1]}, {"a": {"d": 2}, "c": [2]})
     assert merge({"a": {"b": 1}}, {"a": None}) == {"a": None}
+
+
+# --- paths, addresses and prompts
+
+
+PATHS = ("model.model", "data.train_jsonl", "training.output_dir", "training.logging_dir")
+
+
+@pytest.mark.req("CFG-02")
+@pytest.mark.parametrize("key", PATHS)
+def test_a_leading_tilde_is_the_home_folder_and_variables_are_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    section, name = key.split(".")
+    config = parse_config(changed(key, "~/here/x"))
+    assert getattr(getattr(config, section), name) == tmp_path / "here" / "x"
+    price = parse_config(changed(key, "/data/a$b~"))
+    assert getattr(getattr(price, section), name) == Path("/data/a$b~")
+    for text, variable in (("${SCRATCH}/x", "${SCRATCH}"), ("/a/$USER/x", "$U")):
+        error = only_error(changed(key, text))
+        assert error.where == key
+        assert error.found == f'"{text}" has {variable}, and variables are not expanded'
+    error = only_error(changed(key, "~nobody-of-this-name/x"))
+    assert error.found.endswith("there is no user nobody-of-this-name")
+
+
+@pytest.mark.req("CFG-04")
+def test_extends_takes_a_path_as_any_other_key_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yaml").write_text(WARMUP.read_text())
+    leaf = tmp_path / "leaf.yaml"
+    leaf.write_text("extends: ~/base.yaml\n")
+    assert load_config(leaf) == load_config(tmp_path / "base.yaml")
+    leaf.write_text("extends: ${HOME}/base.yaml\n")
+    with pytest.raises(ContractError, match="variables are not expanded") as caught:
+        load_config(leaf)
+    assert caught.value.where == f"{leaf}: extends"
+
+
+@pytest.mark.req("CFG-05")
+def test_an_address_with_a_route_or_with_one_port_for_two_things_is_refused() -> None:
+    served = json.loads((ROOT / "docs/openapi.json").read_text())["paths"]
+    server = "rollout_matching.vllm.server.servers.0"
+    for path in served:
+        for url in (f"http://host:8000{path}", f"http://host:8000/a{path.rstrip('/')}"):
+            error = only_error(changed(f"{server}.base_url", url))
+            assert error.where == "rollout_matching.vllm.server.servers[0].base_url"
+            assert error.do == f"Write {url.rstrip('/').removesuffix(path.rstrip('/'))}"
+    parse_config(changed(f"{server}.base_url", "http://host:8000/infer-a/"))
+    for url, port in (("http://host:8000", 8000), ("http://host", 80), ("https://host/a", 443)):
+        address = [{"base_url": url, "group_port": port}]
+        error = only_error(changed("rollout_matching.vllm.server.servers", address))
+        assert error.where == "rollout_matching.vllm.server.servers[0].group_port"
+        assert error.found == f"{port} is also the port of base_url {url}"
+
+
+@pytest.mark.req("CFG-02")
+@pytest.mark.parametrize("key", ["prompt", "system"])
+@pytest.mark.parametrize("mark", ["<image>", "<|image_pad|>", "<video>", "<|im_end|>"])
+def test_a_mark_of_the_chat_template_in_a_prompt_is_refused(key: str, mark: str) -> None:
+    error = only_error(changed(f"template.{key}", f"{mark}Detect every object."))
+    assert (error.where, error.found) == (f"template.{key}", f"it has {mark}")
+    parse_config(changed(f"template.{key}", "Boxes such as <|coord_1|>, an image and a < b."))

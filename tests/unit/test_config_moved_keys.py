@@ -1,5 +1,6 @@
 """Removed, moved and not yet served keys fail fast and say what to do instead."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,67 @@ def test_every_retired_value_is_the_one_error_of_a_config(path: str, value: str)
     assert error.do == RETIRED_VALUES[path][value].do
 
 
+def value_at(document: Any, path: str) -> Any:
+    """The value of a path of advice: `[]` is any item of a list, `[name=x]` the one of that name.
+
+    KeyError where there is none.
+    """
+    for key, index in re.findall(r"(\w+)(\[[^\]]*\])?", path):
+        document = document[key]
+        if index:
+            name = index.strip("[]").removeprefix("name=")
+            document = next(item for item in document if not name or item["name"] == name)
+    return document
+
+
+SECTIONS = "|".join(Config.model_fields)
+
+
+@pytest.mark.req("CFG-03")
+@pytest.mark.parametrize("key", RETIRED_KEYS)
+def test_every_advice_leads_to_a_key_that_is_accepted(key: str) -> None:
+    config = parse_config(changed("rollout_matching.vllm.server.timeout_s", 9.0)).model_dump()
+    advised = re.findall(rf"\b(?:{SECTIONS})(?:\.\w+(?:\[[^\]]*\])?)+", RETIRED_KEYS[key].do)
+    for path in advised:
+        pattern = re.sub(r"\[[^\]]*\]", "[]", path)
+        assert pattern not in RETIRED_KEYS
+        if not pattern.startswith("rollout_matching.pipeline"):  # the other variant's
+            value_at(config, path)
+
+
+@pytest.mark.req("CFG-02", "CFG-03")
+@pytest.mark.parametrize("section", ["model", "data", "training", "tuner", "rollout_matching"])
+@pytest.mark.parametrize("key", ["deepspeed", "quantization", "rlhf", "debug", "experiment"])
+def test_no_key_is_sent_to_a_section_that_has_no_keys(section: str, key: str) -> None:
+    error = only_error(changed(f"{section}.{key}", "zero2"))
+    assert error.where == f"{section}.{key}"
+    assert error.do.startswith("Remove it")
+    assert only_error(changed(key, {"config": 1})).do == "Remove it: there are no keys here"
+    assert only_error(changed(key, "zero2")).do == "Remove it: there are no keys here"
+
+
+@pytest.mark.req("CFG-02")
+@pytest.mark.parametrize(
+    ("key", "value", "do"),
+    [
+        ("training.packing", "yes", "Write true or false"),
+        ("data.shuffle", 1, "Write true or false"),
+        ("training.report_to", "wandb", "Write a list, such as [wandb]"),
+        ("rollout_matching.vllm.server.servers", {"a": 1}, "Write a list"),
+        ("training.learning_rate", "x", "Write a number"),
+        ("training.max_steps", 1.5, "Write a whole number"),
+        ("training.run_name", 3, "Write text, in quotes where it looks like a number"),
+        (
+            "tuner",
+            {"train_type": "lora", "lora_rank": 2, "lora_alpha": 2, "target_modules": "q_proj"},
+            "Use 'all-linear', or write a list, such as [q_proj]",
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_told_in_words_of_yaml(key: str, value: Any, do: str) -> None:
+    assert only_error(changed(key, value)).do == do
+
+
 @pytest.mark.req("CFG-03")
 def test_no_retired_key_is_a_key_that_is_served() -> None:
     served = set(leaves(Config))
@@ -65,12 +127,18 @@ def test_a_config_of_today_holds_nothing_retired(base: dict[str, Any]) -> None:
 
 
 @pytest.mark.req("RES-01")
+@pytest.mark.scenario(
+    "Any legacy rollout key path fails fast",
+    "Legacy decode key path fails fast",
+    "Legacy rollout backend key path fails fast",
+)
 @pytest.mark.parametrize("key", list(leaves(RolloutMatchingConfig)))
 def test_every_key_names_its_path_out_of_the_old_rollout_section(key: str) -> None:
     assert refused(f"{OLD_ROLLOUT}.{key}", 3).do == f"Use rollout_matching.{key}"
 
 
-@pytest.mark.req("RES-01", "RES-06")
+@pytest.mark.req("RES-01", "RES-06", "CFG-03")
+@pytest.mark.scenario("Legacy decoding keys fail fast")
 @pytest.mark.parametrize(
     ("key", "new"),
     [
@@ -140,7 +208,11 @@ def test_an_old_trainer_variant_names_the_new_one(base: dict[str, Any], old: str
     assert error.do == f"Use {new}"
 
 
-@pytest.mark.req("RES-03")
+@pytest.mark.req("RES-03", "CFG-03")
+@pytest.mark.scenario(
+    "Multi-server pairing is strict and deterministic",
+    "Legacy rollout server paired-list shape fails fast",
+)
 def test_the_paired_list_form_of_servers_fails_fast() -> None:
     server = {"base_url": ["http://127.0.0.1:8000"], "group_port": [51216]}
     errors = errors_of(changed("rollout_matching.vllm.server", server))
@@ -150,7 +222,8 @@ def test_the_paired_list_form_of_servers_fails_fast() -> None:
 
 
 @pytest.mark.req("RES-05")
-@pytest.mark.parametrize("key", ["stop_neutral", "stop_neutral_ce", "mask_stop_tokens"])
+@pytest.mark.scenario("Legacy stop-neutral config keys fail fast")
+@pytest.mark.parametrize("key", ["stop_neutral", "stop_neutral_ce", "mask_im_end"])
 def test_stop_neutral_keys_fail_fast(key: str) -> None:
     assert "always supervised" in refused(f"stage2_ab.channel_b.{key}", True).do
 
@@ -171,7 +244,18 @@ def test_every_key_of_channel_b_is_told_at_once() -> None:
     ]
 
 
-@pytest.mark.req("RES-06")
+@pytest.mark.req("RES-06", "CFG-03")
+@pytest.mark.scenario(
+    "stage2_ab.schedule.pattern fails fast",
+    "Legacy rollout_buffer config fails fast",
+    "Removed Channel-B semantic-desc gate key fails fast",
+    "Removed Channel-B reordered-gt key fails fast",
+    "Removed Channel-B desc-ce-weight key fails fast",
+    "rollout_generate_batch_size fails fast when present",
+    "rollout_infer_batch_size fails fast when present",
+    "post_rollout_pack_scope fails fast when present",
+    "rollout_buffer fails fast when present",
+)
 @pytest.mark.parametrize(
     ("key", "replacement"),
     [
@@ -227,6 +311,7 @@ def test_the_old_coordinate_loss_section_fails_fast(base: dict[str, Any]) -> Non
 
 
 @pytest.mark.req("RES-13")
+@pytest.mark.scenario("custom.coord_loss does not hard error")
 @pytest.mark.parametrize("value", [None, 1, {"weight": 1.0}])
 def test_custom_coord_loss_is_ignored_in_silence(value: Any) -> None:
     assert parse_config(changed("custom.coord_loss", value)) == parse_config(WARMUP)

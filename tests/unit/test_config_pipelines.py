@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from learner.config import parse_config
-from learner.config.pipeline import TokenCEModule
+from learner.objectives.token_ce import TokenCEModule
 from tests.unit.config_faults import BY_PIPELINE, changed, errors_of, only_error, without
 
 MODULE_KEYS = {
@@ -153,7 +153,8 @@ def test_channels_are_a_subset_of_a_and_b(declared: Declared, channels: Any) -> 
 
 
 @pytest.mark.req("RES-15")
-@pytest.mark.parametrize("multiplier", [0.99, 4.01, -1])
+@pytest.mark.scenario("Out-of-range struct CE multiplier is handled safely")
+@pytest.mark.parametrize("multiplier", [0.0, 0.999, 4.001, -1, float("inf")])
 def test_a_struct_ce_multiplier_out_of_range_fails_fast(
     declared: Declared, multiplier: float
 ) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from learner.config import dump_mapping, dump_resolved, load_config, load_mapping, merge
-from learner.config.pipeline import PipelineConfig, TokenCEConfig
-from learner.config.profiles import EXPLICIT_LEAF_FIELDS, LEAF_FIELDS, is_canonical_leaf
+from learner.config.load import EXPLICIT_LEAF_FIELDS, LEAF_FIELDS, is_canonical_leaf
 from learner.config.yaml12 import read_mapping
-from shared_contracts.errors import ContractError, ContractErrors
+from learner.objectives.config import PipelineConfig
+from learner.objectives.token_ce import TokenCEConfig
+from shared_contracts.errors import ContractError
 from tests.unit.config_faults import CONFIGS
 
 SHIPPED = sorted(CONFIGS.rglob("*.yaml"))
@@ -28,7 +29,7 @@ def faults_of(path: Path) -> list[ContractError]:
     with pytest.raises(ContractError) as caught:
         load_config(path)
     error = caught.value
-    return error.errors if isinstance(error, ContractErrors) else [error]
+    return error.errors
 
 
 @pytest.fixture(params=list(LEAF_FIELDS))
@@ -41,6 +42,7 @@ def profiles(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.req("CFG-04")
+@pytest.mark.scenario("One-hop profile inheritance passes validation")
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_one_hop_leaf_with_its_explicit_fields_loads(profiles: Path, folder: str) -> None:
     config = load_config(profiles / folder / "default.yaml")
@@ -66,6 +68,9 @@ def test_runs_that_extend_a_base_do_not_share_its_folders(profiles: Path) -> Non
 
 
 @pytest.mark.req("CFG-04")
+@pytest.mark.scenario(
+    "Missing explicit run identity fails fast", "Missing explicit model path fails fast"
+)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_leaf_states_each_high_signal_field_itself(profiles: Path, folder: str) -> None:
     path = profiles / folder / "default.yaml"
@@ -109,6 +114,7 @@ def test_the_explicit_fields_are_fourteen_and_without_channel_a_two_fewer() -> N
 
 
 @pytest.mark.req("CFG-04")
+@pytest.mark.scenario("Multi-hop profile inheritance fails fast")
 def test_a_second_hop_names_the_chain_and_the_base(profiles: Path) -> None:
     leaf = read_mapping(profiles / "smoke" / "default.yaml")
     written(profiles / "smoke" / "mid.yaml", dump_mapping(leaf))
@@ -130,6 +136,7 @@ def test_a_base_that_extends_something_is_a_second_hop(profiles: Path) -> None:
 
 
 @pytest.mark.req("CFG-04")
+@pytest.mark.scenario("Dual-parent smoke inheritance fails fast")
 @pytest.mark.parametrize("extends", [None, ["../base.yaml", "../prod/default.yaml"]])
 def test_a_leaf_has_exactly_one_parent(profiles: Path, extends: Any) -> None:
     leaf = read_mapping(profiles / "smoke" / "default.yaml")
@@ -140,11 +147,13 @@ def test_a_leaf_has_exactly_one_parent(profiles: Path, extends: Any) -> None:
 
 
 @pytest.mark.req("CFG-04")
+@pytest.mark.scenario("Canonical profile discovery is scoped to prod/smoke")
 def test_only_prod_and_smoke_hold_canonical_leaves(profiles: Path) -> None:
     assert is_canonical_leaf(profiles / "prod" / "x.yaml")
     assert is_canonical_leaf(profiles / "smoke" / "x.yaml")
     assert not is_canonical_leaf(profiles / "base.yaml")
     assert not is_canonical_leaf(profiles / "other" / "x.yaml")
+    assert not is_canonical_leaf(profiles / "prod" / "old" / "x.yaml")
     assert not is_canonical_leaf(profiles.parent / "demo" / "prod" / "x.yaml")
 
 
@@ -165,6 +174,9 @@ def names(paths: list[Path]) -> list[str]:
     return [str(path.relative_to(CONFIGS)) for path in paths]
 
 
+DEMO = ("demo/channel_a.yaml", "demo/two_channel.yaml", "demo/warmup.yaml")
+
+
 @pytest.mark.req("CFG-04")
 def test_the_shipped_configs_are_these() -> None:
     profiles = [
@@ -172,11 +184,16 @@ def test_the_shipped_configs_are_these() -> None:
         for variant in LEAF_FIELDS
         for name in ("base.yaml", "prod/default.yaml", "smoke/default.yaml")
     ]
-    assert set(names(SHIPPED)) >= {"demo/two_channel.yaml", "demo/warmup.yaml", *profiles}
+    assert set(names(SHIPPED)) >= {*DEMO, *profiles}
     assert set(names(LEAVES)) >= {name for name in profiles if "default" in name}
+    in_folders = (CONFIGS / variant / folder for variant in LEAF_FIELDS for folder in FOLDERS)
+    assert set(LEAVES) == {path for folder in in_folders for path in folder.glob("*.yaml")}
 
 
-@pytest.mark.req("CFG-04")
+@pytest.mark.req("CFG-04", "CFG-02", "CFG-09")
+@pytest.mark.scenario(
+    "sft injection contract remains stable", "Runtime rollout injection path stays stable"
+)
 @pytest.mark.parametrize("path", SHIPPED, ids=names(SHIPPED))
 def test_every_shipped_config_loads_and_its_resolved_form_loads_equal(
     path: Path, tmp_path: Path
@@ -197,6 +214,18 @@ def pipeline_of(path: Path) -> PipelineConfig:
     return load_config(path).pipeline
 
 
+def test_the_control_of_the_demo_is_its_second_run_without_channel_b() -> None:
+    two, control = (
+        load_config(CONFIGS / "demo" / f"{name}.yaml").model_dump()
+        for name in ("two_channel", "channel_a")
+    )
+    assert control["stage2_ab"]["schedule"]["b_ratio"] == 0
+    control["stage2_ab"]["schedule"]["b_ratio"] = two["stage2_ab"]["schedule"]["b_ratio"]
+    for key in ("run_name", "output_dir", "logging_dir"):
+        assert control["training"].pop(key) != two["training"].pop(key)
+    assert control == two
+
+
 def weights_of(pipeline: PipelineConfig) -> dict[str, Any]:
     return {
         key: value
@@ -208,12 +237,15 @@ def weights_of(pipeline: PipelineConfig) -> dict[str, Any]:
 
 def token_ce_of(pipeline: PipelineConfig) -> TokenCEConfig:
     (config,) = [m.config for m in pipeline.objective if m.name == "token_ce"]
+    assert isinstance(config, TokenCEConfig)
     return config
 
 
 @pytest.mark.req("CFG-04")
+@pytest.mark.scenario("Canonical smoke leaves inherit base CIoU/soft-CE/W1 defaults")
 @pytest.mark.parametrize("path", [TWO_CHANNEL / "base.yaml", *TWO_CHANNEL.glob("smoke/*.yaml")])
 def test_base_and_smoke_have_the_base_weights(path: Path) -> None:
+    assert ("pipeline" in read_mapping(path)["stage2_ab"]) == (path.name == "base.yaml")
     weights = weights_of(pipeline_of(path))
     assert weights["smoothl1_weight"] == 2.0
     assert weights["ciou_weight"] == 0.5
@@ -223,6 +255,7 @@ def test_base_and_smoke_have_the_base_weights(path: Path) -> None:
 
 
 @pytest.mark.req("CFG-04")
+@pytest.mark.scenario("Canonical prod leaves pin explicit CIoU/soft-CE/W1 overrides")
 @pytest.mark.parametrize("path", list(TWO_CHANNEL.glob("prod/*.yaml")))
 def test_prod_states_its_weights_itself(path: Path) -> None:
     assert "objective" in read_mapping(path)["stage2_ab"]["pipeline"]
@@ -233,6 +266,13 @@ def test_prod_states_its_weights_itself(path: Path) -> None:
     assert weights["soft_ce_weight"] == 0.1
     assert weights["w1_weight"] == 0.1
     assert weights["target_truncate"] == 8
+
+
+@pytest.mark.req("FULL-06")
+@pytest.mark.parametrize("family", list(LEAF_FIELDS))
+def test_every_profile_for_gpus_decodes_many_sequences_at_once(family: str) -> None:
+    for path in (CONFIGS / family).rglob("*.yaml"):
+        assert load_config(path).rollout_matching.decode_batch_size >= 64
 
 
 @pytest.mark.req("RES-09", "RES-10")
@@ -289,3 +329,24 @@ def test_channel_a_alone_warms_up_and_both_channels_follow() -> None:
     assert load_config(CONFIGS / "demo/warmup.yaml").b_ratio == 0
     ratio = load_config(CONFIGS / "demo/two_channel.yaml").b_ratio
     assert 0 < ratio < 1
+
+
+@pytest.mark.req("CFG-04", "CFG-05")
+@pytest.mark.parametrize(
+    "profile",
+    [path for path in SHIPPED if "demo" not in path.parts],
+    ids=lambda p: "/".join(p.parts[-3:]),
+)
+def test_a_profile_with_servers_is_turned_to_colocate_as_its_refusal_says(
+    profile: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"extends: {profile}\nrollout_matching: {{vllm: {{mode: colocate}}}}\n")
+    with pytest.raises(ContractError) as caught:
+        load_config(mine)
+    assert caught.value.where == "rollout_matching.vllm.server"
+    assert "`server: null` beside mode: colocate" in caught.value.do
+    mine.write_text(
+        f"extends: {profile}\nrollout_matching:\n  vllm: {{mode: colocate, server: null}}\n"
+    )
+    assert load_config(mine).rollout_matching.backend == "colocate"

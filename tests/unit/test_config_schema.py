@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from learner.cli import app
 from learner.config import dump_resolved, load_config, load_mapping, merge, parse_config
 from learner.config.json_schema import json_schema, schema_text
-from learner.config.origins import dotted
-from learner.config.yaml12 import Steps, read_mapping
+from learner.config.load import dotted
+from learner.config.yaml12 import read_mapping
 from shared_contracts.errors import ContractError
+from shared_contracts.yaml12 import Steps
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SCHEMA = CONFIGS / "schema.json"
@@ -82,7 +83,7 @@ def test_the_command_prints_or_writes_it(tmp_path: Path) -> None:
     assert printed == out.read_text(encoding="utf-8") == schema_text()
 
 
-@pytest.mark.parametrize("out", [".", "folder", "absent/schema.json", "file/schema.json"])
+@pytest.mark.parametrize("out", [".", "folder", "/proc/absent/schema.json", "file/schema.json"])
 def test_a_place_that_cannot_be_written_is_a_plain_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from learner.config import merge, parse_config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.preflight import read_inputs
+from learner.training.start_checks import read_inputs
 from shared_contracts.errors import ContractError
 from tests.unit.config_faults import (
     ALIGNED,
@@ -35,9 +35,12 @@ def test_two_channels_train_boxes_by_their_schedule() -> None:
     assert (config.b_ratio, config.allow_poly) == (Decimal("0.3"), False)
 
 
-@pytest.mark.req("RES-02")
+@pytest.mark.req("RES-02", "CFG-01")
+@pytest.mark.scenario("Rollout-matching enabled via trainer_variant")
 def test_rollout_aligned_runs_channel_b_alone_and_takes_polygons() -> None:
     config = parse_config(ALIGNED)
+    assert config.custom.trainer_variant == "stage2_rollout_aligned"
+    assert config.pipeline is config.rollout_matching.pipeline
     assert (config.b_ratio, config.allow_poly) == (Decimal(1), True)
 
 
@@ -50,6 +53,7 @@ def test_an_unknown_variant_names_both() -> None:
 
 
 @pytest.mark.req("CFG-08", "RES-02")
+@pytest.mark.scenario("Missing pipeline fails fast", "Missing rollout pipeline fails fast")
 @pytest.mark.parametrize("path", list(BY_PIPELINE))
 @pytest.mark.parametrize("null", [False, True])
 def test_a_missing_pipeline_is_named(path: str, null: bool) -> None:

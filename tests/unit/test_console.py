@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from learner.console import tell
+from learner.runs.console import tell
 
 AWKWARD = "/data/:car:/[red]run[/red]/" + 30 * "long " + "end"
 

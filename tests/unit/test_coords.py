@@ -4,10 +4,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from learner.coords import COORD_BINS, coord_token, decode_bin, encode_bin
+from learner.stages.coords import COORD_BINS, coord_token, decode_bin, encode_bin
 
 
 @pytest.mark.req("DATA-02", "ARCH-02")
+@pytest.mark.scenario(
+    "Upper bound is 999 and decodes to 1.0", "Lower bound is 0 and decodes to 0.0"
+)
 def test_the_edges_of_the_image_are_bins_0_and_999() -> None:
     assert (encode_bin(0.0), encode_bin(1.0)) == (0, 999)
     assert (decode_bin(0), decode_bin(999)) == (0.0, 1.0)

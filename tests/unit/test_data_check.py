@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-import rollout_server.media
 from learner.data.check import FileReport, check_files, kinds
-from learner.data.images import FORMATS, Looks
+from learner.data.images import Looks
 from learner.data.lengths import SampleLengths, TokenLimits
-from learner.serialize import serialize_objects
+from learner.stages.formats.coord_json import serialize_objects
 from learner.types import GroundTruthObject, Shape
 from tests.unit.data_files import LYING, box, covers_a_pixel, line, paint, paint_all, write_lines
 
@@ -94,7 +93,6 @@ def test_a_truncated_image_is_unreadable(tmp_path: Path, suffix: str) -> None:
 
 
 def test_an_image_of_a_format_the_server_refuses_is_unreadable(tmp_path: Path) -> None:
-    assert FORMATS == rollout_server.media.FORMATS
     Image.new("RGB", (64, 48)).save(tmp_path / "a.ppm")
     path = write_lines(tmp_path / "d.jsonl", line("a.ppm"))
     assert found(path) == [(1, "unreadable image", False)]
@@ -156,6 +154,72 @@ def test_an_image_of_the_training_file_in_the_validation_file_is_a_leak(tmp_path
     assert (
         leak.found == f"image {tmp_path / 'copy.png'} is that of {train}:1, with the same objects"
     )
+
+
+def doubts(path: Path) -> list[str]:
+    return [kind for _, kind, warning in found(path) if warning and kind in ("fractions", "pixels")]
+
+
+def test_fractions_are_seen(tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png", "b.png"])
+    fractions = {"desc": "cat", "bbox_2d": [0.1, 0.2, 0.55, "0.9"]}
+    lines = line("a.png"), line("b.png", fractions)
+    assert doubts(write_lines(tmp_path / "d.jsonl", *lines)) == ["fractions"]
+    (report,) = check(tmp_path / "d.jsonl")
+    (doubt,) = (f for f in report.findings if f.kind == "fractions")
+    assert doubt.where == f"{tmp_path / 'd.jsonl'}:2"
+    assert "Multiply them by 999" in doubt.do
+    one_bin = line("a.png", box("cat", 0, 0, 2, 1))
+    assert "fractions" not in doubts(write_lines(tmp_path / "e.jsonl", *lines, one_bin))
+
+
+def test_pixels_are_seen_where_they_would_do_as_bins(tmp_path: Path) -> None:
+    """Images of 640 x 480: five boxes lie within 640 and 480 bins by a chance of 0.3 ** 5."""
+    for name in "abcde":
+        paint(tmp_path / f"{name}.png", (640, 480), (ord(name), 0, 0))
+    inside = [line(f"{n}.png", box("cat", 5, 5, 640, 480), size=(640, 480)) for n in "abcde"]
+    path = write_lines(tmp_path / "d.jsonl", *inside)
+    assert doubts(path) == ["pixels"]
+    (report,) = check(path)
+    assert report.findings[0].do.startswith("If they are pixels: x becomes 999 * x / width, ")
+    assert doubts(write_lines(tmp_path / "few.jsonl", *inside[:3])) == []
+    outside = line("e.png", box("cat", 5, 5, 641, 480), size=(640, 480))
+    assert doubts(write_lines(tmp_path / "bins.jsonl", *inside[:4], outside)) == []
+
+
+def test_pixels_of_images_above_999_cannot_be_told_from_bins(tmp_path: Path) -> None:
+    paint(tmp_path / "a.png", (1000, 1200))
+    large = line("a.png", *[CAT] * 50, size=(1000, 1200))
+    assert doubts(write_lines(tmp_path / "d.jsonl", large)) == []
+
+
+def test_numbers_above_999_are_said_to_look_like_pixels(tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png"])
+    lines = line("a.png", box("cat", 10, 10, 1200, 90)), line("a.png", box("cat", 9, 9, 1, 1))
+    (report,) = check(write_lines(tmp_path / "d.jsonl", *lines))
+    pixels, order = (f.do for f in report.findings if f.kind == "geometry")
+    assert pixels.endswith(
+        "Numbers above 999 look like pixels: x becomes 999 * x / width, y becomes 999 * y / height."
+    )
+    assert "pixels" not in order
+
+
+@pytest.mark.parametrize("link", [None, "symbolic", "hard"])
+def test_one_file_for_training_and_validation_is_one_warning(
+    tmp_path: Path, link: str | None
+) -> None:
+    paint_all(tmp_path, ["a.png", "b.png"])
+    train = write_lines(tmp_path / "train.jsonl", line("a.png", CAT), line("b.png"))
+    val = train if link is None else tmp_path / "val.jsonl"
+    if link == "symbolic":
+        val.symlink_to(train)
+    elif link == "hard":
+        val.hardlink_to(train)
+    first, second = check(train, val)
+    assert first.findings == []
+    (same,) = second.findings
+    assert (same.kind, same.where, same.warning) == ("same file twice", f"{val}:1", True)
+    assert same.found == f"it is the same file as {train}"
 
 
 def test_an_image_twice_in_one_line_is_no_second_line(tmp_path: Path) -> None:

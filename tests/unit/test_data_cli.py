@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
 from PIL import Image
 
 import learner.cli
 from learner.config import dump_mapping
 from learner.data.toy import ToyData, make_data
+from shared_contracts.cli import run_cli
 from shared_contracts.errors import ContractError
 from tests.unit.data_files import box, line, paint_all, write_lines
 from tests.unit.small_run import small_mapping
@@ -31,7 +33,7 @@ class Ended:
 
 
 class Terminal:
-    """Runs `learner data` in this process, as its console script does."""
+    """Runs `learner data` in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch = monkeypatch
@@ -40,7 +42,7 @@ class Terminal:
     def data(self, *arguments: object) -> Ended:
         self._monkeypatch.setattr(sys, "argv", ["learner", "data", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            learner.cli.main()
+            run_cli(typer.main.get_command(learner.cli.app))
         out, err = self._capsys.readouterr()
         return Ended(int(ended.value.code or 0), out, err)
 
@@ -192,10 +194,7 @@ def test_a_config_says_the_variant_and_the_model_itself(terminal: Terminal, run_
     ],
 )
 def test_a_file_that_is_not_there_is_refused_and_nothing_written(
-    terminal: Terminal,
-    arguments: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    terminal: Terminal, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert terminal.refused(*arguments) == ("none.jsonl", "there is no such file")
@@ -242,6 +241,47 @@ def test_a_coco_file_is_converted_with_a_table_of_what_became_of_it(
     ]
     assert '"desc": "café"' in out.read_text(encoding="utf-8")
     assert terminal.data("check", out).code == 0
+
+
+def test_every_annotation_left_out_is_named_on_request(terminal: Terminal, tmp_path: Path) -> None:
+    paint_all(tmp_path, ["a.png"])
+    size = {"width": 64, "height": 48}
+    cat = {"image_id": 0, "category_id": 1, "bbox": [1, 2, 30, 40]}
+    document = {
+        "images": [{"id": n, "file_name": f, **size} for n, f in enumerate(["a.png", "gone.png"])],
+        "annotations": [
+            {**cat, "id": 5},
+            {**cat, "id": 6, "iscrowd": 1},
+            {**cat, "id": "seven", "image_id": 1},
+            {**cat, "id": 8, "image_id": 2},
+            cat,
+        ],
+        "categories": [{"id": 1, "name": "cat"}],
+    }
+    coco, out, left_out = (tmp_path / name for name in ("coco.json", "d.jsonl", "left/out.jsonl"))
+    coco.write_text(json.dumps(document))
+    command = ("from-coco", coco, "--images", tmp_path, "--out", out, "--left-out", left_out)
+    ended = terminal.data(*command)
+    assert (ended.code, ended.err) == (0, "")
+    assert f"Left out: {left_out}\n" in ended.out
+    named = [json.loads(line) for line in left_out.read_text().splitlines()]
+    common = {"file": str(coco), "bbox": [1, 2, 30, 40]}
+    assert named == [
+        {**common, "annotation_id": 8, "image_id": 2, "image": None, "reason": NOT_LISTED},
+        {**common, "annotation_id": 6, "image_id": 0, "image": "a.png", "reason": CROWD},
+        {**common, "annotation_id": None, "image_id": 0, "image": "a.png", "reason": TWICE},
+        {**common, "annotation_id": "seven", "image_id": 1, "image": "gone.png", "reason": GONE},
+    ]
+    out.unlink()
+    assert terminal.refused(*command) == ("--left-out", f"{left_out} exists already")
+    assert not out.exists()
+
+
+# As the table has them.
+NOT_LISTED = "annotations of an image that is not listed"
+CROWD = "annotations of a crowd"
+TWICE = "annotations like another in every bin"
+GONE = "images without a file"
 
 
 def test_from_coco_overwrites_nothing_and_needs_a_folder_of_images(

@@ -1,6 +1,7 @@
 """COCO instances become a data file; what cannot be taken over is counted by a rule."""
 
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,22 @@ from hypothesis import strategies as st
 from PIL import Image
 from pycocotools.coco import COCO
 
-from learner.coords import decode_bin
 from learner.data.check import check_files
-from learner.data.coco import CocoFile, read_coco, to_coco
-from learner.data.conversion import Conversion, Rule
-from learner.data.from_coco import Order, Wanted, convert, write_records
+from learner.data.coco import (
+    CocoFile,
+    Conversion,
+    Order,
+    Rule,
+    Wanted,
+    convert,
+    read_coco,
+    to_coco,
+    write_records,
+)
 from learner.data.images import Looks
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
+from learner.stages.coords import decode_bin
 from learner.types import GeometryKind, GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.data_files import LYING, covers_a_pixel, paint, paint_all
@@ -129,6 +138,22 @@ def test_a_box_partly_outside_is_clipped_and_rounding_is_not_counted(folder: Pat
     rounded = converted(folder, coco([cat(0.005 - 0.01, 0, 640.009, 480.004)]))
     assert geometries(rounded) == [[0, 0, 999, 999]]
     assert not rounded.counts
+
+
+@pytest.mark.req("RES-20")
+def test_two_forms_of_a_name_are_one_description(folder: Path) -> None:
+    forms = [unicodedata.normalize(form, "café") for form in ("NFD", "NFC")]
+    file = CocoFile.model_validate(
+        {
+            "images": [image(1)],
+            "annotations": [cat(64, 48, 320, 240), cat(64, 48, 320, 240, id=8, category_id=17)],
+            "categories": [{"id": 17, "name": forms[0]}, {"id": 18, "name": forms[1]}],
+        }
+    )
+    conversion = converted(folder, file)
+    (record,) = conversion.records
+    assert [o["desc"] for o in record["objects"]] == ["caf\u00e9"]
+    assert conversion.counts == {Rule.DUPLICATE: 1}
 
 
 def test_an_annotation_like_another_in_every_bin_is_left_out(folder: Path) -> None:
@@ -373,6 +398,7 @@ def test_every_annotation_is_an_object_or_counted_and_the_file_is_valid(
     conversion = converted(folder, file, geometry)
     left_out = sum(conversion.counts[rule] for rule in OF_ANNOTATIONS)
     assert conversion.objects + left_out == len(annotations)
+    assert len(conversion.left_out) == left_out
     if not conversion.objects:
         return
     write_records(conversion, len(annotations), folder / "out.jsonl")

@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoProcessor, Qwen2VLImageProcessor
 
-from learner.data.image_tokens import ImageRule
 from learner.data.images import UnreadableImage
-from learner.data.jsonl import read_samples
+from learner.data.jsonl import build_messages, read_samples
 from learner.data.lengths import SampleLengths, chat_template
 from learner.data.toy import PROMPT, ToyData
-from learner.model.prompt import PromptEncoder
-from learner.rollout.requests import build_messages
-from learner.serialize import serialize_objects
-from learner.targets import build_ground_truth_target
+from learner.models.families.qwen_vl import QwenImageRule
+from learner.models.packed_forward import PromptEncoder
+from learner.stages.formats.coord_json import serialize_objects
+from learner.stages.targets import build_ground_truth_target
 from learner.types import GroundTruthObject, Sample
 from shared_contracts.errors import ContractError
 from tests.unit.data_files import LYING, box, line, paint, write_lines
@@ -94,7 +93,7 @@ def test_image_tokens_are_those_of_the_processor(
 ) -> None:
     text = json.dumps({"image_processor_type": "Qwen2VLImageProcessorFast", **settings})
     (folder / "preprocessor_config.json").write_text(text)
-    rule = ImageRule.of_checkpoint(folder)
+    rule = QwenImageRule.of_checkpoint(folder)
     processor = Qwen2VLImageProcessor(**settings)
     try:
         patches = processor.get_number_of_image_patches(height, width)
@@ -106,17 +105,17 @@ def test_image_tokens_are_those_of_the_processor(
 
 def test_another_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match=r"no preprocessor_config\.json"):
-        ImageRule.of_checkpoint(tmp_path)
+        QwenImageRule.of_checkpoint(tmp_path)
     file = tmp_path / "preprocessor_config.json"
     file.write_text('{"image_processor_type": "CLIPImageProcessor"}')
     with pytest.raises(ContractError, match="CLIPImageProcessor"):
-        ImageRule.of_checkpoint(tmp_path)
+        QwenImageRule.of_checkpoint(tmp_path)
     file.write_text('{"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 8}')
     with pytest.raises(ContractError, match="no 'merge_size'"):
-        ImageRule.of_checkpoint(tmp_path)
+        QwenImageRule.of_checkpoint(tmp_path)
     file.write_text("[")
     with pytest.raises(ContractError, match="cannot be read"):
-        ImageRule.of_checkpoint(tmp_path)
+        QwenImageRule.of_checkpoint(tmp_path)
 
 
 def test_the_chat_template_is_found_wherever_checkpoints_keep_it(

@@ -10,17 +10,23 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-from learner.coords import decode_bin
-from learner.data.draw import LEAST, MOST, PALETTE, Box, colour_of, draw, place_labels
-from learner.data.fonts import drawable
 from learner.data.jsonl import read_samples
 from learner.data.preview import (
+    LEAST,
+    MOST,
+    PALETTE,
+    Box,
     choose,
     choose_lines,
+    colour_of,
+    draw,
+    drawable,
     picture_name,
+    place_labels,
     undrawable,
     write_preview,
 )
+from learner.stages.coords import decode_bin
 from learner.types import GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.data_files import LYING, box, line, paint, paint_all, write_lines

@@ -10,11 +10,10 @@ from rich.console import Console
 
 from learner.data.jsonl import read_samples
 from learner.data.lengths import SampleLengths, TokenLimits
-from learner.data.stats import DataStats, collect
+from learner.data.stats import DataStats, collect, stats_tables
 from learner.data.stats_plot import short_name, stats_png
-from learner.data.stats_tables import stats_tables
 from learner.data.toy import ToyData
-from learner.serialize import serialize_objects
+from learner.stages.formats.coord_json import serialize_objects
 from tests.unit.data_files import box, line, paint_all, write_lines
 
 SMALL = box("ball", 0, 0, 499, 499)  # about 32 x 24 of 64 x 48 pixels

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from learner.config import load_config
-from learner.trainer.runlog import software
-from rollout_server.settings import load_settings
+from learner.training.run_log import software
+from rollout_server.settings.options import load_settings
 from shared_contracts.errors import Problem
 from tests.unit.deployment import (
     DEPLOY,
@@ -332,7 +332,7 @@ def test_a_package_within_another_checkout_has_none_of_its_commits(
     installed = tmp_path / ".venv" / "runlog.py"
     installed.parent.mkdir()
     installed.touch()
-    monkeypatch.setattr("learner.trainer.runlog.__file__", str(installed))
+    monkeypatch.setattr("learner.training.run_log.__file__", str(installed))
     assert software()["commit"] is None
 
 

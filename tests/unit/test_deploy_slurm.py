@@ -23,7 +23,7 @@ from tests.unit.deployment import DEPLOY, ROOT, command_fault, commands_in, pars
 SBATCH = DEPLOY / "slurm" / "train.sbatch"
 PROD = ROOT / "configs/stage2_two_channel/prod/default.yaml"
 
-pytestmark = pytest.mark.req("DEP-01")
+pytestmark = [pytest.mark.slow, pytest.mark.req("DEP-01")]
 
 # --- Options ------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
     for job in jobs:
         if job.process.poll() is None:
             job.process.terminate()
-            job.process.wait(timeout=30)
+            job.process.wait(timeout=60)
 
 
 def left_over(folder: Path) -> list[Path]:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("learner", "rollout_server", "shared_contracts")
 BESIDE_THE_PACKAGES = {
@@ -128,7 +130,12 @@ def test_the_programs_of_the_wheel_work_in_an_empty_folder(installed: Path, tmp_
 def test_the_configs_of_the_demo_load_where_the_wheel_has_them(
     installed: Path, tmp_path: Path
 ) -> None:
-    (folder,) = installed.parent.glob("lib/python*/site-packages/learner/demo_configs")
-    assert sorted(file.name for file in folder.iterdir()) == ["two_channel.yaml", "warmup.yaml"]
+    (folder,) = installed.parent.glob("lib/python*/site-packages/learner/operate/demo_configs")
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "channel_a.yaml",
+        "two_channel.yaml",
+        "warmup.yaml",
+    ]
     # It extends the other one.
-    said(tmp_path, installed / "learner", "config", "check", folder / "two_channel.yaml")
+    file = folder / "two_channel.yaml"
+    said(tmp_path, installed / "learner", "config", "check", "--keys-only", file)

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from learner.rollout.distribution import call_size, plan_chunks, rank_caps, rank_chunk_size
+from learner.rollout.distribution import (
+    most_at_once,
+    next_call,
+    plan_chunks,
+    rank_caps,
+    rank_chunk_size,
+)
 from shared_contracts.errors import ContractError
 
 WORLD_SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
@@ -58,6 +64,7 @@ def test_requests_are_not_shared_where_nobody_can_have_any(weights: list[int]) -
 
 
 @pytest.mark.req("DIST-01", "DIST-02", "DIST-03")
+@pytest.mark.scenario("Multi-server request distribution is deterministic")
 @given(st.integers(0, 200), WORLD_SIZES)
 def test_chunks_are_contiguous_and_in_order(n: int, world_sizes: list[int]) -> None:
     chunks = plan_chunks(n, world_sizes)
@@ -111,10 +118,14 @@ def test_a_round_of_one_learner_keeps_every_server_within_its_bound(
         assert len(chunk) <= decode_batch_size * size
 
 
-@pytest.mark.req("DIST-04", "ARCH-02")
+@pytest.mark.req("DIST-04", "ARCH-02", "DIST-03", "CFG-05")
+@pytest.mark.scenario("Canonical Stage-2 key controls decode microbatching")
 @pytest.mark.parametrize(
     ("decode_batch_size", "world_sizes", "ranks", "size"),
-    [(4, [3], 1, 12), (2, [1, 2], 4, 1), (1, [2, 2], 4, 1), (3, [2, 1], 2, 4)],
+    [
+        *((m, [2, 1], 1, 3 * m) for m in (1, 2, 4)),
+        *[(4, [3], 1, 12), (2, [1, 2], 4, 1), (1, [2, 2], 4, 1), (3, [2, 1], 2, 4)],
+    ],
 )
 def test_ranks_share_the_rollout_devices(
     decode_batch_size: int, world_sizes: list[int], ranks: int, size: int
@@ -123,6 +134,7 @@ def test_ranks_share_the_rollout_devices(
 
 
 @pytest.mark.req("DIST-04")
+@pytest.mark.scenario("vLLM server mode fails fast when cap is infeasible")
 def test_fewer_decoded_sequences_than_learner_ranks_fail_fast_with_three_ways_out() -> None:
     with pytest.raises(ContractError) as error:
         rank_chunk_size(1, [1, 1], 4)
@@ -136,11 +148,13 @@ def test_fewer_decoded_sequences_than_learner_ranks_fail_fast_with_three_ways_ou
     )
 
 
-@pytest.mark.req("DIST-03", "RES-04")
+@pytest.mark.req("DIST-03", "RES-04", "DIST-04", "CFG-05")
+@pytest.mark.scenario("Canonical Stage-2 key controls decode microbatching")
 @pytest.mark.parametrize(
     ("decode_batch_size", "world_sizes", "ranks", "caps"),
     [
         (4, [1, 2], 1, [[4, 8]]),
+        (4, [2, 1], 1, [[8, 4]]),
         (1, [1, 1], 2, [[1, 0], [0, 1]]),
         (4, [1, 1], 2, [[2, 2], [2, 2]]),
         # Eight places are needed of nine: five at the larger server, dealt out in turns.
@@ -157,11 +171,34 @@ def test_ranks_share_the_places_of_the_servers(
 
 
 @pytest.mark.req("DIST-04")
-def test_a_call_asks_for_as_many_answers_as_may_be_in_flight_and_for_one_request_at_least() -> None:
-    assert call_size(7) == 7
-    assert call_size(7, n=3) == 2
-    assert call_size(2, n=3) == 1
-    assert call_size(0) == 1
+def test_as_many_answers_as_may_be_in_flight_are_asked_for_and_one_request_at_least() -> None:
+    assert most_at_once(7) == 7
+    assert most_at_once(7, n=3) == 2
+    assert most_at_once(2, n=3) == 1
+    assert most_at_once(0) == 1
+
+
+@pytest.mark.req("DIST-03", "FULL-06")
+def test_places_are_split_over_calls_only_where_requests_wait_for_them() -> None:
+    assert next_call(64, 64, 64, 1) == 64
+    assert next_call(65, 64, 64, 1) == 8
+    assert next_call(65, 5, 64, 1) == 5
+    assert next_call(3, 5, 64, 1) == 3
+    assert next_call(65, 64, 64, 16) == 32, "of each of 16 ranks two calls"
+    assert next_call(65, 64, 64, 100) == 64
+
+
+@pytest.mark.req("DIST-03", "FULL-06")
+@given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 64))
+def test_calls_fill_the_places_and_are_few(waiting: int, most: int, ranks: int) -> None:
+    free, calls = most, 0
+    while waiting and free:
+        count = next_call(waiting, free, most, ranks)
+        assert 1 <= count <= min(waiting, free)
+        waiting, free, calls = waiting - count, free - count, calls + 1
+    assert waiting == 0 or free == 0
+    assert calls <= 9
+    assert ranks * (calls - 1) <= 32
 
 
 @pytest.mark.req("DIST-04")
@@ -194,6 +231,37 @@ def test_however_many_ranks_there_are_no_server_is_overfilled(
         round_size = data.draw(st.integers(0, share))
         for chunk, cap in zip(plan_chunks(round_size, of_rank), of_rank, strict=True):
             assert len(chunk) <= cap
+
+
+@pytest.mark.req("RES-21", "DIST-02", "RES-11")
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 8), st.data())
+def test_a_single_rank_sends_equal_servers_what_is_rounded_up(
+    decode_batch_size: int, servers: int, size: int, data: st.DataObject
+) -> None:
+    caps = rank_caps(decode_batch_size, [size] * servers, 1, 0)
+    n = data.draw(st.integers(1, sum(caps)))
+    sent = [len(chunk) for chunk in plan_chunks(n, caps)]
+    per_server = -(-n // servers)
+    assert sent == [max(min(per_server, n - i * per_server), 0) for i in range(servers)]
+
+
+@pytest.mark.req("RES-21", "DIST-03")
+@pytest.mark.parametrize(
+    ("decode_batch_size", "world_sizes", "ranks", "n", "sent"),
+    [
+        # Of four places, three are needed: rank 2 has its one at the second server.
+        (2, [1, 1], 3, 1, [[1, 0], [1, 0], [0, 1]]),
+        # Rank 0 has two places at the first and one at the second, rank 1 the other way round.
+        (3, [1, 1], 2, 3, [[2, 1], [1, 2]]),
+        (1, [1, 1, 1, 1], 2, 2, [[1, 0, 1, 0], [0, 1, 0, 1]]),
+    ],
+)
+def test_where_ranks_share_servers_their_places_decide_before_what_is_rounded_up(
+    decode_batch_size: int, world_sizes: list[int], ranks: int, n: int, sent: list[list[int]]
+) -> None:
+    for rank in range(ranks):
+        caps = rank_caps(decode_batch_size, world_sizes, ranks, rank)
+        assert [len(chunk) for chunk in plan_chunks(n, caps)] == sent[rank]
 
 
 @pytest.mark.req("DIST-02", "DIST-03", "RES-04")

@@ -1,7 +1,9 @@
 """The checks of `learner doctor` that read files, how findings are shown, and the whole."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,14 +11,10 @@ from rich.console import Console
 
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.doctor import (
-    inputs,
-    memory,
-    room,
-    show,
-)
-from learner.doctor.findings import Finding, of_error, ok, skipped
-from learner.doctor.run import examine
+from learner.operate.doctor import inputs, memory
+from learner.operate.doctor.findings import Finding, as_json, of_error, ok, skipped, summary, tables
+from learner.operate.doctor.run import examine
+from learner.operate.estimate.sizes import read_sizes
 from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.findings import by_check, worst
 from tests.unit.small_run import small_config
@@ -75,11 +73,16 @@ def trained_on(config: Config, toy_data: ToyData, folder: Path, images: list[Pat
 def test_a_broken_image_is_named_and_the_rest_goes_on(
     config: Config, toy_data: ToyData, tmp_path: Path, broken: Path
 ) -> None:
-    found = by_check(inputs.look(trained_on(config, toy_data, tmp_path, [broken])).findings)
+    looked = inputs.look(trained_on(config, toy_data, tmp_path, [broken]))
+    found = by_check(looked.findings)
     assert found["images"].status == "fail"
     assert found["images"].about == str(broken)
     assert "no image of a known format" in found["images"].found
-    assert found["run"].status == "ok"
+    assert found["run"].status == "fail"  # it would not start
+    assert {f.about for f in looked.findings if f.check == "run"} == {
+        f"{tmp_path / 'train.jsonl'}:{line}" for line in range(1, 5)
+    }
+    assert found["data"].status == "ok"
 
 
 def test_a_broken_second_image_costs_the_estimate_alone(
@@ -89,7 +92,7 @@ def test_a_broken_second_image_costs_the_estimate_alone(
     own = trained_on(config, toy_data, tmp_path, [whole, broken])
     looked = inputs.look(own)
     assert by_check(looked.findings)["images"].about == str(broken)
-    found = by_check(room.weigh(own, looked, [], None, None).findings)
+    found = by_check(memory.weigh(own, looked, [], None, None).findings)
     assert (found["weights"].status, found[memory.LEARNER].status) == ("ok", "skipped")
 
 
@@ -142,8 +145,13 @@ def test_without_servers_it_says_what_is_looked_at_instead(
     for number, (sections, says) in enumerate(cases):
         config = small_config(toy_checkpoint, toy_data, tmp_path / str(number), **sections)
         findings = list(examine(config))
-        assert [f for f in findings if f.status in ("warn", "fail")] == []
         found = by_check(findings)
+        rows = found["coordinate rows"]
+        assert "look untrained" in rows.found
+        assert (rows.status, "b_ratio" in rows.do) == (
+            ("warn", True) if sections else ("ok", False)
+        )
+        assert [f for f in findings if f.status in ("warn", "fail") and f is not rows] == []
         assert found["servers"].status == "skipped"
         assert says in found["servers"].found
         assert ("server memory (estimate)" in found) == (says == "colocate")
@@ -157,13 +165,46 @@ def test_findings_are_shown_to_a_person_and_to_a_script() -> None:
         skipped("rollout", "waits for token", URL),
     ]
     console = Console(width=90, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    for table in show.tables(findings):
+    for table in tables(findings):
         console.print(table)
     text = console.export_text()
     for part in ("This machine", "train.jsonl: 4 samples", URL, "-> Set it", "media, rollout"):
         assert part in text
     assert text.count("waits for token") == 1
-    assert show.summary(findings) == "1 ok, 0 warn, 1 fail, 2 skipped"
-    document = json.loads(show.as_json(findings))
+    assert summary(findings) == "1 ok, 0 warn, 1 fail, 2 skipped"
+    document = json.loads(as_json(findings))
     assert document["failed"] is True
     assert [each["status"] for each in document["findings"]] == ["ok", "fail", "skipped", "skipped"]
+
+
+def test_logins_of_trackers_are_looked_for_here(config: Config, tmp_path: Path) -> None:
+    reporting = config.model_copy(
+        update={"training": config.training.model_copy(update={"report_to": ("wandb", "mlflow")})}
+    )
+    (missing,) = inputs.trackers(reporting, {}, tmp_path)
+    assert (missing.status, missing.about) == ("warn", "training.report_to[0]")
+    assert "WANDB_API_KEY, ~/.netrc" in missing.found
+    assert "set WANDB_MODE to offline" in missing.do
+    (tmp_path / ".netrc").write_text("machine example.org password x\n")
+    assert worst(inputs.trackers(reporting, {}, tmp_path)) == "warn"
+    for environment in ({"WANDB_MODE": "offline"}, {"WANDB_API_KEY": "x"}):
+        assert worst(inputs.trackers(reporting, environment, tmp_path)) == "ok"
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
+    assert worst(inputs.trackers(reporting, {}, tmp_path)) == "ok"
+
+
+def test_checkpoints_that_do_not_fit_on_the_disk_are_told(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = read_sizes(config)
+    each = memory.checkpoint_bytes(config, counted)
+    assert each > 12 * counted.parameters
+    every_step = config.training.model_copy(update={"save_steps": 1, "save_total_limit": 1})
+    often = config.model_copy(update={"training": every_step})
+    for of, kept in ((config, 1), (often, 2)):
+        for free, status in ((kept * each, "ok"), (kept * each - 1, "fail")):
+            monkeypatch.setattr(
+                shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free)
+            )
+            finding = memory.judge_disk(of, counted, 24)
+            assert (finding.status, finding.found.split()[0]) == (status, str(kept))

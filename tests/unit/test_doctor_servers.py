@@ -9,18 +9,14 @@ import pytest
 from transformers import AutoProcessor, PreTrainedTokenizerFast
 
 from learner.config.schema import Config
-from learner.data.jsonl import read_samples
+from learner.data.jsonl import build_request, read_samples
 from learner.data.toy import ToyData
-from learner.doctor import (
-    asking,
-    ports,
-    servers,
-    weights,
-)
-from learner.doctor.findings import Finding
+from learner.models.packed_forward import encode_request
+from learner.operate.doctor import servers, weights
+from learner.operate.doctor.findings import Finding
+from learner.rollout.answers import UNKNOWN
 from learner.rollout.client import ServerUnreachable
-from learner.rollout.requests import build_request
-from learner.sync.push import WeightSyncError
+from learner.rollout.sync.push import WeightSyncError
 from shared_contracts.errors import Problem, ProblemError
 from shared_contracts.rollout_config import ServerConfig
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
@@ -57,20 +53,23 @@ def test_settings_of_a_server_are_held_against_the_config(config: Config) -> Non
     assert "over gloo, the learner's over nccl" in other.found
     few = servers.judge_settings(config, URL, info_of(max_num_seqs=1, world_size=64), "gloo")
     assert "decodes 1 sequences" in few[0].found
-    assert worst(servers.judge_together(config, [info_of()], 1)) == "ok"
-    assert worst(servers.judge_together(config, [info_of()], 4096)) == "fail"
+    short = servers.judge_settings(config, URL, info_of(max_model_len=64), "gloo", needed=65)
+    assert (worst(short), "at most 64 tokens" in short[0].found) == ("warn", True)
+    assert worst(servers.judge_settings(config, URL, info_of(max_model_len=65), "gloo", 65)) == "ok"
+    assert worst(servers.judge_together(config, [info_of()], {})) == "ok"
+    assert worst(servers.judge_together(config, [info_of()], {"WORLD_SIZE": "4096"})) == "fail"
 
 
 # --- ports
 
 
 def test_a_server_behind_a_tunnel_is_doubted() -> None:
-    finding = ports.judge_address(URL, "127.0.0.1", "127.0.0.1", "learn-0", "serve-0")
+    finding = weights.judge_address(URL, "127.0.0.1", "127.0.0.1", "learn-0", "serve-0")
     assert finding.status == "warn"
     assert "tunnel" in finding.found
     for ip, there in (("127.0.0.1", "learn-0"), ("10.0.0.2", "serve-0"), ("127.0.0.1", "")):
-        assert ports.judge_address(URL, ip, "10.0.0.1", "learn-0", there).status == "ok"
-    nowhere, resolved = ports.address(URL, "no-such-host.invalid", "")
+        assert weights.judge_address(URL, ip, "10.0.0.1", "learn-0", there).status == "ok"
+    nowhere, resolved = weights.address(URL, "no-such-host.invalid", "")
     assert nowhere.status == "fail"
     assert resolved is None
 
@@ -87,20 +86,20 @@ def test_a_server_behind_a_tunnel_is_doubted() -> None:
 def test_a_name_that_means_loopback_needs_an_interface(
     resolved: str, environment: dict[str, str], status: str
 ) -> None:
-    assert ports.judge_own_name("learn-0", resolved, environment).status == status
-    assert ports.own_name(["127.0.0.1"], {}) is None
+    assert weights.judge_own_name("learn-0", resolved, environment).status == status
+    assert weights.own_name(["127.0.0.1"], {}) is None
 
 
 def test_a_group_port_is_free_or_its_holder_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        taken = ports.group_port(URL, "127.0.0.1", port)
+        taken = weights.group_port(URL, "127.0.0.1", port)
     assert taken.status == "fail"
     assert f"127.0.0.1:{port} is taken by " in taken.found
-    assert ports.listener(port) is None
-    assert ports.group_port(URL, "127.0.0.1", port).status == "ok"
-    assert ports.judge_port(URL, "10.0.0.1:1", "silent", None).status == "warn"
-    assert "cannot be seen" in ports.judge_port(URL, "10.0.0.1:1", "taken", None).found
+    assert weights.listener(port) is None
+    assert weights.group_port(URL, "127.0.0.1", port).status == "ok"
+    assert weights.judge_port(URL, "10.0.0.1:1", "silent", None).status == "warn"
+    assert "cannot be seen" in weights.judge_port(URL, "10.0.0.1:1", "taken", None).found
 
 
 # --- servers
@@ -114,7 +113,7 @@ def server_of(url: str) -> ServerConfig:
 def reach(url: str) -> list[Finding]:
     server = server_of(url)
     with ExitStack() as closing:
-        return servers.reach(server.servers[0], server, closing).findings
+        return servers.reach(server.servers[0], server, UNKNOWN, closing).findings
 
 
 def test_a_token_of_a_file_counts_as_given_and_one_that_cannot_be_read_is_told(
@@ -135,7 +134,7 @@ def test_a_token_of_a_file_counts_as_given_and_one_that_cannot_be_read_is_told(
 
 
 def test_the_number_of_learner_processes_that_is_taken_is_named(config: Config) -> None:
-    (found,) = servers.judge_together(config, [info_of(world_size=2)], processes=1)
+    (found,) = servers.judge_together(config, [info_of(world_size=2)], {})
     assert "1 learner process(es), which WORLD_SIZE=N says otherwise" in found.found
 
 
@@ -202,18 +201,18 @@ def test_why_a_server_gave_no_answer(toy_data: ToyData) -> None:
     requests = [build_request(sample, "Detect.", None) for sample in samples]
     spots = ("infer_requests[0].images[0]", "infer_requests[1].images[0]")
     outside = refused("invalid-request", "in no directory (--allowed-media-dir)", *spots)
-    (unread,) = asking.unanswered(outside, requests, URL)
+    (unread,) = servers.unanswered(outside, requests, URL)
     assert str(samples[0].images[0]) in unread.found
     assert "--allowed-media-dir" in unread.do
     gone = refused("invalid-request", "no such file", spots[1])
-    (unread,) = asking.unanswered(gone, requests, URL)
+    (unread,) = servers.unanswered(gone, requests, URL)
     assert str(samples[1].images[0]) in unread.found
     assert "same path" in unread.do
-    (waits,) = asking.unanswered(refused("weights-poisoned", "broke"), requests, URL)
+    (waits,) = servers.unanswered(refused("weights-poisoned", "broke"), requests, URL)
     assert waits.status == "skipped"
-    (large,) = asking.unanswered(refused("body-too-large", "9 MiB"), requests, URL)
+    (large,) = servers.unanswered(refused("body-too-large", "9 MiB"), requests, URL)
     assert "--max-body-mib" in large.do
-    (lost,) = asking.unanswered(ServerUnreachable("gone"), requests, URL)
+    (lost,) = servers.unanswered(ServerUnreachable("gone"), requests, URL)
     assert (lost.status, lost.found) == ("fail", "gone")
 
 
@@ -225,16 +224,37 @@ def test_an_image_that_only_the_server_can_read_is_a_finding(
     request = build_request(away, "Detect.", None)
     processor = AutoProcessor.from_pretrained(toy_checkpoint)
     answered = envelope([1], [1, 2])
-    finding = asking.prompts([away], [request], [answered], processor, URL)
+    finding = servers.prompts([away], [request], [answered], processor, URL)
     assert (finding.check, finding.status) == ("prompt", "fail")
     assert "away.png" in finding.found
+
+
+@pytest.mark.req("RES-16")
+def test_a_server_prompt_must_have_every_id_of_the_learners(
+    toy_checkpoint: Path, toy_data: ToyData
+) -> None:
+    sample = read_samples(toy_data.train_jsonl, allow_poly=False)[0]
+    request = build_request(sample, "Detect.", None)
+    processor = AutoProcessor.from_pretrained(toy_checkpoint)
+    ours = encode_request(processor, request).ids.tolist()
+
+    def finding(theirs: list[int]) -> Finding:
+        return servers.prompts([sample], [request], [envelope([1], theirs)], processor, URL)
+
+    assert finding(ours).found == f"1 prompts of {len(ours)} tokens agree"
+    for theirs in ([], ours[:3], ours[:-1], [*ours, ours[-1]]):
+        differs = finding(theirs)
+        assert (differs.check, differs.status) == ("prompt", "fail")
+        assert f"position {min(len(theirs), len(ours))}" in differs.found
+        assert "no token" in differs.found
+        assert f"lengths {len(ours)} and {len(theirs)}" in differs.found
 
 
 def test_one_sample_of_every_folder_is_asked_about(toy_data: ToyData) -> None:
     samples = read_samples(toy_data.train_jsonl, allow_poly=False)
     elsewhere = replace(samples[5], images=(Path("/elsewhere/a.png"),))
-    chosen = asking.choose([*samples, elsewhere])
-    assert len(chosen) == asking.ASKED
+    chosen = servers.choose([*samples, elsewhere])
+    assert len(chosen) == servers.ASKED
     assert {sample.images[0].parent for sample in chosen} == {
         samples[0].images[0].parent,
         Path("/elsewhere"),
@@ -243,6 +263,6 @@ def test_one_sample_of_every_folder_is_asked_about(toy_data: ToyData) -> None:
 
 def test_what_the_parser_says_of_an_answer(toy_tokenizer: PreTrainedTokenizerFast) -> None:
     ids = toy_tokenizer.encode("no answer", add_special_tokens=False)
-    finding = asking.judge_answer(envelope(ids, [1]), toy_tokenizer, 0.5, URL)
+    finding = servers.judge_answer(envelope(ids, [1]), toy_tokenizer, 0.5, URL)
     assert finding.found.startswith(f"{len(ids)} tokens in 0.50 s, ended by stop; ")
     assert "invalid" in finding.found

@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from learner.analysis.evaluation.folder import (
+    ANSWERS,
+    EvaluationLog,
+    Scored,
+    read_answers,
+    write_evaluation,
+)
+from learner.analysis.evaluation.scores import ScoredAnswer
 from learner.data.coco import read_coco
-from learner.evaluation.folder import ANSWERS, EvaluationLog, Scored, read_answers, write_evaluation
-from learner.evaluation.scores import ScoredAnswer
-from learner.log_cut import cut_back
-from learner.peers import ALONE, Peers
-from learner.publish import require_free
-from learner.rollout_log import LoggedAnswer
+from learner.distributed.peers import SINGLE_PROCESS, Peers
+from learner.runs.atomic_files import require_free
+from learner.runs.resume import truncate_logs
+from learner.runs.rollout_log import LoggedAnswer
 from shared_contracts.errors import ContractError, RunError
 from tests.unit.eval_answers import answered, box, sample
 from tests.unit.ranks_in_threads import in_ranks
@@ -96,7 +102,7 @@ def finished(
     """What each process of a run does with the answers to its samples."""
     data, facts = folder / "val.jsonl", {"run": str(folder)}
     log = EvaluationLog(folder, data, facts, polygons=False, save=save, peers=peers)
-    peers.share(lambda: log.leave(answers[peers.rank :: peers.count]))
+    peers.all_gather(lambda: log.leave(answers[peers.rank :: peers.count]))
     return log.finish(step)
 
 
@@ -104,7 +110,7 @@ def finished(
 def test_several_processes_come_to_what_one_comes_to(
     found: list[ScoredAnswer], tmp_path: Path
 ) -> None:
-    alone = finished(tmp_path / "one", found, ALONE)
+    alone = finished(tmp_path / "one", found, SINGLE_PROCESS)
     ranks = in_ranks(3, lambda peers: finished(tmp_path / "three", found, peers))
     assert [rank.result() for rank in ranks] == [alone] * 3
     recalled = 67 + 84  # of 101 points: those up to 4/6 of the cats, and up to 5/6 of the dogs
@@ -118,8 +124,8 @@ def test_several_processes_come_to_what_one_comes_to(
 
 @pytest.mark.req("EVAL-01")
 def test_a_run_that_saves_no_answers_leaves_none(found: list[ScoredAnswer], tmp_path: Path) -> None:
-    kept = finished(tmp_path / "kept", found, ALONE)
-    assert finished(tmp_path / "run", found, ALONE, save=False) == kept
+    kept = finished(tmp_path / "kept", found, SINGLE_PROCESS)
+    assert finished(tmp_path / "run", found, SINGLE_PROCESS, save=False) == kept
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -127,8 +133,8 @@ def test_a_run_that_saves_no_answers_leaves_none(found: list[ScoredAnswer], tmp_
 def test_an_evaluation_that_is_made_again_takes_the_place_of_the_first(
     found: list[ScoredAnswer], tmp_path: Path
 ) -> None:
-    finished(tmp_path, found[:1], ALONE)
-    finished(tmp_path, found, ALONE)
+    finished(tmp_path, found[:1], SINGLE_PROCESS)
+    finished(tmp_path, found, SINGLE_PROCESS)
     assert read_answers(tmp_path / "evaluations" / "step_000120") == found
 
 
@@ -136,11 +142,11 @@ def test_an_evaluation_that_is_made_again_takes_the_place_of_the_first(
 def test_a_run_goes_on_where_its_answers_cannot_be_kept(
     found: list[ScoredAnswer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = finished(tmp_path / "kept", found, ALONE)
+    kept = finished(tmp_path / "kept", found, SINGLE_PROCESS)
     taken = tmp_path / "run" / "evaluations" / "step_000120"
     taken.parent.mkdir(parents=True)
     taken.write_text("a file where the folder is to be")
-    assert finished(tmp_path / "run", found, ALONE) == kept
+    assert finished(tmp_path / "run", found, SINGLE_PROCESS) == kept
     (told,) = caplog.messages
     assert told.startswith(f"the answers of the evaluation {taken} are not kept: ")
     assert list(taken.parent.iterdir()) == [taken]
@@ -152,7 +158,7 @@ def test_answers_that_the_processes_cannot_share_end_a_run_with_a_message(
 ) -> None:
     (tmp_path / "evaluations").write_text("a file where the folder is to be")
     with pytest.raises(RunError, match=r"answers of an evaluation cannot be shared: .*evaluations"):
-        finished(tmp_path, found, ALONE)
+        finished(tmp_path, found, SINGLE_PROCESS)
 
 
 @pytest.mark.req("EVAL-01")
@@ -162,9 +168,9 @@ def test_a_full_disk_ends_a_run_that_keeps_its_answers(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("learner.evaluation.folder.write_gallery", full)
+    monkeypatch.setattr("learner.analysis.evaluation.folder.write_gallery", full)
     with pytest.raises(RunError, match="step_000120: No space left on device"):
-        finished(tmp_path, found, ALONE)
+        finished(tmp_path, found, SINGLE_PROCESS)
     assert not (tmp_path / "evaluations" / "step_000120").exists()
 
 
@@ -173,7 +179,7 @@ def test_a_run_that_goes_on_keeps_the_evaluations_up_to_its_checkpoint(tmp_path:
     kept = ["checkpoint-130-val", "step_000100", "step_000120", "step_000130-val"]
     for name in (*kept, "step_000121", "step_000130", "step_000130.part"):
         (tmp_path / "evaluations" / name).mkdir(parents=True)
-    cut_back(tmp_path, {}, step=120)
+    truncate_logs(tmp_path, {}, step=120)
     assert sorted(path.name for path in (tmp_path / "evaluations").iterdir()) == kept
 
 

@@ -10,8 +10,8 @@ import pytest
 from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.evaluation.plan import plan_evaluation
-from learner.resume import BEGINNING, find_start
+from learner.operate.eval_plan import plan_evaluation
+from learner.runs.resume import BEGINNING, find_start
 from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.small_run import small_mapping
 

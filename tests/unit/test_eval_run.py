@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from learner.analysis.evaluation.folder import read_answers
+from learner.analysis.evaluation.scores import ScoredAnswer
 from learner.cli import app
 from learner.config import dump_mapping, merge, parse_config
 from learner.data.toy import ToyData
-from learner.evaluation.folder import read_answers
-from learner.evaluation.scores import ScoredAnswer
-from learner.preflight import check_inputs
-from learner.train import train
+from learner.training.start_checks import check_inputs
+from learner.training.train import train
 from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_mapping
 
@@ -150,6 +150,10 @@ def test_the_command_finds_what_the_run_found_and_says_where_to_go_on(run: Run) 
     for said in ("objects", "boxes, descriptions ignored", own[0].sample_id, str(out)):
         assert said in done.output
     assert "Running per image evaluation" not in done.output
+    assert f"Report: {run.folder}/report.html" in done.output
+    page = (run.folder / "report.html").read_text(encoding="utf-8")
+    assert f'<dt>Held-out F1</dt><dd><a href="evaluations/{out.name}/report.html">' in page
+    assert f'<a href="evaluations/step_{STEPS:06d}/report.html">' in page
 
 
 @pytest.mark.req("EVAL-01")

@@ -2,31 +2,48 @@
 
 import io
 import json
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from rich.console import Console
+from tokenizers.normalizers import NFC
 from transformers import PreTrainedTokenizerFast
 
+from learner.analysis.evaluation.folder import Scored
+from learner.analysis.evaluation.scores import (
+    IOU_THRESHOLDS,
+    ScoredAnswer,
+    Scores,
+    assess_by_name,
+    evaluate,
+    most_pairs,
+)
+from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.evaluation.scores import ScoredAnswer, Scores, evaluate, judge
-from learner.model.load import load_model
-from learner.preflight import read_inputs
-from learner.rollout.journal import Call, Journal
+from learner.models.load import load_model
+from learner.rollout.backend import Call, Journal
 from learner.rollout.policy import Asking, OpenBackend, Policy
-from learner.train import RunParts, build_runner, build_scorer, build_trainer
-from learner.trainer.optim import build_optimizer
-from learner.trainer.progress import ProgressDisplay
-from learner.trainer.runlog import CallLog
+from learner.stages.targets import build_ground_truth_target
+from learner.training.run_log import CallLog, ProgressDisplay
+from learner.training.start_checks import read_inputs
+from learner.training.train import RunParts, build_runner, build_scorer, build_trainer
+from learner.training.trainer import build_optimizer
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress
 from tests.unit.answers import BIRD, CAT, DOG, coords, encode, entry
 from tests.unit.scripted_rollouts import report
 from tests.unit.small_run import rollout, small_config
+from tests.unit.toy_bpe import train_toy_tokenizer
 
+# A label as a Mac's file names have it, and as most texts do.
+FORMS = [unicodedata.normalize(form, "café") for form in ("NFD", "NFC")]
 CAT_BOX, DOG_BOX = CAT.shape.coords, DOG.shape.coords
 
 
@@ -38,7 +55,9 @@ def answer(
     tokenizer: PreTrainedTokenizerFast, text: str, objects: Sequence[GroundTruthObject]
 ) -> ScoredAnswer:
     said = rollout([], encode(tokenizer, text))
-    return ScoredAnswer.scored(judge(sample(*objects), said, tokenizer, allow_poly=False))
+    return ScoredAnswer.scored(
+        assess_by_name(sample(*objects), said, tokenizer, allow_poly=False, resolution=256)
+    )
 
 
 def scored(
@@ -103,6 +122,160 @@ def test_two_answers_for_one_object_are_one_hit(toy_tokenizer: PreTrainedTokeniz
     assert (found.predicted, found.hits) == (2, 1)
     assert found.precision == 0.5
     assert found.recall == 1.0
+
+
+@pytest.mark.req("RES-20")
+def test_a_hit_is_not_lost_to_another_description_at_its_place(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """The dog lies on the cat exactly, the cat one bin off."""
+    x1, y1, x2, y2 = CAT_BOX
+    text = f"{{{entry(1, 'dog', CAT_BOX)}, {entry(2, 'cat', (x1 + 1, y1, x2, y2))}}}"
+    found = answer(toy_tokenizer, text, [CAT])
+    assert (found.hits, found.match.pairs) == (1, [(1, 0)])
+    assert found.match.false_positives == [0]
+    assert scored(toy_tokenizer, (text, [CAT])).box_f1 == pytest.approx(2 / 3)
+
+
+@pytest.mark.req("RES-20")
+def test_the_most_hits_hold_even_where_one_of_them_is_better(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Both predictions lie on the first cat, the first one better; only it lies on the second."""
+    first, second = (GroundTruthObject("cat", Shape("bbox_2d", c)) for c in ROWS)
+    text = f"{{{entry(1, 'cat', (0, 0, 110, 100))}, {entry(2, 'cat', (0, 0, 60, 100))}}}"
+    found = answer(toy_tokenizer, text, [first, second])
+    assert (found.hits, found.match.pairs) == (2, [(0, 1), (1, 0)])
+
+
+ROWS = (0, 0, 100, 100), (20, 0, 160, 100)
+
+
+@pytest.mark.req("RES-20")
+@given(
+    st.integers(0, 4).flatmap(
+        lambda truths: st.lists(
+            st.lists(
+                st.sampled_from([None, 0.0, 0.25, 0.5, 1.0]), min_size=truths, max_size=truths
+            ),
+            max_size=4,
+        )
+    )
+)
+@example([[1.0, 0.0, None], [None, 1.0, 0.0], [0.0, None, None]])
+def test_no_other_way_to_pair_has_more_pairs_or_as_many_that_lie_closer(
+    rows: list[list[float | None]],
+) -> None:
+    """None: must not be paired. Every way is tried."""
+    iou = np.array([[-1.0 if v is None else v for v in row] for row in rows])
+    iou = iou.reshape(len(rows), len(rows[0]) if rows else 0)
+    pairs = most_pairs(iou, iou >= 0)
+    assert pairs == sorted(pairs)
+    assert len({p for p, _ in pairs}) == len({g for _, g in pairs}) == len(pairs)
+    assert all(iou[pair] >= 0 for pair in pairs)
+    assert (len(pairs), sum(iou[pair] for pair in pairs)) == best_way(iou.tolist())
+
+
+def best_way(iou: list[list[float]], taken: frozenset[int] = frozenset()) -> tuple[int, float]:
+    """Most pairs, and the largest sum of IoUs of as many."""
+    if not iou:
+        return 0, 0.0
+    best = best_way(iou[1:], taken)
+    for g, value in enumerate(iou[0]):
+        if value >= 0 and g not in taken:
+            pairs, total = best_way(iou[1:], taken | {g})
+            best = max(best, (pairs + 1, total + value))
+    return best
+
+
+@pytest.mark.req("RES-20")
+def test_of_two_ways_to_the_same_hits_the_nearer_one_holds(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    cats = [GroundTruthObject("cat", Shape("bbox_2d", (x, 0, x + 100, 100))) for x in (0, 10)]
+    text = f"{{{entry(1, 'cat', (10, 0, 110, 100))}, {entry(2, 'cat', (0, 0, 100, 100))}}}"
+    assert answer(toy_tokenizer, text, cats).match.pairs == [(0, 1), (1, 0)]
+
+
+@pytest.mark.req("RES-20")
+@pytest.mark.parametrize("x", [0, 1, 2, 3])
+@pytest.mark.parametrize(("width", "shift"), [(4, 1), (6, 2), (9, 3), (16, 5)])
+def test_the_overlap_of_small_boxes_is_exact(
+    toy_tokenizer: PreTrainedTokenizerFast, x: int, width: int, shift: int
+) -> None:
+    """A shift of up to a third leaves half; no canvas of 256 pixels tells bins apart."""
+    truth = GroundTruthObject("cat", Shape("bbox_2d", (x, 0, x + width, 4)))
+    said = entry(1, "cat", (x + shift, 0, x + shift + width, 4))
+    found = answer(toy_tokenizer, f"{{{said}}}", [truth])
+    assert found.hits == 1
+    iou = (width - shift) / (width + shift)
+    assert found.hits_at == [int(iou >= least) for least in IOU_THRESHOLDS]
+
+
+@pytest.mark.req("RES-20")
+@pytest.mark.parametrize("shape", [(7, 7, 7, 90), (7, 7, 7, 7)])
+def test_a_box_without_an_area_is_hit_by_its_equal_alone(
+    toy_tokenizer: PreTrainedTokenizerFast, shape: tuple[int, int, int, int]
+) -> None:
+    truth = GroundTruthObject("cat", Shape("bbox_2d", shape))
+    assert answer(toy_tokenizer, f"{{{entry(1, 'cat', shape)}}}", [truth]).hits == 1
+    assert answer(toy_tokenizer, f"{{{entry(1, 'cat', (7, 7, 8, 90))}}}", [truth]).hits == 0
+
+
+@pytest.mark.req("RES-20")
+@pytest.mark.parametrize("there", FORMS)
+@pytest.mark.parametrize("said", FORMS)
+def test_descriptions_are_compared_in_nfc(
+    toy_tokenizer: PreTrainedTokenizerFast, there: str, said: str
+) -> None:
+    truth = GroundTruthObject(there, CAT.shape)
+    assert answer(toy_tokenizer, f"{{{entry(1, said, CAT_BOX)}}}", [truth]).f1 == 1.0
+
+
+@pytest.mark.req("RES-20")
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_the_taught_answer_scores_1_whatever_form_the_label_has_in_the_file(
+    tmp_path: Path, form: Literal["NFC", "NFD"]
+) -> None:
+    """By a tokenizer that normalizes to NFC, as Qwen's does."""
+    tokenizer = train_toy_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = NFC()
+    (tmp_path / "a.png").touch()
+    label = {"desc": unicodedata.normalize(form, "Büro-Café"), "bbox_2d": list(CAT_BOX)}
+    record = {"images": ["a.png"], "width": 64, "height": 64, "objects": [label]}
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+    (read,) = read_samples(data, allow_poly=False)
+    taught = build_ground_truth_target(read.objects, tokenizer, "desc_first").token_ids
+    assessed = assess_by_name(
+        read, rollout([], taught), tokenizer, allow_poly=False, resolution=256
+    )
+    found = Scored.of([ScoredAnswer.scored(assessed)], data, polygons=False)
+    assert found.scores.f1 == 1.0
+    assert [row.name for row in found.breakdown.descriptions] == ["B\u00fcro-Caf\u00e9"]
+    assert [c["name"] for c in found.files.ground_truth["categories"]] == ["B\u00fcro-Caf\u00e9"]
+    assert found.detected["bbox"].objects.ap == pytest.approx(1)
+
+
+@pytest.mark.req("RES-20")
+def test_pairs_with_a_polygon_are_measured_on_the_canvas_of_the_yaml(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """A box, and the same as a polygon beside it; the canvas of 2 x 2 cannot part them."""
+    corners = coords(0, 0, 400, 0, 400, 400, 0, 400)
+    text = f'{{"object_1": {{"desc": "cat", "poly": {corners}}}}}'
+    truth = GroundTruthObject("cat", Shape("bbox_2d", (0, 0, 400, 180)))
+    assessed = [
+        assess_by_name(
+            sample(truth),
+            rollout([], encode(toy_tokenizer, text)),
+            toy_tokenizer,
+            allow_poly=True,
+            resolution=resolution,
+        )
+        for resolution in (4, 1000)
+    ]
+    assert [ScoredAnswer.scored(each).hits for each in assessed] == [1, 0]
 
 
 def test_objects_of_all_samples_count_alike(toy_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -174,10 +347,15 @@ def test_evaluation_asks_the_newest_weights_and_polygons_count_where_they_are_al
     roof_box = GroundTruthObject("roof", Shape("bbox_2d", (0, 0, 500, 500)))
     samples = [sample(CAT, roof_box)]
     policy.push_if_stale()
-    found = evaluate(policy, samples, seed=7, tokenizer=toy_tokenizer, allow_poly=False).scores
+
+    def asked(*, allow_poly: bool) -> Scores:
+        done = evaluate(policy, samples, 7, toy_tokenizer, allow_poly=allow_poly, resolution=256)
+        return done.scores
+
+    found = asked(allow_poly=False)
     assert backend.done == ["push 1", "rollout 1 seed 7"]
     assert found == Scores(predicted=1, ground_truths=2, hits=1, located=1, dropped=1)
-    found = evaluate(policy, samples, seed=7, tokenizer=toy_tokenizer, allow_poly=True).scores
+    found = asked(allow_poly=True)
     assert (found.predicted, found.dropped) == (2, 0)
 
 
@@ -192,7 +370,9 @@ def test_the_calls_of_an_evaluation_are_logged_with_it_and_not_with_the_next_ste
     logged: list[dict[str, Any]] = []
     samples = [sample(CAT)]
     policy.push_if_stale()
-    done = evaluate(policy, samples, 7, toy_tokenizer, logged.append, allow_poly=False)
+    done = evaluate(
+        policy, samples, 7, toy_tokenizer, logged.append, allow_poly=False, resolution=256
+    )
     (record,) = logged
     assert record["evaluation_seed"] == 7
     assert [call["attempt"] for call in record["calls"]] == [2]
@@ -202,10 +382,7 @@ def test_the_calls_of_an_evaluation_are_logged_with_it_and_not_with_the_next_ste
 
 @pytest.mark.req("SYNC-10", "DIST-05", "MET-01")
 def test_what_calls_and_push_of_an_evaluation_took_is_logged_with_its_scores(
-    toy_checkpoint: Path,
-    toy_data: ToyData,
-    toy_tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
+    toy_checkpoint: Path, toy_data: ToyData, toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     config = small_config(toy_checkpoint, toy_data, tmp_path)
     inputs, loaded = read_inputs(config), load_model(config)

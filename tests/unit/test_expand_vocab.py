@@ -19,12 +19,10 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from learner.coords import COORD_BINS
-from learner.model.coord_tokens import vocab_modules
-from learner.model.expand_vocab import NOISE, expand_vocab
-from learner.model.toy import make_model, toy_config, toy_processor
-from learner.model.toy_tokenizer import make_text_tokenizer
-from learner.tokens import CoordVocab
+from learner.models.coord_tokens import NOISE, expand_vocab, vocab_modules
+from learner.models.toy import make_model, make_text_tokenizer, toy_config, toy_processor
+from learner.stages.coords import COORD_BINS
+from learner.stages.tokens import CoordVocab
 from shared_contracts.errors import ContractError
 
 
@@ -83,7 +81,8 @@ def test_what_the_model_says_about_old_tokens_does_not_change(
     after, _ = load(tmp_path / "out")
     assert after.dtype == before.dtype == torch.bfloat16
     length = len(tokenizer)
-    assert torch.equal(text_logits(after, length), text_logits(before, length))
+    # More rows in the head may be multiplied by another kernel, which rounds otherwise.
+    torch.testing.assert_close(text_logits(after, length), text_logits(before, length))
 
 
 def test_new_rows_are_the_mean_of_the_old_ones_and_small_noise(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from learner.metrics.figures import counted, duration, narrow_number, number, score, share
+from learner.runs.console import counted, duration, fraction, narrow_number, number, score
 
 
 @pytest.mark.parametrize(
@@ -53,5 +53,5 @@ def test_numbers_are_told_with_four_digits(value: float | None, text: str) -> No
 
 def test_scores_shares_and_counts_of_nothing_are_told() -> None:
     assert (score(0.78125), score(None)) == ("0.781", "-")
-    assert (share(1, 3), share(1, 3, places=0), share(1, 0)) == ("33.3%", "33%", "-")
+    assert (fraction(1, 3), fraction(1, 3, places=0), fraction(1, 0)) == ("33.3%", "33%", "-")
     assert [counted(n, "step") for n in (0, 1, 1200)] == ["0 steps", "1 step", "1,200 steps"]

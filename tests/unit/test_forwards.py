@@ -1,8 +1,10 @@
 """Ranks with different packs run the same forwards; threads are the ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from learner.forwards import Forwards, PlainEngine
-from learner.losses.supervision import Supervision
-from learner.metrics import PhaseClock
-from learner.model.packed_forward import Pack
-from learner.packing import Chunk
-from learner.peers import ALONE, Peers
+from benchmarks.step_parts.engines import FixedA
+from benchmarks.step_parts.engines import samples as fixed_samples
+from learner.config import load_config
+from learner.config.schema import Config
+from learner.distributed.peers import SINGLE_PROCESS, Peers
+from learner.models.packed_forward import Pack
+from learner.objectives.logit_stats import Supervision
+from learner.objectives.pipeline import PackLoss
+from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.runs.metrics import Payload, PhaseClock
+from learner.stages.packing import Chunk
+from learner.training.recipes import Recipe
+from learner.training.step import PlainEngine, StepRunner
+from learner.training.synchronous_rollouts import PackFeed, SynchronousRollouts
+from learner.types import Channel, RolloutOutput, Sample
+from shared_contracts.infer import RequestConfig
 from tests.unit.ranks_in_threads import in_ranks
+
+CONFIG = load_config(Path(__file__).parents[2] / "configs" / "demo" / "two_channel.yaml")
 
 # Per rank, per chunk: the samples of each of its packs.
 Chunks = list[list[int]]
@@ -27,14 +41,15 @@ FEWER = settings(max_examples=settings().max_examples // 5)
 def pack(samples: int, name: str = "own") -> Pack:
     none = torch.zeros(0)
     nothing = Supervision(none, none, none, none, none, none)
-    return Pack([name] * samples, none, none, none, None, None, nothing)
+    return Pack([name] * samples, none, none, none, None, None, nothing, none, 0)
 
 
 @dataclass
 class Ran:
-    """What one rank ran. forwards: (name, samples, share) each; synced: by backward."""
+    """What one rank ran. forwards: (name, samples) each; fractions, synced: by backward."""
 
-    forwards: list[tuple[str, int, float]] = field(default_factory=list)
+    forwards: list[tuple[str, int]] = field(default_factory=list)
+    fractions: list[float] = field(default_factory=list)
     synced: list[bool] = field(default_factory=list)
     loss: float = 0.0
     replays: int = 0
@@ -50,6 +65,7 @@ class Recording(PlainEngine):
 
     def backward(self, loss: Tensor) -> None:
         self._ran.synced.append(self._syncs)
+        self._ran.fractions.append(loss.item())  # of a weight of 1
         loss.backward()
 
     @contextmanager
@@ -62,28 +78,68 @@ class Recording(PlainEngine):
         return self._unsynced()
 
 
-def run(peers: Peers, chunks: Chunks) -> Ran:
-    """A step whose loss is the weight, for every sample; 1 at the start."""
-    ran = Ran()
+class Given(Recipe):
+    """Packs as they are given; a pack's loss is the model's weight, which is 1 at the start."""
+
+    def __init__(self, config: Config, ran: Ran) -> None:
+        self.config = config
+        self.channel_a = FixedA(0.0)
+        self._ran = ran
+
+    def channel(self, step: int) -> Channel:
+        return "B"
+
+    def loss(self, model: nn.Module, pack: Pack, channel: Channel) -> PackLoss:
+        self._ran.forwards.append((pack.sample_ids[0], len(pack.sample_ids)))
+        (weight,) = model.parameters()
+        return PackLoss(weight.sum(), {}, {}, 0)
+
+
+class Script(SynchronousRollouts):
+    """The chunks of one step."""
+
+    def __init__(self, chunks: Iterator[Chunk[Pack]]) -> None:
+        self._chunks = chunks
+
+    @contextmanager
+    def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
+        yield PackFeed(0, self._chunks, Payload)
+
+
+class Nobody:
+    """A backend that is never asked."""
+
+    def rollout(self, requests: Any, request_config: Any) -> list[RolloutOutput]:
+        raise AssertionError("packs are given")
+
+    def push_weights(self, version: int) -> None:
+        raise AssertionError("packs are given")
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def step(
+    peers: Peers, packs: Iterator[Chunk[Pack]], samples: int, ran: Ran, config: Config = CONFIG
+) -> None:
+    """One step of channel B over these packs, as `ran` then says."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
+    policy = Policy(OpenBackend(Nobody()), Asking("", None, RequestConfig()))
+    runner = StepRunner(config, Given(config, ran), policy, peers=peers, source=Script(packs))
+    loss, report = runner.run(model, fixed_samples(samples), 0, Recording(ran))
+    ran.loss = loss.item()
+    ran.replays = int(report.metrics["step/replays"])
+    ran.gradient = None if model.weight.grad is None else model.weight.grad.item()
 
-    def pack_loss(pack: Pack, share: float) -> Tensor:
-        ran.forwards.append((pack.sample_ids[0], len(pack.sample_ids), share))
-        return share * model.weight.sum()
 
-    samples = sum(map(sum, chunks))
+def run(peers: Peers, chunks: Chunks) -> Ran:
+    ran = Ran()
     packs = (
         Chunk([pack(count) for count in chunk], number == len(chunks))
         for number, chunk in enumerate(chunks, 1)
     )
-    spare: Callable[[], Pack] = lambda: pack(1, "spare")  # noqa: E731
-    forwards = Forwards(
-        model, Recording(ran), peers, pack_loss, spare, max(samples, 1), PhaseClock()
-    )
-    ran.loss = forwards.run(packs).item()
-    ran.replays = forwards.replays
-    ran.gradient = None if model.weight.grad is None else model.weight.grad.item()
+    step(peers, packs, max(sum(map(sum, chunks)), 1), ran)
     return ran
 
 
@@ -112,10 +168,11 @@ def test_every_rank_runs_as_many_forwards_and_synchronizes_once_in_the_last(
     most += 0 < most == before_the_last_chunk(ranks)
     for own, ran in zip(packs, runs(ranks), strict=True):
         assert ran.synced == [False] * (most - 1) + [True] * (most > 0)
-        first = ran.forwards[: len(own)]
-        assert first == [("own", count, count / sum(own)) for count in own]
-        replayed = ("own", own[-1], 0.0) if own else ("spare", 1, 0.0)
+        assert ran.forwards[: len(own)] == [("own", count) for count in own]
+        replayed = ("own", own[-1]) if own else ("fixed:0", 1)
         assert ran.forwards[len(own) :] == [replayed] * (most - len(own))
+        fractions = [count / sum(own) for count in own] + [0.0] * (most - len(own))
+        assert ran.fractions == pytest.approx(fractions)
         assert ran.replays == most - len(own)
         assert ran.loss == pytest.approx(1.0 if own else 0.0)
         assert ran.gradient == (pytest.approx(ran.loss) if most else None)
@@ -134,21 +191,25 @@ def test_a_rank_without_packs_replays_and_where_nobody_has_any_nothing_runs() ->
 def test_packs_of_the_first_chunks_run_before_the_last_is_there() -> None:
     ran_before: list[int] = []
     ran = Ran()
-    model = nn.Linear(1, 1, bias=False)
 
     def packs() -> Iterator[Chunk[Pack]]:
         for number in range(3):
             ran_before.append(len(ran.forwards))
             yield Chunk([pack(1), pack(1)], number == 2)
 
-    def pack_loss(pack: Pack, share: float) -> Tensor:
-        ran.forwards.append(("own", 1, share))
-        return share * model.weight.sum()
-
-    Forwards(model, Recording(ran), ALONE, pack_loss, lambda: pack(1), 6, PhaseClock()).run(packs())
+    step(SINGLE_PROCESS, packs(), 6, ran)
     assert ran_before == [0, 2, 4]
     assert ran.synced == [False] * 5 + [True]
     assert ran.replays == 0
+
+
+@pytest.mark.req("RES-18", "FULL-03")
+def test_fsdp2_sums_the_gradients_of_every_backward() -> None:
+    training = CONFIG.training.model_copy(update={"data_parallel": "fsdp2"})
+    ran = Ran()
+    packs = iter([Chunk([pack(1), pack(1), pack(1)], True)])
+    step(SINGLE_PROCESS, packs, 3, ran, CONFIG.model_copy(update={"training": training}))
+    assert ran.synced == [True] * 3
 
 
 @pytest.mark.req("DDP-01", "DDP-02")
@@ -160,9 +221,7 @@ def test_packs_that_fail_to_come_on_one_rank_end_the_step_on_all() -> None:
                 raise ValueError("a corrupt image")
             yield Chunk([pack(1)], last=True)
 
-        model = nn.Linear(1, 1)
-        loss: Callable[[Pack, float], Tensor] = lambda _, share: share * model.weight.sum()  # noqa: E731
-        Forwards(model, PlainEngine(), peers, loss, lambda: pack(1), 2, PhaseClock()).run(packs())
+        step(peers, packs(), 2, Ran())
         return Ran()
 
     zero, one = in_ranks(2, broken)

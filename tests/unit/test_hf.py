@@ -14,9 +14,9 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from learner.model.prompt import encode_request
+from learner.data.jsonl import build_request
+from learner.models.packed_forward import encode_request
 from learner.rollout.hf import HfBackend
-from learner.rollout.requests import build_request
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest

@@ -15,18 +15,25 @@ PACKAGES = ("shared_contracts", "rollout_server", "learner")
 HEAVY = ("torch", "vllm", "transformers", "fastapi")
 
 STAGES_WITHOUT_TORCH = (
-    "learner.types",
     "learner.coords",
-    "learner.tokens",
-    "learner.parsing",
-    "learner.serialize",
     "learner.matching",
-    "learner.transport_plan",
-    "learner.targets",
     "learner.packing",
+    "learner.parsing",
+    "learner.schedule",
+    "learner.serialize",
+    "learner.targets",
+    "learner.transport_plan",
+    "learner.types",
+    "learner.stages.coords",
+    "learner.stages.tokens",
+    "learner.stages.formats.coord_json",
+    "learner.stages.matching",
+    "learner.stages.transport_plan",
+    "learner.stages.targets",
+    "learner.stages.packing",
     "learner.rollout.distribution",
     "learner.rollout.seeds",
-    "learner.schedule",
+    "learner.stages.schedule",
     "learner.config",
     "shared_contracts.repeat_guard",
 )
@@ -110,11 +117,32 @@ def test_the_import_contracts_hold() -> None:
     ("module", "statement", "contract"),
     [
         ("shared_contracts/errors.py", "import numpy", "shared_contracts needs pydantic alone"),
-        ("learner/types.py", "import rollout_server.settings", "The two programs meet on"),
-        ("rollout_server/settings.py", "import learner.types", "The two programs meet on"),
-        ("learner/parsing.py", "import learner.matching", "request -> rollout -> parse"),
-        ("learner/targets.py", "def f():\n    import learner.train", "request -> rollout -> parse"),
-        ("learner/stray.py", "", "request -> rollout -> parse"),
+        ("learner/types.py", "import rollout_server.settings.options", "The two programs meet on"),
+        ("rollout_server/settings/options.py", "import learner.types", "The two programs meet on"),
+        (
+            "learner/stages/formats/coord_json.py",
+            "import learner.stages.matching",
+            "The stages of a sample",
+        ),
+        (
+            "learner/stages/targets.py",
+            "def f():\n    import learner.training.train",
+            "The rooms of the learner",
+        ),
+        ("learner/stray.py", "", "The rooms of the learner"),
+        ("learner/stages/stray.py", "", "The stages of a sample"),
+        ("rollout_server/stray.py", "", "The rooms of the server"),
+        (
+            "rollout_server/engines/engine_protocol.py",
+            "import rollout_server.serving.pool",
+            "The rooms of the server",
+        ),
+        ("rollout_server/serving/infer.py", "import vllm", "vLLM stays inside"),
+        (
+            "rollout_server/runtime/concurrency.py",
+            "import rollout_server.engines.vllm.engine",
+            "No module knows an engine",
+        ),
     ],
 )
 def test_an_import_against_the_contracts_is_caught(
@@ -178,19 +206,20 @@ FULLY_TOLD = ("shared_contracts", "rollout_server")
 # Handlers of any error that do not raise it again, by file and function.
 SWALLOWS = {
     # monitoring must not end a run
-    "learner/evaluation/folder.py:_keep": "a run does not end because of pages of its evaluation",
-    "learner/report/at_the_end.py:_write": "a run does not end because of its report",
-    "learner/trainer/trackers.py:guarded": "a run does not end because of its tracker",
+    "learner/analysis/evaluation/folder.py:_keep": "a run does not end because of its pages",
+    "learner/analysis/report/run_page.py:_write": "a run does not end because of its report",
+    "learner/training/run_log.py:guarded": "a run does not end because of its tracker",
     # handed over to whoever waits for it
-    "learner/async_rollout/prefetcher.py:_run": "raised in the learner's own thread",
-    "learner/checkpoint.py:attempted": "raised once every file was tried",
-    "learner/overlap.py:produce": "raised where the next item is asked for",
-    "learner/rollout/parallel.py:_run": "raised by whoever waits for the calls",
+    "learner/training/asynchronous_rollouts.py:_prefetch": "raised in the learner's own thread",
+    "learner/runs/checkpoint.py:attempted": "raised once every file was tried",
+    "learner/training/synchronous_rollouts.py:produce": "raised where the next item is asked for",
+    "learner/rollout/parallel_calls.py:_run": "raised by whoever waits for the calls",
+    "shared_contracts/rendezvous.py:_settle": "raised by the rank that waits for NCCL",
     "rollout_server/serve.py:_start": "the process ends with it",
-    "rollout_server/worker_extension.py:weight_phase": "a worker that raises is lost to vLLM",
+    "rollout_server/engines/vllm/worker_extension.py:weight_phase": "vLLM loses who raises",
     # whatever it is, it has an answer
-    "learner/sync/push.py:push": "SYNC-01: a push of the adapter fell back to a full one",
-    "rollout_server/placement.py:load": "what a model's loader raises is a fault of the manifest",
+    "learner/rollout/sync/push.py:push": "SYNC-01: a push of the adapter fell back to a full one",
+    "rollout_server/engines/vllm/load_plan.py:load": "what a loader raises is a manifest's fault",
 }
 
 

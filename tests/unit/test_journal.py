@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from learner.rollout.backend import Call, Journal
 from learner.rollout.client import RolloutClient
-from learner.rollout.journal import Call, Journal
 from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.server import ServerBackend
-from learner.trainer.runlog import CallLog
+from learner.training.run_log import CallLog
 from learner.types import Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig
@@ -133,9 +133,10 @@ def test_the_notes_of_a_policy_are_those_of_its_servers_with_how_it_decodes() ->
         rollouts.faults.append(ScriptedRollouts.restart)
         channel, journal = ScriptedChannel(rollouts), Journal()
         client = RolloutClient(server.base_url)
-        backend = ServerBackend([client], [channel], 2, journal, sleep=lambda _: None)
+        backend = ServerBackend([client], [channel], 3, journal, sleep=lambda _: None)
         asking = Asking("Detect.", None, RequestConfig(max_tokens=9, temperature=0.5, top_k=3))
-        policy = Policy(OpenBackend(backend, backend.connect(), journal=journal), asking)
+        backend.connect()
+        policy = Policy(OpenBackend(backend, backend.version, journal=journal), asking)
         policy.push_if_stale()
         policy.answer([Sample(str(i), (), 64, 64, ()) for i in range(3)], seed=40)
         record, payload = policy.take_notes()
@@ -147,8 +148,10 @@ def test_the_notes_of_a_policy_are_those_of_its_servers_with_how_it_decodes() ->
     calls: list[dict[str, Any]] = record["calls"]
     assert {made["server"] for made in calls} == {server.base_url}
     answered = [made for made in calls if made["outcome"] == "answered"]
-    assert [(c["first"], c["count"], c["seed"]) for c in answered] == [(0, 2, 40), (2, 1, 42)]
-    assert [made["attempt"] for made in calls if made["first"] == 0] == list(range(1, len(calls)))
+    assert [(c["first"], c["count"], c["seed"]) for c in answered] == [(0, 3, 40)]
+    assert [made["attempt"] for made in calls if made["first"] == 0] == list(
+        range(1, len(calls) + 1)
+    )
     assert len(record["lost"]) == 1
 
 
@@ -160,7 +163,8 @@ def test_a_rollout_that_fails_leaves_its_notes() -> None:
         client = RolloutClient(server.base_url, timeout_s=0.1)
         backend = ServerBackend([client], [channel], 2, journal, sleep=lambda _: None)
         asking = Asking("Detect.", None, RequestConfig())
-        policy = Policy(OpenBackend(backend, backend.connect(), journal=journal), asking)
+        backend.connect()
+        policy = Policy(OpenBackend(backend, backend.version, journal=journal), asking)
         policy.push_if_stale()
         rollouts.dead = True
         with pytest.raises(RunError, match="waited"):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import unicodedata
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.coords import coord_token
-from learner.data.findings import MAX_SHOWN_ERRORS
-from learner.data.jsonl import read_samples, scan
+from learner.data.jsonl import MAX_SHOWN_ERRORS, read_samples, scan
+from learner.stages.coords import coord_token
 from learner.types import GroundTruthObject, Shape
 from shared_contracts.errors import ContractError, ContractErrors
 
@@ -78,10 +78,34 @@ def test_a_relative_data_path_gives_absolute_image_paths(
     assert sample.images == (tmp_path / "a.png",)
 
 
+@pytest.mark.req("RES-20")
+def test_descriptions_are_read_in_nfc(tmp_path: Path) -> None:
+    """As the names of a Mac's files are not, and what tokenizers make of them is."""
+    boxes = [{**BOX, "desc": unicodedata.normalize(form, "café")} for form in ("NFD", "NFC")]
+    (sample,) = read_samples(write(tmp_path, record(objects=boxes)), allow_poly=False)
+    assert [item.desc for item in sample.objects] == ["caf\u00e9"] * 2
+
+
 def test_numbers_are_rounded_and_coordinate_tokens_are_read(tmp_path: Path) -> None:
     box = {"desc": "cat", "bbox_2d": [0.6, coord_token(7), 998.7, coord_token(999)]}
     (sample,) = read_samples(write(tmp_path, record(objects=[box])), allow_poly=False)
     assert sample.objects[0].shape.coords == (1, 7, 999, 999)
+
+
+@pytest.mark.req("RES-24")
+@pytest.mark.parametrize(
+    ("kind", "values", "bins"),
+    [
+        ("bbox_2d", ["1", "2.5", 3.5, "+4"], (1, 2, 4, 4)),
+        ("poly", ["0.6", "-0.4", " 7 ", "9.98e2", "2.4", 999.4], (1, 0, 7, 998, 2, 999)),
+    ],
+)
+def test_numeric_strings_are_rounded_as_numbers_are(
+    tmp_path: Path, kind: str, values: list[str | float], bins: tuple[int, ...]
+) -> None:
+    path = write(tmp_path, record(objects=[{"desc": "leaf", kind: values}]))
+    (sample,) = read_samples(path, allow_poly=True)
+    assert sample.objects[0].shape.coords == bins
 
 
 def test_an_image_may_show_nothing(tmp_path: Path) -> None:
@@ -111,7 +135,16 @@ def test_a_polygon_is_refused_where_only_boxes_are_trained(tmp_path: Path) -> No
         [-1, 2, 3, 4],
         [3, 2, 1, 4],
         [1, 4, 3, 2],
-        [1, 2, 3, "4"],
+        [1, 2, 3, "four"],
+        [1, 2, 3, ""],
+        [1, 2, 3, "4,5"],
+        [1, 2, 3, "0x4"],
+        [1, 2, 3, "nan"],
+        [1, 2, 3, "-inf"],
+        [1, 2, 3, "1e400"],
+        [1, 2, 3, "9" * 400],
+        [1, 2, 3, "999.6"],
+        [1, 2, 3, "true"],
         [1, 2, 3, "<|coord_1000|>"],
         [1, 2, 3, "<|coord_007|>"],
         [1, 2, 3, 10**400],
@@ -188,8 +221,8 @@ def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], found: 
         ('{"images": [', "not JSON (Expecting value at character 13): {"),
         ("", "the line is empty, the last one"),
         (" \t ", "the line is empty, the last one"),
-        ("[1]", "found [1]"),
-        ("null", "found null"),
+        ("[1]", "[1] is no JSON object"),
+        ("null", "null is no JSON object"),
         ("[" * 100_000, "not JSON (nested too deeply)"),
         ("9" * 5_000, "not JSON (a number is too long)"),
         ('{"metadata": {"loss": NaN}}', "not JSON (NaN is no number there)"),

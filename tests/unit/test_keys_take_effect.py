@@ -13,19 +13,19 @@ import pytest
 import torch
 from rich.console import Console
 
-from learner.backends import bucket_bytes_of
 from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.model.load import LoadedModel, load_model
-from learner.model.self_context import SelfContext
-from learner.preflight import check_inputs, reach_servers
+from learner.models.load import LoadedModel, load_model
+from learner.models.self_context import SelfContext
 from learner.rollout.client import ServerUnreachable
 from learner.rollout.policy import asking_of
-from learner.rollout_log import StepAnswer
-from learner.train import order_of, self_context_of, train
-from learner.trainer.arguments import training_arguments
-from learner.trainer.optim import build_optimizer
+from learner.runs.rollout_log import StepAnswer
+from learner.training.backends import bucket_bytes_of
+from learner.training.recipes.two_channel import TwoChannel
+from learner.training.start_checks import check_inputs, reach_servers
+from learner.training.train import order_of, train
+from learner.training.trainer import build_optimizer, training_arguments
 from shared_contracts.infer import InferCall, Message, RequestConfig, RolloutInferRequest
 from tests.unit.scripted_server import info, scripted_server
 from tests.unit.small_run import small_mapping
@@ -119,7 +119,7 @@ def test_the_optimizer_has_the_betas(config_of: ConfigOf) -> None:
 def test_samples_keep_the_order_of_the_file_unless_they_are_shuffled(config_of: ConfigOf) -> None:
     def first_step(shuffle: bool) -> list[int]:
         config = config_of({"data": {"shuffle": shuffle}})
-        return order_of(config, samples=24, processes=1).share(step=0, rank=0)
+        return order_of(config, samples=24, processes=1).rank_batch(step=0, rank=0)
 
     assert first_step(shuffle=False) == [0, 1, 2, 3]
     assert first_step(shuffle=True) != [0, 1, 2, 3]
@@ -128,7 +128,9 @@ def test_samples_keep_the_order_of_the_file_unless_they_are_shuffled(config_of: 
 @pytest.mark.req("CHA-01")
 def test_channel_a_feeds_back_what_is_asked_for(config_of: ConfigOf) -> None:
     own = {"n_softctx_iter": 3, "coord_ctx_embed_mode": "soft", "softctx_grad_mode": "em_detach"}
-    assert self_context_of(config_of({"stage2_ab": own})) == SelfContext(3, "soft", "em_detach")
+    assert TwoChannel.self_context(config_of({"stage2_ab": own})) == SelfContext(
+        3, "soft", "em_detach"
+    )
 
 
 def test_answers_are_asked_for_with_both_texts(config_of: ConfigOf) -> None:
@@ -145,7 +147,7 @@ def test_buckets_are_as_large_as_asked_for(config_of: ConfigOf) -> None:
 
     assert bucket_bytes_of(config(3), "gloo") == bucket_bytes_of(config(3), "nccl") == 3 * 2**20
     assert bucket_bytes_of(config(None), "gloo") == 8 * 2**20
-    assert bucket_bytes_of(config(None), "nccl") == 64 * 2**20
+    assert bucket_bytes_of(config(None), "nccl") == 512 * 2**20
 
 
 @pytest.mark.req("CFG-06")

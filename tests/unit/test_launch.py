@@ -15,15 +15,24 @@ import pytest
 from learner.config import dump_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.operate import launch_plan, server_process
-from learner.operate.addresses import Listen, addresses_here
-from learner.operate.launch_plan import Checked, LaunchPlan, check_launch, plan_launch
-from learner.operate.server_process import ServerProcess, free_ports
-from learner.operate.split import Asked, Split, split_devices
-from learner.preflight import check_inputs
-from rollout_server.settings import load_settings
+from learner.operate import launch_plan
+from learner.operate.launch_plan import (
+    Asked,
+    Checked,
+    LaunchPlan,
+    Listen,
+    Split,
+    addresses_here,
+    check_launch,
+    plan_launch,
+    split_devices,
+)
+from learner.rollout import server_process
+from learner.rollout.server_process import ServerProcess, free_ports
+from learner.training.start_checks import check_inputs
+from rollout_server.settings.options import load_settings
 from shared_contracts.errors import ContractError, ContractErrors
-from shared_contracts.gpu_use import CUDA_VISIBLE
+from shared_contracts.machine import CUDA_VISIBLE
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from tests.unit.scripted_server import scripted_server
@@ -43,7 +52,7 @@ def refused() -> Iterator[list[tuple[str, str]]]:
     with pytest.raises(ContractError) as caught:
         yield told
     error = caught.value
-    errors = error.errors if isinstance(error, ContractErrors) else [error]
+    errors = error.errors
     assert all(e.do for e in errors)
     told += [(e.where, e.found) for e in errors]
 
@@ -314,10 +323,7 @@ def config_port(config: Config, index: int) -> int:
     ("sections", "where"),
     [
         ({"stage2_ab": {"schedule": {"b_ratio": 0.0}}}, "stage2_ab.schedule.b_ratio"),
-        (
-            {"rollout_matching": {"rollout_backend": "hf"}},
-            "rollout_matching.rollout_backend",
-        ),
+        ({"rollout_matching": {"rollout_backend": "hf"}}, "rollout_matching.rollout_backend"),
     ],
 )
 def test_a_run_that_asks_no_server_is_not_launched(
@@ -363,7 +369,7 @@ def plan_of(config: Config, split: Split, own: dict[str, Any], **environment: st
     return plan_launch(Path("run.yaml"), config, checked, environment)
 
 
-@pytest.mark.req("CFG-09", "WIRE-04")
+@pytest.mark.req("CFG-09", "FULL-06", "WIRE-04")
 def test_servers_are_told_what_the_config_says_their_gpus_and_the_images(
     config: Config, toy_data: ToyData, tmp_path: Path
 ) -> None:
@@ -377,6 +383,7 @@ def test_servers_are_told_what_the_config_says_their_gpus_and_the_images(
         assert settings.model == Path(config.model.model)
         assert settings.dtype == config.model.torch_dtype
         assert settings.max_num_seqs == 4 * 2
+        assert settings.max_model_len == 256, "some 90 tokens of a prompt, 16 of an answer"
         images = toy_data.train_jsonl.parent / "images"
         assert set(settings.allowed_media_dirs) == {tmp_path, images / "train", images / "val"}
     assert [server.log.name for server in plan.servers] == ["server-0.log", "server-1.log"]
@@ -385,10 +392,10 @@ def test_servers_are_told_what_the_config_says_their_gpus_and_the_images(
 
 
 def test_what_is_given_for_the_servers_wins_where_it_may(config: Config) -> None:
-    plan = plan_of(config, Split(((), ()), (), 1), {"dtype": "auto", "kv_cache_gib": 0.5})
+    plan = plan_of(config, Split(((), ()), (), 1), {"dtype": "auto", "max_model_len": 99})
     plan.write_files()
     settings = load_settings(Path(plan.servers[0].options[1]), {}, None, {})
-    assert (settings.device, settings.dtype, settings.kv_cache_gib) == ("cpu", "auto", 0.5)
+    assert (settings.device, settings.dtype, settings.max_model_len) == ("cpu", "auto", 99)
 
 
 @pytest.mark.parametrize(("own", "grace_s"), [({}, 10.0), ({"grace_seconds": 90}, 90.0)])

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.config.schema import Config
-from learner.config.tuner import LoraTuner
+from learner.config.schema import Config, LoraTuner
 from learner.data.toy import ToyData
-from learner.model.load import load_model
+from learner.models.load import load_model
 from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_config
 

@@ -7,21 +7,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.coords import COORD_BINS
-from learner.losses.bbox_geo import ciou_loss, expected_coords
-from learner.losses.coord_reg import soft_targets, wasserstein1
-from learner.losses.fences import (
+from learner.objectives.bbox_geo import ciou_loss, expected_coords
+from learner.objectives.coord_reg import soft_targets, wasserstein1
+from learner.objectives.numerics import (
     all_inside,
+    bound_,
+    bounded,
+    bounded_gradient,
     coord_gate,
     coord_mass,
-    fence_,
-    fenced,
-    fenced_gradient,
     full_logsumexp,
     logsumexp_and_text_mass_,
     text_gate,
 )
-from learner.losses.token_ce import role_weights, token_weights
+from learner.objectives.token_ce import role_weights, token_weights
+from learner.stages.coords import COORD_BINS
 from learner.types import Role
 from tests.unit.loss_rows import (
     COORD_IDS,
@@ -38,6 +38,7 @@ from tests.unit.loss_rows import (
     logits_for,
     token_ce,
 )
+from tests.unit.packed_logits import as_given
 from tests.unit.plain_losses import ciou, soft_target, trade_off
 from tests.unit.plain_losses import wasserstein1 as plain_wasserstein1
 
@@ -87,13 +88,14 @@ def test_text_of_the_last_forward_is_read_only_where_an_objective_looks_at_it() 
     ):
         case = Case(declared(token_ce(text), coord_reg(reg)), row, "A")
         reader = case.pipeline.reader(case.select())
-        whole, final = reader.anchor(logits), reader.final(logits)
+        whole, final = reader.anchor(as_given(logits)), reader.final(as_given(logits))
         assert len(final.text_nll) == len(final.text_mass) == (len(whole.text_nll) if read else 0)
         assert torch.equal(final.slot_lse, whole.slot_lse)
-        assert torch.equal(reader.slots(logits), whole.slot_coord_logits)
+        assert torch.equal(reader.slots(as_given(logits)), whole.slot_coord_logits)
 
 
 @pytest.mark.req("LOSS-03")
+@pytest.mark.scenario("Expectation decoding uses probability-weighted mean (not argmax)")
 def test_expectation_decoding_is_the_mean_not_the_argmax() -> None:
     logits = torch.full((COORD_BINS,), -1e4)
     logits[0] = logits[999] = 0.0
@@ -212,23 +214,23 @@ def test_the_text_gate_ends_at_its_floor() -> None:
 
 
 @pytest.mark.req("LOSS-04")
-def test_the_temperature_divides_before_the_fences_bound() -> None:
+def test_the_temperature_divides_before_the_bounds_hold() -> None:
     raw = torch.tensor([math.nan, math.inf, -math.inf, 2e5, 6e3, 1.0])
-    assert fenced(raw, 0.5).tolist() == [0.0, 1e4, -1e4, 1e4, 1e4, 2.0]
-    assert fenced(raw, 2.0).tolist() == [0.0, 1e4, -1e4, 1e4, 3e3, 0.5]
-    assert fenced(raw, 30.0).tolist() == pytest.approx([0.0, 1e4, -1e4, 2e5 / 30, 200, 1 / 30])
+    assert bounded(raw, 0.5).tolist() == [0.0, 1e4, -1e4, 1e4, 1e4, 2.0]
+    assert bounded(raw, 2.0).tolist() == [0.0, 1e4, -1e4, 1e4, 3e3, 0.5]
+    assert bounded(raw, 30.0).tolist() == pytest.approx([0.0, 1e4, -1e4, 2e5 / 30, 200, 1 / 30])
 
 
 @pytest.mark.req("LOSS-04")
-def test_fences_in_place_and_their_gradient_are_those_of_the_fences() -> None:
+def test_bounds_in_place_and_their_gradient_are_those_of_the_bounds() -> None:
     raw = torch.tensor([math.nan, math.inf, -math.inf, 2e4, -2e4, 1e4, -1e4, 5.0])
-    assert torch.equal(fence_(raw.clone()), fenced(raw))
+    assert torch.equal(bound_(raw.clone()), bounded(raw))
     inside = [False, False, False, False, False, True, True, True]
     assert [bool(all_inside(torch.tensor([[0.0, value]]))) for value in raw] == inside
     pulls = torch.arange(1.0, 9.0)
-    assert fenced_gradient(raw, pulls).tolist() == [0, 0, 0, 0, 0, 6, 7, 8]
-    assert fenced_gradient(raw, pulls, 2.0).tolist() == [0, 0, 0, 4, 5, 6, 7, 8]
-    assert fenced_gradient(raw, pulls, 0.5).tolist() == [0, 0, 0, 0, 0, 0, 0, 8]
+    assert bounded_gradient(raw, pulls).tolist() == [0, 0, 0, 0, 0, 6, 7, 8]
+    assert bounded_gradient(raw, pulls, 2.0).tolist() == [0, 0, 0, 4, 5, 6, 7, 8]
+    assert bounded_gradient(raw, pulls, 0.5).tolist() == [0, 0, 0, 0, 0, 0, 0, 8]
 
 
 @pytest.mark.req("LOSS-04")

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from learner.config.pipeline import PipelineConfig
-from learner.losses.supervision import Supervision
+from learner.objectives.config import PipelineConfig
+from learner.objectives.logit_stats import Supervision
 from learner.types import Channel, Role
 from tests.unit.loss_rows import (
     CASES,

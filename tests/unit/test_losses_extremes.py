@@ -130,7 +130,7 @@ def off_the_fence(logits: Tensor, temperature: float) -> Tensor:
 @pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04")
 @pytest.mark.parametrize("kind", ["text", "slots"])
 @pytest.mark.parametrize("name", ROWS)
-def test_fences_change_the_gradient_only_of_what_they_replace(name: str, kind: str) -> None:
+def test_bounds_change_the_gradient_only_of_what_they_replace(name: str, kind: str) -> None:
     # Where all coordinates are decoded to one place, boxes are points: there CIoU has no slope.
     config = SMOOTH if name.startswith("all") else EVERYTHING
     for case, count in (

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.losses.pipeline import PackLoss
-from learner.losses.reading import Reader
-from learner.losses.supervision import Selection, Supervision
+from learner.objectives.logit_stats import Reader, Selection, Supervision
+from learner.objectives.pipeline import PackLoss
 from learner.types import Channel, Role
 from tests.unit.loss_rows import (
     CASES,
@@ -25,6 +24,7 @@ from tests.unit.loss_rows import (
     logits_for,
     make_row,
 )
+from tests.unit.packed_logits import as_given
 
 
 def hold_against_plain(case: Case, logits: list[Tensor], rel: float) -> PackLoss:
@@ -37,7 +37,8 @@ def hold_against_plain(case: Case, logits: list[Tensor], rel: float) -> PackLoss
     return result
 
 
-@pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "LOSS-05", "RES-05", "RES-09")
+@pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "LOSS-05", "RES-05", "RES-09", "DATA-02")
+@pytest.mark.scenario("Geometry losses operate on normalized coordinates")
 @FEW
 @given(CASES)
 def test_any_row_under_any_config_has_the_plain_loss(drawn: tuple[Case, list[Tensor]]) -> None:
@@ -81,7 +82,8 @@ def test_a_row_that_lacks_a_kind_of_token_has_the_plain_loss_of_the_rest(name: s
     assert gradient.any().item() == (len(case.plain.text()) + len(slots) > 0)
 
 
-@pytest.mark.req("LOSS-05", "CFG-08", "RES-10")
+@pytest.mark.req("LOSS-05", "CFG-08", "RES-10", "LOSS-04")
+@pytest.mark.scenario("Enabled coord soft-CE/W1 increases Stage-2 coord regularization")
 def test_a_term_is_there_exactly_where_it_is_declared_with_a_weight() -> None:
     case = Case(EVERYTHING, annotation_row(), "A")
     logits = [logits_for(case.row, seed) for seed in (0, 1)]
@@ -225,7 +227,7 @@ def test_a_wide_vocabulary_is_read_as_one_plain_expression(
     logits = (4 * torch.randn(len(row.roles), width, generator=draw)).to(dtype).requires_grad_()
     selection = Case(EVERYTHING, row, "A").select()
     ids = torch.tensor(COORD_IDS)
-    reading = Reader(selection, ids, temperature, final_text=True).anchor(logits)
+    reading = Reader(selection, ids, temperature, final_text=True).anchor(as_given(logits))
 
     wide = logits.detach().double().requires_grad_()
     text, slots = wide[selection.text_rows], wide[selection.slot_rows]

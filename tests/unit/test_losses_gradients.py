@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from learner.losses.reading import Reader
-from learner.losses.supervision import Selection, Supervision, Totals
+from learner.objectives.logit_stats import Reader, Selection, Supervision, Totals
 from learner.types import Channel, Role
 from tests.unit.loss_rows import (
     CASES,
@@ -24,6 +23,7 @@ from tests.unit.loss_rows import (
     answer_row,
     logits_for,
 )
+from tests.unit.packed_logits import as_given
 
 
 def slope(gradients: Sequence[Tensor], direction: Sequence[Tensor]) -> float:
@@ -141,9 +141,9 @@ def test_a_reading_passes_gradcheck_entry_by_entry(
     reader = Reader(selection, torch.tensor([9, 2, 11, 5, 3]), temperature, final_text=False)
     logits = logits_for_reading(seed=len(text)).requires_grad_()
     ways: list[Callable[[Tensor], tuple[Tensor, ...]]] = [
-        lambda z: tuple(reader.anchor(z)),
-        lambda z: tuple(reader.final(z)),
-        lambda z: (reader.slots(z),),
+        lambda z: tuple(reader.anchor(as_given(z))),
+        lambda z: tuple(reader.final(as_given(z))),
+        lambda z: (reader.slots(as_given(z)),),
     ]
     for read in ways:
         assert torch.autograd.gradcheck(read, (logits,))

@@ -9,18 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learner.config.pipeline import ObjectiveModule
-from learner.config.stage2_ab import SoftContextGradMode
+from learner.config.schema import SoftContextGradMode
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.model.load import LoadedModel
-from learner.model.packed_forward import Pack, make_pack
-from learner.model.self_context import SelfContext
-from learner.model.toy import make_model
+from learner.models.load import LoadedModel
+from learner.models.packed_forward import Pack, make_pack
+from learner.models.self_context import SelfContext
+from learner.models.toy import make_model
+from learner.objectives.config import ObjectiveModule
 from learner.types import Channel, Role, Sample
 from tests.unit.answers import entry
 from tests.unit.loaded_models import loaded_from
 from tests.unit.loss_rows import bbox_geo, coord_reg, token_ce
+from tests.unit.packed_logits import logits_through
 from tests.unit.test_channels import CAT, DOG, GHOST
 from tests.unit.toy_learner import Gradients, ToyLearner, sharpened
 
@@ -50,8 +51,9 @@ def packs(loaded: LoadedModel, scene: Sample) -> dict[Channel, Pack]:
     learner = ToyLearner(loaded)
     said = [entry(1, CAT.desc, CAT.shape.coords), entry(2, GHOST.desc, GHOST.shape.coords)]
     text = f"{{{', '.join([*said, entry(3, DOG.desc, DOG.shape.coords[:3])])}}}"
-    segments, stats = learner.channel_b.segments([scene], [learner.answer(scene, text)])
-    assert (stats.matched, stats.appended, stats.false_positives) == (1, 1, 1)
+    segments, (answer,) = learner.channel_b.segments([scene], [learner.answer(scene, text)])
+    found = answer.match
+    assert [len(n) for n in (found.pairs, found.false_negatives, found.false_positives)] == [1] * 3
     return {"A": learner.pack([scene]), "B": make_pack(segments)}
 
 
@@ -161,15 +163,13 @@ def kept_logits(model: nn.Module) -> Iterator[list[Tensor]]:
     """(1, L, V) of every forward while this is open, with the gradients that arrive there."""
     seen: list[Tensor] = []
 
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
-        output.logits.retain_grad()
-        seen.append(output.logits)
+    def keep(logits: Tensor) -> Tensor:
+        logits.retain_grad()
+        seen.append(logits)
+        return logits
 
-    hook = model.register_forward_hook(keep)
-    try:
+    with logits_through(model, keep):
         yield seen
-    finally:
-        hook.remove()
 
 
 def arriving(

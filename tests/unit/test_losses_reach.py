@@ -13,14 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.config.pipeline import (
-    BboxGeoConfig,
-    CoordRegConfig,
-    ObjectiveModule,
-    PipelineConfig,
-    TokenCEConfig,
-)
-from learner.losses.supervision import Supervision, Totals
+from learner.objectives.bbox_geo import BboxGeoConfig
+from learner.objectives.config import ObjectiveModule, PipelineConfig
+from learner.objectives.coord_reg import CoordRegConfig
+from learner.objectives.logit_stats import Supervision, Totals
+from learner.objectives.token_ce import TokenCEConfig
 from learner.types import Channel, Role
 from tests.unit.loss_rows import (
     BBOX_GEO,
@@ -210,6 +207,7 @@ def test_the_table_has_every_weight_there_is() -> None:
 
 
 @pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "CFG-08", "RES-05", "RES-09")
+@pytest.mark.scenario("Desc can be fully masked while keeping structure CE")
 @pytest.mark.parametrize("knob", WEIGHTS, ids=lambda knob: knob.field)
 def test_a_weight_reaches_what_it_weighs_and_nothing_else(knob: Knob) -> None:
     alone = ALL_OFF if knob.module != "token_ce" else {**ALL_OFF, "token_ce": BARE_TEXT}
@@ -229,6 +227,7 @@ def _with_gate(
 
 
 @pytest.mark.req("LOSS-01")
+@pytest.mark.scenario("Dropped invalid instances may upweight B3 structure CE")
 @pytest.mark.parametrize("base", [{**ALL_OFF, "token_ce": token_ce()}, ALL_ON])
 def test_the_drop_multiplier_reaches_the_structure_of_samples_that_lost_an_object(
     base: dict[str, ObjectiveModule],
@@ -347,6 +346,7 @@ def test_no_text_is_read_where_no_cross_entropy_is_declared(entry: dict[str, Any
 
 
 @pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04")
+@pytest.mark.scenario("Channel-B geometry includes matched and FN but excludes FP")
 def test_what_is_not_taught_has_no_gradient_with_everything_on() -> None:
     silent = {"PROMPT", "MATCHED_DESC", "FALSE_POSITIVE", "COORD"}
     (gradient,) = summed(declared(*ALL_ON.values()), "B", 1)

@@ -14,14 +14,12 @@ from typing import TypeVar
 import pytest
 from torch.distributed import HashStore
 
-from learner.peer_watch import Timing
-from learner.peers import StorePeers
-from learner.rollout.backend import PushNeeded
+from learner.data.jsonl import build_request
+from learner.distributed.peers import StorePeers, Timing
+from learner.rollout.backend import Journal, PushNeeded
 from learner.rollout.client import RolloutClient
-from learner.rollout.journal import Journal
-from learner.rollout.parallel import Calls, in_parallel
+from learner.rollout.parallel_calls import Calls, in_parallel
 from learner.rollout.policy import Asking, OpenBackend, Policy
-from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
@@ -55,7 +53,7 @@ class Rank:
 
     def ask(self, count: int, version: int = 1, beside: bool = False) -> None:
         """Roll out, and hold every output against its request."""
-        rollout = self.backend.rollout_beside if beside else self.backend.rollout
+        rollout = self.backend.rollout_asynchronous if beside else self.backend.rollout
         numbers = range(self.first, self.first + count)
         samples = [Sample(str(number), (), 64, 64, ()) for number in numbers]
         requests = [build_request(sample, "Detect.", None) for sample in samples]
@@ -66,7 +64,7 @@ class Rank:
 
     def ask_in_turn(self, count: int) -> None:
         """`ask`, and then wait for the others as a step does, whoever needs what meanwhile."""
-        self.peers.share(partial(self.ask, count), meanwhile=self.backend.tend)
+        self.peers.all_gather(partial(self.ask, count), meanwhile=self.backend.heal)
 
     def notes(self) -> dict[str, float]:
         return self.journal.take()[1].metrics()
@@ -232,7 +230,7 @@ def test_a_push_that_fails_in_process_0_raises_the_same_error_in_all() -> None:
 
         def work(rank: Rank) -> None:
             begin(rank)
-            rank.peers.share(nothing)
+            rank.peers.all_gather(nothing)
             if rank.peers.rank == 0:
                 run.channels[0].failures.extend([RunError("broken"), RunError("broken again")])
             rank.backend.push_weights(2)
@@ -256,12 +254,12 @@ def test_a_server_that_did_not_take_the_push_is_asked_by_nobody_until_it_has() -
             before = len(broken.answered)
             if rank.peers.rank == 1:
                 rank.ask(2, version=2)
-            rank.peers.share(nothing)
+            rank.peers.all_gather(nothing)
             assert len(broken.answered) == before
             notes = rank.notes()
             if rank.peers.rank == 0:
                 rank.ask(2, version=2)  # takes it back
-            rank.peers.share(nothing)
+            rank.peers.all_gather(nothing)
             rank.ask(4, version=2)
             return notes
 
@@ -295,7 +293,7 @@ def test_together_the_processes_fill_a_server_to_its_bound_and_not_beyond(
 
         def work(rank: Rank) -> int:
             begin(rank)
-            rank.peers.share(nothing)
+            rank.peers.all_gather(nothing)
             size = rank.backend.round_size()
             rank.ask(size)
             rank.ask(3 * size)
@@ -337,14 +335,14 @@ def test_a_server_that_is_started_anew_is_pushed_to_once_and_no_request_is_lost_
 
         def work(rank: Rank) -> None:
             begin(rank)
-            rank.peers.share(nothing)
+            rank.peers.all_gather(nothing)
             if rank.peers.rank == hit:
                 run.rollouts[0].faults.append(S.restart)
             rank.ask_in_turn(6)
             answered.append(run.answered())
-            rank.peers.share(nothing)
+            rank.peers.all_gather(nothing)
             for turn in range(2):  # process 0 pushes again before it asks again
-                rank.peers.share(partial(rank.ask, 2) if rank.peers.rank == turn else nothing)
+                rank.peers.all_gather(partial(rank.ask, 2) if rank.peers.rank == turn else nothing)
 
         answered: list[list[int]] = []
         run.well(work)
@@ -365,7 +363,7 @@ def test_a_server_is_killed_and_started_again_while_all_of_them_ask(servers: int
 
         def work(rank: Rank) -> None:
             begin(rank)
-            rank.peers.share(nothing)
+            rank.peers.all_gather(nothing)
             rank.ask_in_turn(6)
 
         def start_again() -> None:
@@ -398,7 +396,7 @@ def test_process_0_tends_a_server_that_it_does_not_ask_itself(
                 run.rollouts[0].faults.append(fault)
                 rank.ask_in_turn(4)
             else:
-                rank.peers.share(nothing, meanwhile=rank.backend.tend)
+                rank.peers.all_gather(nothing, meanwhile=rank.backend.heal)
             return rank.notes()
 
         metrics = run.well(work)
@@ -421,12 +419,12 @@ def test_process_0_tends_while_it_rolls_out_in_another_thread() -> None:
 
         def work(rank: Rank) -> None:
             begin(rank)
-            rank.peers.share(nothing)
+            rank.peers.all_gather(nothing)
             if rank.peers.rank == 0:
                 one.faults.append(wait)
                 calls: Calls[str, None] = Calls()
                 calls.start("own", lambda: rank.ask(3))
-                rank.peers.share(nothing, meanwhile=rank.backend.tend)
+                rank.peers.all_gather(nothing, meanwhile=rank.backend.heal)
                 go_on.set()
                 calls.take(_LIMIT_S)[1].result()
                 return
@@ -450,7 +448,7 @@ def test_a_push_that_fails_while_process_0_tends_is_made_again() -> None:
                 run.rollouts[0].faults.append(S.restart)
                 rank.ask_in_turn(4)
             else:
-                rank.peers.share(nothing, meanwhile=rank.backend.tend)
+                rank.peers.all_gather(nothing, meanwhile=rank.backend.heal)
 
         run.well(work)
         assert run.pushed() == [[1, 1]]
@@ -469,7 +467,7 @@ def test_a_push_that_a_server_refuses_while_process_0_tends_ends_all() -> None:
                 run.rollouts[0].faults.append(S.restart)
                 rank.ask_in_turn(4)
             else:
-                rank.peers.share(nothing, meanwhile=rank.backend.tend)
+                rank.peers.all_gather(nothing, meanwhile=rank.backend.heal)
 
         first, second = run.all(work)
     assert str(first) == "refused"
@@ -481,12 +479,12 @@ def one_asks(run: Ranks, asking: int, fault: Fault) -> Sequence[object]:
 
     def work(rank: Rank) -> None:
         begin(rank)
-        rank.peers.share(nothing)
+        rank.peers.all_gather(nothing)
         if rank.peers.rank == asking:
             run.rollouts[0].faults.append(fault)
             rank.ask_in_turn(4)
         else:
-            rank.peers.share(nothing, meanwhile=rank.backend.tend)
+            rank.peers.all_gather(nothing, meanwhile=rank.backend.heal)
 
     return run.all(work)
 
@@ -565,14 +563,14 @@ def test_weights_that_have_moved_on_are_not_pushed_as_the_last_version() -> None
         def close(self) -> None: ...
 
     policy = Policy(
-        OpenBackend(Silent(), tend=lambda: tended.append(1)),
+        OpenBackend(Silent(), heal=lambda: tended.append(1)),
         Asking("Detect.", None, RequestConfig()),
     )
-    policy.tend()
+    policy.heal()
     assert tended == []
     policy.push_if_stale()
-    policy.tend()
+    policy.heal()
     assert tended == [1]
     policy.mark_updated()
-    policy.tend()
+    policy.heal()
     assert tended == [1]

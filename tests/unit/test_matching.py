@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config.rollout_matching import MatchingConfig
-from learner.matching import candidates, mask_iou, match_objects
-from learner.rasterize import Shapes
+from learner.stages.matching import Shapes, candidates, mask_iou, match_objects
 from learner.types import GroundTruthObject, MatchResult, Shape
 from tests.unit.shapes import box, boxes, coco_iou, moved, poly
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.metrics import Payload
-from learner.metrics.declared import GROUPS, METRICS, declared_keys
+from learner.runs.declared import GROUPS, METRICS, declared_keys
+from learner.runs.metrics import Payload
 from tests.unit.plain_metrics import KINDS, Atom, payload_of, plain_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,16 @@ from rich.console import Console
 
 from learner.config import parse_config
 from learner.data.toy import ToyData
-from learner.metrics.declared import COORD_DIAG, LOSSES, METRICS, TRAINER, Metric, declared_keys
-from learner.preflight import check_inputs
-from learner.train import train
+from learner.runs.declared import (
+    COORD_DIAG,
+    LOSSES,
+    METRICS,
+    TRAINER,
+    Metric,
+    declared_keys,
+)
+from learner.training.start_checks import check_inputs
+from learner.training.train import train
 from learner.types import Channel
 from tests.unit.small_run import small_mapping
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from learner.metrics.processes import over_processes
+from learner.runs.metrics import over_processes
 from tests.unit.plain_metrics import KINDS, Atom, payload_of, plain_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -10,20 +10,22 @@ from PIL import Image
 from torch import nn
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-from learner.coords import coord_token
-from learner.model.packed_forward import (
+from learner.config.schema import AttentionChoice
+from learner.models.attention import attention_of
+from learner.models.packed_forward import (
+    PromptEncoder,
     Segment,
     check_packing,
     make_pack,
     make_segment,
-    packed_logits,
 )
-from learner.model.prompt import PromptEncoder
-from learner.targets import build_ground_truth_target
+from learner.stages.coords import coord_token
+from learner.stages.targets import build_ground_truth_target
 from learner.types import GroundTruthObject, Role, Sample, Shape
 from shared_contracts.errors import ContractError
 from tests.unit.loaded_models import loaded_from
 from tests.unit.mixed_samples import mixed_samples
+from tests.unit.packed_logits import packed_logits
 from tests.unit.toy_learner import ToyLearner
 
 IMAGE_SIZES = [(64, 64), (96, 64), (64, 128)]
@@ -80,14 +82,15 @@ def test_packed_logits_equal_those_of_the_segment_alone(
 
 
 @pytest.mark.req("PACK-04")
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.req("FULL-01")
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
 @torch.no_grad()
 def test_a_pack_keeps_several_images_and_none_apart_in_any_order(
-    checkpoint: Path, tmp_path: Path, attention: str
+    checkpoint: Path, tmp_path: Path, attention: AttentionChoice
 ) -> None:
     loaded = loaded_from(checkpoint)
     assert isinstance(loaded.model, Qwen3VLForConditionalGeneration)
-    loaded.model.set_attn_implementation(attention)
+    loaded.model.set_attn_implementation(attention_of(attention))
     segments = ToyLearner(loaded).channel_a.segments(mixed_samples(tmp_path))
     alone = [packed_logits(loaded.model, make_pack([segment])) for segment in segments]
     for order in ([0, 1, 2, 3], [2, 1, 3, 0], [1, 1, 0, 2]):
@@ -177,7 +180,7 @@ def test_an_index_outside_the_assistant_span_stops_the_step(
 ) -> None:
     good = segments[0]
     group = good.target.coord_groups[0]
-    outside = replace(group, positions=(*group.positions[:3], len(good.target.token_ids)))
+    outside = group._replace(positions=(*group.positions[:3], len(good.target.token_ids)))
     broken = replace(good.target, coord_groups=[outside])
     with pytest.raises(ContractError, match=r"s0.*supervised index"):
         make_segment(model.model, "s0", good.prompt, broken, has_dropped=False)

@@ -8,9 +8,10 @@ from transformers import set_seed
 
 from learner.config import merge, parse_config
 from learner.data.toy import ToyData
-from learner.model.load import LoadedModel, load_model
-from learner.model.packed_forward import Segment, make_pack
-from learner.model.self_context import SelfContext
+from learner.models.load import LoadedModel, load_model
+from learner.models.packed_forward import Segment, make_pack
+from learner.models.self_context import SelfContext
+from learner.runs.metrics import rollout_payload
 from learner.types import Channel, Sample
 from tests.unit.answers import entry
 from tests.unit.mixed_samples import box, mixed_samples
@@ -23,7 +24,8 @@ LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
 # What is changed in the config, and how much larger the coordinate logits are made: up to
 # distributions where they have nearly all of the mass at text.
 SETUPS: dict[str, tuple[dict[str, Any], float]] = {
-    "sdpa": ({}, 4),
+    "auto": ({}, 4),
+    "sdpa": ({"model": {"attn_implementation": "sdpa"}}, 4),
     "eager": ({"model": {"attn_implementation": "eager"}}, 8),
     "checkpointing": ({"model": {"gradient_checkpointing": True}}, 4),
     "lora": ({"tuner": LORA, "model": {"gradient_checkpointing": True}}, 8),
@@ -60,9 +62,10 @@ def answered(learner: ToyLearner, samples: list[Sample]) -> list[Segment]:
         written(ghost),
     ]
     answers = [learner.answer(*pair) for pair in zip(samples, texts, strict=True)]
-    segments, stats = learner.channel_b.segments(samples, answers)
-    assert (stats.matched, stats.false_positives, stats.invalid) == (1, 2, 1)
-    assert stats.drop_reasons.total() == 1
+    segments, assessed = learner.channel_b.segments(samples, answers)
+    counts = rollout_payload(assessed).metrics()
+    keys = ("matched", "false_positives", "invalid_rollout", "N_drop_invalid")
+    assert [counts[f"stage2_ab/channel_b/{key}"] for key in keys] == [1, 2, 1, 1]
     return segments
 
 

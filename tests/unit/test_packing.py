@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from learner.packing import SegmentBuffer, plan_packs, select_segments
+from learner.stages.packing import SegmentBuffer
+from learner.stages.packing.plan import plan_packs, select_segments
 from shared_contracts.errors import ContractError
 from tests.unit.pools import CAPACITY, LENGTHS, subset_totals
 
@@ -28,6 +29,7 @@ def first_come_total(lengths: Sequence[int], go_on: bool) -> int:
 
 
 @pytest.mark.req("PACK-01")
+@pytest.mark.scenario("Oversized segment fails fast")
 def test_a_segment_longer_than_a_pack_is_refused_with_three_ways_out() -> None:
     buffer: SegmentBuffer[str] = SegmentBuffer(capacity=20, limit=8)
     buffer.add("a", 20, "train.jsonl:6")
@@ -100,6 +102,9 @@ def test_the_oldest_goes_with_what_fills_the_pack_best(
 
 
 @pytest.mark.req("PACK-02")
+@pytest.mark.scenario(
+    "Deterministic selection", "Shared packing helper yields deterministic selection"
+)
 @given(st.lists(LENGTHS, min_size=1, max_size=20))
 def test_a_selection_holds_the_oldest_once_each_in_insertion_order(lengths: list[int]) -> None:
     chosen = select_segments(lengths, CAPACITY)
@@ -109,6 +114,7 @@ def test_a_selection_holds_the_oldest_once_each_in_insertion_order(lengths: list
 
 
 @pytest.mark.req("PACK-02")
+@pytest.mark.scenario("Multiple short segments pack efficiently under the same cap")
 @given(st.lists(LENGTHS, min_size=1, max_size=20))
 def test_a_selection_fits_and_is_as_full_as_first_come_at_least(lengths: list[int]) -> None:
     total = sum(lengths[i] for i in select_segments(lengths, CAPACITY))
@@ -128,6 +134,7 @@ def test_no_older_segment_of_the_same_length_is_passed_over(lengths: list[int]) 
 
 
 @pytest.mark.req("PACK-02")
+@pytest.mark.scenario("Missing binpacking dependency fails fast")
 def test_without_the_binpacking_module_selecting_fails_fast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,6 +162,7 @@ def test_what_a_pack_leaves_over_is_carried_whole_and_in_order() -> None:
 
 
 @pytest.mark.req("PACK-01")
+@pytest.mark.scenario("Carry buffer overflow fails fast with actionable guidance")
 def test_a_full_buffer_names_the_sample_and_the_ways_out() -> None:
     buffer: SegmentBuffer[str] = SegmentBuffer(capacity=20, limit=2)
     buffer.add("a", 1, "x:2")
@@ -216,5 +224,6 @@ class BufferAndList(RuleBasedStateMachine):
 
 
 @pytest.mark.req("PACK-01", "PACK-02")
+@pytest.mark.scenario("Carry buffer preserves segments without splitting")
 def test_a_buffer_loses_doubles_and_reorders_nothing() -> None:
     run_state_machine_as_test(BufferAndList, settings=settings(stateful_step_count=20))

@@ -8,11 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.packing import EXACT_POOL, plan_packs
-from learner.packing.bound import fewest_packs
-from learner.packing.exact import best_plan
-from learner.packing.large import good_plan
-from learner.packing.subset import subset_of_total
+from learner.stages.packing.plan import (
+    EXACT_POOL,
+    best_plan,
+    fewest_packs,
+    good_plan,
+    plan_packs,
+    subset_of_total,
+)
 from tests.unit.pools import (
     CAPACITY,
     LENGTHS,
@@ -226,7 +229,7 @@ def test_the_work_for_a_large_pool_is_bounded_at_any_capacity(
         assert work <= 4 << 31, "a few searches, each of less than 2**31 bit operations"
         return subset_of_total(lengths, at_least, at_most)
 
-    monkeypatch.setattr("learner.packing.large.subset_of_total", counted)
+    monkeypatch.setattr("learner.stages.packing.plan.subset_of_total", counted)
     chance = random.Random(0)
     lengths = [chance.randint(shortest, longest) for _ in range(500)]
     packs = plan_packs(lengths, capacity, min_fill)

@@ -5,14 +5,14 @@ from queue import Empty
 
 import pytest
 
-from learner.rollout.parallel import Calls, in_parallel
+from learner.rollout.parallel_calls import Calls, in_parallel
 
 
 def test_results_come_in_the_order_of_the_calls() -> None:
     second_ran = threading.Event()
 
     def first() -> int:
-        assert second_ran.wait(5)
+        assert second_ran.wait(60)
         return 1
 
     def second() -> int:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from learner.parsing import parse_rollout
-from learner.scanner import MAX_BRACKETS
-from learner.tokens import PLACEHOLDERS, token_table
+from learner.stages.formats.coord_json import parse_rollout
+from learner.stages.formats.json_scanner import MAX_BRACKETS
+from learner.stages.tokens import PLACEHOLDERS, token_table
 from tests.unit.answers import (
     coords,
     encode,
@@ -78,12 +78,14 @@ def test_a_polygon_has_an_even_number_of_six_or_more_coordinates(
 
 
 @pytest.mark.req("PARSE-03", "PARSE-01")
+@pytest.mark.scenario("Dict keys are not sorted for matching order")
 def test_objects_keep_the_order_of_their_appearance(tokenizer: PreTrainedTokenizerFast) -> None:
     parsed = parse(tokenizer, "{" + entry(10) + ", " + entry(2) + "}")
     assert [found.index for found in parsed.objects] == [10, 2]
 
 
 @pytest.mark.req("PARSE-04")
+@pytest.mark.scenario("geometry-first object remains valid under strict parse")
 def test_field_order_does_not_matter(tokenizer: PreTrainedTokenizerFast) -> None:
     desc_first = parse(tokenizer, with_value(f'{{"desc": "stop!", "bbox_2d": {BOX}}}'))
     geometry_first = parse(tokenizer, with_value(f'{{"bbox_2d": {BOX}, "desc": "stop!"}}'))

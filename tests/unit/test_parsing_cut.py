@@ -8,8 +8,8 @@ from tokenizers.normalizers import NFC
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from learner.parsing import parse_rollout
-from learner.tokens import HALF_CHARACTER, IM_END
+from learner.stages.formats.coord_json import parse_rollout
+from learner.stages.tokens import HALF_CHARACTER, IM_END
 from learner.types import ParsedRollout
 from tests.unit.answers import (
     encode,

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from learner.parsing import parse_rollout
-from learner.tokens import IM_END, TokenText
+from learner.stages.formats.coord_json import parse_rollout
+from learner.stages.tokens import IM_END, TokenText
 from learner.types import ParsedRollout
 from tests.unit.answers import (
     DESCRIPTIONS,
@@ -405,7 +405,7 @@ class CountedTokenText(TokenText):
 def test_twice_the_tokens_have_twice_the_characters_taken_from_them(
     toy_tokenizer: PreTrainedTokenizerFast, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("learner.parsing.TokenText", CountedTokenText)
+    monkeypatch.setattr("learner.stages.formats.coord_json.TokenText", CountedTokenText)
     taken = []
     for n in (150, 300):
         CountedText.taken = 0

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from learner.peer_watch import Timing, Watch
-from learner.peers import ALONE, Peers, StorePeers, first
+from learner.distributed.peers import (
+    SINGLE_PROCESS,
+    Peers,
+    StorePeers,
+    Timing,
+    Watch,
+    broadcast_from_rank0,
+)
 from shared_contracts.errors import ContractError, ContractErrors, RunError
 
 # No process is silent for so long that it counts, unless a test says so.
@@ -52,9 +58,9 @@ def failing(rank: int, error: BaseException) -> Work:
                 raise error
             return peers.rank
 
-        peers.share(lambda: 0)
-        said = peers.share(second)
-        peers.share(lambda: 0)
+        peers.all_gather(lambda: 0)
+        said = peers.all_gather(second)
+        peers.all_gather(lambda: 0)
         return said
 
     return work
@@ -64,7 +70,7 @@ def failing(rank: int, error: BaseException) -> Work:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_every_rank_gets_what_each_of_them_said_in_the_order_of_ranks(count: int) -> None:
     def work(peers: StorePeers) -> list[list[object]]:
-        return [peers.share(partial(said_in, number, peers.rank)) for number in range(3)]
+        return [peers.all_gather(partial(said_in, number, peers.rank)) for number in range(3)]
 
     def said_in(number: int, rank: int) -> dict[str, int]:
         return {"round": number, "rank": rank}
@@ -83,13 +89,13 @@ def test_what_the_first_rank_alone_does_all_have_and_none_that_is_null() -> None
             return "A"
 
         return [
-            first(peers, chosen),
-            first(peers, lambda: None),
+            broadcast_from_rank0(peers, chosen),
+            broadcast_from_rank0(peers, lambda: None),
         ]
 
     assert outcomes(ranks_of(3), work) == [["A", None]] * 3
     assert did == [0]
-    assert first(ALONE, lambda: 7) == 7
+    assert broadcast_from_rank0(SINGLE_PROCESS, lambda: 7) == 7
 
 
 @pytest.mark.req("DDP-01")
@@ -120,7 +126,7 @@ def test_an_error_of_the_input_is_the_same_error_in_all_ranks() -> None:
         assert one is error
         assert isinstance(zero, ContractError)
         assert str(zero) == str(error)
-        assert len(zero.errors if isinstance(zero, ContractErrors) else [zero]) == count
+        assert len(zero.errors) == count
 
 
 @pytest.mark.req("DDP-01")
@@ -130,7 +136,7 @@ def test_ranks_that_fail_at_once_each_say_their_own() -> None:
             if peers.rank < 2:
                 raise ValueError(f"of rank {peers.rank}")
 
-        peers.share(fail)
+        peers.all_gather(fail)
 
     zero, one, two = outcomes(ranks_of(3), work)
     assert [str(zero), str(one)] == ["of rank 0", "of rank 1"]
@@ -162,9 +168,9 @@ def test_a_signal_ends_the_process_it_was_sent_to_whatever_happened_elsewhere() 
 @pytest.mark.req("DDP-01")
 def test_a_rank_that_is_silent_ends_the_others() -> None:
     zero, _ = ranks_of(2, Timing(beat=0.01, silence=0.05, linger=0.01))
-    with pytest.raises(RunError, match=r"process 1 has not been heard of for 0.05 s"):  # noqa: SIM117
+    with pytest.raises(RunError, match=r"process 1 has sent no heartbeat for 0.05 s"):  # noqa: SIM117
         with zero.guarded():
-            zero.share(lambda: None)
+            zero.all_gather(lambda: None)
 
 
 @pytest.mark.req("DDP-01")
@@ -186,12 +192,12 @@ def test_a_rank_that_works_is_waited_for_as_long_as_there_is_patience() -> None:
 
     def work(peers: StorePeers) -> None:
         try:
-            peers.share(lambda: given_up.wait(60) if peers.rank == 1 else None)
+            peers.all_gather(lambda: given_up.wait(60) if peers.rank == 1 else None)
         finally:
             given_up.set()
 
     lost, told = outcomes([zero, one], work)
-    assert str(lost) == "learner process 1 is there, but took over 0.05 s"
+    assert str(lost) == "learner process 1 is alive, but took more than 0.05 s"
     assert str(told) == f"learner process 0 failed: {lost}"
 
 
@@ -201,8 +207,8 @@ def test_who_waits_does_something_meanwhile() -> None:
 
     def work(peers: StorePeers) -> list[bool]:
         if peers.rank == 0:
-            return peers.share(lambda: True, looks.release)
-        return peers.share(lambda: all(looks.acquire(timeout=60) for _ in range(3)))
+            return peers.all_gather(lambda: True, looks.release)
+        return peers.all_gather(lambda: all(looks.acquire(timeout=60) for _ in range(3)))
 
     assert outcomes(ranks_of(2), work) == [[True, True]] * 2
 
@@ -213,7 +219,7 @@ def test_the_store_does_not_grow_with_the_rounds() -> None:
     ranks = [StorePeers(rank, 2, lambda: store, QUICK) for rank in range(2)]
 
     def work(peers: StorePeers) -> int:
-        return max(peers.share(store.num_keys)[0] for _ in range(100))
+        return max(peers.all_gather(store.num_keys)[0] for _ in range(100))
 
     most = outcomes(ranks, work)
     assert max(most) <= 2 * 2 + 2  # two rounds at a time, and the beats
@@ -288,7 +294,7 @@ def test_without_its_store_process_0_is_gone() -> None:
     one = StorePeers(1, 2, lambda: store, QUICK, end=lambda _: None)
     with pytest.raises(RunError, match="learner process 0 is gone: Broken pipe"), one.guarded():  # noqa: PT012
         store.lost = True
-        one.share(lambda: None)
+        one.all_gather(lambda: None)
 
 
 @pytest.mark.req("DDP-01")
@@ -298,11 +304,11 @@ def test_others_hear_of_a_failure_before_the_failed_process_has_cleaned_up() -> 
     def work(peers: StorePeers) -> None:
         if peers.rank == 0:
             try:
-                peers.share(lambda: None)
+                peers.all_gather(lambda: None)
             finally:
                 heard.set()
         try:
-            with peers.telling():
+            with peers.propagate_errors():
                 raise RunError("out of memory")
         finally:
             assert heard.wait(60), "what it waits for comes of telling"
@@ -328,7 +334,7 @@ def test_a_failed_process_whose_clean_up_hangs_is_ended(capfd: pytest.CaptureFix
             assert ended.wait(60)
             return
         try:
-            with peers.telling():
+            with peers.propagate_errors():
                 raise ContractError("a.b", "no", "Add it")
         finally:
             assert ended.wait(60)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from shared_contracts.cli import run_cli
+from shared_contracts.cli import printable, run_cli
 from shared_contracts.errors import ContractError, ContractErrors, RunError
-from shared_contracts.printable import printable
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
-from learner.model.load import LoadedModel
-from learner.model.prompt import encode_request
+from learner.models.load import LoadedModel
+from learner.models.packed_forward import encode_request
 from learner.rollout.hf import HfBackend
-from learner.sync.probe import MARGINS, NEW_TOKENS, Ask, Probe, probe_call, prompts
+from learner.rollout.sync.probe import MARGINS, NEW_TOKENS, Ask, Probe, probe_call, prompts
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.repeat_guard import RepeatTerminateConfig

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from learner.trainer.progress import ProgressDisplay
+from learner.training.run_log import ProgressDisplay
 
 
 @pytest.mark.parametrize("name", ["lr{1e-4}", "a[/b]", "x[lora]"])

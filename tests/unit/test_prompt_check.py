@@ -1,13 +1,14 @@
-"""The learner's encoding of a prompt starts with the server's ids, or the run stops."""
+"""The learner's encoding of a prompt equals the server's ids, all of them, or the run stops."""
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from learner.rollout.prompt_check import check_prompt_ids
+from learner.rollout.answers import check_prompt_ids
+from learner.stages.tokens import decode_exactly
 from shared_contracts.errors import ContractError
 from tests.unit.answers import encode
 
-pytestmark = pytest.mark.req("ROLL-01")
+pytestmark = pytest.mark.req("ROLL-01", "RES-16")
 
 
 def test_equal_ids_pass(toy_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -15,9 +16,19 @@ def test_equal_ids_pass(toy_tokenizer: PreTrainedTokenizerFast) -> None:
     check_prompt_ids("a:1", ids, list(ids), toy_tokenizer)
 
 
-def test_ours_may_go_on_behind_the_servers(toy_tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = encode(toy_tokenizer, "the red square")
-    check_prompt_ids("a:1", ids, ids[:-1], toy_tokenizer)
+@pytest.mark.parametrize("missing", [1, 2, None], ids=["the last id", "two ids", "all ids"])
+def test_a_server_prompt_that_is_shorter_is_a_difference(
+    toy_tokenizer: PreTrainedTokenizerFast, missing: int | None
+) -> None:
+    ids = encode(toy_tokenizer, "cat<|coord_7|><|coord_8|>")
+    theirs = ids[: -missing if missing else 0]
+    with pytest.raises(ContractError) as caught:
+        check_prompt_ids("a:1", ids, theirs, toy_tokenizer)
+    assert caught.value.where == f"prompt of a:1, position {len(theirs)}"
+    token = ids[len(theirs)]
+    text = decode_exactly(toy_tokenizer, [token])
+    assert f"the learner has {token} {text!r}, the server no token" in caught.value.found
+    assert f"lengths {len(ids)} and {len(theirs)}" in caught.value.found
 
 
 def test_the_first_difference_is_shown_with_both_tokens(

@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from learner.sync.push import WeightSyncError
-from learner.sync.source import BaseWeights, MergedWeights, OneSource
+from learner.rollout.sync.push import WeightSyncError
+from learner.rollout.sync.weights import BaseWeights, MergedWeights, OneSource
 from shared_contracts.digests import sample
 from shared_contracts.errors import Problem
 from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta
@@ -76,7 +77,7 @@ def test_a_push_logs_its_phases_its_bytes_and_its_rate(
     server: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     Worker(server)
-    with caplog.at_level(logging.INFO, "learner.sync.push"), pusher_to(server) as pusher:
+    with caplog.at_level(logging.INFO, "learner.rollout.sync.push"), pusher_to(server) as pusher:
         report = pusher.push(version=1)
     (line,) = [record.getMessage() for record in caplog.records]
     for part in (f"{report.bytes} bytes", "GB/s", "pause 0.100 s", "verify 0.100 s", "caches"):
@@ -171,6 +172,57 @@ def test_parameters_that_differ_at_the_server_are_named(server: ScriptedServer) 
         server.routes["POST /finish_weight_update/"] = worker.finish
         pusher.push(version=1)
     assert worker.groups_formed == 2
+
+
+@pytest.mark.req("SYNC-06", "RES-25")
+def test_a_refusal_whose_faults_name_nothing_is_a_broken_push_too(server: ScriptedServer) -> None:
+    Worker(server)
+    faults: list[dict[str, Any]] = [{}, {"where": 5}, {"where": "odd\x1b[2J"}]
+    refused = Problem.of("weights-differ", "it says so", "finish: verify", faults)
+    server.routes["POST /finish_weight_update/"] = lambda _: (refused.status, refused)
+    with pusher_to(server) as pusher, pytest.raises(WeightSyncError, match="it says") as caught:
+        pusher.push(version=1)
+    assert caught.value.parameters == ()
+    assert r"did not have to compare: 5, odd\x1b[2J" in str(caught.value)
+
+
+@pytest.mark.req("RES-25", "SYNC-06")
+@pytest.mark.parametrize("route", ["POST /start_weight_update/", "POST /finish_weight_update/"])
+def test_parameters_that_a_server_was_not_asked_to_compare_are_told_apart(
+    server: ScriptedServer, route: str
+) -> None:
+    ghosts = [f"ghost{number}.{'y' * 5000}" for number in range(200)]
+    faults = [{"where": name} for name in ["wide", *ghosts, "wide"]]
+    status, said = problem("weights-differ", "it says so", "verify")
+    refused = said.model_copy(update={"errors": faults})
+    Worker(server)
+    server.routes[route] = lambda _: (status, refused)
+    with pusher_to(server, verify="full") as pusher, pytest.raises(WeightSyncError) as caught:
+        pusher.push(version=1)
+    compared = route == "POST /finish_weight_update/"
+    assert caught.value.parameters == (("wide",) if compared else ())
+    told = str(caught.value)
+    assert (
+        "it names parameters that it did not have to compare: " + ("" if compared else "wide, ")
+        in told
+    )
+    assert "ghost0" in told
+    assert len(told) < 2000
+
+
+@pytest.mark.req("RES-25", "SYNC-06")
+def test_what_a_manifest_is_said_to_lack_is_bounded(server: ScriptedServer) -> None:
+    faults = [{"where": f"ghost{number}.{'y' * 5000}"} for number in range(200)]
+    status, said = problem("manifest-mismatch", "it says so", "parameters")
+    refused = said.model_copy(update={"errors": faults})
+    Worker(server)
+    server.routes["POST /start_weight_update/"] = lambda _: (status, refused)
+    with pusher_to(server) as pusher, pytest.raises(WeightSyncError) as caught:
+        pusher.push(version=1)
+    assert len(str(caught.value)) < 2000
+    assert "and 195 more" in str(caught.value)
+    assert len(caught.value.parameters) == 32
+    assert max(map(len, caught.value.parameters)) < 250
 
 
 @pytest.mark.req("SYNC-06")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from learner.sync.push import WeightSyncError
-from learner.sync.source import MergedWeights, OneSource
-from rollout_server.group_store import open_group_store
+from learner.rollout.sync.push import WeightSyncError
+from learner.rollout.sync.weights import MergedWeights, OneSource
+from rollout_server.weights.weight_group import open_group_store
 from shared_contracts.weights import DtypeName, InitCommunicator
 from tests.unit.push_worker import (
     Weights,
@@ -159,11 +159,13 @@ def test_a_hung_collective_is_left_behind_and_the_next_push_forms_a_new_group(
     server: ScriptedServer,
 ) -> None:
     worker, model = Worker(server), Weights()
+    with pusher_to(server, all_phases(60.0), model) as pusher:
+        pusher.push(version=1)  # the first one starts threads that stay
     worker.stop_after, worker.hang = 1, threading.Event()
     before = resources()
     with pusher_to(server, replace(all_phases(60.0), transfer=1.0), model) as pusher:
         with pytest.raises(WeightSyncError) as caught:
-            pusher.push(version=1)
+            pusher.push(version=2)
         assert caught.value.phase == "transfer"
         worker.hang.set()
         assert worker.hung_up.wait(60.0)

@@ -5,18 +5,21 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import pytest
+from torch import Tensor
 
-from learner.sync.life import SignsOfLife
-from learner.sync.push import WeightSyncError
-from learner.sync.source import MergedWeights
-from rollout_server.group_store import open_group_store
+from learner.rollout.exclusive_lease import Heartbeat
+from learner.rollout.sync.push import WeightSyncError
+from learner.rollout.sync.transports import CurrentGpu, WeightGroup, join_group
+from learner.rollout.sync.weights import MergedWeights
+from rollout_server.weights.weight_group import open_group_store
 from shared_contracts.errors import ContractError
 from shared_contracts.server_info import Info
-from shared_contracts.weights import InitCommunicator
+from shared_contracts.weights import InitCommunicator, ParameterMeta
 from tests.unit.push_worker import (
     Falling,
     Weights,
@@ -35,6 +38,8 @@ from tests.unit.scripted_server import (
     problem,
     scripted_server,
 )
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -64,6 +69,72 @@ def test_closing_and_letting_go_again_or_before_connecting_is_no_error(
     formed = [body["attempt"] for body in server.bodies("POST /init_communicator/")]
     left = [body["attempt"] for body in server.bodies("POST /close_communicator/")]
     assert left == formed, "each once: the first before the second was formed"
+
+
+class NumberedGpu(CurrentGpu):
+    """GPU 3, and in which threads it is current."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    @property
+    def current(self) -> int:
+        return getattr(self._of_thread, "index", 0)
+
+    def used_by(self, call: Callable[[], T]) -> Callable[[], T]:
+        def on_it() -> T:
+            self._of_thread.index = 3
+            return call()
+
+        return on_it
+
+
+@pytest.mark.req("FULL-07")
+def test_the_group_is_joined_and_used_on_the_gpu_that_was_current_for_the_pusher(
+    server: ScriptedServer,
+) -> None:
+    gpu, worker = NumberedGpu(), Worker(server)
+    joined_on: list[int] = []
+    sent_on: list[int] = []
+
+    class Noting:
+        def __init__(self, group: WeightGroup) -> None:
+            self._group = group
+            self.close, self.abandon = group.close, group.abandon
+
+        def send(
+            self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
+        ) -> None:
+            sent_on.append(gpu.current)
+            self._group.send(parameters, weights)
+
+    def join(body: InitCommunicator, given_up: threading.Event) -> WeightGroup:
+        joined_on.append(gpu.current)
+        return Noting(join_group(body, given_up))
+
+    with pusher_to(server, join=join, gpu=gpu) as pusher:
+        pusher.push(version=2)
+    assert (joined_on, sent_on) == ([3], [3])
+    assert worker.groups_formed == 1
+    assert gpu.current == 0, "each in a thread of its own"
+
+
+@pytest.mark.req("FULL-07")
+def test_nccl_is_loaded_before_the_server_is_asked_for_a_group(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from learner.rollout.sync import nccl
+
+    def missing() -> None:
+        raise OSError("no NCCL is here")
+
+    monkeypatch.setattr(nccl, "NCCLLibrary", missing)
+    with (
+        pusher_to(server, transport="nccl") as pusher,
+        pytest.raises(OSError, match="no NCCL is here"),
+    ):
+        pusher.connect()
+    assert server.bodies("POST /init_communicator/") == []
 
 
 @pytest.mark.req("SYNC-01", "SYNC-04")
@@ -111,7 +182,7 @@ def test_a_learner_says_that_it_lives_as_long_as_its_group_stands(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every_s = 0.05
-    monkeypatch.setattr("learner.sync.push.SignsOfLife", partial(SignsOfLife, every_s=every_s))
+    monkeypatch.setattr("learner.rollout.sync.push.Heartbeat", partial(Heartbeat, every_s=every_s))
     Worker(server)
     signs = partial(server.bodies, "POST /keep_communicator/")
     with pusher_to(server) as pusher:
@@ -122,18 +193,33 @@ def test_a_learner_says_that_it_lives_as_long_as_its_group_stands(
         (asked,) = server.bodies("POST /init_communicator/")
         assert {sign["attempt"] for sign in signs()} == {asked["attempt"]}
         pusher.abandon()
-        wait_until(lambda: "signs-of-life" not in {each.name for each in threading.enumerate()})
+        wait_until(lambda: "heartbeat" not in {each.name for each in threading.enumerate()})
         given = len(signs())
         time.sleep(5 * every_s)
         assert len(signs()) == given
 
 
-def test_a_guest_does_not_say_that_it_lives(server: ScriptedServer) -> None:
-    """As `learner doctor` is, in whose place a run may come at any time."""
-    Worker(server)
+@pytest.mark.req("SYNC-04", "SYNC-07")
+@pytest.mark.parametrize("only_if_free", [False, True])
+def test_a_learner_says_that_it_lives_while_its_group_still_forms(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, only_if_free: bool
+) -> None:
+    """A guest, as `learner doctor` is, too: a server gives up who is silent."""
+    monkeypatch.setattr("learner.rollout.sync.push.Heartbeat", partial(Heartbeat, every_s=0.05))
+    worker = Worker(server)
+    signs = partial(server.bodies, "POST /keep_communicator/")
+
+    def form(body: object) -> Reply:
+        wait_until(lambda: len(signs()) >= 2)
+        return worker.init(body)
+
+    server.routes["POST /init_communicator/"] = form
     with pusher_to(server) as pusher:
-        pusher.connect(if_none=True)
-        assert "signs-of-life" not in {each.name for each in threading.enumerate()}
+        pusher.connect(only_if_free=only_if_free)
+        (asked,) = server.bodies("POST /init_communicator/")
+        assert {sign["attempt"] for sign in signs()} == {asked["attempt"]}
+        pusher.close()
+        wait_until(lambda: "heartbeat" not in {each.name for each in threading.enumerate()})
 
 
 def info_of_a_group(heard_s: float) -> Info:
@@ -229,7 +315,7 @@ def test_a_process_ends_though_a_collective_of_it_hangs() -> None:
     """The other rank stays in the group and never receives."""
     program = """
         import sys, threading, torch
-        from learner.sync.gloo import GlooGroup
+        from learner.rollout.sync.transports import GlooGroup
         from shared_contracts.weights import InitCommunicator, ParameterMeta
 
         group = GlooGroup(InitCommunicator.model_validate_json(sys.argv[1]))
@@ -242,8 +328,10 @@ def test_a_process_ends_though_a_collective_of_it_hangs() -> None:
         group.abandon()
         print("left", flush=True)
     """
-    body = InitCommunicator(host="127.0.0.1", port=free_port(), world_size=2, timeout_s=600)
-    held = open_group_store(body.host, body.port, body.timeout_s)
+    body = InitCommunicator(
+        host="127.0.0.1", port=free_port(), world_size=2, attempt="a", timeout_s=600
+    )
+    held = open_group_store(body.host, body.port, body.timeout_s, body.attempt)
     command = [sys.executable, "-c", textwrap.dedent(program), body.model_dump_json()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ours:
         group = other_rank(body)

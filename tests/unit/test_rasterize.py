@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from learner.config.rollout_matching import MatchingConfig
-from learner.matching import MAX_RESOLUTION, mask_iou
-from learner.rasterize import PlainShape, Shapes, box_iou, mask_ious
+from learner.stages.matching import MAX_RESOLUTION, PlainShape, Shapes, box_iou, mask_iou, mask_ious
 from learner.types import Shape
 from tests.unit.shapes import (
     BINS,

@@ -1,14 +1,15 @@
 """Servers that fail, are lost and come back: nothing is lost, and nothing waits for ever."""
 
+import re
 import time
 
 import pytest
 
+from learner.rollout.backend import Journal
 from learner.rollout.client import OtherWeights, RolloutClient
-from learner.rollout.handout import FRUITLESS_RETURNS, Handout, Job
-from learner.rollout.journal import Journal
-from learner.rollout.member import ATTEMPTS
-from learner.rollout.pushed_member import PushedMember
+from learner.rollout.dispatch import FRUITLESS_RETURNS, Dispatch, Job
+from learner.rollout.server import LeaderHandle
+from learner.rollout.server_handle import ATTEMPTS
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import RequestConfig
 from tests.unit.fleets import S, fleet, requests
@@ -78,7 +79,7 @@ def test_an_answer_of_another_epoch_is_taken_and_the_server_pushed_to_before_the
         run.rollouts[0].faults.append(S.lose_a_replica)
         run.ask(6)
     assert run.pushed() == [[1, 1]]
-    assert run.rollouts[0].answered == [[0, 1], [2, 3], [4, 5]]
+    assert sorted(run.rollouts[0].answered) == [[number] for number in range(6)]
 
 
 @pytest.mark.req("SYNC-07")
@@ -139,7 +140,7 @@ def test_the_only_server_is_waited_for_and_pushed_to(fault: Fault) -> None:
         run.ask(6)
         _, metrics = run.notes()
     assert run.pushed() == [[1, 1]]
-    assert run.rollouts[0].answered == [[0, 1], [2, 3], [4, 5]]
+    assert sorted(run.rollouts[0].answered) == [[number] for number in range(6)]
     assert metrics["rollout/splits"] == 0
 
 
@@ -161,13 +162,15 @@ def test_a_server_that_stays_away_ends_the_run_with_what_was_waited_for() -> Non
             run.ask(2)
     url = run.rollouts[0].server.base_url
     assert f"{url}: GET {url}/health/" in str(caught.value)
-    assert "waited 0 s (rollout_matching.vllm.server.timeout_s)" in str(caught.value)
+    assert re.search(
+        r"waited \d s \(rollout_matching\.vllm\.server\.timeout_s\)", str(caught.value)
+    )
 
 
 @pytest.mark.req("SYNC-07", "DIST-05")
 @pytest.mark.parametrize("at", ["rollout", "push"])
 def test_a_server_that_says_that_it_is_starting_is_waited_for_longer(at: str) -> None:
-    with fleet(1, timeout_s=0.2) as run:
+    with fleet(1, timeout_s=1.0) as run:
         one = run.rollouts[0]
         one.server.routes["GET /health/"] = slowly(one.server.routes["GET /health/"])
         one.starting_looks = 5
@@ -186,7 +189,7 @@ def slowly(route: Route) -> Route:
     """Each answer takes half of the time that a silent server is waited for."""
 
     def answer(body: object) -> Reply:
-        time.sleep(0.1)
+        time.sleep(0.5)
         return route(body)
 
     return answer
@@ -194,11 +197,11 @@ def slowly(route: Route) -> Route:
 
 @pytest.mark.req("SYNC-07")
 def test_a_server_that_never_ends_to_start_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.rollout.patience.LONGEST_WAIT_S", 0.5)
+    monkeypatch.setattr("learner.rollout.server.LONGEST_WAIT_S", 0.5)
     with fleet(1, timeout_s=0.2) as run:
         run.rollouts[0].starting_looks = 10**9
         run.rollouts[0].faults.append(S.lose_the_only_replica)
-        with pytest.raises(RunError, match=r"whatever it says.*replica 0 is starting"):
+        with pytest.raises(RunError, match=r"the longest wait.*replica 0 is starting"):
             run.ask(2)
 
 
@@ -223,7 +226,7 @@ def test_a_server_that_comes_back_as_another_one_is_not_pushed_to() -> None:
 def test_a_server_whose_group_cannot_be_formed_is_left_alone_for_a_while(
     rest_s: float, tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("learner.rollout.pushed_member.FIRST_REST_S", rest_s)
+    monkeypatch.setattr("learner.rollout.server.FIRST_REST_S", rest_s)
     with fleet(2) as run:
         run.rollouts[0].faults.append(S.restart)
         run.ask(4)
@@ -243,7 +246,7 @@ def test_a_server_whose_group_cannot_be_formed_is_left_alone_for_a_while(
 def test_a_server_that_rests_is_tried_when_no_other_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("learner.rollout.pushed_member.FIRST_REST_S", 600.0)
+    monkeypatch.setattr("learner.rollout.server.FIRST_REST_S", 600.0)
     with fleet(2) as run:
         run.rollouts[0].faults.append(S.restart)
         run.ask(4)
@@ -273,8 +276,8 @@ def test_only_returns_without_an_answer_between_them_are_in_vain(
         rollouts, journal = S(server), Journal()
         times_lost = FRUITLESS_RETURNS + 2
         rollouts.faults.extend(([S.hang_up] * ATTEMPTS + [S.ok] * answers_between) * times_lost)
-        member = PushedMember(client, ScriptedChannel(rollouts), journal, lambda _: None)
-        handout = Handout(
+        member = LeaderHandle(client, ScriptedChannel(rollouts), journal, lambda _: None)
+        handout = Dispatch(
             Job(requests(times_lost), RequestConfig(), version=None),
             [member],
             caps=lambda world_sizes: [1] * len(world_sizes),

@@ -8,7 +8,7 @@ from benchmarks.reliability.infer_bodies import infer_bodies
 from benchmarks.reliability.samples import Held, growth
 from benchmarks.reliability.suites import matches
 from benchmarks.reliability.tables import held_table
-from rollout_server.chat import read_conversation
+from rollout_server.serving.infer import read_conversation
 from shared_contracts.infer import InferCall
 
 MINUTES = [60.0 * minute for minute in range(61)]

@@ -7,17 +7,17 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from learner.model.toy_tokenizer import make_toy_tokenizer
-from rollout_server.engine_env import engine_environment
-from rollout_server.repeat_config import (
+from learner.models.toy import make_toy_tokenizer
+from rollout_server.engines.vllm import environment as engine_environment
+from rollout_server.engines.vllm.repeat_processor import choose_sentinel
+from rollout_server.settings.options import ServerSettings
+from rollout_server.settings.repeat_config import (
     CONFIG_JSON,
     CONFIG_JSON_PATH,
     INJECTION,
     repeat_config_from_environment,
     repeat_environment,
 )
-from rollout_server.sentinel import choose_sentinel
-from rollout_server.settings import ServerSettings
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 

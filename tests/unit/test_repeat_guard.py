@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from learner.serialize import serialize_objects
+from learner.stages.formats.coord_json import serialize_objects
 from learner.types import GroundTruthObject, Shape
 from shared_contracts import repeat_guard
 from shared_contracts.errors import ContractError

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from learner.rollout.repeat_processor import RepeatProcessor as HfProcessor
-from rollout_server.repeat_config import EXTRA_ARG, INJECTION, repeat_environment
+from rollout_server.settings.repeat_config import EXTRA_ARG, INJECTION, repeat_environment
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, object_key_token_ids
 
@@ -50,7 +50,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_processor(vllm_config: Any) -> Any:
-    from rollout_server.repeat_processor import RepeatProcessor
+    from rollout_server.engines.vllm.repeat_processor import RepeatProcessor
 
     return RepeatProcessor(vllm_config, torch.device("cpu"), False)
 
@@ -343,7 +343,7 @@ def test_a_request_may_bring_its_own_settings_or_none(processor: Any) -> None:
 def test_wrong_settings_of_a_request_are_refused_before_it_runs(said: Any) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    from rollout_server.repeat_processor import RepeatProcessor
+    from rollout_server.engines.vllm.repeat_processor import RepeatProcessor
 
     with pytest.raises(VLLMValidationError, match="repeat_terminate"):
         RepeatProcessor.validate_params(params(extra_args={EXTRA_ARG: said}))

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,26 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from learner.channels.judge import Judge
+from learner.analysis.replay import LoggedStep, Rebuilder, Replayed, compare
 from learner.cli import app
 from learner.config import dump_mapping, load_config, merge, parse_config
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
-from learner.model.load import load_model
-from learner.packing import Place
-from learner.parsing import parse_rollout
-from learner.replay import LoggedStep, Rebuilder, Replayed, compare
-from learner.rollout_log import RolloutLog
-from learner.run_folder import RunFolder
-from learner.types import GroundTruthObject, ParsedRollout, RolloutOutput, Sample
+from learner.models.load import load_model
+from learner.runs.rollout_log import RolloutLog
+from learner.runs.run_folder import RunFolder
+from learner.stages.formats.coord_json import parse_rollout
+from learner.stages.matching import match_objects
+from learner.stages.targets import assess, with_target
+from learner.types import (
+    AssessedRollout,
+    GroundTruthObject,
+    ParsedRollout,
+    Place,
+    RolloutOutput,
+    Sample,
+)
 from shared_contracts.errors import ContractError
 from tests.unit.answers import CAT, ground_truths, rollouts
 from tests.unit.logged_runs import SHARE, RunMaker
@@ -191,6 +199,16 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("any")
 
 
+def corrected(
+    sample: Sample, output: RolloutOutput, tokenizer: PreTrainedTokenizerFast, config: Config
+) -> AssessedRollout:
+    matching = config.rollout_matching.matching
+    found = assess(
+        sample, output, tokenizer, partial(match_objects, config=matching), allow_poly=False
+    )
+    return with_target(found, tokenizer, config.custom.object_field_order, matching)
+
+
 @pytest.mark.req("REPLAY-01")
 @given(data=st.data())
 def test_any_answer_is_built_again_as_it_was_logged(
@@ -199,12 +217,10 @@ def test_any_answer_is_built_again_as_it_was_logged(
     poly = data.draw(st.booleans())
     truths = tuple(data.draw(st.lists(ground_truths(allow_poly=poly), max_size=3)))
     ids = data.draw(rollouts(tokenizer))
-    order, matching = roomy.custom.object_field_order, roomy.rollout_matching.matching
-    judge = Judge(tokenizer, order, matching, allow_poly=False)
     output = RolloutOutput([7, 8], ids, "", "stop", False, (1, 1), 3)
-    judged = judge(Sample("a.jsonl:1", (), 8, 8, truths), output)
-    places = [Place(2 + len(judged.target.token_ids), 0, 0, 1)] if judged.target else []
-    RolloutLog(empty).write(4, [judged], places)
+    assessed = corrected(Sample("a.jsonl:1", (), 8, 8, truths), output, tokenizer, roomy)
+    places = [Place(2 + len(assessed.target.token_ids), 0, 0, 1)] if assessed.target else []
+    RolloutLog(empty).write(4, [assessed], places)
     (answer,) = RunFolder(empty).answers(4)
     replayed = compare(LoggedStep(4, [[answer]], {}), Rebuilder(roomy, tokenizer))
     assert replayed.first is None
@@ -216,11 +232,10 @@ def test_any_answer_is_built_again_as_it_was_logged(
 def test_an_answer_that_was_left_out_is_left_out_again(
     toy_tokenizer: PreTrainedTokenizerFast, roomy: Config, empty: Path
 ) -> None:
-    order, matching = roomy.custom.object_field_order, roomy.rollout_matching.matching
-    judge = Judge(toy_tokenizer, order, matching, allow_poly=False)
     unreadable = GroundTruthObject("<|im_end|>", CAT.shape)
     output = RolloutOutput([7, 8], [], "", "stop", False, (1, 1), 3)
-    RolloutLog(empty).write(4, [judge(Sample("a.jsonl:1", (), 8, 8, (unreadable,)), output)])
+    sample = Sample("a.jsonl:1", (), 8, 8, (unreadable,))
+    RolloutLog(empty).write(4, [corrected(sample, output, toy_tokenizer, roomy)])
     (answer,) = RunFolder(empty).answers(4)
     assert (answer.supervised, answer.segment) == (False, None)
     rebuilder = Rebuilder(roomy, toy_tokenizer)
@@ -267,7 +282,7 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
         (put("parse", "dropped", [["object_9", "key_invalid"]]), ["parse.dropped[0]", "nothing"]),
         (
             put("match", "pairs", []),
-            ["match.pairs[0]", "logged nothing", "rebuilt [0, 0]", "with ground truth 0"],
+            ["match.pairs[0]", "logged nothing", "rebuilt [0, 0]", "with ground truth 1 ("],
         ),
         (put("match", "gated", 77), ["match.gated", "logged 77"]),
         (put("target", "prefix_len", 3), ["target.prefix_len", "logged 3"]),
@@ -342,7 +357,7 @@ def test_of_many_steps_that_differ_one_is_held_at_a_time(
         built.append(weakref.ref(replayed))
         return replayed
 
-    monkeypatch.setattr("learner.replay.compare", watched)
+    monkeypatch.setattr("learner.analysis.replay.compare", watched)
     edit_config(run, {"custom": {"object_field_order": "geometry_first"}})
     assert "Different: 2 of 2 steps" in replay(run).output
     assert len(built) == 2
@@ -356,7 +371,7 @@ def test_a_parser_that_reads_otherwise_is_found(
         parsed = parse_rollout(*given, **named)
         return replace(parsed, dropped=[])
 
-    monkeypatch.setattr("learner.channels.judge.parse_rollout", forgetful)
+    monkeypatch.setattr("learner.stages.formats.coord_json.parse_rollout", forgetful)
     result = replay(finished, "--step", "2")
     assert result.exit_code == 1
     assert "parse.dropped[0]" in result.output
@@ -381,6 +396,16 @@ def test_numbers_of_the_step_are_compared_with_its_line(run: Path) -> None:
     result = replay(run, "--step", "4")
     assert result.exit_code == 0
     assert 'no line of "step": 4' in result.output
+
+
+@pytest.mark.req("RES-22", "REPLAY-01")
+def test_a_run_of_a_version_that_logged_a_carry_buffer_is_replayed(run: Path) -> None:
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    old = [{**line, "packing/post_rollout_buffer": 0.0} for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in old))
+    result = replay(run, "--step", "4")
+    assert result.exit_code == 0, result.output
 
 
 # --- One answer ---------------------------------------------------------------------------
@@ -544,8 +569,8 @@ def test_other_versions_and_later_starts_are_noted(run: Path) -> None:
 def test_help_needs_nothing_heavy() -> None:
     """Neither torch nor transformers is imported to read a log."""
     code = (
-        "import sys; import learner.replay, learner.replay.show, learner.replay.story, "
-        "learner.replay.tokenizer; print({'torch', 'transformers'} & set(sys.modules))"
+        "import sys; from learner.analysis.replay import rebuild, show;"
+        " print({'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -3,17 +3,17 @@
 import base64
 import io
 import random
+import unicodedata
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from learner.report.cards import cards_of, shown_objects
-from learner.report.choose import Chooser, choose
-from learner.report.outcomes import FaultName, faults_of
-from learner.report.pictures import LONGEST, embed, embed_all
-from learner.report.tally import read_answers
-from learner.rollout_log import LoggedAnswer, StepAnswer, f1_of
+from learner.analysis.report.answers import Chooser, FaultName, choose, faults_of, read_answers
+from learner.analysis.report.gallery import LONGEST, cards_of, embed, embed_all, shown_objects
+from learner.runs.rollout_log import LoggedAnswer, StepAnswer, f1_of
+from tests.unit.eval_answers import answered, box
+from tests.unit.eval_answers import sample as eval_sample
 from tests.unit.report_folder import MadeRun, answer, draw_image
 
 FAR = (700, 700, 900, 900)
@@ -147,11 +147,31 @@ def test_shapes_know_what_they_are_and_their_partner() -> None:
     assert [each.role for each in left_out] == ["missed"]
 
 
+@pytest.mark.req("RES-20")
+def test_an_evaluations_card_shows_the_overlap_that_was_scored() -> None:
+    """On a canvas of 256 pixels the two boxes of 6 bins are one."""
+    asked = eval_sample(1, [box("cat", 0, 0, 6, 6)])
+    made = answered(asked, [box("cat", 1, 0, 7, 6)])
+    match, truth = shown_objects(made, 256)
+    assert match.iou == truth.iou == pytest.approx(5 / 7, abs=1e-4)
+
+
+@pytest.mark.req("RES-20")
+def test_an_old_log_with_another_form_of_a_description_has_its_hit() -> None:
+    forms = [unicodedata.normalize(form, "café") for form in ("NFD", "NFC")]
+    made = answer(truths=[(forms[0], FAR)], predicted=[(forms[1], FAR)], pairs=[(0, 0)])
+    assert (f1_of(made), "wrong_desc" in faults_of(made)) == (1.0, False)
+    assert len({item.desc for item in shown_objects(made, 256)}) == 1
+
+
 def test_a_card_can_be_pointed_at(tmp_path: Path) -> None:
     cards, _ = cards_of([answer("a b/träin.jsonl:7", 5), answer("träin.jsonl:7", 5)], 256)
-    assert [card.slug for card in cards] == ["sample-5-träin.jsonl-7", "sample-5-träin.jsonl-7--2"]
-    assert (cards[0].step, cards[0].name) == (5, "träin.jsonl:7")
-    assert cards[0].replay == "--step 5 --sample 'träin.jsonl:7'"
+    assert [card["slug"] for card in cards] == [
+        "sample-5-träin.jsonl-7",
+        "sample-5-träin.jsonl-7--2",
+    ]
+    assert (cards[0]["step"], cards[0]["name"]) == (5, "träin.jsonl:7")
+    assert cards[0]["replay"] == "--step 5 --sample 'träin.jsonl:7'"
 
 
 def test_an_image_of_several_answers_is_embedded_once(tmp_path: Path) -> None:
@@ -159,7 +179,7 @@ def test_an_image_of_several_answers_is_embedded_once(tmp_path: Path) -> None:
     lost = tmp_path / "lost.png"
     answers = [answer("a:1", image=file), answer("a:2", image=lost), answer("a:3", image=file)]
     cards, pictures = cards_of(answers, 256)
-    assert [card.picture for card in cards] == [0, 1, 0]
+    assert [card["picture"] for card in cards] == [0, 1, 0]
     assert (pictures[0].width, pictures[0].height, pictures[0].problem) == (64, 48, "")
     assert pictures[1].src == ""
     assert "lost.png cannot be read (No such file or directory)" in pictures[1].problem

@@ -1,30 +1,36 @@
 """Series are made short without a lie; seconds are added only where they follow each other."""
 
+import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plotly.graph_objects import Figure
 
-from learner.report.charts import (
+from learner.analysis.report.charts import (
     MOST_POINTS,
     Bars,
+    Chart,
+    bar_chart,
     curve,
+    curves,
+    hidden,
     histogram,
+    phase_rows,
+    present,
+    push_charts,
     quantile,
     running_mean,
-    thinned,
-)
-from learner.report.curves import curves
-from learner.report.run_view import Point, RunView
-from learner.report.timeline import (
-    hidden,
-    phase_rows,
-    push_charts,
     seconds,
     server_rows,
     step_chart,
+    thinned,
 )
+from learner.analysis.report.run_view import Point, RunView
 from tests.unit.report_folder import SERVER, MadeRun, call_line, step_line
 
 VALUES = st.one_of(st.none(), st.floats(-1e6, 1e6))
@@ -53,9 +59,9 @@ def test_a_single_spike_among_thousands_of_steps_is_drawn_and_the_chart_says_so(
     points[12_345] = (12_346, 99.0)
     chart = curve("a", "A", "a", {"a": points}, smooth=False)
     assert chart is not None
-    (trace,) = chart.traces
-    assert (12_346, 99.0) in zip(trace.x, trace.y, strict=True)
-    assert len(trace.x) <= 2 * MOST_POINTS
+    (trace,) = chart.figure["data"]
+    assert (12_346, 99.0) in zip(trace["x"], trace["y"], strict=True)
+    assert len(trace["x"]) <= 2 * MOST_POINTS
     assert any("lowest and the highest" in note for note in chart.notes)
     assert (chart.table[0].count, chart.table[0].highest) == (20_000, "99")
 
@@ -68,25 +74,29 @@ def test_the_running_mean_has_a_gap_where_the_series_has_one() -> None:
     assert means[6] == (7, 5.0)  # of steps 3 to 7
 
 
+def bars(steps: Sequence[int]) -> Chart | None:
+    return bar_chart("a", "A", ["s"], steps, [Bars("a", 1, [float(step) for step in steps])])
+
+
 def test_bars_of_many_steps_are_means_and_say_so() -> None:
-    assert Bars.over([1, 2, 3]).note == ""
-    bars = Bars.over(range(1, 1001))
-    assert bars.note == "Each bar is the mean of 3 steps."
-    trace = bars.trace("a", [float(step) for step in range(1, 1001)], 1)
-    assert (trace.x[0], trace.y[0]) == (2, 2.0)
-    assert (trace.x[-1], trace.y[-1]) == (1000, 1000.0)
-    assert Bars.over([]).places == []
+    few, many = bars([1, 2, 3]), bars(range(1, 1001))
+    assert few is not None
+    assert few.notes == []
+    assert many is not None
+    assert many.notes == ["Each bar is the mean of 3 steps."]
+    (trace,) = many.figure["data"]
+    assert (trace["x"][0], trace["y"][0]) == (2, 2.0)
+    assert (trace["x"][-1], trace["y"][-1]) == (1000, 1000.0)
+    assert bars([]) is None
 
 
 @given(st.dictionaries(st.integers(0, 5000), st.integers(1, 9), min_size=1))
 def test_a_histogram_counts_every_answer_once(counts: dict[int, int]) -> None:
     chart = histogram("a", "A", "tokens", counts, 1)
     assert chart is not None
-    (trace,) = chart.traces
-    assert sum(height or 0 for height in trace.y) == sum(counts.values())
-    assert len(trace.y) <= 42
-    assert trace.hover is not None
-    assert len(trace.hover) == len(trace.y)
+    (trace,) = chart.figure["data"]
+    assert sum(trace["y"]) == sum(counts.values())
+    assert len(trace["customdata"]) == len(trace["y"]) <= 42
 
 
 def test_a_histogram_of_nothing_is_none_and_quartiles_are_those_of_the_answers() -> None:
@@ -100,8 +110,9 @@ def test_the_phases_of_a_step_that_follow_each_other_are_the_whole_step(tmp_path
     lines = [step_line(1, "A"), step_line(2), step_line(3)]
     chart = step_chart(RunView.of(MadeRun(tmp_path, lines).write()))
     assert chart is not None
-    above = {trace.name: trace.y for trace in chart.traces if trace.row == 1}
-    below = {trace.name: trace.y for trace in chart.traces if trace.row == 2}
+    traces = chart.figure["data"]
+    above = {trace["name"]: trace["y"] for trace in traces if trace["yaxis"] == "y1"}
+    below = {trace["name"]: trace["y"] for trace in traces if trace["yaxis"] == "y2"}
     assert set(above) == {"push", "wait", "learn", "other"}
     assert set(below) == {"rollout", "target", "pack"}
     for place, line in enumerate(lines):
@@ -109,9 +120,7 @@ def test_the_phases_of_a_step_that_follow_each_other_are_the_whole_step(tmp_path
         assert together == pytest.approx(line["time/step_s"])
 
 
-def test_what_was_hidden_behind_learning_is_told_and_not_added_to_the_step(
-    tmp_path: Path,
-) -> None:
+def test_what_was_hidden_behind_learning_is_told_and_not_added_to_the_step(tmp_path: Path) -> None:
     line = step_line(1)  # 0.6 + 0.1 + 0.01 s of making packs, of which 0.4 s were waited for
     assert hidden(line) == pytest.approx(0.31)
     assert seconds(line, "other") == pytest.approx(0.1)
@@ -129,14 +138,16 @@ def test_pushes_are_drawn_by_server_and_by_clock(tmp_path: Path) -> None:
     run = RunView.of(MadeRun(tmp_path, [step_line(2)], calls).write())
     charts = push_charts(run)
     assert [chart.title for chart in charts] == [f"Pushes to {SERVER}", f"Pushes to {other}"]
-    rows = {trace.name: trace.row for trace in charts[0].traces}
-    assert {name for name, row in rows.items() if row == 1} == {"start", "send", "finish"}
-    assert {name for name, row in rows.items() if row == 2} >= {"pause", "transfer", "load"}
-    assert charts[0].traces[0].hover == ["step 2, version 2", "step 4, version 4"]
+    traces = charts[0].figure["data"]
+    rows = {trace["name"]: trace["yaxis"] for trace in traces}
+    assert {name for name, row in rows.items() if row == "y1"} == {"start", "send", "finish"}
+    assert {name for name, row in rows.items() if row == "y2"} >= {"pause", "transfer", "load"}
+    assert traces[0]["customdata"] == ["step 2, version 2", "step 4, version 4"]
     first, second = server_rows(run)
-    assert (first.server, first.pushes, first.answered, first.failed) == (SERVER, 2, 2, 1)
-    assert (first.requests, first.lost, first.payload) == (16, 1, "7 MB")
-    assert (second.pushes, second.lost) == (1, 0)
+    assert first.items() >= {"server": SERVER, "pushes": 2, "calls answered": 2}.items()
+    assert first.items() >= {"failed": 1, "requests answered": 16, "times lost": 1}.items()
+    assert first["payload"] == "7 MB"
+    assert (second["pushes"], second["times lost"]) == (1, 0)
 
 
 @pytest.mark.req("REPORT-01")
@@ -156,7 +167,7 @@ def test_a_run_of_two_channels_has_a_curve_for_each_thing(tmp_path: Path) -> Non
         "grad-norm",
     }
     assert [row.name for row in drawn["loss"].table] == ["channel A", "channel B"]
-    assert drawn["loss-b"].rows == ["loss"]
+    assert drawn["loss-b"].rows == 1
     limit = next(row for row in drawn["lengths"].table if row.name == "max_new_tokens")
     assert limit.highest == "16"
 
@@ -164,14 +175,31 @@ def test_a_run_of_two_channels_has_a_curve_for_each_thing(tmp_path: Path) -> Non
 def test_a_loss_that_was_no_number_is_a_gap_and_forbids_no_axis(tmp_path: Path) -> None:
     lines = [step_line(1), step_line(2, loss=None, grad_norm=None), step_line(3)]
     drawn = {chart.slug: chart for chart in curves(RunView.of(MadeRun(tmp_path, lines).write()))}
-    (trace,) = drawn["loss"].traces
-    assert trace.y == [6.0, None, 2.0]
+    (trace,) = drawn["loss"].figure["data"]
+    assert trace["y"] == [6.0, None, 2.0]
 
 
 def test_parts_of_very_different_sizes_share_a_logarithmic_axis(tmp_path: Path) -> None:
     lines = [step_line(step, loss__B_coord__coord_w1=1e-3) for step in range(1, 5)]
-    drawn = {chart.slug: chart for chart in curves(RunView.of(MadeRun(tmp_path, lines).write()))}
-    assert drawn["loss-b"].log
+
+    def axis() -> dict[str, Any]:
+        charts = curves(RunView.of(MadeRun(tmp_path, lines).write()))
+        (found,) = (chart for chart in charts if chart.slug == "loss-b")
+        shown: dict[str, Any] = found.figure["layout"]["yaxis1"]
+        return shown
+
+    assert axis()["type"] == "log"
     lines[0]["loss/B_coord/coord_w1"] = 0.0  # which such an axis does not have
-    none = {chart.slug: chart for chart in curves(RunView.of(MadeRun(tmp_path, lines).write()))}
-    assert not none["loss-b"].log
+    assert "type" not in axis()
+
+
+def test_every_chart_is_a_figure_that_plotly_knows(tmp_path: Path) -> None:
+    lines = [step_line(step, "AB"[step % 2]) for step in range(1, 60)]
+    run = RunView.of(MadeRun(tmp_path, lines, [call_line(2), call_line(4)]).write())
+    lengths = present(histogram("a", "A", "tokens", {1: 2, 3: 4}, 1))
+    charts = [*curves(run), *present(step_chart(run)), *push_charts(run), *lengths]
+    assert len(charts) > 10
+    for chart in charts:
+        text = re.sub(r"var\(--[a-z0-9-]+\)|transparent", "black", json.dumps(chart.figure))
+        figure = json.loads(text)
+        Figure(figure["data"], figure["layout"])  # raises ValueError for a name it does not have

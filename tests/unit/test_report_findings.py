@@ -1,15 +1,25 @@
 """What a person should look at first is computed, and a good run has nothing wrong in it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from learner.report.findings import Finding, findings
-from learner.report.head import facts, state, tiles
-from learner.report.run_view import RunView
-from learner.report.tally import Tally
-from learner.rollout_log import StepAnswer
+from learner.analysis.report.answers import Tally
+from learner.analysis.report.findings import Highlight, findings
+from learner.analysis.report.run_view import (
+    RunView,
+    Tile,
+    evaluations_of,
+    facts,
+    headline,
+    how_to_evaluate,
+    state,
+    tiles,
+)
+from learner.runs.rollout_log import StepAnswer
+from shared_contracts.errors import ContractError
 from tests.unit.report_folder import B, MadeRun, answer, call_line, step_line
 
 END = {"train_runtime": 115.2, "train_loss": 1.0}
@@ -25,7 +35,7 @@ def found(
     answers: list[StepAnswer] | None = None,
     unreadable: int = 0,
     **run: Any,
-) -> list[Finding]:
+) -> list[Highlight]:
     error = run.pop("error", None)
     view = RunView.of(MadeRun(path, lines, **run).write(), error)
     tally = Tally()
@@ -33,7 +43,7 @@ def found(
     return findings(view, tally, unreadable)
 
 
-def texts(found: list[Finding]) -> list[str]:
+def texts(found: list[Highlight]) -> list[str]:
     return [f"{finding.weight} {finding.section}: {finding.text}" for finding in found]
 
 
@@ -61,10 +71,7 @@ def spoilt(step: int, **more: Any) -> list[dict[str, Any]]:
             "bad curves: The gradient norm was not a finite number in 1 step (first: step 7)",
         ),
         (spoilt(3, **{"rollout/servers_lost": 2.0}), "bad sync: Servers were lost 2 times"),
-        (
-            spoilt(3, **{"rollout/retries": 1.0}),
-            "look sync: 1 server call had to be made again",
-        ),
+        (spoilt(3, **{"rollout/retries": 1.0}), "look sync: 1 server call had to be made again"),
         (
             spoilt(3, **{"rollout/repeat_terminate_triggered_sequences": 5.0}),
             "look answers: The repeat guard ended 5 answers",
@@ -73,10 +80,7 @@ def spoilt(step: int, **more: Any) -> list[dict[str, Any]]:
             spoilt(9, **{"time/push_s": 0.9}),
             "look timeline: 1 push took longer than the step's training",
         ),
-        (
-            steps(),
-            "look timeline: Steps with answers spent 33% of their time waiting for packs",
-        ),
+        (steps(), "look timeline: Steps with answers spent 33% of their time waiting for packs"),
         (
             steps(time__push_s=0.48),
             "look timeline: Steps with answers spent 40% of their time pushing weights",
@@ -138,6 +142,8 @@ def test_an_evaluation_that_was_better_before_is_told(tmp_path: Path) -> None:
     )
     rising = texts(found(tmp_path / "rising", [*steps(), *scores[:2]]))
     assert "good curves: The last F1, 0.800, is the best" in rising
+    none = [{"step": step, "eval/f1": 0.0} for step in (10, 20)]
+    assert "The last F1" not in str(texts(found(tmp_path / "none", [*steps(), *none])))
 
 
 def test_a_loss_and_a_match_rate_that_go_the_wrong_way_are_told(tmp_path: Path) -> None:
@@ -150,7 +156,10 @@ def test_a_loss_and_a_match_rate_that_go_the_wrong_way_are_told(tmp_path: Path) 
         "look curves: The loss of channel B rose: 5.500 in the first third of its steps, 25.50 in "
         "the last" in told
     )
-    assert any(text.startswith("look curves: The match rate did not rise: 29.3%") for text in told)
+    assert any(
+        text.startswith("look curves: The match rate of training images did not rise: 29.3%")
+        for text in told
+    )
 
 
 def test_an_adapter_that_gave_way_to_full_weights_is_told(tmp_path: Path) -> None:
@@ -191,18 +200,99 @@ def test_the_steps_of_a_run_over_epochs_are_told_from_its_pace(tmp_path: Path) -
     assert run.total_steps == 200
 
 
+def headline_of(run: RunView) -> list[Tile]:
+    found = evaluations_of(run)
+    return tiles(run, headline(found, run.config.data.val_jsonl), "#evaluations")
+
+
+@pytest.mark.req("REPORT-01")
 def test_the_head_has_the_last_scores_and_what_the_run_is(tmp_path: Path) -> None:
     scores = {"step": 30, "eval/f1": 0.78, "eval/precision": 0.8, "eval/recall": 0.76}
     run = view(tmp_path, [*steps(), scores], facts={"rollout_backend": "hf", "rollouts": "itself"})
-    assert {tile.name: tile.value for tile in tiles(run)} == {
-        "F1": "0.780",
+    shown = headline_of(run)
+    assert {tile.name: tile.value for tile in shown} == {
+        "Held-out F1": "0.780",
         "Precision": "0.800",
         "Recall": "0.760",
         "Match rate": "0.884",
         "Loss": "0.2383",
         "Seconds a step": "1.200",
     }
+    assert (shown[0].name, shown[0].note) == ("Held-out F1", "after step 30, val.jsonl")
+    assert shown[3].note.startswith("of training images")
     told = facts(run)
     assert told["variant"] == "stage2_two_channel, channel B in 50% of the steps"
     assert told["answers by"] == "hf: itself"
     assert told["commit"] == "0123456789ab"
+
+
+@pytest.mark.req("REPORT-01")
+def test_a_run_without_an_evaluation_says_so_and_how_to_get_one(tmp_path: Path) -> None:
+    run = view(tmp_path, steps())
+    (tmp_path / "checkpoint-20").mkdir()
+    (tmp_path / "checkpoint-100").mkdir()
+    first = headline_of(run)[0]
+    assert first == Tile(
+        "Held-out F1", "none yet", "this run has no evaluation; how to get one", "#evaluations"
+    )
+    assert how_to_evaluate(run) == (
+        f"learner eval --config {tmp_path}/resolved_config.yaml "
+        f"--checkpoint {tmp_path}/checkpoint-100"
+    )
+
+
+def evaluated(run: RunView, name: str, checkpoint: Path, data: Path, f1: float = 0.5) -> None:
+    """As `learner eval` leaves it in the folder of a run."""
+    folder = run.folder.path / "evaluations" / name
+    folder.mkdir(parents=True)
+    told = {
+        "checkpoint": str(checkpoint),
+        "data": str(data),
+        "scores": {"f1": f1, "precision": 0.25, "recall": 0.75},
+        "coco": {"bbox": {"objects": {"ap": 0.125}}},
+    }
+    (folder / "scores.json").write_text(json.dumps(told))
+    (folder / "report.html").write_text("<title>Evaluation</title>")
+
+
+@pytest.mark.req("REPORT-01")
+def test_the_headline_is_the_newest_score_of_held_out_data(tmp_path: Path) -> None:
+    own = {"step": 20, "eval/f1": 0.6, "eval/precision": 0.6, "eval/recall": 0.6}
+    path = tmp_path / "the run"
+    run = view(path, [*steps(), own])
+    data = run.config.data
+    assert data.val_jsonl is not None
+    evaluated(run, "a", path / "checkpoint-10", data.val_jsonl, 0.9)
+    evaluated(run, "b", path / "checkpoint-30", Path(data.train_jsonl), 1.0)
+    evaluated(run, "c", run.config.model.model, data.val_jsonl, 0.1)
+    evaluated(run, "d", path / "checkpoint-31", data.val_jsonl, 0.8)  # of steps thrown away
+    evaluated(run, "e", tmp_path / "other" / "checkpoint-30", data.val_jsonl, 0.7)
+    found = evaluations_of(run)
+    assert [(each.step, each.f1, each.held_out) for each in found] == [
+        (0, 0.1, True),
+        (10, 0.9, True),
+        (20, 0.6, True),
+        (30, 1.0, False),
+    ]
+    first = headline(found, data.val_jsonl)
+    assert first is found[2]
+    assert first.link(path / "report.html") == ""
+    evaluated(run, "f", path / "checkpoint-30", data.val_jsonl, 0.65)
+    evaluated(run, "g", path / "checkpoint-30", tmp_path / "third.jsonl", 0.99)
+    found = evaluations_of(run)
+    first = headline(found, data.val_jsonl)
+    assert first is not None
+    assert (first.f1, first.precision, first.recall, first.ap) == (0.65, 0.25, 0.75, 0.125)
+    assert first.link(path / "report.html") == "evaluations/f/report.html"
+    assert first.link(tmp_path / "page.html") == "the%20run/evaluations/f/report.html"
+
+
+def test_scores_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    run = view(tmp_path, steps())
+    evaluated(run, "a", tmp_path / "checkpoint-10", Path("/data/val.jsonl"))
+    file = tmp_path / "evaluations" / "a" / "scores.json"
+    for text in ("{", '{"checkpoint": 3}', f'{{"checkpoint": "{tmp_path}/checkpoint-10"}}'):
+        file.write_text(text)
+        with pytest.raises(ContractError, match="of this version") as caught:
+            evaluations_of(run)
+        assert caught.value.where == str(file)

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.model.load import LoadedModel, load_model
-from learner.peers import ALONE
-from learner.preflight import check_inputs
-from learner.train import train, train_as
+from learner.distributed.peers import SINGLE_PROCESS
+from learner.models.load import LoadedModel, load_model
+from learner.training.start_checks import check_inputs
+from learner.training.train import train, train_as
 from shared_contracts.errors import RunError
 from tests.unit.small_run import small_config
 
@@ -34,7 +34,7 @@ def test_a_run_leaves_its_report(toy_checkpoint: Path, toy_data: ToyData, tmp_pa
     folder = train(config, check_inputs(config), [], Console(file=told))
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Finished: 3 steps in " in page
-    assert len(chart(page, "loss")["traces"][0]["y"]) == 3
+    assert len(chart(page, "loss")["data"][0]["y"]) == 3
     assert f"Report: {folder}/report.html" in told.getvalue()
 
 
@@ -55,8 +55,8 @@ def test_a_run_that_an_error_ended_leaves_the_report_of_its_steps(
         return loaded
 
     with pytest.raises(RunError, match="the accelerator is gone"):
-        train_as(ALONE, config, check_inputs(config), [], Console(quiet=True), load)
+        train_as(SINGLE_PROCESS, config, check_inputs(config), [], Console(quiet=True), load)
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Ended by an error at step 2 of 3." in page
     assert "The run was ended by an error: the accelerator is gone" in page
-    assert len(chart(page, "loss")["traces"][0]["y"]) == 2
+    assert len(chart(page, "loss")["data"][0]["y"]) == 2

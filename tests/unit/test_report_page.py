@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from learner.commands.report import report as report_command
-from learner.report import write_gallery, write_report
-from learner.report.at_the_end import reported
-from learner.report.page import inert_json
-from learner.report.run_page import plotly
-from learner.run_folder import RunFolder
+from learner.analysis.report import write_gallery, write_report
+from learner.analysis.report.page import inert_json
+from learner.analysis.report.run_page import plotly, renew, reported
+from learner.commands.look import report as report_command
+from learner.runs.run_folder import RunFolder
 from shared_contracts.errors import ContractError, RunError
 from tests.unit.report_folder import B, MadeRun, answer, call_line, draw_image, step_line
 
@@ -305,6 +304,21 @@ def test_a_run_that_fails_has_a_report_and_its_own_error(tmp_path: Path) -> None
     assert "Ended by an error at step 7 of 20." in text
     assert "The run was ended by an error: no server is left" in text
     assert "and more" not in text
+
+
+@pytest.mark.req("REPORT-01")
+def test_a_new_evaluation_is_on_the_page_of_a_finished_run_alone(tmp_path: Path) -> None:
+    console = Console(record=True, width=300)
+    made(tmp_path / "done").write()
+    renew(tmp_path / "done", console)
+    assert "Finished" in Page(tmp_path / "done" / "report.html").text
+    not_finished(tmp_path / "going").write()
+    renew(tmp_path / "going", console)
+    assert not (tmp_path / "going" / "report.html").exists()
+    assert console.export_text().splitlines() == [
+        f"Report: {tmp_path}/done/report.html",
+        f"The page of the run has it after: learner report {tmp_path}/going",
+    ]
 
 
 def test_nothing_is_written_of_a_run_that_never_made_a_step(tmp_path: Path) -> None:

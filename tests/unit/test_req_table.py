@@ -96,3 +96,17 @@ def test_a_scenario_listed_twice_fails(tmp_path: Path) -> None:
     done = req_table(tmp_path, DOCUMENT + SCENARIOS + "- A second one (003)\n", "")
     assert done.returncode == 1
     assert "A second one is listed twice" in done.stderr
+
+
+def test_a_scenario_has_the_test_with_its_mark(tmp_path: Path) -> None:
+    tests = '@pytest.mark.scenario("A second one", "Geometry-first, 2 ways")\ndef test_b(): ...\n'
+    done = req_table(tmp_path, DOCUMENT + SCENARIOS, tests)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "2 of 2 scenarios have a test."
+
+
+def test_a_mark_of_no_scenario_fails_and_names_the_test(tmp_path: Path) -> None:
+    tests = '@pytest.mark.scenario("A third one")\ndef test_b(): ...\n'
+    done = req_table(tmp_path, DOCUMENT + SCENARIOS, tests)
+    assert done.returncode == 1
+    assert "tests/test_a.py::test_b (line 1): unknown scenario A third one" in done.stderr

@@ -2,8 +2,12 @@
 
 import io
 import json
+import os
+import re
 import shutil
 import subprocess
+import sys
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,17 +18,24 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from learner import cli
-from learner.checkpoint import Checkpoints, RunFacts
+from learner.commands import run as run_command
 from learner.config import dump_mapping, dump_resolved, load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.log_cut import cut_back, log_sizes
-from learner.peers import ALONE, Peers
-from learner.preflight import check_inputs
-from learner.process_mark import mark_of_this
-from learner.resume import RESOLVED, Start, data_digest, find_start, prepare_folder
-from learner.train import train
+from learner.distributed.peers import SINGLE_PROCESS, Peers
+from learner.runs.checkpoint import Checkpoints, RunFacts
+from learner.runs.resume import (
+    Start,
+    data_digest,
+    find_start,
+    free_keys,
+    log_sizes,
+    prepare_folder,
+    truncate_logs,
+)
+from learner.runs.run_folder import RESOLVED, RUN, identity_of_this_process
+from learner.training.start_checks import check_inputs
+from learner.training.train import train
 from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import small_mapping
@@ -50,7 +61,7 @@ def mapping(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> dict[str
     return mapping
 
 
-def with_checkpoint(config: Config, step: int, peers: Peers = ALONE, **state: Any) -> Path:
+def with_checkpoint(config: Config, step: int, peers: Peers = SINGLE_PROCESS, **state: Any) -> Path:
     """A run folder with a checkpoint that has a manifest and little else."""
     folder = config.training.output_dir
     folder.mkdir(exist_ok=True)
@@ -89,8 +100,8 @@ def test_a_folder_that_another_process_writes_is_refused(
     folder.mkdir()
     with subprocess.Popen(["sleep", "60"]) as other:
         ticks = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        mark = {**mark_of_this(), "pid": other.pid, "start_ticks": int(ticks)}
-        (folder / "run.json").write_text(json.dumps({"process": mark}))
+        identity = {**identity_of_this_process(), "pid": other.pid, "start_ticks": int(ticks)}
+        (folder / "run.json").write_text(json.dumps({"process": identity}))
         with pytest.raises(ContractError, match=f"process {other.pid} writes") as caught:
             find_start(config, processes=1)
         assert caught.value.where == "training.output_dir"
@@ -101,7 +112,7 @@ def test_a_folder_that_another_process_writes_is_refused(
         (folder / "metrics.jsonl").unlink()
         other.kill()
     assert find_start(config, processes=1).step == 0
-    (folder / "run.json").write_text(json.dumps({"process": mark_of_this()}))
+    (folder / "run.json").write_text(json.dumps({"process": identity_of_this_process()}))
     find_start(config, processes=1)
 
 
@@ -157,7 +168,7 @@ def test_another_run_cannot_go_on_from_a_checkpoint(
     change = {section: {key: value}}
     if value == "lora":
         mapping["tuner"] = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
-    with pytest.raises(ContractErrors, match="cannot go on so") as caught:
+    with pytest.raises(ContractErrors, match="must have the same value") as caught:
         find_start(parse_config(merge(mapping, change)), processes=1)
     assert caught.value.where.startswith(f"{section}.{key}")
     assert RESOLVED in caught.value.found
@@ -181,6 +192,21 @@ def test_what_a_run_saves_shows_and_asks_may_change(mapping: dict[str, Any]) -> 
     assert find_start(parse_config(merge(mapping, changes)), processes=1).step == 4
 
 
+def test_operations_names_the_keys_that_may_change(mapping: dict[str, Any]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    table = page.partition("**What may change.**")[2].partition("\n\n")[2].partition("\n\n")[0]
+    documented = set()
+    for row in table.splitlines()[2:]:
+        section = ""
+        for key in re.findall(r"`([\w.*]+)`", row):
+            section = key.rpartition(".")[0] or section
+            documented.add(f"{section}.{key.rpartition('.')[2]}")
+    sections = free_keys(parse_config(mapping))
+    free = {f"{section}.{key}" for section, keys in sections.items() for key in keys}
+    assert [key for key in free if not any(fnmatch(key, name) for name in documented)] == []
+    assert [name for name in documented if not any(fnmatch(key, name) for key in free)] == []
+
+
 @pytest.mark.req("RUN-01")
 def test_samples_that_were_changed_are_found(mapping: dict[str, Any], tmp_path: Path) -> None:
     own = tmp_path / "train.jsonl"
@@ -189,7 +215,7 @@ def test_samples_that_were_changed_are_found(mapping: dict[str, Any], tmp_path: 
     with_checkpoint(config, 4)
     assert find_start(config, processes=1).step == 4
     own.write_text(own.read_text() + "\n")
-    with pytest.raises(ContractError, match="is not the file any more"):
+    with pytest.raises(ContractError, match="is no longer the file"):
         find_start(config, processes=1)
 
 
@@ -221,7 +247,7 @@ def test_logs_are_cut_to_what_they_were(tmp_path: Path) -> None:
     for name in ("step_000002.jsonl", "step_000003.jsonl", "step_000003.rank1.jsonl.part"):
         (tmp_path / "rollouts" / name).write_text("{}\n")
     for _ in range(2):
-        cut_back(tmp_path, sizes, step=2)
+        truncate_logs(tmp_path, sizes, step=2)
         assert (tmp_path / "metrics.jsonl").read_text() == "1\n2\n"
         assert sorted(path.name for path in tmp_path.iterdir()) == [
             "metrics.jsonl",
@@ -230,7 +256,7 @@ def test_logs_are_cut_to_what_they_were(tmp_path: Path) -> None:
         ]
         assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000002.jsonl"]
     (tmp_path / "metrics.jsonl").write_text("1\n")
-    cut_back(tmp_path, sizes, step=2)
+    truncate_logs(tmp_path, sizes, step=2)
     assert (tmp_path / "metrics.jsonl").read_text() == "1\n"
 
 
@@ -324,7 +350,7 @@ def test_a_finished_run_says_so_and_does_nothing(
     path.write_text(dump_mapping(mapping))
     assert load_mapping(path) == mapping
     before = sorted(path.parent.rglob("*"))
-    cli.train(path)
+    run_command.train(path)
     assert f"Finished at step {STEPS}" in capsys.readouterr().out
     assert sorted(path.parent.rglob("*")) == before
 
@@ -370,3 +396,100 @@ def test_a_resolved_config_that_cannot_be_read_is_told(
     assert caught.value.where == "training.resume"
     assert word in caught.value.found
     assert caught.value.do.startswith("Restore it")
+
+
+# --- folders that cannot be written to
+
+READ_ONLY = """
+mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" || exit 99
+shift
+exec "$@"
+"""
+
+
+def learner_beside_read_only(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`learner WORDS` where nobody, not even root, can write below `folder`."""
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare here")
+    program = [sys.executable, "-c", "from learner.cli import main; main()", *words]
+    apart = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", READ_ONLY, "sh"]
+    ended = subprocess.run(
+        [*apart, str(folder), *program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode == 99 or ended.stderr.startswith("unshare:"):
+        pytest.skip(ended.stderr.strip())
+    return ended
+
+
+@pytest.mark.req("RUN-01")
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("there", [True, False], ids=["there", "to be made"])
+def test_a_read_only_run_folder_is_refused_before_a_run(
+    mapping: dict[str, Any], tmp_path: Path, resume: str, there: bool
+) -> None:
+    disk = tmp_path / "disk"
+    out = disk / "run"
+    mapping = merge(mapping, {"training": {"output_dir": str(out), "resume": resume}})
+    mapping["training"]["logging_dir"] = str(tmp_path / "tensorboard")
+    (out if there else disk).mkdir(parents=True)
+    if there and resume == "auto":
+        with_checkpoint(parse_config(mapping), 2)
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_mapping(mapping))
+    ended = learner_beside_read_only(disk, "train", "--config", str(file))
+    can = "cannot be written to" if there else "cannot be made"
+    named = out if there else disk
+    assert ended.stderr.splitlines() == [
+        "error: training.output_dir",
+        f"  found: {out} {can} (Read-only file system: {named})",
+        "  do: Name a folder that can be written to.",
+    ]
+    assert ended.returncode == 2
+
+
+@pytest.mark.req("EVAL-01")
+def test_an_evaluation_and_a_report_of_a_read_only_run_are_refused(
+    mapping: dict[str, Any], tmp_path: Path
+) -> None:
+    config = parse_config(mapping)
+    out, file = config.training.output_dir, tmp_path / "run.yaml"
+    file.write_text(dump_mapping(mapping))
+    with_checkpoint(config, 2)
+    (out / RUN).write_text("{}")
+    page = out / "report.html"
+    page.write_text("before")
+    for words in (("eval", "--config", str(file)), ("report", str(out))):
+        ended = learner_beside_read_only(out, *words)
+        assert f"cannot be made (Read-only file system: {out})" in ended.stderr
+        assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 3), ended.stderr
+    assert page.read_text() == "before"
+
+
+@pytest.mark.req("RUN-01")
+@pytest.mark.parametrize("key", ["output_dir", "logging_dir"])
+@pytest.mark.parametrize("below", ["", "run"], ids=["a file", "below a file"])
+def test_a_run_folder_that_is_a_file_is_refused(
+    mapping: dict[str, Any], tmp_path: Path, key: str, below: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("kept")
+    config = parse_config(merge(mapping, {"training": {key: str(file / below)}}))
+    with pytest.raises(ContractErrors) as caught:
+        check_inputs(config)
+    assert caught.value.errors[0].where == f"training.{key}"
+    assert caught.value.errors[0].found.endswith(f"(Not a directory: {file})")
+    assert file.read_text() == "kept"
+
+
+@pytest.mark.req("RUN-01")
+def test_a_checkpoint_of_another_user_is_told_before_a_run_goes_on(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config(mapping)
+    checkpoint = with_checkpoint(config, 2)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != checkpoint)
+    with pytest.raises(ContractErrors, match=f"{checkpoint} may not be written by this user"):
+        find_start(config, processes=1)

@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
+from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
-from learner.rollout.handout import Job
-from learner.rollout.journal import Journal
-from learner.rollout.member import ATTEMPTS, Part, ServerLost
-from learner.rollout.pushed_member import PushedMember
-from shared_contracts.errors import ContractError, ProblemError
+from learner.rollout.dispatch import Job
+from learner.rollout.server import LeaderHandle
+from learner.rollout.server_handle import ATTEMPTS, Part, ServerLost
+from shared_contracts.errors import ContractError, Problem, ProblemError
 from shared_contracts.infer import InferCall, RequestConfig
 from tests.unit.fleets import S, fleet, requests
 from tests.unit.scripted_rollouts import INFER, Fault, ScriptedChannel, ScriptedRollouts, bodies
@@ -53,6 +53,25 @@ def test_what_is_wrong_with_a_request_ends_the_run_at_once(kind: str) -> None:
         assert run.pauses == []
 
 
+@pytest.mark.req("WIRE-05")
+def test_a_refused_request_is_named_by_the_line_of_its_sample() -> None:
+    """As an image that has become unreadable in the middle of a run."""
+
+    def refuse(body: object) -> Reply:
+        where = "infer_requests[1].images[0]"
+        errors = [{"index": 1, "where": where, "detail": "the image cannot be read"}]
+        kind, detail = "invalid-request", "1 bad request(s), nothing is answered; the first: ..."
+        refused = Problem.of(kind, detail, where, errors)
+        return refused.status, refused
+
+    with fleet(1) as run:
+        run.rollouts[0].server.routes[INFER] = refuse
+        with pytest.raises(ProblemError) as caught:
+            run.ask(2)
+        uuid = bodies(run.rollouts[0].server)[0].infer_requests[1].uuid
+    assert str(caught.value).endswith(f"the first: ...; of {uuid}")
+
+
 @pytest.mark.req("DIST-05", "WIRE-05")
 def test_once_the_run_has_ended_no_server_is_asked_again() -> None:
     """One server answers nothing until the other has refused; then it fails, and is let be."""
@@ -93,7 +112,7 @@ def test_a_call_that_was_given_up_ends_while_the_server_still_generates() -> Non
         rollouts.faults.append(generate)
         call = Job(requests(1), RequestConfig(), version=None).call(range(1))
         with RolloutClient(server.base_url, live_interval_s=0.05) as client:
-            member = PushedMember(client, ScriptedChannel(rollouts), Journal(), lambda _: None)
+            member = LeaderHandle(client, ScriptedChannel(rollouts), Journal(), lambda _: None)
             with pytest.raises(ServerLost, match="given up") as caught:
                 member.answer(call, Part(range(1)), given_up)
             with pytest.raises(ServerLost, match="given up"):

@@ -15,20 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.channels.b import ChannelB
-from learner.channels.encoding import Encoding
 from learner.config import parse_config
-from learner.coords import COORD_BINS
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.losses.pipeline import PackLoss, Pipeline
-from learner.losses.reading import Readings
-from learner.model.packed_forward import Segment, make_pack
-from learner.model.prompt import PromptEncoder
+from learner.models.packed_forward import PromptEncoder, Segment, make_pack
+from learner.objectives.logit_stats import ForwardStats
+from learner.objectives.pipeline import PackLoss, Pipeline
+from learner.stages.coords import COORD_BINS
+from learner.training.channels import ChannelB, Encoding
 from learner.types import CoordGroup, GroundTruthObject, Shape
 from tests.unit.answers import coords, encode, pieces
 from tests.unit.config_faults import ALIGNED, changed
 from tests.unit.loaded_models import loaded_from
+from tests.unit.packed_logits import as_given
 from tests.unit.small_run import rollout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -146,8 +145,8 @@ def teach(toy_checkpoint: Path, toy_data: ToyData) -> Teach:
         logits = logits.detach().clone().requires_grad_()
         pipeline = Pipeline(config.pipeline, loaded.vocab.ids)
         selection = pipeline.select(make_pack([segment]).supervision, "B")
-        reading = pipeline.reader(selection).anchor(logits)
-        loss = pipeline(Readings(reading, reading), selection, "B")
+        stats = pipeline.reader(selection).anchor(as_given(logits))
+        loss = pipeline(ForwardStats(stats, stats), selection, "B")
         (gradient,) = torch.autograd.grad(loss.total, logits)
         text = pieces(loaded.tokenizer, segment.target.token_ids)
         return Lesson(segment, text, loss, logits.detach(), gradient)

@@ -17,14 +17,14 @@ from learner.config.schema import Config
 from learner.config.yaml12 import dump_mapping
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
-from learner.model.load import LoadedModel, load_model
-from learner.model.prompt import PromptEncoder
-from learner.peers import ALONE
-from learner.preflight import check_inputs, read_inputs
+from learner.distributed.peers import SINGLE_PROCESS
+from learner.models.load import LoadedModel, load_model
+from learner.models.packed_forward import PromptEncoder
 from learner.rollout.policy import OpenBackend, Policy, asking_of
-from learner.train import RunParts, build_scorer, train_as
-from learner.trainer.optim import build_optimizer
-from learner.trainer.runlog import CallLog
+from learner.training.run_log import CallLog
+from learner.training.start_checks import check_inputs, read_inputs
+from learner.training.train import RunParts, build_scorer, train_as
+from learner.training.trainer import build_optimizer
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
@@ -98,7 +98,9 @@ def run(config: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Lines of metrics.jsonl, and the tokens of each forward that was trained on."""
     forwards = Forwards()
     parsed = load_config(config)
-    train_as(ALONE, parsed, check_inputs(parsed), [], Console(quiet=True), forwards.watched)
+    train_as(
+        SINGLE_PROCESS, parsed, check_inputs(parsed), [], Console(quiet=True), forwards.watched
+    )
     lines = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], forwards.tokens
 

@@ -9,19 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from learner.channels.b import ChannelB
-from learner.channels.encoding import Encoding
 from learner.config.rollout_matching import MatchingConfig
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.matching import match_objects
-from learner.model.load import load_model
-from learner.model.prompt import PromptEncoder
-from learner.packing import Place
-from learner.parsing import parse_rollout
-from learner.rollout_log import Judged, LoggedTarget, RolloutLog, folded, unfolded
-from learner.targets import build_target
-from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
+from learner.models.load import load_model
+from learner.models.packed_forward import PromptEncoder
+from learner.runs.rollout_log import LoggedTarget, RolloutLog, folded, unfolded
+from learner.stages.formats.coord_json import parse_rollout
+from learner.stages.matching import match_objects
+from learner.stages.targets import build_target
+from learner.training.channels import ChannelB, Encoding
+from learner.types import AssessedRollout, GroundTruthObject, Place, RolloutOutput, Sample, Shape
 from shared_contracts.errors import RunError
 from tests.unit.small_run import small_config
 
@@ -35,7 +33,7 @@ ANSWER = (
 )
 
 
-def judged(tokenizer: PreTrainedTokenizerFast, name: str = "a.jsonl:1") -> Judged:
+def assessed(tokenizer: PreTrainedTokenizerFast, name: str = "a.jsonl:1") -> AssessedRollout:
     """A hit, a dropped entry, a false positive, a missed object; the answer is cut off."""
     ids = tokenizer.encode(ANSWER, add_special_tokens=False)
     sample = Sample(name, (Path("a.png"),), 64, 64, (CAT, DOG))
@@ -44,16 +42,16 @@ def judged(tokenizer: PreTrainedTokenizerFast, name: str = "a.jsonl:1") -> Judge
     parsed = parse_rollout(ids, tokenizer)
     match = match_objects(parsed.objects, sample.objects, MatchingConfig())
     target = build_target(parsed, sample.objects, match, tokenizer, "desc_first")
-    return Judged(sample, rollout, parsed, match, target, chunk=2)
+    return AssessedRollout(sample, rollout, parsed, match, target, chunk=2)
 
 
 @pytest.mark.req("MET-03")
 def test_an_answer_is_logged_with_all_that_became_of_it(
     toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    item = judged(toy_tokenizer)
-    unreadable = judged(toy_tokenizer)._replace(target=None, left_out="no brace")
-    second = judged(toy_tokenizer, "a.jsonl:2")
+    item = assessed(toy_tokenizer)
+    unreadable = assessed(toy_tokenizer)._replace(target=None, left_out="no brace")
+    second = assessed(toy_tokenizer, "a.jsonl:2")
     places = [Place(400, 1, 0, 4), Place(410, 0, 2, 3)]
     RolloutLog(tmp_path).write(12, [item, unreadable, second], places)
     (path,) = (tmp_path / "rollouts").iterdir()
@@ -105,7 +103,7 @@ def test_an_answer_is_logged_with_all_that_became_of_it(
     }
 
 
-def check_target(logged: dict[str, Any], item: Judged) -> None:
+def check_target(logged: dict[str, Any], item: AssessedRollout) -> None:
     """Nothing of the target is lost, and of its ids only what the answer does not have is kept."""
     target, response = item.target, item.rollout.response_token_ids
     assert target is not None
@@ -126,7 +124,7 @@ def test_every_rank_has_a_file_of_its_own(
     toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     for rank in (0, 1):
-        RolloutLog(tmp_path, rank).write(3, [judged(toy_tokenizer)])
+        RolloutLog(tmp_path, rank).write(3, [assessed(toy_tokenizer)])
     folder = tmp_path / "rollouts"
     assert sorted(path.name for path in folder.iterdir()) == [
         "step_000003.jsonl",
@@ -144,7 +142,7 @@ def test_a_full_disk_is_told_and_leaves_no_half_of_a_file(
     folder.mkdir()
     (folder / "step_000000.jsonl.part").symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"step_000000\.jsonl: No space left"):
-        RolloutLog(tmp_path).write(0, [judged(toy_tokenizer)])
+        RolloutLog(tmp_path).write(0, [assessed(toy_tokenizer)])
     assert list(folder.iterdir()) == []
 
 
@@ -157,7 +155,8 @@ def test_the_placeholders_of_an_image_take_one_place() -> None:
     assert folded([7, *[5] * 1024, 7, 7, 7]) == [7, [5, 1024], 7, 7, 7]
 
 
-@pytest.mark.req("MET-03", "LOSS-02")
+@pytest.mark.req("MET-03", "LOSS-02", "MET-02")
+@pytest.mark.scenario("Closure marker resolution failure is dropped and counted")
 def test_what_cannot_be_supervised_is_noted_as_left_out(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
@@ -171,9 +170,8 @@ def test_what_cannot_be_supervised_is_noted_as_left_out(
     bad = Sample(bad.sample_id, bad.images, bad.width, bad.height, (unreadable,))
     ids = [prompt(sample).ids.tolist() for sample in (good, bad)]
     rollouts = [RolloutOutput(own, [], "", "stop", False, (1, 1), None) for own in ids]
-    noted: list[Judged] = []
-    segments, stats = channel.segments([good, bad], rollouts, noted.append)
-    assert (len(segments), stats.closure_dropped) == (1, 1)
+    segments, noted = channel.segments([good, bad], rollouts)
+    assert len(segments) == 1
     assert [each.sample for each in noted] == [good, bad]
     assert noted[0].target is not None
     assert noted[0].left_out is None

@@ -5,21 +5,25 @@ and not from reading it again (APPEND-02, LOSS-01's roles, LOSS-02).
 """
 
 import json
+import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from learner.coords import coord_token
-from learner.parsing import parse_rollout
-from learner.serialize import serialize_append
-from learner.targets import build_ground_truth_target, build_target
-from learner.tokens import IM_END, token_table
+from learner.stages.coords import COORD_BINS, coord_token
+from learner.stages.formats.coord_json import parse_rollout, serialize_append
+from learner.stages.targets import build_ground_truth_target, build_target
+from learner.stages.tokens import IM_END, token_table
 from learner.types import (
     CoordGroup,
     FieldOrder,
@@ -298,8 +302,78 @@ def test_each_token_has_the_role_of_the_characters_it_holds(
     tokenizer: PreTrainedTokenizerFast, data: st.DataObject
 ) -> None:
     entries, comma, tail = data.draw(answers())
-    text = "{" + comma.join("".join(part for part, _ in e.parts) for e in entries) + tail
-    parsed = parse_rollout(encode(tokenizer, text), tokenizer)
+    check_roles(data, tokenizer, encode(tokenizer, written(entries, comma, tail)), entries, comma)
+
+
+@pytest.mark.req("LOSS-01", "LOSS-02")
+@FUZZ
+@given(data=st.data())
+def test_each_token_has_the_role_of_its_characters_wherever_the_text_is_split(
+    data: st.DataObject,
+) -> None:
+    entries, comma, tail = data.draw(answers())
+    names = data.draw(splits(written(entries, comma, tail)))
+    tokenizer = tokenizer_of(names)
+    vocab = tokenizer.get_vocab()
+    ids = [vocab[name] for name in names]
+    check_roles(data, tokenizer, ids, entries, comma)
+
+
+def written(entries: list[Written], comma: str, tail: str) -> str:
+    return "{" + comma.join("".join(part for part, _ in e.parts) for e in entries) + tail
+
+
+@st.composite
+def splits(draw: st.DrawFn, text: str) -> list[str]:
+    """The text as names of byte-level tokens, split at any bytes but inside special tokens.
+
+    Half of the texts are split behind closing braces only, so that tokens are long and end in one.
+    """
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    behind_braces, share = draw(st.booleans()), draw(st.sampled_from([0.1, 0.5]))
+    names = []
+    for part in re.split(SPECIAL, text):
+        if re.fullmatch(SPECIAL, part):
+            names.append(part)
+        elif part:
+            name = "".join(BYTE_NAMES[byte] for byte in part.encode())
+            places = [i for i in range(1, len(name)) if not behind_braces or name[i - 1] == "}"]
+            bounds = [0, *(place for place in places if rng.random() < share), len(name)]
+            names += [name[start:end] for start, end in pairwise(bounds)]
+    return names
+
+
+# The character by which a byte-level tokenizer names each byte.
+BYTE_NAMES = bytes_to_unicode()
+SPECIAL = r"(<\|coord_[0-9]+\|>|<\|im_end\|>)"
+
+
+def tokenizer_of(names: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with a token of each name, which it also gives to other texts."""
+    vocab = {name: i for i, name in enumerate(sorted(BYTE_NAMES.values()))}
+    merges = []
+    for name in names:
+        for end in range(2, len(name) + 1 if not re.fullmatch(SPECIAL, name) else 2):
+            if name[:end] not in vocab:
+                vocab[name[:end]] = len(vocab)
+                merges.append((name[: end - 1], name[end - 1]))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([coord_token(k) for k in range(COORD_BINS)])
+    tokenizer.add_special_tokens([IM_END])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=IM_END)
+
+
+def check_roles(
+    data: st.DataObject,
+    tokenizer: PreTrainedTokenizerFast,
+    ids: list[int],
+    entries: list[Written],
+    comma: str,
+) -> None:
+    """Whatever matches, the roles of a target are those of the bytes of its tokens."""
+    parsed = parse_rollout(ids, tokenizer)
     truths, order = data.draw(TRUTHS), data.draw(ORDERS)
     match = data.draw(any_match(len(parsed.objects), len(truths)))
     target = build_target(parsed, truths, match, tokenizer, order)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from learner.rollout_log import LoggedAnswer, RolloutLog
-from learner.run_folder import RunFolder
+from learner.runs.rollout_log import LoggedAnswer, RolloutLog
+from learner.runs.run_folder import RunFolder
 from shared_contracts.errors import ContractError
-from tests.unit.test_rollout_log import judged
+from tests.unit.test_rollout_log import assessed
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_answers_come_back_as_they_were_logged(
     folder: Path, toy_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     for rank in (1, 0):
-        RolloutLog(folder, rank).write(3, [judged(toy_tokenizer, f"a.jsonl:{rank}")])
+        RolloutLog(folder, rank).write(3, [assessed(toy_tokenizer, f"a.jsonl:{rank}")])
     (folder / "rollouts" / "step_000003.old.jsonl").write_text("somebody's copy\n")
     run = RunFolder.open(folder)
     assert run.answer_steps() == [3]
@@ -39,7 +39,7 @@ def test_answers_come_back_as_they_were_logged(
         (0, "a.jsonl:0"),
         (1, "a.jsonl:1"),
     ]
-    again = judged(toy_tokenizer, "a.jsonl:0")
+    again = assessed(toy_tokenizer, "a.jsonl:0")
     assert LoggedAnswer(
         **answers[0].model_dump(exclude={"step", "rank", "chunk", "segment"})
     ) == LoggedAnswer.of(again)
@@ -52,7 +52,7 @@ def test_a_step_is_not_taken_for_one_whose_number_begins_with_its(
     folder: Path, toy_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     for step in (100_000, 1_000_000):
-        RolloutLog(folder).write(step, [judged(toy_tokenizer, f"a.jsonl:{step}")])
+        RolloutLog(folder).write(step, [assessed(toy_tokenizer, f"a.jsonl:{step}")])
     (folder / "rollouts" / "step_000012.old.jsonl").write_text("somebody's copy\n")
     run = RunFolder.open(folder)
     assert run.answer_steps() == [100_000, 1_000_000]
@@ -74,7 +74,7 @@ def test_a_broken_line_is_named(folder: Path) -> None:
 def test_an_answer_of_another_version_is_refused(
     folder: Path, toy_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    RolloutLog(folder).write(0, [judged(toy_tokenizer)])
+    RolloutLog(folder).write(0, [assessed(toy_tokenizer)])
     (file,) = (folder / "rollouts").iterdir()
     record = json.loads(file.read_text())
     del record["match"]
@@ -86,7 +86,7 @@ def test_an_answer_of_another_version_is_refused(
 def test_an_answer_may_hold_what_unicode_takes_for_the_end_of_a_line(
     folder: Path, toy_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    item = judged(toy_tokenizer)
+    item = assessed(toy_tokenizer)
     odd = replace(item.rollout, text="a\u2028b\u0085c")
     RolloutLog(folder).write(0, [item._replace(rollout=odd)])
     (answer,) = RunFolder.open(folder).answers(0)

@@ -1,16 +1,22 @@
 """Channel of a step (STEP-01)."""
 
+import ast
 from decimal import Decimal
 from fractions import Fraction
+from inspect import signature
 from itertools import accumulate
 from math import floor
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from learner.schedule import channel_for_step, exact_ratio
+from learner.stages.schedule import channel_for_step, exact_ratio
+from learner.types import Channel
 from shared_contracts.errors import ContractError
+
+LEARNER = Path(__file__).parents[2] / "learner"
 
 
 def channels(b_ratio: str | float | Decimal, steps: range) -> str:
@@ -18,6 +24,7 @@ def channels(b_ratio: str | float | Decimal, steps: range) -> str:
 
 
 @pytest.mark.req("STEP-01", "ARCH-02")
+@pytest.mark.scenario("b_ratio=0.5 alternates deterministically by optimizer step")
 @pytest.mark.parametrize(
     ("b_ratio", "expected"),
     [
@@ -36,7 +43,10 @@ def test_channels_of_the_first_steps(b_ratio: float, expected: str) -> None:
 
 
 @pytest.mark.req("STEP-01")
+@pytest.mark.scenario("b_ratio edge cases are deterministic")
 @given(st.integers(0, 10**15), st.integers(0, 1000))
+@example(10**15, 0)
+@example(10**15, 1000)
 def test_the_ratio_is_the_decimal_that_was_written_at_any_step(step: int, permille: int) -> None:
     expected = (step + 1) * permille // 1000 > step * permille // 1000
     assert (channel_for_step(step, permille / 1000) == "B") is expected
@@ -97,3 +107,22 @@ def test_a_ratio_outside_of_0_to_1_is_refused(b_ratio: str | float) -> None:
         channel_for_step(0, b_ratio)
     assert error.value.where == "stage2_ab.schedule.b_ratio"
     assert repr(b_ratio) in error.value.found
+
+
+@pytest.mark.req("ARCH-02", "STEP-01")
+def test_scheduling_policy_changes_are_isolated_from_trainer_orchestration() -> None:
+    """One function of step and ratio decides; the recipe and the simulation alone know it."""
+    imports = [
+        (str(path.relative_to(LEARNER)), [name.name for name in node.names])
+        for path in LEARNER.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "learner.stages.schedule"
+    ]
+    knows = ["channel_for_step"]
+    assert sorted(imports) == [
+        ("operate/simulate/run.py", knows),
+        ("schedule.py", knows),  # the public name
+        ("training/recipes/__init__.py", knows),
+    ]
+    takes = signature(channel_for_step)
+    assert (list(takes.parameters), takes.return_annotation) == (["step", "b_ratio"], Channel)

@@ -10,7 +10,8 @@ from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_bas
 BASES = st.integers(0, 2**31 - 1)
 
 
-@pytest.mark.req("SEED-01", "ARCH-02")
+@pytest.mark.req("SEED-01", "ARCH-02", "SEED-02")
+@pytest.mark.scenario("Same step produces identical derived rollout seed base")
 def test_the_base_of_a_step_by_hand() -> None:
     assert rollout_seed_base(123, 7) == 123 + 7 * 1000003
     assert rollout_seed_base(42, 0) == 42

@@ -16,16 +16,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoProcessor
 
-from learner.config.pipeline import BboxGeoConfig, ObjectiveModule
-from learner.config.stage2_ab import CoordContextMode, SoftContextGradMode
-from learner.losses.reading import Readings
-from learner.model.load import LoadedModel
-from learner.model.packed_forward import Pack, packed_logits
-from learner.model.self_context import SelfContext
-from learner.model.toy import build_toy_model, toy_config
-from learner.tokens import CoordVocab
+from learner.config.schema import CoordContextMode, SoftContextGradMode
+from learner.models.load import LoadedModel
+from learner.models.packed_forward import Pack
+from learner.models.self_context import SelfContext
+from learner.models.toy import build_toy_model, toy_config
+from learner.objectives.bbox_geo import BboxGeoConfig
+from learner.objectives.config import ObjectiveModule
+from learner.objectives.logit_stats import ForwardStats
+from learner.stages.tokens import CoordVocab
 from learner.types import Sample
 from tests.unit.mixed_samples import mixed_samples
+from tests.unit.packed_logits import as_given, packed_logits
 from tests.unit.toy_learner import (
     BOXES,
     COORDINATES,
@@ -132,9 +134,11 @@ class WrittenOut:
             embeddings = embedding(pack.input_ids).clone()
             embeddings[0, slots] = context
             logits = self._forward(inputs_embeds=embeddings)
-        final = reader.anchor(first) if logits is first else reader.final(logits)
-        anchor = final if logits is first else reader.anchor(first)
-        return learner.pipeline(Readings(anchor, final), selection, "A").total
+        final = (
+            reader.anchor(as_given(first)) if logits is first else reader.final(as_given(logits))
+        )
+        anchor = final if logits is first else reader.anchor(as_given(first))
+        return learner.pipeline(ForwardStats(anchor, final), selection, "A").total
 
     def _forward(self, **tokens: Tensor) -> Tensor:
         pack = self._pack
@@ -279,12 +283,15 @@ def test_detached_geometry_has_the_gradient_of_the_last_forward_alone(
     embeddings = untied.inner.get_input_embeddings()(pack.input_ids).clone()
     embeddings[0, slots] = context
     selection = learner.pipeline.select(pack.supervision, "A")
-    last = learner.pipeline.reader(selection).anchor(packed_logits(learner.model, pack, embeddings))
-    wanted = learner.gradients(learner.pipeline(Readings(last, last), selection, "A"))
+    last = learner.pipeline.reader(selection).anchor(
+        as_given(packed_logits(learner.model, pack, embeddings))
+    )
+    wanted = learner.gradients(learner.pipeline(ForwardStats(last, last), selection, "A"))
     assert distance(wanted, found) < 1e-6
 
 
 @pytest.mark.req("CHA-01")
+@pytest.mark.scenario("Unroll mode does not detach expected coord embeddings")
 @pytest.mark.parametrize("mode", ["soft", "st"])
 def test_unrolled_geometry_also_trains_what_is_fed_back(
     untied: LoadedModel, sample: Sample, mode: CoordContextMode

@@ -4,23 +4,25 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLForConditionalGeneration, Qwen3VLModel
 
 from learner.config import merge, parse_config
-from learner.config.schema import Config
+from learner.config.schema import Config, SoftContextGradMode
 from learner.data.toy import ToyData
-from learner.model.load import load_model
-from learner.model.self_context import SelfContext
-from learner.preflight import check_inputs
-from learner.train import train
+from learner.models.load import LoadedModel, load_model
+from learner.models.packed_forward import IMAGE
+from learner.models.self_context import SelfContext
+from learner.training.start_checks import check_inputs
+from learner.training.train import train
 from learner.types import Sample
 from tests.unit.mixed_samples import mixed_samples
 from tests.unit.small_run import small_mapping
@@ -36,8 +38,14 @@ from tests.unit.toy_learner import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HELPERS = {"labels", "loss_scale", "compute_loss_func", "text_position_ids", "channel"}
-LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
+LORA = {
+    "train_type": "lora",
+    "lora_rank": 2,
+    "lora_alpha": 4,
+    "train_coordinate_rows": False,
+}
 DORA = {**LORA, "use_dora": True}
+OF_EMBEDDINGS = {**LORA, "target_modules": ["embed_tokens", "v_proj"]}
 
 
 @contextmanager
@@ -45,10 +53,9 @@ def training_calls() -> Iterator[list[dict[str, Any]]]:
     """Arguments of every call of a Qwen3-VL in training, whatever is wrapped around it."""
     calls: list[dict[str, Any]] = []
 
-    def note(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any], _: Any) -> None:
         if isinstance(module, Qwen3VLForConditionalGeneration) and module.training:
             assert args == ()
-            assert output.logits.shape[:2] == (1, kwargs["position_ids"].shape[-1])
             calls.append(kwargs)
 
     hook = register_module_forward_hook(note, with_kwargs=True)
@@ -110,7 +117,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
 @pytest.mark.req("CHA-01", "CHA-02")
 @pytest.mark.parametrize(
     "tuner",
-    [LORA, DORA, {**LORA, "target_modules": ["embed_tokens", "v_proj"]}],
+    [LORA, DORA, OF_EMBEDDINGS],
     ids=["lora", "dora", "lora of embeddings"],
 )
 def test_adapters_learn_through_what_is_fed_back(
@@ -125,10 +132,14 @@ def test_adapters_learn_through_what_is_fed_back(
     pack = unrolled.pack([sample])
     with forwards_of(loaded.model) as seen:
         before = unrolled.loss(pack)
-    embedded = loaded.inner.get_input_embeddings()(pack.input_ids)
-    others = torch.ones(len(pack), dtype=torch.bool)
+    embedding = loaded.inner.get_input_embeddings()
+    placeholders = pack.mm_token_types[0] == IMAGE
+    others = ~placeholders
     others[pack.supervision.coord_positions] = False
-    assert torch.equal(seen[1].arguments["inputs_embeds"][0, others], embedded[0, others])
+    read = seen[1].arguments["inputs_embeds"][0]
+    assert torch.equal(read[others], embedding(pack.input_ids)[0, others])
+    lone = embedding(pack.input_ids[0, placeholders][0])
+    assert torch.equal(read[placeholders], lone.expand(int(placeholders.sum()), -1))
 
     gradients, last_alone = unrolled.gradients(before), detached.gradients(detached.loss(pack))
     weights = dict(loaded.model.named_parameters())
@@ -137,3 +148,74 @@ def test_adapters_learn_through_what_is_fed_back(
         assert (gradient - last_alone[name]).abs().max() > 1e-3 * gradient.abs().max() > 0, name
         weights[name].data -= 1e-3 * gradient
     assert unrolled.loss(pack).total < before.total
+
+
+class RoundsByShape(nn.Module):
+    """An embedding whose rows depend on how many ids there are, as those of LoRA may."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows: Tensor = self.embedding(ids)
+        return rows * (1 + 1e-6 * (ids.numel() - 1))
+
+
+def of_embeddings(config: Config) -> LoadedModel:
+    """With awake adapters of the embeddings and an embedding that rounds by shape."""
+    loaded = with_awake_adapters(sharpened(load_model(config), 8))
+    assert isinstance(loaded.inner, Qwen3VLModel)
+    loaded.inner.set_input_embeddings(RoundsByShape(loaded.inner.get_input_embeddings()))
+    loaded.model.train()
+    return loaded
+
+
+def small_changed(checkpoint: Path, data: ToyData, out: Path, **sections: Any) -> Config:
+    return parse_config(merge(small_mapping(checkpoint, data, out), sections))
+
+
+@pytest.mark.req("CHA-02")
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "plain"])
+@pytest.mark.parametrize("grad_mode", get_args(SoftContextGradMode))
+@pytest.mark.parametrize("tuner", [{}, OF_EMBEDDINGS], ids=["full", "lora of embeddings"])
+def test_images_are_found_where_an_embedding_rounds_by_shape(
+    toy_checkpoint: Path,
+    toy_data: ToyData,
+    tmp_path: Path,
+    sample: Sample,
+    tuner: dict[str, Any],
+    grad_mode: SoftContextGradMode,
+    checkpointing: bool,
+) -> None:
+    model = {"gradient_checkpointing": checkpointing}
+    config = small_changed(toy_checkpoint, toy_data, tmp_path, tuner=tuner, model=model)
+    loaded = of_embeddings(config)
+    learner = ToyLearner(loaded, SelfContext(3, "st", grad_mode), COORDINATES)
+    pack = learner.pack([sample])
+    with forwards_of(loaded.model) as seen:
+        loss = learner.loss(pack)
+    lone = loaded.inner.get_input_embeddings()(pack.input_ids[pack.mm_token_types == IMAGE][0])
+    for forward in seen[1:]:
+        rows = forward.arguments["inputs_embeds"][pack.mm_token_types == IMAGE]
+        assert torch.equal(rows, lone.expand(len(rows), -1))
+    blind = replace(pack, pixel_values=None, image_grid_thw=None)
+    assert not torch.allclose(learner.loss(blind).total, loss.total)
+    assert any(gradient.abs().max() > 0 for gradient in learner.gradients(loss).values())
+
+
+@pytest.mark.req("CHA-02")
+@pytest.mark.parametrize("grad_mode", get_args(SoftContextGradMode))
+def test_images_are_found_where_autocast_holds_inside_the_model_alone(
+    toy_checkpoint: Path,
+    toy_data: ToyData,
+    tmp_path: Path,
+    sample: Sample,
+    grad_mode: SoftContextGradMode,
+) -> None:
+    config = small_changed(toy_checkpoint, toy_data, tmp_path, tuner=OF_EMBEDDINGS)
+    loaded = of_embeddings(config)
+    loaded.model.forward = torch.autocast("cpu", torch.bfloat16)(loaded.model.forward)
+    learner = ToyLearner(loaded, SelfContext(2, "st", grad_mode), COORDINATES)
+    loss = learner.loss(learner.pack([sample]))
+    assert any(gradient.abs().max() > 0 for gradient in learner.gradients(loss).values())

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.coords import coord_token
-from learner.serialize import serialize_append, serialize_objects
+from learner.stages.coords import coord_token
+from learner.stages.formats.coord_json import serialize_append, serialize_objects
 from learner.types import FieldOrder, GroundTruthObject, Shape
 from shared_contracts.errors import ContractError
 from tests.unit.answers import CAT, DOG, ROOF, coords, entry

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from learner.cli import app
 from learner.config import dump_resolved
 from learner.config.yaml12 import read_mapping
-from learner.simulate.lengths import read_lengths
-from learner.simulate.speeds import Speeds, load_speeds
+from learner.operate.simulate.inputs import Drawn, LengthsFile, Speeds, read_strict
 from shared_contracts.errors import ContractError
 from tests.unit.simulated import simulated_config
 
@@ -131,14 +130,14 @@ def test_the_page_shows_every_speed_with_its_default(files: Path) -> None:
     (files / "shown.yaml").write_text(shown)
     (files / "shown_lengths.yaml").write_text(lengths)
     assert read_mapping(files / "shown.yaml") == Speeds().model_dump()
-    assert read_lengths(files / "shown_lengths.yaml", seed=0).samples > 0
+    assert Drawn(read_strict(files / "shown_lengths.yaml", LengthsFile), seed=0).samples > 0
 
 
 def test_saved_speeds_are_those_that_were_simulated(files: Path) -> None:
     (files / "speeds.yaml").write_text("engine: {step_s: 0.5}\n")
     saved = files / "saved.yaml"
     with_lengths(files, "--speeds", str(files / "speeds.yaml"), "--save-speeds", str(saved))
-    assert load_speeds(saved) == load_speeds(files / "speeds.yaml") != Speeds()
+    assert read_strict(saved, Speeds) == read_strict(files / "speeds.yaml", Speeds) != Speeds()
 
 
 def test_it_loads_neither_torch_nor_transformers(files: Path) -> None:

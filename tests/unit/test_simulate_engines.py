@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simpy import Environment
 
-from learner.simulate.engines import Asked, Batches, Continuous, Server, Wait
-from learner.simulate.speeds import EngineSpeed
+from learner.operate.simulate.engines import Asked, Batches, Continuous, Server, Wait
+from learner.operate.simulate.inputs import EngineSpeed
 
 SPEED = EngineSpeed(call_s=0.5, prefill_tokens_per_s=100.0, step_s=0.1, step_per_sequence_s=0.01)
 

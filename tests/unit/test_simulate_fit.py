@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from learner.config import dump_resolved
-from learner.simulate import Outcome, Setting, simulate
-from learner.simulate.fit import fit
-from learner.simulate.logged import pool_of, read_run
-from learner.simulate.speeds import ChannelSpeeds, EngineSpeed, ServerShape
+from learner.operate.simulate import Outcome, Setting, simulate
+from learner.operate.simulate.inputs import ChannelSpeeds, EngineSpeed, ServerShape
+from learner.operate.simulate.logged import fit, pool_of, read_run
 from shared_contracts.errors import ContractError
 from tests.unit.simulated import in_step_mode_and_ahead, setting, simulated_config
 
@@ -67,7 +66,7 @@ def logged(folder: Path, source: Setting) -> Outcome:
 
 
 def _log_rollouts(file: Path, source: Setting, step: int) -> None:
-    tokens = [source.lengths.of(step, i) for i in source.order.share(step, 0)]
+    tokens = [source.lengths.of(step, i) for i in source.order.rank_batch(step, 0)]
     lines = [
         {"prompt_token_ids": [[7, t.prompt]], "response_token_ids": [9] * t.answer} for t in tokens
     ]
@@ -113,7 +112,7 @@ def test_lengths_of_a_log_are_whole_samples_of_it(tmp_path: Path) -> None:
     answered = {
         (t.prompt, t.answer)
         for step in range(40)
-        for i in source.order.share(step, 0)
+        for i in source.order.rank_batch(step, 0)
         for t in [source.lengths.of(step, i)]
     }
     drawn = [pool.of(1, i) for i in range(50)]

@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simpy import Environment
 
-from learner.packing import Chunk
-from learner.simulate import Setting, simulate
-from learner.simulate.chunks import Ahead, Making
-from learner.simulate.engines import Wait
-from learner.simulate.machines import declared_shape
-from learner.simulate.speeds import Speeds
+from learner.operate.simulate import Setting, simulate
+from learner.operate.simulate.engines import Wait
+from learner.operate.simulate.inputs import Speeds, declared_shape
+from learner.operate.simulate.run import Making, prefetched
+from learner.stages.packing import Chunk
 from shared_contracts.errors import ContractError
 from tests.unit.simulated import EQUAL, SPREAD, in_step_mode_and_ahead, setting
 
@@ -45,7 +44,7 @@ def test_every_sample_of_a_step_is_asked_once_and_trained_on_once(
         lengths.of(step.step, i).answer
         for step in outcome.of("B")
         for rank in range(ranks)
-        for i in order.share(step.step, rank)
+        for i in order.rank_batch(step.step, rank)
     )
     assert answered == pytest.approx(expected)
 
@@ -84,8 +83,8 @@ def test_a_pipelined_step_is_no_shorter_than_its_longest_part_and_no_longer_than
     for step in simulate(setting(speeds, servers=servers, rollout_matching=size)).of("B"):
         parts = dict(step.phases)
         pushed, _ = parts.pop("push"), parts.pop("wait")
-        made = parts["rollout"] + parts["target"] + parts["pack"]
-        assert pushed + max(made, parts["learn"]) <= step.seconds + 1e-9
+        longest = max(parts["rollout"], parts["target"] + parts["pack"], parts["learn"])
+        assert pushed + longest <= step.seconds + 1e-9
         assert step.seconds <= pushed + sum(parts.values()) + 1e-9
 
 
@@ -97,21 +96,27 @@ def test_rollouts_of_the_next_round_are_made_while_the_last_is_learned() -> None
 
 
 @pytest.mark.req("STEP-03")
+def test_rollouts_of_the_next_round_are_made_while_the_last_is_assessed() -> None:
+    for step in simulate(setting({"learner": {"b": {"target_s": 0.5}}})).of("B"):
+        parts = sum(step.phases[name] for name in ("push", "rollout", "target", "pack", "learn"))
+        assert step.seconds < parts - 0.5
+
+
+@pytest.mark.req("STEP-03")
 def test_one_round_waits_and_one_is_made_while_another_is_learned() -> None:
     env = Environment()
     begun: list[float] = []
 
-    class Quick:
-        def next(self) -> Making:
-            begun.append(env.now)
-            yield env.timeout(1.0)
-            return Chunk([], len(begun) == 5)
+    def quick() -> Making:
+        begun.append(env.now)
+        yield env.timeout(1.0)
+        return Chunk([], len(begun) == 5)
 
     def learning() -> Wait:
-        rounds = Ahead(env, Quick())
+        rounds = prefetched(env, quick)
         last = False
         while not last:
-            _, last = yield from rounds.next()
+            _, last = yield rounds.get()
             yield env.timeout(10.0)
 
     env.run(env.process(learning()))

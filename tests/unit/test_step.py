@@ -9,36 +9,37 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.channels.a import ChannelA
-from learner.channels.b import ChannelB
-from learner.channels.encoding import Encoding
 from learner.config import merge, parse_config
-from learner.config.pipeline import CoordDiagModule
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.forwards import PlainEngine
-from learner.losses.pipeline import Pipeline
-from learner.losses.reading import Readings
-from learner.metrics import PhaseClock, StepReport
-from learner.model.load import LoadedModel, load_model
-from learner.model.packed_forward import Segment, make_pack, packed_logits
-from learner.model.prompt import PromptEncoder
-from learner.packing import plan_packs
-from learner.rollout.journal import Call, Journal
+from learner.models.load import LoadedModel, load_model
+from learner.models.packed_forward import PromptEncoder, Segment, make_pack
+from learner.objectives.coord_diag import CoordDiagModule
+from learner.objectives.logit_stats import ForwardStats
+from learner.objectives.pipeline import Pipeline
+from learner.rollout.backend import Call, Journal
 from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.seeds import request_seed, rollout_seed_base
-from learner.step import StepRunner
+from learner.runs.metrics import PhaseClock, StepReport
+from learner.stages.packing.plan import plan_packs
+from learner.training.channels import ChannelA, ChannelB, Encoding
+from learner.training.recipes import Recipe
+from learner.training.step import PlainEngine, StepRunner
+from learner.training.synchronous_rollouts import Packer
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
+from tests.unit.packed_logits import as_given, packed_logits
 from tests.unit.small_run import rollout, small_config, written
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Gradients = dict[str, Tensor]
+# Who warns of poorly filled packs.
+PACKER = Packer.__module__
 
 
 class Scripted:
@@ -83,8 +84,11 @@ class Parts:
         self.channel_a = ChannelA(self.encoding)
         self.channel_b = ChannelB(self.encoding, MatchingConfig(), allow_poly=False)
 
+    def recipe(self, config: Config) -> Recipe:
+        return Recipe(config, self.channel_a, self.channel_b, self.pipeline)
+
     def runner(self, config: Config, policy: Policy | None = None) -> StepRunner:
-        return StepRunner(config, self.channel_a, self.channel_b, self.pipeline, policy)
+        return StepRunner(config, self.recipe(config), policy)
 
     def step(
         self, runner: StepRunner, samples: Sequence[Sample], step: int = 0
@@ -105,8 +109,10 @@ class Parts:
         for indices in plan:
             pack = make_pack([segments[i] for i in indices])
             selection = self.pipeline.select(pack.supervision, "A")
-            reading = self.pipeline.reader(selection).anchor(packed_logits(self.loaded.model, pack))
-            loss = self.pipeline(Readings(reading, reading), selection, "A")
+            stats = self.pipeline.reader(selection).anchor(
+                as_given(packed_logits(self.loaded.model, pack))
+            )
+            loss = self.pipeline(ForwardStats(stats, stats), selection, "A")
             total = total + loss.total * len(indices) / len(segments)
         total.backward()
         return self.gradients()
@@ -224,6 +230,7 @@ def test_channels_follow_the_schedule_and_b_pushes_before_it_asks(
 
 
 @pytest.mark.req("SEED-01", "SEED-02")
+@pytest.mark.scenario("Same step produces identical derived rollout seed base")
 def test_a_steps_rollouts_have_the_seed_of_the_step(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
@@ -252,9 +259,8 @@ def test_a_b_step_logs_its_calls_and_counts_no_others(
     asking = Asking("Detect.", None, RequestConfig(max_tokens=5))
     policy = Policy(OpenBackend(Noting(samples, parts), journal=journal), asking)
     logged: list[dict[str, Any]] = []
-    channel_a, channel_b = parts.channel_a, parts.channel_b
     config = config_of(b_ratio=0.5)
-    runner = StepRunner(config, channel_a, channel_b, parts.pipeline, policy, logged.append)
+    runner = StepRunner(config, parts.recipe(config), policy, logged.append)
     reports = [parts.step(runner, samples[:2], step)[1] for step in range(4)]
     assert [report.metrics.get("rollout/retries") for report in reports] == [None, 1, None, 1]
     assert [record["step"] for record in logged] == [2, 4]
@@ -275,15 +281,15 @@ def test_a_step_whose_rollouts_fail_logs_its_calls_all_the_same(
 
     policy = Policy(OpenBackend(Broken(samples, parts)), Asking("", None, RequestConfig()))
     logged: list[dict[str, Any]] = []
-    channel_a, channel_b = parts.channel_a, parts.channel_b
     config = config_of(b_ratio=1)
-    runner = StepRunner(config, channel_a, channel_b, parts.pipeline, policy, logged.append)
+    runner = StepRunner(config, parts.recipe(config), policy, logged.append)
     with pytest.raises(RunError, match="nobody is there"):
         parts.step(runner, samples[:2])
     assert [record["step"] for record in logged] == [1]
 
 
-@pytest.mark.req("CHB-01", "MET-02")
+@pytest.mark.req("CHB-01", "MET-02", "PARSE-05")
+@pytest.mark.scenario("Missing opening brace falls back to `{` and trains")
 def test_a_b_step_reports_what_became_of_its_rollouts(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
@@ -346,7 +352,8 @@ def diagnosed(parts: Parts, config_of: ConfigOf) -> Callable[[bool], StepRunner]
         module = CoordDiagModule.model_validate({**monitor, "config": {}})
         declared = config.pipeline.model_copy(update={"diagnostics": (module,)})
         pipeline = Pipeline(declared, parts.loaded.vocab.ids)
-        return StepRunner(config, parts.channel_a, parts.channel_b, pipeline, None)
+        recipe = Recipe(config, parts.channel_a, parts.channel_b, pipeline)
+        return StepRunner(config, recipe, None)
 
     return make
 
@@ -384,7 +391,6 @@ def test_packing_is_reported(parts: Parts, samples: list[Sample], config_of: Con
     packs = report.metrics["packing/post_rollout_packs"]
     assert report.metrics["packing/post_rollout_segments"] == len(samples)
     assert report.metrics["packing/post_rollout_selected_total_len"] == sum(lengths)
-    assert report.metrics["packing/post_rollout_buffer"] == 0
     fill = sum(lengths) / (packs * 210)
     assert report.metrics["packing/post_rollout_fill"] == pytest.approx(fill)
 
@@ -396,7 +402,7 @@ def test_poor_filling_is_warned_about_once(
     runner = parts.runner(config_of(capacity=640, packing_min_fill_ratio=0.9))
     for step in range(2):
         parts.step(runner, samples[:1], step)
-    warnings = [r.getMessage() for r in caplog.records if r.name == "learner.packer"]
+    warnings = [r.getMessage() for r in caplog.records if r.name == PACKER]
     assert len(warnings) == 1
     assert "training.packing_min_fill_ratio 90 %" in warnings[0]
     assert "global_max_length" in warnings[0]
@@ -414,7 +420,7 @@ def test_nobody_is_warned_without_packing_or_with_a_full_pack(
     training: dict[str, Any],
 ) -> None:
     parts.step(parts.runner(config_of(**training)), samples[:1])
-    assert [r for r in caplog.records if r.name == "learner.packer"] == []
+    assert [r for r in caplog.records if r.name == PACKER] == []
 
 
 @pytest.mark.req("PACK-01")
@@ -448,19 +454,23 @@ def test_a_step_that_supervises_nothing_leaves_the_weights_alone_and_warns_of_no
             return []
 
     a = Silent(parts.encoding)
-    runner = StepRunner(config_of(), a, parts.channel_b, parts.pipeline, None)
+    config = config_of()
+    recipe = Recipe(config, a, parts.channel_b, parts.pipeline)
+    runner = StepRunner(config, recipe, None)
     loss, report, gradients = parts.step(runner, samples)
     assert loss == 0.0
     assert gradients == {}
     assert report.metrics["packing/post_rollout_segments"] == 0
-    assert [r for r in caplog.records if r.name == "learner.packer"] == []
+    assert [r for r in caplog.records if r.name == PACKER] == []
 
 
+@pytest.mark.req("RES-22", "STEP-02")
 def test_nothing_is_carried_from_one_step_to_the_next(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
     runner = parts.runner(config_of())
     first, second = (parts.step(runner, samples[:2], step)[1] for step in (0, 1))
+    assert {key for key in first.metrics if "buffer" in key} == set()
     assert atoms(first) == pytest.approx(atoms(second))
     assert (first.step, second.step) == (0, 1)
 

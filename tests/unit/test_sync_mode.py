@@ -12,12 +12,16 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed import DistBackendError
 
-from learner.config.sync_mode import SyncMode as Mode
+from learner.config.schema import SyncMode as Mode
 from learner.rollout.client import ServerUnreachable
-from learner.sync.adapter_source import AdapterWeights
-from learner.sync.mode import SyncMode
-from learner.sync.push import WeightSyncError
-from learner.sync.source import MergedWeights, SourceChoice, Weights
+from learner.rollout.sync.push import WeightSyncError
+from learner.rollout.sync.weights import (
+    AdapterWeights,
+    MergedWeights,
+    SourceChoice,
+    SyncMode,
+    Weights,
+)
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta
 

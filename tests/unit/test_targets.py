@@ -1,6 +1,7 @@
 """`Y_train` and the role of each of its tokens (APPEND-02, LOSS-01's roles, LOSS-02)."""
 
 import json
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import accumulate, groupby
@@ -12,17 +13,15 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from learner.config.rollout_matching import MatchingConfig
-from learner.losses.coord_reg import soft_targets
-from learner.parsing import parse_rollout
-from learner.serialize import serialize_objects
-from learner.targets import (
+from learner.objectives.coord_reg import soft_targets
+from learner.stages.formats.coord_json import COORD_JSON, parse_rollout, serialize_objects
+from learner.stages.targets import (
     TargetUnreadable,
     build_ground_truth_target,
     build_target,
-    locate_closure,
 )
-from learner.tokens import HALF_CHARACTER, IM_END, token_table
-from learner.transport_plan import projected_bins
+from learner.stages.tokens import HALF_CHARACTER, IM_END, token_table
+from learner.stages.transport_plan import projected_bins
 from learner.types import (
     FieldOrder,
     GroundTruthObject,
@@ -101,13 +100,14 @@ def test_prefix_then_every_unmatched_truth_then_eos(tokenizer: PreTrainedTokeniz
         ("object_1", "cat"),
         ("object_2", "red dog"),
     ]
-    assert target.token_ids[-1] == token_table(tokenizer).vocab.im_end_id
+    assert target.token_ids[-1] == token_table(tokenizer).vocab.end_id
     assert target.fn_keys == ["object_2"]
     prefix = text_of(tokenizer, target.token_ids[: target.prefix_len])
     assert prefix == "{" + entry(1)
 
 
-@pytest.mark.req("APPEND-02")
+@pytest.mark.req("APPEND-02", "MATCH-02")
+@pytest.mark.scenario("All GT is appended when no valid matches exist")
 def test_all_truths_are_appended_when_nothing_matches(tokenizer: PreTrainedTokenizerFast) -> None:
     target = target_of(tokenizer, "{" + entry(1) + "}", [CAT, DOG, BIRD], [])
     assert target.fn_keys == ["object_2", "object_3", "object_4"]
@@ -126,6 +126,10 @@ def test_a_rollout_without_objects_trains_on_all_truths(
 
 
 @pytest.mark.req("PARSE-06", "APPEND-01")
+@pytest.mark.scenario(
+    "Highest retained object key controls FN start even when object is invalid",
+    "Start key avoids collision even when highest key object is invalid",
+)
 def test_new_keys_follow_the_largest_key_even_of_an_invalid_object(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -158,7 +162,7 @@ def test_a_tokenizer_that_begins_every_text_with_a_token_of_its_own_adds_none_to
     qwen_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     greeting = deepcopy(qwen_tokenizer)
-    special = [(IM_END, token_table(qwen_tokenizer).vocab.im_end_id)]
+    special = [(IM_END, token_table(qwen_tokenizer).vocab.end_id)]
     greeting.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{IM_END} $A", special_tokens=special
     )
@@ -175,7 +179,10 @@ def test_a_tokenizer_that_begins_every_text_with_a_token_of_its_own_adds_none_to
 # ---- roles ---------------------------------------------------------------------------
 
 
-@pytest.mark.req("LOSS-01", "RES-05")
+@pytest.mark.req("LOSS-01", "RES-05", "APPEND-02")
+@pytest.mark.scenario(
+    "Prefix coord tokens can be supervised without supervising prefix text tokens"
+)
 def test_roles_of_a_matched_a_false_and_an_appended_object(
     qwen_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -235,6 +242,22 @@ def test_a_token_that_ends_an_object_and_holds_no_more_stays_with_it(
     assert before in ends
     target = target_of(tokenizer, rollout, [CAT], [(0, 0)])
     assert text_in(tokenizer, target, Role.FALSE_POSITIVE) == ghost
+
+
+@pytest.mark.req("LOSS-01")
+@pytest.mark.parametrize("fused", ["},{}", '},"}'])
+def test_a_token_that_goes_on_into_the_next_entry_with_a_brace_of_it_is_of_both(
+    tokenizer: PreTrainedTokenizerFast, fused: str
+) -> None:
+    fusing = deepcopy(tokenizer)
+    fusing.add_tokens([fused])
+    rest = '{"x": 1}' if fused == "},{}" else '": {"x": 1}'
+    first, rollout = entry(1)[:-1], "{" + entry(1)[:-1] + fused + rest + "}"
+    assert fused in pieces(fusing, encode(fusing, rollout))
+    target = target_of(fusing, rollout, [CAT, DOG], [(0, 0)])
+    assert text_in(fusing, target, Role.FALSE_POSITIVE).startswith(fused)
+    kept = text_in(fusing, target, Role.MATCHED_STRUCTURE, Role.MATCHED_DESC)
+    assert kept == "{" + re.sub(r"<\|coord_[0-9]+\|>", "", first)
 
 
 @pytest.mark.req("LOSS-01", "PARSE-04")
@@ -368,7 +391,7 @@ def test_a_matched_polygon_is_taught_its_projection_at_the_positions_of_the_pred
     (group,) = target.coord_groups
     bins = token_table(tokenizer).vocab.bins
     assert tuple(bins[target.token_ids[p]] for p in group.positions) == predicted.coords
-    assert group.bins == projected_bins(predicted, truth.shape, "l2", 10.0, 30)
+    assert [group.bins] == projected_bins([(predicted, truth.shape)], "l2", 0.5, 30)
     assert (group.matched, group.is_box) == (True, False)
     assert set(np.flatnonzero(target.role == Role.COORD).tolist()) == set(group.positions)
 
@@ -379,8 +402,24 @@ def test_a_box_matched_to_a_polygon_is_taught_no_decoded_box(
 ) -> None:
     target = target_of(tokenizer, "{" + entry(1) + "}", [ROOF], [(0, 0)])
     (group,) = target.coord_groups
-    assert group.bins == projected_bins(CAT.shape, ROOF.shape, "l2", 10.0, 30)
+    assert [group.bins] == projected_bins([(CAT.shape, ROOF.shape)], "l2", 0.5, 30)
     assert (group.matched, group.is_box) == (True, False)
+
+
+@pytest.mark.req("OT-01", "LOSS-03")
+def test_each_matched_pair_of_an_answer_has_its_own_target(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """A polygon between two boxes, the second of which is a polygon in truth."""
+    said = Shape("poly", (10, 5, 480, 9, 512, 490, 30, 470))
+    roof = f'"object_2": {{"desc": "roof", "poly": {coords(*said.coords)}}}'
+    text = "{" + ", ".join([entry(1), roof, entry(3)]) + "}"
+    target = target_of(tokenizer, text, [ROOF, CAT, BIRD], [(0, 1), (1, 2), (2, 0)])
+    assert [(group.bins, group.is_box) for group in target.coord_groups] == [
+        (CAT.shape.coords, True),
+        (projected_bins([(said, BIRD.shape)], "l2", 0.5, 30)[0], False),
+        (projected_bins([(CAT.shape, ROOF.shape)], "l2", 0.5, 30)[0], False),
+    ]
 
 
 @pytest.mark.req("OT-01")
@@ -393,8 +432,8 @@ def test_the_plan_is_made_as_the_matching_section_says(
         parsed, [ROOF], matched([(0, 0)], 1, 1), qwen_tokenizer, "desc_first", matching=config
     )
     (group,) = target.coord_groups
-    assert group.bins == projected_bins(CAT.shape, ROOF.shape, "l1", 70.0, 3)
-    assert group.bins != projected_bins(CAT.shape, ROOF.shape, "l2", 10.0, 30)
+    assert [group.bins] == projected_bins([(CAT.shape, ROOF.shape)], "l1", 70.0, 3)
+    assert [group.bins] != projected_bins([(CAT.shape, ROOF.shape)], "l2", 0.5, 30)
 
 
 @pytest.mark.req("OT-01")
@@ -424,6 +463,7 @@ def test_the_labels_of_a_matched_polygon_are_gaussians_about_its_projected_point
 
 
 @pytest.mark.req("APPEND-01", "CHA-01")
+@pytest.mark.scenario("Channel-A uses geometry-first payload when configured")
 @pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
 def test_the_ground_truth_target_is_the_whole_answer_in_order(
     tokenizer: PreTrainedTokenizerFast, order: FieldOrder
@@ -477,10 +517,10 @@ def test_a_scene_without_objects_teaches_the_empty_answer(
 def test_the_outermost_brace_is_found_by_depth(
     tokenizer: PreTrainedTokenizerFast, text: str, closing: str
 ) -> None:
-    ids = [*encode(tokenizer, text), token_table(tokenizer).vocab.im_end_id]
-    closure = locate_closure(ids, tokenizer)
-    assert closure is not None
-    brace, eos = closure
+    ids = [*encode(tokenizer, text), token_table(tokenizer).vocab.end_id]
+    found = COORD_JSON.read_back(ids, tokenizer)
+    assert found is not None
+    brace, eos = found.closure
     assert eos == len(ids) - 1
     up_to_brace = "".join(pieces(tokenizer, ids[: brace + 1]))
     whole = text[: text.index("} }") + 1] if "} }" in text else text
@@ -504,7 +544,7 @@ def test_the_outermost_brace_is_found_by_depth(
 def test_a_closure_that_is_not_there_is_not_found(
     tokenizer: PreTrainedTokenizerFast, text: str
 ) -> None:
-    assert locate_closure(encode(tokenizer, text), tokenizer) is None
+    assert COORD_JSON.read_back(encode(tokenizer, text), tokenizer) is None
 
 
 @pytest.mark.req("LOSS-02")

@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from learner.coords import coord_token
-from learner.tokens import (
+from learner.stages.coords import coord_token
+from learner.stages.tokens import (
     HALF_CHARACTER,
     IM_END,
     PLACEHOLDERS,
@@ -34,8 +34,8 @@ def test_coordinate_ids_are_those_of_the_tokenizer(tokenizer: PreTrainedTokenize
     assert len(set(vocab.ids)) == 1000
     assert encode(tokenizer, coord_token(12)) == [vocab.ids[12]]
     assert vocab.bins[vocab.ids[999]] == 999
-    assert vocab.im_end_id not in vocab.bins
-    assert pieces(tokenizer, [vocab.im_end_id]) == [IM_END]
+    assert vocab.end_id not in vocab.bins
+    assert pieces(tokenizer, [vocab.end_id]) == [IM_END]
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_the_tokens_of_images_end_an_answer_where_the_tokenizer_has_them(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     vocab = CoordVocab.from_tokenizer(tokenizer)
-    assert vocab.end_ids == {vocab.im_end_id}
+    assert vocab.end_ids == {vocab.end_id}
     seeing = CoordVocab.from_tokenizer(with_placeholders(tokenizer))
     (image,), (video,) = (encode(with_placeholders(tokenizer), token) for token in PLACEHOLDERS)
-    assert seeing.end_ids == {vocab.im_end_id, image, video}
+    assert seeing.end_ids == {vocab.end_id, image, video}
 
 
 def test_pieces_are_the_text_of_each_id_alone(toy_tokenizer: PreTrainedTokenizerFast) -> None:

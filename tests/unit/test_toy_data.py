@@ -16,10 +16,8 @@ from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
 from learner.commands.toy import toy_app
-from learner.coords import encode_bin
 from learner.data.coco import to_coco
-from learner.data.jsonl import read_samples
-from learner.data.shapes import bounding_box
+from learner.data.jsonl import bounding_box, read_samples
 from learner.data.toy import (
     DESCRIPTIONS,
     IMAGE_SIDE,
@@ -30,7 +28,8 @@ from learner.data.toy import (
     make_data,
     make_scene,
 )
-from learner.publish import publish_directory
+from learner.runs.atomic_files import publish_directory
+from learner.stages.coords import encode_bin
 from learner.types import GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError
 

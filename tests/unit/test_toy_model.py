@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 
 from learner.commands.toy import toy_app
 from learner.data.toy import DESCRIPTIONS, IMAGE_SIDE, PROMPT
-from learner.model.coord_tokens import smooth_rows, vocab_modules
-from learner.model.toy import make_model
-from learner.model.toy_tokenizer import make_toy_tokenizer
-from learner.serialize import serialize_append, serialize_objects
-from learner.tokens import CoordVocab
+from learner.models.coord_tokens import smooth_rows, vocab_modules
+from learner.models.toy import make_model, make_toy_tokenizer
+from learner.stages.formats.coord_json import serialize_append, serialize_objects
+from learner.stages.tokens import CoordVocab
 from learner.types import GroundTruthObject, Shape
 from shared_contracts.errors import ContractError
 
@@ -113,7 +112,7 @@ def test_each_coordinate_is_one_token_that_decodes_to_itself(
         vocab.ids[0],
         vocab.ids[999],
     ]
-    assert vocab.im_end_id == tokenizer.eos_token_id
+    assert vocab.end_id == tokenizer.eos_token_id
 
 
 def test_answers_survive_the_tokenizer(tokenizer: Any) -> None:

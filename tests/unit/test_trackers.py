@@ -20,16 +20,13 @@ from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.config.trackers import Tracker, importable, needs, require_trackers
 from learner.data.toy import ToyData
-from learner.model.load import load_model
-from learner.peers import Alone
-from learner.preflight import check_inputs
-from learner.resume import BEGINNING
-from learner.train import RunParts, build_runner, build_trainer, train
-from learner.trainer.arguments import training_arguments
-from learner.trainer.optim import build_optimizer
-from learner.trainer.progress import ProgressDisplay
-from learner.trainer.runlog import CallLog
-from learner.trainer.trackers import tracker_callbacks
+from learner.distributed.peers import SingleProcess
+from learner.models.load import load_model
+from learner.runs.resume import BEGINNING
+from learner.training.run_log import CallLog, ProgressDisplay, tracker_callbacks
+from learner.training.start_checks import check_inputs
+from learner.training.train import RunParts, build_runner, build_trainer, train
+from learner.training.trainer import build_optimizer, training_arguments
 from shared_contracts.errors import ContractError, RunError
 from tests.unit.small_run import small_mapping
 
@@ -156,7 +153,7 @@ def test_a_run_reaches_weights_and_biases_with_its_config_name_and_numbers(
     assert not (folder / "tensorboard").exists(), "it was not named"
 
 
-class Second(Alone):
+class Second(SingleProcess):
     rank = 1
 
 
@@ -167,7 +164,7 @@ def test_only_the_first_process_reports(mapping: dict[str, Any], report_to: str,
     folder.mkdir()
     inputs, loaded = check_inputs(config), load_model(config)
     optimizer = build_optimizer(loaded.model, config.training)
-    peers = Second() if rank else Alone()
+    peers = Second() if rank else SingleProcess()
     parts = RunParts(config, inputs, loaded, optimizer, None, CallLog(folder), peers)
     display = ProgressDisplay(Console(file=io.StringIO()), "small")
     build_trainer(parts, build_runner(parts), lambda step: {}, display)
@@ -195,10 +192,10 @@ def test_a_tracker_that_breaks_later_is_told_of_once_and_the_run_goes_on(
 ) -> None:
     callback, given = begun(reporting(mapping, "wandb"))
     wandb.finish()
-    with caplog.at_level(logging.WARNING, "learner.trainer.trackers"):
+    with caplog.at_level(logging.WARNING, "learner.training.run_log"):
         callback.on_log(*given, logs={"loss": 1.0})
         callback.on_log(*given, logs={"loss": 2.0})
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.trainer.trackers"]
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.training.run_log"]
     assert said.startswith("the tracker wandb misses numbers of this run")
 
 
@@ -242,10 +239,10 @@ def test_whatever_event_a_tracker_breaks_at_it_is_told_by_its_name(
         with pytest.raises(RunError, match=r"the tracker codecarbon does not start: .* is full"):
             getattr(callback, event)(*given)
         return
-    with caplog.at_level(logging.WARNING, "learner.trainer.trackers"):
+    with caplog.at_level(logging.WARNING, "learner.training.run_log"):
         for other in hooks():
             getattr(callback, other)(*given)
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.trainer.trackers"]
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.training.run_log"]
     assert said.startswith("the tracker codecarbon misses numbers of this run")
 
 
@@ -260,7 +257,7 @@ def test_tensorboard_is_guarded_as_the_others_are(
             raise OSError("No space left on device")
 
     callback.tb_writer = Full()
-    with caplog.at_level(logging.WARNING, "learner.trainer.trackers"):
+    with caplog.at_level(logging.WARNING, "learner.training.run_log"):
         callback.on_log(*given, logs={"loss": 1.0})
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.trainer.trackers"]
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "learner.training.run_log"]
     assert said.startswith("the tracker tensorboard misses numbers")

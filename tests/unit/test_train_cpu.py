@@ -2,6 +2,10 @@
 
 import io
 import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -16,11 +21,14 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from learner.config import load_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.model.load import load_model
-from learner.preflight import check_inputs
-from learner.sync.source import MergedWeights
-from learner.train import train
-from learner.trainer.optim import build_optimizer, part_of
+from learner.models.families.qwen_vl import QWEN_VL
+from learner.models.load import load_model
+from learner.models.toy import make_model
+from learner.rollout.sync.weights import MergedWeights
+from learner.runs.checkpoint import MANIFEST
+from learner.training.start_checks import check_inputs
+from learner.training.train import train
+from learner.training.trainer import build_optimizer
 from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_config
 
@@ -103,7 +111,9 @@ def test_the_checkpoint_loads_in_plain_transformers_with_its_processor(
     trained, before = weights_of(checkpoint), weights_of(toy_checkpoint)
     assert trained.keys() == before.keys()
     assert all(torch.isfinite(w).all() for w in trained.values())
-    changed = {part_of(name) for name, w in trained.items() if not torch.equal(w, before[name])}
+    changed = {
+        QWEN_VL.part_of(name) for name, w in trained.items() if not torch.equal(w, before[name])
+    }
     assert changed == {"language", "vision", "aligner"}
     ours, theirs = (AutoProcessor.from_pretrained(p) for p in (checkpoint, toy_checkpoint))
     text = '{"object_1": {"desc": "red ellipse", "bbox_2d": ["<|coord_12|>"]}}'
@@ -122,6 +132,37 @@ def test_the_same_seed_gives_the_same_losses_and_weights(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.req("RUN-01")
+def test_only_what_a_checkpoint_lacks_is_called_missing(
+    folder: Path, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers.trainer")
+    logger.addHandler(handler)
+    lost = "model.visual.merger.norm.weight"
+    try:
+        for name, spoil in (("whole", False), ("spoilt", True)):
+            again = shutil.copytree(folder, tmp_path / name)
+            checkpoint = again / f"checkpoint-{STEPS}"
+            file = checkpoint / "model.safetensors"
+            weights = load_file(file)
+            assert "lm_head.weight" not in weights
+            if spoil:
+                save_file({n: w for n, w in weights.items() if n != lost}, file, {"format": "pt"})
+                manifest = json.loads((checkpoint / MANIFEST).read_text())
+                manifest["files"]["model.safetensors"] = file.stat().st_size
+                (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+            training = {"resume": "auto", "max_steps": STEPS + 1}
+            run(small_config(toy_checkpoint, toy_data, again, training=training))
+            missing = [line for line in said if "missing keys" in line]
+            assert bool(missing) == spoil
+            assert all(lost in line and "lm_head" not in line for line in missing)
+    finally:
+        logger.removeHandler(handler)
+
+
 def test_another_seed_takes_the_samples_in_another_order(
     folder: Path, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
@@ -135,6 +176,7 @@ def test_adapters_train_and_can_be_merged_into_the_base(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, use_dora: bool
 ) -> None:
     tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4, "use_dora": use_dora}
+    tuner["train_coordinate_rows"] = False
     folder = run(small_config(toy_checkpoint, toy_data, tmp_path / "lora", tuner=tuner))
     assert len(losses(folder)) == STEPS
     base = AutoModelForImageTextToText.from_pretrained(toy_checkpoint)
@@ -153,7 +195,9 @@ def test_a_learning_rate_of_zero_freezes_the_part(
     training = {"vit_lr": 0.0, "aligner_lr": 0.0, "weight_decay": 0.1}
     folder = run(small_config(toy_checkpoint, toy_data, tmp_path / "run", training=training))
     trained, before = weights_of(folder / f"checkpoint-{STEPS}"), weights_of(toy_checkpoint)
-    changed = {part_of(name) for name, w in trained.items() if not torch.equal(w, before[name])}
+    changed = {
+        QWEN_VL.part_of(name) for name, w in trained.items() if not torch.equal(w, before[name])
+    }
     assert changed == {"language"}
 
 
@@ -170,14 +214,14 @@ def test_every_parameter_is_in_one_group_with_the_rate_of_its_part(
     rate_of = {"language": 3e-4, "vision": 2e-4, "aligner": 1e-4}
     for name, parameter in named.items():
         group = placed[id(parameter)]
-        assert group["lr"] == rate_of[part_of(name)], name
+        assert group["lr"] == rate_of[QWEN_VL.part_of(name)], name
         assert group["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0), name
 
 
 def test_parts_of_the_model_are_told_by_their_names(toy_checkpoint: Path) -> None:
     parts: dict[str, list[str]] = {"language": [], "vision": [], "aligner": []}
     for name in weights_of(toy_checkpoint):
-        parts[part_of(name)].append(name)
+        parts[QWEN_VL.part_of(name)].append(name)
     assert all("language_model" in name for name in parts["language"])
     assert any("embed_tokens" in name for name in parts["language"])
     assert any("patch_embed" in name for name in parts["vision"])
@@ -199,3 +243,28 @@ def test_a_folder_with_a_run_in_it_is_refused(folder: Path, config: Config) -> N
     with pytest.raises(ContractError, match="holds another run") as caught:
         check_inputs(config)
     assert caught.value.where == "training.output_dir"
+
+
+@pytest.fixture
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.req("RUN-01", "MET-03")
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077], indirect=True, ids=oct)
+def test_every_file_of_a_run_and_of_a_made_model_has_the_mode_of_the_umask(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, umask: int
+) -> None:
+    tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 2}
+    training = {"max_steps": 1, "save_steps": 1}
+    for name, own in (("full", {}), ("lora", {"tuner": tuner})):
+        made = small_config(toy_checkpoint, toy_data, tmp_path / name, training=training, **own)
+        run(made)
+    make_model(tmp_path / "model", 0, tie=True)
+    paths = list(tmp_path.rglob("*"))
+    assert {path.suffix for path in paths} >= {".safetensors", ".pt", ".html", ".jsonl", ".yaml"}
+    modes = {str(path): oct(path.stat().st_mode & 0o777) for path in paths}
+    wanted = {str(path): oct((0o777 if path.is_dir() else 0o666) & ~umask) for path in paths}
+    assert modes == wanted

@@ -11,9 +11,9 @@ from rich.console import Console
 from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
-from learner.preflight import check_inputs, reach_servers
 from learner.rollout.seeds import request_seed
-from learner.train import train
+from learner.training.start_checks import check_inputs, reach_servers
+from learner.training.train import train
 from tests.unit.small_run import small_mapping
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,7 +18,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from learner.transport_plan import (
+from learner.config.rollout_matching import MatchingConfig
+from learner.stages.matching import mask_iou
+from learner.stages.transport_plan import (
     TransportCost,
     projected_bins,
     sinkhorn_barycentric,
@@ -42,6 +44,23 @@ BINS = st.lists(
     st.tuples(st.integers(0, 999), st.integers(0, 999)).map(list), min_size=1, max_size=5
 )
 SHAPES = ground_truths(allow_poly=True).map(lambda item: item.shape)
+
+
+def shares_of(
+    pred: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
+) -> FloatArray:
+    """The plan of one pair."""
+    pair = np.array(pred, dtype=np.float64), np.array(truth, dtype=np.float64)
+    (shares,) = transport_shares([pair], cost, epsilon, iters)
+    return shares
+
+
+def bins_of(
+    predicted: Shape, truth: Shape, cost: TransportCost, epsilon: float, iters: int
+) -> tuple[float, ...]:
+    """What one pair is taught."""
+    (bins,) = projected_bins([(predicted, truth)], cost, epsilon, iters)
+    return bins
 
 
 def distances(pred: Points, truth: Points, cost: TransportCost) -> FloatArray:
@@ -180,7 +199,7 @@ def test_the_marginals_converge_and_entropy_costs_no_more_than_it_may(
     than the optimum: both entropies lie between log(max(P, G)) and log(P * G)."""
     costs = distances(pred, truth, cost)
     epsilon = max(costs.max(), 1.0) / 2  # at which 30 rounds converge, whatever the points
-    plan = transport_shares(pred, truth, cost, epsilon, 30) / len(pred)
+    plan = shares_of(pred, truth, cost, epsilon, 30) / len(pred)
     np.testing.assert_allclose(plan.sum(axis=0), 1 / len(truth), atol=1e-6)
     np.testing.assert_allclose(plan.sum(axis=1), 1 / len(pred), atol=1e-12)
     spent, least = float((plan * costs).sum()), optimal_cost(costs)
@@ -197,11 +216,46 @@ def test_as_epsilon_goes_to_0_the_plan_goes_to_that_of_the_linear_program(
     pred, truth = rng.integers(0, 1000, (4, 2)).tolist(), rng.integers(0, 1000, (3, 2)).tolist()
     costs = distances(pred, truth, cost)
     spent = [
-        float((transport_shares(pred, truth, cost, epsilon, 1000) * costs).sum()) / len(pred)
+        float((shares_of(pred, truth, cost, epsilon, 1000) * costs).sum()) / len(pred)
         for epsilon in (300.0, 100.0, 30.0, 10.0, 3.0)
     ]
     assert all(more > less for more, less in itertools.pairwise(spent))
     assert spent[-1] == pytest.approx(optimal_cost(costs), abs=0.1)
+
+
+@pytest.mark.req("OT-01")
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 14), st.integers(1, 14)), max_size=12),
+    cost=COSTS,
+    epsilon=MILD_EPSILONS,
+    iters=st.integers(1, 20),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example([(3, 200), (200, 200), (200, 199), (197, 200), (5, 5), (5, 6)], "l2", 5.0, 30, 0)
+def test_pairs_of_any_sizes_together_agree_with_the_textbook_one_by_one(
+    sizes: list[tuple[int, int]], cost: TransportCost, epsilon: float, iters: int, seed: int
+) -> None:
+    """Within the textbook's reach, which is no point further than 40 epsilons from all others."""
+    rng = np.random.default_rng(seed)
+    side = min(999.0, 20 * epsilon)
+    pairs = [(rng.uniform(0, side, (n, 2)), rng.uniform(0, side, (m, 2))) for n, m in sizes]
+    together = transport_shares(pairs, cost, epsilon, iters)
+    assert len(together) == len(pairs)
+    for shares, (pred, truth) in zip(together, pairs, strict=True):
+        costs = distances(pred.tolist(), truth.tolist(), cost)
+        expected = textbook_projection(pred, truth, costs, epsilon, iters)
+        np.testing.assert_allclose(shares @ truth, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.req("OT-01")
+@given(pairs=st.lists(st.tuples(SHAPES, SHAPES), max_size=8), cost=COSTS, epsilon=MILD_EPSILONS)
+def test_shapes_together_are_taught_what_each_is_taught_alone(
+    pairs: list[tuple[Shape, Shape]], cost: TransportCost, epsilon: float
+) -> None:
+    together = projected_bins(pairs, cost, epsilon, 10)
+    assert len(together) == len(pairs)
+    for bins, (predicted, truth) in zip(together, pairs, strict=True):
+        assert bins == pytest.approx(bins_of(predicted, truth, cost, epsilon, 10), abs=1e-9)
 
 
 # ---- what must not matter ------------------------------------------------------------
@@ -213,7 +267,7 @@ def test_no_round_takes_the_marginals_further_away(
     pred: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
 ) -> None:
     before, after = (
-        np.abs(transport_shares(pred, truth, cost, epsilon, n).mean(axis=0) - 1 / len(truth)).sum()
+        np.abs(shares_of(pred, truth, cost, epsilon, n).mean(axis=0) - 1 / len(truth)).sum()
         for n in (iters, iters + 1)
     )
     assert after <= before + 1e-9
@@ -272,7 +326,7 @@ def test_points_in_one_place_go_to_one_place(
 ) -> None:
     found = sinkhorn_barycentric([*point, point[0]], truth, cost, epsilon, iters)
     assert found[0].tolist() == found[-1].tolist()
-    shares = transport_shares(point, [*truth, truth[0]], cost, epsilon, iters)
+    shares = shares_of(point, [*truth, truth[0]], cost, epsilon, iters)
     assert shares[:, 0].tolist() == shares[:, -1].tolist()
 
 
@@ -341,7 +395,7 @@ def test_what_cannot_be_transported_is_refused_by_name(
 def test_a_polygon_goes_to_the_corners_of_its_box() -> None:
     box = Shape("bbox_2d", (100, 200, 300, 400))
     tilted = Shape("poly", (290, 210, 310, 390, 110, 410, 90, 190))
-    found = projected_bins(tilted, box, "l2", 1.0, 100)
+    found = bins_of(tilted, box, "l2", 1.0, 100)
     assert found == pytest.approx((300, 200, 300, 400, 100, 400, 100, 200))
 
 
@@ -349,10 +403,89 @@ def test_a_polygon_goes_to_the_corners_of_its_box() -> None:
 def test_each_side_of_a_box_goes_to_the_mean_of_the_two_corners_on_it() -> None:
     box = Shape("bbox_2d", (100, 200, 300, 400))
     trapezoid = Shape("poly", (320, 390, 70, 420, 110, 190, 290, 230))
-    found = projected_bins(box, trapezoid, "l2", 1.0, 100)
+    found = bins_of(box, trapezoid, "l2", 1.0, 100)
     assert found == pytest.approx(
         ((110 + 70) / 2, (190 + 230) / 2, (290 + 320) / 2, (420 + 390) / 2)
     )
+
+
+# ---- what is right stays (RES-19) ----------------------------------------------------
+
+DEFAULTS = MatchingConfig()
+SIDES = st.integers(8, 500)
+
+
+def taught(predicted: Shape, truth: Shape, cost: TransportCost = DEFAULTS.ot_cost) -> FloatArray:
+    """By the settings that are shipped."""
+    return np.array(bins_of(predicted, truth, cost, DEFAULTS.ot_epsilon, DEFAULTS.ot_iters))
+
+
+@st.composite
+def polygons(draw: st.DrawFn) -> Shape:
+    """4 to 32 vertices anywhere in a box of 8 to 500 bins a side, which they fill."""
+    width, height = draw(SIDES), draw(SIDES)
+    left, top = draw(st.integers(0, 999 - width)), draw(st.integers(0, 999 - height))
+    inside = st.tuples(st.integers(0, width), st.integers(0, height))
+    points = [(0, 0), (width, height), *draw(st.lists(inside, min_size=2, max_size=30))]
+    ordered = draw(st.permutations(points))
+    return Shape("poly", tuple(c for x, y in ordered for c in (left + x, top + y)))
+
+
+@st.composite
+def outlines(draw: st.DrawFn) -> Shape:
+    """The same around an ellipse: regular, or with dents."""
+    width, height, n = draw(SIDES), draw(SIDES), draw(st.integers(4, 32))
+    dents = draw(st.one_of(st.just([1.0] * n), st.lists(st.floats(0.4, 1), min_size=n, max_size=n)))
+    angles = 2 * np.pi * np.arange(n) / n
+    xs = 500 + np.multiply(dents, np.cos(angles)) * width / 2
+    ys = 500 + np.multiply(dents, np.sin(angles)) * height / 2
+    return Shape("poly", tuple(np.rint(np.stack([xs, ys], axis=1)).astype(int).ravel().tolist()))
+
+
+@pytest.mark.req("RES-19", "OT-01")
+@given(
+    shape=st.one_of(polygons(), outlines()),
+    cost=COSTS,
+    first=st.integers(0, 31),
+    backwards=st.booleans(),
+)
+def test_a_right_polygon_is_taught_as_it_is_wherever_its_truth_begins(
+    shape: Shape, cost: TransportCost, first: int, backwards: bool
+) -> None:
+    points = np.reshape(shape.coords, (-1, 2))
+    turned = np.roll(points[::-1] if backwards else points, first, axis=0)
+    truth = Shape("poly", tuple(turned.ravel().tolist()))
+    assert np.abs(taught(shape, truth, cost) - shape.coords).max() <= 1
+
+
+@pytest.mark.req("RES-19", "OT-01")
+@given(x=st.integers(0, 499), y=st.integers(0, 499), width=SIDES, height=SIDES, cost=COSTS)
+def test_a_box_on_its_own_outline_is_taught_as_it_is(
+    x: int, y: int, width: int, height: int, cost: TransportCost
+) -> None:
+    """In a pair with a polygon of the same four corners, on either side."""
+    box = Shape("bbox_2d", (x, y, x + width, y + height))
+    outline = corners(box)
+    assert np.abs(taught(box, outline, cost) - box.coords).max() <= 1
+    assert np.abs(taught(outline, box, cost) - outline.coords).max() <= 1
+
+
+@pytest.mark.req("RES-19", "OT-01")
+@pytest.mark.parametrize("vertices", [4, 8, 16, 32])
+@pytest.mark.parametrize("side", [8, 20, 150, 500])
+@pytest.mark.parametrize("off", ["moved", "smaller", "larger"])
+def test_what_is_near_is_taught_nearer(off: str, side: int, vertices: int) -> None:
+    """The prediction overlaps its truth by less than 0.8, what is taught of it by more."""
+    angles = 2 * np.pi * (np.arange(vertices) + 0.5) / vertices
+    ring = np.stack([np.cos(angles), np.sin(angles)], axis=1) * side / 2
+    factor, move = {"moved": (1.0, 0.15), "smaller": (0.8, 0.0), "larger": (1.3, 0.0)}[off]
+    truth, said = (
+        Shape("poly", tuple(np.rint(points + 450).astype(int).ravel().tolist()))
+        for points in (ring, ring * factor + [move * side, 0])
+    )
+    learnt = Shape("poly", tuple(np.rint(taught(said, truth)).astype(int).tolist()))
+    before, after = (mask_iou(shape, truth, 1000) for shape in (said, learnt))
+    assert before < 0.8 < after
 
 
 AT_THE_EDGE = Shape("poly", (999, 137, 999, 582, 999, 867))
@@ -364,7 +497,7 @@ AT_THE_EDGE = Shape("poly", (999, 137, 999, 582, 999, 867))
 def test_each_coordinate_has_a_bin_within_those_of_the_ground_truth(
     predicted: Shape, truth: Shape, cost: TransportCost, epsilon: float, iters: int
 ) -> None:
-    bins = np.array(projected_bins(predicted, truth, cost, epsilon, iters))
+    bins = np.array(bins_of(predicted, truth, cost, epsilon, iters))
     assert bins.shape == (len(predicted.coords),)
     for axis in (0, 1):
         along = truth.coords[axis::2]
@@ -378,10 +511,10 @@ def test_a_box_is_its_four_corners(
     predicted: Shape, truth: Shape, cost: TransportCost, epsilon: float, iters: int
 ) -> None:
     """The same polygon, written out, goes to the same places."""
-    bins = projected_bins(predicted, corners(truth), cost, epsilon, iters)
-    assert projected_bins(predicted, truth, cost, epsilon, iters) == bins
+    bins = bins_of(predicted, corners(truth), cost, epsilon, iters)
+    assert bins_of(predicted, truth, cost, epsilon, iters) == bins
     if predicted.kind == "bbox_2d":
-        x1, y1, x2, y1_, x2_, y2, x1_, y2_ = projected_bins(
+        x1, y1, x2, y1_, x2_, y2, x1_, y2_ = bins_of(
             corners(predicted), truth, cost, epsilon, iters
         )
         means = ((x1 + x1_) / 2, (y1 + y1_) / 2, (x2 + x2_) / 2, (y2 + y2_) / 2)

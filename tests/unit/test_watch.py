@@ -3,23 +3,27 @@
 import json
 import math
 import os
+import re
 import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
 from typer.testing import CliRunner
 
+from learner.analysis import watched
+from learner.analysis.watch import Sparkline, View
+from learner.analysis.watched import Tail, Watched
 from learner.cli import app
-from learner.process_mark import lives, mark_of_this
-from learner.run_folder import RunFolder
-from learner.watch import tail as tail_module
-from learner.watch.frame import frame
-from learner.watch.spark import ASCII, BLOCKS, sparkline
-from learner.watch.tail import Tail
-from learner.watch.watched import Watched
+from learner.runs.run_folder import RESOLVED, RunFolder, identity_of_this_process, is_alive
 from shared_contracts.errors import ContractError, RunError
 from tests.unit.watched_runs import SERVER, WrittenRun
 
@@ -39,7 +43,18 @@ def looked_at(run: WrittenRun) -> Watched:
 
 
 def shown(run: WrittenRun, width: int = 100, height: int | None = None) -> str:
-    return "\n".join(line.plain for line in frame(looked_at(run), width, height, BLOCKS))
+    return "\n".join(frame(looked_at(run), width, height))
+
+
+def frame(
+    run: Watched, width: int, height: int | None = None, encoding: str = "utf-8"
+) -> list[str]:
+    """Lines as a terminal of this size shows them."""
+    file = TextIOWrapper(BytesIO(), encoding)
+    console = Console(file=file, width=width, height=height, legacy_windows=False)
+    options = console.options.update(height=height)
+    lines = console.render_lines(View(run), options, pad=False)
+    return ["".join(segment.text for segment in line) for line in lines]
 
 
 # --- the tail of a log
@@ -85,7 +100,7 @@ def test_a_tail_notices_a_log_that_was_cut_back_even_if_it_is_longer_by_now(tmp_
 def test_of_a_long_log_only_the_end_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tail_module, "PIECE", 1000)
+    monkeypatch.setattr(watched, "PIECE", 1000)
     log = tmp_path / "log"
     log.write_text("".join(f'{{"step": {n:05}}}\n'.replace(" 0", " 1") for n in range(10_000)))
     tail = Tail(log)
@@ -100,7 +115,7 @@ def test_of_a_long_log_only_the_end_is_read(
 def test_a_long_log_that_is_read_whole_is_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setattr(tail_module, "PIECE", piece)
+    monkeypatch.setattr(watched, "PIECE", piece)
     log = tmp_path / "log"
     log.write_text("".join(f'{{"step": {n}}}\n' for n in range(100)) + '{"st')
     tail = Tail(log, whole=True)
@@ -162,7 +177,7 @@ def test_a_run_that_wrote_its_summary_has_finished_until_it_goes_on(run: Written
 
 @pytest.mark.req("RUN-01")
 def test_the_time_of_a_run_that_went_on_is_that_of_its_last_process(run: WrittenRun) -> None:
-    run.facts(started_at_step=3, process=mark_of_this())
+    run.facts(started_at_step=3, process=identity_of_this_process())
     run.steps(4)
     run.metrics(train_runtime=90.0)
     assert "took 1m30s since step 3" in shown(run)
@@ -180,7 +195,7 @@ def test_logs_that_are_cut_back_are_read_anew(run: WrittenRun) -> None:
     assert (watched.step, watched.servers[SERVER].calls) == (20, 10)
     for path, size in sizes.items():
         os.truncate(path, size)
-    run.facts(started_at_step=10, process=mark_of_this())
+    run.facts(started_at_step=10, process=identity_of_this_process())
     watched.look()
     assert (watched.step, watched.servers[SERVER].calls) == (10, 5)
     assert [line["step"] for line in watched.steps] == list(range(1, 11))
@@ -188,26 +203,28 @@ def test_logs_that_are_cut_back_are_read_anew(run: WrittenRun) -> None:
 
 def test_a_process_that_is_gone_is_told_and_so_is_a_folder(run: WrittenRun) -> None:
     run.steps(3)
-    run.facts(process={**mark_of_this(), "pid": NO_PID})
+    run.facts(process={**identity_of_this_process(), "pid": NO_PID})
     watched = looked_at(run)
     assert watched.state == "gone"
     assert "process gone" in shown(run)
-    assert "no step for 0s" in shown(run)
+    assert re.search(r"no step for \d{1,2}s", shown(run))
     shutil.rmtree(run.folder)
     watched.look()
     assert str(watched.state) == "removed"
 
 
 def test_whether_a_process_lives_is_known_only_where_it_can_be_seen() -> None:
-    mark = mark_of_this()
-    assert lives(mark) is True
-    assert lives({**mark, "start_ticks": mark["start_ticks"] - 1}) is False, "its pid was given on"
-    assert lives({**mark, "host": "elsewhere"}) is None
-    assert lives({**mark, "pid_namespace": "pid:[1]"}) is None
-    assert lives({**mark, "boot_id": "of another machine"}) is None
-    dead = {**mark, "pid": NO_PID}
-    assert lives(dead) is False
-    assert lives({key: dead[key] for key in dead if key != "boot_id"}) is False, "an earlier run"
+    identity = identity_of_this_process()
+    assert is_alive(identity) is True
+    other = {**identity, "start_ticks": identity["start_ticks"] - 1}
+    assert is_alive(other) is False, "its pid was given on"
+    assert is_alive({**identity, "host": "elsewhere"}) is None
+    assert is_alive({**identity, "pid_namespace": "pid:[1]"}) is None
+    assert is_alive({**identity, "boot_id": "of another machine"}) is None
+    dead = {**identity, "pid": NO_PID}
+    assert is_alive(dead) is False
+    del dead["boot_id"]
+    assert is_alive(dead) is False, "an earlier run"
 
 
 def test_a_folder_without_the_mark_of_a_process_is_just_running(run: WrittenRun) -> None:
@@ -237,7 +254,7 @@ def test_servers_and_what_happened_to_them_are_those_of_all_processes(run: Writt
 def test_calls_are_counted_from_the_first_one_on(
     run: WrittenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tail_module, "PIECE", 1000)
+    monkeypatch.setattr(watched, "PIECE", 1000)
     run.steps(200)
     server = looked_at(run).servers[SERVER]
     assert (server.calls, server.requests, server.pushes) == (100, 800, 100)
@@ -344,11 +361,11 @@ def test_names_of_a_run_do_not_steer_the_terminal(tmp_path: Path) -> None:
 def test_a_frame_never_is_larger_than_the_terminal(
     rich_run: Watched, width: int, height: int, ascii_only: bool
 ) -> None:
-    lines = frame(rich_run, width, height, ASCII if ascii_only else BLOCKS)
+    lines = frame(rich_run, width, height, "ascii" if ascii_only else "utf-8")
     assert len(lines) <= height
-    assert max(line.cell_len for line in lines) <= width
+    assert max(map(cell_len, lines)) <= width
     if ascii_only:
-        assert all(line.plain.isascii() for line in lines)
+        assert all(line.isascii() for line in lines)
 
 
 @pytest.fixture(scope="module")
@@ -374,17 +391,17 @@ def rich_run(tmp_path_factory: pytest.TempPathFactory) -> Watched:
 def test_a_small_terminal_has_what_matters_most(
     rich_run: Watched, width: int, height: int, there: list[str], not_there: list[str]
 ) -> None:
-    said = "\n".join(line.plain for line in frame(rich_run, width, height, BLOCKS))
+    said = "\n".join(frame(rich_run, width, height))
     assert [word for word in there if word not in said] == []
     assert [word for word in not_there if word in said] == []
 
 
 def test_sparklines_are_between_their_extremes_and_as_long_as_there_is_room() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8, BLOCKS) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0, 0, 7, 7], 2, BLOCKS) == "▁█"
-    assert sparkline([1, None, math.inf, 3], 9, BLOCKS) == "▁  █"
-    assert sparkline([5, 5], 9, ASCII) == "__"
-    assert sparkline([], 9, BLOCKS) == sparkline([1], 0, BLOCKS) == ""
+    assert Sparkline([0, 1, 2, 3, 4, 5, 6, 7]).bars(8) == "▁▂▃▄▅▆▇█"
+    assert Sparkline([0, 0, 7, 7]).bars(2) == "▁█"
+    assert Sparkline([1, None, math.inf, 3]).bars(9) == "▁  █"
+    assert Sparkline([5, 5]).bars(9, ascii_only=True) == "__"
+    assert Sparkline([]).bars(9) == Sparkline([1]).bars(0) == ""
 
 
 # --- the command, without a terminal
@@ -418,7 +435,7 @@ def test_without_a_terminal_there_are_plain_lines_until_the_run_has_finished(
 
 def test_a_run_whose_process_is_gone_ends_the_view_with_an_error(run: WrittenRun) -> None:
     run.steps(3)
-    run.facts(process={**mark_of_this(), "pid": NO_PID})
+    run.facts(process={**identity_of_this_process(), "pid": NO_PID})
     result = command(str(run.folder))
     assert isinstance(result.exception, RunError)
     assert f"process {NO_PID} on" in str(result.exception)
@@ -427,9 +444,82 @@ def test_a_run_whose_process_is_gone_ends_the_view_with_an_error(run: WrittenRun
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
-    result = command(str(tmp_path))
-    assert isinstance(result.exception, ContractError)
-    assert "is no run folder" in result.exception.found
+    (tmp_path / "photo.png").touch()
+    for path in (tmp_path, tmp_path / "photo.png"):
+        result = command(str(path))
+        assert isinstance(result.exception, ContractError)
+        assert "is no run folder" in result.exception.found
+
+
+def test_a_run_that_does_not_start_in_time_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        result = command(str(path), "--wait", "0.1")
+        assert result.output.startswith(f"waiting for {path} to start (at most ")
+        assert isinstance(result.exception, ContractError)
+        assert result.exception.where == str(path)
+        assert "no run has started there" in result.exception.found
+        assert isinstance(command(str(path), "--once").exception, ContractError)
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "half of it"])
+def test_a_run_that_starts_is_waited_for(tmp_path: Path, there: str) -> None:
+    folder, other = tmp_path / "run", WrittenRun(tmp_path / "other")
+    if there != "nothing":
+        folder.mkdir()
+    if there == "half of it":
+        (folder / "logs").mkdir()
+        (folder / RESOLVED).write_bytes((other.folder / RESOLVED).read_bytes())
+    other.steps(2)
+    other.metrics(train_runtime=61.0)
+
+    def start() -> None:
+        folder.mkdir(exist_ok=True)
+        for name in ("metrics.jsonl", RESOLVED, "run.json"):
+            (folder / name).write_bytes((other.folder / name).read_bytes())
+
+    with soon(start):
+        result = command(str(folder), "--wait", "60")
+    assert result.exit_code == 0, result.exception
+    assert result.output.splitlines() == [
+        f"waiting for {folder} to start (at most 1m00s)",
+        f"{folder} has started",
+        f"shapes: {folder}",
+        "step 2 training has ended after 1m01s",
+    ]
+
+
+@contextmanager
+def soon(work: Callable[[], None]) -> Iterator[None]:
+    """Done in a thread, while the block waits for it."""
+    timer = threading.Timer(1.5, work)
+    timer.start()
+    yield
+    timer.join()
+
+
+def test_lines_tell_that_the_first_step_is_waited_for(run: WrittenRun) -> None:
+    with soon(lambda: run.metrics(train_runtime=61.0)):
+        result = command(str(run.folder))
+    assert result.output.splitlines() == [
+        f"shapes: {run.folder}",
+        "waiting for the first step",
+        "step 0 training has ended after 1m01s",
+    ]
+
+
+@pytest.mark.req("RUN-01")
+def test_a_run_that_goes_on_is_told_with_its_step(run: WrittenRun) -> None:
+    run.steps(10)
+    seen = looked_at(run)
+    log = run.folder / "metrics.jsonl"
+    os.truncate(log, len(b"".join(log.read_bytes().splitlines(keepends=True)[:4])))
+    run.facts(started_at_step=4, process={**identity_of_this_process(), "pid": 1})
+    seen.look()
+    assert [(event.at, event.what) for event in seen.events] == [(4, "resumed at step 4")]
+    run.facts(started_at_step=0, process=identity_of_this_process(), again=True)
+    os.utime(run.folder / "run.json", (1, 1))
+    seen.look()
+    assert [event.what for event in seen.events][-1] == "started again from the beginning"
 
 
 def test_what_is_in_the_folder_is_not_written_to(run: WrittenRun) -> None:

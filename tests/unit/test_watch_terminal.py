@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.publish import append_line
+from learner.runs.atomic_files import append_line
 from tests.unit.watch_terminal import OTHER_SCREEN, SHOW_CURSOR, USUAL_SCREEN, Terminal, watching
 from tests.unit.watched_runs import WrittenRun
 

@@ -8,10 +8,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from learner.model.toy import build_toy_model, toy_config
-from learner.model.toy_tokenizer import make_toy_tokenizer
-from learner.sync.gloo import pack_bucket
-from learner.sync.source import MergedWeights, OneSource
+from learner.models.toy import build_toy_model, make_toy_tokenizer, toy_config
+from learner.rollout.sync.transports import pack_bucket
+from learner.rollout.sync.weights import MergedWeights, OneSource
 from shared_contracts.weights import DtypeName, plan_buckets
 
 

@@ -9,22 +9,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3VLForConditionalGeneration
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
-from learner.channels.a import ChannelA
-from learner.channels.b import ChannelB
-from learner.channels.encoding import Encoding
-from learner.config.pipeline import CoordRegModule, ObjectiveModule, TokenCEModule
 from learner.config.rollout_matching import MatchingConfig
-from learner.losses.pipeline import PackLoss, Pipeline
-from learner.losses.supervision import Totals
-from learner.model.load import LoadedModel
-from learner.model.packed_forward import Pack, make_pack
-from learner.model.prompt import PromptEncoder
-from learner.model.self_context import SelfContext
+from learner.models.load import LoadedModel
+from learner.models.packed_forward import Pack, PromptEncoder, make_pack
+from learner.models.self_context import SelfContext
+from learner.objectives.config import ObjectiveModule
+from learner.objectives.coord_reg import CoordRegModule
+from learner.objectives.logit_stats import Totals
+from learner.objectives.pipeline import PackLoss, Pipeline
+from learner.objectives.token_ce import TokenCEModule
+from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.types import Channel, RolloutOutput, Sample
 from tests.unit.answers import encode
 from tests.unit.loss_rows import COORD_REG, TOKEN_CE, bbox_geo, coord_reg, declared, token_ce
+from tests.unit.packed_logits import logits_through
 from tests.unit.small_run import rollout
 
 PROMPT = "Detect every object in the image."
@@ -81,8 +82,8 @@ class ToyLearner:
         if totals is not None:
             selection = replace(selection, totals=totals)
         own = self.channel_a if channel == "A" else self.channel_b
-        readings = own.readings(self.model, pack, self.pipeline.reader(selection))
-        return self.pipeline(readings, selection, channel)
+        stats = own.forward_stats(self.model, pack, self.pipeline.reader(selection))
+        return self.pipeline(stats, selection, channel)
 
     def gradients(self, *losses: PackLoss) -> Gradients:
         """Of the sum of losses, by the name of the parameter; zeros where nothing arrives."""
@@ -116,7 +117,8 @@ def with_awake_adapters(loaded: LoadedModel) -> LoadedModel:
 def stated_arguments() -> set[str]:
     """What the model's forwards take by name, from the top to the language model."""
     forwards = (Qwen3VLForConditionalGeneration.forward, Qwen3VLTextModel.forward)
-    return {name for forward in forwards for name in signature(forward).parameters} - {"kwargs"}
+    named = {name for forward in forwards for name in signature(forward).parameters} - {"kwargs"}
+    return named | FlashAttentionKwargs.__annotations__.keys()
 
 
 class Forward(NamedTuple):
@@ -140,20 +142,17 @@ def forwards_of(model: nn.Module) -> Iterator[list[Forward]]:
         assert args == ()
         arguments.append({name: _copy(value) for name, value in kwargs.items()})
 
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        logits = output.logits
+    def keep(logits: Tensor) -> Tensor:
         assert logits.shape[0] == 1
         seen.append(Forward(arguments.pop(), _copy(logits[0]), logits.requires_grad))
+        return logits
 
-    hooks = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after),
-    ]
+    hook = model.register_forward_pre_hook(before, with_kwargs=True)
     try:
-        yield seen
+        with logits_through(model, keep):
+            yield seen
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
 
 
 def _copy(value: Any) -> Any:

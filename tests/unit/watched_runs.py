@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from learner.config import dump_resolved, load_mapping, merge, parse_config
-from learner.process_mark import mark_of_this
-from learner.publish import append_line
+from learner.runs.atomic_files import append_line
+from learner.runs.run_folder import identity_of_this_process
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo" / "two_channel.yaml"
 SERVER = "http://127.0.0.1:8000"
@@ -31,7 +31,7 @@ class WrittenRun:
         }
         config = parse_config(merge(load_mapping(CONFIG), given))
         (folder / "resolved_config.yaml").write_text(dump_resolved(config))
-        self.facts(process=mark_of_this())
+        self.facts(process=identity_of_this_process())
         self.step = 0
 
     def facts(self, **facts: Any) -> None:

@@ -1,87 +1,43 @@
-"""Scenarios of the training YAML (seeds 000, 002 and 004), each under its own name."""
+"""Scenarios of the training YAML and its profiles, each under its own name."""
 
-import copy
+import ast
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from learner.config import load_mapping, parse_config
-from learner.config.sync_mode import resolved_sync_mode
+from learner.config import (
+    dump_mapping,
+    load_config,
+    load_mapping,
+    merge,
+    parse_config,
+)
+from learner.config.load import EXPLICIT_LEAF_FIELDS
+from learner.config.rollout_matching import RolloutMatchingConfig
+from learner.config.yaml12 import read_mapping
+from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.preflight import check_backend, reach_servers
-from learner.rollout.distribution import rank_chunk_size
-from rollout_server.run_config import read_run_config
-from shared_contracts.errors import ContractError, ContractErrors
+from learner.rollout.policy import asking_of
+from learner.training.start_checks import check_backend, check_inputs, reach_servers
+from rollout_server.settings.options import read_run_config
+from shared_contracts.errors import ContractError
+from shared_contracts.repeat_guard import RepeatTerminateConfig
+from tests.unit.config_faults import CONFIGS, changed, only_error
+from tests.unit.scripted_server import info, scripted_server
 from tests.unit.small_run import small_mapping
+from tests.unit.test_config_profiles import written
 
-ROOT = Path(__file__).parents[3]
-BASE = load_mapping(ROOT / "configs/stage2_two_channel/base.yaml")
+LEARNER = Path(__file__).parents[3] / "learner"
+TWO_CHANNEL = CONFIGS / "stage2_two_channel"
+BASE = load_mapping(TWO_CHANNEL / "base.yaml")
 SERVER: dict[str, Any] = {"base_url": "http://127.0.0.1:9", "group_port": 51216}
-OLD = "custom.extra.rollout_matching"
-
-
-def with_key(dotted: str, value: Any) -> dict[str, Any]:
-    """The shipped base with one key set."""
-    mapping = copy.deepcopy(BASE)
-    here = mapping
-    *parents, last = dotted.split(".")
-    for key in parents:
-        here = here.setdefault(key, {})
-    here[last] = value
-    return mapping
-
-
-def without(dotted: str) -> dict[str, Any]:
-    mapping = copy.deepcopy(BASE)
-    here = mapping
-    *parents, last = dotted.split(".")
-    for key in parents:
-        here = here[key]
-    del here[last]
-    return mapping
-
-
-def refused(mapping: dict[str, Any]) -> ContractError:
-    """The one fault of a mapping."""
-    with pytest.raises(ContractErrors) as caught:
-        parse_config(mapping)
-    (error,) = caught.value.errors
-    return error
-
-
-def refused_key(dotted: str, value: Any = 1) -> str:
-    """What to do about a key that is not known; the fault names the key's whole path."""
-    error = refused(with_key(dotted, value))
-    assert error.where == dotted
-    return error.do
 
 
 def test_the_base_is_valid() -> None:
     parse_config(BASE)
-
-
-@pytest.mark.req("CFG-05", "RES-07")
-def test_default_behavior_preserved_colocate() -> None:
-    mapping = with_key("rollout_matching.vllm", {})
-    assert parse_config(mapping).rollout_matching.backend == "colocate"
-
-
-@pytest.mark.req("RES-03")
-def test_multi_server_pairing_is_strict_and_deterministic() -> None:
-    mapping = with_key("rollout_matching.vllm.server.base_url", ["http://127.0.0.1:1"])
-    mapping["rollout_matching"]["vllm"]["server"]["group_port"] = [51216]
-    with pytest.raises(ContractErrors) as caught:
-        parse_config(mapping)
-    for error in caught.value.errors:
-        assert "rollout_matching.vllm.server.servers[]" in error.do
-
-
-@pytest.mark.req("RES-03", "CFG-03")
-def test_legacy_rollout_server_paired_list_shape_fails_fast() -> None:
-    for key in ("base_url", "group_port"):
-        do = refused_key(f"rollout_matching.vllm.server.{key}")
-        assert f"rollout_matching.vllm.server.servers[].{key}" in do
 
 
 @pytest.mark.req("CFG-05", "SYNC-04")
@@ -89,10 +45,10 @@ def test_invalid_server_configuration_fails_fast(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
     servers = "rollout_matching.vllm.server.servers"
-    assert refused(with_key(servers, [])).where == servers
+    assert only_error(changed(servers, [], BASE)).where == servers
     for missing in ("base_url", "group_port"):
         entry = {key: value for key, value in SERVER.items() if key != missing}
-        assert refused(with_key(servers, [entry])).where == f"{servers}[0].{missing}"
+        assert only_error(changed(servers, [entry], BASE)).where == f"{servers}[0].{missing}"
     unreachable = {"vllm": {"server": {"servers": [SERVER], "timeout_s": 0.2}}}
     config = parse_config(
         small_mapping(toy_checkpoint, toy_data, tmp_path, rollout_matching=unreachable)
@@ -105,88 +61,14 @@ def test_invalid_server_configuration_fails_fast(
 @pytest.mark.req("CFG-05", "SYNC-01")
 def test_invalid_vllm_configuration_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     both = "rollout_matching.vllm.tensor_parallel_size"
-    assert refused(with_key(both, 2)).where == both
-    adapter = refused(with_key("rollout_matching.vllm.sync.mode", "adapter"))
+    assert only_error(changed(both, 2, BASE)).where == both
+    adapter = only_error(changed("rollout_matching.vllm.sync.mode", "adapter", BASE))
     assert "enable_lora" in adapter.do
-    monkeypatch.setattr("learner.preflight.find_spec", lambda name: None)
+    monkeypatch.setattr("learner.training.start_checks.find_spec", lambda name: None)
     with pytest.raises(ContractError) as error:
-        check_backend(parse_config(with_key("rollout_matching.vllm", {})), {})
+        check_backend(parse_config(changed("rollout_matching.vllm", {}, BASE)), {})
     assert error.value.where == "rollout_matching.vllm.mode"
     assert "hf" in error.value.do
-
-
-@pytest.mark.req("RES-04", "SYNC-01")
-@pytest.mark.parametrize("mode", ["adapter", "auto"])
-def test_non_full_sync_mode_fails_fast_under_multi_process_learner(mode: str) -> None:
-    mapping = with_key("rollout_matching.vllm.enable_lora", True)
-    mapping["rollout_matching"]["vllm"]["sync"]["mode"] = mode
-    mapping["tuner"] = {"train_type": "lora", "lora_rank": 8, "lora_alpha": 16}
-    config = parse_config(mapping)
-    assert resolved_sync_mode(config, learner_world_size=1) == "adapter"
-    with pytest.raises(ContractError) as error:
-        resolved_sync_mode(config, learner_world_size=2)
-    assert error.value.where == "rollout_matching.vllm.sync.mode"
-    assert "full" in error.value.do
-
-
-@pytest.mark.req("CFG-07")
-def test_eval_per_device_knobs_do_not_override_rollout_decode_batching() -> None:
-    sizes = []
-    for eval_batch_size in (1, 16):
-        mapping = with_key("training.per_device_eval_batch_size", eval_batch_size)
-        rollout = parse_config(mapping).rollout_matching
-        sizes.append(rank_chunk_size(rollout.decode_batch_size, [1], 1))
-    assert sizes == [4, 4]
-
-
-@pytest.mark.req("RES-01")
-def test_legacy_decode_key_path_fails_fast() -> None:
-    assert "rollout_matching.decode_batch_size" in refused_key(f"{OLD}.decode_batch_size")
-
-
-@pytest.mark.req("RES-01")
-def test_legacy_rollout_backend_key_path_fails_fast() -> None:
-    assert "rollout_matching.rollout_backend" in refused_key(f"{OLD}.rollout_backend", "vllm")
-
-
-@pytest.mark.req("CFG-02")
-def test_unknown_rollout_key_fails_before_rollout_trainer_execution() -> None:
-    refused_key("rollout_matching.unknown_rollout_key")
-
-
-@pytest.mark.req("CFG-02")
-def test_unknown_nested_decoding_key_fails_before_execution() -> None:
-    refused_key("rollout_matching.decoding.unknown_decoding_key")
-
-
-@pytest.mark.req("RES-06", "CFG-03")
-def test_rollout_generate_batch_size_fails_fast_when_present() -> None:
-    do = refused_key("rollout_matching.rollout_generate_batch_size")
-    assert "rollout_matching.decode_batch_size" in do
-
-
-@pytest.mark.req("RES-06", "CFG-03")
-def test_rollout_infer_batch_size_fails_fast_when_present() -> None:
-    do = refused_key("rollout_matching.rollout_infer_batch_size")
-    assert "rollout_matching.decode_batch_size" in do
-
-
-@pytest.mark.req("RES-06", "CFG-03")
-@pytest.mark.parametrize("value", ["micro", "window", None])
-def test_post_rollout_pack_scope_fails_fast_when_present(value: str | None) -> None:
-    assert "Remove it" in refused_key("rollout_matching.post_rollout_pack_scope", value)
-
-
-@pytest.mark.req("RES-06", "CFG-03")
-def test_rollout_buffer_fails_fast_when_present() -> None:
-    assert "Remove it" in refused_key("rollout_matching.rollout_buffer", {"enabled": True})
-
-
-@pytest.mark.req("RES-06", "CFG-03")
-@pytest.mark.parametrize("key", ["temperature", "top_p", "top_k"])
-def test_legacy_decoding_keys_fail_fast(key: str) -> None:
-    for section in ("rollout_matching", OLD):
-        assert f"rollout_matching.decoding.{key}" in refused_key(f"{section}.{key}", 0.5)
 
 
 @pytest.mark.req("CFG-09")
@@ -206,31 +88,108 @@ def test_canonical_grouped_config_drives_trainer_contract() -> None:
 
 @pytest.mark.req("CFG-09")
 def test_preflight_runtime_consume_a_shared_validated_rollout_contract() -> None:
-    path = ROOT / "configs/stage2_two_channel/prod/default.yaml"
+    path = TWO_CHANNEL / "prod/default.yaml"
     learner = parse_config(load_mapping(path)).rollout_matching.model_dump()
     server = read_run_config(path).rollout.model_dump()
     assert server == {key: learner[key] for key in server}
 
 
-@pytest.mark.req("CFG-09")
-def test_runtime_rollout_injection_path_stays_stable() -> None:
-    learner = parse_config(load_mapping(ROOT / "configs/stage2_two_channel/prod/default.yaml"))
-    again = parse_config(learner.model_dump())
-    assert again.rollout_matching == learner.rollout_matching
+# --- Profiles ---------------------------------------------------------------------------
 
 
-@pytest.mark.req("CFG-08", "RES-02")
-def test_missing_rollout_pipeline_fails_fast() -> None:
-    mapping = load_mapping(ROOT / "configs/stage2_rollout_aligned/base.yaml")
-    del mapping["rollout_matching"]["pipeline"]
-    assert refused(mapping).where == "rollout_matching.pipeline"
+@pytest.fixture
+def profiles(tmp_path: Path) -> Path:
+    """A copy of the shipped profiles, to break."""
+    return shutil.copytree(TWO_CHANNEL, tmp_path / TWO_CHANNEL.name)
 
 
-@pytest.mark.req("CFG-01", "RES-02")
-def test_rollout_matching_enabled_via_trainer_variant() -> None:
-    mapping = load_mapping(ROOT / "configs/stage2_rollout_aligned/base.yaml")
-    config = parse_config(mapping)
-    assert config.custom.trainer_variant == "stage2_rollout_aligned"
-    assert config.pipeline is config.rollout_matching.pipeline
-    assert config.b_ratio == 1
-    assert config.allow_poly
+def leaf(profiles: Path, folder: str = "prod") -> dict[str, Any]:
+    """A shipped leaf's own mapping, `extends` included."""
+    return read_mapping(profiles / folder / "default.yaml")
+
+
+@pytest.mark.req("CFG-04")
+def test_downstream_profile_with_explicit_high_signal_fields_is_accepted(profiles: Path) -> None:
+    own = {"extends": "../base.yaml"}
+    for field in EXPLICIT_LEAF_FIELDS:
+        own = changed(field, value_at(leaf(profiles), field), own)
+    load_config(written(profiles / "prod" / "bare.yaml", dump_mapping(own)))
+
+
+def value_at(mapping: Any, dotted: str) -> Any:
+    for key in dotted.split("."):
+        mapping = mapping[key]
+    return mapping
+
+
+# --- From the YAML to the trainer -------------------------------------------------------
+
+
+@pytest.mark.req("CFG-05", "CFG-09")
+def test_canonical_grouped_rollout_config_is_visible_to_trainer() -> None:
+    sampled = {"temperature": 0.5, "top_p": 0.9, "top_k": 40}
+    rollout = {"max_new_tokens": 77, "repetition_penalty": 1.1, "decoding": sampled}
+    config = parse_config(merge(BASE, {"rollout_matching": rollout | {"decode_mode": "sampling"}}))
+    told = asking_of(config).config
+    assert told.model_dump(include={"temperature", "top_p", "top_k"}) == sampled
+    assert (told.max_tokens, told.repetition_penalty) == (77, 1.1)
+
+
+@pytest.mark.req("CFG-02")
+def test_runtime_validator_does_not_own_static_key_allowlists(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    """Once the schema has been passed, no key is refused, and none is listed again."""
+    mapping = small_mapping(toy_checkpoint, toy_data, tmp_path / "out")
+    section = parse_config(mapping).rollout_matching.model_dump(mode="json")
+    del section["pipeline"]
+    check_inputs(parse_config(mapping | {"rollout_matching": section}))
+    for path in set(LEARNER.rglob("*.py")) - set((LEARNER / "config").iterdir()):
+        for listed in literal_collections(path):
+            assert len(listed & RolloutMatchingConfig.model_fields.keys()) < 3, path
+
+
+def literal_collections(path: Path) -> Iterator[set[object]]:
+    """The constants in each list, tuple and set, and the keys of each dict, that a file spells."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        items = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+        yield {item.value for item in items if isinstance(item, ast.Constant)}
+
+
+@pytest.mark.req("DATA-01", "RES-02")
+@pytest.mark.parametrize("b_ratio", [0.0, 1.0])
+def test_gt_poly_fails_fast(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, b_ratio: float
+) -> None:
+    image = read_samples(toy_data.train_jsonl, allow_poly=False)[0].images[0]
+    line = f'{{"images": ["{image}"], "width": 64, "height": 64, "objects": [{{"desc": "roof", '
+    file = written(tmp_path / "train.jsonl", line + '"poly": [0, 0, 9, 0, 9, 9]}]}\n')
+    mapping = small_mapping(toy_checkpoint, toy_data, tmp_path / "out")
+    mapping["data"]["train_jsonl"] = str(file)
+    mapping["stage2_ab"]["schedule"]["b_ratio"] = b_ratio
+    with pytest.raises(ContractError) as caught:
+        check_inputs(parse_config(mapping))
+    assert f"{file}:1" in caught.value.where
+    assert "poly" in caught.value.found
+
+
+@pytest.mark.req("REP-06")
+def test_channel_b_startup_fails_when_repeat_aware_contract_is_enabled_but_inactive(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    guard = RepeatTerminateConfig(enabled=True, max_object_keys=40)
+    with scripted_server() as server:
+        server.routes["GET /info/"] = lambda _: info(guard, active=False)
+        address = {"base_url": server.base_url, "group_port": 51216}
+        rollout = {
+            "repeat_terminate": guard.model_dump(),
+            "vllm": {"server": {"servers": [address]}},
+        }
+        mapping = small_mapping(toy_checkpoint, toy_data, tmp_path, rollout_matching=rollout)
+        config = parse_config(mapping)
+        with pytest.raises(ContractError) as caught:
+            reach_servers(config)
+        assert not server.bodies("POST /infer/"), "nothing is asked of it"
+    assert caught.value.where == f"GET {server.base_url}/info/ repeat_terminate"
+    assert "configured but inactive" in caught.value.found
+    assert "--run-config" in caught.value.do

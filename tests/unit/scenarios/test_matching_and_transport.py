@@ -5,10 +5,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from learner.config.rollout_matching import MatchingConfig
-from learner.matching import match_objects
-from learner.parsing import parse_rollout
-from learner.targets import build_target
-from learner.transport_plan import sinkhorn_barycentric
+from learner.stages.formats.coord_json import parse_rollout
+from learner.stages.matching import match_objects
+from learner.stages.targets import build_target
+from learner.stages.transport_plan import sinkhorn_barycentric
 from learner.types import GroundTruthObject, Shape
 from tests.unit.answers import CAT, DOG, coords, encode, entry
 

@@ -7,20 +7,17 @@ import torch
 from torch import Tensor
 
 from learner.config import parse_config
-from learner.config.pipeline import (
-    CoordDiagModule,
-    CoordRegConfig,
-    CoordRegModule,
-    PipelineConfig,
-)
-from learner.config.values import EmptySection
-from learner.coords import COORD_BINS
-from learner.losses.fences import coord_gate, full_logsumexp
-from learner.losses.pipeline import PackLoss, Pipeline
-from learner.losses.reading import Readings
-from learner.losses.supervision import Supervision
+from learner.objectives.config import PipelineConfig
+from learner.objectives.coord_diag import CoordDiagModule
+from learner.objectives.coord_reg import CoordRegConfig, CoordRegModule
+from learner.objectives.logit_stats import ForwardStats, Supervision
+from learner.objectives.numerics import coord_gate, full_logsumexp
+from learner.objectives.pipeline import PackLoss, Pipeline
+from learner.stages.coords import COORD_BINS
 from learner.types import Channel, Role
+from shared_contracts.strict_model import EmptySection
 from tests.unit.config_faults import ALIGNED
+from tests.unit.packed_logits import as_given
 
 FIRST_COORD = 40
 COORD_IDS = list(range(FIRST_COORD, FIRST_COORD + COORD_BINS))
@@ -61,8 +58,8 @@ def gate_alone(temperature: float) -> tuple[CoordRegModule, CoordDiagModule]:
 
 def gate_loss(pipeline: Pipeline, logits: Tensor, channel: Channel) -> PackLoss:
     selection = pipeline.select(one_slot(), channel)
-    reading = pipeline.reader(selection).anchor(logits)
-    return pipeline(Readings(reading, reading), selection, channel)
+    stats = pipeline.reader(selection).anchor(as_given(logits))
+    return pipeline(ForwardStats(stats, stats), selection, channel)
 
 
 def awkward_rows() -> Tensor:

@@ -13,26 +13,24 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from learner.channels.b import ChannelB
-from learner.channels.encoding import Encoding
 from learner.config import dump_mapping, parse_config
 from learner.config.rollout_matching import MatchingConfig
-from learner.data.jsonl import read_samples
+from learner.data.jsonl import build_request, read_samples
 from learner.data.toy import ToyData
-from learner.model.load import LoadedModel
-from learner.model.prompt import PromptEncoder, encode_request
-from learner.parsing import parse_rollout
+from learner.models.load import LoadedModel
+from learner.models.packed_forward import PromptEncoder, encode_request
+from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
 from learner.rollout.hf import HfBackend
-from learner.rollout.journal import Journal
 from learner.rollout.policy import Asking, OpenBackend, Policy
-from learner.rollout.requests import build_request
 from learner.rollout.server import ServerBackend
+from learner.runs.metrics import rollout_payload
+from learner.stages.formats.coord_json import parse_rollout
+from learner.training.channels import ChannelB, Encoding
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
-from rollout_server.engine_env import engine_environment
-from rollout_server.repeat_config import repeat_config_from_environment
-from rollout_server.run_config import read_run_config
-from rollout_server.settings import ServerSettings
+from rollout_server.engines.vllm import environment as engine_environment
+from rollout_server.settings.options import ServerSettings, read_run_config
+from rollout_server.settings.repeat_config import repeat_config_from_environment
 from shared_contracts.infer import InferCall, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import ServerAddress
@@ -140,9 +138,11 @@ def test_beam_search_selects_exactly_one_rollout_response(
         beams = hf_backend(loaded, num_beams=3).rollout(asked, asking)
     assert [output.response_token_ids for output in greedy] == [bad, bad]
     assert [output.response_token_ids for output in beams] == [good, good]
-    segments, stats = channel_b(loaded).segments([scene, scene], beams)
-    assert (len(segments), stats.rollouts) == (2, 2)
-    assert (stats.matched, stats.appended, stats.false_positives) == (2, 0, 0)
+    segments, assessed = channel_b(loaded).segments([scene, scene], beams)
+    assert len(segments) == len(assessed) == 2
+    for each in assessed:
+        assert (len(each.match.pairs), each.match.false_positives) == (1, [])
+        assert each.match.false_negatives == []
     for segment in segments:
         prefix = parse_rollout(good, tokenizer).prefix_token_ids
         assert segment.target.token_ids[: segment.target.prefix_len] == prefix
@@ -191,11 +191,14 @@ def test_backend_implementation_swap_preserves_rollout_contract(
     assert contract_of(over_http) == contract_of(own)
     assert [output.response_token_ids for output in own] == [answer, answer]
     channel = channel_b(loaded)
-    (ours, our_stats), (theirs, their_stats) = (
+    (ours, our_answers), (theirs, their_answers) = (
         channel.segments(samples, outputs) for outputs in (own, over_http)
     )
-    assert our_stats == their_stats
-    assert our_stats.matched == 3
+    our_metrics, their_metrics = (
+        rollout_payload(answers).metrics() for answers in (our_answers, their_answers)
+    )
+    assert our_metrics == their_metrics
+    assert our_metrics["stage2_ab/channel_b/matched"] == 3
     for segment, other in zip(ours, theirs, strict=True):
         assert torch.equal(segment.input_ids, other.input_ids)
         assert segment.target.role.tolist() == other.target.role.tolist()
@@ -223,7 +226,8 @@ def test_server_mode_logs_reproducibility_metadata() -> None:
             journal,
         )
         asking = Asking("Detect.", None, RequestConfig(max_tokens=9))
-        policy = Policy(OpenBackend(backend, backend.connect(), journal=journal), asking)
+        backend.connect()
+        policy = Policy(OpenBackend(backend, backend.version, journal=journal), asking)
         policy.push_if_stale()
         policy.answer([Sample(str(i), (), 64, 64, ()) for i in range(4)], seed=1000)
         record, _ = policy.take_notes()

@@ -6,8 +6,8 @@ import pytest
 
 from learner.config import parse_config
 from learner.data.toy import ToyData
-from learner.preflight import reach_servers
 from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.training.start_checks import reach_servers
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig
@@ -23,15 +23,16 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode() -> None:
 
     def work(rank: Rank) -> list[int]:
         asking = Asking("Detect.", None, RequestConfig(max_tokens=4))
+        rank.backend.connect()
         policy = Policy(
-            OpenBackend(rank.backend, rank.backend.connect(), tend=rank.backend.tend), asking
+            OpenBackend(rank.backend, rank.backend.version, heal=rank.backend.heal), asking
         )
         answered = []
         for step in range(steps):
             policy.push_if_stale()
             number = 10 * step + rank.peers.rank
             policy.answer([Sample(str(number), (), 64, 64, ())], seed=1 + number)
-            rank.peers.share(nothing, meanwhile=policy.tend)
+            rank.peers.all_gather(nothing, meanwhile=policy.heal)
             policy.mark_updated()
             answered.append(number)
         return answered

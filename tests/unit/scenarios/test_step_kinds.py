@@ -6,10 +6,9 @@ import pytest
 
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.forwards import PlainEngine
-from learner.peers import Peers
+from learner.distributed.peers import Peers
 from learner.rollout.policy import Asking, OpenBackend, Policy
-from learner.step import StepRunner
+from learner.training.step import PlainEngine, StepRunner
 from shared_contracts.infer import RequestConfig
 from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import small_config
@@ -35,8 +34,7 @@ def test_multi_process_learner_uses_rank0_broadcast_for_step_kind(
         config, parts = configs[peers.rank], loaded[peers.rank]
         own = samples[peers.rank :: 2]
         policy = Policy(OpenBackend(Scripted(own, parts)), Asking("", None, RequestConfig()))
-        a, b = parts.channel_a, parts.channel_b
-        runner = StepRunner(config, a, b, parts.pipeline, policy, peers=peers)
+        runner = StepRunner(config, parts.recipe(config), policy, peers=peers)
         model = parts.loaded.model
         return [runner.run(model, own, step, PlainEngine())[1].channel for step in range(4)]
 

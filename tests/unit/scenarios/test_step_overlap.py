@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from learner.channels.b import ChannelB
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.forwards import PlainEngine
-from learner.losses.reading import Reader, Readings
-from learner.metrics import StepReport
-from learner.model.packed_forward import Pack
+from learner.models.packed_forward import Pack
+from learner.objectives.logit_stats import ForwardStats, Reader
 from learner.rollout.policy import Asking, OpenBackend, Policy
-from learner.step import StepRunner
-from learner.train import order_of
-from learner.trainer.loader import ShareLoader
+from learner.runs.metrics import StepReport
+from learner.training.channels import ChannelB
+from learner.training.recipes import Recipe
+from learner.training.step import PlainEngine, StepRunner
+from learner.training.train import order_of
+from learner.training.trainer import BatchLoader
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.small_run import small_config
@@ -27,7 +27,7 @@ from tests.unit.test_step import Parts, Scripted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CHUNK, CHUNKS = 2, 4
+CHUNK, CHUNKS = 2, 7
 WAIT_S = 60.0
 
 
@@ -57,9 +57,9 @@ class Watched(ChannelB):
 
     before: Callable[[], None]
 
-    def readings(self, model: torch.nn.Module, pack: Pack, reader: Reader) -> Readings:
+    def forward_stats(self, model: torch.nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
         self.before()
-        return super().readings(model, pack, reader)
+        return super().forward_stats(model, pack, reader)
 
 
 class World:
@@ -82,7 +82,8 @@ class World:
         asking = Asking("Detect.", None, RequestConfig())
         policy = Policy(OpenBackend(self.servers, round_size=round_size), asking)
         parts = self.parts
-        runner = StepRunner(self.config, parts.channel_a, self.channel_b, parts.pipeline, policy)
+        recipe = Recipe(self.config, parts.channel_a, self.channel_b, parts.pipeline)
+        runner = StepRunner(self.config, recipe, policy)
         return runner.run(parts.loaded.model, samples, 0, PlainEngine())[1]
 
 
@@ -90,19 +91,19 @@ class World:
 def test_rollout_and_learner_overlap_within_a_step(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
-    """While the first chunk is learned the next one waits and one more is made, and no more."""
+    """While a chunk is learned, two are packed, one is answered, one more is asked for; no more."""
     world = World(toy_checkpoint, toy_data, tmp_path, packing=False)
     asked_at_forwards: list[int] = []
 
     def wait_for_the_next_chunks() -> None:
         chunk = len(asked_at_forwards) // CHUNK
-        world.servers.wait_for(min(chunk + 3, CHUNKS))
+        world.servers.wait_for(min(chunk + 5, CHUNKS))
         asked_at_forwards.append(len(world.servers.asked))
 
     world.channel_b.before = wait_for_the_next_chunks
     report = world.step(world.samples[: CHUNK * CHUNKS], round_size=CHUNK)
     assert world.servers.asked == [CHUNK] * CHUNKS
-    assert asked_at_forwards == [3, 3, 4, 4, 4, 4, 4, 4]
+    assert asked_at_forwards == [5, 5, 6, 6] + [7] * 10
     assert report.metrics["packing/post_rollout_packs"] == CHUNK * CHUNKS
 
 
@@ -132,6 +133,6 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
     world = World(toy_checkpoint, toy_data, tmp_path, **budget)
     assert world.config.training.resolve_accumulation(world_size=2) == 8
     order = order_of(world.config, len(world.samples), processes=2)
-    (share,) = ShareLoader(world.samples, order, rank=1)
+    (share,) = BatchLoader(world.samples, order, rank=1)
     world.step(share, round_size=None)
     assert world.servers.asked == [8]

@@ -6,18 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.channels.a import ChannelA
-from learner.channels.b import ChannelB
-from learner.channels.encoding import Encoding
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.forwards import PlainEngine
-from learner.losses.pipeline import Pipeline
-from learner.model.load import LoadedModel, load_model
-from learner.model.prompt import PromptEncoder
+from learner.models.load import LoadedModel, load_model
+from learner.models.packed_forward import PromptEncoder
+from learner.objectives.pipeline import Pipeline
 from learner.rollout.policy import Asking, OpenBackend, Policy
-from learner.step import StepRunner
-from learner.tokens import PLACEHOLDERS
+from learner.stages import targets
+from learner.stages.tokens import PLACEHOLDERS
+from learner.training.channels import ChannelA, ChannelB, Encoding
+from learner.training.recipes import Recipe
+from learner.training.step import PlainEngine, StepRunner
 from learner.types import RolloutOutput
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -77,9 +76,12 @@ class World:
         policy = Policy(OpenBackend(self), Asking("Detect.", None, RequestConfig()))
         runner = StepRunner(
             self.config,
-            ChannelA(self.encoding),
-            self.channel_b(),
-            Pipeline(self.config.pipeline, self.loaded.vocab.ids),
+            Recipe(
+                self.config,
+                ChannelA(self.encoding),
+                self.channel_b(),
+                Pipeline(self.config.pipeline, self.loaded.vocab.ids),
+            ),
             policy,
         )
 
@@ -141,16 +143,16 @@ def test_packing_is_never_applied_during_rollout_generation(world: World) -> Non
 def test_supervision_indices_are_validated_against_assistant_span(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from learner.channels import judge
-    from learner.targets import build_target
+    build_target = targets.build_target
 
     def misaligned(*args: object, **kwargs: object) -> object:
         target = build_target(*args, **kwargs)  # type: ignore[arg-type]
         group = target.coord_groups[0]
-        object.__setattr__(group, "positions", (len(target.token_ids), *group.positions[1:]))
+        positions = (len(target.token_ids), *group.positions[1:])
+        target.coord_groups[0] = group._replace(positions=positions)
         return target
 
-    monkeypatch.setattr(judge, "build_target", misaligned)
+    monkeypatch.setattr(targets, "build_target", misaligned)
     with pytest.raises(ContractError) as error:
         world.step()
     assert error.value.where == world.samples[0].sample_id

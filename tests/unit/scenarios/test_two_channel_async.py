@@ -8,8 +8,7 @@ import pytest
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.forwards import PlainEngine
-from learner.metrics import PhaseClock
+from learner.training.step import PlainEngine
 from shared_contracts.errors import RunError
 from tests.unit.async_parts import PATIENCE_S, Actor, ActorOf, Held
 from tests.unit.small_run import small_config
@@ -24,7 +23,7 @@ ASYNC = "stage2_ab/async"
 def config(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
 ) -> Config:
-    """Every step wants channel B. A pack of channel B holds all answers of a share."""
+    """Every step wants channel B. A pack of channel B holds all answers of a batch."""
     ratio = {"schedule": {"b_ratio": 1.0}}
     out = tmp_path_factory.mktemp("async")
     return small_config(toy_checkpoint, toy_data, out, stage2_ab=ratio)
@@ -53,13 +52,13 @@ def actor_of(parts: Parts, config: Config, toy_data: ToyData) -> Iterator[ActorO
 def test_async_b_step_is_skipped_when_queues_are_empty(actor_of: ActorOf) -> None:
     actor = actor_of()
     runner, model = actor.runner(), actor.parts.loaded.model
-    _, skipped = runner.run(model, actor.share(0), 0, PlainEngine())
+    _, skipped = runner.run(model, actor.batch(0), 0, PlainEngine())
     assert skipped.channel == "A"
     assert skipped.metrics["step/channel_b"] == 0
     assert skipped.metrics[f"{ASYNC}/b_step_skipped_due_to_queue"] == 1
     assert skipped.metrics[f"{ASYNC}/ready_packs"] == 0
     actor.make_ready()
-    _, trained = runner.run(model, actor.share(1), 1, PlainEngine())
+    _, trained = runner.run(model, actor.batch(1), 1, PlainEngine())
     assert trained.channel == "B"
     assert f"{ASYNC}/b_step_skipped_due_to_queue" not in trained.metrics
     assert trained.metrics[f"{ASYNC}/ready_packs"] == 1
@@ -77,7 +76,7 @@ def test_stale_packs_are_dropped_under_a_tight_version_window(actor_of: ActorOf)
         actor.policy.mark_updated()
         actor.begin(step)
     assert actor.policy.version == 3, "one more than the window lets the pack of version 1 live"
-    _, report = runner.run(model, actor.share(2), 2, PlainEngine())
+    _, report = runner.run(model, actor.batch(2), 2, PlainEngine())
     assert report.metrics[f"{ASYNC}/dropped_stale"] == 1
     assert report.channel == "A", "the stale pack was all there was"
 
@@ -94,9 +93,9 @@ def test_ready_packs_are_version_pure(actor_of: ActorOf, parts: Parts) -> None:
     actor.begin(1)
     assert actor.policy.version == 2
     held.go_on.release(100)
-    assert actor.queue.made.get(timeout=PATIENCE_S) == 0
-    feed = actor.source.feed(1, [], PhaseClock())
-    packs = [list(pack.sample_ids) for chunk in feed.chunks() for pack in chunk.packs]
+    assert actor.buffer.made.get(timeout=PATIENCE_S) == 0
+    feed = actor.feed(1)
+    packs = [list(pack.sample_ids) for chunk in feed.chunks for pack in chunk.packs]
     first, second = actor.ids(0)
     assert packs == [[first], [second]], "either would have fitted into the pack of the other"
 
@@ -107,7 +106,7 @@ def test_async_queue_invariant_violation_raises_actionable_error(actor_of: Actor
     actor = actor_of(version_window=2)
     actor.begin(0)
     with pytest.raises(RunError) as caught:
-        actor.source.feed(7, actor.share(0), PhaseClock())
+        actor.feed(7)
     told = str(caught.value)
-    assert "channel B was to run step 8, and no share is ready" in told
+    assert "channel B was to run step 8, and no batch is ready" in told
     assert "the queue holds nothing; newest version 1, version_window 2, queue_limit 8" in told

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,22 @@ import pytest
 from rich.console import Console
 from torch import nn
 
-from learner.backends import open_backend
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
-from learner.preflight import read_inputs
-from learner.rollout.policy import Asking, OpenBackend, Policy, asking_of
-from learner.rollout.seeds import rollout_seed_base
-from learner.schedule import channel_for_step
-from learner.serialize import serialize_append
-from learner.train import RunParts, StepTrainer, build_runner, build_trainer
-from learner.trainer.optim import build_optimizer
-from learner.trainer.progress import ProgressDisplay
-from learner.trainer.runlog import CallLog, open_run_folder
+from learner.rollout.policy import OpenBackend, Policy, asking_of
+from learner.stages.formats.coord_json import serialize_append
+from learner.stages.schedule import channel_for_step
+from learner.training.backends import open_backend
+from learner.training.run_log import CallLog, ProgressDisplay, open_run_folder
+from learner.training.start_checks import read_inputs
+from learner.training.train import RunParts, build_runner, build_trainer
+from learner.training.trainer import StepTrainer, build_optimizer
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-from tests.unit.answers import encode, entry, text_of
+from tests.unit.answers import encode, text_of
 from tests.unit.config_faults import changed, only_error
-from tests.unit.scenarios.test_training_step import N_SAMPLES, World
+from tests.unit.scenarios.test_training_step import World
 from tests.unit.small_run import rollout, small_config, written
 from tests.unit.test_private_imports import private_imports
 from tests.unit.test_step import Parts, Scripted
@@ -39,7 +37,12 @@ from tests.unit.test_step import Parts, Scripted
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[3]
-SURFACE = ["learner.channels.a", "learner.channels.b", "learner.step", "learner.train"]
+SURFACE = [
+    "learner.training.channels",
+    "learner.training.channels",
+    "learner.training.step",
+    "learner.training.train",
+]
 BATCH, STEPS, SAVED_AT = 4, 4, 2
 B = "stage2_ab/channel_b"
 
@@ -183,18 +186,6 @@ def world(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> World:
     return World(toy_checkpoint, toy_data, tmp_path)
 
 
-@pytest.mark.req("PARSE-04", "MET-02")
-def test_drop_diagnostics_include_valid_and_invalid_counts(world: World) -> None:
-    invalid = (entry(2, "wrong", (5, 6, 7)), entry(3, "turned", (9, 9, 1, 1)), '"object_4": 5')
-    world.said = "{" + ", ".join((entry(1), *invalid)) + "}"
-    metrics = world.step()
-    assert metrics[f"{B}/N_valid_pred"] == N_SAMPLES
-    assert metrics[f"{B}/N_drop_invalid"] == 3 * N_SAMPLES
-    dropped = {key.rpartition("/")[2]: value for key, value in metrics.items() if "_drop/" in key}
-    reasons = {reason for reason, count in dropped.items() if count == N_SAMPLES}
-    assert reasons == {"wrong_arity", "bbox_invalid", "key_invalid"}
-
-
 def taught(world: World, sample: Sample, said: str) -> tuple[str, list[bool]]:
     """The text of a target without its EOS, and of each object it teaches whether it matched."""
     answer = rollout(world.encode(sample).ids.tolist(), encode(world.loaded.tokenizer, said))
@@ -202,33 +193,6 @@ def taught(world: World, sample: Sample, said: str) -> tuple[str, list[bool]]:
     target = segment.target
     text = text_of(world.loaded.tokenizer, target.token_ids[:-1])
     return text, [group.matched for group in target.coord_groups]
-
-
-@pytest.mark.req("PARSE-05", "CHB-01", "MET-02")
-def test_missing_opening_brace_falls_back_to_and_trains(world: World) -> None:
-    world.said = "there is no object in it"
-    sample = world.samples[0]
-    text, matched = taught(world, sample, world.said)
-    assert text == "{" + serialize_append("{", sample.objects, 1, "desc_first")
-    assert not any(matched)
-    metrics = world.step()
-    assert metrics[f"{B}/invalid_rollout"] == N_SAMPLES
-    assert metrics[f"{B}/fn_appended"] == sum(len(sample.objects) for sample in world.samples)
-    assert metrics["packing/post_rollout_segments"] == N_SAMPLES, "none is left out"
-    assert world.losses > 0
-
-
-@pytest.mark.req("LOSS-02", "MET-02")
-def test_closure_marker_resolution_failure_is_dropped_and_counted(world: World) -> None:
-    first, *others = world.samples
-    ends = replace(first.objects[0], desc="a cat <|im_end|> here")
-    world.samples = [replace(first, objects=(ends,)), *others]
-    world.said = "{}"
-    metrics = world.step()
-    assert metrics[f"{B}/closure_supervision/N_drop"] == 1
-    assert metrics["packing/post_rollout_segments"] == N_SAMPLES - 1
-    assert metrics["rollout/gen_new_tokens_p99"] > 0
-    assert world.losses > 0
 
 
 @pytest.mark.req("RES-06", "RES-08", "CHB-01")
@@ -245,27 +209,6 @@ def test_default_stage_2_ab_run_uses_unified_channel_b_semantics(world: World) -
 
 
 # --- Rollouts of a step -----------------------------------------------------------------
-
-
-@pytest.mark.req("SEED-01", "SEED-02")
-def test_same_step_produces_identical_derived_rollout_seed_base(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    config = small_config(
-        toy_checkpoint,
-        toy_data,
-        tmp_path,
-        training={"seed": 123},
-        stage2_ab={"schedule": {"b_ratio": 1.0}},
-    )
-    parts = Parts(config)
-    samples = read_samples(toy_data.train_jsonl, allow_poly=False)[:2]
-    logged = []
-    for _ in range(2):
-        policy = Policy(OpenBackend(Scripted(samples, parts)), Asking("", None, RequestConfig()))
-        _, report, _ = parts.step(parts.runner(config, policy), samples, step=7)
-        logged.append(report.metrics["rollout/seed_base"])
-    assert logged[0] == logged[1] == 123 + 7 * 1000003 == rollout_seed_base(123, 7)
 
 
 @dataclass(frozen=True)
@@ -352,7 +295,9 @@ def test_validation_fails_when_a_private_rollout_helper_import_is_reintroduced(
     files = [f"{name.replace('.', '/')}.py" for name in SURFACE]
     for name in files:
         with (tmp_path / name).open("a") as file:
-            file.write("from learner.parsing import (  # noqa\n    _entry as entry,\n)\n")
+            file.write(
+                "from learner.stages.formats.coord_json import (  # noqa\n    _entry as entry,\n)\n"
+            )
     done = private_imports(tmp_path)
     assert done.returncode == 1
     found = [line.partition(":")[0] for line in done.stdout.splitlines() if "_entry" in line]

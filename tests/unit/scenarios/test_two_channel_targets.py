@@ -8,11 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from learner.config import parse_config
-from learner.config.pipeline import TokenCEConfig
-from learner.coords import decode_bin, encode_bin
-from learner.losses.token_ce import token_weights
-from learner.parsing import parse_rollout
-from learner.targets import build_ground_truth_target
+from learner.objectives.token_ce import TokenCEConfig, token_weights
+from learner.stages.formats.coord_json import parse_rollout
+from learner.stages.targets import build_ground_truth_target
 from learner.types import FieldOrder, ParsedObject, Role, Target
 from tests.unit.answers import BIRD, CAT, DOG, encode, entry, text_of
 from tests.unit.config_faults import WARMUP
@@ -40,16 +38,6 @@ def test_rollout_prefix_fn_append_produces_a_valid_teacher_forced_target(
     assert text_of(tokenizer, target.token_ids[: target.prefix_len]) == kept
     assert text_of(tokenizer, target.token_ids[target.prefix_len : -1]) == appended
     assert len(answer_of(tokenizer, target)) == (3 if whole else 2)
-
-
-@pytest.mark.req("APPEND-01")
-def test_channel_a_uses_geometry_first_payload_when_configured(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    target = build_ground_truth_target([CAT, DOG, BIRD], tokenizer, "geometry_first")
-    answer = answer_of(tokenizer, target)
-    assert list(answer) == ["object_1", "object_2", "object_3"]
-    assert [list(item) for item in answer.values()] == [GEOMETRY_FIRST] * 3
 
 
 @pytest.mark.req("APPEND-01")
@@ -93,17 +81,6 @@ def test_geometry_first_does_not_change_rollout_appearance_order_handling(
     assert [list(item) for item in answer.values()] == [DESC_FIRST, DESC_FIRST, GEOMETRY_FIRST]
 
 
-@pytest.mark.req("PARSE-06")
-def test_start_key_avoids_collision_even_when_highest_key_object_is_invalid(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    rollout = "{" + entry(2) + ", " + entry(7, "wrong", (5, 6, 7)) + "}"
-    parsed = parse(tokenizer, rollout)
-    assert [key for key, _ in parsed.dropped] == ["object_7"]
-    assert parsed.max_object_index == 7
-    assert train_on(tokenizer, rollout, CAT, DOG, BIRD).fn_keys == ["object_8", "object_9"]
-
-
 @pytest.mark.req("PARSE-04", "APPEND-02")
 @pytest.mark.parametrize(
     "rollout", ["nothing here", "{}", "{" + entry(1, "", (1, 2, 3, 4)) + ", " + GHOST[:-9]]
@@ -118,19 +95,6 @@ def test_no_valid_predictions_fall_back_to_canonical_gt_order(
     assert appended == [item.desc for item in truth]
     taught = [(group.bins, group.matched) for group in target.coord_groups]
     assert taught == [(item.shape.coords, False) for item in truth]
-
-
-@pytest.mark.req("DATA-02")
-def test_upper_bound_is_999_and_decodes_to_1_0() -> None:
-    assert encode_bin(1.0) == 999
-    assert decode_bin(999) == 1.0
-    assert max(encode_bin(c) for c in (0.9994, 0.9996, 0.99999, 1.0, 1.5)) == 999
-
-
-@pytest.mark.req("DATA-02")
-def test_lower_bound_is_0_and_decodes_to_0_0() -> None:
-    assert encode_bin(0.0) == 0
-    assert decode_bin(0) == 0.0
 
 
 # --- Which of its text is supervised ----------------------------------------------------

@@ -1,0 +1,354 @@
+"""A training step at the widths of Qwen3-VL 4B, ours and the plain way, in one run.
+
+    .venv/bin/python -m benchmarks.full_size [--only NAME ...] [--rounds N] [--out FILE.json]
+
+    float32     a forward and backward of one pack with images: two layers, 2k tokens
+    bfloat16    the same under autocast
+    memory      of 8k tokens on fake tensors, as `learner estimate` counts it
+
+The peer is transformers' model with the same weights: `sdpa` over the packed position ids, a
+convolution as patch embedding, the logits of all rows, and the objectives as their formulas are.
+In bfloat16 it has our patch embedding, because torch's convolution takes minutes on a CPU.
+Nothing is started: one process, all cores. It needs 14 GiB; the peer would need 25 for 8k tokens.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from benchmarks.command import run
+from benchmarks.loss_parts.measuring import OBJECTIVE, Bench, plain_stats
+from benchmarks.results import Result, median_of
+from learner.config import load_mapping, merge, parse_config
+from learner.config.schema import Config
+from learner.data.toy import DESCRIPTIONS
+from learner.models.attention import attention_of
+from learner.models.load import prepared
+from learner.models.packed_forward import IMAGE, Pack, make_pack
+from learner.models.patch_embedding import use_product
+from learner.models.toy import make_toy_tokenizer, toy_config, toy_processor
+from learner.objectives.logit_stats import ForwardStats
+from learner.operate.demo import CONFIGS
+from learner.operate.estimate.fake import Costs, faked, put_on_fakes
+from learner.operate.estimate.step import meta_model, recipe_of
+from learner.stages.coords import COORD_BINS
+from learner.training.recipes import Recipe
+from learner.training.trainer import AUTOCAST
+from learner.types import GroundTruthObject, Sample, Shape
+from shared_contracts.errors import ContractError
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and a pack.
+
+    The defaults are the widths of Qwen3-VL 4B, with 2 of its 36 layers and 2 of 24 of vision.
+
+    text, vision: of the model's config, in the place of the toy model's.
+    segments: of the pack; each has an image of `side` x `side` pixels and `objects` boxes.
+    """
+
+    segments: int = 7
+    side: int = 448
+    objects: int = 4
+    text: Mapping[str, Any] = field(
+        default_factory=lambda: {
+            "vocab_size": 152_936,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "initializer_range": 0.02,
+            "max_position_embeddings": 16_384,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5_000_000.0,
+                "mrope_section": [24, 20, 20],
+                "mrope_interleaved": True,
+            },
+        }
+    )
+    vision: Mapping[str, Any] = field(
+        default_factory=lambda: {
+            "depth": 2,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "patch_size": 16,
+            "out_hidden_size": 2560,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [0],
+            "initializer_range": 0.02,
+        }
+    )
+
+
+FOUR_B = Size()
+LARGE = Size(side=896, objects=17)
+
+# The loss of a pack by a model whose weights both ways share.
+Loss = Callable[[Recipe, nn.Module, Pack], Tensor]
+
+
+@dataclass(frozen=True)
+class Side:
+    model: nn.Module
+    loss: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """seconds: of forward and backward. norm: of all gradients."""
+
+    seconds: float
+    loss: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What both sides, ours first, took for the same pack. peaks: bytes, of a step not timed."""
+
+    tokens: int
+    supervised: int
+    rounds: list[tuple[Step, Step]]
+    peaks: tuple[int, int]
+
+
+def float32(bench: Bench) -> list[Result]:
+    return _results("float32", compared(bench, FOUR_B, torch.float32))
+
+
+def bfloat16(bench: Bench) -> list[Result]:
+    return _results("bfloat16", compared(bench, FOUR_B, torch.bfloat16))
+
+
+def _results(dtype: str, found: Found) -> list[Result]:
+    ours, plain = found.rounds[0]
+    mine, theirs = (peak / 2**30 for peak in found.peaks)
+    return [
+        median_of(
+            f"tokens/s of a step over the plain way's, {dtype}",
+            [b.seconds / a.seconds for a, b in found.rounds],
+            2,
+            at_least=True,
+            detail=f"{found.tokens / ours.seconds:.0f} and {found.tokens / plain.seconds:.0f} "
+            f"tokens/s; {found.tokens:,} tokens, {found.supervised:,} supervised",
+        ),
+        median_of(
+            f"peak memory over the plain way's, beside weights and gradients, {dtype}",
+            [mine / theirs],
+            0.4,
+            at_least=False,
+            detail=f"{mine:.2f} and {theirs:.2f} GiB",
+        ),
+    ]
+
+
+def memory(bench: Bench) -> list[Result]:
+    return [memory_ratio(bench, LARGE, dtype) for dtype in (torch.float32, torch.bfloat16)]
+
+
+def memory_ratio(bench: Bench, size: Size, dtype: torch.dtype) -> Result:
+    folder = bench.folder / f"memory_{dtype}"
+    config, samples = _config(folder, size, dtype), _samples(folder, size)
+    mine, theirs = (
+        _peak_on_fakes(config, samples, dtype, loss) / 2**30 for loss in (_our_loss, _plain_loss)
+    )
+    return median_of(
+        f"peak memory over the plain way's, 8k tokens on fake tensors, {_name(dtype)}",
+        [mine / theirs],
+        0.4,
+        at_least=False,
+        detail=f"{mine:.2f} and {theirs:.2f} GiB",
+    )
+
+
+def compared(bench: Bench, size: Size, dtype: torch.dtype) -> Found:
+    """Raises ContractError as `prepared` does; AssertionError where losses or gradients differ."""
+    ours, plain, pack, supervised = _sides(bench.folder / str(dtype), size, dtype)
+    peaks = (_peak(ours), _peak(plain))  # the first step of each warms up, too
+    print(f"{_name(dtype)}, bytes at the peak: {peaks}", flush=True)
+    rounds = []
+    for _ in range(bench.rounds):
+        rounds.append((_timed(ours), _timed(plain)))
+        print(f"{_name(dtype)}, ours and the plain way: {rounds[-1]}", flush=True)
+        _require_equal(*rounds[-1], 1e-4 if dtype == torch.float32 else 2e-2)
+    return Found(len(pack), supervised, rounds, peaks)
+
+
+def _require_equal(ours: Step, plain: Step, tolerance: float) -> None:
+    assert abs(ours.loss - plain.loss) <= tolerance * plain.loss, f"{ours} and {plain}"
+    assert abs(ours.norm - plain.norm) <= tolerance * plain.norm, f"{ours} and {plain}"
+
+
+def _timed(side: Side) -> Step:
+    side.model.zero_grad(set_to_none=False)
+    began = time.perf_counter()
+    loss = side.loss()
+    loss.backward()
+    seconds = time.perf_counter() - began
+    gradients = [weight.grad for weight in side.model.parameters() if weight.grad is not None]
+    return Step(seconds, loss.item(), get_total_norm(gradients).item())
+
+
+def _peak(side: Side) -> int:
+    """Bytes that a forward and backward allocate at most; gradients are there before."""
+    for weight in side.model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    return peak_of(lambda: side.loss().backward())
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Bytes that `work` allocates at most, as torch's profiler sees it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    assert seen.profiler is not None
+    assert seen.profiler.kineto_results is not None
+    live = peak = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def _sides(folder: Path, size: Size, dtype: torch.dtype) -> tuple[Side, Side, Pack, int]:
+    """Ours, the plain one, their pack, and its supervised rows."""
+    config = _config(folder, size, dtype)
+    model = _model(size)
+    peer = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    if dtype == torch.bfloat16:
+        use_product(peer)
+    recipe = recipe_of(config, prepared(config, model))
+    pack = make_pack(recipe.channel_a.segments(_samples(folder, size)))
+    _set_up(model, dtype, plain=False)
+    _set_up(peer, dtype, plain=True)
+    chosen = recipe.objective.select(pack.supervision, "A")
+    return (
+        Side(model, lambda: _our_loss(recipe, model, pack)),
+        Side(peer, lambda: _plain_loss(recipe, peer, pack)),
+        pack,
+        len(chosen.text_rows) + len(chosen.slot_rows),
+    )
+
+
+def _set_up(model: Any, dtype: torch.dtype, *, plain: bool) -> None:
+    model.train()
+    if plain:
+        model.set_attn_implementation("sdpa")
+    if dtype == torch.bfloat16:
+        autocast = torch.autocast("cpu", dtype, cache_enabled=AUTOCAST.cache_enabled)
+        model.forward = autocast(model.forward)  # as accelerate does
+
+
+def _peak_on_fakes(config: Config, samples: list[Sample], dtype: torch.dtype, loss: Loss) -> int:
+    """Bytes beside weights and gradients, as `learner estimate` counts them."""
+    loaded = meta_model(config)
+    recipe = recipe_of(config, loaded)
+    pack = make_pack(recipe.channel_a.segments(samples))
+    assert pack.pixel_values is not None
+    costs = Costs()
+    with faked(costs, pack.mm_token_types == IMAGE, "cpu") as mode:
+        put_on_fakes(loaded.model)
+        _set_up(loaded.model, dtype, plain=loss is _plain_loss)
+        for weight in loaded.model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        fakes = replace(pack, pixel_values=mode.from_tensor(pack.pixel_values))
+        costs.begin()
+        loss(recipe, loaded.model, fakes).backward()
+    return costs.peak - costs.base
+
+
+def _our_loss(recipe: Recipe, model: nn.Module, pack: Pack) -> Tensor:
+    return recipe.loss(model, pack, "A").total
+
+
+def _plain_loss(recipe: Recipe, model: nn.Module, pack: Pack) -> Tensor:
+    logits: Tensor = model(
+        input_ids=pack.input_ids,
+        position_ids=pack.position_ids,
+        mm_token_type_ids=pack.mm_token_types,
+        pixel_values=pack.pixel_values,
+        image_grid_thw=pack.image_grid_thw,
+        attention_mask=None,
+        use_cache=False,
+    ).logits
+    pipeline = recipe.objective
+    selection = pipeline.select(pack.supervision, "A")
+    rows = logits.squeeze(0).float()  # accelerate and the Trainers widen them
+    stats = plain_stats(rows, selection, pipeline.reader(selection).coord_ids)
+    return pipeline(ForwardStats(stats, stats), selection, "A").total
+
+
+def _config(folder: Path, size: Size, dtype: torch.dtype) -> Config:
+    """The demo's, with every term, attention `auto`, and a model without weights in `folder`."""
+    _model_config(size).save_pretrained(folder)
+    processor = toy_processor(make_toy_tokenizer())
+    processor.image_processor.patch_size = size.vision["patch_size"]
+    processor.image_processor.size = {"shortest_edge": 1, "longest_edge": size.side**2}
+    processor.save_pretrained(folder)
+    changed = {
+        "model": {"model": str(folder), "torch_dtype": _name(dtype)},
+        "stage2_ab": {"pipeline": OBJECTIVE.model_dump()},
+    }
+    return parse_config(merge(load_mapping(CONFIGS / "warmup.yaml"), changed))
+
+
+def _model(size: Size) -> Qwen3VLForConditionalGeneration:
+    """float32, random weights."""
+    made: Qwen3VLForConditionalGeneration = Qwen3VLForConditionalGeneration._from_config(
+        _model_config(size), attn_implementation=attention_of("auto")
+    )
+    return made
+
+
+def _model_config(size: Size) -> Qwen3VLConfig:
+    """Tied as the 4B is."""
+    whole = toy_config(make_toy_tokenizer(), tie=True).to_dict()
+    text, vision = whole.pop("text_config"), whole.pop("vision_config")
+    return Qwen3VLConfig(text_config=text | size.text, vision_config=vision | size.vision, **whole)
+
+
+def _samples(folder: Path, size: Size) -> list[Sample]:
+    path = folder / "noise.png"
+    Image.effect_noise((size.side, size.side), 64).convert("RGB").save(path)
+    chance = torch.Generator().manual_seed(0)
+    return [
+        Sample(f"noise:{i}", (path,), size.side, size.side, _objects(size.objects, chance))
+        for i in range(size.segments)
+    ]
+
+
+def _objects(count: int, chance: torch.Generator) -> tuple[GroundTruthObject, ...]:
+    corners = torch.randint(0, COORD_BINS, (count, 2, 2), generator=chance).sort(1).values
+    return tuple(
+        GroundTruthObject(DESCRIPTIONS[i % len(DESCRIPTIONS)], Shape("bbox_2d", tuple(box)))
+        for i, box in enumerate(corners.flatten(1).tolist())
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bench(folder: Path, rounds: int, _: ExitStack) -> Bench:
+    return Bench(folder, rounds)
+
+
+if __name__ == "__main__":
+    parts = {"float32": float32, "bfloat16": bfloat16, "memory": memory}
+    run("full_size", __doc__, parts, _bench, rounds=3, errors=(ContractError,))

@@ -1,0 +1,257 @@
+"""Answers as COCO detections and their average precision (EVAL-01). Imports no torch.
+
+    answers -> CocoFiles   what `coco_gt.json` and `coco_preds.json` hold
+            -> Detected    COCO's numbers of them, by pycocotools
+
+An answer says what is where and nothing of how sure it is, so every detection has the score 1.
+pycocotools draws precision over recall in the order of scores and, where those are equal, of image
+ids. Its curve has therefore one point that means something, its end: precision and recall of all
+answers. AP is about their product, averaged over IoU thresholds, and moves a little with the order
+of the images, which is that of the data file here. A detector that gives confidences is not
+punished for what it is unsure of and scores higher by that alone: compare AP only among answers
+that are scored like this. Precision, recall and F1 depend on no order.
+
+Categories are descriptions in Unicode NFC, of ground truths and of predictions. One that
+only predictions have counts nowhere in AP: it has no ground truth to find, and COCO averages over
+categories that have. What it costs is the recall of the object it should have been.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from learner.data.coco import to_coco
+from learner.runs.metrics import Payload
+from learner.runs.rollout_log import LoggedAnswer, LoggedObject
+from learner.types import GroundTruthObject, Sample, normalized
+
+SCORE = 1.0
+
+# What overlaps: boxes, or masks.
+Overlap = Literal["bbox", "segm"]
+
+
+@dataclass(frozen=True)
+class CocoFiles:
+    """Ground truth and detections in pixels, as `pycocotools` reads them.
+
+    ground_truth: for `COCO`; image i is the i-th answer in the order of the data file.
+    detections: for its `loadRes`.
+    polygons: every object has a `segmentation`, a box its four corners.
+    """
+
+    ground_truth: dict[str, Any]
+    detections: list[dict[str, Any]]
+    polygons: bool
+
+    @classmethod
+    def of(
+        cls, answers: Sequence[LoggedAnswer], image_root: Path, *, polygons: bool
+    ) -> "CocoFiles":
+        """polygons: false in the two-channel variant. Image files are named from `image_root`."""
+        in_order = sorted(answers, key=data_order)
+        samples = [_with_objects(answer, answer.ground_truth) for answer in in_order]
+        said = [_with_objects(answer, answer.parse.objects) for answer in in_order]
+        truth, predicted = to_coco(samples, image_root), to_coco(said, image_root)
+        ids = _with_false_descriptions(truth, predicted)
+        names = {category["id"]: category["name"] for category in predicted["categories"]}
+        detections = [
+            {
+                "image_id": found["image_id"],
+                "category_id": ids[names[found["category_id"]]],
+                "score": SCORE,
+                **{key: found[key] for key in ("bbox", "segmentation") if key in found},
+            }
+            for found in predicted["annotations"]
+        ]
+        if polygons:
+            for item in [*truth["annotations"], *detections]:
+                item.setdefault("segmentation", [_corners(item["bbox"])])
+        return cls(truth, detections, polygons)
+
+
+def data_order(answer: LoggedAnswer) -> tuple[str, int]:
+    """What sorts answers as the data file has them; sample ids are `file:line`."""
+    file, _, line = answer.sample_id.rpartition(":")
+    return file, int(line) if line.isdecimal() else 0
+
+
+def _with_objects(answer: LoggedAnswer, objects: Sequence[LoggedObject]) -> Sample:
+    """The sample, if these were its objects."""
+    named = tuple(GroundTruthObject(normalized(o.desc), o.shape) for o in objects)
+    return replace(answer.sample, objects=named)
+
+
+def _with_false_descriptions(truth: dict[str, Any], predicted: dict[str, Any]) -> dict[str, int]:
+    """Add the categories that only predictions have, behind the others; ids of all by name."""
+    ids = {category["name"]: category["id"] for category in truth["categories"]}
+    for category in predicted["categories"]:
+        if category["name"] not in ids:
+            ids[category["name"]] = len(ids) + 1
+            truth["categories"].append({"id": len(ids), "name": category["name"]})
+    return ids
+
+
+def _corners(bbox: Sequence[float]) -> list[float]:
+    x, y, width, height = bbox
+    return [x, y, x + width, y, x + width, y + height, x, y + height]
+
+
+@dataclass(frozen=True)
+class AveragePrecision:
+    """COCO's summary, of at most 100 detections a category and image.
+
+    ap: over IoU 0.50 to 0.95. ap_small, ap_medium, ap_large: of areas to 32^2, to 96^2 and above,
+    in pixels. ar: recall, averaged over the same IoUs. None: there is no such ground truth.
+    """
+
+    ap: float | None
+    ap50: float | None
+    ap75: float | None
+    ap_small: float | None
+    ap_medium: float | None
+    ap_large: float | None
+    ar: float | None
+
+
+class Curves(NamedTuple):
+    """Arrays of pycocotools. precision: (IoU, recall, category, area, detections); recall has no
+    second axis."""
+
+    precision: Any
+    recall: Any
+
+
+@dataclass(frozen=True)
+class CategoryPrecision:
+    """Of one description; None where it is no ground truth's."""
+
+    name: str
+    ground_truths: int
+    predicted: int
+    ap: float | None
+    ap50: float | None
+    ar: float | None
+
+
+@dataclass(frozen=True)
+class Detected:
+    """By one kind of overlap.
+
+    objects: means over the categories. alone: all descriptions as one category.
+    categories: in the order of their ids.
+    """
+
+    objects: AveragePrecision
+    alone: AveragePrecision
+    categories: tuple[CategoryPrecision, ...]
+
+
+def detect(files: CocoFiles) -> dict[Overlap, Detected]:
+    """Score the detections: by boxes and, where there are polygons, by masks as well."""
+    kinds: tuple[Overlap, ...] = ("bbox", "segm") if files.polygons else ("bbox",)
+    with redirect_stdout(StringIO()):  # pycocotools prints whatever it does
+        truth, found = _loaded(files)
+        return {kind: _detected(truth, found, kind) for kind in kinds}
+
+
+def precision_payload(detected: dict[Overlap, Detected]) -> Payload:
+    """As an evaluation logs it; what has no ground truth is left out."""
+    boxes = detected["bbox"]
+    values = {f"eval/{name}": value for name, value in asdict(boxes.objects).items()}
+    values |= {"eval/box_ap": boxes.alone.ap, "eval/box_ap50": boxes.alone.ap50}
+    if masks := detected.get("segm"):
+        of_masks = masks.objects
+        values |= {"eval/segm_ap": of_masks.ap, "eval/segm_ap50": of_masks.ap50}
+        values["eval/segm_ap75"] = of_masks.ap75
+    payload = Payload()
+    payload.note({key: value for key, value in values.items() if value is not None})
+    return payload
+
+
+def _loaded(files: CocoFiles) -> tuple[COCO, COCO]:
+    """pycocotools writes into what it is given."""
+    truth = _coco(deepcopy(files.ground_truth))
+    if files.detections:
+        return truth, truth.loadRes(deepcopy(files.detections))
+    return truth, _coco({**truth.dataset, "annotations": []})  # loadRes fails on an empty list
+
+
+def _coco(dataset: dict[str, Any]) -> COCO:
+    coco = COCO()
+    coco.dataset = dataset
+    coco.createIndex()
+    return coco
+
+
+def _detected(truth: COCO, found: COCO, kind: Overlap) -> Detected:
+    alone = COCOeval(truth, found, kind)
+    alone.params.useCats = 0
+    alone.evaluate()
+    alone.accumulate()
+    alone.summarize()
+    of_each = {c: _of_category(truth, found, kind, c) for c in truth.cats if truth.catToImgs.get(c)}
+    means = _means(COCOeval(truth, found, kind), list(of_each.values()))
+    return Detected(means, _summary(alone), tuple(_by_category(truth, found, of_each)))
+
+
+def _of_category(truth: COCO, found: COCO, kind: Overlap, category: int) -> Curves:
+    """Of one description, over the images that have it: with thousands of descriptions,
+    pycocotools would look for each of them in every image."""
+    scored = COCOeval(truth, found, kind)
+    images = {*truth.catToImgs[category], *found.catToImgs.get(category, ())}
+    scored.params.catIds, scored.params.imgIds = [category], sorted(images)
+    scored.evaluate()
+    scored.accumulate()
+    return Curves(scored.eval["precision"], scored.eval["recall"])
+
+
+def _means(scored: COCOeval, of_each: Sequence[Curves]) -> AveragePrecision:
+    """Over the categories, as pycocotools takes them: those with ground truth."""
+    if not of_each:
+        return AveragePrecision(*[None] * 7)
+    scored.eval = {
+        "precision": np.concatenate([each.precision for each in of_each], axis=2),
+        "recall": np.concatenate([each.recall for each in of_each], axis=1),
+    }
+    scored.summarize()
+    return _summary(scored)
+
+
+def _summary(scored: COCOeval) -> AveragePrecision:
+    """Of its twelve numbers: six of precision, then recall of 1, 10 and 100 detections."""
+    values = [None if value < 0 else float(value) for value in scored.stats]
+    return AveragePrecision(*(values[place] for place in (0, 1, 2, 3, 4, 5, 8)))
+
+
+def _by_category(
+    truth: COCO, found: COCO, of_each: Mapping[int, Curves]
+) -> Iterator[CategoryPrecision]:
+    """Area 0 is any, the last number of detections is 100; `catToImgs` has an entry for each
+    object."""
+    for category, named in truth.cats.items():
+        precision = recall = np.empty(0)
+        if curves := of_each.get(category):
+            precision, recall = curves.precision[:, :, 0, 0, -1], curves.recall[:, 0, 0, -1]
+        yield CategoryPrecision(
+            named["name"],
+            len(truth.catToImgs.get(category, ())),
+            len(found.catToImgs.get(category, ())),
+            _mean(precision),
+            _mean(precision[:1]),
+            _mean(recall),
+        )
+
+
+def _mean(values: Any) -> float | None:
+    """-1 is what pycocotools says where there is no ground truth."""
+    there = values[values > -1]
+    return float(np.mean(there)) if there.size else None

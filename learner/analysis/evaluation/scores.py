@@ -1,0 +1,437 @@
+"""Score a policy by its rollouts: generate, parse strictly, match, count (EVAL-01, RES-20).
+
+Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> ScoredAnswer -> Scores, Breakdown
+
+A hit is a prediction and a ground truth of the same description (in Unicode NFC) with an IoU of at
+least 0.5. The IoU of two boxes is exact; where one of the pair is a polygon, it is that of both
+masks on the canvas of `matching.maskiou_resolution`. Each object is in one hit at most, and of all
+ways to pair them that with the most hits holds; of several, the one of the largest sum of IoUs.
+
+Training matches otherwise (`learner.stages.matching`): there the description does not matter, and
+boxes are masks too.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import inf
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.analysis.evaluation.detections import CategoryPrecision
+from learner.data.coco import pixel_area
+from learner.distributed.waiting import waiting_for
+from learner.rollout.policy import Policy
+from learner.runs.metrics import Payload
+from learner.runs.rollout_log import LoggedAnswer, LoggedObject, f1_of
+from learner.stages.formats import AnswerFormat
+from learner.stages.formats.coord_json import COORD_JSON
+from learner.stages.matching import assign, exact_iou
+from learner.stages.targets import assess
+from learner.stages.tokens import Tokenizer
+from learner.types import (
+    AssessedRollout,
+    GroundTruthObject,
+    MatchResult,
+    ParsedObject,
+    RolloutOutput,
+    Sample,
+    normalized,
+)
+
+IOU_THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+IOU_THRESHOLD = IOU_THRESHOLDS[0]
+
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
+Pairs = list[tuple[int, int]]
+
+
+class ScoredAnswer(LoggedAnswer):
+    """An answer, how it was matched at IoU 0.5, and its own scores.
+
+    match: the hits, and of what they leave the most pairs by place alone.
+    hits: matched objects of the right description. hits_at: the most hits at each of
+    `IOU_THRESHOLDS`. located: the most pairs, if descriptions are ignored from the start.
+    precision: hits / predicted; recall: hits / ground truths; None where that divides by nothing.
+    f1: as `f1_of` has it.
+    """
+
+    hits: int
+    hits_at: list[int]
+    located: int
+    precision: float | None
+    recall: float | None
+    f1: float
+
+    @classmethod
+    def scored(cls, assessed: AssessedRollout) -> "ScoredAnswer":
+        """assessed: by `assess_by_name`, with the IoU of every pair."""
+        answer = LoggedAnswer.of(assessed)
+        said, truths = answer.parse.objects, answer.ground_truth
+        hits, iou = len(answer.hit_pairs), assessed.match.mask_iou
+        named = _same_description(assessed.parsed.objects, assessed.sample.objects)
+        ious = [float(iou[pair]) for pair in answer.match.pairs]
+        return cls(
+            **{**dict(answer), "match": answer.match.model_copy(update={"ious": ious})},
+            hits=hits,
+            hits_at=[len(most_pairs(iou, named & (iou >= least))) for least in IOU_THRESHOLDS],
+            located=len(most_pairs(iou, iou >= IOU_THRESHOLD)),
+            precision=hits / len(said) if said else None,
+            recall=hits / len(truths) if truths else None,
+            f1=f1_of(answer),
+        )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Micro-averaged over all objects. A hit has an IoU >= 0.5 and the same description."""
+
+    predicted: int
+    ground_truths: int
+    hits: int
+    located: int
+    dropped: int
+
+    @classmethod
+    def of(cls, answers: Iterable[ScoredAnswer]) -> "Scores":
+        answers = list(answers)
+        return cls(
+            predicted=sum(len(answer.parse.objects) for answer in answers),
+            ground_truths=sum(len(answer.ground_truth) for answer in answers),
+            hits=sum(answer.hits for answer in answers),
+            located=sum(answer.located for answer in answers),
+            dropped=sum(len(answer.parse.dropped) for answer in answers),
+        )
+
+    @property
+    def precision(self) -> float:
+        return self.hits / max(self.predicted, 1)
+
+    @property
+    def recall(self) -> float:
+        return self.hits / max(self.ground_truths, 1)
+
+    @property
+    def f1(self) -> float:
+        return 2 * self.hits / max(self.predicted + self.ground_truths, 1)
+
+    @property
+    def box_precision(self) -> float:
+        """The same of places alone: descriptions are ignored, in pairing too."""
+        return self.located / max(self.predicted, 1)
+
+    @property
+    def box_recall(self) -> float:
+        return self.located / max(self.ground_truths, 1)
+
+    @property
+    def box_f1(self) -> float:
+        return 2 * self.located / max(self.predicted + self.ground_truths, 1)
+
+    def payload(self) -> Payload:
+        objects = self.predicted + self.ground_truths
+        payload = Payload()
+        payload.rate(
+            {
+                "eval/precision": (self.hits, self.predicted),
+                "eval/recall": (self.hits, self.ground_truths),
+                "eval/f1": (2 * self.hits, objects),
+                "eval/box_f1": (2 * self.located, objects),
+            }
+        )
+        counts = ("predicted", "ground_truths", "dropped")
+        payload.add({f"eval/{name}": getattr(self, name) for name in counts})
+        return payload
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """answers: one per sample, in order. notes: metrics of the calls, and of the push if any."""
+
+    answers: list[ScoredAnswer]
+    notes: Payload
+
+    @property
+    def scores(self) -> Scores:
+        return Scores.of(self.answers)
+
+
+def evaluate(
+    policy: Policy,
+    samples: Sequence[Sample],
+    seed: int,
+    tokenizer: Tokenizer,
+    log_calls: Callable[[dict[str, Any]], None] | None = None,
+    *,
+    allow_poly: bool,
+    resolution: int,
+    answers: AnswerFormat = COORD_JSON,
+) -> Evaluation:
+    """Roll out every sample with the weights that were pushed last, and score the answers.
+
+    log_calls: takes the record of the calls.
+    allow_poly: false in the two-channel variant, where a polygon is no prediction.
+    resolution: of the canvas for pairs with a polygon.
+    answers: the format they are in.
+    """
+    try:
+        with waiting_for("the answers of an evaluation", policy.progress(len(samples))):
+            outputs = policy.answer(samples, seed)
+    finally:
+        record, notes = policy.take_notes()
+        if log_calls is not None:
+            log_calls({"evaluation_seed": seed, **record})
+    assess_one = partial(
+        assess_by_name,
+        tokenizer=tokenizer,
+        allow_poly=allow_poly,
+        resolution=resolution,
+        answers=answers,
+    )
+    pairs = zip(samples, outputs, strict=True)
+    return Evaluation([ScoredAnswer.scored(assess_one(*pair)) for pair in pairs], notes)
+
+
+def evaluation_metrics(scores: Payload, notes: Payload) -> dict[str, float]:
+    """Scores and what they took, as they are logged: every key under `eval/`."""
+    taken = {f"eval/{key}": value for key, value in notes.metrics().items()}
+    return scores.metrics() | taken
+
+
+def assess_by_name(
+    sample: Sample,
+    output: RolloutOutput,
+    tokenizer: Tokenizer,
+    *,
+    allow_poly: bool,
+    resolution: int,
+    answers: AnswerFormat = COORD_JSON,
+) -> AssessedRollout:
+    """Parse an answer and match it by `match_named`; nothing is trained on it."""
+    match = partial(match_named, resolution=resolution)
+    return assess(sample, output, tokenizer, match, allow_poly=allow_poly, answers=answers)
+
+
+def match_named(
+    said: Sequence[ParsedObject], truths: Sequence[GroundTruthObject], resolution: int
+) -> MatchResult:
+    """The most hits at IoU 0.5; then, of what they leave, the most pairs by place alone."""
+    iou = exact_iou(said, truths, resolution)
+    near = iou >= IOU_THRESHOLD
+    hits = most_pairs(iou, near & _same_description(said, truths))
+    for p, g in hits:
+        near[p, :] = near[:, g] = False
+    pairs = sorted(hits + most_pairs(iou, near))
+    paired, found = {p for p, _ in pairs}, {g for _, g in pairs}
+    return MatchResult(
+        pairs=pairs,
+        false_positives=[p for p in range(len(said)) if p not in paired],
+        false_negatives=[g for g in range(len(truths)) if g not in found],
+        gated=int(np.count_nonzero(iou < IOU_THRESHOLD)),
+        mask_iou=iou,
+    )
+
+
+def most_pairs(iou: FloatArray, allowed: BoolArray) -> Pairs:
+    """As many pairs (P, G) as can be; of several ways that of the largest sum of IoUs.
+
+    iou: (P, G). allowed: (P, G), the pairs that may be made.
+    """
+    alone = float(sum(iou.shape))  # more than all pairs together can differ in IoU
+    return assign(np.where(allowed, 1.0 - iou, np.inf), alone, alone)
+
+
+def _same_description(
+    said: Sequence[ParsedObject], truths: Sequence[GroundTruthObject]
+) -> BoolArray:
+    """(P, G)"""
+    names = np.array([normalized(item.desc) for item in said], dtype=object)
+    others = np.array([normalized(item.desc) for item in truths], dtype=object)
+    return np.asarray(names[:, None] == others, dtype=np.bool_).reshape(len(said), len(truths))
+
+
+SizeName = Literal["small", "medium", "large"]
+
+# Square pixels of the image, from and to; COCO's areas.
+SIZES: dict[SizeName, tuple[float, float]] = {
+    "small": (0, 32**2),
+    "medium": (32**2, 96**2),
+    "large": (96**2, inf),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Some of the objects. A score is None where it would divide by nothing."""
+
+    hits: int
+    predicted: int
+    ground_truths: int
+
+    @property
+    def precision(self) -> float | None:
+        return self.hits / self.predicted if self.predicted else None
+
+    @property
+    def recall(self) -> float | None:
+        return self.hits / self.ground_truths if self.ground_truths else None
+
+    @property
+    def f1(self) -> float | None:
+        both = self.predicted + self.ground_truths
+        return 2 * self.hits / both if both else None
+
+    def numbers(self) -> dict[str, Any]:
+        """Counts and scores, for JSON."""
+        scores = {name: getattr(self, name) for name in ("precision", "recall", "f1")}
+        return {**asdict(self), **scores}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfDescription(Counts):
+    """ap, ap50: COCO's of its boxes; None where it is no ground truth's."""
+
+    name: str
+    ap: float | None
+    ap50: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtThreshold(Counts):
+    """All objects, where a hit needs this IoU."""
+
+    iou: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfSize(Counts):
+    """Ground truths of a size. Predicted are those that hit them, and others of this size.
+
+    So every prediction is counted once, and a hit of another size than its truth is no error.
+    """
+
+    size: SizeName
+
+
+@dataclass(frozen=True)
+class Confused:
+    """How many objects of one description were answered as another.
+
+    truth: None for predictions at whose place no object is. predicted: None for missed objects.
+    """
+
+    truth: str | None
+    predicted: str | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """descriptions: by name. thresholds: 0.50 to 0.95. sizes: small, medium, large.
+
+    confusion: every pair that occurs, the most frequent first. Hits are taken out first, and what
+    is left is paired by place alone; so the pairs of equal names are the hits, the counts of one
+    truth are its ground truths, and those of one predicted name its predictions.
+    """
+
+    descriptions: tuple[OfDescription, ...]
+    thresholds: tuple[AtThreshold, ...]
+    sizes: tuple[OfSize, ...]
+    confusion: tuple[Confused, ...]
+
+    @classmethod
+    def of(
+        cls, answers: Sequence[ScoredAnswer], categories: Iterable[CategoryPrecision]
+    ) -> "Breakdown":
+        """categories: with the AP of each description, as `Detected` has them of boxes."""
+        confusion = Counter(pair for answer in answers for pair in _named_pairs(answer))
+        return cls(
+            tuple(_descriptions(confusion, categories)),
+            tuple(_thresholds(answers)),
+            tuple(_sizes(answers)),
+            tuple(Confused(*pair, count) for pair, count in sorted(confusion.items(), key=_rank)),
+        )
+
+    def worst(self, count: int) -> list[OfDescription]:
+        """Descriptions of the lowest F1 that are a ground truth's, the frequent ones first."""
+        there = [each for each in self.descriptions if each.ground_truths]
+        return sorted(there, key=lambda each: (each.f1, -each.ground_truths, each.name))[:count]
+
+    def numbers(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "descriptions": [each.numbers() for each in self.descriptions],
+            "thresholds": [each.numbers() for each in self.thresholds],
+            "sizes": [each.numbers() for each in self.sizes],
+            "confusion": [asdict(each) for each in self.confusion],
+        }
+
+
+NamedPair = tuple[str | None, str | None]
+
+
+def _named_pairs(answer: LoggedAnswer) -> Iterator[NamedPair]:
+    """(truth, predicted) of every object, paired or alone."""
+    truths = [normalized(item.desc) for item in answer.ground_truth]
+    said = [normalized(item.desc) for item in answer.parse.objects]
+    yield from ((truths[g], said[p]) for p, g in answer.match.pairs)
+    yield from ((truths[g], None) for g in answer.match.false_negatives)
+    yield from ((None, said[p]) for p in answer.match.false_positives)
+
+
+def _rank(counted: tuple[NamedPair, int]) -> tuple[int, str, str]:
+    (truth, predicted), count = counted
+    return -count, truth or "", predicted or ""
+
+
+def _descriptions(
+    confusion: Counter[NamedPair], categories: Iterable[CategoryPrecision]
+) -> Iterator[OfDescription]:
+    precise = {category.name: category for category in categories}
+    truths, said, hits = Counter[str](), Counter[str](), Counter[str]()
+    for (truth, predicted), count in confusion.items():
+        if truth is not None:
+            truths[truth] += count
+        if predicted is not None:
+            said[predicted] += count
+        if truth is not None and truth == predicted:
+            hits[truth] += count
+    for name in sorted({*truths, *said}):
+        yield OfDescription(
+            name=name,
+            hits=hits[name],
+            predicted=said[name],
+            ground_truths=truths[name],
+            ap=precise[name].ap,
+            ap50=precise[name].ap50,
+        )
+
+
+def _thresholds(answers: Sequence[ScoredAnswer]) -> Iterator[AtThreshold]:
+    predicted = sum(len(answer.parse.objects) for answer in answers)
+    truths = sum(len(answer.ground_truth) for answer in answers)
+    for place, iou in enumerate(IOU_THRESHOLDS):
+        hits = sum(answer.hits_at[place] for answer in answers)
+        yield AtThreshold(iou=iou, hits=hits, predicted=predicted, ground_truths=truths)
+
+
+def _sizes(answers: Iterable[LoggedAnswer]) -> Iterator[OfSize]:
+    truths, said, hits = Counter[SizeName](), Counter[SizeName](), Counter[SizeName]()
+    for answer in answers:
+        sizes = [_size(item, answer) for item in answer.ground_truth]
+        truths.update(sizes)
+        hit = {p: sizes[g] for p, g in answer.hit_pairs}
+        hits.update(hit.values())
+        said.update(hit.get(p) or _size(o, answer) for p, o in enumerate(answer.parse.objects))
+    for size in SIZES:
+        yield OfSize(size=size, hits=hits[size], predicted=said[size], ground_truths=truths[size])
+
+
+def _size(item: LoggedObject, answer: LoggedAnswer) -> SizeName:
+    """Areas on a border are of the smaller size."""
+    area = pixel_area(item.shape, answer.width, answer.height)
+    return next(size for size, (_, most) in SIZES.items() if area <= most)

@@ -1,0 +1,96 @@
+"""`learner doctor` and `probe`: what holds of a set-up before GPUs are paid for (DEP-03)."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from learner.commands.config import ConfigFile, ConfigOption, only_config
+from learner.distributed.waiting import use_passive_wait
+from shared_contracts.cli import RUN_FAILED
+
+if TYPE_CHECKING:
+    from learner.config.schema import Config
+    from learner.operate.doctor.findings import Finding
+
+
+def doctor(
+    file: ConfigFile = None,
+    config: ConfigOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="After the checks, push the checkpoint and compare answers (`learner probe`).",
+        ),
+    ] = False,
+) -> None:
+    """Check the real environment: files, versions, GPUs, memory, and every server.
+
+    Each server answers a few requests, compares one tensor with its weights, and drops it. Nothing
+    is changed without `--probe`.
+
+    Exit code 1 if a check fails, 2 if the config is wrong.
+    """
+    from rich.console import Console
+
+    from learner.config import load_config
+
+    parsed = load_config(only_config(file, config))
+    use_passive_wait()
+    console = Console(stderr=True)
+    with console.status("Looking at files and libraries", spinner="line") as status:
+        from learner.operate.doctor.findings import failed, skipped
+        from learner.operate.doctor.run import examine
+        from learner.operate.doctor.weights import PROBE
+
+        findings = []
+        for finding in examine(parsed):
+            status.update(f"After {finding.check} {finding.about}")
+            findings.append(finding)
+        if probe and failed(findings):
+            findings.append(skipped(PROBE, "waits for the checks that failed"))
+        elif probe:
+            status.update("Pushing the checkpoint and comparing answers")
+            findings += _probe(parsed)
+    _show(findings, json)
+
+
+def probe(file: ConfigFile = None, config: ConfigOption = None) -> None:
+    """Push the checkpoint to the servers and compare their answers with its own.
+
+    `learner doctor --probe` does the same after every other check.
+    """
+    from learner.config import load_config
+    from learner.stages.formats import answer_format
+    from learner.training.start_checks import check_checkpoint
+
+    parsed = load_config(only_config(file, config))
+    check_checkpoint(parsed.model.model, answer_format(parsed).end_marker)
+    use_passive_wait()
+    _show(_probe(parsed), json=False)
+
+
+def _probe(config: "Config") -> "list[Finding]":
+    from learner.operate.doctor.weights import probe_servers, require_servers
+    from learner.training.start_checks import reach_servers
+
+    require_servers(config)
+    return list(probe_servers(config, reach_servers(config)))
+
+
+def _show(findings: "list[Finding]", json: bool) -> None:
+    """Print the findings; exit code 1 when one of them is a failure."""
+    from rich.console import Console
+
+    from learner.operate.doctor.findings import as_json, failed, summary, tables
+
+    if json:
+        typer.echo(as_json(findings))
+    else:
+        shown = Console()
+        for table in tables(findings):
+            shown.print(table)
+        shown.print(summary(findings), highlight=False)
+    if failed(findings):
+        raise typer.Exit(RUN_FAILED)

@@ -1,0 +1,164 @@
+"""`learner watch`, `report` and `replay`: what shows a run, from its folder alone."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shared_contracts.errors import ContractError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from learner.analysis.replay import Difference, LoggedStep, Rebuilder, StepLog
+    from learner.runs.rollout_log import StepAnswer
+
+_INTERRUPTED = 130
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(help="Run folder: training.output_dir of a run.")],
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="When the run has ended, wait until it is resumed.")
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for a run that has not started yet.", min=0)
+    ] = 600,
+) -> None:
+    """Show a run in the terminal until it ends. Reads only the files of the run.
+
+    Ctrl-C ends the view and does not affect the run. Exit code 1 if the process of the run is gone.
+    """
+    try:
+        from learner.analysis.watch import await_run, watch_run
+
+        watch_run(await_run(run, 0.0 if once else wait), once, follow)
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Run folder: training.output_dir of a run.")],
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file. (report.html in the run folder)")
+    ] = None,
+) -> None:
+    """Write report.html, the page of a run, also during the run. It needs no network."""
+    from learner.analysis.report import write_report
+    from learner.analysis.report.run_view import REPORT
+    from learner.runs.atomic_files import require_file
+    from learner.runs.run_folder import RunFolder
+
+    folder = RunFolder.open(run)
+    file = out or run / REPORT
+    if file.suffix != ".html":
+        raise ContractError("--out", f"{file} does not end in .html", "Name an HTML file")
+    require_file("--out", file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_report(folder, file)
+    typer.echo(f"Report: {file} ({file.stat().st_size / 1e6:.1f} MB)")
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    step: Annotated[
+        int | None,
+        typer.Option(help="Step of channel B, counted from 1. (all logged steps)", min=1),
+    ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(help="Print everything about the answer to this sample, e.g. train.jsonl:12"),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder with the tokenizer of the run. (model.model of the run)"),
+    ] = None,
+) -> None:
+    """Compute logged steps again from their answers, and compare every bit."""
+    from learner.analysis.replay import Rebuilder, StepLog
+    from learner.analysis.replay.rebuild import find_tokenizer, load_tokenizer
+    from learner.analysis.replay.show import notes_on
+    from learner.runs.run_folder import RunFolder
+
+    folder = RunFolder.open(run)
+    config, log = folder.config(), StepLog(folder)
+    if step is None and sample is not None:
+        step = log.step_with(sample)
+    logged = None if step is None else log.step(step)
+    answered = [] if logged is None or sample is None else logged.sample(sample)
+    steps = log.steps if logged is None else [logged.step]
+    found = find_tokenizer(folder, config, tokenizer)
+    for note in (found.note, *notes_on(folder.facts(), steps[0])):
+        if note:
+            typer.echo(f"note: {note}", err=True)
+    rebuilder = Rebuilder(config, load_tokenizer(found.folder))
+    same = (
+        _replay_all(log, rebuilder) if logged is None else _replay_step(logged, answered, rebuilder)
+    )
+    if not same:
+        raise typer.Exit(1)
+
+
+def _replay_step(
+    logged: "LoggedStep", answered: "Sequence[StepAnswer]", rebuilder: "Rebuilder"
+) -> bool:
+    """One step, with the stories of some of its answers."""
+    from learner.analysis.replay import compare
+    from learner.analysis.replay.show import difference_table, step_table, story, verdict
+    from learner.data.show import print_tables
+
+    replayed, tokenizer = compare(logged, rebuilder), rebuilder.tokenizer
+    tables = [
+        table
+        for answer in answered
+        for table in story(answer, replayed.assessed(answer), logged.mates(answer), tokenizer)
+    ]
+    tables.append(step_table(replayed))
+    if replayed.first is not None:
+        tables.append(difference_table(replayed.first, tokenizer))
+    print_tables(tables)
+    typer.echo(f"\n{verdict(replayed)}")
+    return replayed.first is None
+
+
+def _replay_all(log: "StepLog", rebuilder: "Rebuilder") -> bool:
+    """Every step; what cannot be read is told and left out, unless that is all there is."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from learner.analysis.replay import compare
+    from learner.analysis.replay.show import (
+        DifferingStep,
+        difference_table,
+        steps_table,
+        verdict_on_all,
+    )
+    from learner.data.show import print_tables
+
+    bar = Console(stderr=True)
+    first: Difference | None = None
+    different: list[DifferingStep] = []
+    identical: list[int] = []
+    refused: list[ContractError] = []
+    hidden = not bar.is_terminal
+    for step in track(log.steps, "Steps", console=bar, transient=True, disable=hidden):
+        try:
+            found = compare(log.step(step), rebuilder).first
+        except ContractError as error:
+            refused.append(error)
+            typer.echo(f"note: step {step} is left out: {error}", err=True)
+            continue
+        if found is None:
+            identical.append(step)
+        else:
+            first = first or found
+            different.append(DifferingStep.of(step, found))
+    if refused and not (identical or different):
+        raise refused[0]
+    tables = [steps_table(different, identical)]
+    if first is not None:
+        tables.append(difference_table(first, rebuilder.tokenizer))
+    print_tables(tables)
+    typer.echo(f"\n{verdict_on_all(len(different), len(identical), len(refused))}")
+    return not different

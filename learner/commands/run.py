@@ -1,0 +1,181 @@
+"""`learner train`, `launch`, `eval` and `demo`: what runs a model."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from learner.commands.config import ConfigFile, ConfigOption, only_config
+from learner.distributed.waiting import use_passive_wait
+
+
+def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
+    """Train a detector. All hyperparameters are in the YAML file."""
+    from contextlib import nullcontext
+    from functools import partial
+
+    from rich.console import Console
+
+    from learner.config import load_config
+    from learner.distributed.waiting import reporting_waits, waiting_for
+    from learner.rollout.colocate import describe_backend, learner_environment
+    from learner.runs.console import tell
+    from learner.training.start_checks import check_inputs, generates, reach_servers
+
+    console = Console()
+    parsed = load_config(only_config(file, config))
+    inputs = check_inputs(parsed)
+    if over := inputs.finished(parsed.training):
+        tell(console, over)
+        return
+    first = os.environ.get("RANK", "0") == "0"
+    with reporting_waits(partial(tell, console)) if first else nullcontext():
+        clients = []
+        if generates(parsed):
+            answering = describe_backend(parsed, inputs.placement)
+            tell(console, f"Rollouts: {answering}")
+            clients = reach_servers(parsed)
+
+        use_passive_wait()
+        os.environ.update(learner_environment(inputs.placement))
+        if inputs.processes > 1:  # a process that ends is told by name, not by its sockets
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        with waiting_for("PyTorch and its libraries to be imported"):
+            from learner.runs.atomic_files import expect_full_disks_in_threads
+            from learner.training.train import train as run
+
+        expect_full_disks_in_threads()
+        folder = run(parsed, inputs, clients, console)
+    tell(console, f"Run folder: {folder}")
+
+
+def launch(
+    file: ConfigFile = None,
+    config: ConfigOption = None,
+    server_gpus: Annotated[
+        list[str] | None,
+        typer.Option(help="GPUs of one server, e.g. 0,1,2. Repeat for each server of the YAML."),
+    ] = None,
+    train_gpus: Annotated[
+        str | None, typer.Option(help="GPUs of the learner, e.g. 3. It gets one process for each.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="gpu, or cpu for all programs.")] = "gpu",
+    train_processes: Annotated[
+        int | None, typer.Option(help="Number of learner processes on the CPU. (1)")
+    ] = None,
+    server_config: Annotated[
+        Path | None,
+        typer.Option(help="YAML with options of the servers; see `rollout-server serve --help`."),
+    ] = None,
+) -> None:
+    """Start the servers and the learner of a run together, and stop them together."""
+    from functools import partial
+
+    from rich.console import Console
+
+    from learner.config import load_config, load_mapping
+    from learner.distributed.waiting import reporting_waits
+    from learner.operate.launch import crew_of
+    from learner.operate.launch import launch as run
+    from learner.operate.launch_plan import Asked, check_launch, plan_launch
+    from learner.runs.console import tell
+
+    console = Console()
+    say = partial(tell, console)
+    path = only_config(file, config)
+    parsed = load_config(path)
+    own = load_mapping(server_config) if server_config is not None else {}
+    asked = Asked(device, tuple(server_gpus or ()), train_gpus, train_processes)
+    checked = check_launch(parsed, asked, own)
+    if over := checked.inputs.finished(parsed.training):
+        say(over)
+        return
+    plan = plan_launch(path, parsed, checked, os.environ)
+    plan.write_files()
+    for server in plan.servers:
+        say(f"Starting a rollout server: {server} (log: {server.log})")
+    try:
+        with reporting_waits(say):
+            code = run(crew_of(plan), say)
+    finally:
+        console.show_cursor()  # a learner that was stopped may have hidden it
+    raise typer.Exit(code)
+
+
+def evaluate(
+    file: ConfigFile = None,
+    config: ConfigOption = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint to score, e.g. RUN/checkpoint-500. (model.model)"),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="JSONL file with the samples. (data.val_jsonl)")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="New folder for the results. (one in training.output_dir/evaluations)"),
+    ] = None,
+) -> None:
+    """Score the answers of a checkpoint, and write scores and answers.
+
+    The checkpoint is pushed to the servers of the config. No other run may use them meanwhile.
+    """
+    from rich.console import Console
+
+    from learner.analysis.report.run_page import renew
+    from learner.config import load_config
+    from learner.data.show import print_tables
+    from learner.operate.eval_plan import plan_evaluation
+    from learner.rollout.colocate import describe_backend, learner_environment
+    from learner.runs.console import showing_waits, tell
+    from learner.training.start_checks import reach_servers
+
+    plan = plan_evaluation(load_config(only_config(file, config)), checkpoint, data, out)
+    console = Console()
+    answering = describe_backend(plan.config, plan.placement)
+    tell(console, f"Checkpoint: {plan.checkpoint}")
+    tell(console, f"Samples: {len(plan.samples)} of {plan.data}")
+    tell(console, f"Answers: {answering}")
+    with showing_waits(console):
+        clients = reach_servers(plan.config)
+
+    use_passive_wait()
+    os.environ.update(learner_environment(plan.placement))
+    from learner.operate.eval_run import run_evaluation, tables
+
+    scored = run_evaluation(plan, clients, console)
+    print_tables(tables(scored))
+    tell(console, f"\nEvaluation: {plan.out}")
+    if plan.run is not None:
+        renew(plan.run, console)
+
+
+def demo(
+    out: Annotated[
+        Path | None, typer.Option(help="New folder for the run. (runs/demo-DATE)")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.", min=0)] = 0,
+    control: Annotated[
+        bool,
+        typer.Option(
+            "--control", help="Also train with channel A alone, for the same number of steps."
+        ),
+    ] = False,
+) -> None:
+    """Train a toy detector on this machine: data, model, server, training, scores."""
+    from datetime import datetime
+
+    from rich.console import Console
+
+    from learner.runs.atomic_files import require_free
+
+    folder = out or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
+    require_free(folder)
+
+    use_passive_wait()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the demo is for a CPU, whatever else is there
+    from learner.operate.demo import run_demo
+
+    run_demo(folder.resolve(), seed, Console(), control=control)

@@ -1,0 +1,39 @@
+"""What a run chooses by name. A new one is a module, and one line here: `name: module:object`.
+
+The modules are imported when they are asked for: the config knows their names alone.
+"""
+
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import Any
+
+from shared_contracts.errors import ContractError
+
+# `custom.answer_format`; each is a `learner.stages.formats.AnswerFormat`.
+ANSWER_FORMATS = {
+    "coord_json": "learner.stages.formats.coord_json:COORD_JSON",
+}
+
+# By `model_type` of a checkpoint's config.json; each is a `learner.models.families.Family`.
+MODEL_FAMILIES = {
+    "qwen2_vl": "learner.models.families.qwen_vl:QWEN_VL",
+    "qwen2_5_vl": "learner.models.families.qwen_vl:QWEN_VL",
+    "qwen3_vl": "learner.models.families.qwen_vl:QWEN_VL",
+    "qwen3_vl_moe": "learner.models.families.qwen_vl:QWEN_VL",
+}
+
+
+def model_family(model_type: str | None) -> Any:
+    """The `Family` of a `model_type`; ContractError for one that is not known."""
+    if model_type not in MODEL_FAMILIES:
+        raise ContractError(
+            "model.model",
+            f"its model_type is {model_type}, whose images and positions are not known",
+            f"Use one of {', '.join(MODEL_FAMILIES)}",
+        )
+    return load_registered(MODEL_FAMILIES, model_type)
+
+
+def load_registered(registry: Mapping[str, str], name: str) -> Any:
+    """The object that a registry has under a name."""
+    return resolve_name(registry[name])

@@ -1,0 +1,1 @@
+"""The processes of a run: agreement, failures, waiting, and the process group."""

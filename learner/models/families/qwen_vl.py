@@ -1,0 +1,144 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+
+Four rows of positions, those of the text and the three of multimodal RoPE, keep the segments of a
+packed row apart: each restarts per segment, and without a mask and a cache the text row's restarts
+become block-diagonal causal attention. With fewer rows segments leak into each other silently.
+"""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from learner.data.lengths import read_json
+from learner.models.families import Multimodal, Part
+from shared_contracts.errors import ContractError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# The processor refuses images that are longer than this many times their other side.
+MAX_ASPECT = 200
+
+
+class QwenImageRule(NamedTuple):
+    """How many tokens an image takes, by the rule of Qwen's image processor.
+
+    The processor resizes to whole blocks of `patch_size * merge_size` pixels, about the same aspect
+    and a number of pixels within its bounds; each block becomes one token. It is written down here
+    because transformers' processor cannot be imported without torch.
+
+    block: side of one token's pixels; the other two bound the pixels of a resized image.
+    """
+
+    block: int
+    min_pixels: int
+    max_pixels: int
+
+    @classmethod
+    def of_checkpoint(cls, folder: Path) -> "QwenImageRule":
+        """The rule in the checkpoint's files; ContractError where there is none or another."""
+        where, processor = _processor(folder)
+        if not str(processor.get("image_processor_type")).startswith("Qwen2VLImageProcessor"):
+            raise _not_of_qwen(
+                where, f"image_processor_type {processor.get('image_processor_type')}"
+            )
+        size = processor.get("size") or {}
+        try:
+            sides = [processor["patch_size"], processor["merge_size"]]
+            bounds = [
+                processor.get("min_pixels") or size["shortest_edge"],
+                processor.get("max_pixels") or size["longest_edge"],
+            ]
+        except (KeyError, TypeError) as error:
+            raise _not_of_qwen(where, f"no {error}") from None
+        if not all(type(value) is int and value > 0 for value in sides + bounds):
+            raise _not_of_qwen(where, f"sides {sides} and bounds of pixels {bounds}")
+        return cls(sides[0] * sides[1], *bounds)
+
+    @property
+    def max_aspect(self) -> int:
+        return MAX_ASPECT
+
+    def tokens(self, width: int, height: int) -> int | None:
+        """Tokens of an image, None for one that is too narrow for the processor."""
+        if max(width, height) / min(width, height) > MAX_ASPECT:
+            return None
+        return self._blocks(width, height)
+
+    def _blocks(self, width: int, height: int) -> int:
+        block = self.block
+        columns, rows = round(width / block), round(height / block)
+        if columns * rows * block * block > self.max_pixels:
+            shrink = math.sqrt(width * height / self.max_pixels)
+            columns = max(1, math.floor(width / shrink / block))
+            rows = max(1, math.floor(height / shrink / block))
+        elif columns * rows * block * block < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (width * height))
+            columns = math.ceil(width * grow / block)
+            rows = math.ceil(height * grow / block)
+        return columns * rows
+
+
+def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The settings of the image processor and the file they are in, as transformers finds them."""
+    nested, alone = folder / "processor_config.json", folder / "preprocessor_config.json"
+    if nested.is_file() and "image_processor" in (settings := read_json(nested)):
+        if not isinstance(settings["image_processor"], dict):
+            raise _not_of_qwen(nested, "an image_processor that is no object")
+        return nested, settings["image_processor"]
+    if not alone.is_file():
+        raise ContractError(
+            str(folder),
+            f"no {nested.name} with an image_processor, and no {alone.name}",
+            "Give the folder of a checkpoint saved with its processor",
+        )
+    return alone, read_json(alone)
+
+
+def _not_of_qwen(where: Path, found: str) -> ContractError:
+    return ContractError(
+        str(where), found, "Use a model of the Qwen-VL family, whose image tokens are known here"
+    )
+
+
+class QwenVL:
+    """The family; see the module's docstring."""
+
+    placeholder = "<|image_pad|>"
+    inputs = ("mm_token_type_ids", "pixel_values", "image_grid_thw")
+    language_linear = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+
+    def image_rule(self, folder: Path) -> QwenImageRule:
+        return QwenImageRule.of_checkpoint(folder)
+
+    def inner(self, model: "nn.Module") -> Multimodal:
+        found: Any = model.model
+        inner: Multimodal = found
+        return inner
+
+    def part_of(self, name: str) -> Part:
+        """The aligner merges patches into language tokens: `merger`, `deepstack_merger_list`."""
+        parts = name.split(".")
+        if "visual" not in parts:
+            return "language"
+        return "aligner" if any("merger" in part for part in parts) else "vision"
+
+    def positions(
+        self, inner: Any, ids: "Tensor", types: "Tensor", grid: "Tensor | None"
+    ) -> "Tensor":
+        import torch
+
+        spatial, _ = inner.get_rope_index(ids[None], types[None], image_grid_thw=grid)
+        text = torch.arange(ids.numel(), dtype=ids.dtype)
+        return torch.cat([text[None], spatial[:, 0]])
+
+    def text_positions(self, length: int) -> "Tensor":
+        import torch
+
+        return torch.arange(length).expand(4, -1)
+
+    def position_ids(self, positions: "Tensor") -> "Tensor":
+        return positions[:, None]
+
+
+QWEN_VL = QwenVL()

@@ -1,0 +1,105 @@
+"""How much arithmetic a step is, and how well it uses the device (FULL-09)."""
+
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from learner.models.gpus import Gpu, gpu_of_device
+from learner.models.packed_forward import Pack
+
+GIB = 2**30
+# Backward of attention has 5 products for the 2 of forward.
+_ATTENTION = 3.5
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """FLOPs of a model, as functions of a pack's rows (Chowdhery et al., "PaLM", appendix B).
+
+    Recomputed activations do not count. Each of the four is for one row, forward alone and with
+    backward. A weight costs 2 forward, 2 for the gradient of its input, and 2 for its own where
+    it is trained.
+
+    text: of a token. head: of a supervised row. vision: of a patch. merged: of an image token in
+    the tower's mergers. text_square, vision_square: of the square of a segment's tokens, and of an
+    image's patches.
+    """
+
+    text: tuple[float, float]
+    head: tuple[float, float]
+    vision: tuple[float, float]
+    merged: tuple[float, float]
+    text_square: tuple[float, float]
+    vision_square: tuple[float, float]
+
+    @classmethod
+    def of(cls, model: nn.Module, config: Any) -> "Arithmetic":
+        """config: transformers' config of the model."""
+        rows = dict.fromkeys(("text", "head", "vision", "merged"), (0.0, 0.0))
+        sees = any(w.requires_grad for name, w in model.named_parameters() if "visual" in name)
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.Linear | nn.Conv3d):
+                continue
+            kind = "text"
+            if "lm_head" in name:
+                kind = "head"
+            elif "visual" in name:
+                kind = "merged" if "merger" in name else "vision"
+            size = 2.0 * module.weight.numel()
+            passed = kind in ("text", "head") or (sees and not name.endswith("patch_embed.proj"))
+            both = size * (1 + passed + module.weight.requires_grad)
+            forward, whole = rows[kind]
+            rows[kind] = (forward + size, whole + both)
+        text, vision = config.get_text_config(), config.vision_config
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        causal = 2.0 * text.num_attention_heads * width * text.num_hidden_layers
+        images = 4.0 * vision.hidden_size * vision.depth
+        return cls(
+            **rows,
+            text_square=(causal, _ATTENTION * causal),
+            vision_square=(images, (_ATTENTION if sees else 1) * images),
+        )
+
+    def of_pack(self, pack: Pack, head_rows: int) -> tuple[float, float]:
+        """FLOPs of one forward of a pack, alone and with its backward."""
+        squares = float(pack.bounds.diff().double().square().sum())
+        grids = [] if pack.image_grid_thw is None else pack.image_grid_thw.tolist()
+        patches = [float(t * h * w) for t, h, w in grids]
+        image_tokens = float((pack.mm_token_types == 1).sum())
+        return tuple(  # type: ignore[return-value]  # two
+            self.text[way] * len(pack)
+            + self.head[way] * head_rows
+            + self.vision[way] * sum(patches)
+            + self.merged[way] * image_tokens
+            + self.text_square[way] * squares
+            + self.vision_square[way] * sum(count**2 for count in patches)
+            for way in (0, 1)
+        )
+
+
+class DeviceUse:
+    """Peak memory of each step, and the arithmetic that the device could do at best.
+
+    gpu: None where the device is no GPU, or none that is known.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.gpu: Gpu | None = None
+        if device.type == "cuda":
+            found = torch.cuda.get_device_properties(device)
+            self.gpu = gpu_of_device(found.name, found.total_memory)
+
+    def begin(self) -> None:
+        """Before a step."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_gib(self) -> float:
+        """On a GPU of tensors since `begin`; else of the process since it was started."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) / GIB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

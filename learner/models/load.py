@@ -1,0 +1,231 @@
+"""Load the model to train, its processor and its tokenizer; apply the tuner; `Offload` it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedModel,
+    ProcessorMixin,
+)
+
+from learner.config.schema import AttentionChoice, Config, LoraTuner, TunerConfig
+from learner.models.attention import attention_of
+from learner.models.coord_tokens import untrained, vocab_modules
+from learner.models.families import Family, Multimodal, family_of
+from learner.models.families.qwen_vl import QWEN_VL
+from learner.models.loading import loading
+from learner.models.patch_embedding import use_product
+from learner.stages.formats import answer_format
+from learner.stages.tokens import CoordVocab, Tokenizer
+from shared_contracts.adapters import checkpoint_chain, folder_with
+from shared_contracts.errors import ContractError
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """model: to train, possibly wrapped by peft; inner: the multimodal module in it.
+
+    notes: what a person should know of what is trained.
+    """
+
+    model: nn.Module
+    inner: Multimodal
+    processor: ProcessorMixin
+    tokenizer: Tokenizer
+    vocab: CoordVocab
+    notes: tuple[str, ...] = ()
+    family: Family = QWEN_VL
+
+
+def load_model(config: Config) -> LoadedModel:
+    """Load the checkpoint directory `model.model` onto the GPU, or the CPU."""
+    return prepared(config, load_weights(config))
+
+
+def load_weights(config: Config) -> PreTrainedModel:
+    """The model of the checkpoint directory, on the CPU.
+
+    Raises ContractError for a directory of none, or an attention that is not installed.
+
+    Weights that are trained are float32, whatever `torch_dtype` computes in: an update of
+    a bfloat16 weight is mostly lost in rounding. Under LoRA the frozen weights have
+    `torch_dtype`, and peft makes the adapters float32.
+    """
+    with _loading(config):
+        return read_model(
+            config.model.model, weight_dtype(config), config.model.attn_implementation
+        )
+
+
+def read_model(
+    folder: Path, dtype: torch.dtype | Literal["auto"], attention: AttentionChoice = "auto"
+) -> PreTrainedModel:
+    """The model of a folder: of a checkpoint, or of an adapter, merged into what it is over.
+
+    Its `name_or_path` is the folder: an adapter that is trained on top will name it.
+    """
+    *adapters, base = checkpoint_chain(folder, "model.model")
+    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
+        base, dtype=dtype, attn_implementation=attention_of(attention)
+    )
+    for adapter in reversed(adapters):
+        model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    model.name_or_path = model.config.name_or_path = str(folder)
+    return model
+
+
+def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
+    """`model`, which `load_weights` has loaded, on its device, with its processor and tuner.
+
+    Raises ContractError for a directory without a processor, and for what `tuned` refuses.
+    """
+    with _loading(config):
+        processor = read_processor(config.model.model)
+    vocab = CoordVocab.from_tokenizer(processor.tokenizer, answer_format(config).end_marker)
+    family = family_of(model)
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
+    use_product(model)
+    inner = family.inner(model)
+    rows, notes = _rows_to_train(model, config.tuner, vocab)
+    trained = tuned(model, config.tuner, rows)
+    return LoadedModel(trained, inner, processor, processor.tokenizer, vocab, notes, family)
+
+
+def read_processor(folder: Path) -> ProcessorMixin:
+    """That of a checkpoint, of an adapter, or of what the adapter is over."""
+    place = folder_with(folder, "tokenizer.json", "model.model")
+    processor: ProcessorMixin = AutoProcessor.from_pretrained(place, trust_remote_code=False)
+    return processor
+
+
+def weight_dtype(config: Config) -> torch.dtype:
+    """What weights are loaded as."""
+    if config.tuner.train_type == "lora" and config.model.torch_dtype == "bfloat16":
+        return torch.bfloat16
+    return torch.float32
+
+
+def _rows_to_train(
+    model: PreTrainedModel, tuner: TunerConfig, vocab: CoordVocab
+) -> tuple[list[int], tuple[str, ...]]:
+    """Token ids whose rows are trained beside adapters, and what there is to say of it."""
+    if not isinstance(tuner, LoraTuner):
+        return [], ()
+    modules = vocab_modules(model)
+    why = next(filter(None, (untrained(m.weight[vocab.ids].detach()) for m in modules)), None)
+    key = "tuner.train_coordinate_rows"
+    if tuner.adapts_rows or tuner.train_coordinate_rows is False:
+        left = f"Warning: the rows of the coordinate tokens look untrained ({why}), and {key}"
+        return [], () if why is None else (f"{left} leaves them to the adapters",)
+    if tuner.train_coordinate_rows is True:
+        return vocab.ids, ()
+    if why is None:
+        return [], ()
+    note = (
+        f"The rows of the coordinate tokens look untrained ({why}): they are trained, too ({key})"
+    )
+    return vocab.ids, (note,)
+
+
+def tuned(model: PreTrainedModel, tuner: TunerConfig, rows: Sequence[int] = ()) -> nn.Module:
+    """`model` with the adapters that are trained, where there are any.
+
+    rows: token ids whose rows of the embedding, and of an untied head, are trained as well.
+
+    Raises ContractError for target modules that the model does not have, or peft cannot adapt.
+    """
+    if not isinstance(tuner, LoraTuner):
+        return model
+    targets = tuner.target_modules
+    if targets != "all-linear":
+        _require_modules(model, targets)
+    linear = family_of(model).language_linear
+    own_rows = {"embed_tokens": list(rows)} if rows else None
+    if own_rows and not model.config.get_text_config().tie_word_embeddings:
+        own_rows["lm_head"] = list(rows)  # a tied head follows the embedding
+    model.enable_input_require_grads()
+    lora = LoraConfig(
+        r=tuner.lora_rank,
+        lora_alpha=tuner.lora_alpha,
+        lora_dropout=tuner.lora_dropout,
+        use_dora=tuner.use_dora,
+        target_modules=linear if targets == "all-linear" else list(targets),
+        trainable_token_indices=own_rows,
+    )
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:
+        raise ContractError(
+            "tuner.target_modules", f"peft cannot adapt them ({error})", "Name linear layers"
+        ) from error
+
+
+def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:
+    """Each name is that of a module or the end of one; peft asks this of only one of them."""
+    names = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise ContractError(
+                "tuner.target_modules",
+                f"the model has no module {target}",
+                "Name modules as in peft, such as q_proj, or all-linear",
+            )
+
+
+def _loading(config: Config) -> AbstractContextManager[None]:
+    fix = "Give the folder of a whole Qwen3-VL checkpoint, saved with its processor"
+    return loading("model.model", str(config.model.model), fix)
+
+
+ToHost = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What is moved away.
+
+    model, optimizer: None stays where it is.
+    to_host: a copy of a tensor in host memory.
+    """
+
+    model: nn.Module | None
+    optimizer: Optimizer | None
+    to_host: ToHost = Tensor.cpu
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """Host memory for the length of a block, then the devices of before."""
+        devices: list[tuple[Tensor, torch.device]] = []
+        try:
+            for tensor in self._tensors():
+                devices.append((tensor, tensor.device))
+                tensor.data = self.to_host(tensor.data)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # others take the freed blocks
+            yield
+        finally:
+            for tensor, device in devices:
+                tensor.data = tensor.data.to(device)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Each tensor once; gradients before their parameters."""
+        if self.model is not None:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    yield parameter.grad
+                yield parameter
+            yield from self.model.buffers()
+        if self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -1,0 +1,80 @@
+"""`PipelineConfig`: a declared pipeline of either trainer variant (CFG-08).
+
+    stage2_ab.pipeline            stage2_two_channel
+    rollout_matching.pipeline     stage2_rollout_aligned
+
+Every module states every key of its config: there are no defaults to drift, but the drop-invalid
+multiplier's. Imports no torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, field_validator, model_validator
+
+from learner.objectives import DIAGNOSTICS, OBJECTIVES
+from learner.objectives.objective import Diagnostic, Entry, Objective
+from shared_contracts.strict_model import Refusal, StrictModel, refuse_all
+
+
+def _one_of(modules: Sequence[type[Entry]]) -> Any:
+    """The type of an entry, by its name."""
+    if len(modules) == 1:
+        return modules[0]
+    return Annotated[reduce(or_, modules), Field(discriminator="name")]
+
+
+if TYPE_CHECKING:
+    ObjectiveModule = Objective
+    DiagnosticModule = Diagnostic
+else:
+    ObjectiveModule = _one_of(OBJECTIVES)
+    DiagnosticModule = _one_of(DIAGNOSTICS)
+
+
+class PipelineConfig(StrictModel):
+    """The objective, module by module, and what is only looked at (section 10)."""
+
+    objective: Annotated[tuple[ObjectiveModule, ...], Field(strict=False)] = Field(
+        description="loss modules; each has exactly `name, enabled, weight, channels, config`"
+    )
+    diagnostics: Annotated[tuple[DiagnosticModule, ...], Field(strict=False)] = Field(
+        description="monitoring modules, written like loss modules; `[]`: none"
+    )
+
+    @field_validator("objective")
+    @classmethod
+    def _something_is_declared(
+        cls, modules: tuple[ObjectiveModule, ...]
+    ) -> tuple[ObjectiveModule, ...]:
+        if not modules:
+            raise Refusal("the list is empty", "Declare at least one module")
+        refuse_all(_listed_twice(modules))
+        return modules
+
+    @field_validator("diagnostics")
+    @classmethod
+    def _each_once(cls, modules: tuple[DiagnosticModule, ...]) -> tuple[DiagnosticModule, ...]:
+        refuse_all(_listed_twice(modules))
+        return modules
+
+    @model_validator(mode="after")
+    def _modules_agree(self) -> "PipelineConfig":
+        refuse_all(self._conflicts())
+        return self
+
+    def _conflicts(self) -> Iterator[Refusal]:
+        enabled = [module for module in self.objective if module.enabled]
+        for index, module in enumerate(self.objective):
+            for fault in module.conflicts(enabled) if module.enabled else ():
+                yield Refusal(fault.found, fault.do, f"objective[{index}].{fault.key}")
+
+
+def _listed_twice(modules: Sequence[Entry]) -> Iterator[Refusal]:
+    names = [module.name for module in modules]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            found = f"'{name}' is listed already"
+            yield Refusal(found, "List every module once", f"[{index}].name")

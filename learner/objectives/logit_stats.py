@@ -1,0 +1,350 @@
+"""What a packed row is trained on, and the statistics of its logits that the objectives need.
+
+A row of logits is as wide as the vocabulary, and a pack has thousands of rows. So no objective
+gets rows: of text it gets the cross-entropy of the target and the share of what is no
+coordinate, of a slot a logsumexp and the logits of the 1000 coordinates. The head is applied to
+the supervised rows only, a chunk at a time (FULL-02). Backward computes each chunk's logits again,
+so the logits of more than one chunk never exist.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from learner.objectives.numerics import (
+    all_inside,
+    bound_,
+    bounded,
+    bounded_gradient,
+    logsumexp_and_text_mass_,
+    widened,
+)
+from learner.types import Role
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What one packed row of L tokens is trained on; positions count from its start.
+
+    input_ids: (L,). roles: (L,) int8, values of `Role`. has_dropped: (L,) bool, true in
+    samples that lost an invalid object. coord_positions: (K,). coord_bins: (K,) float, in bins.
+    boxes: (N, 4) indices into K.
+    """
+
+    input_ids: Tensor
+    roles: Tensor
+    has_dropped: Tensor
+    coord_positions: Tensor
+    coord_bins: Tensor
+    boxes: Tensor
+
+    def to(self, device: torch.device) -> "Supervision":
+        return Supervision(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Denominators of the means of a forward; 0 where a row has none of a kind, and so no term.
+
+    The objectives get them as arguments, so that the losses of parts of a row, each over the
+    totals of the whole, add up to the loss of the whole.
+
+    text_weight, struct_weight: () sums of cross-entropy weights, over all supervised text
+    and over its structure and closure. text, slots, boxes: counts.
+    """
+
+    text_weight: Tensor
+    struct_weight: Tensor
+    text: int
+    slots: int
+    boxes: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The supervised tokens of a row, and the rows of logits that predict them.
+
+    A token at position p is predicted by the logits at p-1: so are all rows here.
+
+    text_rows: (T,); text_targets: (T,) token ids; text_roles: (T,) `Role` values;
+    text_weights: (T,) cross-entropy weights, > 0.
+    slot_rows: (K,); slot_bins: (K,) in [0, 999], fractions between bins allowed.
+    boxes: (N, 4) indices into K, in x1, y1, x2, y2 order.
+    """
+
+    text_rows: Tensor
+    text_targets: Tensor
+    text_roles: Tensor
+    text_weights: Tensor
+    slot_rows: Tensor
+    slot_bins: Tensor
+    boxes: Tensor
+    totals: Totals
+
+
+def select(row: Supervision, weights: Tensor) -> Selection:
+    """The supervised tokens of a row; weights: (L,) of its text tokens, 0 where none is taught."""
+    positions = weights.nonzero().squeeze(1)
+    text_weights, roles = weights[positions], row.roles[positions]
+    return Selection(
+        text_rows=positions - 1,
+        text_targets=row.input_ids[positions],
+        text_roles=roles,
+        text_weights=text_weights,
+        slot_rows=row.coord_positions - 1,
+        slot_bins=row.coord_bins,
+        boxes=row.boxes,
+        totals=Totals(
+            text_weight=text_weights.sum(),
+            struct_weight=text_weights[~is_description(roles)].sum(),
+            text=len(positions),
+            slots=len(row.coord_positions),
+            boxes=len(row.boxes),
+        ),
+    )
+
+
+def is_description(roles: Tensor) -> Tensor:
+    """(T,) `Role` values of supervised text -> (T,) bool; the rest is structure and closure."""
+    return roles == Role.APPENDED_DESC
+
+
+# Logits that the head computes at once: 440 rows of Qwen's vocabulary, 128 MiB in bfloat16. With
+# fewer rows a GPU would wait for its memory, which has to deliver the whole head to each chunk.
+HEAD_ELEMENTS = 2**26
+
+# Logits that are widened at once: in float32 4 MiB, which caches hold, and 64 MiB on a GPU.
+_CHUNK_ELEMENTS_CPU = 2**20
+_CHUNK_ELEMENTS = 2**24
+
+
+class HeadInput(NamedTuple):
+    """The rows of a pack before the head.
+
+    hidden: (L, H), the last hidden states. head: (r, H) of them -> logits (r, V).
+    vocabulary: V.
+    """
+
+    hidden: Tensor
+    head: Callable[[Tensor], Tensor]
+    vocabulary: int
+
+
+class LogitStats(NamedTuple):
+    """What the objectives know of one forward; differentiable, float32 or wider.
+
+    T supervised text tokens, K supervised coordinate slots, as in the `Selection`; T is 0
+    where the text was not read.
+
+    text_nll: (T,) `-log p(target)` over the vocabulary, in nats.
+    text_mass: (T,) share of the tokens that are no coordinates in the vocabulary, in [0, 1].
+    slot_lse: (K,) logsumexp over the vocabulary. Both are at the gates' temperature.
+    slot_coord_logits: (K, 1000) logits as they came.
+    """
+
+    text_nll: Tensor
+    text_mass: Tensor
+    slot_lse: Tensor
+    slot_coord_logits: Tensor
+
+
+class ForwardStats(NamedTuple):
+    """The forwards of a pack that the objectives look at.
+
+    anchor: of the teacher-forced forward (A1 in channel A). final: of the last one (A2); the
+    same object where there is one forward.
+    """
+
+    anchor: LogitStats
+    final: LogitStats
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the supervised rows of one pack's logits.
+
+    coord_ids: (1000,) on the device of the logits. temperature: of the gates.
+    final_text: an objective looks at the text of the last of several forwards.
+    """
+
+    selection: Selection
+    coord_ids: Tensor
+    temperature: float
+    final_text: bool
+
+    def anchor(self, given: HeadInput) -> LogitStats:
+        chosen = self.selection
+        return self._read(given, chosen.text_rows, chosen.text_targets)
+
+    def final(self, given: HeadInput) -> LogitStats:
+        if self.final_text:
+            return self.anchor(given)
+        nothing = self.selection.text_rows[:0]
+        return self._read(given, nothing, nothing)
+
+    def slots(self, given: HeadInput) -> Tensor:
+        """Coordinate logits of the slots alone, (K, 1000)."""
+
+        def read(hidden: Tensor) -> Tensor:
+            return widened(given.head(hidden).index_select(-1, self.coord_ids))
+
+        rows = given.hidden.index_select(0, self.selection.slot_rows)
+        return torch.cat([_recomputed(read, part) for part in rows.split(_head_rows(given))])
+
+    def _read(self, given: HeadInput, text_rows: Tensor, targets: Tensor) -> LogitStats:
+        """The statistics of the text rows and of all slots.
+
+        A chunk may hold rows of both kinds. Its logits are dropped after the forward and
+        computed again in backward, unless one chunk holds all rows.
+        """
+        rows = torch.cat([text_rows, self.selection.slot_rows])
+        step, texts = _head_rows(given), len(text_rows)
+        read = cast(Callable[..., tuple[Tensor, ...]], _ReadRows.apply)
+
+        def part(hidden: Tensor, aims: Tensor) -> tuple[Tensor, ...]:
+            nth = torch.arange(len(hidden), device=hidden.device)
+            of_text, of_slots = nth[: len(aims)], nth[len(aims) :]
+            logits = given.head(hidden)
+            return read(logits, of_text, aims, of_slots, self.coord_ids, self.temperature)
+
+        hidden = given.hidden.index_select(0, rows)
+        if len(rows) <= step:
+            return LogitStats(*part(hidden, targets))
+        parts = [
+            _recomputed(part, chunk, targets[start : max(start, min(start + step, texts))])
+            for start, chunk in zip(range(0, len(rows), step), hidden.split(step), strict=True)
+        ]
+        return LogitStats(*(torch.cat(kind) for kind in zip(*parts, strict=True)))
+
+
+def _head_rows(given: HeadInput) -> int:
+    """How many rows the head takes at once."""
+    return max(1, HEAD_ELEMENTS // given.vocabulary)
+
+
+def _recomputed(read: Callable[..., Any], *inputs: Tensor) -> Any:
+    """`read(*inputs)`, of which backward needs the inputs alone."""
+    return checkpoint(read, *inputs, use_reentrant=False)
+
+
+class _ReadRows(torch.autograd.Function):
+    """(r, V) logits, T text rows and targets, K slot rows -> the four of a `LogitStats`.
+
+    No row is there twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        text_rows: Tensor,
+        targets: Tensor,
+        slot_rows: Tensor,
+        coord_ids: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, ...]:
+        source = _Rows(logits, coord_ids)
+        plain, mass = source.logsumexp(text_rows, 1.0)
+        text = plain
+        if temperature != 1.0:
+            text, mass = source.logsumexp(text_rows, temperature)
+        slot, _ = source.logsumexp(slot_rows, temperature)
+        ctx.save_for_backward(logits, text_rows, targets, slot_rows, coord_ids)
+        ctx.found = (plain, text, mass, slot, source.clean)
+        ctx.temperature = temperature
+        nll = plain - bounded(logits[text_rows, targets])
+        coord = widened(logits[slot_rows[:, None], coord_ids])
+        return nll, mass.clone(), slot.clone(), coord
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        of_nll, of_mass, of_slot, of_coord = upstream
+        logits, text_rows, targets, slot_rows, coord_ids = ctx.saved_tensors
+        plain, text, mass, slot, clean = ctx.found
+        source, at = _Rows(logits, coord_ids, clean), ctx.temperature
+        of_text, of_coord_in_text = of_mass * (1.0 - mass), -of_mass * mass
+        if at == 1.0:
+            of_text, of_coord_in_text = of_text + of_nll, of_coord_in_text + of_nll
+        gradient = torch.zeros_like(logits)
+        for part in source.parts(text_rows):
+            rows, aims = text_rows[part], targets[part]
+            block = source.pulled(rows, text[part], at, of_text[part], of_coord_in_text[part])
+            if at != 1.0:
+                block += source.pulled(rows, plain[part], 1.0, of_nll[part])
+            nth = torch.arange(len(aims), device=aims.device)
+            block[nth, aims] -= bounded_gradient(logits[rows, aims], of_nll[part])
+            gradient[rows] = block.to(gradient.dtype)
+        for part in source.parts(slot_rows):
+            rows = slot_rows[part]
+            block = source.pulled(rows, slot[part], at, of_slot[part])
+            block.index_add_(1, coord_ids, of_coord[part])
+            gradient[rows] = block.to(gradient.dtype)
+        return gradient, None, None, None, None, None
+
+
+class _Rows:
+    """Bounded rows of (r, V) logits in chunks, without gradients.
+
+    clean: () bool, whether the bounds left all as it was of what has been read so far. What was
+        found when rows were read is given to the object that pulls at them.
+    """
+
+    def __init__(self, logits: Tensor, coord_ids: Tensor, clean: Tensor | None = None) -> None:
+        self._logits = logits
+        self._coord_ids = coord_ids
+        self.clean = logits.new_ones((), dtype=torch.bool)
+        self._all_clean = clean is not None and bool(clean)
+
+    def parts(self, rows: Tensor) -> Iterator[slice]:
+        """Slices of `rows` whose logits are a chunk."""
+        elements = _CHUNK_ELEMENTS_CPU if rows.device.type == "cpu" else _CHUNK_ELEMENTS
+        step = max(1, elements // self._logits.shape[-1])
+        return (slice(start, start + step) for start in range(0, len(rows), step))
+
+    def logsumexp(self, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(R,) -> logsumexp of each row (R,), and the share of what is no coordinate (R,)."""
+        lse = torch.empty(len(rows), dtype=self._wide, device=rows.device)
+        mass = torch.empty_like(lse)
+        for part in self.parts(rows):
+            own = self._divided(rows[part], temperature)
+            self.clean = self.clean & all_inside(own)
+            lse[part], mass[part] = logsumexp_and_text_mass_(bound_(own), self._coord_ids)
+        return lse, mass
+
+    def pulled(
+        self,
+        rows: Tensor,
+        lse: Tensor,
+        temperature: float,
+        whole: Tensor,
+        coord: Tensor | None = None,
+    ) -> Tensor:
+        """Gradient of the logits of `rows`, (r, V), where their logsumexp is pulled by `whole`.
+
+        The softmax times `whole` (r,), but at the coordinates times `coord` (r,) if given.
+        """
+        soft = bound_(self._divided(rows, temperature)).sub_(lse[:, None]).exp_()
+        inner = None
+        if coord is not None:
+            inner = soft.index_select(1, self._coord_ids).mul_((coord / temperature)[:, None])
+        soft.mul_((whole / temperature)[:, None])
+        if inner is not None:
+            soft.index_copy_(1, self._coord_ids, inner)
+        if self._all_clean:
+            return soft
+        return bounded_gradient(self._logits[rows], soft, temperature)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return widened(self._logits[:0]).dtype
+
+    def _divided(self, rows: Tensor, temperature: float) -> Tensor:
+        """Logits of `rows`, divided, in a memory of their own."""
+        own = widened(self._logits.index_select(0, rows))
+        return own if temperature == 1.0 else own.div_(temperature)

@@ -1,0 +1,125 @@
+"""What an objective is: an entry of a pipeline, its loss and its metrics in one class.
+
+An objective is one file here and one line of the registry (`learner/objectives/__init__.py`): the
+config's types, the JSON schema, the metrics and their reference all read the registry. The classes
+are part of the config, so their files import torch within functions only. See "Another objective"
+in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field, field_validator
+
+from learner.types import Channel
+from shared_contracts.strict_model import Refusal, StrictModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from learner.objectives.logit_stats import ForwardStats, LogitStats, Selection, Supervision
+
+Weight = Annotated[float, Field(ge=0)]
+
+# What a term looks at: text in the first forward, text in the last of several, or coordinates
+# and gates in the last.
+Family = Literal["text", "context_text", "coord"]
+
+# By family, the meaning of each term's name.
+LossMetrics = Mapping[Family, Mapping[str, str]]
+# (unit, meaning) of each name of a diagnostic.
+SlotMetrics = Mapping[str, tuple[str, str]]
+
+LOSS_PREFIX: dict[tuple[Channel, Family], str] = {
+    ("A", "text"): "loss/A1_text",
+    ("A", "context_text"): "loss/A2_text",
+    ("A", "coord"): "loss/A2_coord",
+    ("B", "text"): "loss/B_rollout_text",
+    ("B", "coord"): "loss/B_coord",
+}
+
+
+class Term(NamedTuple):
+    """One additive part of an objective's loss: its name in the logs and its value, a scalar."""
+
+    name: str
+    family: Family
+    value: Tensor
+
+
+class Entry(StrictModel):
+    """What every entry of a pipeline states; each class narrows the name and the config."""
+
+    name: str
+    enabled: bool = Field(description="false: the module is not used")
+    weight: Weight = Field(description="weight of the module's loss in the total")
+    channels: Annotated[tuple[Channel, ...], Field(strict=False)] = Field(
+        description="channels it runs in, a subset of [A, B]"
+    )
+    config: Any
+
+    @field_validator("channels")
+    @classmethod
+    def _each_once(cls, channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
+        if len(set(channels)) < len(channels):
+            raise Refusal("a channel is listed twice", "List each channel once")
+        return channels
+
+    def counts_in(self, channel: Channel) -> bool:
+        """True where the module runs in the channel and its weight is not zero."""
+        return self.enabled and self.weight > 0 and channel in self.channels
+
+
+class Objective(Entry):
+    """A loss module.
+
+    metrics: of all names that `terms` gives.
+    supervises_text: `text_weights` says which text is trained on.
+    """
+
+    metrics: ClassVar[LossMetrics]
+    supervises_text: ClassVar[bool] = False
+
+    def terms(self, stats: ForwardStats, selection: Selection) -> Iterator[Term]:
+        """The terms of a pack's loss over `selection.totals`; none where it has nothing for it."""
+        raise NotImplementedError
+
+    def text_weights(self, row: Supervision, channel: Channel) -> Tensor:
+        """Cross-entropy weight of each token of a row, (L,)."""
+        raise NotImplementedError
+
+    @property
+    def teaches(self) -> bool:
+        """Whether any weight of its config moves the model."""
+        return True
+
+    @property
+    def learns_from_last(self) -> bool:
+        """Whether it learns from the last of several forwards."""
+        return True
+
+    @property
+    def reads_last_text(self) -> bool:
+        """Whether it looks at the text of the last of several forwards."""
+        return False
+
+    @property
+    def gate_temperature(self) -> float | None:
+        """What divides the logits of the gates; None: it has none."""
+        return None
+
+    def conflicts(self, modules: Sequence[Objective]) -> Iterator[Refusal]:
+        """Faults of its config beside the enabled modules; keys are relative to the entry."""
+        return iter(())
+
+
+class Diagnostic(Entry):
+    """A monitoring module: it adds to no loss."""
+
+    metrics: ClassVar[SlotMetrics]
+
+    def sums(self, stats: LogitStats, selection: Selection, temperature: float) -> dict[str, float]:
+        """Of each name the sum over the K supervised slots. temperature: of the gates."""
+        raise NotImplementedError

@@ -1,0 +1,83 @@
+"""The declared objective, composed: statistics of one pack in, one scalar and its atoms out.
+
+    Supervision -> select() -> Selection
+    logits -> reader() -> ForwardStats -> Objective.terms() of each module -> PackLoss
+                                       -> Diagnostic.sums()
+
+Nothing runs that the config does not declare (CFG-08), no term whose weight is 0, and none on a
+pack that has nothing for it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner.objectives.config import PipelineConfig
+from learner.objectives.logit_stats import ForwardStats, Reader, Selection, Supervision, select
+from learner.objectives.objective import LOSS_PREFIX
+from learner.types import Channel
+
+
+@dataclass(frozen=True)
+class PackLoss:
+    """total: differentiable scalar; atoms: its weighted parts, which add up to it.
+
+    diagnostics: sums over the pack's slots, by key; slots: their number.
+    """
+
+    total: Tensor
+    atoms: dict[str, float]
+    diagnostics: dict[str, float]
+    slots: int
+
+
+class Pipeline:
+    """Objective and diagnostics modules with their weights, per channel."""
+
+    def __init__(self, config: PipelineConfig, coord_ids: list[int]) -> None:
+        self._modules = config.objective
+        self._diagnostics = config.diagnostics
+        self._coord_ids = torch.tensor(coord_ids)
+        enabled = [module for module in config.objective if module.enabled]
+        self._text = next((m for m in enabled if m.supervises_text), None)
+        self._reads_last_text = any(m.reads_last_text for m in enabled)
+        of_gates = (m.gate_temperature for m in enabled)
+        self._temperature = next((t for t in of_gates if t is not None), 1.0)
+
+    def select(self, row: Supervision, channel: Channel) -> Selection:
+        """What the declared modules are trained on in a row; no text without `token_ce`."""
+        if self._text is None or channel not in self._text.channels:
+            return select(row, torch.zeros(row.roles.shape, device=row.roles.device))
+        return select(row, self._text.text_weights(row, channel))
+
+    def reader(self, selection: Selection) -> Reader:
+        """Reads logits, (L, V), of a row for the declared modules."""
+        ids = self._coord_ids.to(selection.slot_rows.device)
+        return Reader(selection, ids, self._temperature, final_text=self._reads_last_text)
+
+    def __call__(self, stats: ForwardStats, selection: Selection, channel: Channel) -> PackLoss:
+        """Loss of one pack over `selection.totals`."""
+        # Every forward is part of the loss, whatever the pack holds: ranks synchronize over it.
+        total = 0.0 * (stats.anchor.slot_lse.sum() + stats.final.slot_lse.sum())
+        atoms: dict[str, Tensor] = {}
+        for module in self._modules:
+            if not module.counts_in(channel):
+                continue
+            for term in module.terms(stats, selection):
+                weighted = module.weight * term.value
+                total = total + weighted
+                atoms[f"{LOSS_PREFIX[channel, term.family]}/{term.name}"] = weighted.detach()
+        values = torch.stack(list(atoms.values())).tolist() if atoms else []
+        seen = {"B" if channel == "B" else "A1": stats.anchor}
+        if stats.final is not stats.anchor:
+            seen["A2"] = stats.final
+        diagnostics = {
+            f"{module.name}/{provenance}/{name}": value
+            for module in self._diagnostics
+            if module.counts_in(channel)
+            for provenance, forward in seen.items()
+            for name, value in module.sums(forward, selection, self._temperature).items()
+        }
+        slots = len(selection.slot_rows)
+        return PackLoss(total, dict(zip(atoms, values, strict=True)), diagnostics, slots)

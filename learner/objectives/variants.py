@@ -1,0 +1,35 @@
+"""The trainer variants: what `custom.trainer_variant` names. Imports no torch.
+
+A training recipe is one line of `VARIANTS` and the class that the line names.
+"""
+
+from typing import Literal, NamedTuple
+
+
+class Variant(NamedTuple):
+    """recipe: its class, imported when a run starts.
+
+    meaning: a line for the reference. objective_in: the section that declares the objective;
+    `stage2_ab` also has the schedule of the channels, and without it channel B runs alone.
+    polygons: trained and predicted beside boxes (RES-02).
+    """
+
+    recipe: str
+    meaning: str
+    objective_in: Literal["stage2_ab", "rollout_matching"]
+    polygons: bool
+
+
+_RECIPES = "learner.training.recipes"
+
+VARIANTS = {
+    "stage2_two_channel": Variant(
+        f"{_RECIPES}.two_channel:TwoChannel", "channels A and B, boxes", "stage2_ab", polygons=False
+    ),
+    "stage2_rollout_aligned": Variant(
+        f"{_RECIPES}.rollout_aligned:RolloutAligned",
+        "channel B alone, boxes and polygons",
+        "rollout_matching",
+        polygons=True,
+    ),
+}

@@ -1,0 +1,309 @@
+"""What a checkpoint weighs, and what a run keeps of it in memory and on disk, beside what is here.
+
+stored_*     what the files of the checkpoint hold, from their headers
+judge_*      what a run needs by `learner.operate.estimate`, beside what there is
+weigh        all findings
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from learner.config.schema import Config, LoraTuner
+from learner.models.coord_tokens import untrained
+from learner.operate.doctor import machine
+from learner.operate.doctor.findings import Finding, Status, of_error, ok, skipped
+from learner.operate.doctor.inputs import CHECKPOINT, DATA, IMAGES, Looked, spread
+from learner.operate.estimate.sizes import (
+    USABLE,
+    Serving,
+    Shape,
+    Sizes,
+    gib,
+    read_sizes,
+    serving,
+)
+from learner.operate.estimate.step import StepCost, step_cost
+from learner.rollout.colocate import Placement
+from learner.runs.checkpoint import checkpoints_in
+from learner.training.start_checks import (
+    coordinate_ids,
+    generates,
+    learner_processes,
+    longest_prompt,
+)
+from learner.types import Sample
+from shared_contracts.adapters import checkpoint_chain
+from shared_contracts.errors import ContractError
+from shared_contracts.machine import GpuUse
+
+# Bytes of a weight that is trained, of its gradient, and of each moment.
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint and the file it is in."""
+
+    file: Path
+    shape: Shape
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """What the safetensors files of a checkpoint hold, by name, from their headers.
+
+    Raises ContractError for a file that is none.
+    """
+    found: dict[str, Stored] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  not a mapping
+                    found[name] = Stored(file, tuple(tensors.get_slice(name).get_shape()))
+        except (OSError, SafetensorError) as error:
+            do = "Save the checkpoint again, or copy it whole"
+            raise ContractError(str(file), f"is no safetensors file ({error})", do) from error
+    return found
+
+
+def stored_rows(folder: Path, ids: Sequence[int]) -> Iterator[Tensor]:
+    """The rows [ids, width] of a checkpoint's embedding, and of its head where it has one.
+
+    Those of an adapter where it has any.
+    """
+    *adapters, folder = checkpoint_chain(folder, "model.model")
+    for adapter in adapters:
+        own = [each for each in stored_tensors(adapter).items() if ".trainable_tokens_" in each[0]]
+        for name, stored in own:
+            with safe_open(stored.file, framework="pt") as tensors:
+                yield tensors.get_tensor(name)
+        if own:
+            return
+    for name, stored in stored_tensors(folder).items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            with safe_open(stored.file, framework="pt") as tensors:
+                first = min(ids)
+                rows: Tensor = tensors.get_slice(name)[first : max(ids) + 1]
+                yield rows[[each - first for each in ids]]
+
+
+LEARNER, SERVER = "memory (estimate)", "server memory (estimate)"
+
+
+def judge_training(needed: StepCost, there: float | None, where: str) -> Finding:
+    """there: bytes for this process; None where nobody tells."""
+    if there is None:
+        return ok(LEARNER, f"{needed}; how much there is nobody tells", where)
+    found = f"{needed}; there are {gib(there)}"
+    if needed.total <= there * USABLE:
+        return ok(LEARNER, found, where)
+    status: Status = "fail" if needed.states > there else "warn"
+    return Finding(LEARNER, where, status, found, needed.remedy(there * USABLE))
+
+
+def judge_serving(
+    needed: Serving, budget: float | None, where: str, budget_of: str = ""
+) -> Finding:
+    """budget: bytes that the server may take of a device; None: it runs, and has taken them."""
+    if budget is None:
+        return ok(SERVER, f"{needed}; it runs, so its engines have taken theirs", where)
+    room = budget - needed.weights
+    found = (
+        f"{needed}; {budget_of} leaves {gib(max(room, 0))} beside the weights, for "
+        f"{needed.sequences(budget)} sequences"
+    )
+    if room < needed.sequence:
+        do = "Raise rollout_matching.vllm.gpu_memory_utilization or tensor_parallel_size"
+        return Finding(SERVER, where, "fail", found, do)
+    if room < needed.sequence * needed.at_once:
+        do = "Lower rollout_matching.decode_batch_size: sequences beyond the cache wait"
+        return Finding(SERVER, where, "warn", found, do)
+    return ok(SERVER, found, where)
+
+
+def available_ram(meminfo: Path = Path("/proc/meminfo")) -> float | None:
+    """Bytes that can be had without swapping; None where the system does not tell."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024.0
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+WEIGHTS, ROWS, DISK = "weights", "coordinate rows", "disk (estimate)"
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """sizes: None where the checkpoint describes no model."""
+
+    findings: list[Finding]
+    sizes: Sizes | None = None
+
+
+def weigh(
+    config: Config,
+    looked: Looked,
+    visible: Sequence[int] | None,
+    use: GpuUse | None,
+    placement: Placement | None,
+) -> Weighed:
+    """visible: GPUs of the learner; None where that is not known.
+
+    placement: of a colocated server.
+    """
+    if not looked.has_checkpoint:
+        return Weighed([skipped(check, f"waits for {CHECKPOINT}") for check in _CHECKS])
+    try:
+        sizes = read_sizes(config)
+        *_, base = checkpoint_chain(config.model.model, "model.model")
+        files = judge_files(str(base), sizes, stored_tensors(base))
+    except ContractError as error:
+        return Weighed([*of_error(WEIGHTS, error), skipped(LEARNER, f"waits for {WEIGHTS}")])
+    found = [files, *_rows(config)]
+    if not looked.samples:
+        return Weighed([*found, skipped(LEARNER, f"waits for {DATA}")], sizes)
+    found.append(judge_disk(config, sizes, len(looked.samples)))
+    if any(each.check == IMAGES and each.status == "fail" for each in looked.findings):
+        return Weighed([*found, skipped(LEARNER, f"waits for {IMAGES}")], sizes)
+    if visible is None:
+        return Weighed([*found, skipped(LEARNER, f"waits for {machine.GPUS}")], sizes)
+    try:
+        estimated = _memory_findings(config, sizes, looked.samples, visible, use, placement)
+    except ContractError as error:
+        estimated = of_error(LEARNER, error)
+    return Weighed([*found, *estimated], sizes)
+
+
+_CHECKS = (WEIGHTS, LEARNER)
+
+
+def judge_files(folder: str, sizes: Sizes, stored: Mapping[str, Stored]) -> Finding:
+    """Whether the files of a checkpoint have what its config describes."""
+    if not stored:
+        return skipped(WEIGHTS, "there are no safetensors files to look into", folder)
+    missing = [name for name in sizes.shapes if name not in stored]
+    other = [
+        name
+        for name, shape in sizes.shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    if not missing and not other:
+        found = f"{_millions(sizes.parameters)} parameters, {_millions(sizes.trained)} trained"
+        return ok(WEIGHTS, found, folder)
+    found = (
+        f"{len(missing)} parameters of its config are in no file, {len(other)} have another shape; "
+        f"first {[*other, *missing][0]}"
+    )
+    do = (
+        "Save it again with transformers' save_pretrained: what transformers does not find, it "
+        "draws at random"
+    )
+    return Finding(WEIGHTS, folder, "fail" if other else "warn", found, do)
+
+
+def _rows(config: Config) -> list[Finding]:
+    """Whether coordinate tokens look trained, where embedding or head can be looked into."""
+    folder = config.model.model
+    ids = coordinate_ids(folder)
+    why = next(filter(None, map(untrained, stored_rows(folder, ids))), None)
+    if why is None:
+        return [ok(ROWS, "those of the 1000 coordinate tokens look trained", str(folder))]
+    found = f"those of the 1000 coordinate tokens look untrained ({why})"
+    tuner = config.tuner
+    if isinstance(tuner, LoraTuner) and (tuner.adapts_rows or not tuner.train_coordinate_rows):
+        do = "Set tuner.train_coordinate_rows to auto, with embed_tokens and lm_head no targets"
+        return [Finding(ROWS, str(folder), "warn", f"{found}, and are left to adapters", do)]
+    if generates(config):
+        do = "Train channel A alone first (b_ratio: 0): answers hold no coordinates before that"
+        return [Finding(ROWS, str(folder), "warn", f"{found}; this run trains them", do)]
+    return [ok(ROWS, f"{found}; this run trains them", str(folder))]
+
+
+def checkpoint_bytes(config: Config, sizes: Sizes) -> int:
+    """Of one checkpoint: what is trained in float32, AdamW's two moments, tokenizer and processor.
+
+    Under LoRA only the adapters are in it.
+    """
+    weights = sizes.trained if config.tuner.train_type == "lora" else sizes.parameters
+    files = (path for path in config.model.model.glob("*") if path.suffix != ".safetensors")
+    beside = sum(path.stat().st_size for path in files if path.is_file())
+    return FLOAT32 * (weights + 2 * sizes.trained) + beside
+
+
+def judge_disk(config: Config, sizes: Sizes, samples: int) -> Finding:
+    """Whether the checkpoints that a run keeps fit beside what is on its disk."""
+    training = config.training
+    if training.save_strategy == "no":
+        return skipped(DISK, "save_strategy no: no checkpoint is written")
+    saves = math.ceil(training.total_steps(samples) / training.save_steps)
+    # The next one is whole before the oldest is removed.
+    kept = saves if training.save_total_limit is None else min(saves, training.save_total_limit + 1)
+    each, there = checkpoint_bytes(config, sizes), len(checkpoints_in(training.output_dir))
+    folder = training.output_dir
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    found = (
+        f"{kept} checkpoints of {gib(each)} at once, {there} of them there already; "
+        f"{gib(free)} are free"
+    )
+    if each * max(kept - there, 0) <= free:
+        return ok(DISK, found, str(training.output_dir))
+    do = "Lower training.save_total_limit, raise save_steps, or name an output_dir on another disk"
+    return Finding(DISK, str(training.output_dir), "fail", found, do)
+
+
+def _memory_findings(
+    config: Config,
+    sizes: Sizes,
+    samples: Sequence[Sample],
+    visible: Sequence[int],
+    use: GpuUse | None,
+    placement: Placement | None,
+) -> list[Finding]:
+    processes = learner_processes(os.environ)
+    chosen = spread(samples, max(1, config.training.effective_batch_size // processes))
+    device = "cuda" if visible else "cpu"
+    needed = step_cost(config, chosen, "A", processes=processes, device=device)
+    here, where = _own_room(visible, use)
+    if not generates(config) or config.rollout_matching.backend == "hf":
+        return [judge_training(needed, here, where)]
+    devices = placement.tensor_parallel_size if placement is not None else 1
+    served = serving(config, sizes, longest_prompt(config, samples), devices)
+    if placement is None:
+        return [judge_training(needed, here, where), judge_serving(served, None, "")]
+    if not placement.gpus:
+        return [
+            judge_training(needed, here, where),
+            judge_serving(served, here, "a colocated server", "this machine"),
+        ]
+    budget = None if here is None else here * placement.gpu_memory_utilization
+    used = f"gpu_memory_utilization {placement.gpu_memory_utilization:g}"
+    if here is not None and budget is not None:  # offload or not: an idle server keeps its own
+        here, where = here - budget, f"{where} beside the server"
+    return [
+        judge_training(needed, here, where),
+        judge_serving(served, budget, "a colocated server", used),
+    ]
+
+
+def _own_room(visible: Sequence[int], use: GpuUse | None) -> tuple[float | None, str]:
+    """Bytes for one learner process, and of what; None where nobody tells."""
+    if visible:
+        totals = [gpu.total_mib for gpu in use.gpus if gpu.index in visible] if use else []
+        return (min(totals) * 2.0**20 if totals else None), "a GPU"
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    sharing = max(int(local), 1) if local.isdecimal() else 1
+    available = available_ram()
+    return (None if available is None else available / sharing), "RAM"
+
+
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e6:,.4g} million"

@@ -1,0 +1,276 @@
+"""A step on fake tensors, which have shapes and no memory, and what it would cost.
+
+    HostValues   integers of the host stay real, so that lengths and indices are known
+    Costs        FLOPs, bytes, live memory, and the seconds that a GPU would take at best
+
+Both are open over torch's `FakeTensorMode`.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from learner.models.attention import as_on_cuda
+
+_aten = torch.ops.aten
+# Backward of attention computes the scores once more: 5 products instead of 2 (Dao,
+# "FlashAttention-2", arXiv 2307.08691, section 3.1).
+_BACKWARD = 2.5
+
+# Operations around which FSDP2 changes the memory of tensors that exist.
+_SHARDING = {"fsdp", "c10d", "_c10d_functional"}
+
+
+class HostValues(TorchDispatchMode):
+    """Operations on integers of the host run for real; a number asked of a fake tensor is 1.
+
+    Positions, bounds and image grids are such integers. The one number that a step asks of its
+    fake tensors is whether logits are within their limits; 1 stands for yes.
+
+    images: (1, L) bool, where the pack has image placeholders. Where embeddings are fed back, the
+    model finds them by comparing embeddings, and a comparison of fake tensors has no result.
+    """
+
+    def __init__(self, images: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._images = images
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented  # the same is asked of its local part
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        fake = any(isinstance(each, FakeTensor) for each in tensors)
+        if func is _aten._local_scalar_dense.default and fake:
+            return True if args[0].dtype == torch.bool else 1.0
+        if fake:
+            return func(*map(self._counted, args), **kwargs)
+        if tensors or not _is_float(kwargs.get("dtype"), args):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _counted(self, index: Any) -> Any:
+        """Masks among indices, as the integers that they stand for."""
+        if not isinstance(index, list | tuple):
+            return index
+        found: list[Any] = []
+        for each in index:
+            if isinstance(each, Tensor) and each.dtype == torch.bool:
+                mask = self._images if isinstance(each, FakeTensor) else each
+                assert mask.shape == each.shape
+                with unset_fake_temporarily():
+                    found += mask.nonzero().unbind(1)
+            else:
+                found.append(each)
+        return found
+
+
+def _is_float(dtype: torch.dtype | None, args: Any) -> bool:
+    """Whether a factory makes floats."""
+    if dtype is not None:
+        return dtype.is_floating_point
+    return any(isinstance(each, float) for each in tree_leaves(args))
+
+
+@dataclass
+class Costs(TorchDispatchMode):
+    """What the operations on fake tensors cost while it is open.
+
+    flops_per_s, bytes_per_s: of the device. An operation takes as long as the slower of its
+    arithmetic and its memory (Williams et al., "Roofline", CACM 2009). A view costs nothing.
+
+    flops, seconds: added up since `begin`. live: bytes of the fake tensors that exist; base:
+    those that existed at `begin`. peak: the most since then; largest: shape, type and bytes of
+    the tensors that were made since then and existed at the peak, the largest first.
+    shapes: of all that was ever made.
+    """
+
+    flops_per_s: float = 1.0
+    bytes_per_s: float = 1.0
+    flops: float = 0.0
+    seconds: float = 0.0
+    live: int = 0
+    base: int = 0
+    peak: int = 0
+    largest: list[tuple[tuple[int, ...], str, int]] = field(default_factory=list)
+    shapes: set[tuple[int, ...]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: dict[int, tuple[int, weakref.ref[Any], weakref.ref[Tensor]]] = {}
+        self._before: set[int] = set()
+        self._begun = False
+
+    def begin(self) -> None:
+        """Count from here on."""
+        gc.collect()
+        gc.freeze()  # what is there now need not be looked at again
+        self.flops = self.seconds = 0.0
+        self.base = self.peak = self.live
+        self.largest, self._before, self._begun = [], set(self._storages), True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        found = func(*args, **(kwargs or {}))
+        if func.namespace in _SHARDING:
+            self._look_again()
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, FakeTensor)]
+        made = [t for t in tree_leaves(found) if isinstance(t, FakeTensor)]
+        if not given and not made:
+            return found
+        old = {_key(tensor) for tensor in given}
+        fresh = [tensor for tensor in made if _key(tensor) not in old]
+        for tensor in fresh:
+            self._add(tensor)
+        written = _writes(func)
+        if fresh or written:
+            flops = _flops(func, args, kwargs or {}, found)
+            moved = sum({_key(t): t.numel() * t.element_size() for t in (*given, *made)}.values())
+            self.flops += flops
+            self.seconds += max(flops / self.flops_per_s, moved / self.bytes_per_s)
+        return found
+
+    def _add(self, tensor: Tensor) -> None:
+        key = _key(tensor)
+        if key in self._storages:
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        self._storages[key] = (size, weakref.ref(storage), weakref.ref(tensor))
+        weakref.finalize(storage, self._drop, key)
+        self.shapes.add(tuple(tensor.shape))
+        self.live += size
+        if self._begun and self.live > self.peak:
+            self._note()
+
+    def _drop(self, key: int) -> None:
+        self.live -= self._storages.pop(key)[0]
+
+    def _look_again(self) -> None:
+        """FSDP2 frees the memory of whole parameters and takes it again, without a new tensor."""
+        for key, (size, storage, tensor) in list(self._storages.items()):
+            if (there := storage()) is not None and there.nbytes() != size:
+                self._storages[key] = (there.nbytes(), storage, tensor)
+                self.live += there.nbytes() - size
+        if self._begun and self.live > self.peak:
+            self._note()
+
+    def _note(self) -> None:
+        """A new peak. Tensors that only a cycle of references keeps do not count."""
+        if self.live > 1.01 * self.peak:
+            gc.collect()
+        if self.live <= self.peak:
+            return
+        self.peak = self.live
+        new = (each for key, each in self._storages.items() if key not in self._before)
+        alive = ((size, ref()) for size, _, ref in new)
+        found = [(tuple(t.shape), str(t.dtype)[6:], size) for size, t in alive if t is not None]
+        self.largest = sorted(found, key=lambda each: -each[2])[:8]
+
+
+def _key(tensor: Tensor) -> int:
+    """Of its memory, which views share."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _writes(func: Any) -> bool:
+    """Whether an operation changes one of its arguments."""
+    return bool(func._schema.is_mutable)
+
+
+def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> float:
+    """By torch's formulas; packed attention by the lengths of its segments."""
+    name = func._schema.name
+    if name == "torch_attn::_varlen_attn":
+        return _attention(args[0], args[3])
+    if name == "torch_attn::_varlen_attn_backward":
+        return _BACKWARD * _attention(args[1], args[6])
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+        return _dense_attention(args[0], args[1], args[4] if len(args) > 4 else False)
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
+        return _BACKWARD * _dense_attention(args[1], args[2], args[7])
+    formula = flop_registry.get(func._overloadpacket)
+    return float(formula(*args, **kwargs, out_val=found)) if formula is not None else 0.0
+
+
+def _attention(query: Tensor, bounds: Tensor) -> float:
+    """Causal: two products over half of each segment's square.
+
+    query: (L, heads, width). bounds: (segments + 1,).
+    """
+    with unset_fake_temporarily():
+        squares = float(bounds.diff().double().square().sum())
+    return 2 * query.shape[1] * query.shape[2] * squares
+
+
+def _dense_attention(query: Tensor, key: Tensor, causal: bool) -> float:
+    """(batch, heads, L, width), (batch, heads, keys, width)."""
+    return 4.0 * query.numel() * key.shape[2] / (2 if causal else 1)
+
+
+@contextmanager
+def faked(costs: Costs, images: Tensor, device: str = "cuda") -> Iterator[FakeTensorMode]:
+    """Within the block floats are fake.
+
+    images: of `HostValues`. device: whose way attention takes.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, HostValues(images):
+        try:
+            with as_on_cuda() if device == "cuda" else nullcontext(), costs:
+                yield mode
+        finally:
+            gc.unfreeze()
+
+
+@contextmanager
+def fake_processes(count: int) -> Iterator[None]:
+    """Within the block this process is the first of so many, and what they exchange is nothing."""
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def put_on_fakes(model: nn.Module) -> None:
+    """Fake tensors in the place of a model's on the meta device; those of the host stay real.
+
+    What was tied stays tied. To be called within `faked`.
+    """
+    known: dict[int, Any] = {}
+
+    def fake(tensor: Tensor) -> Any:
+        if id(tensor) not in known:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            known[id(tensor)] = made
+        return known[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.device.type == "meta":
+                    tensors[name] = fake(tensor)

@@ -1,0 +1,136 @@
+"""What a model weighs, and what a server keeps of it, from its config alone."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from learner.config.schema import Config
+from learner.models.attention import attention_of
+from learner.models.load import tuned, weight_dtype
+from shared_contracts.adapters import checkpoint_chain
+from shared_contracts.errors import ContractError
+from shared_contracts.footprint import GIB, cache_elements, run_context
+
+Shape = tuple[int, ...]
+
+# Of a GPU, what the driver, kernels and a fragmented allocator leave.
+USABLE = 0.92
+
+
+def gib(count: float) -> str:
+    return f"{count / GIB:.3g} GiB"
+
+
+def on_meta(config: Config) -> PreTrainedModel:
+    """The model that a run trains, without its tuner, on the meta device.
+
+    Raises ContractError where the folder's config describes no model that is known.
+    """
+    *_, folder = checkpoint_chain(config.model.model, "model.model")
+    try:
+        described = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForImageTextToText.from_config(
+                described,
+                dtype=weight_dtype(config),
+                attn_implementation=attention_of(config.model.attn_implementation),
+            )
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        do = "Give the folder of a Qwen3-VL checkpoint"
+        raise ContractError(f"{folder}/config.json", f"describes no model ({error})", do) from error
+    return model
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """shapes: of every parameter, each tied one once, in the model's order.
+
+    trained: parameters that get gradients. cache: elements of the KV cache of a token.
+    """
+
+    shapes: Mapping[str, Shape]
+    trained: int
+    cache: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest tensor."""
+        return max(map(math.prod, self.shapes.values()))
+
+
+def read_sizes(config: Config) -> Sizes:
+    """Of the model that a run would train. Raises as `on_meta`, and as `tuned` does."""
+    model = on_meta(config)
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    text: Any = model.config.get_text_config()
+    with torch.device("meta"):
+        trained = tuned(model, config.tuner)
+    return Sizes(
+        shapes=shapes,
+        trained=sum(weight.numel() for weight in trained.parameters() if weight.requires_grad),
+        cache=cache_elements(text.to_dict()),
+    )
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Bytes on one device of a server.
+
+    weights: certain. sequence: KV cache of one sequence of `length` tokens. at_once: sequences
+    that the config asks of a device at once. largest: of a tensor, which a push brings whole.
+    context: the `max_model_len` of the server.
+    """
+
+    weights: float
+    sequence: float
+    length: int
+    at_once: int
+    largest: float
+    context: int
+
+    @property
+    def token(self) -> float:
+        """KV cache of one token."""
+        return self.sequence / self.length
+
+    def sequences(self, room: float) -> int:
+        """How many sequences `room` bytes hold beside the weights."""
+        return max(0, int((room - self.weights) / self.sequence))
+
+    def __str__(self) -> str:
+        return (
+            f"{gib(self.weights)} of weights and {gib(self.sequence)} of KV cache for a sequence "
+            f"of {self.length} tokens ({self.token / 1024:.3g} KiB a token), of which "
+            f"decode_batch_size asks {self.at_once} at once (max_model_len {self.context})"
+        )
+
+
+def serving(config: Config, sizes: Sizes, longest_prompt: int, devices: int) -> Serving:
+    """What a server keeps on each of the `devices` of a replica."""
+    rollout = config.rollout_matching
+    element = served_bytes(config)
+    length = longest_prompt + rollout.max_new_tokens
+    stated = rollout.vllm.max_model_len
+    if stated is not None:
+        length = min(length, stated)
+    return Serving(
+        weights=sizes.parameters * element / devices,
+        sequence=length * sizes.cache * element / devices,
+        length=length,
+        at_once=rollout.decode_batch_size * devices,
+        largest=sizes.largest * element,
+        context=stated or run_context(config.model.model, longest_prompt, rollout.max_new_tokens),
+    )
+
+
+def served_bytes(config: Config) -> int:
+    """Of one weight of the servers."""
+    return 4 if config.model.torch_dtype == "float32" else 2

@@ -1,0 +1,220 @@
+"""The cost of a run's own step on one learner GPU: its packs, its recipe, its model, on fakes.
+
+    config, samples -> segments -> packs -> the longest one -> forward, backward, optimizer
+
+Gradients and the optimizer's moments exist from the second pack and the second step on, so they
+are there before the forward that is measured.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from learner.config.schema import Config, LoraTuner
+from learner.models.families import family_of
+from learner.models.gpus import Gpu
+from learner.models.load import LoadedModel, read_processor, tuned
+from learner.models.packed_forward import IMAGE, Pack, PromptEncoder, make_pack
+from learner.models.patch_embedding import use_product
+from learner.operate.estimate.fake import Costs, fake_processes, faked, put_on_fakes
+from learner.operate.estimate.sizes import gib, on_meta
+from learner.stages.formats import answer_format
+from learner.stages.packing import StepPacker
+from learner.stages.tokens import CoordVocab
+from learner.training.channels import Encoding
+from learner.training.recipes import Recipe, recipe_class
+from learner.training.trainer import AUTOCAST, build_optimizer
+from learner.types import Channel, Sample
+
+Tensors = list[tuple[tuple[int, ...], str, int]]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One learner process. Bytes, but for FLOPs and seconds.
+
+    tokens: of the pack that was measured. packs: of a step's samples of this process.
+    weights, gradients, moments: of the model as it is trained.
+    working: the most beside those three: activations, and what operations need for themselves.
+    largest: the tensors that were alive then, without weights, gradients and moments.
+    flops, seconds: of a forward and backward of the pack, over all iterations; seconds by the
+    roofline of the GPU. update_s: of the optimizer.
+    shapes: of every tensor that the step made.
+    """
+
+    channel: Channel
+    tokens: int
+    packs: int
+    weights: int
+    gradients: int
+    moments: int
+    working: int
+    largest: Tensors
+    flops: float
+    seconds: float
+    update_s: float
+    shapes: frozenset[tuple[int, ...]]
+
+    @property
+    def states(self) -> int:
+        return self.weights + self.gradients + self.moments
+
+    @property
+    def total(self) -> int:
+        return self.states + self.working
+
+    def remedy(self, room: float) -> str:
+        """What makes it smaller, where `room` bytes are too few."""
+        if self.states > room:
+            return (
+                "Use training.data_parallel: fsdp2 over more processes, or tuner.train_type: lora"
+            )
+        return (
+            "Set model.gradient_checkpointing: true, lower global_max_length, or use "
+            "training.data_parallel: fsdp2 over more processes"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{gib(self.total)} for each process: {gib(self.states)} of weights, gradients and "
+            f"optimizer, {gib(self.working)} beside them for a pack of {self.tokens} tokens"
+        )
+
+
+def meta_model(config: Config) -> LoadedModel:
+    """The model that a run trains, on the meta device; its processor and tokenizer are real.
+
+    Under LoRA the rows of the coordinate tokens count as trained unless the config says no.
+
+    Raises as `on_meta` and `tuned` do.
+    """
+    model = on_meta(config)
+    processor = read_processor(config.model.model)
+    vocab = CoordVocab.from_tokenizer(processor.tokenizer, answer_format(config).end_marker)
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    use_product(model)
+    family = family_of(model)
+    inner, rows = family.inner(model), list[int]()
+    tuner = config.tuner
+    if isinstance(tuner, LoraTuner) and not tuner.adapts_rows:
+        rows = [] if tuner.train_coordinate_rows is False else vocab.ids
+    with torch.device("meta"):
+        trained = tuned(model, tuner, rows)
+    trained.train()
+    return LoadedModel(trained, inner, processor, processor.tokenizer, vocab, (), family)
+
+
+def recipe_of(config: Config, loaded: LoadedModel) -> Recipe:
+    prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    fields, answers = config.custom.object_field_order, answer_format(config)
+    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, fields, answers)
+    return recipe_class(config).of_run(config, encoding, loaded.vocab.ids)
+
+
+def longest_pack(config: Config, recipe: Recipe, samples: Sequence[Sample]) -> tuple[Pack, int]:
+    """The longest pack of a step that trains on the ground truth of `samples`, and how many.
+
+    A corrected answer of channel B is as long as the ground truth where the model finds all
+    there is.
+    """
+    segments = recipe.channel_a.segments(samples)
+    packer = StepPacker(config.training, config.global_max_length, make_pack, lambda fill: None)
+    packs = packer.chunk(segments, last=True)
+    return max(packs, key=len), len(packs)
+
+
+def step_cost(
+    config: Config,
+    samples: Sequence[Sample],
+    channel: Channel,
+    gpu: Gpu | None = None,
+    processes: int = 1,
+    device: str = "cuda",
+) -> StepCost:
+    """Run a step of one of several processes on fake tensors.
+
+    samples: of this process's step. gpu: whose seconds are told; None: of no meaning.
+    device: `cpu` takes the way that a CPU takes.
+    """
+    loaded = meta_model(config)
+    recipe = recipe_of(config, loaded)
+    pack, packs = longest_pack(config, recipe, samples)
+    costs = Costs() if gpu is None else Costs(gpu.flops, gpu.bandwidth)
+    sharded = config.training.data_parallel == "fsdp2"
+    images = pack.mm_token_types == IMAGE
+    several = fake_processes(processes) if sharded else nullcontext()
+    with several, faked(costs, images, device) as mode:
+        model = loaded.model
+        put_on_fakes(model)
+        if sharded:
+            _shard(config, model, processes)
+        fakes = Pack(**{**vars(pack), "pixel_values": _on_fake(mode, pack.pixel_values)})
+        optimizer = build_optimizer(model, config.training, loaded.family)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        for weight in trained:
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()  # makes the moments
+        weights = sum(_bytes(weight) for weight in model.parameters())
+        gradients = sum(_bytes(weight) for weight in trained)
+        if processes > 1 and not sharded:
+            gradients *= 2  # DDP has them once more, in its buckets
+        moments = sum(
+            _bytes(value)
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.ndim
+        )
+        if config.model.torch_dtype == "bfloat16":
+            autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=AUTOCAST.cache_enabled)
+            model.forward = autocast(model.forward)  # as accelerate does
+        costs.begin()
+        recipe.loss(model, fakes, channel).total.backward()
+        working, largest = costs.peak - costs.base, costs.largest
+        flops, seconds = costs.flops, costs.seconds
+        costs.begin()
+        optimizer.step()
+    return StepCost(
+        channel=channel,
+        tokens=len(pack),
+        packs=packs,
+        weights=weights,
+        gradients=gradients,
+        moments=moments,
+        working=max(working, costs.peak - costs.base),
+        largest=largest,
+        flops=flops,
+        seconds=seconds,
+        update_s=costs.seconds,
+        shapes=frozenset(costs.shapes),
+    )
+
+
+def _shard(config: Config, model: nn.Module, processes: int) -> None:
+    """As accelerate does: each layer alone, and the rest with the whole."""
+    policy = MixedPrecisionPolicy()
+    if config.model.torch_dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (processes,))
+    layers: Any = model._no_split_modules
+    for module in list(model.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of a tensor, or of this process's part of it."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.numel() * own.element_size()
+
+
+def _on_fake(mode: Any, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else cast("torch.Tensor", mode.from_tensor(tensor))

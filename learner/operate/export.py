@@ -1,0 +1,144 @@
+"""`learner export`: a checkpoint of a run as a plain model, which has proven itself (RUN-01).
+
+    checkpoint (full, or an adapter over one) -> merged weights and processor -> a new folder
+        -> loaded again by transformers: the same logits
+        -> served by vLLM: the model's own greedy answers
+        -> published
+
+Optimizer, schedule and what else a run goes on with stay behind.
+"""
+
+import secrets
+import tempfile
+from importlib.util import find_spec
+from os import environ
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, ProcessorMixin
+from transformers.utils.logging import disable_progress_bar
+
+from learner.models.families import family_of, vision_inputs
+from learner.models.load import LoadedModel, read_model, read_processor
+from learner.models.loading import loading
+from learner.models.packed_forward import encode_request
+from learner.rollout.client import RolloutClient
+from learner.rollout.hf import evaluating
+from learner.rollout.server_process import ServerProcess
+from learner.rollout.sync.probe import MARGINS, Probe, prompts
+from learner.runs.atomic_files import publish_directory, require_free
+from learner.runs.checkpoint import MANIFEST, BrokenCheckpoint, read_checkpoint
+from learner.stages.tokens import CoordVocab
+from shared_contracts.adapters import ADAPTER
+from shared_contracts.errors import ContractError, RunError
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from shared_contracts.weights import DtypeName
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Proof = Literal["all", "transformers"]
+
+_START_S = 900.0
+# Reading weights back changes no bit of them; a forward may add in another order.
+_LOGITS = 1e-3
+
+
+def require_exportable(checkpoint: Path, out: Path, verify: Proof) -> None:
+    """Raise ContractError for what is no whole checkpoint, or cannot be proven or written."""
+    require_free(out)
+    if not any((checkpoint / name).is_file() for name in ("config.json", ADAPTER)):
+        raise ContractError(
+            "CHECKPOINT",
+            f"{checkpoint} has neither config.json nor {ADAPTER}",
+            "Name the folder of a checkpoint, such as RUN/checkpoint-500",
+        )
+    if (checkpoint / MANIFEST).is_file():
+        try:
+            read_checkpoint(checkpoint)
+        except BrokenCheckpoint as error:
+            found = f"is not whole: {error}"
+            raise ContractError("CHECKPOINT", found, "Name another one") from error
+    if verify == "all" and find_spec("vllm") is None:
+        raise ContractError(
+            "--verify",
+            "all, and vllm is not installed here",
+            "Install it (the extra cpu or gpu), or give --verify transformers",
+        )
+
+
+def export(checkpoint: Path, out: Path, dtype: Dtype, verify: Proof) -> list[str]:
+    """Write the model of a checkpoint to `out`; returns what has proven it.
+
+    dtype: of the weights; `auto`: the checkpoint's own.
+
+    Raises:
+        ContractError: `checkpoint` cannot be loaded.
+        RunError: what was written does not answer as the model does; nothing is left then.
+    """
+    disable_progress_bar()
+    with loading("CHECKPOINT", str(checkpoint), "Name a whole checkpoint of a Qwen3-VL"):
+        model = read_model(checkpoint, "auto" if dtype == "auto" else getattr(torch, dtype))
+        processor = read_processor(checkpoint)
+    with publish_directory(out) as part:
+        model.name_or_path = model.config.name_or_path = ""  # no path of this machine
+        model.save_pretrained(part)
+        processor.save_pretrained(part)
+        proofs = [_prove_by_transformers(model, processor, part)]
+        if verify == "all":
+            proofs.append(_prove_by_vllm(model, processor, part))
+    return proofs
+
+
+def _prove_by_transformers(model: PreTrainedModel, processor: ProcessorMixin, part: Path) -> str:
+    again = read_model(part, "auto")
+    if again.dtype != model.dtype:
+        raise RunError(f"export: {model.dtype} was written, and {again.dtype} is read back")
+    largest = 0.0
+    for name in prompts():
+        one, other = _logits(model, processor, name), _logits(again, read_processor(part), name)
+        if one.shape != other.shape or not torch.allclose(one, other, atol=_LOGITS, rtol=_LOGITS):
+            raise RunError(f"export: loaded again, its logits of the {name} prompt are others")
+        largest = max(largest, float((one - other).abs().max()))
+    return f"transformers loads it: logits within {largest:.3g} of the checkpoint's"
+
+
+def _logits(model: PreTrainedModel, processor: ProcessorMixin, name: str) -> Tensor:
+    """Of every position of a probe's prompt; (L, V) float32."""
+    prompt = encode_request(processor, prompts()[name])
+    inputs: dict[str, Tensor | None] = {
+        "input_ids": prompt.ids[None],
+        **vision_inputs(family_of(model), prompt, prompt.mm_token_types[None]),
+    }
+    with evaluating(model):
+        output = model(**{name: t for name, t in inputs.items() if t is not None}, use_cache=False)
+    logits: Tensor = output.logits[0]
+    return logits.float()
+
+
+def _prove_by_vllm(model: PreTrainedModel, processor: ProcessorMixin, part: Path) -> str:
+    token = secrets.token_urlsafe(32)
+    told = {key: value for key, value in environ.items() if key != TOKEN_FILE_VARIABLE}
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    options = ["--model", str(part), "--device", device]
+    if device == "gpu":
+        options += ["--gpus", "0"]
+    dtype: DtypeName = next(name for name in MARGINS if getattr(torch, name) == model.dtype)
+    tokenizer = processor.tokenizer
+    vocab = CoordVocab.from_tokenizer(tokenizer)
+    family = family_of(model)
+    loaded = LoadedModel(model, family.inner(model), processor, tokenizer, vocab, family=family)
+    probe = Probe(loaded, dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "rollout_server.log"
+        environment = {**told, TOKEN_VARIABLE: token}
+        with ServerProcess(options, log, environment=environment) as server:
+            server.wait_until_healthy(_START_S)
+            with RolloutClient(server.base_url, token=token) as client:
+                results = probe.ask(client.infer)
+    for result in results:
+        if result.difference is not None:
+            why = probe.describe(result.difference)
+            raise RunError(f"export: vLLM answers the {result.prompt} prompt otherwise: {why}")
+    compared = sum(result.compared for result in results)
+    return f"vLLM serves it: {compared} greedy tokens are the checkpoint's own"

@@ -1,0 +1,285 @@
+"""A rollout server as a child process; `SupervisedServer` starts it again (ROLL-03, DEP-02)."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from learner.distributed.waiting import waiting_for
+from learner.rollout.client import SERVER_ERRORS, RolloutClient
+from shared_contracts.errors import ContractError, RunError
+
+LOOPBACK = "127.0.0.1"
+# What a server takes to end when it is told to: its `grace_seconds`, and its engines' end.
+SERVER_GRACE_S = 10.0
+STOP_MARGIN_S = 20.0
+_LOG_TAIL_LINES = 15
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct TCP ports that are free on loopback now."""
+    sockets = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
+    ports: list[int] = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+class ServerProcess:
+    """`rollout-server serve`, with its output at the end of a log file.
+
+    The server ends with the thread that started it, and so with this process, however that
+    ends. An interrupt of the terminal does not reach it: it is for whoever started it.
+
+    port: a free one unless given. environment: this process's own unless given.
+    host: IPv4 address to listen on. base_url: where it is called; of `host` unless given.
+    grace_s: what the server's `grace_seconds` is; a stop leaves it more than that.
+    """
+
+    _log_start = 0  # bytes of the log that earlier starts have written
+    _grace_s = SERVER_GRACE_S
+
+    def __init__(
+        self,
+        options: list[str],
+        log: Path,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        host: str = LOOPBACK,
+        base_url: str | None = None,
+        grace_s: float = SERVER_GRACE_S,
+    ) -> None:
+        self._grace_s = grace_s
+        port = port or free_ports(1)[0]
+        self.base_url = base_url or f"http://{host}:{port}"
+        self.log = log
+        command = [sys.executable, "-m", "rollout_server", "serve"]
+        address = ["--host", host, "--port", str(port)]
+        with log.open("ab") as output:
+            self._log_start = output.tell()
+            self._process = subprocess.Popen(
+                [*command, *address, "--parent-pid", str(os.getpid()), *options],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                process_group=0,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_healthy(self, timeout_s: float) -> None:
+        """Wait until `/health/` answers 200.
+
+        Raises:
+            ContractError: the server ended, or was not ready in time; shows its last lines.
+        """
+        deadline = time.monotonic() + timeout_s
+        with RolloutClient(self.base_url, timeout_s) as client:
+            while time.monotonic() < deadline:
+                try:
+                    client.health()
+                    return
+                except SERVER_ERRORS:
+                    if (code := self._process.poll()) is not None:
+                        raise self._failure(f"it ended with code {code}") from None
+                time.sleep(0.2)
+        raise self._failure(f"it was not ready within {timeout_s:.0f} s")
+
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
+    def wait(self) -> int:
+        """Wait for its end; returns the exit code."""
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL after a grace time; idempotent."""
+        if self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(self._grace_s + STOP_MARGIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def kill(self) -> None:
+        """Send SIGKILL; its engines end with it."""
+        self._process.kill()
+
+    def log_tail(self) -> str:
+        """Return where the log is, and its last lines since this start."""
+        said = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+        lines = said.splitlines()[-_LOG_TAIL_LINES:]
+        return f"Read {self.log}; its last lines:\n  " + "\n  ".join(lines)
+
+    def _failure(self, found: str) -> ContractError:
+        return ContractError(f"the rollout server at {self.base_url}", found, self.log_tail())
+
+
+_LOG = logging.getLogger(__name__)
+
+# Seconds before each new start; after the last one a server that dies stays dead.
+PAUSES_S = (1.0, 2.0, 10.0, 30.0, 60.0)
+# Seconds of service after which a server that dies is started as if for the first time.
+STEADY_S = 300.0
+_POLL_S = 0.1
+
+
+class SupervisedServer:
+    """A server process that is started again until `stop`.
+
+    start: starts the process, each time on the same port.
+    clock: seconds; tells how long a start served.
+    first: started already, and healthy. name: in messages.
+    starts: how often it was started.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], ServerProcess],
+        start_timeout_s: float,
+        pauses_s: Sequence[float] = PAUSES_S,
+        clock: Callable[[], float] = time.monotonic,
+        first: ServerProcess | None = None,
+        name: str = "the colocated rollout server",
+    ) -> None:
+        """Wait for the first start, unless it is given.
+
+        Raises:
+            ContractError: it ended, or was not ready in time; nothing is left running.
+        """
+        self.starts = 1
+        self._start = start
+        self._start_timeout_s = start_timeout_s
+        self._pauses_s = pauses_s
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._changing = threading.Lock()
+        self._given_up: RunError | None = None
+        self._name = name
+        self._process = first or start()
+        if first is None:
+            try:
+                self._process.wait_until_healthy(start_timeout_s)
+            except BaseException:
+                self._process.stop()
+                raise
+        self._ready_since, self._ready = clock(), self._process
+        # The kernel ends a child with the thread that started it: this one waits for it.
+        threading.Thread(target=self._keep, daemon=True).start()
+
+    @property
+    def base_url(self) -> str:
+        return self._process.base_url
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raise RunError if the server died too often, or could not be started again."""
+        if self._given_up is not None:
+            raise self._given_up
+
+    def await_ready(self) -> None:
+        """Wait until the newest start is healthy, unless it was healthy before.
+
+        Raises:
+            RunError: as `check`, or it was not ready in time.
+        """
+        if self._process is not self._ready:
+            with waiting_for(f"{self._name} to be ready"):
+                self._await_ready()
+
+    def _await_ready(self) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        while (process := self._process) is not self._ready:
+            self.check()
+            try:
+                process.wait_until_healthy(max(0.0, deadline - time.monotonic()))
+            except ContractError as error:
+                if time.monotonic() > deadline:
+                    raise RunError(str(error)) from error
+                time.sleep(_POLL_S)  # it ended: the next start comes
+            else:
+                self._mark_ready(process)
+
+    def stop(self) -> None:
+        """Stop the process and its supervision; idempotent."""
+        with self._changing:
+            self._stopped.set()
+        self._process.stop()
+
+    def kill(self) -> None:
+        """End a `stop` of another thread at once."""
+        with self._changing:
+            self._stopped.set()
+        self._process.kill()
+
+    def _keep(self) -> None:
+        """Keep it running until it is stopped or ended too often in a row."""
+        try:
+            self._keep_running()
+        except OSError as error:
+            self._given_up = RunError(f"{self._name} ended and could not be started again: {error}")
+
+    def _keep_running(self) -> None:
+        """Start it again after each end, until it is stopped or ended too often in a row."""
+        ends = 0
+        while True:
+            code = self._process.wait()
+            if self._stopped.is_set():
+                return
+            ends = 1 if self._was_steady() else ends + 1
+            if ends > len(self._pauses_s):
+                self._given_up = RunError(
+                    f"{self._name} ended {ends} times, the last time with code {code}. "
+                    f"{self._process.log_tail()}"
+                )
+                return
+            pause_s = self._pauses_s[ends - 1]
+            _LOG.warning(
+                "%s ended with code %d and is started again in %g s", self._name, code, pause_s
+            )
+            if self._stopped.wait(pause_s) or not self._start_again():
+                return
+            with suppress(ContractError):  # it ended, or takes longer: its end is waited for
+                self._process.wait_until_healthy(self._start_timeout_s)
+                self._mark_ready(self._process)
+
+    def _mark_ready(self, process: ServerProcess) -> None:
+        """Note when it was first seen ready."""
+        with self._changing:
+            if self._ready is not process:
+                self._ready_since, self._ready = self._clock(), process
+
+    def _was_steady(self) -> bool:
+        """Return whether the newest start has been healthy for long."""
+        return self._ready is self._process and self._clock() - self._ready_since >= STEADY_S
+
+    def _start_again(self) -> bool:
+        with self._changing:
+            if self._stopped.is_set():
+                return False
+            self._process = self._start()
+            self.starts += 1
+            return True

@@ -1,0 +1,1 @@
+"""The run folder: its files, logs, checkpoints and metrics, and where a run resumes."""

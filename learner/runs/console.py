@@ -1,0 +1,107 @@
+"""Lines for people and their scripts, and how numbers are written in them."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from learner.distributed.waiting import reporting_waits
+
+_REFRESH_S = 0.5
+
+
+def tell(console: Console, line: str | Text) -> None:
+    """Print a line as it is: never broken, no part of a path taken for markup or an emoji."""
+    console.print(line, soft_wrap=True, markup=False, emoji=False, highlight=False)
+
+
+@contextmanager
+def showing_waits(console: Console) -> Iterator[None]:
+    """Show what is waited for: in a line that changes on a terminal, in lines elsewhere."""
+    if not console.is_terminal:
+        with reporting_waits(partial(tell, console)):
+            yield
+        return
+    with (
+        console.status("", spinner="line") as status,
+        reporting_waits(lambda line: status.update(Text(line)), _REFRESH_S),
+    ):
+        yield
+
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_DIGITS = 4
+
+
+def duration(seconds: float | None) -> str:
+    """`48s`, `3m07s`, `2h10m`, `5d03h`."""
+    if seconds is None or not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    if whole < _MINUTE:
+        return f"{whole}s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE}m{whole % _MINUTE:02}s"
+    if whole < _DAY:
+        return f"{whole // _HOUR}h{whole % _HOUR // _MINUTE:02}m"
+    return f"{whole // _DAY}d{whole % _DAY // _HOUR:02}h"
+
+
+def score(value: float | None) -> str:
+    """Of precision, F1 and the like; `-` where there is none."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def fraction(part: float, whole: float, places: int = 1) -> str:
+    """A part of a whole in percent; `-` of nothing."""
+    return f"{part / whole:.{places}%}" if whole else "-"
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 step`, `1,200 steps`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def number(value: float | None) -> str:
+    """Four digits, and the thousands parted."""
+    if value is None:
+        return "not a number"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if 1e-3 <= abs(value) < 1e15:
+        return f"{value:,.{_places(value)}f}"
+    return f"{value:.3e}"
+
+
+def narrow_number(value: float | None) -> str:
+    """Four digits in at most nine characters; what is no finite number is told so."""
+    if value is None or not math.isfinite(value):
+        return "nan"
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.{0 if value == int(value) else _places(value)}f}"
+    return f"{value:.2e}"
+
+
+def _places(value: float) -> int:
+    """Behind the point, for four digits in all."""
+    return max(0, _DIGITS - 1 - math.floor(math.log10(abs(value))))
+
+
+PHASES = ("rollout", "target", "pack", "learn", "push")
+
+
+def step_line(step: int, total: int | None, logs: dict[str, Any]) -> str:
+    """logs: what was logged of the step."""
+    seconds = " ".join(f"{p} {logs[f'time/{p}_s']:.2f}s" for p in PHASES if f"time/{p}_s" in logs)
+    rate = logs.get("rollout/per_second")
+    tail = f", {rate:.1f} rollouts/s" if rate else ""
+    loss = "not finite" if logs["loss"] is None else f"{logs['loss']:.4f}"
+    return f"step {step}/{total or '?'} channel {channel_of(logs)} loss {loss} {seconds}{tail}"
+
+
+def channel_of(logs: dict[str, Any]) -> str:
+    return "B" if logs.get("step/channel_b") else "A"

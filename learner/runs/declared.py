@@ -1,0 +1,374 @@
+"""Every metric the learner may log (MET-01, MET-02); `docs/metrics.md` is written from it.
+
+A key that is not here cannot be logged. How processes combine a metric follows from its kind:
+
+    counter, loss           sum
+    seconds, flag, peak     max
+    rate                    sum of the numerators / sum of the denominators
+    whole                   the same in every process: process 0 has it of all answers together
+
+Losses are additive: each pack counts by its share of the step's samples (LOSS-05). No overlap of
+boxes or masks is among the metrics of training; they are for matching alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from learner.objectives import DIAGNOSTICS, OBJECTIVES
+from learner.objectives.objective import LOSS_PREFIX
+from learner.types import Channel, DropReason
+
+Kind = Literal["counter", "loss", "seconds", "flag", "peak", "rate", "whole"]
+Reduction = Literal["sum", "max", "rate"]
+
+_REDUCTIONS: dict[Kind, Reduction] = {
+    "counter": "sum",
+    "loss": "sum",
+    "seconds": "max",
+    "flag": "max",
+    "peak": "max",
+    "rate": "rate",
+    "whole": "max",
+}
+_BOTH: tuple[Channel, ...] = ("A", "B")
+_B: tuple[Channel, ...] = ("B",)
+_BESIDE = "asynchronous rollouts"
+_B_OR_BESIDE = f"channel B, or {_BESIDE}"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One key of the log.
+
+    channels: whose steps log it; none: not a number of a step.
+    when: what else it takes to be logged; empty: nothing.
+    """
+
+    key: str
+    kind: Kind
+    unit: str
+    meaning: str
+    channels: tuple[Channel, ...] = _BOTH
+    when: str = ""
+
+    @property
+    def reduction(self) -> Reduction:
+        return _REDUCTIONS[self.kind]
+
+
+@dataclass(frozen=True)
+class Group:
+    title: str
+    metrics: tuple[Metric, ...]
+
+
+STEP = (
+    Metric("step/channel_b", "flag", "0 or 1", "the step ran channel B"),
+    Metric("packing/post_rollout_segments", "counter", "samples", "samples that were trained on"),
+    Metric("packing/post_rollout_packs", "counter", "packs", "packs that were forwarded"),
+    Metric("packing/post_rollout_selected_total_len", "counter", "tokens", "tokens in the packs"),
+    Metric("packing/post_rollout_fill", "rate", "1", "tokens in the packs / capacity of the packs"),
+    Metric("time/push_s", "seconds", "s", "pushing new weights", when=_B_OR_BESIDE),
+    Metric("time/rollout_s", "seconds", "s", "waiting for the answers", _B),
+    Metric("time/target_s", "seconds", "s", "making segments from samples and answers"),
+    Metric("time/pack_s", "seconds", "s", "making packs from segments"),
+    Metric("time/wait_s", "seconds", "s", "waiting for packs, also for those of other processes"),
+    Metric("time/learn_s", "seconds", "s", "forwards and backwards"),
+    Metric(
+        "perf/tokens_per_s",
+        "rate",
+        "tokens/s",
+        "tokens of packs in a second of `time/learn_s`, of each learner process",
+    ),
+    Metric(
+        "perf/mfu",
+        "rate",
+        "share",
+        "arithmetic of the model in a second of `time/learn_s`, recomputed activations not "
+        "counted, over the most that the GPU can do in bfloat16",
+        when="on a GPU of the list of `learner estimate`",
+    ),
+    Metric(
+        "perf/peak_memory_gib",
+        "peak",
+        "GiB",
+        "most memory of tensors on the GPU in the step; on a CPU, of the process so far",
+    ),
+    Metric("time/step_s", "seconds", "s", "the whole step, without the update of the optimizer"),
+    Metric(
+        "step/replays",
+        "counter",
+        "forwards",
+        "forwards of weight zero, because another process has more packs",
+    ),
+    Metric(
+        "data/bad_samples",
+        "counter",
+        "samples",
+        "bad samples that were replaced by other samples",
+        when="`data.on_bad_sample: skip`",
+    ),
+)
+
+ROLLOUT = (
+    Metric(
+        "rollout/seed_base",
+        "peak",
+        "seed",
+        "base of the seeds of the answers; the largest of all processes",
+        _B,
+    ),
+    Metric("rollout/decode_greedy", "flag", "0 or 1", "answers are decoded greedily", _B),
+    Metric("rollout/decode_sampling", "flag", "0 or 1", "answers are sampled", _B),
+    Metric("rollout/decode_beam", "flag", "0 or 1", "answers are the best of several beams", _B),
+    Metric("rollout/repeat_terminate_active", "flag", "0 or 1", "the repeat guard is on", _B),
+    Metric(
+        "rollout/repeat_terminate_triggered_sequences",
+        "counter",
+        "answers",
+        "answers that the repeat guard ended, as the backend reports",
+        _B,
+    ),
+    Metric(
+        "rollout/per_second",
+        "rate",
+        "1/s",
+        "answers / seconds of waiting for them, of a process",
+        _B,
+    ),
+    Metric("rollout/gen_new_tokens_mean", "rate", "tokens", "tokens of answers / answers", _B),
+    Metric(
+        "rollout/gen_new_tokens_p99",
+        "peak",
+        "tokens",
+        "99th percentile of the lengths of answers; the largest of all processes",
+        _B,
+    ),
+    Metric("rollout/parse_truncated_rate", "rate", "1", "truncated answers / answers", _B),
+    Metric("rollout/parse_dropped_invalid", "counter", "objects", "dropped as invalid", _B),
+    Metric("sync/weights_version", "peak", "version", "version of the weights that answered", _B),
+)
+
+_ASYNC = "stage2_ab/async"
+
+ASYNC = (
+    Metric(
+        f"{_ASYNC}/b_step_skipped_due_to_queue",
+        "flag",
+        "0 or 1",
+        "channel A runs instead of B, because a process has no batch ready",
+        ("A",),
+        f"{_BESIDE}, and only if so",
+    ),
+    Metric(
+        f"{_ASYNC}/ready_packs",
+        "counter",
+        "packs",
+        "packs that were ready when the step began, of all processes",
+        when=_BESIDE,
+    ),
+    Metric(
+        f"{_ASYNC}/version_lag",
+        "peak",
+        "versions",
+        "from the oldest weights that answered to the newest; the largest of all processes",
+        _B,
+        _BESIDE,
+    ),
+    Metric(
+        f"{_ASYNC}/dropped_oldest",
+        "counter",
+        "packs",
+        "packs dropped because the queue was full; their samples are requested again",
+        when=_BESIDE,
+    ),
+    Metric(
+        f"{_ASYNC}/dropped_stale",
+        "counter",
+        "packs",
+        "packs dropped because they were too old for `version_window`; "
+        "their samples are requested again",
+        when=_BESIDE,
+    ),
+    Metric(
+        f"{_ASYNC}/prefetch_idle_s",
+        "seconds",
+        "s",
+        "time in which the prefetcher requested nothing, because enough "
+        "packs were ready; the longest of all processes",
+        when=_BESIDE,
+    ),
+)
+
+_DROPS: dict[DropReason, str] = {
+    "key_invalid": "not closed, no JSON, keys that repeat or nest, or no `object_n`",
+    "missing_desc": "no description",
+    "missing_geom": "no geometry",
+    "unknown_geom": "a geometry with an unknown name",
+    "non_coord_token": "a value that is not one coordinate token",
+    "wrong_arity": "too few or too many coordinates",
+    "bbox_invalid": "a box whose corners are the wrong way round",
+    "poly_unsupported": "a polygon in stage2_two_channel",
+}
+
+
+def _channel_b() -> Iterator[Metric]:
+    def counter(name: str, unit: str, meaning: str) -> Metric:
+        return Metric(f"stage2_ab/channel_b/{name}", "counter", unit, meaning, _B)
+
+    yield counter("N_valid_pred", "objects", "predicted and valid")
+    yield counter("N_drop_invalid", "objects", "predicted and dropped as invalid")
+    for reason in get_args(DropReason):
+        yield counter(f"strict_drop/{reason}", "objects", f"of those: {_DROPS[reason]}")
+    yield counter(
+        "invalid_rollout", "answers", "answers without a `{`, or with other text before it"
+    )
+    yield counter("matched", "objects", "predicted and matched to a ground truth")
+    yield counter("false_positives", "objects", "predicted, valid and not matched")
+    yield counter("fn_appended", "objects", "ground truths that were missed, and appended")
+    yield counter("gated", "pairs", "pairs with too little overlap to be matched")
+    key = "stage2_ab/channel_b/match_rate"
+    yield Metric(key, "rate", "1", "matched ground truths / ground truths", _B)
+    meaning = "samples left out: their target cannot be read back, or its end cannot be located"
+    yield counter("closure_supervision/N_drop", "samples", meaning)
+
+
+CHANNEL_B = tuple(_channel_b())
+
+_ITERATED = "`n_softctx_iter` above 1"
+
+
+def _losses() -> Iterator[Metric]:
+    """Of every objective in the registry, in the order of the prefixes."""
+    for (channel, family), prefix in LOSS_PREFIX.items():
+        forward = {("A", "text"): ", first forward", ("B", "text"): "", ("B", "coord"): ""}
+        which = forward.get((channel, family), ", last forward")
+        when = "with a weight above 0" + f" and {_ITERATED}" * (family == "context_text")
+        for objective in OBJECTIVES:
+            for name, meaning in objective.metrics.get(family, {}).items():
+                key = f"{prefix}/{name}"
+                yield Metric(key, "loss", "loss", f"{meaning}{which}", (channel,), when)
+
+
+LOSSES = tuple(_losses())
+
+
+def _diagnostics() -> Iterator[Metric]:
+    sources: tuple[tuple[str, Channel, str], ...] = (
+        ("A1", "A", ""),
+        ("A2", "A", f" and {_ITERATED}"),
+        ("B", "B", ""),
+    )
+    for diagnostic in DIAGNOSTICS:
+        (declared,) = get_args(diagnostic.model_fields["name"].annotation)
+        for provenance, channel, when in sources:
+            for name, (unit, meaning) in diagnostic.metrics.items():
+                key = f"{declared}/{provenance}/{name}"
+                with_it = f"with `{declared}` declared{when}"
+                yield Metric(key, "rate", unit, meaning, (channel,), with_it)
+
+
+COORD_DIAG = tuple(_diagnostics())
+
+SYNC_PHASES = {
+    "start": "until the server has accepted the manifest",
+    "pause": "server: until its engines are idle",
+    "send": "learner: from the first parameter to the last",
+    "transfer": "server: waiting for parameters",
+    "load": "server: loading parameters",
+    "finish": "until the server is ready again",
+    "verify": "server: comparing digests",
+    "caches": "server: clearing the caches of the old weights",
+    "total": "the whole push",
+}
+
+
+def _servers() -> Iterator[Metric]:
+    def metric(key: str, kind: Kind, unit: str, meaning: str, when: str) -> Metric:
+        return Metric(key, kind, unit, meaning, when=when)
+
+    served = f"from servers: {_B_OR_BESIDE}"
+    pushed = "after a push to servers"
+    yield metric("rollout/servers_healthy", "peak", "servers", "servers that can be asked", served)
+    yield metric("rollout/servers_lost", "counter", "times", "a process lost a server", served)
+    yield metric("rollout/retries", "counter", "calls", "calls that were repeated", served)
+    yield metric("rollout/splits", "counter", "parts", "parts of a lost server's requests", served)
+    yield metric("sync/fell_back", "flag", "0 or 1", "full weights replace the adapter", served)
+    yield metric("sync/pushes", "counter", "pushes", "pushes that servers accepted", served)
+    yield metric("sync/repushes", "counter", "pushes", "pushes to lost servers", served)
+    for phase, meaning in SYNC_PHASES.items():
+        yield metric(f"sync/{phase}_s", "seconds", "s", f"slowest push: {meaning}", pushed)
+    yield metric("sync/bytes", "peak", "bytes", "slowest push: payload of a replica", pushed)
+    yield metric("sync/gb_per_s", "rate", "GB/s", "slowest push: payload / `send`", pushed)
+
+
+SERVERS = tuple(_servers())
+
+
+_AREAS = {"small": "up to 32^2", "medium": "32^2 to 96^2", "large": "above 96^2"}
+_DETECTION = "with `eval_detection.enabled`"
+
+
+def _evaluation() -> Iterator[Metric]:
+    def metric(name: str, kind: Kind, unit: str, meaning: str) -> Metric:
+        return Metric(f"eval/{name}", kind, unit, meaning, ())
+
+    def precision(name: str, meaning: str, when: str = _DETECTION) -> Metric:
+        return Metric(f"eval/{name}", "whole", "1", meaning, (), when)
+
+    yield metric("precision", "rate", "1", "hits / predicted objects")
+    yield metric("recall", "rate", "1", "hits / ground truths")
+    yield metric("f1", "rate", "1", "2 hits / (predicted objects + ground truths)")
+    yield metric("box_f1", "rate", "1", "F1, descriptions ignored")
+    yield metric("predicted", "counter", "objects", "predicted and valid")
+    yield metric("ground_truths", "counter", "objects", "annotated")
+    yield metric("dropped", "counter", "objects", "predicted and dropped as invalid")
+    yield precision("ap", "COCO's average precision of boxes, IoU 0.50 to 0.95")
+    yield precision("ap50", "the same at IoU 0.50")
+    yield precision("ap75", "the same at IoU 0.75")
+    for size, area in _AREAS.items():
+        when = f"{_DETECTION}, and there are any"
+        yield precision(f"ap_{size}", f"`eval/ap` of objects of {area} pixels", when)
+    yield precision("ar", "COCO's average recall of boxes, 100 detections an image")
+    yield precision("box_ap", "`eval/ap`, descriptions ignored")
+    yield precision("box_ap50", "`eval/ap50`, descriptions ignored")
+    masks = f"{_DETECTION} and polygons"
+    for at in ("ap", "ap50", "ap75"):
+        yield precision(f"segm_{at}", f"`eval/{at}` of masks in place of boxes", masks)
+
+
+EVALUATION = tuple(_evaluation())
+
+# Every metric of a payload: of a step, of what its rollouts took, of an evaluation.
+METRICS = STEP + ROLLOUT + ASYNC + CHANNEL_B + LOSSES + COORD_DIAG + SERVERS + EVALUATION
+
+GROUPS = (
+    Group("The step", STEP),
+    Group("Rollouts", ROLLOUT),
+    Group("Asynchronous rollouts", ASYNC),
+    Group("What became of the answers", CHANNEL_B),
+    Group("Losses", LOSSES),
+    Group("Coordinate distributions", COORD_DIAG),
+    Group("Servers and pushes", SERVERS),
+    Group("Evaluation", EVALUATION),
+)
+
+# Logged by transformers' Trainer itself, next to ours.
+TRAINER = {
+    "loss": "the step's loss",
+    "grad_norm": "norm of the gradient before it is clipped",
+    "learning_rate": "learning rate of the first parameter group",
+    "epoch": "passes over the data so far",
+    "train_loss": "mean loss since the run was last started; at the end of a run",
+    "train_runtime": "seconds since the run was last started; at the end of a run",
+    "train_samples_per_second": "samples per second; at the end of a run",
+    "train_steps_per_second": "steps per second; at the end of a run",
+    "total_flos": "Trainer's estimate of operations; at the end of a run",
+}
+
+
+def declared_keys() -> frozenset[str]:
+    """Every key that a line of `metrics.jsonl` may have besides `step`."""
+    notes = (f"eval/{metric.key}" for metric in SERVERS)
+    return frozenset([*TRAINER, *notes, *(metric.key for metric in METRICS)])

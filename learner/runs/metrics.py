@@ -1,0 +1,197 @@
+"""The numbers of a step, and how processes combine them (MET-01, MET-02).
+
+    Payload          the parts of a step's numbers, kept apart until they are final
+    rollout_payload  what became of the answers of a step
+    over_processes   the parts of all processes: two all-reduces, nothing is gathered
+    StepReport       what one optimizer step did
+
+`learner.runs.declared` has every key. Nothing is carried over from one logged step to the next:
+each has a payload of its own. Only `over_processes` imports torch.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.runs.declared import METRICS, Reduction
+from learner.types import AssessedRollout, Channel, DropReason
+
+if TYPE_CHECKING:
+    import torch
+
+Array = npt.NDArray[np.float64]
+
+_PLACES = {metric.key: place for place, metric in enumerate(METRICS)}
+
+
+@dataclass(frozen=True, eq=False)
+class Payload:
+    """What one process knows of a step, as two vectors in the order of the declaration.
+
+    A rate is a quotient of sums: it is neither averaged nor divided before all parts are there.
+    A key that was never given is in no log; one that only another process has is.
+
+    sums: (2, M) what is added up, and in the second row the denominators of rates.
+    peaks: (M,) the highest value noted; 0 where a sum or a rate was given, -inf where nothing
+        was.
+    """
+
+    sums: Array = field(default_factory=lambda: np.zeros((2, len(METRICS))))
+    peaks: Array = field(default_factory=lambda: np.full(len(METRICS), -np.inf))
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Counts, and parts of losses."""
+        for key, value in values.items():
+            self._put(key, "sum", (value, 0.0), 0.0)
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Seconds, flags and peaks, of which the highest counts."""
+        for key, value in values.items():
+            self._put(key, "max", (0.0, 0.0), value)
+
+    def rate(self, values: Mapping[str, tuple[float, float]]) -> None:
+        """Numerators and denominators."""
+        for key, parts in values.items():
+            self._put(key, "rate", parts, 0.0)
+
+    def merge(self, other: "Payload") -> None:
+        """Take over what another part of the step has counted."""
+        self.sums[:] += other.sums
+        self.peaks[:] = np.maximum(self.peaks, other.peaks)
+
+    def reduced(
+        self, all_sum: Callable[[Array], Array], all_max: Callable[[Array], Array]
+    ) -> "Payload":
+        """The payload of all processes; each of them calls it once."""
+        return Payload(all_sum(self.sums), all_max(self.peaks))
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers by key, in the order of the declaration. A rate of nothing is 0."""
+        return {
+            metric.key: self._value(place, metric.reduction)
+            for place, metric in enumerate(METRICS)
+            if not np.isneginf(self.peaks[place])
+        }
+
+    def _put(self, key: str, reduction: Reduction, parts: tuple[float, float], peak: float) -> None:
+        place = _PLACES[key]
+        metric = METRICS[place]
+        assert metric.reduction == reduction, f"{key} is declared as a {metric.kind}"
+        self.sums[:, place] += parts
+        self.peaks[place] = np.maximum(self.peaks[place], peak)
+
+    def _value(self, place: int, reduction: Reduction) -> float:
+        part, whole = self.sums[:, place]
+        if reduction == "max":
+            return float(self.peaks[place])
+        if reduction == "sum":
+            return float(part)
+        return float(part / whole) if whole else 0.0
+
+
+class PhaseClock:
+    """Seconds spent in each phase of a step, as `time/<phase>_s`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - started
+
+    def seconds(self, name: str) -> float:
+        return self._seconds[name]
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
+
+
+@dataclass
+class StepReport:
+    """One optimizer step.
+
+    payload: the parts of its numbers that this process has, while the step runs.
+    metrics: canonical keys and numbers of all processes, once it is over.
+    """
+
+    step: int
+    channel: Channel
+    samples: int
+    payload: Payload = field(default_factory=Payload)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+_B = "stage2_ab/channel_b"
+
+
+def rollout_payload(answers: Sequence[AssessedRollout]) -> Payload:
+    """The metrics of the answers of a step, every reason for a drop among them."""
+    dropped = Counter(reason for each in answers for _, reason in each.parsed.dropped)
+    matched = sum(len(each.match.pairs) for each in answers)
+    missed = sum(len(each.match.false_negatives) for each in answers)
+    lengths = [len(each.rollout.response_token_ids) for each in answers]
+    targets = [each.target for each in answers if each.target is not None]
+    payload = Payload()
+    payload.add(
+        {
+            "rollout/parse_dropped_invalid": dropped.total(),
+            "rollout/repeat_terminate_triggered_sequences": sum(
+                each.rollout.repeat_terminated for each in answers
+            ),
+            f"{_B}/invalid_rollout": sum(each.parsed.invalid_rollout for each in answers),
+            f"{_B}/N_valid_pred": sum(len(each.parsed.objects) for each in answers),
+            f"{_B}/N_drop_invalid": dropped.total(),
+            f"{_B}/matched": matched,
+            f"{_B}/false_positives": sum(len(each.match.false_positives) for each in answers),
+            f"{_B}/gated": sum(each.match.gated for each in answers),
+            f"{_B}/fn_appended": sum(len(target.fn_keys) for target in targets),
+            f"{_B}/closure_supervision/N_drop": len(answers) - len(targets),
+        }
+    )
+    payload.add({f"{_B}/strict_drop/{why}": dropped[why] for why in get_args(DropReason)})
+    truncated = sum(each.parsed.truncated for each in answers)
+    payload.rate(
+        {
+            "rollout/parse_truncated_rate": (truncated, len(answers)),
+            "rollout/gen_new_tokens_mean": (sum(lengths), len(answers)),
+            f"{_B}/match_rate": (matched, matched + missed),
+        }
+    )
+    payload.note({"rollout/gen_new_tokens_p99": float(np.percentile(lengths or [0], 99))})
+    return payload
+
+
+def over_processes(payload: Payload, device: "torch.device") -> Payload:
+    """The payload of all processes, the same in each of them (MET-01).
+
+    Every process must call it, once a step, whatever it has counted: one sum and one maximum of
+    vectors whose length the declaration alone decides. In a run of one process it changes nothing.
+
+    device: where the process group can combine tensors; that of the model.
+    """
+    import torch  # seconds, which the stages do without
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return payload
+
+    def all_reduce(values: Array, op: dist.ReduceOp.RedOpType) -> Array:
+        tensor = torch.tensor(values, device=device)
+        dist.all_reduce(tensor, op)
+        combined: Array = tensor.cpu().numpy()
+        return combined
+
+    return payload.reduced(
+        partial(all_reduce, op=dist.ReduceOp.SUM), partial(all_reduce, op=dist.ReduceOp.MAX)
+    )

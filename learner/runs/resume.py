@@ -1,0 +1,304 @@
+"""Where a run starts: at the beginning, or behind its newest whole checkpoint (RUN-01).
+
+    find_start()       before anything heavy is loaded: the checkpoint, if the config still fits
+    prepare_folder()   removes leftovers, and cuts the logs back to it: each step is in them once
+
+A run goes on only as the run it was: whatever the samples of a step, the weights or the loss
+depend on must be as in `resolved_config.yaml`. How long it runs, what it saves and shows, and
+where answers come from may change; the last also changes how answers are grouped into packs.
+The schema marks these keys (`FreeOnResume`).
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from learner.config.schema import Config, LoraTuner
+from learner.config.yaml12 import read_mapping
+from learner.runs.atomic_files import require_folder
+from learner.runs.checkpoint import (
+    Checkpoint,
+    checkpoints_in,
+    clear_unfinished,
+    newest_whole,
+    set_broken_aside,
+)
+from learner.runs.rollout_log import ROLLOUTS, logged_in
+from learner.runs.run_folder import EVALUATIONS, METRICS, RESOLVED, RUN, is_alive, steps_from_0
+from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
+from shared_contracts.strict_model import FREE_ON_RESUME
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts.
+
+    checkpoint: None at the beginning.
+    goes_on: in a folder that may hold what an earlier attempt has left.
+    notes: messages for the person who started the run.
+    """
+
+    checkpoint: Checkpoint | None = None
+    goes_on: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.manifest.step if self.checkpoint else 0
+
+    @property
+    def folder(self) -> str | None:
+        """Of the checkpoint."""
+        return str(self.checkpoint.path) if self.checkpoint else None
+
+    def state(self, rank: int, processes: int) -> dict[str, Any]:
+        """What process `rank` added to the checkpoint; empty where it added nothing."""
+        if self.checkpoint is None or self.checkpoint.manifest.processes != processes:
+            return {}
+        return self.checkpoint.manifest.states[rank]
+
+    def tuned(self, config: Config) -> Config:
+        """`config` with `auto` rows of coordinate tokens left alone, where the checkpoint has none.
+
+        Version 0.1.0 trained no rows, however untrained they look.
+        """
+        file = self.checkpoint.path / "adapter_config.json" if self.checkpoint else None
+        if not (isinstance(config.tuner, LoraTuner) and file is not None and file.is_file()):
+            return config
+        rows = json.loads(file.read_text(encoding="utf-8")).get("trainable_token_indices")
+        if rows or config.tuner.train_coordinate_rows != "auto":
+            return config
+        tuner = config.tuner.model_copy(update={"train_coordinate_rows": False})
+        return config.model_copy(update={"tuner": tuner})
+
+    @property
+    def weights_version(self) -> int:
+        return self.checkpoint.manifest.weights_version if self.checkpoint else 0
+
+
+BEGINNING = Start()
+
+
+def find_start(config: Config, processes: int) -> Start:
+    """Where a run of `processes` processes starts, as `training.resume` says.
+
+    Raises:
+        ContractError: the folder holds another run, or one that still goes on; or the same run,
+            which cannot go on with this config.
+    """
+    folder = config.training.output_dir
+    require_run_folder(config)
+    _require_no_writer(folder)
+    if config.training.resume == "never":
+        if (folder / METRICS).exists() or checkpoints_in(folder):
+            raise ContractError(
+                "training.output_dir",
+                f"{folder} holds another run",
+                "Name a new folder or move the old run away; to go on with that run, set "
+                "training.resume to auto",
+            )
+        return BEGINNING
+    checkpoint, broken = newest_whole(folder)
+    if checkpoint is None:
+        if broken:
+            raise ContractError(
+                "training.output_dir",
+                f"no checkpoint in {folder} is whole ({'; '.join(map(str, broken))})",
+                "Restore one, or move the folder away to start from the beginning",
+            )
+        if not (folder / METRICS).exists():
+            return Start(None, True)
+        _require_same_config(config, folder)
+        note = f"No checkpoint in {folder} yet: this run starts anew, and its logs with it"
+        return Start(None, True, (note,))
+    _require_same_run(config, checkpoint)
+    _require_states(checkpoint, processes)
+    notes = [f"Warning: {error}; it is set aside" for error in broken]
+    notes.append(f"Going on from {checkpoint.path}")
+    if checkpoint.manifest.processes != processes:
+        notes.append(
+            f"Warning: {checkpoint.manifest.processes} processes made it and {processes} go on: "
+            "the steps have the same samples, but random numbers and seeds of answers differ"
+        )
+    return Start(checkpoint, True, tuple(notes))
+
+
+def require_run_folder(config: Config) -> None:
+    """Raise ContractErrors unless this process can write the run folder, and what is in it."""
+    training = config.training
+    found = CheckErrors()
+    found.of(lambda: require_folder("training.output_dir", training.output_dir))
+    found.of(lambda: require_folder("training.logging_dir", training.logging_dir))
+    if not found.errors:
+        found.errors += _unwritable_parts(training.output_dir)
+    found.raise_all()
+
+
+def _unwritable_parts(folder: Path) -> Iterator[ContractError]:
+    """What a run that goes on appends to, renames or removes."""
+    for path in (folder / METRICS, folder / ROLLOUTS, *checkpoints_in(folder)):
+        if path.exists() and not os.access(path, os.W_OK):
+            yield ContractError(
+                "training.output_dir",
+                f"{path} may not be written by this user",
+                "Give it to the user who trains, or name another folder",
+            )
+
+
+def prepare_folder(folder: Path, start: Start) -> None:
+    """Bring the run folder to what it was when the run was at `start`."""
+    clear_unfinished(folder)
+    if start.checkpoint is not None:
+        set_broken_aside(folder, start.checkpoint)
+        truncate_logs(folder, start.checkpoint.manifest.logs, start.step)
+    else:
+        truncate_logs(folder, {}, 0)
+
+
+def data_digest(path: Path) -> str:
+    """SHA-256 of a file of samples, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _require_no_writer(folder: Path) -> None:
+    """No other process writes the folder, as far as can be seen from here."""
+    try:
+        identity = json.loads((folder / RUN).read_text(encoding="utf-8"))["process"]
+        pid, since, alive = identity["pid"], identity["started"], is_alive(identity)
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    file = folder / METRICS
+    lines = file.read_bytes().splitlines() if file.is_file() else []
+    ended = bool(lines) and b'"train_runtime"' in lines[-1]  # the line of the whole training
+    if alive and pid != os.getpid() and not ended:
+        raise ContractError(
+            "training.output_dir",
+            f"process {pid} writes {folder}, since {since}",
+            "Wait for that run or stop it; or name another folder",
+        )
+
+
+def _require_states(checkpoint: Checkpoint, processes: int) -> None:
+    """What each process added to a checkpoint is for as many processes."""
+    made = checkpoint.manifest.processes
+    if made != processes and any(checkpoint.manifest.states):
+        raise ContractError(
+            "training.resume",
+            f"auto, and {checkpoint.path} is of {made} processes with a state of each, and there "
+            f"are {processes} now",
+            f"Launch {made} processes, or start a new run in another folder",
+        )
+
+
+def _require_same_config(config: Config, folder: Path) -> None:
+    resolved = folder / RESOLVED
+    errors = [
+        ContractError(
+            key,
+            f"is {new!r}, and {resolved} has {old!r}: a resumed run must have the same value",
+            "Set it back; or start a new run in another folder, with a checkpoint as model.model",
+        )
+        for key, old, new in _differences(_read_resolved(resolved), config)
+    ]
+    if errors:
+        raise ContractErrors(errors)
+
+
+def _require_same_run(config: Config, checkpoint: Checkpoint) -> None:
+    _require_same_config(config, checkpoint.path.parent)
+    digest = data_digest(config.data.train_jsonl)
+    if digest != checkpoint.manifest.data_sha256:
+        raise ContractError(
+            "data.train_jsonl",
+            f"{config.data.train_jsonl} is no longer the file that {checkpoint.path} was "
+            "trained on",
+            "Restore the file, or start a new run in another folder",
+        )
+
+
+def _read_resolved(resolved: Path) -> dict[str, Any]:
+    try:
+        return read_mapping(resolved)
+    except ContractError as error:
+        raise ContractError(
+            "training.resume",
+            f"auto, and {error.where}: {error.found}",
+            "Restore it, or start a new run in another folder",
+        ) from error
+
+
+def _differences(before: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Dotted keys that differ and are not `FreeOnResume`, with the old and the new value.
+
+    before: what `dump_resolved` wrote; keys that it does not have are left out.
+    """
+    then = dict(_leaves(before))
+    now = config.model_dump(mode="json", exclude=free_keys(config))
+    for key, value in _leaves(now):
+        if key in then and then[key] != value:
+            yield key, then[key], value
+
+
+def free_keys(section: BaseModel) -> dict[str, Any]:
+    """The `FreeOnResume` keys of a section and of those below, as `model_dump` excludes them."""
+    free: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if FREE_ON_RESUME in field.metadata:
+            free[name] = True
+        elif isinstance(value, BaseModel) and (below := free_keys(value)):
+            free[name] = below
+    return free
+
+
+def _leaves(mapping: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted paths and values; a list is one value."""
+    for key, value in mapping.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{at}{key}.")
+        else:
+            yield f"{at}{key}", value
+
+
+_CUT_LOGS = ("metrics.jsonl", "rollout_calls*.jsonl")
+_EVALUATION = re.compile(r"step_(\d+)(\.part)?")
+
+
+def log_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each log of a run folder, by name."""
+    return {path.name: path.stat().st_size for path in _logs(folder)}
+
+
+def truncate_logs(folder: Path, sizes: dict[str, int], step: int) -> None:
+    """Truncate each log to its size, remove those without one, and remove the rollouts and
+    evaluations of steps after `step`.
+
+    sizes: `log_sizes` after step `step`. Idempotent.
+    """
+    from_0 = steps_from_0(folder)
+    for path in (folder / ROLLOUTS).glob("step_*"):
+        logged = logged_in(path.name.removesuffix(".part"))
+        if logged is not None and logged[0] + (logged[0] in from_0) > step:
+            path.unlink()
+    for path in _logs(folder):
+        if path.name not in sizes:
+            path.unlink()
+        elif path.stat().st_size > sizes[path.name]:
+            os.truncate(path, sizes[path.name])
+    for path in (folder / EVALUATIONS).glob("step_*"):
+        after = _EVALUATION.fullmatch(path.name)
+        if after is not None and int(after[1]) > step:
+            shutil.rmtree(path)
+
+
+def _logs(folder: Path) -> list[Path]:
+    return sorted(path for pattern in _CUT_LOGS for path in folder.glob(pattern))

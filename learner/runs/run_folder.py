@@ -1,0 +1,245 @@
+"""The files of a run folder: their names, what reads them back, and which process writes them.
+
+    RunFolder.open(path)     refuses what is no run folder
+    .metrics()               the lines of metrics.jsonl
+    .calls()                 those of rollout_calls*.jsonl
+    .answers(step)           those of rollouts/step_N*.jsonl
+    identity_of_this_process(), is_alive()    of the process that writes the folder, in run.json
+
+A run that is still going on may be read: a last line that is not whole yet is left out. Imports
+no torch.
+"""
+
+import json
+import math
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from learner.config import Config, load_config
+from learner.runs.rollout_log import ROLLOUTS, StepAnswer, logged_in
+from shared_contracts.errors import ContractError
+
+RESOLVED = "resolved_config.yaml"
+METRICS = "metrics.jsonl"
+RUN = "run.json"
+EVALUATIONS = "evaluations"
+LOGS = "logs"  # what the servers say that `learner launch` started
+# Version 0.1.0 has this metric in every step, and counts steps from 0 in all but metrics.jsonl.
+_OF_0_1_0 = b'"packing/post_rollout_buffer"'
+
+
+def steps_from_0(folder: Path) -> frozenset[int]:
+    """Steps that 0.1.0 has made, as it counts them in the logs of answers and of calls."""
+    file = folder / METRICS
+    lines = file.read_bytes().splitlines() if file.is_file() else []
+    steps = (re.search(rb'"step": (\d+)', line) for line in lines if _OF_0_1_0 in line)
+    return frozenset(int(step[1]) - 1 for step in steps if step)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run, of `training.output_dir`."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """Raises ContractError where `path` is no run folder."""
+        missing = [name for name in (RUN, RESOLVED) if not (path / name).is_file()]
+        if missing:
+            raise ContractError(
+                str(path),
+                f"is no run folder: it has no {' and no '.join(missing)}",
+                "Name the training.output_dir of a run",
+            )
+        return cls(path)
+
+    def config(self) -> Config:
+        """As the run understood it."""
+        return load_config(self.path / RESOLVED)
+
+    def facts(self) -> dict[str, Any]:
+        """Versions, command, commit: `run.json`."""
+        file = self.path / RUN
+        try:
+            facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise _unreadable(str(file), error) from error
+        return facts
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """A line for each logged step, each evaluation, and one when training has ended."""
+        file = self.path / METRICS
+        return list(json_lines(file)) if file.is_file() else []
+
+    def calls(self) -> list[dict[str, Any]]:
+        """What it took to get rollouts, of all processes; a line has `step`, or
+        `evaluation_seed`."""
+        return [line for _, line in self._calls()]
+
+    def calling_ranks(self) -> dict[int, set[int]]:
+        """Processes that noted calls for a step, by step."""
+        ranks: dict[int, set[int]] = {}
+        for rank, line in self._calls():
+            if "step" in line:
+                ranks.setdefault(line["step"], set()).add(rank)
+        return ranks
+
+    def _calls(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Every line with the process that wrote it."""
+        for file in sorted(self.path.glob("rollout_calls*.jsonl")):
+            named = re.search(r"\.rank(\d+)\.", file.name)
+            rank = int(named[1]) if named else 0
+            for line in json_lines(file):
+                own = {"step": self._from_1(line["step"])} if "step" in line else {}
+                yield rank, line | own
+
+    @cached_property
+    def _from_0(self) -> frozenset[int]:
+        return steps_from_0(self.path)
+
+    def _from_1(self, step: int) -> int:
+        """A step of a log of answers or calls, as metrics.jsonl counts it."""
+        return step + 1 if step in self._from_0 else step
+
+    def answer_steps(self) -> list[int]:
+        """Steps of channel B whose answers are logged, in order."""
+        return sorted({step for step, _ in self._answer_files("step_*")})
+
+    def answers(self, step: int) -> list[StepAnswer]:
+        """Of all processes, in the order of process and sample; empty where none are logged.
+
+        Raises ContractError for a line that is no answer.
+        """
+        files = self.answer_files(step).values()
+        return [_answer(f, line | {"step": step}) for f in files for line in json_lines(f)]
+
+    def answer_files(self, step: int) -> dict[int, Path]:
+        """The logs that there are of a step's answers, by the process that asked, in order."""
+        both = (self._answer_files(f"step_{named:06d}*") for named in (step - 1, step))
+        found = [item for files in both for item in files.items()]
+        return dict(sorted((rank, file) for (of, rank), file in found if of == step))
+
+    def _answer_files(self, pattern: str) -> dict[tuple[int, int], Path]:
+        """By step and process."""
+        files = (self.path / ROLLOUTS).glob(pattern)
+        return {
+            (self._from_1(named[0]), named[1]): file
+            for file in files
+            if (named := logged_in(file.name)) is not None
+        }
+
+
+def total_steps(config: Config, last: Mapping[str, Any] | None) -> int | None:
+    """Optimizer steps that a run is to have; None while that is not known.
+
+    last: the newest line of a step. Epochs are counted as the Trainer does.
+    """
+    training = config.training
+    if training.max_steps is not None:
+        return training.max_steps
+    assert training.num_train_epochs is not None, "checked with the config"
+    if last is None or not last.get("epoch"):
+        return None
+    per_epoch: int = round(last["step"] / last["epoch"])
+    return math.ceil(training.num_train_epochs * per_epoch)
+
+
+def _answer(file: Path, line: dict[str, Any]) -> StepAnswer:
+    try:
+        return StepAnswer.model_validate(line)
+    except ValidationError as error:
+        raise ContractError(
+            str(file),
+            f"has a line that is no logged answer ({error.errors()[0]['msg']} at "
+            f"{'.'.join(map(str, error.errors()[0]['loc']))})",
+            "Read it with the version of Rollmatch that wrote it (`versions` in run.json)",
+        ) from error
+
+
+def json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a log; without the last line while that is being written.
+
+    Raises ContractError for a line that is no JSON.
+    """
+    text = file.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    for number, line in enumerate(whole.split("\n")[:-1], start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise _unreadable(f"{file}:{number}", error) from error
+
+
+def _unreadable(where: str, error: ValueError) -> ContractError:
+    return ContractError(where, f"is no JSON ({error})", "Name the folder of a whole run")
+
+
+_PROC = Path("/proc")
+
+
+def identity_of_this_process() -> dict[str, Any]:
+    """host, pid and start of this process, and the pid namespace that the pid is of.
+
+    Hosts may share a name, and the first namespace of every host has the same number: `boot_id`
+    tells them apart.
+    """
+    return {
+        "host": socket.gethostname(),
+        "boot_id": _boot_id(),
+        "pid": os.getpid(),
+        "pid_namespace": _namespace(),
+        "start_ticks": _start_ticks(os.getpid()),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def is_alive(identity: dict[str, Any]) -> bool | None:
+    """None where it cannot be seen from here: another host, another container, or another boot.
+
+    An identity of an earlier version has no `boot_id`.
+    """
+    here = (socket.gethostname(), _namespace())
+    if None in here or (identity.get("host"), identity.get("pid_namespace")) != here:
+        return None
+    if "boot_id" in identity and identity["boot_id"] != _boot_id():
+        return None
+    return bool(_start_ticks(identity["pid"]) == identity["start_ticks"])
+
+
+def _namespace() -> str | None:
+    """Linux only."""
+    try:
+        return str((_PROC / "self/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+def _boot_id() -> str | None:
+    """Of this start of the kernel, in every container on it; Linux only."""
+    try:
+        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When it was started, after the start of the machine; None where there is none, or a zombie.
+
+    A pid that another process has by now has another start.
+    """
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()  # the name before may have spaces
+    return None if state == "Z" else int(fields[18])

@@ -1,0 +1,275 @@
+"""Which prediction is which ground truth (MATCH-01, MATCH-02).
+
+candidates   per prediction, the few ground truths that are near
+mask IoU     of each candidate pair, on a small canvas in norm1000 space
+gate         pairs below it are infeasible, whatever else
+assignment   Hungarian, with a dummy for every object so that any may stay alone
+
+A mask is pycocotools' polygon of the shape on R x R pixels, the coordinates clamped to 0..999
+and scaled by s = (R - 1) / 999. It never covers the last row and column. The mask of a shape
+too thin for a pixel (a degenerate box among them) is empty, and an empty mask has IoU 0 with
+everything, itself too.
+
+The mask of a box is known without drawing it. pycocotools' rleFrPoly sets a corner to the
+fifth of a pixel X = floor(5 x s + 1/2) and starts column c between 5c + 2 and 5c + 3, so that
+the first column of a box is floor((X1 + 2) / 5), which is floor(x1 s + 1/2), and its last the
+one before floor(x2 s + 1/2); rows likewise. Bin x so ends up at its nearest pixel edge. There
+are no ties to round: x s = n + 1/2 would make 2 x (R - 1), which is even, 999 (2n + 1).
+
+The mask of a polygon lies within that of its bounding box. Where those of two shapes are apart,
+the shapes are, and neither is drawn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pycocotools.mask as coco_mask
+from scipy.optimize import linear_sum_assignment
+
+from learner.config.rollout_matching import MatchingConfig
+from learner.stages.coords import COORD_BINS
+from learner.types import GeometryKind, MatchResult, Shape
+
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+IndexArray = npt.NDArray[np.intp]
+PlainShape = tuple[GeometryKind, Sequence[int]]
+
+MAX_RESOLUTION = 4096
+
+
+class HasShape(Protocol):
+    """A predicted or annotated object."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its geometry in norm1000 space."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """N shapes and what is known of them all at once.
+
+    boxes: (N, 4) of x1, y1, x2, y2, the bounding boxes in 0..999; x1 <= x2 and y1 <= y2
+        whatever a box said.
+    are_polygons: (N,)
+    """
+
+    shapes: Sequence[PlainShape]
+    boxes: FloatArray
+    are_polygons: BoolArray
+
+    @classmethod
+    def of(cls, shapes: Sequence[PlainShape]) -> "Shapes":
+        """These shapes; a polygon has 3 or more points."""
+        corners = [coords if kind == "bbox_2d" else _extent(coords) for kind, coords in shapes]
+        ends = np.array(corners, dtype=np.float64).reshape(len(shapes), 2, 2)
+        ends = np.clip(ends, 0, COORD_BINS - 1)
+        boxes = np.concatenate([ends.min(axis=1), ends.max(axis=1)], axis=1)
+        return cls(shapes, boxes, np.array([kind == "poly" for kind, _ in shapes], np.bool_))
+
+
+AnyShape = Shape | PlainShape | HasShape
+
+
+def match_objects(
+    predicted: Sequence[AnyShape], ground_truth: Sequence[AnyShape], config: MatchingConfig
+) -> MatchResult:
+    """Match P predictions to G ground truths; pairs come in order of the predictions.
+
+    predicted, ground_truth: shapes, or objects that have one.
+    """
+    shapes, truths = _shapes(predicted), _shapes(ground_truth)
+    near = candidates(shapes.boxes, truths.boxes, config.candidate_top_k)
+    iou = mask_ious(shapes, truths, near, config.maskiou_resolution)
+    cost = np.where(iou >= config.maskiou_gate, 1.0 - iou, np.inf)
+    pairs = assign(cost, config.fp_cost, config.fn_cost)
+    matched_predictions = {i for i, _ in pairs}
+    matched_truths = {j for _, j in pairs}
+    return MatchResult(
+        pairs=pairs,
+        false_positives=[i for i in range(len(predicted)) if i not in matched_predictions],
+        false_negatives=[j for j in range(len(ground_truth)) if j not in matched_truths],
+        gated=int(np.count_nonzero(iou < config.maskiou_gate)),
+        mask_iou=iou,
+    )
+
+
+def mask_iou(a: AnyShape, b: AnyShape, resolution: int) -> float:
+    """IoU of two shapes' masks on a canvas of `resolution` x `resolution` pixels.
+
+    resolution: 2 to 4096, as in `MatchingConfig`; pycocotools counts pixels in 32 bits.
+    A box whose corners are given the other way round is the box between them.
+    """
+    assert 2 <= resolution <= MAX_RESOLUTION, f"a canvas of {resolution} x {resolution} pixels"
+    return float(mask_ious(_shapes([a]), _shapes([b]), np.full((1, 1), True), resolution)[0, 0])
+
+
+def exact_iou(
+    predicted: Sequence[AnyShape], ground_truth: Sequence[AnyShape], resolution: int
+) -> FloatArray:
+    """IoU (P, G) of every pair, as evaluations measure it (RES-20).
+
+    Exact of two boxes; of masks on a canvas of `resolution` where a polygon is in the pair.
+    """
+    return exact_ious(_shapes(predicted), _shapes(ground_truth), resolution)
+
+
+def candidates(boxes: FloatArray, truth_boxes: FloatArray, top_k: int) -> BoolArray:
+    """Which pairs (P, G) to compare: `top_k` ground truths for each prediction.
+
+    boxes (P, 4), truth_boxes (G, 4): the bounding boxes. Taken are the truths of largest IoU
+    or, for a prediction that overlaps none, of smallest distance between the centres; ties
+    go to the lower index.
+    """
+    if top_k >= len(truth_boxes):
+        return np.full((len(boxes), len(truth_boxes)), True)
+    rank = -box_iou(boxes[:, None], truth_boxes)
+    alone = ~rank.any(axis=1)
+    rank[alone] = _distances(boxes[alone], truth_boxes)
+    nearest = np.argsort(rank, axis=1, kind="stable")[:, :top_k]
+    chosen = np.full(rank.shape, False)
+    chosen[np.arange(len(boxes))[:, None], nearest] = True
+    return chosen
+
+
+def _distances(boxes: FloatArray, others: FloatArray) -> FloatArray:
+    """(N, M) between the centres of boxes (N, 4) and (M, 4); squared, in half bins, exact."""
+    x, y = (boxes[:, :2] + boxes[:, 2:]).T
+    other_x, other_y = (others[:, :2] + others[:, 2:]).T
+    squared: FloatArray = (x[:, None] - other_x) ** 2 + (y[:, None] - other_y) ** 2
+    return squared
+
+
+def _shapes(items: Sequence[AnyShape]) -> Shapes:
+    return Shapes.of([item if isinstance(item, tuple) else item.shape for item in items])
+
+
+def assign(cost: npt.NDArray[np.float64], fp_cost: float, fn_cost: float) -> list[tuple[int, int]]:
+    """Pairs (i, j), in order of i, of the cheapest assignment.
+
+    cost: (P, G) of pairing prediction i with ground truth j, in [0, 1], infinite where they
+        must not be paired.
+    fp_cost, fn_cost: of a prediction and of a ground truth that stay alone.
+
+    The Hungarian matrix is square, with P + G dummies: a prediction on a dummy is a false
+    positive, a ground truth on a dummy a false negative, two dummies cost nothing.
+
+                    truths     dummies                  truths          dummies
+        predictions  cost      fp_cost    predictions   cost - fn_cost  fp_cost
+        dummies      fn_cost   0
+
+    Its lower half says: fn_cost for every truth that is left over. To give each prediction that
+    takes a truth fn_cost back says the same, so that the solver is spared the dummies' rows:
+    every assignment costs G * fn_cost less, and the cheapest is the cheapest. Of several it is
+    the solver's, the same every time.
+    """
+    n_predicted, n_truth = cost.shape
+    # From P + G on a price only says: pair as many as possible. A greater one changes nothing
+    # but how many digits of the costs it drowns.
+    highest = n_predicted + n_truth
+    alone = np.full((n_predicted, n_predicted), min(fp_cost, highest))
+    matrix = np.concatenate([cost - min(fn_cost, highest), alone], axis=1)
+    _, columns = linear_sum_assignment(matrix)
+    return [(i, j) for i, j in enumerate(columns.tolist()) if j < n_truth]
+
+
+def mask_ious(a: Shapes, b: Shapes, wanted: BoolArray, resolution: int) -> FloatArray:
+    """IoU (N, M) of the masks of shapes `a` with those of `b`; NaN where not `wanted` (N, M)."""
+    scale = _scale(resolution)
+    edges_a, edges_b = np.rint(a.boxes * scale), np.rint(b.boxes * scale)
+    rows, columns = np.nonzero(wanted)
+    found = box_iou(edges_a[rows], edges_b[columns])
+    iou = np.full(wanted.shape, np.nan)
+    iou[rows, columns] = found
+    unknown = (a.are_polygons[rows] | b.are_polygons[columns]) & (found > 0)
+    _draw(a.shapes, b.shapes, (rows[unknown], columns[unknown]), resolution, iou)
+    return iou
+
+
+def exact_ious(a: Shapes, b: Shapes, resolution: int) -> FloatArray:
+    """IoU (N, M) of shapes `a` with `b`, as evaluations measure it (RES-20).
+
+    Of two boxes it is that of their areas, exactly; where a polygon is in the pair, that of both
+    masks on the canvas. A shape too thin for an area has IoU 1 with its equal, 0 with all others.
+    """
+    iou = box_iou(a.boxes[:, None], b.boxes)
+    drawn = (a.are_polygons[:, None] | b.are_polygons) & (iou > 0)
+    if drawn.any():
+        iou[drawn] = mask_ious(a, b, drawn, resolution)[drawn]
+    for i, j in np.argwhere((a.boxes[:, None] == b.boxes).all(axis=2)).tolist():
+        (kind, coords), (other, others) = a.shapes[i], b.shapes[j]
+        if kind == other and tuple(coords) == tuple(others):
+            iou[i, j] = 1.0
+    return iou
+
+
+def box_iou(a: FloatArray, b: FloatArray) -> FloatArray:
+    """IoU of boxes (..., 4) of whole numbers, broadcast; 0 where both are empty.
+
+    It is the exact quotient rounded once, so that equal overlaps are equal.
+    """
+    width = np.minimum(a[..., 2], b[..., 2]) - np.maximum(a[..., 0], b[..., 0])
+    height = np.minimum(a[..., 3], b[..., 3]) - np.maximum(a[..., 1], b[..., 1])
+    inter = np.maximum(width, 0) * np.maximum(height, 0)
+    iou: FloatArray = inter / np.maximum(_area(a) + _area(b) - inter, 1)
+    return iou
+
+
+def _draw(
+    a: Sequence[PlainShape],
+    b: Sequence[PlainShape],
+    pairs: tuple[IndexArray, IndexArray],
+    resolution: int,
+    iou: FloatArray,
+) -> None:
+    """Set `iou` (N, M) of the pairs, drawing each of their shapes once."""
+    rows, columns = pairs
+    if not len(rows):
+        return
+    drawn, places = np.unique(columns, return_inverse=True)
+    masks = _rasterize([b[j] for j in drawn.tolist()], resolution)
+    drawn_rows, starts = np.unique(rows, return_index=True)  # ascending, as `rows` is
+    row_masks = _rasterize([a[i] for i in drawn_rows.tolist()], resolution)
+    partners = np.split(places, starts[1:])
+    for i, mask, others in zip(drawn_rows.tolist(), row_masks, partners, strict=True):
+        found = coco_mask.iou([mask], [masks[j] for j in others.tolist()], [0] * len(others))
+        iou[i, drawn[others]] = found
+
+
+def _rasterize(shapes: Sequence[PlainShape], resolution: int) -> list[Any]:
+    """Run-length masks of shapes, as pycocotools has them; of at least one shape."""
+    outlines = [_corners(coords) if kind == "bbox_2d" else coords for kind, coords in shapes]
+    values = np.concatenate(outlines).clip(0, COORD_BINS - 1) * _scale(resolution)
+    rest = iter(values.tolist())
+    scaled = [list(islice(rest, len(outline))) for outline in outlines]
+    masks: list[Any] = coco_mask.frPyObjects(scaled, resolution, resolution)
+    return masks
+
+
+def _corners(box: Sequence[int]) -> tuple[int, ...]:
+    """The outline of a box."""
+    x1, y1, x2, y2 = box
+    return (x1, y1, x2, y1, x2, y2, x1, y2)
+
+
+def _scale(resolution: int) -> float:
+    """Pixels per bin."""
+    return (resolution - 1) / (COORD_BINS - 1)
+
+
+def _extent(coords: Sequence[int]) -> tuple[int, int, int, int]:
+    """Bounding box of a polygon."""
+    assert len(coords) >= 6, f"a polygon has 3 or more points, not {len(coords) // 2}"
+    assert len(coords) % 2 == 0, f"{len(coords)} values are no points"
+    xs, ys = coords[::2], coords[1::2]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+def _area(boxes: FloatArray) -> FloatArray:
+    area: FloatArray = (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
+    return area

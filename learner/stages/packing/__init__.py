@@ -1,0 +1,218 @@
+"""Which segments share a forward (section 11 of the contract).
+
+A segment is one whole sample, prompt and target, and here anything with a length. `plan` decides,
+lengths in and indices out; what waits is kept here, for one step at a time. Imports no torch.
+
+    SegmentBuffer   where segments wait, and which of them leave as a pack (PACK-01)
+    StepPacker      the packs of one step, counted (PACK-05), and where each segment went (MET-03)
+    Parts           packs of several versions of the weights, kept apart
+    forwards_due    how many packs all ranks take on together
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from learner.config.training import TrainingConfig
+from learner.runs.metrics import Payload
+from learner.stages.packing.plan import check_length, plan_packs, select_segments
+from learner.types import Place
+from shared_contracts.errors import ContractError
+
+
+class Whole(Protocol):
+    """A whole sample, as long as its tokens."""
+
+    @property
+    def sample_id(self) -> str: ...
+    def __len__(self) -> int: ...
+
+
+Segment = TypeVar("Segment")
+S = TypeVar("S", bound=Whole)
+P = TypeVar("P")
+P_co = TypeVar("P_co", covariant=True)
+
+
+class SegmentBuffer(Generic[Segment]):
+    """Segments of one rank that wait for a pack; what a pack leaves over is carried on.
+
+    capacity: tokens in a pack.
+    limit: most segments that may wait (`training.packing_buffer`).
+    """
+
+    def __init__(self, capacity: int, limit: int) -> None:
+        self._capacity = capacity
+        self._limit = limit
+        self._waiting: list[tuple[int, Segment]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def holds_a_pack(self) -> bool:
+        """Whether as many tokens wait as a pack has room for."""
+        return sum(length for length, _ in self._waiting) >= self._capacity
+
+    def add(self, segment: Segment, length: int, sample_id: str) -> None:
+        """Let a segment wait; `ContractError` if it is too long or the buffer is full."""
+        check_length(length, self._capacity, sample_id)
+        if len(self._waiting) >= self._limit:
+            raise ContractError(
+                "training.packing_buffer",
+                f"sample {sample_id} comes when {self._limit} segments already wait",
+                "Raise training.packing_buffer or lower training.effective_batch_size",
+            )
+        self._waiting.append((length, segment))
+
+    def take_pack(self) -> list[Segment]:
+        """Segments of the next pack, oldest first; they leave the buffer."""
+        chosen = select_segments([length for length, _ in self._waiting], self._capacity)
+        return [self._waiting.pop(i)[1] for i in reversed(chosen)][::-1]
+
+    def take_pool(self, min_fill: float) -> list[list[Segment]]:
+        """All that waits, as the packs of `plan_packs`; the buffer is empty afterwards."""
+        waiting, self._waiting = self._waiting, []
+        plan = plan_packs([length for length, _ in waiting], self._capacity, min_fill)
+        return [[waiting[i][1] for i in pack] for pack in plan]
+
+
+class Chunk(NamedTuple, Generic[P]):
+    """Packs of a step that are there at once. last: the step has no more."""
+
+    packs: Sequence[P]
+    last: bool
+
+
+class StepPacker(Generic[S, P]):
+    """Divides the segments of one step into packs; nothing is carried over to the next step.
+
+    With `training.packing: false` every segment is a pack of its own, however long.
+
+    capacity: tokens in a pack. make: a pack of its segments.
+    check_fill: takes `fill` when nothing waits any more.
+    """
+
+    def __init__(
+        self,
+        training: TrainingConfig,
+        capacity: int,
+        make: Callable[[list[S]], P],
+        check_fill: Callable[[float], None] | None = None,
+    ) -> None:
+        self._packing = training.packing
+        self._min_fill = training.packing_min_fill_ratio
+        self._capacity = capacity
+        self._make = make
+        self._check_fill = check_fill
+        # Each segment with its number, from 0.
+        self._buffer = SegmentBuffer[tuple[int, S]](capacity, training.packing_buffer)
+        self._come = 0
+        self._places: dict[int, Place] = {}
+        self._packs = 0
+
+    def chunk(self, segments: Sequence[S], *, last: bool) -> list[P]:
+        """Packs that are made when a chunk of the step has come; after the last none waits.
+
+        Before the last chunk a pack is made as soon as its tokens have come. The last segments,
+        and all that waits, share the fewest packs.
+        """
+        numbered = list(enumerate(segments, start=self._come))
+        self._come += len(segments)
+        packs = self._divide(numbered, last) if self._packing else [[each] for each in numbered]
+        for pack in packs:
+            for position, (number, segment) in enumerate(pack):
+                place = Place(len(segment), self._packs, position, self._come)
+                self._places[number] = place
+            self._packs += 1
+        if last and self._check_fill is not None:
+            self._check_fill(self.fill)
+        return [self._make([segment for _, segment in pack]) for pack in packs]
+
+    def _divide(self, numbered: Sequence[tuple[int, S]], last: bool) -> list[list[tuple[int, S]]]:
+        packs = []
+        for each in numbered:
+            self._buffer.add(each, len(each[1]), each[1].sample_id)
+            while not last and self._buffer.holds_a_pack:
+                packs.append(self._buffer.take_pack())
+        return self._buffer.take_pool(self._min_fill) if last else packs
+
+    @property
+    def places(self) -> list[Place]:
+        """Of all segments in the order in which they came, once none of them waits."""
+        return [self._places[number] for number in range(self._come)]
+
+    @property
+    def fill(self) -> float:
+        """Tokens in the packs over the room in them."""
+        return self._tokens / max(self._packs * self._capacity, 1)
+
+    @property
+    def _tokens(self) -> int:
+        return sum(place.length for place in self._places.values())
+
+    def payload(self) -> Payload:
+        """Counts of all packs so far."""
+        payload = Payload()
+        room = self._packs * self._capacity
+        payload.rate({"packing/post_rollout_fill": (self._tokens, room)})
+        payload.add(
+            {
+                "packing/post_rollout_segments": len(self._places),
+                "packing/post_rollout_packs": self._packs,
+                "packing/post_rollout_selected_total_len": self._tokens,
+            }
+        )
+        return payload
+
+
+@dataclass(frozen=True)
+class Part(Generic[P]):
+    """Packs of answers by one version of the weights, and by no other."""
+
+    version: int
+    packs: Sequence[P]
+
+
+class MakesPacks(Protocol[P_co]):
+    """A `StepPacker`, or what counts beside one."""
+
+    def chunk(self, segments: Sequence[Any], *, last: bool) -> Sequence[P_co]: ...
+
+
+class Parts(Generic[P]):
+    """Takes the segments of each round; has the parts when all rounds are over."""
+
+    def __init__(self, packer: MakesPacks[P]) -> None:
+        self._packer = packer
+        self._over: list[Part[P]] = []
+        self._version: int | None = None
+        self._made: list[P] = []
+
+    def add(self, version: int, segments: Sequence[Whole]) -> None:
+        """A new version finishes the packs of the last one, however full: none mixes them."""
+        if self._version not in (None, version):
+            self._finish()
+        self._version = version
+        self._made += self._packer.chunk(segments, last=False)
+
+    def finished(self) -> list[Part[P]]:
+        """The parts, in order."""
+        self._finish()
+        return self._over
+
+    def _finish(self) -> None:
+        assert self._version is not None, "a share has samples"
+        self._made += self._packer.chunk([], last=True)
+        self._over.append(Part(self._version, self._made))
+        self._made = []
+
+
+def forwards_due(ready: Sequence[int], over: Sequence[bool], unsynced: bool) -> int:
+    """Forwards that every rank runs after another chunk of each.
+
+    ready: packs that each rank holds. over: ranks that will have no more. unsynced: gradients
+    of this step wait to be synchronized. As many as all of them have; once all are over, as
+    many as the one with the most, and at least the one that synchronizes.
+    """
+    return max(*ready, int(unsynced)) if all(over) else min(ready)

@@ -1,0 +1,251 @@
+"""`Y_train`: what the model is taught for one sample, and the role of each of its tokens.
+
+`assess` and `with_target` run the stages: RolloutOutput -> ParsedRollout -> MatchResult -> Target.
+
+    rollout   {"object_1": {cat}, "object_2": {ghost}}      ground truth: cat, dog
+    prefix    {"object_1": {cat}, "object_2": {ghost}       ids taken over as they are
+    append                                           , "object_3": {dog}}
+    EOS                                                                  <|im_end|>
+
+The roles come from the strict parser, run again over the finished ids: its first entries
+are those of the prefix, the rest are the appended objects (APPEND-02). A target that
+cannot be read back raises `TargetUnreadable`; such a sample is dropped from supervision and
+counted (LOSS-02).
+
+The coordinates of an appended object, and of a box matched to a box, are taught the ground
+truth's; where a matched pair has a polygon in it, those of the prediction are taught where a
+transport plan projects them (OT-01).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.config.rollout_matching import MatchingConfig
+from learner.stages.formats import AnswerFormat, ReadBack
+from learner.stages.formats.coord_json import COORD_JSON
+from learner.stages.tokens import CoordVocab, Tokenizer, token_table
+from learner.stages.transport_plan import projected_bins
+from learner.types import (
+    AssessedRollout,
+    CoordGroup,
+    FieldOrder,
+    GroundTruthObject,
+    MatchResult,
+    ParsedObject,
+    ParsedRollout,
+    Role,
+    RolloutOutput,
+    Sample,
+    Target,
+)
+
+_DEFAULT_MATCHING = MatchingConfig()
+
+
+class TargetUnreadable(Exception):
+    """The strict parser cannot read a finished target back.
+
+    Its outermost `}` or its EOS cannot be located, or an object that was appended is refused.
+    """
+
+
+class _Entry(NamedTuple):
+    """One entry of a finished target.
+
+    span: tokens [start, end), with all that leads up to it.
+    desc: tokens that hold a character of its description, where it is taught.
+    group: its coordinates, and what they are taught; None for a false positive, all of
+        which is passed over.
+    """
+
+    span: tuple[int, int]
+    desc: list[int]
+    group: CoordGroup | None
+
+
+def build_target(
+    parsed: ParsedRollout,
+    ground_truth: Sequence[GroundTruthObject],
+    match: MatchResult,
+    tokenizer: Tokenizer,
+    field_order: FieldOrder,
+    *,
+    matching: MatchingConfig = _DEFAULT_MATCHING,
+    answers: AnswerFormat = COORD_JSON,
+) -> Target:
+    """Prefix of the rollout + every ground truth that was not matched + EOS (channel B).
+
+    matching: its `ot_*` make the transport plans of matched pairs with a polygon.
+    answers: the format that `parsed` was read in.
+    Raises `TargetUnreadable`, e.g. for a description that contains `<|im_end|>`.
+    """
+    missed = [ground_truth[j] for j in match.false_negatives]
+    assert len(match.pairs) + len(missed) == len(ground_truth)
+    start_index = parsed.max_object_index + 1
+    table = token_table(tokenizer, answers.end_marker)
+    prefix_text = "".join(table.pieces(parsed.prefix_token_ids, tokenizer))
+    append = answers.append(prefix_text, missed, start_index, field_order)
+    matched = _corrected([(parsed.objects[i], ground_truth[j]) for i, j in match.pairs], matching)
+    groups = {i: group for (i, _), group in zip(match.pairs, matched, strict=True)}
+    kept = [None if i is None else groups.get(i) for _, i in parsed.entry_ends]
+    return _supervise(
+        [*parsed.prefix_token_ids, *tokenizer.encode(append, add_special_tokens=False)],
+        kept + [_appended(item) for item in missed],
+        tokenizer,
+        answers,
+        prefix_len=len(parsed.prefix_token_ids),
+        fn_keys=[answers.key(start_index + i) for i in range(len(missed))],
+    )
+
+
+def build_ground_truth_target(
+    ground_truth: Sequence[GroundTruthObject],
+    tokenizer: Tokenizer,
+    field_order: FieldOrder,
+    answers: AnswerFormat = COORD_JSON,
+) -> Target:
+    """The whole answer from the ground truth, in its order (channel A).
+
+    Raises `TargetUnreadable`, e.g. for a description that contains `<|im_end|>`.
+    """
+    return _supervise(
+        tokenizer.encode(answers.write(ground_truth, field_order), add_special_tokens=False),
+        [_appended(item) for item in ground_truth],
+        tokenizer,
+        answers,
+        prefix_len=0,
+        fn_keys=[answers.key(i + 1) for i in range(len(ground_truth))],
+    )
+
+
+def _appended(item: GroundTruthObject) -> CoordGroup:
+    """What an appended object is taught; its positions are known once it is read back."""
+    return CoordGroup((), item.shape.coords, matched=False, is_box=item.shape.kind == "bbox_2d")
+
+
+def _corrected(
+    pairs: Sequence[tuple[ParsedObject, GroundTruthObject]], matching: MatchingConfig
+) -> list[CoordGroup]:
+    """What each matched prediction is taught; its positions are known once it is read back."""
+    shapes = [(predicted.shape, item.shape) for predicted, item in pairs]
+    are_boxes = [predicted.kind == truth.kind == "bbox_2d" for predicted, truth in shapes]
+    projected = iter(
+        projected_bins(
+            [pair for pair, is_box in zip(shapes, are_boxes, strict=True) if not is_box],
+            matching.ot_cost,
+            matching.ot_epsilon,
+            matching.ot_iters,
+        )
+    )
+    return [
+        CoordGroup((), truth.coords if is_box else next(projected), matched=True, is_box=is_box)
+        for (_, truth), is_box in zip(shapes, are_boxes, strict=True)
+    ]
+
+
+def _supervise(
+    answer_ids: list[int],
+    taught: list[CoordGroup | None],
+    tokenizer: Tokenizer,
+    answers: AnswerFormat,
+    *,
+    prefix_len: int,
+    fn_keys: list[str],
+) -> Target:
+    """The target of an answer whose entries are `taught`, in order; None teaches nothing."""
+    vocab = token_table(tokenizer, answers.end_marker).vocab
+    token_ids = [*answer_ids, vocab.end_id]
+    found = answers.read_back(token_ids, tokenizer)
+    if found is None:
+        raise TargetUnreadable(f"no closing brace before the EOS in {len(token_ids)} tokens")
+    entries = _read_entries(found, taught)
+    role = _roles(token_ids, entries, vocab)
+    role[list(found.closure)] = Role.CLOSURE
+    return Target(
+        token_ids=token_ids,
+        prefix_len=prefix_len,
+        fn_keys=fn_keys,
+        role=role,
+        coord_groups=[entry.group for entry in entries if entry.group is not None],
+    )
+
+
+def _read_entries(target: ReadBack, taught: list[CoordGroup | None]) -> list[_Entry]:
+    """The entries of a target, as the strict parser reads it back."""
+    again = target.parsed
+    unreadable = TargetUnreadable(f"the strict parser drops {again.dropped} of a finished target")
+    if len(again.entry_ends) != len(taught):
+        raise unreadable
+    entries = []
+    for span, (_, index), group in zip(target.spans, again.entry_ends, taught, strict=True):
+        if group is None:
+            entries.append(_Entry(span, [], None))
+        elif index is None:
+            raise unreadable
+        else:
+            found = again.objects[index]
+            group = group._replace(positions=tuple(found.coord_token_indices))
+            entries.append(_Entry(span, found.desc_token_indices, group))
+    return entries
+
+
+def _roles(token_ids: list[int], entries: list[_Entry], vocab: CoordVocab) -> npt.NDArray[np.int8]:
+    """Role of each token; where parts of an answer share one, what is written later here wins.
+
+    So a token that holds a character of a false positive teaches nothing, and one that holds a
+    character of a description is description. `CLOSURE` comes last, in `_supervise`.
+    """
+    role = np.full(len(token_ids), Role.APPENDED_STRUCTURE, dtype=np.int8)
+    for entry in entries:
+        if entry.group is not None and entry.group.matched:
+            role[slice(*entry.span)] = Role.MATCHED_STRUCTURE
+    for entry in entries:
+        if entry.group is not None:
+            desc = Role.MATCHED_DESC if entry.group.matched else Role.APPENDED_DESC
+            role[entry.desc] = desc
+    role[vocab.coords_of(token_ids)] = Role.COORD
+    for entry in entries:
+        if entry.group is None:
+            role[slice(*entry.span)] = Role.FALSE_POSITIVE
+    return role
+
+
+Match = Callable[[Sequence[ParsedObject], Sequence[GroundTruthObject]], MatchResult]
+
+
+def assess(
+    sample: Sample,
+    rollout: RolloutOutput,
+    tokenizer: Tokenizer,
+    match: Match,
+    *,
+    allow_poly: bool,
+    answers: AnswerFormat = COORD_JSON,
+) -> AssessedRollout:
+    """Parse an answer and match its objects to the ground truth; nothing is taught of it yet.
+
+    allow_poly: false in the two-channel variant, where polygons are dropped.
+    """
+    parsed = answers.parse(rollout.response_token_ids, tokenizer, allow_poly=allow_poly)
+    return AssessedRollout(sample, rollout, parsed, match(parsed.objects, sample.objects))
+
+
+def with_target(
+    assessed: AssessedRollout,
+    tokenizer: Tokenizer,
+    field_order: FieldOrder,
+    matching: MatchingConfig,
+    answers: AnswerFormat = COORD_JSON,
+) -> AssessedRollout:
+    """Add `Y_train`, or why there is none."""
+    truths, parsed, match = assessed.sample.objects, assessed.parsed, assessed.match
+    try:
+        target = build_target(
+            parsed, truths, match, tokenizer, field_order, matching=matching, answers=answers
+        )
+    except TargetUnreadable as error:
+        return assessed._replace(left_out=str(error))
+    return assessed._replace(target=target)

@@ -1,0 +1,201 @@
+"""What the pure stages need to know about a tokenizer.
+
+`Tokenizer` is the protocol (a transformers fast tokenizer fits), `CoordVocab` the ids of
+the coordinate tokens and of those that end an answer, and `TokenTable` that vocabulary and the
+text of each id, both of one tokenizer; `token_table(tokenizer)` keeps one table per tokenizer.
+`TokenText` is the text of some tokens, with the token of each character.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, compress
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from learner.stages.coords import COORD_BINS, coord_token
+from shared_contracts.errors import ContractError
+
+IM_END = "<|im_end|>"
+
+# Qwen's tokens in whose place the model sees pixels.
+PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
+
+# What a byte-level decoder writes for bytes that are only part of a character.
+HALF_CHARACTER = "\ufffd"
+
+# A fast tokenizer cannot be asked for the text of an id beyond.
+MAX_TOKEN_ID = 2**32 - 1
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that the pure stages use.
+
+    `decode` gives a str and `convert_tokens_to_ids` an int (or None for no such token);
+    the types are open because transformers declares unions with lists.
+    """
+
+    def decode(
+        self,
+        token_ids: list[int],
+        /,
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> Any:
+        """Text of the ids."""
+
+    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
+        """Ids of the text."""
+
+    def convert_tokens_to_ids(self, tokens: str, /) -> Any:
+        """Id of one token."""
+
+    def convert_ids_to_tokens(self, ids: int, /) -> Any:
+        """Token of one id; a byte-level tokenizer writes each byte of it as one character."""
+
+
+def decode_exactly(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    """Text of the ids, nothing skipped and nothing cleaned up."""
+    text: str = tokenizer.decode(
+        token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+def spell_leading(tokenizer: Tokenizer, token_id: int, leading: str) -> list[int] | None:
+    """Ids that decode to exactly the leading text of a token, which ends in ASCII.
+
+    None where there are none. Part of a character is spelled byte by byte: its text,
+    `HALF_CHARACTER`, does not tell which bytes it stands for.
+    """
+    if HALF_CHARACTER not in leading:
+        ids = tokenizer.encode(leading, add_special_tokens=False)
+        if decode_exactly(tokenizer, ids) == leading:
+            return ids
+    token = str(tokenizer.convert_ids_to_tokens(token_id))
+    last = leading[-1]
+    # A byte-level tokenizer writes an ASCII character as itself, and each other byte as one.
+    leading_bytes = last.join(token.split(last)[: leading.count(last)]) + last
+    byte_ids = [tokenizer.convert_tokens_to_ids(byte) for byte in leading_bytes]
+    spelled = None not in byte_ids and decode_exactly(tokenizer, byte_ids) == leading
+    return byte_ids if spelled else None
+
+
+@dataclass(frozen=True)
+class CoordVocab:
+    """Ids of the coordinate tokens and of those at which an answer ends.
+
+    ids: the id of `<|coord_k|>` at index k; 1000 distinct ids.
+    end_id: of the format's end marker, the EOS of every target.
+    end_ids: that one, and those of `PLACEHOLDERS` where the tokenizer has them.
+    bins: bin of each coordinate id.
+    """
+
+    ids: list[int]
+    end_id: int
+    end_ids: frozenset[int]
+    bins: dict[int, int]
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer, end_marker: str = IM_END) -> "CoordVocab":
+        """Look the ids up; raises `ContractError` where a token is missing."""
+        end_id = _single_id(tokenizer, end_marker)
+        ids = [_single_id(tokenizer, coord_token(k)) for k in range(COORD_BINS)]
+        seen = [_find_id(tokenizer, token) for token in PLACEHOLDERS]
+        end_ids = frozenset(end for end in (end_id, *seen) if end is not None)
+        return cls(ids, end_id, end_ids, {token_id: k for k, token_id in enumerate(ids)})
+
+    def coords_of(self, token_ids: Sequence[int]) -> list[int]:
+        """Positions of the coordinate tokens among the ids, in order."""
+        return list(compress(range(len(token_ids)), map(self.bins.__contains__, token_ids)))
+
+
+def _find_id(tokenizer: Tokenizer, token: str) -> int | None:
+    """Id of a token; None where there is no such token, or it maps to a default."""
+    token_id: int | None = tokenizer.convert_tokens_to_ids(token)
+    if token_id is None or decode_exactly(tokenizer, [token_id]) != token:
+        return None
+    return token_id
+
+
+def _single_id(tokenizer: Tokenizer, token: str) -> int:
+    token_id = _find_id(tokenizer, token)
+    if token_id is None:
+        raise ContractError(
+            "model.model",
+            f"its tokenizer has no token {token}",
+            "Use a model with the 1000 coordinate tokens and <|im_end|>; "
+            "`learner toy make-model --expand-vocab DIR` adds the coordinate tokens",
+        )
+    return token_id
+
+
+class TokenTable:
+    """Text of each token id on its own, and the coordinate vocabulary, of one tokenizer.
+
+    It does not hold the tokenizer, so that it goes when the tokenizer does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end_marker: str) -> None:
+        self.vocab = CoordVocab.from_tokenizer(tokenizer, end_marker)
+        self._pieces: dict[int, str] = {}
+
+    def pieces(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+        """Text of each id decoded alone; an id outside of the vocabulary has none.
+
+        tokenizer: the one that the table is of.
+        """
+        known = self._pieces
+        try:
+            return list(map(known.__getitem__, token_ids))
+        except KeyError:
+            for token_id in set(token_ids).difference(known):
+                known[token_id] = _piece(token_id, tokenizer)
+            return self.pieces(token_ids, tokenizer)
+
+
+def _piece(token_id: int, tokenizer: Tokenizer) -> str:
+    if not 0 <= token_id <= MAX_TOKEN_ID:
+        return ""
+    return decode_exactly(tokenizer, [token_id])
+
+
+_TABLES: WeakKeyDictionary[Tokenizer, dict[str, TokenTable]] = WeakKeyDictionary()
+
+
+def token_table(tokenizer: Tokenizer, end_marker: str = IM_END) -> TokenTable:
+    """The table of a tokenizer and an end marker, built at its first use.
+
+    Raises `ContractError` when the tokenizer lacks coordinate tokens or the end marker.
+    """
+    tables = _TABLES.setdefault(tokenizer, {})
+    if end_marker not in tables:
+        tables[end_marker] = TokenTable(tokenizer, end_marker)
+    return tables[end_marker]
+
+
+class TokenText:
+    """Text of tokens; places are offsets into it.
+
+    pieces: text of each token alone.
+    text: all of them in a row.
+    """
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+        self.text = "".join(pieces)
+        self._starts = [0, *accumulate(map(len, pieces))]
+
+    def start_of(self, token: int) -> int:
+        """Place of the first character of a token, and where the text ends of the one behind."""
+        return self._starts[token]
+
+    def token_at(self, place: int) -> int:
+        """Index of the token that holds the character at `place`; never one without text."""
+        return bisect_right(self._starts, place) - 1
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Tokens that hold a character in [start, end); at least one is there."""
+        found = range(self.token_at(start), self.token_at(end - 1) + 1)
+        return [token for token in found if self.pieces[token]]

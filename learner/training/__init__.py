@@ -1,0 +1,1 @@
+"""The training loop: from a batch of samples to one optimizer step, and the whole run."""

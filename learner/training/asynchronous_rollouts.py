@@ -1,0 +1,339 @@
+"""Asynchronous rollouts: channel B's packs from answers requested beside training (ASYNC-01).
+
+    every step    begin()    an error of the prefetcher ends the run; a push, if one is due
+    channel B     ready(), feed()    the oldest batch that is ready
+    channel A     samples()          the next batch without answers
+
+    prefetcher    begin -> BatchMaker -> put, into the RolloutBuffer while the Gate is open
+                  batch -> Sample -> RolloutOutput -> Segment -> Pack, by one version of the weights
+
+What a step trains on is not what the Trainer's loader hands it, but as much: over a run every
+batch of its order is trained on once, whatever the timing. Batches of the last steps that were
+answered too late are left to channel A.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from learner.config.rollout_matching import AsyncRolloutConfig
+from learner.config.schema import Config
+from learner.data.order import BatchOrder
+from learner.distributed.peers import SINGLE_PROCESS, Peers
+from learner.models.packed_forward import Pack
+from learner.rollout.backend import PushNeeded
+from learner.rollout.policy import Policy
+from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
+from learner.runs.metrics import Payload, PhaseClock, rollout_payload
+from learner.stages.packing import Chunk, Parts
+from learner.training.channels import ChannelB
+from learner.training.rollout_buffer import ReadyBatch, RolloutBuffer
+from learner.training.synchronous_rollouts import LogRollouts, Packer, PackFeed, RolloutSource
+from learner.types import AssessedRollout, Place, RolloutOutput, Sample
+from shared_contracts.errors import RunError
+
+# So long the end of a run waits for the prefetcher, once it can ask nobody any more.
+_LEAVE_S = 5.0
+
+
+class GateStopped(Exception):
+    """No more answers may be requested."""
+
+
+class Gate:
+    """Keeps requests and pushes apart (SYNC-09): answers are requested while it is open.
+
+    Paused at first. push_wanted: the asking thread waits for a push, without which nobody can
+    answer it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._paused = True
+        self._asking = False
+        self._stopped = False
+        self.push_wanted = False
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Wait for an open gate, which is not paused before the block is over.
+
+        Raises GateStopped.
+        """
+        with self._changed:
+            while not self._stopped and (self._paused or self.push_wanted):
+                self._changed.wait()
+            if self._stopped:
+                raise GateStopped
+            self._asking = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._asking = False
+                self._changed.notify_all()
+
+    def pause(self) -> None:
+        """Let nobody in, and wait until nobody is inside."""
+        with self._changed:
+            self._paused = True
+            while self._asking:
+                self._changed.wait()
+
+    def open(self) -> None:
+        with self._changed:
+            self._paused = self.push_wanted = False
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Let nobody in any more; who is inside stays as long as it takes."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class MadeBatch(ReadyBatch[Pack]):
+    """payload: what was counted while it was made. assessed: what became of each answer.
+
+    places: where the segments of those with a target went. seed_base: `rollout_seed_base` of
+    the batch.
+    """
+
+    payload: Payload
+    assessed: Sequence[AssessedRollout]
+    places: Sequence[Place]
+    seed_base: int
+
+
+class BatchMaker:
+    """Has a batch answered and packs it.
+
+    samples_of: a batch's. seed: `training.seed`; the seeds of batch k are those of step k.
+    gate: is open while `policy` may be asked.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        channel_b: ChannelB,
+        packer: Packer,
+        samples_of: Callable[[int], Sequence[Sample]],
+        seed: int,
+        rank: int,
+        gate: Gate,
+    ) -> None:
+        self._policy = policy
+        self._channel_b = channel_b
+        self._packer = packer
+        self._samples_of = samples_of
+        self._seed = seed
+        self._rank = rank
+        self._gate = gate
+
+    def make(self, batch: int) -> MadeBatch:
+        """Ask for a batch round by round; weights may be pushed between two rounds."""
+        samples = self._samples_of(batch)
+        seed_base = rollout_seed_base(self._seed, batch)
+        rank_base = rank_seed_base(seed_base, self._rank)
+        size = self._policy.round_size or len(samples)
+        packs, seconds = self._packer.begin(), 0.0
+        parts, assessed = Parts[Pack](packs), list[AssessedRollout]()
+        for number, start in enumerate(range(0, len(samples), size)):
+            of_round = samples[start : start + size]
+            with self._channel_b.ahead(of_round):
+                started = time.perf_counter()
+                version, rollouts = self._answered(of_round, request_seed(rank_base, 0, start))
+                seconds += time.perf_counter() - started
+                segments, found = self._channel_b.segments(of_round, rollouts)
+            assessed += [each._replace(chunk=number) for each in found]
+            parts.add(version, segments)
+        made = parts.finished()
+        payload = rollout_payload(assessed)
+        payload.merge(packs.payload())
+        payload.rate({"rollout/per_second": (len(samples), seconds)})
+        return MadeBatch(batch, made, payload, assessed, packs.places, seed_base)
+
+    def _answered(self, samples: Sequence[Sample], seed: int) -> tuple[int, list[RolloutOutput]]:
+        """With the version that answered; asks again after a push where that was needed.
+
+        Raises RunError for answers that other weights had a part in.
+        """
+        while True:
+            with self._gate.asking():
+                version = self._policy.version
+                try:
+                    rollouts = self._policy.answer_by_pushed(samples, seed)
+                except PushNeeded:
+                    self._gate.push_wanted = True
+                    continue
+            versions = {version for rollout in rollouts for version in rollout.weights_version}
+            if versions - {version}:  # other weights had a part in them
+                raise RunError(
+                    f"weights of version {version} were asked, and {sorted(versions)} answered"
+                )
+            return version, rollouts
+
+
+class AsyncSource(RolloutSource):
+    """The source of asynchronous mode, of one process.
+
+    samples_of: a batch's, by number. total_steps: of the run, which is as many batches.
+    seed: `training.seed`. log_rollouts: takes the answers of each channel-B step (MET-03).
+    buffer: empty.
+    """
+
+    asynchronous = True
+
+    def __init__(
+        self,
+        settings: AsyncRolloutConfig,
+        policy: Policy,
+        channel_b: ChannelB,
+        packer: Packer,
+        samples_of: Callable[[int], Sequence[Sample]],
+        total_steps: int,
+        seed: int,
+        peers: Peers = SINGLE_PROCESS,
+        log_rollouts: LogRollouts | None = None,
+        buffer: RolloutBuffer[MadeBatch] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._policy = policy
+        self._samples_of = samples_of
+        self._peers = peers
+        self._log_rollouts = log_rollouts
+        self._buffer = buffer or RolloutBuffer(
+            settings.queue_limit,
+            settings.version_window,
+            settings.prefetch_target_packs,
+            total_steps,
+        )
+        self._gate = Gate()
+        self._maker = BatchMaker(
+            policy, channel_b, packer, samples_of, seed, peers.rank, self._gate
+        )
+        self._prefetcher: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._ready_packs = 0
+
+    def begin(self, step: int, clock: PhaseClock) -> None:
+        """The boundary before step `step`, the same in every process.
+
+        Raises:
+            RunError: a prefetcher has failed, or the processes are not at the same version.
+        """
+        if self._prefetcher is None:
+            self._buffer.start(step)
+            self._prefetcher = threading.Thread(
+                target=self._prefetch, name="prefetcher", daemon=True
+            )
+            self._prefetcher.start()
+
+        def boundary() -> tuple[int, bool]:
+            """The version of this process, and whether it needs a push."""
+            if self._error is not None:
+                raise self._error
+            due = self._policy.is_behind(self._settings.sync_every_steps)
+            return self._policy.version, due or self._gate.push_wanted
+
+        said = self._peers.all_gather(boundary)
+        versions = {version for version, _ in said}
+        if len(versions) > 1:
+            by_rank = [version for version, _ in said]
+            raise RunError(f"before step {step + 1} the processes are at the versions {by_rank}")
+        if any(wants_push for _, wants_push in said):
+            with clock.phase("push"), self.exclusive_access():
+                self._policy.push()
+        self._ready_packs = self._buffer.packs
+
+    def _prefetch(self) -> None:
+        """Keep the buffer filled, in a thread, until it is closed."""
+        try:
+            while (batch := self._buffer.begin()) is not None:
+                self._buffer.put(self._maker.make(batch))
+        except GateStopped:
+            return
+        except BaseException as error:  # noqa: BLE001 - raised in the learner, whatever it is
+            self._error = error
+
+    def ready(self, step: int) -> bool:
+        """Whether there is a batch that is fresh enough."""
+        self._buffer.refresh(self._policy.version)
+        return self._buffer.has_ready()
+
+    def samples(self, step: int, own: Sequence[Sample]) -> Sequence[Sample]:
+        return self._samples_of(self._buffer.take_unanswered(step))
+
+    @contextmanager
+    def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
+        with clock.phase("rollout"), clock.phase("target"), clock.phase("pack"):  # made already
+            made = self._buffer.take(step)
+        if self._log_rollouts is not None:
+            self._log_rollouts(step + 1, made.assessed, made.places)
+        newest = self._policy.version
+
+        def payload() -> Payload:
+            lag = {"stage2_ab/async/version_lag": newest - made.version}
+            made.payload.note({"sync/weights_version": made.parts[-1].version, **lag})
+            return made.payload
+
+        yield PackFeed(made.seed_base, iter([Chunk(made.packs, last=True)]), payload)
+
+    def payload(self) -> Payload:
+        payload = self._buffer.payload()
+        payload.add({"stage2_ab/async/ready_packs": self._ready_packs})
+        return payload
+
+    @contextmanager
+    def exclusive_access(self) -> Iterator[None]:
+        """Within, no process asks, and the newest weights are pushed; all enter it together.
+
+        What fails within ends the run.
+        """
+        self._peers.all_gather(self._gate.pause)
+        yield
+        if self._prefetcher is not None:
+            self._buffer.refresh(self._policy.version)
+        self._gate.open()
+
+    def state(self) -> dict[str, Any]:
+        """JSON: what a run that goes on from here has to train on; answers are asked for anew."""
+        return self._buffer.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._buffer.restore(state)
+
+    def close(self) -> None:
+        self._gate.stop()  # what is being asked is given up
+        self._buffer.close()
+        self._policy.close()
+        if self._prefetcher is not None:
+            self._prefetcher.join(_LEAVE_S)
+
+
+def async_source(
+    config: Config,
+    policy: Policy,
+    channel_b: ChannelB,
+    train: Sequence[Sample],
+    order: BatchOrder,
+    peers: Peers,
+    log_rollouts: LogRollouts | None = None,
+) -> AsyncSource:
+    """The source of a run as `config` describes it. order: of the samples `train`."""
+    training = config.training
+    return AsyncSource(
+        config.rollout_matching.async_rollout,
+        policy,
+        channel_b,
+        Packer(training, config.global_max_length),
+        lambda batch: [train[index] for index in order.rank_batch(batch, peers.rank)],
+        training.total_steps(len(train)),
+        training.seed,
+        peers,
+        log_rollouts,
+    )

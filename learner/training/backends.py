@@ -1,0 +1,234 @@
+"""Which backend a run has: the one place that knows (ARCH-03).
+
+server     clients -> weight channels -> ServerBackend
+colocate   a server process -> the same over it alone -> ColocatedBackend
+hf         HfBackend on the model in training
+"""
+
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from learner.config import Config, dump_mapping, dump_resolved
+from learner.config.schema import resolved_sync_mode
+from learner.distributed.peers import SINGLE_PROCESS, Peers
+from learner.models.load import LoadedModel, Offload
+from learner.models.packed_forward import encode_request
+from learner.rollout.backend import Journal
+from learner.rollout.client import RolloutClient
+from learner.rollout.colocate import (
+    ColocatedBackend,
+    Placement,
+    media_dirs,
+    server_settings,
+)
+from learner.rollout.exclusive_lease import require_exclusive_lease
+from learner.rollout.hf import HfBackend
+from learner.rollout.policy import OpenBackend
+from learner.rollout.server import ServerBackend
+from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
+from learner.rollout.sync.push import WeightPusher
+from learner.rollout.sync.weights import GatheredWeights, SyncMode
+from learner.runs.atomic_files import publish_text
+from learner.stages.formats import answer_format
+from learner.training.start_checks import context_of_run, differences, expected_model
+from learner.types import Sample
+from shared_contracts.footprint import BUCKET_BYTES, MIB
+from shared_contracts.machine import CUDA_VISIBLE
+from shared_contracts.rollout_config import ServerAddress
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from shared_contracts.weights import Transport
+
+# Imports, weights, and on GPUs the capture of graphs.
+COLOCATED_START_S = 900.0
+COLOCATED_TIMEOUT_S = 240.0
+
+
+def open_backend(
+    config: Config,
+    loaded: LoadedModel,
+    clients: Sequence[RolloutClient],
+    folder: Path,
+    samples: Sequence[Sample],
+    placement: Placement | None = None,
+    optimizer: Optimizer | None = None,
+    peers: Peers = SINGLE_PROCESS,
+) -> OpenBackend:
+    """The backend that `config` asks for, ready for its first push; the caller closes it.
+
+    clients: of the configured servers, in the order of the config; none without servers.
+    folder: of the run; a colocated server's settings and log go there.
+    samples: all that will be asked; a colocated server may read their images.
+    placement: of a colocated server, as `start_checks` found it.
+    optimizer: of the model, whose state may be moved out of a colocated server's way.
+    peers: the learner processes, all of which open it.
+
+    Raises:
+        ContractError: what `start_checks` could not find yet, such as a server that does not start.
+    """
+    match config.rollout_matching.backend:
+        case "hf":
+            return _hf(config, loaded)
+        case "server":
+            server = config.rollout_matching.vllm.server
+            assert server is not None, "checked with the config"
+            return _over_servers(config, loaded, clients, server.servers, peers)
+        case "colocate":
+            assert placement is not None, "found by start_checks"
+            return _colocate(config, loaded, folder, samples, placement, optimizer)
+
+
+def _hf(config: Config, loaded: LoadedModel) -> OpenBackend:
+    rollout, model = config.rollout_matching, loaded.model
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(plain, PreTrainedModel)
+    journal = Journal(servers=None)
+    backend = HfBackend(
+        plain,
+        partial(encode_request, loaded.processor),
+        loaded.processor.tokenizer,
+        rollout.repeat_terminate,
+        rollout.decode_batch_size,
+        rollout.num_beams or 1,
+        torch.bfloat16 if config.model.torch_dtype == "bfloat16" else None,
+        rollout.vllm.max_model_len,
+        journal,
+        answer_format(config).entry_contexts,
+    )
+    return OpenBackend(backend, backend.version, rollout.repeat_terminate.enabled, journal)
+
+
+def _over_servers(
+    config: Config,
+    loaded: LoadedModel,
+    clients: Sequence[RolloutClient],
+    servers: Sequence[ServerAddress],
+    peers: Peers = SINGLE_PROCESS,
+) -> OpenBackend:
+    """Form the weight groups, by process 0; pushes count on from the servers' newest version."""
+    fallback = config.rollout_matching.vllm.sync.fallback_to_full
+    if config.training.data_parallel == "ddp":
+        gathered = None
+        mode = SyncMode.of(loaded.model, resolved_sync_mode(config, peers.count), fallback)
+    else:  # pushed weights are put together: no process has them whole
+        gathered = GatheredWeights(loaded.model, sends=peers.rank == 0)
+        mode = SyncMode(gathered, None, fallback)
+    journal = Journal(servers, mode)
+    transport, verify = transport_of(config), config.rollout_matching.vllm.sync.verify
+    bucket_bytes = bucket_bytes_of(config, transport)
+    channels = [
+        WeightPusher(client, entry.group_port, mode, transport, bucket_bytes, verify)
+        for client, entry in zip(clients, servers, strict=True)
+        if peers.rank == 0
+    ]
+    batch = config.rollout_matching.decode_batch_size
+    backend = ServerBackend(
+        clients,
+        channels,
+        batch,
+        journal,
+        differences=partial(differences, config),
+        peers=peers,
+        gather=None if gathered is None else gathered.gather,
+    )
+    guarded = all(client.info().repeat_terminate.active for client in clients)
+    if peers.rank == 0:
+        require_exclusive_lease(clients)  # the model was loaded since start_checks has looked
+    backend.connect()
+    return OpenBackend(
+        backend,
+        backend.version,
+        guarded,
+        journal,
+        backend.round_size(),
+        backend.heal,
+        backend.rollout_asynchronous,
+    )
+
+
+def transport_of(config: Config) -> Transport:
+    """`auto` is `ipc` to a colocated server, and `nccl` to others where there are GPUs."""
+    asked = config.rollout_matching.vllm.sync.transport
+    if asked != "auto":
+        return asked
+    if config.rollout_matching.backend == "colocate":
+        return "ipc"
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def bucket_bytes_of(config: Config, transport: Transport) -> int:
+    """By default small ones where a processor packs them: it takes memory that was just freed.
+
+    A GPU has room, and with few buckets vLLM's loaders are called less often.
+    """
+    asked = config.rollout_matching.vllm.sync.bucket_mib
+    if asked is not None:
+        return asked * MIB
+    return BUCKET_BYTES if transport == "nccl" else 8 * MIB
+
+
+def _colocate(
+    config: Config,
+    loaded: LoadedModel,
+    folder: Path,
+    samples: Sequence[Sample],
+    placement: Placement,
+    optimizer: Optimizer | None,
+) -> OpenBackend:
+    wanted = config.rollout_matching.offload
+    offload = Offload(
+        model=loaded.model if wanted.enabled and wanted.offload_model else None,
+        optimizer=optimizer if wanted.enabled and wanted.offload_optimizer else None,
+    )
+    token = secrets.token_urlsafe(32)
+    with ExitStack() as stack:
+        with offload.room():
+            own = _start_server(config, placement, folder, samples, token)
+            stack.callback(own.stop)
+            expected = expected_model(config)
+            client = RolloutClient(
+                own.base_url, COLOCATED_TIMEOUT_S, token=token, expected=expected
+            )
+            address = ServerAddress(base_url=own.base_url, group_port=free_ports(1)[0])
+            opened = _over_servers(config, loaded, [client], [address])
+        stack.pop_all()
+    return OpenBackend(
+        ColocatedBackend(opened.backend, own, offload.room),
+        opened.version,
+        opened.repeat_terminate_active,
+        opened.journal,
+    )
+
+
+def _start_server(
+    config: Config, placement: Placement, folder: Path, samples: Sequence[Sample], token: str
+) -> SupervisedServer:
+    """Start the learner's own server and wait until it is healthy."""
+    settings, run = folder / "rollout_server.yaml", folder / "rollout_server_run.yaml"
+    told = server_settings(
+        config,
+        placement,
+        media_dirs(samples),
+        transport_of(config),
+        context_of_run(config, samples),
+    )
+    publish_text(settings, dump_mapping(told))
+    publish_text(run, dump_resolved(config))
+    options = ["--config", str(settings), "--run-config", str(run)]
+    environment = os.environ | {TOKEN_VARIABLE: token}
+    environment.pop(TOKEN_FILE_VARIABLE, None)  # of servers that others have started
+    if placement.gpus:
+        environment.pop(CUDA_VISIBLE, None)  # the settings name GPUs by their ids on this machine
+    (port,) = free_ports(1)
+    log = folder / "rollout_server.log"
+    return SupervisedServer(
+        lambda: ServerProcess(options, log, port, environment), COLOCATED_START_S
+    )

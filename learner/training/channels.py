@@ -1,0 +1,143 @@
+"""Samples to segments in both channels, and the forward of a pack of them.
+
+    A  Sample -> build_ground_truth_target -> Segment                                   (CHA-01)
+    B  Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> Target -> Segment     (CHB-01)
+
+Generation is never packed; nothing of an answer is repaired, and every ground truth that
+was not matched is appended.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from learner.config.rollout_matching import MatchingConfig
+from learner.models.families import Multimodal
+from learner.models.packed_forward import (
+    EncodedPrompt,
+    Pack,
+    PromptEncoder,
+    Segment,
+    make_segment,
+    packed_forward,
+)
+from learner.models.self_context import SelfContext
+from learner.objectives.logit_stats import ForwardStats, Reader
+from learner.rollout.answers import check_prompt_ids
+from learner.stages.formats import AnswerFormat
+from learner.stages.formats.coord_json import COORD_JSON
+from learner.stages.matching import match_objects
+from learner.stages.targets import TargetUnreadable, assess, build_ground_truth_target, with_target
+from learner.stages.tokens import Tokenizer
+from learner.types import AssessedRollout, FieldOrder, RolloutOutput, Sample, Target
+from shared_contracts.errors import ContractError
+
+_TEACHER_FORCED = SelfContext()
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """inner: the multimodal module of the model. prompt: encodes a sample's image and question."""
+
+    inner: Multimodal
+    prompt: PromptEncoder
+    tokenizer: Tokenizer
+    field_order: FieldOrder
+    answers: AnswerFormat = COORD_JSON
+
+    def segment(
+        self, sample: Sample, prompt: EncodedPrompt, target: Target, *, has_dropped: bool
+    ) -> Segment:
+        return make_segment(self.inner, sample.sample_id, prompt, target, has_dropped)
+
+
+class ChannelA:
+    """Teacher forcing on the ground-truth answer, and self-context over it."""
+
+    def __init__(self, encoding: Encoding, context: SelfContext = _TEACHER_FORCED) -> None:
+        self._encoding = encoding
+        self._context = context
+
+    @property
+    def inner(self) -> Multimodal:
+        """The multimodal module of the model."""
+        return self._encoding.inner
+
+    def segments(self, samples: Sequence[Sample]) -> list[Segment]:
+        with self._encoding.prompt.ahead(samples):
+            return [self._segment(sample) for sample in samples]
+
+    def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
+        """The first and the last of the pack's forwards."""
+        embedding = self._encoding.inner.get_input_embeddings()
+        return self._context.forward_stats(model, embedding, pack, reader)
+
+    def _segment(self, sample: Sample) -> Segment:
+        own = self._encoding
+        try:
+            target = build_ground_truth_target(
+                sample.objects, own.tokenizer, own.field_order, own.answers
+            )
+        except TargetUnreadable as error:
+            raise ContractError(
+                sample.sample_id,
+                f"its annotation cannot be read back once it is written: {error}",
+                "Mend its descriptions; `learner data check` names what is wrong with them",
+            ) from error
+        return own.segment(sample, own.prompt(sample), target, has_dropped=False)
+
+
+class ChannelB:
+    """Training on the model's own answers, corrected; one forward per pack (RES-08).
+
+    allow_poly: false in the two-channel variant, where polygons are dropped.
+    """
+
+    def __init__(self, encoding: Encoding, matching: MatchingConfig, *, allow_poly: bool) -> None:
+        self._encoding = encoding
+        self._matching = matching
+        self._allow_poly = allow_poly
+
+    def ahead(self, samples: Sequence[Sample]) -> AbstractContextManager[None]:
+        """Encode the prompts of `samples` while the block runs, for calls of `segments` in it."""
+        return self._encoding.prompt.ahead(samples)
+
+    def segments(
+        self, samples: Sequence[Sample], rollouts: Sequence[RolloutOutput]
+    ) -> tuple[list[Segment], list[AssessedRollout]]:
+        """Segments of the samples that can be supervised, and what became of each answer."""
+        own, segments, assessed = self._encoding, list[Segment](), list[AssessedRollout]()
+        for sample, rollout in zip(samples, rollouts, strict=True):
+            prompt = own.prompt(sample)
+            # The backend must have seen the prompt as the model's own processor has it (ROLL-01).
+            check_prompt_ids(
+                sample.sample_id, prompt.ids.tolist(), rollout.prompt_token_ids, own.tokenizer
+            )
+            found = self.assess(sample, rollout)
+            assessed.append(found)
+            if found.target is not None:
+                dropped = bool(found.parsed.dropped)
+                segments.append(
+                    own.segment(found.sample, prompt, found.target, has_dropped=dropped)
+                )
+        return segments, assessed
+
+    def forward_stats(self, model: nn.Module, pack: Pack, reader: Reader) -> ForwardStats:
+        stats = packed_forward(model, pack, reader.anchor)
+        return ForwardStats(stats, stats)
+
+    def assess(self, sample: Sample, rollout: RolloutOutput) -> AssessedRollout:
+        """Parse and match an answer, and correct it."""
+        match = partial(match_objects, config=self._matching)
+        own, polygons = self._encoding, self._allow_poly
+        return self.correct(
+            assess(sample, rollout, own.tokenizer, match, allow_poly=polygons, answers=own.answers)
+        )
+
+    def correct(self, assessed: AssessedRollout) -> AssessedRollout:
+        """Add the target; an experiment may have one of its own."""
+        own = self._encoding
+        return with_target(assessed, own.tokenizer, own.field_order, self._matching, own.answers)

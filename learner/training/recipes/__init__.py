@@ -1,0 +1,91 @@
+"""Training recipes: what a step trains on, and the loss of a pack.
+
+A recipe is one file here and one line in `learner.objectives.variants`, which names it by
+`custom.trainer_variant`. See "Another recipe" in docs/architecture.md.
+"""
+
+from pkgutil import resolve_name
+from typing import ClassVar, Self
+
+from torch import nn
+
+from learner.config.schema import Config
+from learner.models.flops import Arithmetic
+from learner.models.packed_forward import Pack
+from learner.models.self_context import SelfContext
+from learner.objectives.objective import Objective
+from learner.objectives.pipeline import PackLoss, Pipeline
+from learner.objectives.variants import VARIANTS
+from learner.stages.schedule import channel_for_step
+from learner.training.channels import ChannelA, ChannelB, Encoding
+from learner.types import Channel
+
+
+class Recipe:
+    """Both channels of a run, which of them a step runs, and the loss of a pack.
+
+    A run without channel A still replays its segments (DDP-02).
+    extra_objectives: losses beside those that the config declares.
+    """
+
+    extra_objectives: ClassVar[tuple[Objective, ...]] = ()
+
+    def __init__(
+        self, config: Config, channel_a: ChannelA, channel_b: ChannelB, objective: Pipeline
+    ) -> None:
+        self.config = config
+        self.channel_a = channel_a
+        self.channel_b = channel_b
+        self.objective = objective
+        self._arithmetic: Arithmetic | None = None
+
+    @classmethod
+    def of_run(
+        cls,
+        config: Config,
+        encoding: Encoding,
+        coord_ids: list[int],
+        channel_b: type[ChannelB] = ChannelB,
+    ) -> Self:
+        """The recipe as `config` describes it. channel_b: an experiment may have one of its own."""
+        matching, declared = config.rollout_matching.matching, config.pipeline
+        modules = (*declared.objective, *cls.extra_objectives)
+        return cls(
+            config,
+            ChannelA(encoding, cls.self_context(config)),
+            channel_b(encoding, matching, allow_poly=config.allow_poly),
+            Pipeline(declared.model_copy(update={"objective": modules}), coord_ids),
+        )
+
+    @staticmethod
+    def self_context(config: Config) -> SelfContext:
+        """How channel A forwards: once."""
+        return SelfContext()
+
+    def channel(self, step: int) -> Channel:
+        """The channel that step `step`, from 0, should run (STEP-01)."""
+        return channel_for_step(step, self.config.b_ratio)
+
+    def loss(self, model: nn.Module, pack: Pack, channel: Channel) -> PackLoss:
+        """Loss of one pack, by all its forwards."""
+        selection = self.objective.select(pack.supervision, channel)
+        own = self.channel_a if channel == "A" else self.channel_b
+        stats = own.forward_stats(model, pack, self.objective.reader(selection))
+        return self.objective(stats, selection, channel)
+
+    def flops(self, model: nn.Module, pack: Pack, channel: Channel) -> float:
+        """Of all forwards of a pack and their backwards."""
+        if self._arithmetic is None:
+            self._arithmetic = Arithmetic.of(model, self.channel_a.inner.config)
+        chosen = self.objective.select(pack.supervision, channel)
+        rows = len(chosen.text_rows) + len(chosen.slot_rows)
+        forward, both = self._arithmetic.of_pack(pack, rows)
+        context = self.self_context(self.config) if channel == "A" else SelfContext()
+        recorded = context.recorded
+        return recorded * both + (context.iterations - recorded) * forward
+
+
+def recipe_class(config: Config) -> type[Recipe]:
+    """The recipe that `custom.trainer_variant` names."""
+    found: type[Recipe] = resolve_name(VARIANTS[config.custom.trainer_variant].recipe)
+    return found

@@ -1,0 +1,357 @@
+"""The run folder: what was asked, with what, and a line of numbers per logged step.
+
+<output_dir>/resolved_config.yaml   the config as it was understood
+<output_dir>/run.json               versions, commit, command, process, who generates
+<output_dir>/metrics.jsonl          one JSON object per logged step
+<output_dir>/rollout_calls.jsonl    one per step with rollouts, and per evaluation
+<output_dir>/bad_samples.jsonl      samples that others stood in for (`learner.data.order`)
+<output_dir>/rollouts/              the answers of channel B, a file per step (`rollout_log`)
+<output_dir>/tensorboard/           the same numbers for TensorBoard
+<output_dir>/report.html            all of it on a page, when training has ended (`report`)
+
+`tracker_callbacks` makes transformers' own callbacks for `training.report_to`, in process 0 alone.
+A tracker that does not start ends the run before its first step; one that breaks later is warned
+about once, and the run goes on. `ProgressDisplay` shows a run on its terminal.
+"""
+
+import json
+import logging
+import math
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch.utils.tensorboard import SummaryWriter
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
+
+from learner.analysis.evaluation.folder import EvaluationLog
+from learner.analysis.evaluation.scores import Evaluation, evaluate
+from learner.config import dump_resolved
+from learner.config.schema import Config, resolved_sync_mode
+from learner.config.training import TrainingConfig
+from learner.distributed.peers import Peers
+from learner.distributed.waiting import waiting_for
+from learner.models.load import LoadedModel, load_model
+from learner.rollout.client import RolloutClient
+from learner.rollout.colocate import Placement, describe_backend
+from learner.rollout.policy import Policy, asking_of
+from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
+from learner.runs.atomic_files import append_line, publish_text
+from learner.runs.console import PHASES, channel_of, step_line, tell
+from learner.runs.resume import BEGINNING, Start, data_digest, prepare_folder
+from learner.runs.run_folder import METRICS, RESOLVED, RUN, identity_of_this_process
+from learner.stages.formats import answer_format
+from learner.training.backends import open_backend
+from learner.types import Sample
+from shared_contracts.adapters import folder_with
+from shared_contracts.errors import RunError
+
+_LIBRARIES = (
+    *("rollmatch", "torch", "transformers", "accelerate", "peft"),
+    *("tokenizers", "numpy", "scipy", "pycocotools"),  # what became of an answer depends on them
+)
+
+
+def open_run_folder(config: Config, placement: Placement | None, start: Start = BEGINNING) -> Path:
+    """Create the folder, or bring it back to `start`; write what is known before the first step.
+
+    placement: of a colocated server, where one is started.
+    """
+    folder = Path(config.training.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    prepare_folder(folder, start)
+    facts = {**_run_facts(config, placement), "started_at_step": start.step}
+    publish_text(folder / RESOLVED, dump_resolved(config))
+    publish_text(folder / RUN, json.dumps(facts, indent=2) + "\n")
+    return folder
+
+
+def _run_facts(config: Config, placement: Placement | None) -> dict[str, Any]:
+    rollout = config.rollout_matching
+    server = rollout.vllm.server if rollout.backend == "server" else None
+    folder = folder_with(config.model.model, "tokenizer.json", "model.model")
+    tokenizer = folder / "tokenizer.json"
+    return {
+        "command": sys.argv,
+        "process": identity_of_this_process(),
+        **software(),
+        # By which `learner replay` knows it again; None where there is none.
+        "tokenizer_sha256": data_digest(tokenizer) if tokenizer.is_file() else None,
+        "rollout_backend": rollout.backend,
+        "rollouts": describe_backend(config, placement),
+        "servers": [entry.model_dump() for entry in server.servers] if server else [],
+        "sync_mode": None if rollout.backend == "hf" else resolved_sync_mode(config, 1),
+    }
+
+
+def software() -> dict[str, Any]:
+    """What runs here: versions, and the commit of this package."""
+    return {
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in _LIBRARIES},
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Commit of the source tree this package runs from; None outside a checkout or without git."""
+    here = Path(__file__)
+    try:
+        if _git(here.parent, "ls-files", here.name):  # else the checkout around it is another's
+            return _git(here.parent, "rev-parse", "HEAD") or None
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """What git says there; nothing where it fails."""
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+class CallLog:
+    """Appends what it took to get rollouts to `rollout_calls.jsonl` (SEED-02, DIST-05).
+
+    Every process but the first has a file of its own, `rollout_calls.rank1.jsonl` and so on.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        of_rank = f".rank{rank}" if rank else ""
+        self._path = folder / f"rollout_calls{of_rank}.jsonl"
+
+    def write(self, record: dict[str, Any]) -> None:
+        append_line(self._path, json.dumps(record, allow_nan=False))
+
+
+class JsonlLog(TrainerCallback):
+    """Appends every log event to `metrics.jsonl`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / METRICS
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        values = {  # JSON has no NaN and no infinity: null
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in (logs or {}).items()
+        }
+        record = {"step": state.global_step, **values}
+        append_line(self._path, json.dumps(record, allow_nan=False))
+
+
+_PLAIN_EVERY = 20
+
+
+class ProgressDisplay(TrainerCallback):
+    """A live table on a terminal; a plain line every 20 steps elsewhere."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}", style="bold", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        self._task = self._progress.add_task(title, total=None)
+        self._live: Live | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._progress.update(self._task, total=state.max_steps, completed=state.global_step)
+        if self._console.is_terminal:
+            self._live = Live(self._progress, console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if not logs or "step/channel_b" not in logs:
+            return
+        self._progress.update(self._task, completed=state.global_step)
+        if self._live is not None:
+            self._live.update(Group(self._progress, _table(logs)))
+        elif state.global_step % _PLAIN_EVERY == 0 or state.global_step == state.max_steps:
+            line = step_line(state.global_step, state.max_steps, logs)
+            tell(self._console, line)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Give the terminal back; idempotent."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _table(logs: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    values = {"channel": channel_of(logs), "loss": f"{logs['loss']:.4f}"}
+    values |= {p: f"{logs[f'time/{p}_s']:.2f} s" for p in PHASES if f"time/{p}_s" in logs}
+    values["rollouts/s"] = f"{logs.get('rollout/per_second', 0.0):.1f}"
+    for name in values:
+        table.add_column(name, justify="right")
+    table.add_row(*values.values())
+    return table
+
+
+_LOG = logging.getLogger(__name__)
+
+# When Trainer is made, and before the first step.
+_STARTING = ("on_init_end", "on_train_begin")
+
+
+def tracker_callbacks(training: TrainingConfig, start: Start) -> list[TrainerCallback]:
+    """A callback for each tracker of the run.
+
+    Raises RunError for one that refuses to be made.
+    """
+    return [_made(name, training, start) for name in training.trackers]
+
+
+def _made(name: str, training: TrainingConfig, start: Start) -> TrainerCallback:
+    """TensorBoard's drops the events after the step from which the run goes on."""
+    try:
+        if name == "tensorboard":
+            again_from = start.step + 1 if start.goes_on else None
+            writer = SummaryWriter(training.logging_dir, purge_step=again_from)
+            return _guarded(name, TensorBoardCallback)(writer)
+        (callback,) = get_reporting_integration_callbacks([name])
+        return _guarded(name, callback)()
+    except Exception as error:  # of any library; it ends the run with a message
+        raise _does_not_start(name, error) from error
+
+
+def _guarded(name: str, callback: type[TrainerCallback]) -> Callable[..., TrainerCallback]:
+    """transformers' callback for the tracker; what its methods raise is told by name."""
+    hooks = {
+        event: _guarded_hook(event, getattr(callback, event))
+        for event in dir(TrainerCallback)
+        if event.startswith("on_")
+    }
+    return type(callback.__name__, (_Guard, callback), {"_tracker_name": name, **hooks})
+
+
+def _guarded_hook(event: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(self: _Guard, *given: Any, **named: Any) -> Any:
+        try:
+            return hook(self, *given, **named)
+        except Exception as error:
+            if event in _STARTING:
+                raise _does_not_start(self._tracker_name, error) from error
+            self._warn(error)  # a run does not end because of its tracker
+
+    return guarded
+
+
+class _Guard:
+    """What a guarded callback has of its own."""
+
+    _tracker_name = ""
+    _tracker_warned = False
+
+    def _warn(self, error: Exception) -> None:
+        if not self._tracker_warned:
+            self._tracker_warned = True
+            _LOG.warning(
+                "the tracker %s misses numbers of this run, which are in metrics.jsonl: %s",
+                self._tracker_name,
+                error,
+            )
+
+
+def _does_not_start(tracker: str, error: Exception) -> RunError:
+    return RunError(
+        f"the tracker {tracker} does not start: {error}. Correct that, or take it out of "
+        "training.report_to"
+    )
+
+
+def score_checkpoint(
+    config: Config,
+    samples: list[Sample],
+    clients: list[RolloutClient],
+    folder: Path | None = None,
+    placement: Placement | None = None,
+    load: Callable[[Config], LoadedModel] = load_model,
+) -> Evaluation:
+    """Score the answers of `model.model`, given by the backend of `config`.
+
+    folder, placement: of a colocated server, if there is one. load: what is scored may be more
+    than the folder of `model.model`.
+    """
+    with waiting_for("the model to be loaded"):
+        loaded = load(config)
+    folder = folder or Path(config.training.output_dir)
+    with waiting_for("rollouts to be set up"):
+        opened = open_backend(config, loaded, clients, folder, samples, placement)
+    policy = Policy(opened, asking_of(config))
+    try:
+        policy.push_if_stale()
+        seed = evaluation_seed(config)
+        return evaluate(
+            policy,
+            samples,
+            seed,
+            loaded.tokenizer,
+            allow_poly=config.allow_poly,
+            resolution=config.rollout_matching.matching.maskiou_resolution,
+            answers=answer_format(config),
+        )
+    finally:
+        policy.close()
+
+
+def evaluation_seed(config: Config, rank: int = 0) -> int:
+    """Of the first sample of a process; sample i has the seed + i."""
+    base = rank_seed_base(rollout_seed_base(config.training.seed, 0), rank)
+    return request_seed(base, 0, 0)
+
+
+def evaluation_facts(config: Config, data: Path) -> dict[str, Any]:
+    """How samples are scored, beside by which weights."""
+    return {
+        "data": str(data),
+        "seed": evaluation_seed(config),
+        "settings": {
+            "trainer_variant": config.custom.trainer_variant,
+            "template": config.template.model_dump(mode="json"),
+            "torch_dtype": config.model.torch_dtype,
+            "rollout_matching": config.rollout_matching.model_dump(mode="json"),
+        },
+        **software(),
+    }
+
+
+def evaluation_log(config: Config, peers: Peers) -> EvaluationLog:
+    """Where an evaluation of a run leaves its answers, in the run's folder."""
+    folder, data = Path(config.training.output_dir), config.data.val_jsonl
+    assert data is not None, "checked with the config"
+    facts = {"run": str(folder), **evaluation_facts(config, data)}
+    save = config.rollout_matching.eval_detection.save_answers
+    return EvaluationLog(folder, data, facts, polygons=config.allow_poly, save=save, peers=peers)

@@ -1,0 +1,517 @@
+"""What can be found wrong before torch is imported or a model is loaded.
+
+check_files(config)    what of its files can be seen at a glance
+check_inputs(config)   data files, images, checkpoint folder, coordinate tokens, the backend,
+                       and what the run folder holds already
+reach_servers(config)  every server answers, has the settings of the config and no other learner
+differences(...)       what a server has otherwise; asked again when one comes back
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+
+from learner.config.schema import Config, LoraTuner, resolved_sync_mode, wanted_sync_mode
+from learner.config.trackers import require_trackers
+from learner.config.training import TrainingConfig
+from learner.data.images import UnreadableImage, Watch
+from learner.data.jsonl import build_messages, capped, read_samples, scan
+from learner.data.lengths import SampleLengths, TokenLimits, image_rule, read_tokenizer
+from learner.data.order import image_faults
+from learner.data.show import watch
+from learner.rollout.answers import UNKNOWN, Expected
+from learner.rollout.client import RolloutClient
+from learner.rollout.colocate import Placement, place
+from learner.rollout.distribution import rank_chunk_size
+from learner.rollout.exclusive_lease import require_exclusive_lease
+from learner.runs.resume import BEGINNING, Start, find_start, require_run_folder
+from learner.stages.coords import COORD_BINS, coord_token
+from learner.stages.formats import answer_format
+from learner.stages.tokens import IM_END
+from learner.types import Sample
+from shared_contracts.adapters import checkpoint_chain, folder_with
+from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
+from shared_contracts.footprint import run_context
+from shared_contracts.machine import CUDA_VISIBLE, GPU_DEVICES, visible_gpus
+from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.server_info import Info
+from shared_contracts.strict_model import shown
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run starts from.
+
+    val: empty when the config names no validation file.
+    placement: of a colocated server; None in a run that starts none.
+    processes: of the learner, as torchrun says.
+    start: where the run goes on, if it does.
+    bad: by `sample_id`, why samples of either file cannot be shown to a model; those of `val` are
+        left out of it. Empty unless `data.on_bad_sample` is skip.
+    """
+
+    train: Sequence[Sample]
+    val: list[Sample]
+    placement: Placement | None = None
+    processes: int = 1
+    start: Start = BEGINNING
+    bad: Mapping[str, ContractError] = field(default_factory=dict)
+
+    def finished(self, training: TrainingConfig) -> str | None:
+        """What is told of a run that was at its end already; None of any other."""
+        if self.start.step < training.total_steps(len(self.train)):
+            return None
+        return f"Finished at step {self.start.step}: {training.output_dir}"
+
+
+def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
+    """Everything a run needs besides servers, be it new or one that goes on.
+
+    environment: of the process that trains.
+
+    Raises:
+        ContractError: names the file, line or key.
+    """
+    placement = check_backend(config, environment) if generates(config) else None
+    processes = learner_processes(environment)
+    check_processes(config, processes)
+    check_launcher(environment)
+    require_trackers(config.training.report_to, environment)
+    start = find_start(config, processes)
+    check_target_modules(config)
+    inputs = read_inputs(config, environment)
+    check_step_budget(config, len(inputs.train), processes)
+    return replace(inputs, placement=placement, processes=processes, start=start)
+
+
+def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
+    """Look at the checkpoint folder, read the data and the headers of all images.
+
+    Process 0 shows how far it is.
+    """
+    check_checkpoint(Path(config.model.model), answer_format(config).end_marker)
+    files = (config.data.train_jsonl, config.data.val_jsonl)
+    shown = watch if environment.get("RANK", "0") == "0" else lambda looks, _: looks
+    (train, val), bad = read_data(config, files, config.model.model, shown)
+    if all(sample.sample_id in bad for sample in train):
+        raise ContractError(
+            "data.train_jsonl",
+            f"none of {len(train)} samples can be trained on; first {bad[train[0].sample_id]}",
+            "Mend the images, or their paths",
+        )
+    return RunInputs(train, [sample for sample in val if sample.sample_id not in bad], bad=bad)
+
+
+def read_data(
+    config: Config, files: Sequence[Path | None], checkpoint: Path, shown: Watch
+) -> tuple[list[list[Sample]], dict[str, ContractError]]:
+    """The samples of each file, none of None, and why some of them cannot be shown to a model.
+
+    checkpoint: whose processor will take the images; of an adapter, that of what it is over.
+
+    Raises ContractErrors for what is wrong with a file, and, unless `data.on_bad_sample` is skip,
+    for samples that cannot be shown.
+    """
+    skip = config.data.on_bad_sample == "skip"
+    samples = [
+        read_samples(file, allow_poly=config.allow_poly, find_images=not skip) if file else []
+        for file in files
+    ]
+    bad = image_faults(list(chain(*samples)), image_rule(checkpoint), shown)
+    if bad and not skip:
+        raise capped("data", list(bad.values()))
+    return samples, bad
+
+
+def check_backend(
+    config: Config, environment: Mapping[str, str], gpus: Path = GPU_DEVICES
+) -> Placement | None:
+    """What the backend needs besides its servers; see `learner.training.backends` for the backends.
+
+    gpus: where the driver shows them. Returns where a colocated server runs.
+
+    Raises:
+        ContractError: names the key or the variable.
+    """
+    rollout = config.rollout_matching
+    if rollout.backend != "hf":
+        resolved_sync_mode(config, learner_processes(environment))
+    if rollout.backend != "colocate":
+        return None
+    placement = place(rollout.vllm, visible_gpus(environment, gpus))
+    _check_own_server(config)
+    return placement
+
+
+def _check_own_server(config: Config) -> None:
+    """What a server that the learner starts itself would refuse after its imports."""
+    if find_spec("vllm") is None:
+        raise ContractError(
+            "rollout_matching.vllm.mode",
+            "colocate, and vllm is not installed here",
+            "Install it (the extra cpu or gpu), or set rollout_matching.rollout_backend to hf",
+        )
+    *_, weights = checkpoint_chain(config.model.model, "model.model")
+    if not any(weights.glob("*.safetensors")):
+        raise ContractError(
+            "model.model",
+            f"{weights} holds no *.safetensors file, which the colocated server loads",
+            "Save the weights as safetensors",
+        )
+
+
+def learner_processes(environment: Mapping[str, str]) -> int:
+    """How many learner processes there are, as torchrun says.
+
+    Raises ContractError for a WORLD_SIZE that is no number.
+    """
+    said = environment.get("WORLD_SIZE", "1")
+    if not said.isdecimal() or said == "0":
+        raise ContractError("WORLD_SIZE", f"{said!r} is no number of processes", "Unset it")
+    return int(said)
+
+
+def check_processes(config: Config, processes: int) -> None:
+    """A colocated server belongs to one process, and shards to several; ContractError if not."""
+    if processes > 1 and generates(config) and config.rollout_matching.backend == "colocate":
+        raise ContractError(
+            "rollout_matching.vllm.mode",
+            f"colocate, and there are {processes} learner processes",
+            "Use vllm.mode: server with GPUs of its own, or one process",
+        )
+    if config.training.data_parallel == "fsdp2":
+        _check_sharding(config, processes)
+
+
+def check_launcher(environment: Mapping[str, str], gpus: Path = GPU_DEVICES) -> None:
+    """How the processes were started fits what they run, and the machine.
+
+    gpus: where the driver shows them. Raises ContractError.
+    """
+    for library in ("DeepSpeed", "FSDP"):
+        if environment.get(f"ACCELERATE_USE_{library.upper()}", "").lower() in ("1", "true", "yes"):
+            raise ContractError(
+                f"ACCELERATE_USE_{library.upper()}",
+                f"the learner was launched with {library}, which its YAML says nothing of",
+                "Launch with torchrun; training.data_parallel: fsdp2 shards the model",
+            )
+    local = environment.get("LOCAL_WORLD_SIZE", "1")
+    seen = visible_gpus(environment, gpus)
+    if seen and local.isdecimal() and int(local) > len(seen):
+        raise ContractError(
+            CUDA_VISIBLE,
+            f"{len(seen)} GPUs are visible to {local} learner processes on this machine",
+            f"Start at most {len(seen)} here, or make more visible",
+        )
+
+
+def _check_sharding(config: Config, processes: int) -> None:
+    """What needs whole weights in one process, which are pieces in several under FSDP2."""
+    do = "Set it to ddp"
+    if processes == 1:
+        found = "fsdp2, and there is one learner process: nothing to shard over"
+        do = "Set it to ddp, or use several processes"
+    elif config.tuner.train_type == "lora":
+        found = "fsdp2 beside tuner.train_type lora: adapters are merged into whole weights"
+    elif generates(config) and config.rollout_matching.backend == "hf":
+        found = "fsdp2 beside rollout_backend hf, which generates with the whole model"
+    else:
+        return
+    raise ContractError("training.data_parallel", found, do)
+
+
+def check_step_budget(config: Config, samples: int, processes: int) -> None:
+    """What one step trains on can be split, is there, and fits where it waits.
+
+    samples: in the training data. Raises ContractError.
+    """
+    training = config.training
+    training.resolve_accumulation(processes)
+    if samples < training.effective_batch_size:
+        raise ContractError(
+            "training.effective_batch_size",
+            f"{training.effective_batch_size} samples a step, but there are {samples} to train on",
+            "Lower it, or give more data",
+        )
+    batch = training.effective_batch_size // processes
+    queue = config.rollout_matching.async_rollout
+    if queue.enabled and not training.packing and batch > queue.queue_limit:
+        # With packing a run finds out how many packs a rank batch is.
+        raise ContractError(
+            "rollout_matching.async_rollout.queue_limit",
+            f"{queue.queue_limit} packs cannot hold the {batch} that each process trains on in "
+            "a step without packing",
+            f"Raise it to at least {batch}, or lower training.effective_batch_size",
+        )
+    if training.packing and training.packing_buffer < batch:
+        raise ContractError(
+            "training.packing_buffer",
+            f"{training.packing_buffer} segments cannot hold the {batch} of a step",
+            f"Raise it to at least {batch}, or lower training.effective_batch_size",
+        )
+
+
+def check_checkpoint(folder: Path, end_marker: str = IM_END) -> None:
+    """The folder is a checkpoint whose tokenizer has the coordinate tokens and the end marker.
+
+    It may be an adapter over one, whose tokenizer may be in either.
+
+    Raises:
+        ContractError: names what is missing.
+    """
+    if not folder.is_dir():
+        raise ContractError("model.model", f"there is no folder {folder}", _where_it_may_be(folder))
+    chain = checkpoint_chain(folder, "model.model")
+    having = {
+        "config.json": chain[-1],
+        "tokenizer.json": folder_with(folder, "tokenizer.json", "model.model"),
+    }
+    for name, holder in having.items():
+        if not (holder / name).is_file():
+            raise ContractError(
+                "model.model",
+                f"{folder} has no {name}",
+                "Give the folder of a checkpoint saved with its processor",
+            )
+    tokenizer = read_tokenizer(having["tokenizer.json"] / "tokenizer.json")
+    if tokenizer.token_to_id(end_marker) is None:
+        raise ContractError(
+            "model.model",
+            f"the tokenizer of {folder} has no token {end_marker}",
+            "Use a model of the Qwen-VL family, whose turns end with it",
+        )
+    missing = [k for k in range(COORD_BINS) if tokenizer.token_to_id(coord_token(k)) is None]
+    if missing:
+        raise ContractError(
+            "model.model",
+            f"the tokenizer of {folder} lacks {len(missing)} of the {COORD_BINS} coordinate "
+            f"tokens, first {coord_token(missing[0])}",
+            "Add them with `learner toy make-model --expand-vocab SOURCE --out FOLDER`",
+        )
+
+
+def coordinate_ids(folder: Path) -> list[int]:
+    """Ids of the coordinate tokens, in the order of the bins, of a folder that was checked."""
+    place = folder_with(folder, "tokenizer.json", "model.model")
+    tokenizer = read_tokenizer(place / "tokenizer.json")
+    ids = [tokenizer.token_to_id(coord_token(k)) for k in range(COORD_BINS)]
+    return [each for each in ids if each is not None]
+
+
+def _where_it_may_be(folder: Path) -> str:
+    """What to do about a folder that is not there, also where `org/name` of the Hub is meant."""
+    do = "Give the folder of a checkpoint saved with its processor"
+    here = Path.cwd()
+    name = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    if len(name.parts) != 2 or folder.parent.exists():
+        return do
+    return f"{do}; for a model of the Hugging Face Hub, first: hf download {name} --local-dir DIR"
+
+
+def check_target_modules(config: Config) -> None:
+    """Every name of `tuner.target_modules` is one that peft finds in the checkpoint.
+
+    Says nothing where there are no safetensors files to look into. Raises ContractErrors.
+    """
+    tuner = config.tuner
+    if not isinstance(tuner, LoraTuner) or isinstance(tuner.target_modules, str):
+        return
+    modules = {name.rpartition(".")[0] for name in tensor_names(config.model.model)}
+    if not modules:
+        return
+    last = {name.rpartition(".")[2] for name in modules} | {"lm_head"}  # no file has a tied one
+    errors = [
+        ContractError(
+            f"tuner.target_modules[{place}]",
+            f"{shown(target)} is the end of no module's name in {config.model.model}",
+            "Name modules literally, without patterns; "
+            f"there are {', '.join(sorted(name for name in last if not name.isdecimal()))}",
+        )
+        for place, target in enumerate(tuner.target_modules)
+        if target.rpartition(".")[2] not in last
+    ]
+    if errors:
+        raise ContractErrors(errors)
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """Names in the headers of a checkpoint's `model*.safetensors`; broken files have none."""
+    names: list[str] = []
+    for file in sorted(folder.glob("model*.safetensors")):
+        try:
+            with file.open("rb") as content:
+                header = content.read(int.from_bytes(content.read(8), "little"))
+            names += json.loads(header)
+        except (OSError, ValueError, OverflowError, MemoryError):
+            continue
+    return names
+
+
+def check_files(config: Config) -> list[ContractError]:
+    """What of a run's files can be seen at a glance, all at once: for who writes a YAML.
+
+    Folders, the checkpoint's tokenizer and module names, the first sample of each data file.
+    """
+    data = config.data
+    found = CheckErrors()
+    found.of(lambda: require_run_folder(config))
+    found.of(lambda: check_checkpoint(config.model.model, answer_format(config).end_marker))
+    found.of(lambda: check_target_modules(config))
+    found.of(lambda: _check_first_sample("data.train_jsonl", data.train_jsonl, config.allow_poly))
+    if (val := data.val_jsonl) is not None:
+        found.of(lambda: _check_first_sample("data.val_jsonl", val, config.allow_poly))
+    return found.errors
+
+
+def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
+    """The file is there and its first sample is one, images included: where `key` says."""
+    try:
+        problems: Sequence[ContractError] = next(scan(file, allow_poly=allow_poly)).problems
+    except ContractError as error:
+        problems = [error]
+    if problems:
+        raise ContractErrors([ContractError(key, f"{e.where}: {e.found}", e.do) for e in problems])
+
+
+def generates(config: Config) -> bool:
+    """True when the run asks for rollouts: in channel B or to evaluate."""
+    return config.b_ratio > 0 or config.training.eval_strategy != "no"
+
+
+def expected_model(config: Config) -> Expected:
+    """What the model of a config lets its servers answer; `UNKNOWN` for no checkpoint."""
+    context = config.rollout_matching.vllm.max_model_len or UNKNOWN.context
+    try:
+        *_, folder = checkpoint_chain(config.model.model, "model.model")
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = described.get("text_config", described)
+        return Expected(int(text["vocab_size"]), context)
+    except (ContractError, OSError, ValueError, LookupError, TypeError, AttributeError):
+        return Expected(UNKNOWN.vocabulary, context)
+
+
+def reach_servers(
+    config: Config, environment: Mapping[str, str] = os.environ
+) -> list[RolloutClient]:
+    """Clients of the configured servers, each healthy and with the settings of the config.
+
+    None for a backend that needs no servers. environment: of the process that asks.
+
+    Raises:
+        ContractError: a server is not there, or not ready within `timeout_s`; or has
+            other settings (of all servers at once); or together they decode less
+            than a request of every learner process at once (DIST-04); or another learner
+            pushes to one.
+    """
+    server = config.rollout_matching.vllm.server
+    if config.rollout_matching.backend != "server" or server is None:
+        return []
+    expected = expected_model(config)
+    clients = [
+        RolloutClient(entry.base_url, server.timeout_s, server.infer_timeout_s, expected=expected)
+        for entry in server.servers
+    ]
+    for client in clients:
+        client.wait_until_pushable()
+    infos = [client.info() for client in clients]
+    told = zip(clients, infos, strict=True)
+    errors = [e for client, info in told for e in differences(config, client.base_url, info)]
+    if errors:
+        raise ContractErrors(errors)
+    sizes, processes = [info.world_size for info in infos], learner_processes(environment)
+    rank_chunk_size(config.rollout_matching.decode_batch_size, sizes, processes)
+    require_exclusive_lease(clients)
+    return clients
+
+
+def differences(config: Config, base_url: str, info: Info) -> list[ContractError]:
+    """What a server has otherwise than the part of the config that it shares (REP-06)."""
+    return list(_differences(config, f"GET {base_url}/info/", info))
+
+
+def _differences(config: Config, where: str, info: Info) -> Iterator[ContractError]:
+    rollout = config.rollout_matching
+    ours, theirs = rollout.repeat_terminate, info.repeat_terminate
+    if ours.enabled != theirs.active or (ours.enabled and ours != theirs.config):
+        yield ContractError(
+            f"{where} repeat_terminate",
+            f"the server's guard is {_guard(theirs.active, theirs.config)}, and "
+            f"rollout_matching.repeat_terminate is {_guard(ours.enabled, ours)}",
+            "Start it with `rollout-server serve --run-config` and the YAML of this run",
+        )
+    if rollout.decode_batch_size * info.world_size > info.max_num_seqs * len(info.replicas):
+        yield ContractError(
+            f"{where} max_num_seqs",
+            f"each of {len(info.replicas)} replicas decodes {info.max_num_seqs} sequences at "
+            f"once, fewer than rollout_matching.decode_batch_size {rollout.decode_batch_size} "
+            f"on each of {info.world_size} devices",
+            "Start it with `rollout-server serve --run-config` and the YAML of this run, or "
+            "lower decode_batch_size",
+        )
+    if wanted_sync_mode(config) == "adapter" and not info.enable_lora:
+        yield ContractError(
+            f"{where} enable_lora",
+            f"is false, and rollout_matching.vllm.sync.mode {rollout.vllm.sync.mode} resolves to "
+            "adapter",
+            "Start it with `rollout-server serve --run-config` and the YAML of this run, or set "
+            "sync.mode to full",
+        )
+
+
+def _guard(active: bool, config: RepeatTerminateConfig) -> str:
+    """A repeat guard in a message: the keys that are not at their defaults, if it runs."""
+    if not active:
+        return "configured but inactive" if config.enabled else "off"
+    return config.model_dump_json(exclude_defaults=True)
+
+
+def context_of_run(config: Config, samples: Iterable[Sample]) -> int:
+    """The `max_model_len` of the servers of a run: as stated, or derived (FULL-06).
+
+    Derived, it holds the longest prompt of `samples` and an answer of `max_new_tokens`, rounded
+    up.
+
+    Raises ContractError as `lengths_of_run` does.
+    """
+    if (stated := config.rollout_matching.vllm.max_model_len) is not None:
+        return stated
+    prompt, answer = longest_prompt(config, samples), config.rollout_matching.max_new_tokens
+    return run_context(config.model.model, prompt, answer)
+
+
+def longest_prompt(config: Config, samples: Iterable[Sample]) -> int:
+    """Tokens of the longest prompt; a sample that no model can be shown is asked of nobody.
+
+    Raises ContractError as `lengths_of_run` does.
+    """
+    lengths, longest = lengths_of_run(config), 0
+    for sample in samples:
+        with suppress(ContractError, UnreadableImage):
+            longest = max(longest, lengths.prompt(sample))
+    return longest
+
+
+def lengths_of_run(config: Config) -> SampleLengths:
+    """Measures samples for the checkpoint, the prompt and the limits of a run.
+
+    Raises ContractError for a folder that is no checkpoint.
+    """
+    answers = answer_format(config)
+    check_checkpoint(config.model.model, answers.end_marker)
+    template = config.template
+    pack = config.global_max_length if config.training.packing else None
+    return SampleLengths(
+        folder_with(config.model.model, "tokenizer.json", "model.model"),
+        partial(answers.write, field_order=config.custom.object_field_order),
+        lambda sample: [
+            message.model_dump(exclude_none=True)
+            for message in build_messages(sample, template.prompt, template.system)
+        ],
+        TokenLimits(config.rollout_matching.max_new_tokens, pack),
+    )

@@ -1,0 +1,294 @@
+"""One optimizer step, readable from top to bottom.
+
+    StepRunner.run()
+        ranks agree on the channel
+        A: samples -> segments -> packs      B: the packs of a RolloutSource
+        ranks agree on the number of forwards (DDP-02)
+        a forward and a backward per pack -> loss, gradients, report
+
+A step takes all of its raw samples at once, whichever channel it runs. How many packed
+forwards they need is free; the caller makes one optimizer update of them (STEP-02).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from learner.config.rollout_matching import DecodeMode
+from learner.config.schema import Config
+from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
+from learner.models.flops import DeviceUse
+from learner.models.packed_forward import Pack, make_pack
+from learner.rollout.policy import Policy
+from learner.runs.metrics import PhaseClock, StepReport, over_processes
+from learner.stages.packing import Chunk, forwards_due
+from learner.training.recipes import Recipe
+from learner.training.synchronous_rollouts import (
+    LogRollouts,
+    Packer,
+    PackFeed,
+    RolloutSource,
+    SynchronousRollouts,
+)
+from learner.types import Channel, Sample
+
+_NO_MORE: Chunk[Pack] = Chunk((), True)
+
+
+class Engine(Protocol):
+    """Who runs backwards and synchronizes gradients: an `accelerate.Accelerator`."""
+
+    def backward(self, loss: Tensor) -> None: ...
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]: ...
+
+
+class PlainEngine:
+    """One process, without an accelerator."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@dataclass
+class _Work:
+    """Tokens of the packs of a step, and the FLOPs of their forwards and backwards."""
+
+    tokens: int = 0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step of this rank, while it runs. samples: its part of the batch."""
+
+    model: nn.Module
+    samples: Sequence[Sample]
+    engine: Engine
+    report: StepReport
+    clock: PhaseClock
+    work: _Work = field(default_factory=_Work)
+
+
+class StepRunner:
+    """Runs the forwards and backwards of one optimizer step.
+
+    policy: who answers in channel B; None in a run without channel B.
+    log_calls: takes one record of each channel-B step (SEED-02).
+    source: of channel B's packs, where they are not made within the step.
+    log_rollouts: takes the answers of each channel-B step made within it (MET-03).
+    bad_samples: how many samples others stood in for since it was called last.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        recipe: Recipe,
+        policy: Policy | None,
+        log_calls: Callable[[dict[str, Any]], None] | None = None,
+        peers: Peers = SINGLE_PROCESS,
+        source: RolloutSource | None = None,
+        log_rollouts: LogRollouts | None = None,
+        bad_samples: Callable[[], int] | None = None,
+    ) -> None:
+        self._decode_mode = config.rollout_matching.decode_mode
+        self._sharded = config.training.data_parallel == "fsdp2"
+        self._recipe = recipe
+        self._policy = policy
+        self._log_calls = log_calls
+        self._peers = peers
+        self._packer = Packer(config.training, config.global_max_length)
+        self._bad_samples = bad_samples
+        self._use: DeviceUse | None = None
+        if source is None and policy is not None:
+            source = SynchronousRollouts(
+                policy,
+                recipe.channel_b,
+                self._packer,
+                config.training.seed,
+                peers.rank,
+                log_rollouts,
+            )
+        # None in a run that asks for no answers.
+        self.source = source
+
+    def run(
+        self, model: nn.Module, samples: Sequence[Sample], step: int, engine: Engine
+    ) -> tuple[Tensor, StepReport]:
+        """Accumulate the gradients of step `step`.
+
+        samples: this rank's part of the step.
+
+        Returns this rank's loss (scalar, detached), whose mean over the ranks is that of the
+        step, and the report of all ranks.
+        """
+        clock = PhaseClock()
+        if self._use is None:
+            self._use = DeviceUse(next(model.parameters()).device)
+        self._use.begin()
+        with clock.phase("step"):
+            report = self._begin(step, len(samples), clock)
+            this = _Step(model, samples, engine, report, clock)
+            loss = (
+                self._channel_a_step(this) if report.channel == "A" else self._channel_b_step(this)
+            )
+        if self._policy is not None:
+            self._policy.mark_updated()
+        if self.source is not None:
+            report.payload.merge(self.source.payload())
+        if self._bad_samples is not None:
+            report.payload.add({"data/bad_samples": self._bad_samples()})
+        report.payload.note({"step/channel_b": report.channel == "B", **clock.metrics()})
+        self._note_use(this, self._use)
+        report.metrics = over_processes(report.payload, loss.device).metrics()
+        return loss, report
+
+    def _note_use(self, this: _Step, use: DeviceUse) -> None:
+        """How much was learned in the time of learning, and in what memory (FULL-09)."""
+        seconds, payload = this.clock.seconds("learn"), this.report.payload
+        payload.note({"perf/peak_memory_gib": use.peak_gib()})
+        payload.rate({"perf/tokens_per_s": (this.work.tokens, seconds)})
+        if use.gpu is not None:
+            payload.rate({"perf/mfu": (this.work.flops, seconds * use.gpu.flops)})
+
+    def _begin(self, step: int, samples: int, clock: PhaseClock) -> StepReport:
+        """Run the channel that rank 0's schedule wants, where every rank can."""
+        if self.source is not None:
+            self.source.begin(step, clock)
+        wanted: Channel = broadcast_from_rank0(self._peers, lambda: self._recipe.channel(step))
+        report = StepReport(step, wanted, samples)
+        if wanted == "B":
+            assert self.source is not None, "a run with channel B has a source"
+            if not all(self._peers.all_gather(partial(self.source.ready, step))):
+                report.channel = "A"
+                report.payload.note({"stage2_ab/async/b_step_skipped_due_to_queue": 1})
+        return report
+
+    def _channel_a_step(self, this: _Step) -> Tensor:
+        """Channel A: segments of the ground truth alone."""
+        if self.source is not None:
+            this = replace(this, samples=self.source.samples(this.report.step, this.samples))
+        packs = self._packer.begin()
+
+        def chunks() -> Iterator[Chunk[Pack]]:
+            with this.clock.phase("target"):
+                segments = self._recipe.channel_a.segments(this.samples)
+            with this.clock.phase("pack"):
+                made = packs.chunk(segments, last=True)
+            yield Chunk(made, last=True)
+
+        loss = self._learn(this, chunks())
+        this.report.payload.merge(packs.payload())
+        if self.source is not None and self.source.asynchronous:
+            self._note_calls(this.report)
+        return loss
+
+    def _channel_b_step(self, this: _Step) -> Tensor:
+        """Channel B: newest weights out, answers in, segments of what they got wrong."""
+        assert self.source is not None
+        assert self._policy is not None, "a run with channel B has a policy"
+        feed: PackFeed | None = None
+        try:
+            with self.source.feed(this.report.step, this.samples, this.clock) as feed:
+                loss = self._learn(this, feed.chunks)
+        finally:
+            self._note_calls(this.report, feed)
+        this.report.payload.merge(feed.payload())
+        modes = {f"rollout/decode_{m}": m == self._decode_mode for m in get_args(DecodeMode)}
+        active = self._policy.repeat_terminate_active
+        this.report.payload.note({"rollout/repeat_terminate_active": active, **modes})
+        return loss
+
+    def _note_calls(self, report: StepReport, feed: PackFeed | None = None) -> None:
+        """Log what it took to get the rollouts, also when there are none in the end.
+
+        feed: of the answers that the step trains on. Asynchronous calls are of coming steps,
+        so their seeds start from other bases (RES-23).
+        """
+        assert self._policy is not None
+        record, payload = self._policy.take_notes()
+        report.payload.merge(payload)
+        base = {}
+        if feed is not None:
+            base = {"rollout_seed_base": feed.seed_base}
+            report.payload.note({"rollout/seed_base": feed.seed_base})
+        if self._log_calls is not None:
+            self._log_calls({"step": report.step + 1, **base, **record})
+
+    def _learn(self, this: _Step, chunks: Iterator[Chunk[Pack]]) -> Tensor:
+        """One forward and backward per pack, weighted by its fraction of the samples (LOSS-05).
+
+        Gradients are averaged over the ranks where they are synchronized, and ranks have
+        equally many samples. So a rank's own fractions make the loss of the whole step. FSDP2
+        averages in every backward, so no rank holds a whole gradient (RES-18); DDP in the last.
+        """
+        model, engine, payload = this.model, this.engine, this.report.payload
+        device = next(model.parameters()).device
+        total = torch.zeros((), device=device)
+        latest: Pack | None = None
+        replays = 0
+        for pack, last in self._in_lockstep(chunks, this.clock):
+            if pack is not None:
+                latest, fraction = pack, len(pack.sample_ids) / len(this.samples)
+            else:
+                if latest is None:  # a prompt of this rank and an answer without objects
+                    empty = [replace(sample, objects=()) for sample in this.samples[:1]]
+                    latest = make_pack(self._recipe.channel_a.segments(empty))
+                fraction = 0.0
+                replays += 1
+            synced = nullcontext() if last or self._sharded else engine.no_sync(model)
+            with this.clock.phase("learn"), synced:
+                found = self._recipe.loss(model, latest.to(device), this.report.channel)
+                loss = fraction * found.total
+                engine.backward(loss)
+                if last and device.type == "cuda":  # else the clock stops before the backward
+                    torch.cuda.synchronize(device)
+            total += loss.detach()
+            if pack is not None:
+                this.work.tokens += len(pack)
+                if self._use is not None and self._use.gpu is not None:
+                    this.work.flops += self._recipe.flops(model, pack, this.report.channel)
+                of_step = fraction / self._peers.count
+                payload.add({key: of_step * value for key, value in found.atoms.items()})
+                if found.slots:
+                    diagnostics = found.diagnostics.items()
+                    payload.rate({key: (value, found.slots) for key, value in diagnostics})
+        payload.add({"step/replays": replays})
+        return total
+
+    def _in_lockstep(
+        self, chunks: Iterator[Chunk[Pack]], clock: PhaseClock
+    ) -> Iterator[tuple[Pack | None, bool]]:
+        """Packs of this rank, as many as every rank; None where it replays one of weight zero.
+
+        With each: whether it is the last, in whose backward gradients are synchronized.
+
+        After every chunk all ranks run as many packs as each of them has; at the end as many as
+        the one with the most. So gradients are synchronized exactly once, and no rank waits for a
+        forward that never runs. If no rank has a pack in the last chunk, all replay one to
+        synchronize.
+        """
+        ready: deque[Pack] = deque()
+        heal = None if self._policy is None else self._policy.heal
+
+        def take() -> tuple[int, bool]:
+            packs, last = next(chunks, _NO_MORE)
+            ready.extend(packs)
+            return len(ready), last
+
+        over = unsynced = False
+        while not over:
+            with clock.phase("wait"):
+                counts, ended = zip(*self._peers.all_gather(take, heal), strict=True)
+            over = all(ended)
+            for left in reversed(range(forwards_due(counts, ended, unsynced=unsynced))):
+                unsynced = not (over and left == 0)
+                yield (ready.popleft() if ready else None), not unsynced

@@ -1,0 +1,238 @@
+"""Where channel B has its packs from, and step mode: rollouts made within the step.
+
+    push -> samples, chunk by chunk -> RolloutOutput -> Segment -> Pack
+
+A chunk is what the servers decode at once for this rank (DIST-04). Where the servers have GPUs of
+their own, they answer a chunk while the one before is assessed and packed, and the one before that
+is learned (STEP-03). Prompts of all chunks are encoded in the background meanwhile.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from queue import Empty, Full, Queue
+from typing import Any, NamedTuple, TypeVar
+
+from learner.config.training import TrainingConfig
+from learner.models.packed_forward import Pack, Segment, make_pack
+from learner.rollout.policy import Policy
+from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
+from learner.runs.metrics import Payload, PhaseClock, rollout_payload
+from learner.stages.packing import Chunk, StepPacker
+from learner.training.channels import ChannelB
+from learner.types import AssessedRollout, Place, RolloutOutput, Sample
+
+T = TypeVar("T")
+
+# Takes what became of the answers of a step, and where the segments of those with a target went.
+LogRollouts = Callable[[int, Sequence[AssessedRollout], Sequence[Place]], None]
+
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.1
+
+
+class Packer:
+    """Begins the packs of every step of one rank. capacity: tokens in a pack."""
+
+    def __init__(self, training: TrainingConfig, capacity: int) -> None:
+        self._training = training
+        self._capacity = capacity
+        self._warned = False
+
+    def begin(self) -> StepPacker[Segment, Pack]:
+        """The packs of the next step."""
+        return StepPacker(self._training, self._capacity, make_pack, self._warn_if_underfilled)
+
+    def _warn_if_underfilled(self, fill: float) -> None:
+        least = self._training.packing_min_fill_ratio
+        if self._training.packing and 0 < fill < least and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "packs are filled to %.0f %%, under training.packing_min_fill_ratio %.0f %%: "
+                "a smaller global_max_length or a larger effective_batch_size fills them better "
+                "(said once; see packing/post_rollout_fill)",
+                100 * fill,
+                100 * least,
+            )
+
+
+class Answered(NamedTuple):
+    """A chunk of a step with its answers. number: from 0."""
+
+    number: int
+    samples: Sequence[Sample]
+    rollouts: Sequence[RolloutOutput]
+    last: bool
+
+
+@dataclass(frozen=True)
+class PackFeed:
+    """The packs of one channel-B step of this rank.
+
+    seed_base: `rollout_seed_base` of its answers (SEED-01). chunks: all packs, in parts; iterated
+    once. payload: what was counted, once the chunks are over.
+    """
+
+    seed_base: int
+    chunks: Iterator[Chunk[Pack]]
+    payload: Callable[[], Payload]
+
+
+class RolloutSource:
+    """Where channel B has its packs from, and what its steps leave for channel A.
+
+    asynchronous: answers are requested in parallel with the steps, those of channel A too. The
+    defaults are those of a source that keeps nothing from one step to the next.
+    """
+
+    asynchronous = False
+
+    def begin(self, step: int, clock: PhaseClock) -> None:
+        """Before step `step`, of any channel. clock: times a push."""
+
+    def ready(self, step: int) -> bool:
+        """Whether this rank could run channel B in step `step`."""
+        return True
+
+    def samples(self, step: int, own: Sequence[Sample]) -> Sequence[Sample]:
+        """What channel A trains on in step `step`, for which the loader has `own`."""
+        return own
+
+    def feed(
+        self, step: int, own: Sequence[Sample], clock: PhaseClock
+    ) -> AbstractContextManager[PackFeed]:
+        """The packs of channel-B step `step`. clock: times their phases."""
+        raise NotImplementedError
+
+    def payload(self) -> Payload:
+        """What was counted outside of the packs since the last step."""
+        return Payload()
+
+    def exclusive_access(self) -> AbstractContextManager[None]:
+        """Nobody else asks or pushes within; every process enters it at the same point."""
+        return nullcontext()
+
+    def state(self) -> dict[str, Any]:
+        """JSON for a checkpoint of this process: what a resumed run has to know."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`, before the first step."""
+
+    def close(self) -> None:
+        """Ask no more."""
+
+
+class SynchronousRollouts(RolloutSource):
+    """Step mode: answers by the newest weights. rank: of this process. seed: `training.seed`.
+
+    log_rollouts: called once in every step.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        channel_b: ChannelB,
+        packer: Packer,
+        seed: int,
+        rank: int = 0,
+        log_rollouts: LogRollouts | None = None,
+    ) -> None:
+        self._policy = policy
+        self._channel_b = channel_b
+        self._packer = packer
+        self._seed = seed
+        self._rank = rank
+        self._log = log_rollouts
+
+    @contextmanager
+    def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
+        """Push the newest weights, then request answers; sample i has the seed of request i."""
+        policy, packs, assessed = self._policy, self._packer.begin(), list[AssessedRollout]()
+        overlaps = policy.round_size is not None
+        seed_base = rollout_seed_base(self._seed, step)
+
+        def answers() -> Iterator[Answered]:
+            rank_base = rank_seed_base(seed_base, self._rank)
+            size = policy.round_size or max(len(own), 1)
+            for number, start in enumerate(range(0, len(own), size)):
+                samples = own[start : start + size]
+                with clock.phase("rollout"):
+                    rollouts = policy.answer(samples, request_seed(rank_base, 0, start))
+                yield Answered(number, samples, rollouts, last=start + size >= len(own))
+
+        def chunks(answered: Iterator[Answered]) -> Iterator[Chunk[Pack]]:
+            for number, samples, rollouts, last in answered:
+                with clock.phase("target"):
+                    segments, found = self._channel_b.segments(samples, rollouts)
+                    assessed.extend(each._replace(chunk=number) for each in found)
+                with clock.phase("pack"):
+                    made = packs.chunk(segments, last=last)
+                if last and self._log is not None:
+                    self._log(step + 1, assessed, packs.places)
+                yield Chunk(made, last)
+
+        def payload() -> Payload:
+            counted = rollout_payload(assessed)
+            counted.merge(packs.payload())
+            counted.rate({"rollout/per_second": (len(own), clock.seconds("rollout"))})
+            counted.note({"sync/weights_version": policy.version})
+            return counted
+
+        def overlapped(items: Iterator[T]) -> AbstractContextManager[Iterator[T]]:
+            return prefetch(items) if overlaps else nullcontext(items)
+
+        with self._channel_b.ahead(own):
+            with clock.phase("push"):
+                policy.push_if_stale()
+            with overlapped(answers()) as answered, overlapped(chunks(answered)) as ready:
+                yield PackFeed(seed_base, ready, payload)
+
+
+@contextmanager
+def prefetch(items: Iterator[T]) -> Iterator[Iterator[T]]:
+    """Iterate in a thread, through a queue of one: one item waits while the next is made.
+
+    What `items` raises is raised where its next item is asked for. After the block no further
+    item is begun or given; one that is being made is left behind, in a thread that keeps no
+    process.
+    """
+    # One item, or the error that came in its place; neither at the end.
+    queue: Queue[tuple[T | None, BaseException | None]] = Queue(maxsize=1)
+    over = threading.Event()
+
+    def put(item: T | None, error: BaseException | None = None) -> None:
+        while not over.is_set():
+            with suppress(Full):
+                queue.put((item, error), timeout=_POLL_S)
+                return
+
+    def produce() -> None:
+        try:
+            for item in items:
+                put(item)
+                if over.is_set():
+                    return
+            put(None)
+        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+            put(None, error)
+
+    def taken() -> Iterator[T]:
+        while not over.is_set():
+            try:
+                item, error = queue.get(timeout=_POLL_S)  # a signal is noticed in between
+            except Empty:
+                continue
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+
+    threading.Thread(target=produce, daemon=True).start()
+    try:
+        yield taken()
+    finally:
+        over.set()

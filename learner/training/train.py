@@ -1,0 +1,377 @@
+"""One run of the learner, from a config to a run folder.
+
+    train()        joins the other learner processes
+    train_as()     run folder -> model -> who answers -> build_runner(), build_scorer() and
+                   build_trainer(), which trains
+
+What flows through a run, step by step:
+
+    BatchLoader                            this process's samples of the step
+      -> StepTrainer.training_step() -> StepRunner.run()
+           A  ChannelA.segments() ---------------------------------+
+           B  Policy.push_if_stale() -> Policy.answer()            |
+              -> ChannelB.segments() ------------------------------+-> Packer.begin()
+              (or made beside the steps: AsyncSource.feed())       |
+                                                                   v
+           gradients <- Recipe.loss(), pack by pack
+      -> Trainer                           one update by the optimizer, the schedule
+           -> StepTrainer.log()            metrics.jsonl, trackers, the terminal
+           -> StepTrainer.evaluate()       the scores of build_scorer()
+           -> Checkpoints.save()
+
+The Trainer of transformers owns the optimizer, the schedule, checkpoints and trackers;
+ours only hands it whole steps of raw samples (RUN-02).
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch.optim import Optimizer
+from transformers import (
+    DefaultFlowCallback,
+    PrinterCallback,
+    TrainerCallback,
+    set_seed,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from learner.analysis.evaluation.scores import Evaluation, evaluate, evaluation_metrics
+from learner.analysis.report.run_page import reported
+from learner.config.schema import Config
+from learner.data.lengths import image_rule
+from learner.data.order import BadSampleLog, BatchOrder, StandIns, image_fault
+from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
+from learner.distributed.process_group import open_peers
+from learner.distributed.waiting import waiting_for
+from learner.models.load import LoadedModel, load_model
+from learner.models.packed_forward import PromptEncoder, check_packing
+from learner.rollout.client import RolloutClient
+from learner.rollout.policy import Policy, asking_of
+from learner.runs.atomic_files import writing
+from learner.runs.checkpoint import Checkpoints, RunFacts
+from learner.runs.console import tell
+from learner.runs.metrics import over_processes
+from learner.runs.resume import Start, data_digest, log_sizes
+from learner.runs.rollout_log import RolloutLog
+from learner.runs.run_folder import RUN
+from learner.stages.formats import answer_format
+from learner.training.asynchronous_rollouts import async_source
+from learner.training.backends import open_backend
+from learner.training.channels import ChannelB, Encoding
+from learner.training.recipes import recipe_class
+from learner.training.run_log import (
+    CallLog,
+    JsonlLog,
+    ProgressDisplay,
+    evaluation_log,
+    evaluation_seed,
+    open_run_folder,
+    tracker_callbacks,
+)
+from learner.training.start_checks import RunInputs, generates
+from learner.training.step import StepRunner
+from learner.training.synchronous_rollouts import RolloutSource
+from learner.training.trainer import (
+    BatchLoader,
+    StepsOfThisConfig,
+    StepTrainer,
+    build_optimizer,
+    training_arguments,
+)
+from shared_contracts.errors import ContractError, RunError
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What the stages of a run are built of, in one of its processes.
+
+    policy: who answers; None in a run that asks for no answers.
+    calls: where it is logged what the answers took.
+    bad_samples: how many samples others stood in for since it was called last; None in a run that
+        has none of them.
+    """
+
+    config: Config
+    inputs: RunInputs
+    loaded: LoadedModel
+    optimizer: Optimizer
+    policy: Policy | None
+    calls: CallLog
+    peers: Peers = SINGLE_PROCESS
+    bad_samples: Callable[[], int] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return Path(self.config.training.output_dir)
+
+
+def train(
+    config: Config, inputs: RunInputs, clients: list[RolloutClient], console: Console
+) -> Path:
+    """Run the training that `config` describes; returns the run folder.
+
+    inputs, clients: what `start_checks` found; no clients in a run that asks no servers.
+
+    Raises:
+        RunError: the servers are gone for good, or the disk is full.
+    """
+    disable_progress_bar()
+    with open_peers(inputs.processes) as peers:
+        train_as(peers, config, inputs, clients, console)
+    return Path(config.training.output_dir)
+
+
+def train_as(
+    peers: Peers,
+    config: Config,
+    inputs: RunInputs,
+    clients: list[RolloutClient],
+    console: Console,
+    load: Callable[[Config], LoadedModel] = load_model,
+) -> StepTrainer:
+    """`train` as one of `peers`; returns its trainer, which is done.
+
+    load: a harness may have loaded the weights already.
+    """
+    if peers.count == 1:
+        _require_one_gpu()
+    assert not inputs.finished(config.training), "the command that starts runs checks it"
+    folder = Path(config.training.output_dir)
+    start = _agreed(inputs.start, peers)
+    broadcast_from_rank0(peers, lambda: str(open_run_folder(config, inputs.placement, start)))
+    peers.all_gather(lambda: _require_shared(folder))
+    if peers.rank == 0:
+        doubt = config.data.doubt
+        for note in [*start.notes, *([f"Warning: {doubt}"] if doubt else [])]:
+            tell(console, note)
+    set_seed(config.training.seed)
+    with waiting_for("the model to be loaded"):
+        loaded = load(start.tuned(config))
+        if config.training.packing:
+            check_packing(loaded.model, loaded.family)
+    for note in loaded.notes if peers.rank == 0 else ():
+        tell(console, note)
+    optimizer = build_optimizer(loaded.model, config.training, loaded.family)
+    with ExitStack() as stack:
+        if peers.rank == 0:
+            stack.enter_context(reported(folder, console))
+        stack.enter_context(writing(folder))
+        policy = None
+        if generates(config):
+            with waiting_for("rollouts to be set up"):
+                policy = _open_policy(config, inputs, loaded, clients, optimizer, peers)
+            stack.callback(policy.close)
+        display = ProgressDisplay(console, config.training.run_name)
+        stack.callback(display.stop)
+        calls, count = CallLog(folder, peers.rank), None
+        if config.data.on_bad_sample == "skip":
+            train = _stand_ins(config, inputs, peers)
+            inputs, count = replace(inputs, train=train), train.take_count
+        parts = RunParts(config, inputs, loaded, optimizer, policy, calls, peers, count)
+        runner = build_runner(parts)
+        if runner.source is not None:
+            stack.callback(runner.source.close)
+            if state := start.state(peers.rank, peers.count):
+                runner.source.restore(state)
+        trainer = build_trainer(parts, runner, build_scorer(parts, runner.source), display)
+        with peers.propagate_errors():
+            trainer.train(resume_from_checkpoint=start.folder)
+    return trainer
+
+
+def _open_policy(
+    config: Config,
+    inputs: RunInputs,
+    loaded: LoadedModel,
+    clients: list[RolloutClient],
+    optimizer: Optimizer,
+    peers: Peers,
+) -> Policy:
+    """Who answers; versions count on from those of the checkpoint where the run goes on."""
+    folder, samples = Path(config.training.output_dir), [*inputs.train, *inputs.val]
+    opened = open_backend(
+        config, loaded, clients, folder, samples, inputs.placement, optimizer, peers
+    )
+    opened.version.newest = max(opened.version.newest, inputs.start.weights_version)
+    return Policy(opened, asking_of(config))
+
+
+def _stand_ins(config: Config, inputs: RunInputs, peers: Peers) -> StandIns:
+    """The training samples of a run that skips bad ones, which are listed in its folder."""
+    log = BadSampleLog(config.training.output_dir, peers.rank)
+    if peers.rank == 0:
+        for fault in inputs.bad.values():
+            log.add(fault)
+    look = partial(image_fault, rule=image_rule(config.model.model))
+    return StandIns(inputs.train, inputs.bad, config.training.seed, look, log.add)
+
+
+def _agreed(start: Start, peers: Peers) -> Start:
+    """Where all processes start, which is the same when they share the run folder."""
+    steps = peers.all_gather(lambda: start.step)
+    if len(set(steps)) > 1:
+        raise RunError(
+            f"the learner processes see checkpoints of different steps ({steps}): "
+            "training.output_dir must be one folder for all of them"
+        )
+    return start
+
+
+def _require_shared(folder: Path) -> None:
+    """Every process writes its logs, and its part of a checkpoint, where process 0 does."""
+    if not (folder / RUN).is_file():
+        raise RunError(
+            f"{folder} of process 0 is not here: training.output_dir must be one folder for all "
+            "learner processes, on a share where they are on several machines"
+        )
+
+
+def _require_one_gpu() -> None:
+    """With several visible GPUs Trainer would split every step's samples over them.
+
+    Beside a colocated server one is left (`learner_environment`).
+    """
+    if torch.cuda.device_count() > 1:
+        raise ContractError(
+            "CUDA_VISIBLE_DEVICES",
+            f"{torch.cuda.device_count()} GPUs are visible to one learner process",
+            "Set it to one GPU; or start a process for each, with torchrun --nproc-per-node",
+        )
+
+
+def build_runner(parts: RunParts, channel_b: type[ChannelB] = ChannelB) -> StepRunner:
+    """The recipe that the config describes, and who answers in its channel B.
+
+    channel_b: an experiment may have one of its own.
+    """
+    config, loaded, peers = parts.config, parts.loaded, parts.peers
+    log = RolloutLog(parts.folder, peers.rank).write if config.training.log_rollouts else None
+    prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    fields, answers = config.custom.object_field_order, answer_format(config)
+    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, fields, answers)
+    recipe = recipe_class(config).of_run(config, encoding, loaded.vocab.ids, channel_b)
+    source = None
+    if config.rollout_matching.async_rollout.enabled:
+        assert parts.policy is not None, "there is no asynchronous run without channel B"
+        train = parts.inputs.train
+        order = order_of(config, len(train), peers.count)
+        source = async_source(config, parts.policy, recipe.channel_b, train, order, peers, log)
+    return StepRunner(
+        config,
+        recipe,
+        parts.policy,
+        parts.calls.write,
+        peers,
+        source,
+        log,
+        parts.bad_samples,
+    )
+
+
+def build_scorer(
+    parts: RunParts, source: RolloutSource | None = None
+) -> Callable[[int], dict[str, float]]:
+    """The evaluation of a run: scores of its validation samples, and what they took.
+
+    It is called with the optimizer steps that were made.
+
+    Each rank evaluates every `world_size`-th sample; the scores are those of all ranks.
+    source: of the steps, which keep out meanwhile.
+    """
+    config, loaded, peers = parts.config, parts.loaded, parts.peers
+    own = parts.inputs.val[peers.rank :: peers.count]
+    seed = evaluation_seed(config, peers.rank)
+    device = next(loaded.model.parameters()).device
+    detection = config.rollout_matching.eval_detection
+    log = evaluation_log(config, peers) if detection.enabled else None
+
+    def score(step: int) -> dict[str, float]:
+        policy = parts.policy
+        assert policy is not None, "a run that evaluates has a policy"
+        evaluations: list[Evaluation] = []
+
+        def answered() -> None:
+            evaluation = evaluate(
+                policy,
+                own,
+                seed,
+                loaded.tokenizer,
+                parts.calls.write,
+                allow_poly=config.allow_poly,
+                resolution=config.rollout_matching.matching.maskiou_resolution,
+                answers=answer_format(config),
+            )
+            evaluations.append(evaluation)
+            if log is not None:
+                log.leave(evaluation.answers)
+
+        with nullcontext() if source is None else source.exclusive_access():
+            policy.push_if_stale()
+            peers.all_gather(answered, meanwhile=policy.heal)
+        (evaluation,) = evaluations
+        payloads = (evaluation.scores.payload(), evaluation.notes)
+        scores, notes = (over_processes(payload, device) for payload in payloads)
+        metrics = evaluation_metrics(scores, notes)
+        return metrics if log is None else {**metrics, **log.finish(step)}
+
+    return score
+
+
+def build_trainer(
+    parts: RunParts,
+    runner: StepRunner,
+    scorer: Callable[[int], dict[str, float]],
+    display: ProgressDisplay,
+) -> StepTrainer:
+    """Trainer around the step, with the logs of the run folder, which process 0 keeps."""
+    config, inputs, loaded, peers = parts.config, parts.inputs, parts.loaded, parts.peers
+    shown: list[TrainerCallback] = []
+    if peers.rank == 0:
+        trackers = tracker_callbacks(config.training, inputs.start)
+        shown = [JsonlLog(parts.folder), *trackers, display]
+    facts = _facts_of(parts) if peers.rank == 0 else None
+    state = runner.source.state if runner.source is not None else dict
+    trainer = StepTrainer(
+        runner,
+        scorer,
+        BatchLoader(inputs.train, order_of(config, len(inputs.train), peers.count), peers.rank),
+        parts.optimizer,
+        Checkpoints(
+            parts.folder,
+            config.training.save_total_limit,
+            facts,
+            state,
+            peers,
+            collective=config.training.data_parallel == "fsdp2",
+        ),
+        model=loaded.model,
+        args=training_arguments(config, parts.folder, peers.count),
+        train_dataset=inputs.train,
+        eval_dataset=inputs.val or None,
+        data_collator=list,
+        processing_class=loaded.processor,
+        callbacks=[StepsOfThisConfig(), *shown],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(DefaultFlowCallback)  # what a harness has made of it, with more saves
+    trainer.add_callback(DefaultFlowCallback)
+    return trainer
+
+
+def _facts_of(parts: RunParts) -> Callable[[], RunFacts]:
+    """The facts of a checkpoint; the digest is of the data file as the run found it."""
+    policy, digest = parts.policy, data_digest(parts.config.data.train_jsonl)
+    return lambda: RunFacts(policy.version if policy else 0, digest, log_sizes(parts.folder))
+
+
+def order_of(config: Config, samples: int, processes: int) -> BatchOrder:
+    """Which samples each step of a run takes."""
+    training = config.training
+    batch = training.effective_batch_size
+    return BatchOrder(samples, batch, processes, training.seed, config.data.shuffle)

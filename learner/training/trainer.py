@@ -1,0 +1,245 @@
+"""transformers' Trainer around `StepRunner`: whole steps of raw samples, no batches (RUN-02).
+
+BatchLoader          this process's part of each step
+build_optimizer()    AdamW with a learning rate for each part of the model
+training_arguments() what the Trainer reads of a config
+StepTrainer          runs a step, evaluates, saves checkpoints that appear whole or not at all
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import yaml
+from accelerate import DistributedType
+from accelerate.utils import AutocastKwargs
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from learner.config.load import dump_resolved
+from learner.config.schema import Config
+from learner.config.training import TrainingConfig
+from learner.data.order import BatchOrder
+from learner.models.families import Family, Part
+from learner.models.families.qwen_vl import QWEN_VL
+from learner.runs.checkpoint import Checkpoints
+from learner.runs.metrics import StepReport
+from learner.training.step import StepRunner
+from learner.types import Sample
+
+# Trainer and accelerate know no other way to leave buffers alone, which every forward would
+# overwrite, also between two forwards of which one backward needs both (CHA-01).
+warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+
+
+# Autocast would keep a 16-bit copy of every weight until the end of a forward, 2 bytes for each
+# parameter. A weight is used once in a forward, so the copies save nothing.
+AUTOCAST = AutocastKwargs(cache_enabled=False)
+
+
+@dataclass
+class RunArguments(TrainingArguments):
+    """Trainer's arguments, and what they come from: trackers show a run's arguments.
+
+    rollmatch: the resolved config.
+    """
+
+    rollmatch: dict[str, Any] = field(default_factory=dict)
+
+
+def training_arguments(config: Config, folder: Path, processes: int = 1) -> RunArguments:
+    """Trainer's arguments; one dataloader batch is one process's part of an optimizer step."""
+    training, sharding = config.training, dict[str, Any]()
+    if training.data_parallel == "fsdp2":  # a piece of every layer in each; whole checkpoints
+        fsdp_config = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
+        sharding = {"fsdp": True, "fsdp_config": fsdp_config}
+    arguments = RunArguments(
+        output_dir=str(folder),
+        seed=training.seed,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=config.model.torch_dtype == "bfloat16",
+        per_device_train_batch_size=training.effective_batch_size // processes,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+        remove_unused_columns=False,
+        label_names=[],
+        max_steps=training.max_steps or -1,
+        num_train_epochs=training.num_train_epochs or 1.0,
+        learning_rate=training.learning_rate,
+        lr_scheduler_type=training.lr_scheduler_type,
+        warmup_steps=training.warmup_ratio,
+        max_grad_norm=training.max_grad_norm,
+        eval_strategy=training.eval_strategy,
+        eval_steps=training.eval_steps,
+        save_strategy=training.save_strategy,
+        save_steps=training.save_steps,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to="none",
+        run_name=training.run_name,
+        disable_tqdm=True,
+        rollmatch=yaml.safe_load(dump_resolved(config)),
+        **sharding,
+    )
+    if sharding and arguments.bf16:  # gradients are summed in float32, as under DDP
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
+    if sharding and arguments.use_cpu:  # accelerate shards for GPUs alone, and does not say so
+        arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU
+    return arguments
+
+
+class _RankBatches(Sampler[list[int]]):
+    """Indices of one rank's batches, step by step through an epoch."""
+
+    def __init__(self, order: BatchOrder, rank: int) -> None:
+        self._order = order
+        self._rank = rank
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer before each epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._order.steps_per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self._epoch * len(self)
+        return (self._order.rank_batch(first + step, self._rank) for step in range(len(self)))
+
+
+class BatchLoader(DataLoader[Any]):
+    """Shares of one rank, raw, in the order of the run; to be used without `accelerate.prepare`.
+
+    When the Trainer skips what was trained on before a restart, it wraps the batch sampler,
+    and goes on to find its `set_epoch`.
+    """
+
+    def __init__(self, samples: Sequence[Sample], order: BatchOrder, rank: int) -> None:
+        self._batches = _RankBatches(order, rank)
+        dataset = cast("Dataset[Sample]", samples)  # a sequence has all that is used of one
+        super().__init__(dataset, batch_sampler=self._batches, collate_fn=list)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._batches.set_epoch(epoch)
+
+
+def build_optimizer(
+    model: nn.Module, training: TrainingConfig, family: Family = QWEN_VL
+) -> torch.optim.Optimizer:
+    """AdamW; groups by part, and by whether weight decay applies (matrices only).
+
+    On CUDA it is fused: the usual one needs up to 4 bytes more for each parameter.
+    """
+    rates: dict[Part, float] = {
+        "language": training.learning_rate,
+        "vision": training.vit_lr,
+        "aligner": training.aligner_lr,
+    }
+    groups: dict[tuple[Part, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((family.part_of(name), parameter.ndim >= 2), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {
+                "params": parameters,
+                "lr": rates[part],
+                "weight_decay": training.weight_decay if decays else 0.0,
+            }
+            for (part, decays), parameters in groups.items()
+        ],
+        betas=(training.adam_beta1, training.adam_beta2),
+        fused=torch.cuda.is_available(),
+    )
+
+
+class StepTrainer(Trainer):
+    """Runs `StepRunner` where Trainer would run a forward.
+
+    A dataloader batch is this process's raw samples of one whole optimizer step.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        scorer: Callable[[int], dict[str, float]],
+        loader: BatchLoader,
+        optimizer: Optimizer,
+        checkpoints: Checkpoints,
+        **trainer: Any,
+    ) -> None:
+        super().__init__(**trainer)
+        self.accelerator.autocast_handler = AUTOCAST
+        self.optimizer = optimizer  # Trainer takes none where weights will be sharded
+        self._checkpoints = checkpoints
+        self._loader = loader
+        self._runner = runner
+        self._scorer = scorer
+        self._report: StepReport | None = None
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: list[Sample],  # type: ignore[override]  # Trainer knows dicts of tensors only
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        model.train()
+        loss, self._report = self._runner.run(
+            model, inputs, self.state.global_step, self.accelerator
+        )
+        return loss
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """This process's batches, whole and raw; `accelerate` has nothing to spread."""
+        return self._loader
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Trainer's own numbers, with those of the step they belong to."""
+        if "loss" in logs and self._report is not None:
+            logs = {**logs, **self._report.metrics}
+        super().log(logs, start_time)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Score by rollouts, then what Trainer does after an evaluation."""
+        metrics = self._scorer(self.state.global_step)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where Trainer writes its checkpoints, one at a time."""
+        return str(self._checkpoints.unfinished)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Trainer's, which appears whole or not at all."""
+        write = partial(super()._save_checkpoint, model, trial)
+        self._checkpoints.save(self.state.global_step, write)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Trainer's, without keys whose weight was loaded under a name that it is tied to."""
+        assert self.model is not None
+        missing = set(load_result.missing_keys)
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        loaded = {id(weight) for name, weight in weights.items() if name not in missing}
+        lost = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=lost))
+
+
+class StepsOfThisConfig(TrainerCallback):
+    """Steps between saves and evaluations are the config's, also in a run that goes on."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        state.compute_steps(args, state.max_steps)

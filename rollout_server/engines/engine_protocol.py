@@ -1,0 +1,228 @@
+"""What the server needs of an engine: its types, its errors, and the protocol of one replica.
+
+No vLLM here. `docs/architecture.md` says how to add another engine.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+from PIL.Image import Image
+
+from rollout_server.settings.options import ServerSettings
+from shared_contracts.infer import RequestConfig, Role
+from shared_contracts.weights import DtypeName
+
+Finish = Literal["stop", "length"]
+
+
+class PromptRefused(Exception):
+    """The engine cannot take this prompt or these sampling parameters."""
+
+
+class EngineDead(Exception):
+    """The engine process is gone."""
+
+
+class GuardInactive(Exception):
+    """The repeat guard is asked for and does not work inside the engine."""
+
+
+class Aborted(Exception):
+    """The engine ended a sequence that was neither done nor cut."""
+
+
+class WeightPhaseFailed(Exception):
+    """A phase of a weight update failed in a worker."""
+
+
+@dataclass
+class Load:
+    """What an engine has been given and not yet answered.
+
+    tokens: still to prefill, or that may still be decoded.
+    turn: the highest one that it has answered.
+    rendering: pixels that its renderer has left to do, and one more for each request.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+    turn: int = 0
+    rendering: int = 0
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """parts: text, or None where the next image stands."""
+
+    role: Role
+    parts: list[str | None]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation.
+
+    engine_input: the engine's own form of it, for any engine of the same model.
+    token_ids: with image placeholders expanded.
+    """
+
+    engine_input: Any
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation.
+
+    token_ids: without the end-of-sequence or stop token that ended it.
+    repeat_terminated: the repeat guard ended it, by its own signal.
+    weights_version: under which the first and the last token were sampled.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish: Finish
+    repeat_terminated: bool
+    weights_version: tuple[int, int]
+
+
+# The version of the weights a server starts with; the learner's pushes count from 1.
+FIRST_VERSION = 0
+
+T = TypeVar("T")
+
+
+class WatchedEngine(Protocol):
+    """What watching needs of an engine (`serving.replicas`)."""
+
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the engine last answered; 0 while a weight phase runs."""
+
+    @property
+    def weights_version(self) -> int: ...
+    async def heartbeat(self) -> None: ...
+    async def prepare(self) -> None:
+        """Make ready for the first sequence. Raises GuardInactive and WeightPhaseFailed."""
+
+    def declare_dead(self) -> None:
+        """Make every call that waits for this engine raise EngineDead."""
+
+    def shutdown(self) -> None:
+        """End the engine's processes; blocking."""
+
+
+class RolloutEngine(Protocol):
+    """What answering needs of an engine (`serving.infer`)."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def load(self) -> Load: ...
+    @property
+    def weights_version(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    async def render(self, messages: list[ChatMessage], images: list[Image]) -> Prompt:
+        """images: one for each None of the messages. Raises PromptRefused and EngineDead.
+
+        The prompts of other engines of the same model are the same.
+        """
+
+    def check_sampling(self, config: RequestConfig) -> None:
+        """Raises PromptRefused for parameters that the engine does not take."""
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        config: RequestConfig,
+        seed: int | None,
+        max_tokens: int,
+        request_id: str,
+        turn: int,
+    ) -> list[Completion]:
+        """Continue `prompt` `config.n` times; cancelling the call aborts its sequences.
+
+        turn: of requests that wait, the lowest goes first. Raises PromptRefused, EngineDead and
+        Aborted.
+        """
+
+
+class UpdatableEngine(Protocol):
+    """What a weight update needs of an engine (`weights`)."""
+
+    @property
+    def dtype(self) -> DtypeName: ...
+    @property
+    def weights_version(self) -> int: ...
+    async def pause(self) -> None:
+        """Let running sequences end, and hold new ones."""
+
+    async def resume(self) -> None: ...
+    async def abort_all(self) -> None:
+        """Stay paused and end every sequence."""
+
+    async def publish(self, version: int) -> None:
+        """Drop every cache of the old weights and stamp what follows with `version`."""
+
+    async def weight_phase(self, name: str, **arguments: Any) -> list[Any]:
+        """Run a phase on each worker of the engine; what each returned.
+
+        Arguments and answers are plain data. A `parameter` is a `ParameterMeta` as a dict, a
+        `fault` has the fields of `verification.Fault`, and a `part` is a `verification.RawPart`.
+        Raises WeightPhaseFailed and EngineDead.
+
+            join_group(init, transport, rank_offset)       join the group of `InitCommunicator`
+            leave_group()
+            open_weight_update(parameters, dtype)          -> faults; the model can be loaded
+            adapter_faults(adapter, parameters)            -> why it cannot be served, as texts
+            check_base(parameters, dtype, asked)           -> (faults, parts of each asked one)
+            open_adapter_update(adapter, parameters)
+            open_trial(parameters)
+            receive_weights(transport, parameters)         -> seconds by phase
+            complete_load()                                -> seconds by phase
+            read_back(asked)                               -> parts of each asked parameter
+            abandon_weight_update(), abandon_trial()       a phase broke
+        """
+
+    def declare_dead(self) -> None: ...
+
+
+class Engine(WatchedEngine, RolloutEngine, UpdatableEngine, Protocol):
+    """One replica, whatever engine it is of."""
+
+    @property
+    def guard_active(self) -> bool:
+        """Whether the repeat guard is asked for and proven."""
+
+
+class EnginePackage(Protocol):
+    """A package of `engines.ENGINES`; importing it imports nothing heavy."""
+
+    def environment(self, settings: ServerSettings) -> dict[str, str]:
+        """The variables that must be set before the engine is imported."""
+
+    def build(self, settings: ServerSettings, index: int) -> Engine:
+        """Start replica `index`; blocking."""
+
+
+class UpdatableEngines(Protocol):
+    """The engines of all replicas (see `replicas.Replicas`)."""
+
+    def all(self) -> Sequence[UpdatableEngine]:
+        """By index; raises the `not-ready` problem when one is missing."""
+
+    def alive(self) -> Sequence[UpdatableEngine]:
+        """Those that are there."""
+
+
+EngineCall = Callable[[UpdatableEngine], Awaitable[T]]
+
+
+def worker_phase(name: str, **arguments: Any) -> EngineCall[list[Any]]:
+    """A phase of `weight_phase`, for each engine that is to run it."""
+    return lambda engine: engine.weight_phase(name, **arguments)

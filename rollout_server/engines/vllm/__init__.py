@@ -1,0 +1,82 @@
+"""The vLLM engine: what imports vLLM, in this process and in its workers.
+
+Here is what stands before that: the environment variables that are set for vLLM, each with its
+reason.
+"""
+
+from rollout_server.engines.engine_protocol import Engine
+from rollout_server.runtime.logs import JSON_LOGGING_FILE
+from rollout_server.settings.options import ServerSettings
+from rollout_server.settings.repeat_config import repeat_environment
+
+
+def environment(settings: ServerSettings) -> dict[str, str]:
+    """The variables vLLM and its libraries must find before they are imported."""
+    variables = {
+        # A checkpoint is a local directory: nothing is ever looked up on a hub.
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        # No usage reports.
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # Our weight transfer and nothing else that happens to be installed.
+        "VLLM_PLUGINS": "rollmatch_weight_transfer",
+        # The server has threads by the time it starts an engine: forking would be unsafe.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # Processes talk to each other without pickle, which would run whatever it is sent.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+        # stdout belongs to whoever started the server.
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_LOGGING_LEVEL": settings.log_level.upper(),
+        # Prompts are tokenized in threads of one process; the Rust pool would warn on spawn.
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    # The repeat guard is configured where it runs: in the engine's process.
+    variables |= repeat_environment(settings.repeat_terminate)
+    variables |= _json_logs() if settings.log_format == "json" else {}
+    variables |= _this_machine_only() if settings.distributed_executor_backend != "ray" else {}
+    return variables | (_cpu(settings) if settings.device == "cpu" else _gpu(settings))
+
+
+def _this_machine_only() -> dict[str, str]:
+    return {
+        # The workers of a replica listen where nobody else can reach them.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOOPBACK_IP": "127.0.0.1",
+    }
+
+
+def _json_logs() -> dict[str, str]:
+    return {
+        # vLLM sets up logging by itself, here and in each engine process: this is how.
+        "VLLM_LOGGING_CONFIG_PATH": str(JSON_LOGGING_FILE),
+    }
+
+
+def _cpu(settings: ServerSettings) -> dict[str, str]:
+    if settings.tensor_parallel_size > 1:
+        return {}  # vLLM binds each worker's threads to a NUMA node
+    return {
+        # Otherwise vLLM replaces the executor `uni` on the CPU and starts one more process.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # One thread per engine: with `uni` a step of a small model takes 20 ms with it and
+        # 100 ms with one thread per core, and replicas must not fight for the cores.
+        "OMP_NUM_THREADS": "1",
+        # Each new shape of a batch adds a kernel to oneDNN's cache: the default of 1024 lets
+        # the engine's memory grow for thousands of calls.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    }
+
+
+def _gpu(settings: ServerSettings) -> dict[str, str]:
+    return {
+        # vLLM would choose V2, which has not run here on a GPU. A logits processor fits one runner.
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if settings.model_runner == "v2" else "0",
+    }
+
+
+def build(settings: ServerSettings, index: int) -> Engine:
+    """Start replica `index`: its process, and the model in it (seconds)."""
+    from rollout_server.engines.vllm.engine import VllmEngine  # it imports vLLM
+
+    return VllmEngine.build(settings, index)

@@ -1,0 +1,490 @@
+"""One vLLM engine: all that imports vLLM in the server's own process.
+
+Errors of vLLM leave this module as those of `engine_protocol`. The repeat guard of an engine
+proves itself with two sequences of one single token, side by side: a rigged one, which the guard
+must end, and a control, which it must not (REP-06).
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from PIL import Image
+from pydantic import TypeAdapter
+from vllm.config import ModelConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers.params import ChatParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from rollout_server.engines.engine_protocol import (
+    FIRST_VERSION,
+    Aborted,
+    ChatMessage,
+    Completion,
+    EngineDead,
+    Finish,
+    GuardInactive,
+    Load,
+    Prompt,
+    PromptRefused,
+    WeightPhaseFailed,
+)
+from rollout_server.engines.vllm.repeat_processor import RESERVED_TOKENS, choose_sentinel
+from rollout_server.engines.vllm.staging import SERVED
+from rollout_server.engines.vllm.weight_engines import ENGINES
+from rollout_server.runtime.concurrency import cancel_when
+from rollout_server.settings.options import ServerSettings
+from rollout_server.settings.repeat_config import EXTRA_ARG, PROCESSOR, PROCESSOR_V2
+from shared_contracts.footprint import ENGINE_SHARE
+from shared_contracts.infer import RequestConfig
+from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.weights import DtypeName
+
+# Tokens of one CPU forward: some 80 prompts of 200 tokens prefill together.
+CPU_BATCHED_TOKENS = 16384
+# Of one GPU forward: vLLM would choose 2,048 for an engine that no server of its own uses.
+GPU_BATCHED_TOKENS = 8192
+
+
+def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
+    """vLLM's arguments for replica `index`."""
+    common: dict[str, Any] = {
+        "model": str(settings.checkpoint),
+        "dtype": settings.dtype,
+        # Code that lies in a checkpoint is never run.
+        "trust_remote_code": False,
+        "seed": settings.seed,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        # What waits is taken by its turn (`routing.Turns`), not as it came.
+        "scheduling_policy": "priority",
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        # Both ends of the image cache would have to agree on requests that are rendered
+        # and then refused because another one in their call is bad.
+        "mm_processor_cache_gb": 0,
+        "limit_mm_per_prompt": {"image": settings.max_images_per_request, "video": 0},
+        "weight_transfer_config": WeightTransferConfig(backend=ENGINES[settings.transport]),
+        "logits_processors": _repeat_processors(settings),
+        # One adapter at a time; its tensors have the type of the model's.
+        "enable_lora": settings.enable_lora,
+        "max_loras": 1,
+        "max_lora_rank": settings.max_lora_rank,
+        "lora_dtype": "auto",
+        # The learner's adapters may reach into the vision tower.
+        "enable_tower_connector_lora": settings.enable_lora,
+        "worker_extension_cls": "rollout_server.engines.vllm.worker_extension.WorkerExtension",
+    }
+    extra = _cpu_args(settings) if settings.device == "cpu" else _gpu_args(settings, index)
+    return AsyncEngineArgs(**common | extra)
+
+
+def _repeat_processors(settings: ServerSettings) -> list[str] | None:
+    """The class that fits the model runner; the guard's own test shows whether it works there."""
+    if not settings.repeat_terminate.enabled:
+        return None
+    return [PROCESSOR_V2 if settings.model_runner == "v2" else PROCESSOR]
+
+
+def _cpu_args(settings: ServerSettings) -> dict[str, Any]:
+    tokens = settings.max_num_batched_tokens
+    if tokens is None and settings.max_model_len is not None:
+        tokens = max(CPU_BATCHED_TOKENS, settings.max_model_len)
+    return {
+        "max_num_batched_tokens": tokens,
+        "dtype": _cpu_dtype(settings),
+        # Seeded requests and chunked prefill together kill the CPU engine.
+        "enable_chunked_prefill": False,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
+        # The worker lives in the engine process: one process less to start.
+        "distributed_executor_backend": settings.distributed_executor_backend
+        or ("uni" if settings.tensor_parallel_size == 1 else "mp"),
+    }
+
+
+def _cpu_dtype(settings: ServerSettings) -> str:
+    """`auto` is the checkpoint's own type; vLLM would make bfloat16 of float32."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    config = json.loads((settings.checkpoint / "config.json").read_text(encoding="utf-8"))
+    return str(config.get("dtype") or config.get("torch_dtype") or "auto")
+
+
+def _gpu_args(settings: ServerSettings, index: int) -> dict[str, Any]:
+    by_ray = settings.distributed_executor_backend == "ray"
+    return {
+        "device_ids": None if by_ray else settings.gpus_of(index),
+        "distributed_executor_backend": settings.distributed_executor_backend,
+        "gpu_memory_utilization": settings.gpu_memory_utilization or ENGINE_SHARE,
+        "max_num_batched_tokens": settings.max_num_batched_tokens
+        or max(GPU_BATCHED_TOKENS, settings.max_num_seqs),
+    }
+
+
+def sampling_params(
+    config: RequestConfig, seed: int | None, max_tokens: int, sentinel: int | None = None
+) -> SamplingParams:
+    """Every sampling parameter explicitly, so that none comes from the checkpoint.
+
+    sentinel: id with which the repeat guard ends the sequence.
+    Raises PromptRefused for a combination vLLM does not take.
+    """
+    try:
+        return SamplingParams(
+            n=config.n,
+            max_tokens=max_tokens,
+            temperature=config.temperature or 0.0,
+            top_p=config.top_p if config.top_p is not None else 1.0,
+            top_k=max(config.top_k or 0, 0),
+            min_p=config.min_p or 0.0,
+            repetition_penalty=config.repetition_penalty or 1.0,
+            presence_penalty=config.presence_penalty,
+            frequency_penalty=config.frequency_penalty,
+            stop=config.stop or [],
+            stop_token_ids=None if sentinel is None else [sentinel],
+            seed=seed,
+            # Needed to find stop strings; coordinate tokens may be declared special.
+            detokenize=bool(config.stop),
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except (VLLMClientError, ValueError) as error:
+        raise PromptRefused(str(error)) from error
+
+
+# Tokens after which the rigged sequence must end, and length of the control.
+RIGGED_RUN, CONTROL_LENGTH = 4, 8
+
+
+@dataclass
+class EngineGuard:
+    """config: in effect for every sequence. proven: `prove` has succeeded."""
+
+    config: RepeatTerminateConfig
+    sentinel: int
+    proven: bool = False
+
+    @classmethod
+    def of(cls, config: RepeatTerminateConfig, model_config: ModelConfig) -> "EngineGuard | None":
+        """None where no guard is asked for; GuardInactive where the model has no sentinel."""
+        if not config.enabled:
+            return None
+        tokenizer = cached_tokenizer_from_config(model_config)
+        sentinel = choose_sentinel(tokenizer, model_config.get_vocab_size())
+        if sentinel is None:
+            raise _inactive(
+                "its vocabulary has no id left for the sentinel: pad the embeddings beyond the "
+                f"tokenizer, or add one of {', '.join(RESERVED_TOKENS)} to it"
+            )
+        return cls(config, sentinel)
+
+    async def prove(self, llm: AsyncLLM) -> None:
+        """Raises GuardInactive, which says what is missing."""
+        await self._require_same_settings(llm)
+        rule = RepeatTerminateConfig(enabled=True, max_consecutive_token_repeats=RIGGED_RUN)
+        rigged, control = await asyncio.gather(
+            self._repeat_one_token(llm, "rigged", rule.model_dump()),
+            self._repeat_one_token(llm, "control", False),
+        )
+        if rigged.stop_reason != self.sentinel or len(rigged.token_ids) != RIGGED_RUN + 1:
+            raise _inactive(f"a sequence that repeats one token was not ended ({rigged})")
+        if control.finish_reason != "length":
+            raise _inactive(f"a sequence that is not guarded was ended ({control})")
+        self.proven = True
+
+    async def _require_same_settings(self, llm: AsyncLLM) -> None:
+        asked = {"config": self.config.model_dump(), "sentinel": self.sentinel}
+        for rank, found in enumerate(await llm.collective_rpc("repeat_guard")):
+            if found is None:
+                raise _inactive(f"worker {rank} has no such logits processor")
+            if found != asked:
+                raise _inactive(f"worker {rank} has {found} instead of {asked}")
+
+    async def _repeat_one_token(
+        self, llm: AsyncLLM, name: str, own_settings: dict[str, Any] | bool
+    ) -> CompletionOutput:
+        token_ids = llm.get_tokenizer().encode("a", add_special_tokens=False)[:1]
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=CONTROL_LENGTH,
+            allowed_token_ids=token_ids,
+            stop_token_ids=[self.sentinel],
+            extra_args={EXTRA_ARG: own_settings},
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = TokensPrompt(prompt_token_ids=token_ids)
+        (rendered,) = await llm.renderer.render_cmpl_async([prompt])
+        outputs = llm.generate(rendered, sampling, f"repeat-guard-{name}")
+        (final,) = [output async for output in outputs]  # FINAL_ONLY yields once
+        return final.outputs[0]
+
+
+def _inactive(found: str) -> GuardInactive:
+    return GuardInactive(f"it is enabled, and the guard does not work in the engine: {found}")
+
+
+T = TypeVar("T")
+
+_FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
+
+
+class VllmEngine:
+    """adapter: what every sequence names, whatever the weights are; None where none is served."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        index: int,
+        guard: EngineGuard | None,
+        adapter: LoRARequest | None = None,
+    ) -> None:
+        self._llm = llm
+        self._guard = guard
+        self._adapter = adapter
+        self.index = index
+        self.load = Load()
+        self.weights_version = FIRST_VERSION
+        self._last_sign = time.monotonic()
+        self._phases = 0
+        self._given_up = asyncio.Event()
+
+    @classmethod
+    def build(cls, settings: ServerSettings, index: int) -> "VllmEngine":
+        """Start the engine process of replica `index` and load the model (seconds).
+
+        Raises GuardInactive when the model leaves the repeat guard no sentinel.
+        """
+        config = engine_args(settings, index).create_engine_config()
+        guard = EngineGuard.of(settings.repeat_terminate, config.model_config)
+        adapter = SERVED if settings.enable_lora else None
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        return cls(llm, index, guard, adapter)
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._llm.model_config.max_model_len)
+
+    @property
+    def dtype(self) -> DtypeName:
+        """In which the model's weights are held."""
+        name = str(self._llm.model_config.dtype).removeprefix("torch.")
+        return TypeAdapter[DtypeName](DtypeName).validate_python(name)
+
+    @property
+    def alive(self) -> bool:
+        return not self._llm.errored
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the engine's loop last answered, or a weight phase ended.
+
+        Weight phases stop the loop and have deadlines of their own.
+        """
+        return 0.0 if self._phases else time.monotonic() - self._last_sign
+
+    async def heartbeat(self) -> None:
+        """Ask the engine's own loop for an answer: a hung engine gives none."""
+        await self._reached(self._llm.is_paused())
+        self._last_sign = time.monotonic()
+
+    def declare_dead(self) -> None:
+        """Have every call that waits for this engine raise EngineDead."""
+        self._given_up.set()
+
+    async def render(self, messages: list[ChatMessage], images: list[Image.Image]) -> Prompt:
+        """Apply the model's chat template and processor.
+
+        images: in the order of the image parts of `messages`.
+        Raises PromptRefused for what the template or the processor cannot take, and EngineDead
+        once the engine is given up: its renderer ends with it.
+        """
+        self._refuse_control_tokens(messages)
+        if self._given_up.is_set():
+            raise EngineDead(f"replica {self.index} is dead")
+        conversation = _vllm_messages(messages, images)
+        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True})
+        rendered = self._llm.renderer.render_chat_async([conversation], params)
+        try:
+            _, inputs = await self._reached(rendered)
+        except (VLLMClientError, ValueError) as error:
+            raise PromptRefused(str(error)) from error
+        return Prompt(inputs[0], list(inputs[0]["prompt_token_ids"]))
+
+    @cached_property
+    def _control_tokens(self) -> list[str]:
+        tokenizer: Any = self._llm.get_tokenizer()  # of transformers
+        added = tokenizer.added_tokens_decoder.values()
+        return [str(token) for token in added if token.special]
+
+    def _refuse_control_tokens(self, messages: list[ChatMessage]) -> None:
+        """Text is text: a control token spelled out in it would be encoded as the token."""
+        text = "\n".join(part or "" for message in messages for part in message.parts)
+        if found := [token for token in self._control_tokens if token in text]:
+            raise PromptRefused(f"the text spells out {found[0]}, which the chat template writes")
+
+    def check_sampling(self, config: RequestConfig) -> None:
+        """Raises PromptRefused for parameters vLLM does not take."""
+        sampling_params(config, config.seed, max_tokens=1)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        config: RequestConfig,
+        seed: int | None,
+        max_tokens: int,
+        request_id: str,
+        turn: int,
+    ) -> list[Completion]:
+        """Continue `prompt` `config.n` times; cancelling the call aborts its sequences.
+
+        turn: what waits is taken by its order, and within a turn as it came.
+
+        Raises PromptRefused for what only the engine can tell, EngineDead and Aborted.
+        """
+        sampling = sampling_params(config, seed, max_tokens, self._sentinel)
+        final = await self._reached(self._final(prompt.engine_input, sampling, request_id, turn))
+        return [self._completion(output) for output in final.outputs]
+
+    async def _final(
+        self, engine_input: Any, sampling: SamplingParams, request_id: str, turn: int
+    ) -> RequestOutput:
+        outputs = self._llm.generate(
+            engine_input, sampling, request_id, lora_request=self._adapter, priority=turn
+        )
+        try:
+            (final,) = [output async for output in outputs]  # FINAL_ONLY yields once
+        except VLLMClientError as error:
+            raise PromptRefused(str(error)) from error
+        return final
+
+    @property
+    def _sentinel(self) -> int | None:
+        return None if self._guard is None else self._guard.sentinel
+
+    def _completion(self, output: CompletionOutput) -> Completion:
+        finish = _FINISHES.get(output.finish_reason)
+        if finish is None:
+            raise Aborted(f"replica {self.index} ended a sequence: {output.finish_reason}")
+        token_ids, text, sentinel = list(output.token_ids), output.text, self._sentinel
+        # A stop string ends inside the text; anything else that stops is one last token.
+        if not isinstance(output.stop_reason, str):
+            if finish == "stop":
+                token_ids.pop()
+            text = self._decode(token_ids)
+        versions = [_version(span.version) for span in output.weight_versions or []]
+        return Completion(
+            index=output.index,
+            text=text,
+            token_ids=token_ids,
+            finish=finish,
+            repeat_terminated=sentinel is not None and output.stop_reason == sentinel,
+            weights_version=(versions[0], versions[-1]),
+        )
+
+    def _decode(self, token_ids: list[int]) -> str:
+        """All of the text: vLLM's own leaves out bytes that do not end a character yet."""
+        tokenizer = self._llm.get_tokenizer()
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    async def pause(self) -> None:
+        """Let running sequences finish, hold new ones, drop what old weights cached."""
+        await self._reached(self._llm.pause_generation(mode="wait", clear_cache=True))
+
+    async def abort_all(self) -> None:
+        """Stay paused and end every sequence that still waits."""
+        await self._reached(self._llm.pause_generation(mode="abort", clear_cache=True))
+
+    async def resume(self) -> None:
+        await self._reached(self._llm.resume_generation())
+
+    @property
+    def guard_active(self) -> bool:
+        """Whether the repeat guard is asked for and proven."""
+        return self._guard is not None and self._guard.proven
+
+    async def prepare(self) -> None:
+        """What comes before the first sequence; the engine shows that its repeat guard works.
+
+        Raises WeightPhaseFailed, GuardInactive and EngineDead.
+        """
+        if self._adapter is not None:
+            await self.weight_phase("serve_no_adapter")
+        if self._guard is not None:
+            await self._reached(self._guard.prove(self._llm))
+
+    async def weight_phase(self, name: str, **arguments: Any) -> list[Any]:
+        """Run a phase of `worker_extension` on each worker; what each returned.
+
+        Raises WeightPhaseFailed with what every failing worker says.
+        """
+        self._phases += 1
+        try:
+            answers = await self._reached(
+                self._llm.collective_rpc("weight_phase", args=(name, arguments))
+            )
+        finally:
+            self._phases -= 1
+            self._last_sign = time.monotonic()
+        failures = [failure for failure, _ in answers if failure is not None]
+        if failures:
+            raise WeightPhaseFailed(f"replica {self.index}, {'; '.join(failures)}")
+        return [value for _, value in answers]
+
+    async def publish(self, version: int) -> None:
+        """Drop every cache of the old weights and stamp what follows with `version`."""
+        await self._reached(self._llm.reset_mm_cache())
+        await self._reached(self._llm.reset_encoder_cache())
+        if not await self._reached(self._llm.reset_prefix_cache()):
+            raise WeightPhaseFailed(f"replica {self.index}: the prefix cache is still in use")
+        await self._reached(self._llm.update_weight_version(str(version)))
+        self.weights_version = version
+
+    def shutdown(self) -> None:
+        """End the engine's processes (blocking, seconds at most)."""
+        if not self._given_up.is_set():
+            # vLLM's output loop would report the end we ask for as a death, with a traceback.
+            logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
+        self._llm.shutdown()
+
+    async def _reached(self, call: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await cancel_when(self._given_up.wait(), call, EngineDeadError())
+        except EngineDeadError as error:
+            raise EngineDead(f"replica {self.index} is dead") from error
+
+
+def _vllm_messages(messages: list[ChatMessage], images: list[Image.Image]) -> list[Any]:
+    left = iter(images)
+    return [
+        {
+            "role": message.role,
+            "content": [
+                {"type": "text", "text": part}
+                if part is not None
+                else {"type": "image_pil", "image_pil": next(left)}
+                for part in message.parts
+            ],
+        }
+        for message in messages
+    ]
+
+
+def _version(label: str) -> int:
+    """vLLM calls the weights of the checkpoint "default" until told otherwise."""
+    return FIRST_VERSION if label == "default" else int(label)

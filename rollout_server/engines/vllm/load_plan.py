@@ -1,0 +1,498 @@
+"""Where the parameters of a manifest land in a worker's model: a dry run of its own loaders.
+
+    trace(model, parameters, dtype, ties) -> Plan
+
+vLLM's loaders fuse, shard and pad. The dry run gives them parameters without data (on the
+meta device) and writes down every copy they would make, so that the plan holds for whatever
+they do: which part of which parameter lands where, what of the model nobody fills, and what
+of the manifest nobody reads. Parts are boxes of matrices (`shared_contracts.digests`).
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from rollout_server.engines.verification import Box, Fault, RawPart, covered
+from shared_contracts.digests import LAYER_INDEX, countable_bits, matrix_shape, multipliers
+from shared_contracts.weights import DtypeName, ParameterMeta
+
+# Refused parameters after which the dry run stops.
+MOST_FAILURES = 16
+
+_PADDING = (Tensor.fill_, Tensor.zero_)
+
+
+class LoadableModel(Protocol):
+    """What every model of vLLM is."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parameter of the engine's model, as a matrix, in the form loaders fill.
+
+    name: of the module that has it, dotted; tensor: what it is called there.
+    """
+
+    name: str
+    tensor: str
+    rows: int
+    columns: int
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name}.{self.tensor}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A box of a parameter of the manifest, and the box of the model it lands in."""
+
+    source: Box
+    target: Target
+    box: Box
+
+
+@dataclass
+class Plan:
+    """placements: by the manifest's names; a parameter whose target is tied has one for each
+    module that reads it. faults: why the manifest cannot be loaded; empty when it can.
+    """
+
+    placements: dict[str, list[Placement]] = field(default_factory=lambda: defaultdict(list))
+    faults: list[Fault] = field(default_factory=list)
+
+
+# Parameters that are one tensor: full name -> full names of the others.
+Ties = Mapping[str, Sequence[str]]
+
+
+def shared_parameters(model: nn.Module) -> Ties:
+    """Which parameters of a model at rest (not being reloaded) are one tensor."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {
+        name: [other for other in group if other != name]
+        for group in names.values()
+        if len(group) > 1
+        for name in group
+    }
+
+
+def trace(
+    model: nn.Module, parameters: Sequence[ParameterMeta], dtype: DtypeName, ties: Ties
+) -> Plan:
+    """Plan the load of `parameters` into a model prepared by vLLM's layerwise reload.
+
+    Loads nothing and leaves the model as it was. dtype: in which the model holds its weights.
+    """
+    targets = _targets(model)
+    with _plain_loaders(model):
+        run = _DryRun(targets)
+        run.load(cast(LoadableModel, model), parameters)
+    plan = Plan()
+    plan.faults += run.faults
+    if len(run.faults) < MOST_FAILURES:
+        plan.faults += _unread(run, parameters) + _wrong_types(run, parameters, dtype)
+        plan.faults += _filled_twice(run, ties) + _unfilled(run, ties)
+    by_name = {target.full_name: target for target in run.targets}
+    for source, placement in run.placements:
+        readers = [placement.target.full_name, *ties.get(placement.target.full_name, ())]
+        plan.placements[source] += [
+            Placement(placement.source, by_name[reader], placement.box) for reader in readers
+        ]
+    return plan
+
+
+def _targets(model: nn.Module) -> dict[StorageWeakRef, tuple[Target, Tensor]]:
+    targets = {}
+    for name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            rows, columns = matrix_shape(parameter.shape)
+            storage = StorageWeakRef(parameter.untyped_storage())
+            targets[storage] = (Target(name, leaf, rows, columns), parameter)
+    return targets
+
+
+@contextmanager
+def _plain_loaders(model: nn.Module) -> Iterator[None]:
+    """Take the layerwise reload's wrappers off the loaders while the block runs."""
+    wrapped: list[tuple[Any, Callable[..., Any]]] = []
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            owner: Any = tensor
+            if hasattr(owner, "weight_loader"):
+                wrapped.append((owner, owner.weight_loader))
+                owner.weight_loader = inspect.unwrap(owner.weight_loader, stop=_is_original)
+    try:
+        yield
+    finally:
+        for owner, loader in wrapped:
+            owner.weight_loader = loader
+
+
+def _is_original(loader: Callable[..., Any]) -> bool:
+    return loader.__name__ != "online_process_loader"
+
+
+class _DryRun(TorchFunctionMode):
+    """Writes down the copies into the targets, and makes none of them."""
+
+    def __init__(self, targets: Mapping[StorageWeakRef, tuple[Target, Tensor]]) -> None:
+        super().__init__()
+        self._by_storage = targets
+        self._sources: dict[StorageWeakRef, tuple[ParameterMeta, Tensor]] = {}
+        self.targets = dict(targets.values())
+        # What loaders set to a constant: several may pad the same.
+        self.padded: dict[Target, set[Box]] = defaultdict(set)
+        self.placements: list[tuple[str, Placement]] = []
+        self.faults: list[Fault] = []
+        self._last = ""
+
+    def load(self, model: LoadableModel, parameters: Sequence[ParameterMeta]) -> None:
+        """Let the model load `parameters`; one that it refuses is a fault, and the rest goes on."""
+        stream = self._stream(parameters)
+        while len(self.faults) < MOST_FAILURES:
+            try:
+                with self:
+                    model.load_weights(stream)
+                return
+            except Exception as error:  # noqa: BLE001  whatever the model's loader raises
+                self.faults.append(_refused(self._last, error))
+
+    def _stream(self, parameters: Sequence[ParameterMeta]) -> Iterator[tuple[str, Tensor]]:
+        seen: set[str] = set()
+        for parameter in parameters:
+            if parameter.name in seen:
+                self.faults.append(Fault(parameter.name, "duplicate", "it is listed twice"))
+                continue
+            seen.add(parameter.name)
+            self._last = parameter.name
+            dtype = getattr(torch, parameter.dtype)
+            try:
+                tensor = torch.empty(parameter.shape, dtype=dtype, device="meta")
+            except RuntimeError as error:
+                self.faults.append(Fault(parameter.name, "shape", f"no tensor has it ({error})"))
+                continue
+            # Kept with the storage: another tensor must not get the same one.
+            self._sources[StorageWeakRef(tensor.untyped_storage())] = (parameter, tensor)
+            yield parameter.name, tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__setitem__:
+            whole, index, value = args
+            func = Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_
+            args = (whole[index], value)
+        known = self._target_of(args[0]) if func in (Tensor.copy_, *_PADDING) else None
+        if known is None:
+            return func(*args, **(kwargs or {}))
+        part = args[0]
+        if part.numel() > 0:
+            self._note(known[0], known[1], part, args[1] if func is Tensor.copy_ else None)
+        return part
+
+    def _target_of(self, tensor: Tensor) -> tuple[Target, Tensor] | None:
+        return self._by_storage.get(StorageWeakRef(tensor.untyped_storage()))
+
+    def _note(self, target: Target, whole: Tensor, part: Tensor, source: Tensor | None) -> None:
+        """source: what is copied into `part`; None for a constant."""
+        into = box_of(part, target.columns) if whole.is_contiguous() else None
+        origin = None if source is None else self._origin(source)
+        if into is not None and source is None:
+            self.padded[target].add(into)
+        elif into is not None and origin is not None and origin[1].shape == into.shape:
+            self.placements.append((origin[0], Placement(origin[1], target, into)))
+        else:
+            detail = f"how it is loaded into {target.full_name} cannot be followed"
+            self.faults.append(Fault(self._last, "untraceable", detail))
+
+    def _origin(self, source: Tensor) -> tuple[str, Box] | None:
+        """Of which parameter `source` is which box."""
+        found = self._sources.get(StorageWeakRef(source.untyped_storage()))
+        box = None if found is None else box_of(source, matrix_shape(found[0].shape)[1])
+        return None if found is None or box is None else (found[0].name, box)
+
+
+def box_of(view: Tensor, columns: int) -> Box | None:
+    """The box that `view` is of a contiguous matrix of so many columns; None if it is none."""
+    if view.numel() == 0:
+        return None
+    row, column = divmod(int(view.storage_offset()), columns)
+    match _runs(view):
+        case []:
+            return Box(row, column, 1, 1)
+        case [(count, 1)] if column == 0 and count % columns == 0:
+            return Box(row, 0, count // columns, columns)
+        case [(count, 1)] if column + count <= columns:
+            return Box(row, column, 1, count)
+        case [(rows, stride)] if stride == columns:
+            return Box(row, column, rows, 1)
+        case [(rows, stride), (width, 1)] if stride == columns and column + width <= columns:
+            return Box(row, column, rows, width)
+        case _:
+            return None
+
+
+def _runs(view: Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of the dimensions, outermost first, with those merged that are one run."""
+    runs: list[tuple[int, int]] = []
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == size * stride:
+            runs[-1] = (runs[-1][0] * size, stride)
+        else:
+            runs.append((size, stride))
+    return runs
+
+
+# --- faults
+
+
+def _refused(name: str, error: Exception) -> Fault:
+    """vLLM's models look a name up (ValueError, KeyError) before they look at a shape."""
+    detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, ValueError | KeyError):
+        return Fault(name, "unexpected", f"the model has no place for it ({detail})")
+    return Fault(name, "shape", f"it does not fit ({detail})")
+
+
+def _unread(run: _DryRun, parameters: Sequence[ParameterMeta]) -> list[Fault]:
+    accounted = {name for name, _ in run.placements} | {fault.name for fault in run.faults}
+    return [
+        Fault(parameter.name, "unexpected", "the model does not read it")
+        for parameter in parameters
+        if parameter.name not in accounted
+    ]
+
+
+def _wrong_types(
+    run: _DryRun, parameters: Sequence[ParameterMeta], dtype: DtypeName
+) -> list[Fault]:
+    """A parameter travels in the model's type, or in the type of the tensor it lands in."""
+    fitting: dict[str, set[str]] = defaultdict(lambda: {dtype})
+    for name, placement in run.placements:
+        held = run.targets[placement.target].dtype
+        fitting[name].add(str(held).removeprefix("torch."))
+    return [
+        Fault(p.name, "dtype", f"it is {p.dtype}, and the model holds {dtype}")
+        for p in parameters
+        if p.dtype not in fitting[p.name]
+    ]
+
+
+def _filled_twice(run: _DryRun, ties: Ties) -> list[Fault]:
+    """Parameters that fill what another fills, in a tensor or in one that is tied to it."""
+    filled: dict[str, list[tuple[str, Box]]] = defaultdict(list)
+    faults: list[Fault] = []
+    for name, placement in run.placements:
+        shared = min([placement.target.full_name, *ties.get(placement.target.full_name, ())])
+        for earlier, box in filled[shared]:
+            if box.overlaps(placement.box):
+                detail = f"what it fills, {earlier} fills, too"
+                faults.append(Fault(name, "duplicate", detail))
+                break
+        else:
+            filled[shared].append((name, placement.box))
+    return faults
+
+
+def _unfilled(run: _DryRun, ties: Ties) -> list[Fault]:
+    """Targets of which the manifest does not fill everything."""
+    filled = _filled(run)
+    full = {t.full_name for t in run.targets if filled[t] >= t.rows * t.columns}
+    told = {fault.name for fault in run.faults}
+    usual = _usual_names(run)
+    faults: list[Fault] = []
+    for target in run.targets:
+        if full.intersection([target.full_name, *ties.get(target.full_name, ())]):
+            continue
+        full.add(target.full_name)  # a tensor that several share is reported once
+        counts = f"{filled[target]} of {target.rows * target.columns} elements"
+        detail = f"{counts} of {target.full_name} are filled"
+        names = _likely_names(run, target, usual) or [target.full_name]
+        faults += [Fault(name, "missing", detail) for name in names if name not in told]
+    return faults
+
+
+def _filled(run: _DryRun) -> dict[Target, int]:
+    """Elements of each target that are filled or padded."""
+    boxes = {target: list(run.padded[target]) for target in run.targets}
+    for _, placement in run.placements:
+        boxes[placement.target].append(placement.box)
+    return {target: covered(parts) for target, parts in boxes.items()}
+
+
+# Names of targets -> what fills them, box by box; numbers of layers are left out of all names.
+UsualNames = Mapping[str, Collection[tuple[Box, str]]]
+
+
+def _usual_names(run: _DryRun) -> UsualNames:
+    usual: dict[str, set[tuple[Box, str]]] = defaultdict(set)
+    for name, placement in run.placements:
+        kind = LAYER_INDEX.sub("*", placement.target.full_name)
+        usual[kind].add((placement.box, LAYER_INDEX.sub("*", name)))
+    return usual
+
+
+def _likely_names(run: _DryRun, target: Target, usual: UsualNames) -> list[str]:
+    """What would fill the empty boxes of `target`, as in the other layers."""
+    kind, here = LAYER_INDEX.sub("*", target.full_name), LAYER_INDEX.findall(target.full_name)
+    own = {placement.box for _, placement in run.placements if placement.target == target}
+    names = {name for box, name in usual.get(kind, ()) if box not in own}
+    return sorted(
+        name.replace("*", "{}").format(*here) for name in names if name.count("*") == len(here)
+    )
+
+
+# --- reading back what the model holds
+#
+# On the CPU a linear layer may give its weight away for a packed form, and a language-model head
+# may multiply with a packed copy of its weight; the processor decides (AVX-512: both, AVX2:
+# neither). Such a matrix is read through the layer: times unit vectors it gives its columns.
+
+
+# Columns that are read at once; elements whose digest is worked out at once: on the CPU what fits
+# into its caches, on a GPU few and large kernels, which need 24 bytes an element.
+COLUMNS_AT_ONCE = {"cpu": 256, "cuda": 2**20}
+ELEMENTS_AT_ONCE = {"cpu": 2**17, "cuda": 2**23}
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Columns of a target, ascending -> those columns of its rows: (rows, columns).
+Read = Callable[[Sequence[int]], Tensor]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A parameter of the manifest and those of its columns that are asked for; None: all."""
+
+    parameter: ParameterMeta
+    columns: Sequence[int] | None
+
+
+@dataclass
+class _Part:
+    """A box of a parameter and where it is; its subtotal grows as columns are read.
+
+    wanted: columns of the target. index: which of `asked` it belongs to.
+    subtotal: stays on the device, which so need not be waited for; modulo 2**64.
+    """
+
+    index: int
+    parameter: ParameterMeta
+    placement: Placement
+    wanted: Collection[int]
+    subtotal: Tensor | int = 0
+
+
+@torch.inference_mode()
+def subtotals(model: nn.Module, plan: Plan, asked: Sequence[Asked]) -> list[list[RawPart]]:
+    """The parts of each parameter in `asked` and the sums over their elements.
+
+    Every target is read once, some columns at a time, whatever it is fused of.
+    """
+    parts = [part for index, each in enumerate(asked) for part in _parts(index, each, plan)]
+    by_target: dict[Target, list[_Part]] = defaultdict(list)
+    for part in parts:
+        by_target[part.placement.target].append(part)
+    for target, readers in by_target.items():
+        module = model.get_submodule(target.name)
+        held = module.get_parameter(target.tensor)
+        _read_target(_reader(module, held, target), held.device.type, readers)
+    answers: list[list[RawPart]] = [[] for _ in asked]
+    for part in parts:
+        box = part.placement.source
+        raw = (part.placement.target.name, box.row, box.column, box.rows, box.columns)
+        answers[part.index].append((*raw, int(part.subtotal) % 2**64))
+    return answers
+
+
+def _parts(index: int, asked: Asked, plan: Plan) -> Iterator[_Part]:
+    for placement in plan.placements[asked.parameter.name]:
+        source, box = placement.source, placement.box
+        inside = range(source.column, source.column + source.columns)
+        columns = inside if asked.columns is None else [c for c in asked.columns if c in inside]
+        shift = box.column - source.column
+        wanted = [column + shift for column in columns]
+        yield _Part(index, asked.parameter, placement, frozenset(wanted))
+
+
+def _read_target(read: Read, device: str, parts: Sequence[_Part]) -> None:
+    columns = sorted(set().union(*(part.wanted for part in parts)))
+    for start in range(0, len(columns), COLUMNS_AT_ONCE[device]):
+        chunk = columns[start : start + COLUMNS_AT_ONCE[device]]
+        values = read(chunk)
+        for part in parts:
+            _add(part, chunk, values)
+
+
+def _add(part: _Part, chunk: Sequence[int], values: Tensor) -> None:
+    """Add what `values` (all rows of the target's columns `chunk`) has of `part`."""
+    box, source = part.placement.box, part.placement.source
+    chosen = [i for i, column in enumerate(chunk) if column in part.wanted]
+    rows = values[box.row : box.row + box.rows]
+    if len(chosen) < len(chunk):
+        rows = rows[:, chosen]
+    if not chosen:
+        return
+    shift = source.column - box.column
+    columns = torch.tensor([chunk[i] + shift for i in chosen], device=values.device)
+    width = matrix_shape(part.parameter.shape)[1]
+    at_once = max(ELEMENTS_AT_ONCE[values.device.type] // len(chosen), 1)
+    for start in range(0, box.rows, at_once):
+        piece = rows[start : start + at_once]
+        first = source.row + start
+        numbers = torch.arange(first, first + len(piece), device=values.device)
+        positions = numbers[:, None] * width + columns
+        part.subtotal += _subtotal(piece, positions, part.parameter.dtype)
+
+
+def _subtotal(values: Tensor, positions: Tensor, dtype: DtypeName) -> Tensor:
+    held = values.to(getattr(torch, dtype)).contiguous()
+    bits = countable_bits(held.view(_INTEGERS[held.itemsize]), dtype)
+    total: Tensor = (bits * multipliers(positions)).sum()
+    return total
+
+
+def _reader(module: nn.Module, held: nn.Parameter, target: Target) -> Read:
+    packed = held.numel() == 0
+    if not held.is_cuda and (packed or _may_multiply_with_a_copy(module, target)):
+        return _through(module, target)
+    matrix = held.data.reshape(target.rows, target.columns)
+    return lambda columns: _columns_of(matrix, columns)
+
+
+def _may_multiply_with_a_copy(module: nn.Module, target: Target) -> bool:
+    return isinstance(module, ParallelLMHead) and target.tensor == "weight"
+
+
+def _columns_of(matrix: Tensor, columns: Sequence[int]) -> Tensor:
+    if columns[-1] - columns[0] == len(columns) - 1:
+        return matrix[:, columns[0] : columns[-1] + 1]
+    return matrix[:, torch.tensor(columns, device=matrix.device)]
+
+
+def _through(module: nn.Module, target: Target) -> Read:
+    """Reads the weight of a linear layer by its own product with unit vectors."""
+    kept = module.get_parameter(target.tensor)
+    method: Any = module.quant_method
+
+    def read(columns: Sequence[int]) -> Tensor:
+        units = torch.zeros(len(columns), target.columns, dtype=kept.dtype)
+        units[torch.arange(len(columns)), torch.tensor(columns)] = 1
+        product: Tensor = method.apply(module, units, None)
+        return product.t()
+
+    return read

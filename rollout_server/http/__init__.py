@@ -1,0 +1,1 @@
+"""The HTTP side: routes, limits, authentication, and the answer to every error."""

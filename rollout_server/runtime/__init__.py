@@ -1,0 +1,1 @@
+"""What every room uses: refusals, logs, clocks, temporary files, child processes."""

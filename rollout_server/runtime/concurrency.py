@@ -1,0 +1,139 @@
+"""Calls that run together, bounds over all of them, and the seconds they take."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+from rollout_server.runtime.refusals import refusal
+
+T = TypeVar("T")
+Phase = TypeVar("Phase", bound=str)
+
+# Handing a request to an engine takes up to a millisecond.
+BEGUN_TOGETHER = 8
+
+
+async def cancel_when(
+    end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], error: Exception
+) -> T:
+    """The result of `work`; when `end` is over first, cancel `work` and raise `error`."""
+    task = asyncio.ensure_future(work)
+    ending = asyncio.ensure_future(end)
+    try:
+        await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise error
+    finally:
+        ending.cancel()
+        task.cancel()
+
+
+async def in_pieces(items: Iterable[T], size: int) -> AsyncIterator[T]:
+    """The items; other tasks have their turn after every `size` of them."""
+    for count, item in enumerate(items, start=1):
+        yield item
+        if count % size == 0:
+            await asyncio.sleep(0)  # before the next item is made, which nobody might use
+
+
+async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Gather; when one fails or the whole is cancelled, cancel the others and wait for them.
+
+    Other calls have their turn whenever BEGUN_TOGETHER of these have begun.
+    """
+    tasks: list[asyncio.Task[T]] = []
+    try:
+        async for call in in_pieces(calls, BEGUN_TOGETHER):
+            tasks.append(asyncio.create_task(call))
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def gather_with_deadline(
+    calls: Sequence[Awaitable[T]], where: str, deadline_s: float, margin_s: float
+) -> list[T]:
+    """The results of `calls`, in order; there may be none.
+
+    Raises the failure of the first that fails; the others then have `margin_s` left. Raises
+    the `weight-transfer-timeout` problem at `where` when some are not done in time.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    if not tasks:
+        return []
+    try:
+        done, pending = await asyncio.wait(
+            tasks, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION
+        )
+        failures = [failure for task in done if (failure := task.exception()) is not None]
+        if failures and pending:
+            await asyncio.wait(pending, timeout=margin_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+    if failures:
+        raise failures[0]
+    if pending:
+        detail = f"server: the engines were not done within {deadline_s:g} s"
+        raise refusal("weight-transfer-timeout", detail, where)
+    return [task.result() for task in tasks]
+
+
+class Budget:
+    """`total` bytes; who finds too few left waits, and nobody overtakes."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._left = total
+        self._first = asyncio.Lock()  # hands itself on in order
+        self._returned = asyncio.Event()
+
+    @asynccontextmanager
+    async def take(self, size: int) -> AsyncIterator[None]:
+        """Hold `size` bytes, at most `total`."""
+        assert size <= self.total
+        async with self._first:
+            while self._left < size:
+                self._returned.clear()
+                await self._returned.wait()
+            self._left -= size
+        try:
+            yield
+        finally:
+            self._left += size
+            self._returned.set()
+
+
+@contextmanager
+def timed(seconds: dict[Phase, float], phase: Phase) -> Iterator[None]:
+    """Add the seconds of a `with` block, also of one that fails, to `seconds[phase]`."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began
+
+
+class Silence:
+    """Seconds for which another has been silent, without those in which this process stood still.
+
+    look_s: between two looks; a look that comes later than that counts as one of 2 * look_s.
+    """
+
+    def __init__(self, look_s: float) -> None:
+        self._look_s = look_s
+        self._looked = time.monotonic()
+        self._seconds = 0.0
+
+    def looked(self, age_s: float) -> float:
+        """The seconds so far. age_s: of the last sign of life, by the clock."""
+        now = time.monotonic()
+        ran_s = min(now - self._looked, 2 * self._look_s)
+        self._seconds, self._looked = min(age_s, self._seconds + ran_s), now
+        return self._seconds

@@ -1,0 +1,55 @@
+"""Child processes that end with their parent, and the scratch folder (Linux)."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+from shared_contracts.errors import ContractError
+from shared_contracts.machine import signal_at_death_of
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that spawned it dies.
+
+    Does nothing outside a child of `multiprocessing`.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    assert parent.pid is not None
+    signal_at_death_of(parent.pid, signal.SIGKILL)
+
+
+def stop_with(parent_pid: int) -> None:
+    """Have the kernel send this process SIGTERM when its parent, `parent_pid`, dies.
+
+    Raises ContractError where that is not its parent, or not any more.
+    """
+    if os.getppid() != parent_pid:
+        raise ContractError(
+            "--parent-pid",
+            f"{parent_pid} is not the parent of this process, or has ended",
+            "Give the pid of the process that starts the server, or leave it out",
+        )
+    signal_at_death_of(parent_pid, signal.SIGTERM)
+
+
+# Removes a folder when the process that holds the other end of its input ends, however it does.
+_REMOVE = 'trap "" INT TERM HUP; cat > /dev/null; rm -rf -- "$0"'
+_kept: list[subprocess.Popen[bytes]] = []
+
+
+def use_scratch_folder() -> Path:
+    """Make a folder that no other user reads, and have all temporary files lie in it.
+
+    Sockets of the engines and merged checkpoints are among them. Processes that are started
+    afterwards take it over.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rollout-server-"))
+    remover = ["sh", "-c", _REMOVE, str(folder)]
+    _kept.append(subprocess.Popen(remover, stdin=subprocess.PIPE, start_new_session=True))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    return folder

@@ -1,0 +1,1 @@
+"""Answers `/infer/` calls with a pool of engine replicas."""

@@ -1,0 +1,427 @@
+"""`POST /infer/`: from the requests of a call to their envelopes, in order (WIRE-02).
+
+read every request -> look whether its images are there        a fault in any request
+    |                                                          refuses the whole call:
+    v                                                          what it generates ends,
+each: load its images -> render -> choose a replica            and the others are rendered
+      -> generate -> envelope                                  to name every fault
+
+Each replica's renderer has a thread, and the requests of a call are rendered by all of them. The
+first sequences start while later requests are rendered.
+
+A message holds its images either as image parts or, when its content is text, as `<image>`
+marks; `images[]` fills in order the marks and the parts that bring no image of their own.
+
+An engine decodes `max_num_seqs` sequences at once; those beyond wait in it. It takes next who has
+the lowest turn (vLLM's `priority` scheduling), so none of its places is ever empty meanwhile.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from PIL.Image import Image
+
+from rollout_server.engines.engine_protocol import (
+    Aborted,
+    ChatMessage,
+    Completion,
+    EngineDead,
+    Load,
+    Prompt,
+    PromptRefused,
+    RolloutEngine,
+)
+from rollout_server.runtime.concurrency import all_or_cancel, cancel_when
+from rollout_server.runtime.refusals import BadRequest, refusal, refuse_requests
+from rollout_server.serving.media import ImageSource, MediaLoader
+from rollout_server.serving.telemetry import CallRecord
+from shared_contracts import infer as wire
+from shared_contracts.infer import ImagePart, Message, RolloutInferRequest
+
+# --- conversations (WIRE-01)
+
+
+IMAGE_MARK = "<image>"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """sources: one image string per None in the messages' parts, in order."""
+
+    messages: list[ChatMessage]
+    sources: list[ImageSource]
+
+
+def read_conversation(request: RolloutInferRequest) -> Conversation:
+    """Put the images of `request` into place.
+
+    Raises BadRequest when there are more or fewer of them than places.
+    """
+    messages = [ChatMessage(m.role, _parts(m)) for m in request.messages]
+    own = [source for i, m in enumerate(request.messages) for source in _own_images(m, i)]
+    listed = [ImageSource(f"images[{i}]", image) for i, image in enumerate(request.images)]
+    open_places = own.count(None)
+    if open_places != len(listed):
+        raise BadRequest(
+            "images",
+            f"{len(listed)} given, but the messages have room for {open_places}: one per "
+            f"{IMAGE_MARK} mark or image part without an image of its own",
+        )
+    fill = iter(listed)
+    return Conversation(messages, [source or next(fill) for source in own])
+
+
+def _parts(message: Message) -> list[str | None]:
+    """Text and image places of a message, without empty text."""
+    if isinstance(message.content, str):
+        pieces = message.content.split(IMAGE_MARK)
+        marked: list[str | None] = [pieces[0]]
+        for piece in pieces[1:]:
+            marked += [None, piece]
+        return [part for part in marked if part != ""] or [""]
+    return [None if isinstance(part, ImagePart) else part.text for part in message.content]
+
+
+def _own_images(message: Message, index: int) -> list[ImageSource | None]:
+    """For each image place of a message its own image, or None if `images[]` fills it."""
+    if isinstance(message.content, str):
+        return [None] * message.content.count(IMAGE_MARK)
+    return [
+        None
+        if part.image is None
+        else ImageSource(f"messages[{index}].content[{number}].image", part.image)
+        for number, part in enumerate(message.content)
+        if isinstance(part, ImagePart)
+    ]
+
+
+# --- routing (SRV-01)
+
+
+class Loaded(Protocol):
+    """What choosing needs of an engine."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def load(self) -> Load: ...
+
+
+E = TypeVar("E", bound=Loaded)
+
+
+def least_loaded(engines: Sequence[E]) -> E:
+    """The first of those with the fewest outstanding tokens."""
+    return min(engines, key=lambda engine: engine.load.tokens)
+
+
+class Turns:
+    """The turns of one call, whose requests alternate with those of other calls.
+
+    At each engine the first has the turn after what was answered there last, and every other one
+    comes after it by as many turns as that has sequences. Where two calls have the same turn the
+    older one is first, so that new calls never keep an old one waiting.
+
+    This is start-time fair queueing (Goyal, Vin and Cheng, 1996) of equal weights, with what was
+    answered for virtual time.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}
+
+    def take(self, engine: Loaded, sequences: int) -> int:
+        """The turn of the next request, of so many sequences, at this engine."""
+        turn = max(self._next.get(engine.index, 0), engine.load.turn + 1)
+        self._next[engine.index] = turn + sequences
+        return turn
+
+
+@contextmanager
+def rendering(load: Load, work: int) -> Iterator[None]:
+    """Count `work` as left to render for as long as the block runs."""
+    load.rendering += work
+    try:
+        yield
+    finally:
+        load.rendering -= work
+
+
+@contextmanager
+def charged(load: Load, tokens: int, sequences: int, turn: int = 0) -> Iterator[None]:
+    """Count a request as outstanding for as long as the block runs; an error is no answer."""
+    load.tokens += tokens
+    load.sequences += sequences
+    try:
+        yield
+        load.turn = max(load.turn, turn)
+    finally:
+        load.tokens -= tokens
+        load.sequences -= sequences
+
+
+# Requests whose images are held decoded at the same time, over all calls.
+MOST_PREPARED = 64
+# Of one call, so that it never keeps all others waiting.
+MOST_PREPARED_OF_CALL = 32
+# Far more than any language has; only what cannot fit is refused for it.
+CHARACTERS_PER_TOKEN = 16
+
+
+class _Withdrawn(Exception):
+    """A sequence has ended because its call is refused."""
+
+
+@dataclass
+class _RunningCall:
+    """One call while it is answered.
+
+    renderers: engines that render for it; one that is lost is taken out.
+    places: of the call, among MOST_PREPARED.
+    faults: by index. Nothing is generated for a call that has one.
+    """
+
+    call: wire.InferCall
+    config: wire.RequestConfig
+    record: CallRecord
+    renderers: list[RolloutEngine]
+    max_model_len: int
+    turns: Turns = field(default_factory=Turns)
+    places: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(MOST_PREPARED_OF_CALL)
+    )
+    faults: dict[int, BadRequest] = field(default_factory=dict)
+    _faulty: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def refuse(self, index: int, fault: BadRequest) -> None:
+        self.faults[index] = fault.with_traceback(None)  # which holds the request
+        self._faulty.set()
+
+    async def rendered(self, messages: list[ChatMessage], images: list[Image]) -> Prompt:
+        """Have the renderer with the least to do render, and another one if it is lost."""
+        work = 1 + sum(image.width * image.height for image in images)
+        while self.renderers:
+            engine = min(self.renderers, key=lambda engine: engine.load.rendering)
+            try:
+                with rendering(engine.load, work):
+                    return await engine.render(messages, images)
+            except EngineDead:
+                self.renderers = [left for left in self.renderers if left is not engine]
+        raise refusal("not-ready", "the replicas that rendered for it are lost", "replicas")
+
+    async def unless_refused(
+        self, generation: Coroutine[Any, Any, wire.RolloutEnvelope]
+    ) -> wire.RolloutEnvelope | None:
+        """Its result; None if a request turns out bad before, which cancels it."""
+        try:
+            return await cancel_when(self._faulty.wait(), generation, _Withdrawn())
+        except _Withdrawn:
+            return None
+
+
+class Rollouts:
+    """Answers calls with the engines of all replicas.
+
+    serving: the engines with the current weights, once no update of them runs; raises the
+        problem that says why there are none.
+    model: the name the answers carry.
+    media: loads the images of a conversation.
+    """
+
+    def __init__(
+        self,
+        serving: Callable[[], Awaitable[Sequence[RolloutEngine]]],
+        model: str,
+        media: MediaLoader,
+        server_epoch: Callable[[], str],
+    ) -> None:
+        self._serving = serving
+        self._model = model
+        self._media = media
+        self._server_epoch = server_epoch
+        self._preparing = asyncio.Semaphore(MOST_PREPARED)
+
+    async def answer(self, call: wire.InferCall, record: CallRecord) -> list[wire.RolloutEnvelope]:
+        """One envelope per request, in order; `record` is told what the call amounts to.
+
+        Raises the `invalid-request` problem, listing every bad request, `not-ready` when an
+        engine dies or its weights break meanwhile, and `other-weights` when other weights than
+        the expected ones would answer, or did in the end because an update came in between.
+        Cancelling the call aborts its sequences.
+        """
+        config = call.request_config or wire.RequestConfig()
+        with record.phase("wait"):
+            renderers = list(await self._serving())
+        require_weights(call, renderers[0].weights_version)
+        running = _RunningCall(call, config, record, renderers, renderers[0].max_model_len)
+        with record.phase("prepare"):
+            self._check_sampling(renderers[0], config)
+            conversations = await all_or_cancel(
+                self._read(running, i, request) for i, request in enumerate(call.infer_requests)
+            )
+        answers = await all_or_cancel(
+            self._answer_one(running, i, conversation)
+            for i, conversation in enumerate(conversations)
+            if conversation is not None
+        )
+        if running.faults:
+            raise refuse_requests(running.faults)
+        envelopes = [envelope for envelope in answers if envelope is not None]
+        for envelope in envelopes:
+            require_weights(call, *envelope.coordexp.weights_version)
+        record.add_answers(envelopes)
+        return envelopes
+
+    def _check_sampling(self, engine: RolloutEngine, config: wire.RequestConfig) -> None:
+        try:
+            engine.check_sampling(config)
+        except PromptRefused as error:
+            raise refusal("invalid-request", str(error), "request_config") from error
+
+    async def _read(
+        self, running: _RunningCall, index: int, request: wire.RolloutInferRequest
+    ) -> Conversation | None:
+        """What is cheap to find is found before anything is generated; None if it is bad."""
+        try:
+            conversation = read_conversation(request)
+            _check_text(conversation, running.max_model_len)
+            await self._media.check(conversation.sources)
+        except BadRequest as fault:
+            running.refuse(index, fault)
+            return None
+        return conversation
+
+    async def _answer_one(
+        self, running: _RunningCall, index: int, conversation: Conversation
+    ) -> wire.RolloutEnvelope | None:
+        """None in a call that is refused."""
+        try:
+            with running.record.phase("prepare"):
+                prompt = await self._render(running, conversation)
+        except BadRequest as fault:
+            running.refuse(index, fault)
+            return None
+        if running.faults:
+            return None
+        with running.record.phase("generate"):
+            return await running.unless_refused(self._roll_out(running, index, prompt))
+
+    async def _render(self, running: _RunningCall, conversation: Conversation) -> Prompt:
+        running.record.images += len(conversation.sources)
+        try:
+            async with (
+                running.places,
+                self._preparing,
+                self._media.load(conversation.sources) as images,
+            ):
+                prompt = await running.rendered(conversation.messages, images)
+        except PromptRefused as error:
+            raise BadRequest("messages", str(error)) from error
+        except (MemoryError, TimeoutError) as error:
+            found = "memory" if isinstance(error, MemoryError) else "time"
+            detail = f"it ran out of {found} while it prepared a request; try again"
+            raise refusal("overloaded", detail, "infer_requests") from error
+        length = len(prompt.token_ids)
+        if length + 1 > running.max_model_len:
+            raise BadRequest(
+                "messages",
+                f"the prompt has {length} tokens, which leaves no room for an answer in a "
+                f"context of {running.max_model_len} (max_model_len)",
+            )
+        running.record.prompt_tokens += length
+        return prompt
+
+    async def _roll_out(
+        self, running: _RunningCall, index: int, prompt: Prompt
+    ) -> wire.RolloutEnvelope:
+        config = running.config
+        seed = None if config.seed is None else config.seed + index
+        engine = least_loaded(await self._serving())
+        require_weights(running.call, engine.weights_version)
+        room = engine.max_model_len - len(prompt.token_ids)
+        max_tokens = min(config.max_tokens or room, room)
+        tokens = len(prompt.token_ids) + config.n * max_tokens
+        request_id, turn = uuid.uuid4().hex, running.turns.take(engine, config.n)
+        try:
+            with charged(engine.load, tokens, config.n, turn):
+                completions = await engine.generate(
+                    prompt, config, seed, max_tokens, request_id, turn
+                )
+        except PromptRefused as error:
+            where = f"infer_requests[{index}]"
+            raise refusal("invalid-request", str(error), where) from error
+        except (EngineDead, Aborted) as error:
+            raise refusal("not-ready", str(error), f"replicas[{engine.index}]") from error
+        return self._envelope(prompt, completions, config, seed, request_id)
+
+    def _envelope(
+        self,
+        prompt: Prompt,
+        completions: list[Completion],
+        config: wire.RequestConfig,
+        seed: int | None,
+        request_id: str,
+    ) -> wire.RolloutEnvelope:
+        details = config.return_details
+        new_tokens = sum(len(completion.token_ids) for completion in completions)
+        response = wire.ChatCompletionResponse(
+            model=self._model,
+            choices=[_choice(completion, details) for completion in completions],
+            usage=wire.Usage(
+                prompt_tokens=len(prompt.token_ids),
+                completion_tokens=new_tokens,
+                total_tokens=len(prompt.token_ids) + new_tokens,
+            ),
+            id=request_id,
+            created=int(time.time()),
+            prompt_token_ids=prompt.token_ids if details else None,
+        )
+        stamp = wire.RolloutStamp(
+            repeat_terminate_triggered=1 if any(c.repeat_terminated for c in completions) else 0,
+            repeat_terminated_choices=[c.index for c in completions if c.repeat_terminated],
+            weights_version=(
+                min(completion.weights_version[0] for completion in completions),
+                max(completion.weights_version[1] for completion in completions),
+            ),
+            server_epoch=self._server_epoch(),
+            seed=seed,
+            finish=completions[0].finish,
+        )
+        return wire.RolloutEnvelope(response=response, coordexp=stamp)
+
+
+def _check_text(conversation: Conversation, max_model_len: int) -> None:
+    """Raises BadRequest for text that no context holds, before anything is made of it."""
+    parts = [part for message in conversation.messages for part in message.parts]
+    length, most = sum(len(part or "") for part in parts), CHARACTERS_PER_TOKEN * max_model_len
+    if length > most:
+        raise BadRequest(
+            "messages",
+            f"{length} characters are more than {most}, which is {CHARACTERS_PER_TOKEN} for each "
+            f"token of a context of {max_model_len} (max_model_len)",
+        )
+
+
+def _choice(completion: Completion, details: bool) -> wire.Choice:
+    return wire.Choice(
+        index=completion.index,
+        message=wire.ChatMessage(content=completion.text),
+        finish_reason=completion.finish,
+        token_ids=completion.token_ids if details else None,
+    )
+
+
+def require_weights(call: wire.InferCall, *versions: int) -> None:
+    """Raises the `other-weights` problem for a version that is not the expected one."""
+    expected = call.expected_weights_version
+    for version in versions:
+        if expected not in (None, version):
+            raise refusal(
+                "other-weights",
+                f"version {expected} is expected, and the server's is {version}",
+                "expected_weights_version",
+            )

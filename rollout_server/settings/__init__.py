@@ -1,0 +1,1 @@
+"""Options, configuration files, and the checks before anything expensive starts."""

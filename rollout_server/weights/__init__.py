@@ -1,0 +1,1 @@
+"""Weight updates: their states, the weight group, and which updates are admitted."""

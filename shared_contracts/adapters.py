@@ -1,0 +1,35 @@
+"""Folders of a peft adapter, each over the checkpoint that it names."""
+
+import json
+from pathlib import Path
+
+from shared_contracts.errors import ContractError
+
+ADAPTER = "adapter_config.json"
+
+
+def checkpoint_chain(folder: Path, where: str) -> list[Path]:
+    """`folder`, what it is an adapter over, and so on; the last is no adapter.
+
+    Raises ContractError, about `where`, for an adapter that names no checkpoint here.
+    """
+    chain = [folder]
+    while (file := chain[-1] / ADAPTER).is_file():
+        try:
+            base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+            over = Path(base)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            found = f"{file} does not say what the adapter is over ({error!r})"
+            raise ContractError(where, found, "Save the adapter again with peft") from error
+        if not over.is_dir() or over in chain:
+            found = f"{chain[-1]} is an adapter over {base}, which is no other folder here"
+            do = f"Name the folder of that checkpoint in {file}, as base_model_name_or_path"
+            raise ContractError(where, found, do)
+        chain.append(over)
+    return chain
+
+
+def folder_with(folder: Path, name: str, where: str) -> Path:
+    """The first of `checkpoint_chain` that has the file; `folder` where none has."""
+    chain = checkpoint_chain(folder, where)
+    return next((each for each in chain if (each / name).is_file()), folder)

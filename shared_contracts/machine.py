@@ -1,0 +1,186 @@
+"""This machine: who uses its GPUs (`nvidia-smi`, SRV-04), its address, its processes' parents."""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared_contracts.errors import ContractError
+
+CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
+# By default CUDA counts the fastest GPU first, nvidia-smi and the driver by the place on the bus.
+CUDA_ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+# NVIDIA's driver has a folder in here for each GPU.
+GPU_DEVICES = Path("/proc/driver/nvidia/gpus")
+# An idle GPU holds some hundred MiB of its driver's; a process in another container is
+# seen by its memory alone.
+IDLE_MIB = 2048
+QUERY_TIMEOUT_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+def visible_gpus(environment: Mapping[str, str], devices: Path = GPU_DEVICES) -> list[int]:
+    """Return the ids on this machine of the GPUs that a process can use, without CUDA.
+
+    CUDA_VISIBLE_DEVICES names them by id, or by UUID or the beginning of one. As for CUDA, the
+    first name of no GPU ends the list. devices: where the driver shows them, in the order of
+    their ids (CUDA_DEVICE_ORDER=PCI_BUS_ID).
+
+    Raises ContractError for a name that nothing on this machine tells the GPU of, as of a part of
+    one (MIG).
+    """
+    folders = sorted(devices.iterdir()) if devices.is_dir() else []
+    if not folders or (named := environment.get(CUDA_VISIBLE)) is None:
+        return list(range(len(folders)))
+    visible: list[int] = []
+    for name in map(str.strip, named.split(",")):
+        if name.removeprefix("-").isdecimal():
+            found = [int(name)] if 0 <= int(name) < len(folders) else []
+        elif name.startswith("GPU-"):
+            uuids = enumerate(map(_uuid, folders))
+            found = [index for index, uuid in uuids if uuid.startswith(name)]
+        elif name:
+            part = "a part of a GPU (MIG), and servers take whole ones"
+            raise ContractError(
+                CUDA_VISIBLE,
+                f"{name!r} is {part if name.startswith('MIG-') else 'no id and no UUID of a GPU'}",
+                "Name GPUs by id, as in 0,1, or by UUID, as nvidia-smi -L shows them",
+            )
+        else:
+            continue
+        if len(found) != 1:
+            break
+        visible += found
+    return visible
+
+
+def _uuid(folder: Path) -> str:
+    """Return the UUID of the GPU whose folder of the driver this is; empty if it is not told."""
+    try:
+        lines = (folder / "information").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    named = dict(line.split(":", 1) for line in lines if ":" in line)
+    return named.get("GPU UUID", "").strip()
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """A GPU and the memory that all processes use of it; index: its id on this machine."""
+
+    index: int
+    uuid: str
+    used_mib: int
+    total_mib: int
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that holds memory of a GPU; used_mib: None where the driver does not tell."""
+
+    gpu_uuid: str
+    pid: int
+    name: str
+    used_mib: int | None
+
+    def __str__(self) -> str:
+        memory = "" if self.used_mib is None else f", {in_gib(self.used_mib)}"
+        return f"{self.name} (pid {self.pid}{memory})"
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """The GPUs of this machine and the processes on them, at one moment."""
+
+    gpus: list[GpuMemory]
+    processes: list[GpuProcess]
+
+
+def query_gpu_use(program: str = "nvidia-smi") -> GpuUse | None:
+    """Return what is known now; None, with a warning in the log, if `program` fails."""
+    try:
+        gpus = _ask(program, "--query-gpu=index,uuid,memory.used,memory.total")
+        processes = _ask(program, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
+        return GpuUse(parse_gpus(gpus), parse_processes(processes))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        logger.warning("%s does not show which processes use the GPUs (%s)", program, error)
+        return None
+
+
+def uuids_of(gpus: Sequence[int], use: GpuUse | None) -> list[str]:
+    """Return the UUIDs of these GPUs; empty unless every one of them is known."""
+    known = {gpu.index: gpu.uuid for gpu in use.gpus} if use is not None else {}
+    return [known[gpu] for gpu in gpus] if known.keys() >= set(gpus) else []
+
+
+def parse_gpus(text: str) -> list[GpuMemory]:
+    """Lines such as `0, GPU-6f1c, 1024, 81559` (MiB). Raises ValueError for others."""
+    rows = [[field.strip() for field in line.split(",")] for line in _lines(text)]
+    return [GpuMemory(int(i), uuid, int(used), int(total)) for i, uuid, used, total in rows]
+
+
+def parse_processes(text: str) -> list[GpuProcess]:
+    """Lines such as `GPU-6f1c, 4242, /usr/bin/python, 40960` (MiB).
+
+    The name may hold commas; the memory may be `[N/A]`. Raises ValueError for others.
+    """
+    processes = []
+    for line in _lines(text):
+        uuid, pid, rest = line.split(",", maxsplit=2)
+        name, _, memory = rest.rpartition(",")
+        used = int(memory) if memory.strip().isdecimal() else None
+        processes.append(GpuProcess(uuid.strip(), int(pid), name.strip(), used))
+    return processes
+
+
+def in_gib(mib: int) -> str:
+    """Return MiB as text such as `39.6 GiB`."""
+    return f"{mib / 1024:.1f} GiB"
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _ask(program: str, query: str) -> str:
+    done = subprocess.run(
+        [program, query, "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=QUERY_TIMEOUT_S,
+    )
+    return done.stdout
+
+
+_ANY_PORT = 9
+
+
+def address_towards(host: str) -> str:
+    """This machine's IP address on its route to `host`; `host`'s own where that is here.
+
+    Raises OSError when there is no route.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, _ANY_PORT))  # UDP: chooses a route, sends nothing
+        address: str = probe.getsockname()[0]
+    return address
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def signal_at_death_of(parent_pid: int, number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent, `parent_pid`, dies.
+
+    The parent may have died before the kernel was asked: then end on the spot.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent_pid:
+        os._exit(1)

@@ -1,0 +1,108 @@
+"""Plans of pushes of full-size models, on the meta device: no weights, no GPU, no engine.
+
+Run as a module, since vLLM's model needs a process group of its own:
+`python -m tests.rehearsal.full_size_plans FOLDER SIZE...` prints one JSON object for each size.
+"""
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from learner.rollout.sync.weights import MergedWeights
+from rollout_server.engines.vllm.load_plan import shared_parameters, trace
+from shared_contracts.weights import ParameterMeta, plan_buckets
+from tests.unit.full_size_models import make_full_size
+
+BUCKET_BYTES = 64 * 2**20
+
+
+def manifests(folder: Path) -> tuple[list[ParameterMeta], list[ParameterMeta]]:
+    """What a push of the model sends: as it is, and wrapped by LoRA."""
+    described = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(described, dtype=torch.bfloat16)
+        plain = MergedWeights(model).metadata("bfloat16")
+        linear = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+        wrapped = get_peft_model(model, LoraConfig(r=8, target_modules=linear))
+    return plain, MergedWeights(wrapped).metadata("bfloat16")
+
+
+def engine_model(folder: Path) -> tuple[Any, Any]:
+    """vLLM's config and its model of the folder, on the meta device."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        model_parallel_is_initialized,
+    )
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = EngineArgs(
+        model=str(folder),
+        dtype="bfloat16",
+        max_model_len=4096,
+        enforce_eager=True,
+        load_format="dummy",
+        limit_mm_per_prompt={"image": 1, "video": 0},
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        if not model_parallel_is_initialized():
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+            init_distributed_environment(1, 0, place, 0, backend="gloo")
+            initialize_model_parallel(1, 1)
+        with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+            model = initialize_model(config)
+        ties = shared_parameters(model)
+        initialize_layerwise_reload(model)
+        for name in ties:
+            _give_its_own(model, name)
+    return config, (model, ties)
+
+
+def _give_its_own(model: Any, name: str) -> None:
+    """What vLLM's reload does to a parameter that is tied, but not to one on the meta device."""
+    owner, _, leaf = name.rpartition(".")
+    tied = getattr(model.get_submodule(owner), leaf)
+    own = torch.nn.Parameter(torch.empty_like(tied), requires_grad=False)
+    vars(own).update(vars(tied))
+    setattr(model.get_submodule(owner), leaf, own)
+
+
+def looked_at(folder: Path) -> dict[str, Any]:
+    """Faults of the plan, and what the manifest is."""
+    from vllm.config import set_current_vllm_config
+
+    plain, wrapped = manifests(folder)
+    config, (model, ties) = engine_model(folder)
+    with set_current_vllm_config(config):
+        plan = trace(model, plain, "bfloat16", ties)
+    return {
+        "faults": [str(fault) for fault in plan.faults],
+        "parameters": len(plain),
+        "planned": len(plan.placements),
+        "same_wrapped": sorted(p.name for p in plain) == sorted(p.name for p in wrapped),
+        "bytes": sum(p.num_bytes for p in plain),
+        "buckets": len(list(plan_buckets(plain, BUCKET_BYTES))),
+        "tied": len(ties),
+    }
+
+
+def main() -> None:
+    folder, *sizes = sys.argv[1:]
+    for size in sizes:
+        print(json.dumps({"size": size, **looked_at(make_full_size(Path(folder) / size, size))}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Folders of models of full size without weights, and samples that fill their packs.
+
+The widths are those of the `config.json` of Qwen3-VL 2B, 4B and 8B on the Hugging Face hub.
+Tokenizer and processor are the toy's; patches have 16 pixels, as in these models.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from learner.models.toy import make_toy_tokenizer, toy_config, toy_processor
+from learner.types import GroundTruthObject, Sample, Shape
+
+VOCABULARY = 152936  # with the 1,000 coordinate tokens
+_HEADS = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": VOCABULARY}
+_TEXT: dict[str, dict[str, Any]] = {
+    "2b": _HEADS
+    | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
+    | {"num_attention_heads": 16, "tie_word_embeddings": True},
+    "4b": _HEADS
+    | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+    | {"num_attention_heads": 32, "tie_word_embeddings": True},
+    "8b": _HEADS
+    | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    | {"num_attention_heads": 32, "tie_word_embeddings": False},
+}
+WIDTHS = {size: int(text["hidden_size"]) for size, text in _TEXT.items()}
+_POSITIONS = {
+    "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5e6,
+        "mrope_section": [24, 20, 20],
+        "mrope_interleaved": True,
+    },
+}
+_PATCHES = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_SMALL_VISION = _PATCHES | {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_heads": 16,
+    "deepstack_visual_indexes": [5, 11, 17],
+    "num_position_embeddings": 2304,
+}
+_VISION: dict[str, dict[str, Any]] = {
+    "2b": _SMALL_VISION,
+    "4b": _SMALL_VISION,
+    "8b": _SMALL_VISION
+    | {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304}
+    | {"deepstack_visual_indexes": [8, 16, 24]},
+}
+
+
+def make_full_size(folder: Path, size: str) -> Path:
+    """Write config, tokenizer and processor of a model of this size, and no weights."""
+    tokenizer = make_toy_tokenizer()
+    text = _TEXT[size] | _POSITIONS
+    described = toy_config(tokenizer, tie=text["tie_word_embeddings"]).to_dict()
+    described["text_config"].pop("layer_types", None)
+    described["text_config"] |= text
+    described["vision_config"] |= _VISION[size] | {"out_hidden_size": text["hidden_size"]}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    toy_processor(tokenizer).save_pretrained(folder)
+    file = folder / "processor_config.json"
+    processor = json.loads(file.read_text(encoding="utf-8"))
+    for kind in ("image_processor", "video_processor"):
+        limits = {"shortest_edge": 65536, "longest_edge": 16777216}
+        processor[kind] |= {"patch_size": 16, "size": limits}
+    file.write_text(json.dumps(processor), encoding="utf-8")
+    return folder
+
+
+def make_samples(folder: Path, count: int) -> list[Sample]:
+    """Samples of one megapixel with 14 boxes each, of which 8 fill a pack of 12,000 tokens."""
+    path, side = folder / "scene.png", 1000
+    noise = np.random.default_rng(0).integers(0, 255, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    boxes = tuple(
+        GroundTruthObject("red ellipse", Shape("bbox_2d", (10 + at, 20, 300 + at, 400)))
+        for at in range(14)
+    )
+    return [Sample(f"s{number}", (path,), side, side, boxes) for number in range(count)]

@@ -1,0 +1,33 @@
+"""The shapes of all tensors that operations make, forward and backward."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Shapes(TorchDispatchMode):
+    """Collects shapes while it is open. made: all that were not a view of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        leaves = tree_leaves(found)
+        self.made |= {tuple(each.shape) for each in leaves if isinstance(each, torch.Tensor)}
+        return found
+
+    def with_sides(self, *sides: int) -> list[tuple[int, ...]]:
+        """The shapes that have each of these sides; a side given twice has to be there twice."""
+        return sorted(
+            shape for shape in self.made if all(shape.count(n) >= sides.count(n) for n in sides)
+        )

@@ -1,0 +1,173 @@
+"""Checkpoints of LoRA and DoRA runs as the model to train, to serve and to export."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from learner.data.toy import ToyData
+from learner.models.load import load_model, read_model
+from learner.models.toy import make_model
+from learner.operate.doctor import memory
+from learner.operate.doctor.inputs import look
+from learner.operate.export import export, require_exportable
+from learner.rollout.sync.weights import MergedWeights
+from learner.runs.checkpoint import MANIFEST
+from learner.training.start_checks import check_checkpoint, check_inputs
+from learner.training.train import train
+from rollout_server.engines.merge import merge
+from shared_contracts.adapters import ADAPTER, checkpoint_chain
+from shared_contracts.errors import ContractError
+from tests.unit.small_run import small_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
+TUNERS = {
+    "lora": {**LORA, "train_coordinate_rows": False},
+    "dora": {**LORA, "use_dora": True},
+}
+
+
+def trained(model: Path, data: ToyData, folder: Path, **sections: Any) -> Path:
+    """The checkpoint of a short run."""
+    training = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+    config = small_config(model, data, folder, training=training, **sections)
+    train(config, check_inputs(config), [], Console(file=io.StringIO()))
+    return folder / "checkpoint-3"
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "model"
+    make_model(path, seed=3, tie=request.param)
+    return path
+
+
+@pytest.fixture(scope="module", params=TUNERS)
+def adapter(
+    request: pytest.FixtureRequest,
+    base: Path,
+    toy_data: ToyData,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    folder = tmp_path_factory.mktemp("run") / request.param
+    return trained(base, toy_data, folder, tuner=TUNERS[request.param])
+
+
+def pushed(adapter: Path, base: Path) -> dict[str, Tensor]:
+    """The full weights of the model that was trained, by peft's own reading of both."""
+    from peft import PeftModel
+
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    return {
+        name: weight.clone()
+        for name, weight in MergedWeights(PeftModel.from_pretrained(model, str(adapter))).tensors(
+            "float32"
+        )
+    }
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert torch.allclose(found[name], weight, atol=1e-6), name
+
+
+def test_an_adapter_is_a_model_to_train(
+    base: Path, adapter: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    check_checkpoint(adapter)
+    wanted = pushed(adapter, base)
+    original = load_file(base / "model.safetensors")
+    assert any(not torch.equal(weight, original[name]) for name, weight in wanted.items())
+    for tuner in ({}, {**LORA, "train_coordinate_rows": False}):
+        loaded = load_model(small_config(adapter, toy_data, tmp_path, tuner=tuner))
+        assert_same(dict(MergedWeights(loaded.model).tensors("float32")), wanted)
+    config = small_config(adapter, toy_data, tmp_path)
+    findings = {f.check: f for f in memory.weigh(config, look(config), [], None, None).findings}
+    assert findings["weights"].status == "ok"
+    untrained = "trained" if "dora" in str(adapter) else "untrained"
+    assert f"look {untrained}" in findings[memory.ROWS].found
+
+
+def test_an_adapter_on_an_adapter_names_it(
+    base: Path, adapter: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    second = trained(adapter, toy_data, tmp_path / "second", tuner=TUNERS["lora"])
+    assert checkpoint_chain(second, "model.model") == [second, adapter, base]
+    first = dict(read_model(adapter, torch.float32).named_parameters())
+    both = dict(read_model(second, torch.float32).named_parameters())
+    assert any(not torch.equal(both[name], first[name]) for name in both)
+
+
+def test_the_server_merges_it_alike(base: Path, adapter: Path, tmp_path: Path) -> None:
+    merge(adapter, tmp_path / "merged")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert_same(dict(again.named_parameters()), pushed(adapter, base))
+    AutoProcessor.from_pretrained(tmp_path / "merged")
+
+
+@pytest.mark.req("RUN-01")
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_an_export_is_a_plain_checkpoint(
+    base: Path, adapter: Path, tmp_path: Path, dtype: Any
+) -> None:
+    out = tmp_path / "exported"
+    (proof,) = export(adapter, out, dtype, "transformers")
+    assert "transformers" in proof
+    names = {path.name for path in out.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert not names & {ADAPTER, MANIFEST, "optimizer.pt", "scheduler.pt", "trainer_state.json"}
+    assert str(base.parent) not in (out / "config.json").read_text()
+    check_checkpoint(out)
+    again = AutoModelForImageTextToText.from_pretrained(out, dtype="auto")
+    assert again.dtype == (torch.float32 if dtype == "auto" else torch.bfloat16)
+    if dtype == "auto":
+        assert_same(dict(again.named_parameters()), pushed(adapter, base))
+    with pytest.raises(ContractError, match="not an empty"):
+        require_exportable(adapter, out, "transformers")
+
+
+def test_a_full_checkpoint_is_exported_without_its_optimizer(
+    base: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    checkpoint = trained(base, toy_data, tmp_path / "full")
+    export(checkpoint, tmp_path / "out", "auto", "transformers")
+    before, after = (load_file(f / "model.safetensors") for f in (checkpoint, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not (tmp_path / "out" / "optimizer.pt").exists()
+
+
+def test_what_is_no_checkpoint_is_not_exported(tmp_path: Path, base: Path) -> None:
+    with pytest.raises(ContractError) as caught:
+        require_exportable(tmp_path, tmp_path / "out", "transformers")
+    assert caught.value.where == "CHECKPOINT"
+    torn = shutil.copytree(base, tmp_path / "torn")
+    (torn / MANIFEST).write_text("{}")
+    with pytest.raises(ContractError, match="not whole"):
+        require_exportable(torn, tmp_path / "out", "transformers")
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"base_model_name_or_path": "/nowhere"}'])
+def test_an_adapter_over_nothing_is_told(tmp_path: Path, content: str) -> None:
+    (tmp_path / ADAPTER).write_text(content)
+    with pytest.raises(ContractError) as caught:
+        check_checkpoint(tmp_path)
+    assert caught.value.where == "model.model"
+    assert str(tmp_path) in caught.value.found
+
+
+def test_an_adapter_over_itself_is_told(tmp_path: Path) -> None:
+    (tmp_path / ADAPTER).write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
+    with pytest.raises(ContractError, match="no other folder"):
+        checkpoint_chain(tmp_path, "model.model")

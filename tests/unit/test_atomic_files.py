@@ -1,0 +1,68 @@
+"""Files that appear whole or not at all, also on a full disk (`/dev/full` is one)."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from learner.runs.atomic_files import append_line, publish_text, removed_unless_whole, writing
+from shared_contracts.errors import RunError
+
+FULL = Path("/dev/full")
+
+
+def test_a_text_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    publish_text(path, "{}\n")
+    assert path.read_text() == "{}\n"
+    (tmp_path / "run.json.part").symlink_to(FULL)
+    with pytest.raises(RunError, match=r"run\.json: No space left on device\. Make room") as caught:
+        publish_text(path, "more\n")
+    assert str(path) in str(caught.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+    assert path.read_text() == "{}\n"
+
+
+def test_lines_are_appended_and_a_full_disk_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_line(path, "é")
+    append_line(path, "b")
+    assert path.read_bytes() == "é\nb\n".encode()
+    full = tmp_path / "full.jsonl"
+    full.symlink_to(FULL)
+    with pytest.raises(RunError, match=r"full\.jsonl: No space left on device"):
+        append_line(full, "a")
+
+
+def test_other_errors_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), writing(tmp_path):
+        (tmp_path / "absent").read_text()
+    with pytest.raises(RuntimeError, match="CUDA out of memory"), writing(tmp_path):
+        raise RuntimeError("CUDA out of memory")
+    with pytest.raises(RuntimeError), writing(tmp_path / "o.pt"):  # the disk has room
+        torch.save({}, FULL)
+
+
+def test_what_a_failing_block_wrote_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+
+    def interrupted() -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), removed_unless_whole(folder):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_became_read_only_is_told(tmp_path: Path) -> None:
+    for error in (OSError(errno.EROFS, "x"), SafetensorError(os.strerror(errno.EROFS))):
+        with pytest.raises(RunError) as caught, writing(tmp_path / "run"):
+            raise error
+        assert str(caught.value).startswith(
+            f"cannot write {tmp_path / 'run'}: Read-only file system. Mount that disk for writing, "
+        )

@@ -1,0 +1,218 @@
+"""Attention within the segments of a packed row: as separate rows have it, and at what cost."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import Qwen3VLForConditionalGeneration
+
+from learner.data.toy import ToyData
+from learner.models import attention
+from learner.models.attention import (
+    PACKED,
+    as_on_cuda,
+    attention_of,
+    packed_attention,
+    packed_bounds,
+)
+from learner.models.load import LoadedModel
+from learner.models.packed_forward import check_packing
+from learner.types import Sample
+from shared_contracts.errors import ContractError
+from tests.unit.loaded_models import load_small
+from tests.unit.mixed_samples import mixed_samples
+from tests.unit.tensor_shapes import Shapes
+from tests.unit.toy_learner import ToyLearner
+
+pytestmark = pytest.mark.req("FULL-01")
+
+LORA = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8}
+
+
+Load = Callable[..., LoadedModel]
+
+
+@pytest.fixture
+def load(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Load:
+    """The toy model by a small run's config with these sections."""
+
+    return partial(load_small, toy_checkpoint, toy_data, tmp_path)
+
+
+@pytest.fixture
+def loaded(load: Load) -> LoadedModel:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
+    return mixed_samples(tmp_path_factory.mktemp("images"))
+
+
+def of_lengths(lengths: list[int], heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
+    """Queries, keys and values of segments in one row."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    shape = (1, heads, sum(lengths), 8), (1, kv_heads, sum(lengths), 8)
+    return [torch.randn(s, generator=generator) for s in (shape[0], shape[1], shape[1])]
+
+
+def bounds_of(lengths: list[int]) -> dict[str, Any]:
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return packed_bounds(starts, max(lengths))
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """By a mask over the whole row."""
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    seen = (owner[:, None] == owner) & torch.ones(len(owner), len(owner)).tril().bool()
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = (q @ k.transpose(2, 3) * 0.5).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[5], [7, 7, 7], [9, 10, 8], [3, 30, 1, 12]], ids=["one", "equal", "padded", "loop"]
+)
+def test_every_way_equals_the_mask_over_the_whole_row(lengths: list[int]) -> None:
+    q, k, v = (tensor.requires_grad_() for tensor in of_lengths(lengths))
+    found, _ = packed_attention(torch.nn.Module(), q, k, v, None, 0.5, **bounds_of(lengths))
+    wanted = dense(q, k, v, lengths)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0))
+    ours = torch.autograd.grad((found * weights).sum(), (q, k, v))
+    theirs = torch.autograd.grad((wanted * weights).sum(), (q, k, v))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_segments_that_differ_little_go_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def count(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        calls.append((q.shape[0], q.shape[2]))
+        return scaled_dot_product_attention(q, k, v, **kwargs)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", count)
+    for lengths in ([9, 10, 8], [3, 30, 1]):
+        q, k, v = of_lengths(lengths)
+        packed_attention(torch.nn.Module(), q, k, v, None, 0.5, **bounds_of(lengths))
+    assert calls == [(3, 10), (1, 3), (1, 30), (1, 1)]
+
+
+def test_on_cuda_one_kernel_takes_all_segments() -> None:
+    """On fake tensors; its sums of squares are those of the segments."""
+    shapes = Shapes()
+    with FakeTensorMode(), as_on_cuda(), shapes:
+        q, k, v = (torch.empty(1, heads, 4096, 8) for heads in (4, 2, 2))
+        starts = torch.empty(9, dtype=torch.int32)
+        found, _ = packed_attention(
+            torch.nn.Module(), q, k, v, None, 0.5, **packed_bounds(starts, 512)
+        )
+    assert found.shape == (1, 4096, 4, 8)
+    assert not shapes.with_sides(4096, 4096)
+
+
+def test_queries_and_keys_compute_in_the_type_of_autocast() -> None:
+    q, k, v = of_lengths([4, 5])
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = packed_attention(torch.nn.Module(), q, k, v, None, 0.5, **bounds_of([4, 5]))
+    assert found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tuner", [{"train_type": "full"}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+def test_no_tensor_has_the_length_of_the_row_twice(
+    load: Load, samples: list[Sample], tuner: dict[str, object], again: bool
+) -> None:
+    learner = ToyLearner(load(model={"gradient_checkpointing": again}, tuner=tuner))
+    pack = learner.pack(samples)
+    shapes = Shapes()
+    with shapes:
+        learner.loss(pack).total.backward()
+    assert not shapes.with_sides(len(pack), len(pack))
+    assert shapes.with_sides(len(pack))
+    model: Any = learner.model
+    (model.base_model.model if tuner is LORA else model).set_attn_implementation("sdpa")
+    dense = Shapes()
+    with dense:
+        learner.loss(pack).total.backward()
+    assert dense.with_sides(len(pack), len(pack))
+
+
+@pytest.mark.req("PACK-04")
+def test_under_autocast_gradients_of_a_pack_are_those_of_the_segments_alone(
+    loaded: LoadedModel, samples: list[Sample]
+) -> None:
+    learner = ToyLearner(loaded)
+    whole = learner.pack(samples)
+    totals = learner.pipeline.select(whole.supervision, "A").totals
+    with torch.autocast("cpu", torch.bfloat16):
+        packed = learner.loss(whole)
+        alone = [learner.loss(learner.pack([each]), totals=totals) for each in samples]
+    wanted = torch.cat([each.flatten() for each in learner.gradients(*alone).values()])
+    found = torch.cat([each.flatten() for each in learner.gradients(packed).values()])
+    assert (found - wanted).norm() / wanted.norm() < 2e-2
+
+
+@pytest.mark.req("PACK-04")
+def test_a_row_whose_bounds_are_lost_is_noticed(loaded: LoadedModel) -> None:
+    class Lost(torch.nn.Module):
+        """A model whose attention gets no bounds."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = loaded.model
+
+        def forward(self, **kwargs: object) -> object:
+            kept = {k: v for k, v in kwargs.items() if not k.startswith(("cu_seq", "max_len"))}
+            return self.inner(**kept)
+
+    check_packing(loaded.model)
+    with pytest.raises(ContractError, match=r"training\.packing"):
+        check_packing(Lost())
+
+
+def test_a_forward_without_bounds_is_that_of_sdpa(
+    loaded: LoadedModel, toy_checkpoint: Path, samples: list[Sample]
+) -> None:
+    """Generation with a cache and a padded batch, and one sequence alone."""
+    plain: Any = Qwen3VLForConditionalGeneration.from_pretrained(
+        toy_checkpoint, dtype=torch.float32
+    )
+    own: Any = loaded.model.eval()
+    ids = torch.arange(40, 64).view(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    for model in (own, plain):
+        model.generation_config.eos_token_id = None
+    ours, theirs = (
+        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        for model in (own, plain)
+    )
+    assert torch.equal(ours, theirs)
+    alone, wanted = (model(input_ids=ids[:1]).logits for model in (own, plain))
+    assert torch.allclose(alone, wanted, atol=1e-5)
+
+
+def test_auto_is_torchs_own_kernel_for_text_and_sdpa_for_images(loaded: LoadedModel) -> None:
+    model: Any = loaded.model
+    config = model.config
+    assert config.get_text_config()._attn_implementation == PACKED
+    assert config.vision_config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("choice", ["flash_attention_2", "flash_attention_3"])
+def test_flash_attention_that_is_not_installed_is_refused_before_the_model_is_read(
+    load: Load, choice: str
+) -> None:
+    with pytest.raises(ContractError, match=rf"attn_implementation: {choice} is not installed"):
+        attention_of(choice)  # type: ignore[arg-type]
+    with pytest.raises(ContractError, match=rf"attn_implementation: {choice} is not installed"):
+        load(model={"attn_implementation": choice})

@@ -1,0 +1,335 @@
+"""Samples whose images cannot be shown to a model: named before a run, or another stands in."""
+
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from rich.console import Console
+from transformers import AutoProcessor
+
+from learner.commands.config import check
+from learner.config import dump_mapping, merge, parse_config
+from learner.config.schema import Config
+from learner.data.images import Looks, look_at_all, look_at_header
+from learner.data.order import BadSampleLog, StandIns
+from learner.data.show import watch
+from learner.data.toy import ToyData
+from learner.models.packed_forward import PromptEncoder
+from learner.operate.doctor.inputs import look
+from learner.operate.eval_plan import plan_evaluation
+from learner.training.start_checks import RunInputs, check_inputs, read_data
+from learner.training.train import train
+from learner.types import Sample
+from shared_contracts.errors import ContractError, ContractErrors
+from tests.unit.data_files import LYING, paint
+from tests.unit.small_run import small_mapping
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.req("DATA-01", "STEP-02")]
+
+
+@pytest.fixture
+def data(toy_data: ToyData, tmp_path: Path) -> ToyData:
+    """A copy of the toy scenes, 24 and 4, that a test may damage."""
+    folder = tmp_path / "data"
+    shutil.copytree(toy_data.train_jsonl.parent, folder)
+    return ToyData.under(folder)
+
+
+def image_of(file: Path, line: int) -> Path:
+    record = json.loads(file.read_text().splitlines()[line - 1])
+    return file.parent / str(record["images"][0])
+
+
+def edit(file: Path, line: int, **changes: Any) -> None:
+    lines = file.read_text().splitlines()
+    lines[line - 1] = json.dumps(json.loads(lines[line - 1]) | changes)
+    file.write_text("".join(f"{one}\n" for one in lines))
+
+
+def damage(data: ToyData) -> dict[str, str]:
+    """Break samples of both files in every way that a header shows; what is told of each."""
+    train, val = data.train_jsonl, data.val_jsonl
+    text, gone, floats, lying, long = (image_of(train, n) for n in range(2, 7))
+    text.write_text("no image")
+    gone.unlink()
+    Image.new("F", (64, 64)).save(floats, "TIFF")
+    paint(lying.with_suffix(".jpg"), (64, 32), orientation=LYING).rename(lying)
+    Image.new("RGB", (4000, 10)).save(long)
+    edit(train, 6, width=4000, height=10)
+    edit(val, 3, width=63)
+    return {
+        f"{train}:2": "is no image of a known format",
+        f"{train}:3": "cannot be read (No such file or directory)",
+        f"{train}:4": "holds floating-point numbers (mode F)",
+        f"{train}:5": "has 32x64 pixels once it is turned upright",
+        f"{train}:6": "has 4000x10 pixels, and the model's processor refuses sides of a ratio",
+        f"{val}:3": "width x height is 63x64, and image",
+    }
+
+
+def config_of(model: Path, data: ToyData, out: Path, on_bad: str = "skip", **more: Any) -> Config:
+    mapping = merge(small_mapping(model, data, out), more)
+    return parse_config(merge(mapping, {"data": {"on_bad_sample": on_bad}}))
+
+
+def test_all_of_them_are_named_before_a_run_starts(
+    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+) -> None:
+    told = damage(data)
+    missing = f"{data.train_jsonl}:3"
+    with pytest.raises(ContractErrors) as caught:
+        check_inputs(config_of(toy_checkpoint, data, tmp_path / "run", "stop"))
+    (error,) = caught.value.errors  # the reader's own, before any header is read
+    assert error.where == missing
+    Image.new("RGB", (64, 64)).save(image_of(data.train_jsonl, 3))
+    with pytest.raises(ContractErrors) as caught:
+        check_inputs(config_of(toy_checkpoint, data, tmp_path / "run", "stop"))
+    found = {error.where: error.found for error in caught.value.errors}
+    assert found.keys() == told.keys() - {missing}
+    for where, words in told.items():
+        assert where == missing or words in found[where]
+    assert all("data.on_bad_sample: skip" in error.do for error in caught.value.errors)
+
+
+def test_the_processor_refuses_what_the_check_says_it_refuses(
+    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+) -> None:
+    """The real processor, on both sides of its bound; its own error names the sample."""
+    processor = AutoProcessor.from_pretrained(toy_checkpoint)
+    config = config_of(toy_checkpoint, data, tmp_path / "run")
+    prompt = PromptEncoder(processor, config.template.prompt, None)
+    for width, refused in [(2000, False), (2010, True)]:
+        image = image_of(data.train_jsonl, 1)
+        Image.new("RGB", (width, 10)).save(image)
+        edit(data.train_jsonl, 1, width=width, height=10)
+        sample_id = f"{data.train_jsonl}:1"
+        assert (sample_id in check_inputs(config).bad) == refused
+        sample = Sample(f"{sample_id}.{width}", (image,), width, 10, ())
+        if not refused:
+            assert prompt(sample).pixel_values is not None
+            continue
+        with pytest.raises(ContractError, match="the model's processor refuses it") as caught:
+            prompt(sample)
+        assert caught.value.where == sample.sample_id
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def listed(folder: Path) -> dict[str, str]:
+    records = map(json.loads, (folder / "bad_samples.jsonl").read_text().splitlines())
+    return {f"{record['file']}:{record['line']}": record["reason"] for record in records}
+
+
+def run(config: Config) -> Path:
+    return train(config, check_inputs(config), [], Console(file=io.StringIO()))
+
+
+EPOCH = {"effective_batch_size": 8, "max_steps": 3, "save_steps": 1}
+
+
+def test_a_run_that_skips_them_takes_whole_steps_and_lists_them(
+    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+) -> None:
+    told = damage(data)
+    cut = image_of(data.train_jsonl, 9)  # its header is whole
+    cut.write_bytes(cut.read_bytes()[:-40])
+    folder = run(config_of(toy_checkpoint, data, tmp_path / "run", training=EPOCH))
+    steps = metrics(folder)
+    assert [step["packing/post_rollout_segments"] for step in steps] == [8, 8, 8]
+    assert sum(step["data/bad_samples"] for step in steps) == 6  # of one epoch
+    found = listed(folder)
+    assert found.keys() == told.keys() | {f"{data.train_jsonl}:9"}
+    for where, words in told.items():
+        assert words in found[where]
+    assert "cannot be decoded" in found[f"{data.train_jsonl}:9"]
+
+
+@pytest.mark.req("RUN-01")
+def test_a_run_that_goes_on_takes_the_same_samples(
+    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+) -> None:
+    damage(data)
+    whole = run(config_of(toy_checkpoint, data, tmp_path / "whole", training=EPOCH))
+    for steps in (1, 3):
+        training = EPOCH | {"max_steps": steps, "resume": "auto"}
+        parts = run(config_of(toy_checkpoint, data, tmp_path / "parts", training=training))
+    assert [step["loss"] for step in metrics(parts)] == [step["loss"] for step in metrics(whole)]
+    assert (parts / "bad_samples.jsonl").read_bytes() == (whole / "bad_samples.jsonl").read_bytes()
+
+
+def test_a_run_of_good_samples_is_the_same_with_either_value(
+    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+) -> None:
+    stop, skip = (
+        run(config_of(toy_checkpoint, data, tmp_path / name, name)) for name in ("stop", "skip")
+    )
+    assert [step["loss"] for step in metrics(stop)] == [step["loss"] for step in metrics(skip)]
+    assert "data/bad_samples" not in metrics(stop)[0]
+    assert [step["data/bad_samples"] for step in metrics(skip)] == [0, 0, 0]
+    assert not (skip / "bad_samples.jsonl").exists()
+
+
+def test_samples_of_validation_that_are_bad_are_left_out(
+    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+) -> None:
+    damage(data)
+    inputs: RunInputs = check_inputs(config_of(toy_checkpoint, data, tmp_path / "run"))
+    assert [sample.sample_id for sample in inputs.val] == [
+        f"{data.val_jsonl}:{line}" for line in (1, 2, 4)
+    ]
+    assert len(inputs.train) == 24
+
+
+def test_the_images_of_a_run_on_an_adapter_are_those_its_base_takes(
+    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+) -> None:
+    """As peft saves one: without a processor."""
+    told = damage(data)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    made = {"peft_type": "LORA", "base_model_name_or_path": str(toy_checkpoint)}
+    (adapter / "adapter_config.json").write_text(json.dumps(made))
+    (adapter / "adapter_model.safetensors").touch()
+    config = config_of(adapter, data, tmp_path / "run")
+    files = (config.data.train_jsonl, config.data.val_jsonl)
+    _, bad = read_data(config, files, adapter, lambda looks, _: looks)
+    assert bad.keys() == told.keys()
+
+
+def test_an_evaluation_names_them_or_leaves_them_out(
+    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+) -> None:
+    damage(data)
+    stop, skip = (config_of(toy_checkpoint, data, tmp_path / "run", on) for on in ("stop", "skip"))
+    with pytest.raises(ContractErrors) as caught:
+        plan_evaluation(stop)
+    assert [error.where for error in caught.value.errors] == [f"{data.val_jsonl}:3"]
+    assert len(plan_evaluation(skip).samples) == 3
+    for line in range(1, 5):
+        image_of(data.val_jsonl, line).write_text("no image")
+    with pytest.raises(ContractError, match="none of 4 samples can be evaluated"):
+        plan_evaluation(skip)
+
+
+def test_a_file_without_a_good_sample_is_refused(
+    toy_checkpoint: Path, data: ToyData, tmp_path: Path
+) -> None:
+    for line in range(1, 25):
+        image_of(data.train_jsonl, line).write_text("no image")
+    with pytest.raises(ContractError, match="none of 24 samples can be trained on") as caught:
+        check_inputs(config_of(toy_checkpoint, data, tmp_path / "run"))
+    assert caught.value.where == "data.train_jsonl"
+
+
+# --- the same file to train and to evaluate on
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_run_that_evaluates_on_what_it_trains_on_says_so(
+    toy_checkpoint: Path,
+    data: ToyData,
+    tmp_path: Path,
+    linked: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    val = tmp_path / "val.jsonl" if linked else data.train_jsonl
+    if linked:
+        val.symlink_to(data.train_jsonl)
+        (tmp_path / "images").symlink_to(data.train_jsonl.parent / "images")
+    files = {"train_jsonl": str(data.train_jsonl), "val_jsonl": str(val)}
+    mapping = merge(small_mapping(toy_checkpoint, data, tmp_path / "run"), {"data": files})
+    doubt = "data.val_jsonl is the same file as data.train_jsonl"
+    config, told = parse_config(mapping), io.StringIO()
+    train(config, check_inputs(config), [], Console(file=told))
+    assert f"Warning: {doubt}" in told.getvalue()
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(dump_mapping(mapping))
+    check([yaml])
+    assert f"warning: {doubt}" in capsys.readouterr().err
+    other = parse_config(merge(mapping, {"training": {"output_dir": str(tmp_path / "other")}}))
+    assert [f.status for f in look(other).findings if f.found.startswith(doubt)] == ["warn"]
+    assert parse_config(small_mapping(toy_checkpoint, data, tmp_path / "run")).data.doubt is None
+
+
+# --- who stands in
+
+
+def samples(count: int) -> list[Sample]:
+    return [Sample(f"d.jsonl:{n}", (), 1, 1, ()) for n in range(1, count + 1)]
+
+
+def stand_ins(
+    of: Sequence[Sample], bad: set[str], seed: int = 0, noted: list[ContractError] | None = None
+) -> StandIns:
+    """bad: known when their turn comes, not before."""
+
+    def look(sample: Sample) -> ContractError | None:
+        return ContractError(sample.sample_id, "bad", "") if sample.sample_id in bad else None
+
+    return StandIns(of, {}, seed, look, (noted if noted is not None else []).append)
+
+
+def test_good_samples_keep_their_places_and_stand_ins_are_spread() -> None:
+    everyone = samples(200)
+    bad = {sample.sample_id for sample in everyone[50:100]}
+    noted: list[ContractError] = []
+    taken = stand_ins(everyone, bad, noted=noted)
+    got = [taken[place] for place in range(200)]
+    assert [*got[:50], *got[100:]] == everyone[:50] + everyone[100:]
+    assert not bad & {sample.sample_id for sample in got}
+    assert len({sample.sample_id for sample in got[50:100]}) > 30
+    assert taken.take_count() == 50
+    assert taken.take_count() == 0
+    assert {fault.where for fault in noted} == bad
+    assert len(noted) == 50
+
+
+def test_a_stand_in_depends_on_seed_and_place_alone() -> None:
+    everyone, bad = samples(50), {f"d.jsonl:{n}" for n in (3, 4, 5)}
+    forwards, backwards = stand_ins(everyone, bad), stand_ins(everyone, bad)
+    there = [forwards[place] for place in range(50)]
+    assert there == [backwards[place] for place in reversed(range(50))][::-1]
+    other = stand_ins(everyone, bad, seed=1)
+    assert [other[place] for place in (2, 3, 4)] != there[2:5]
+
+
+def test_where_no_sample_is_left_the_bad_one_is_named() -> None:
+    everyone = samples(3)
+    taken = stand_ins(everyone, {sample.sample_id for sample in everyone})
+    with pytest.raises(ContractError) as caught:
+        taken[1]
+    assert caught.value.where == "d.jsonl:2"
+
+
+def test_the_list_holds_each_fault_once_also_over_restarts(tmp_path: Path) -> None:
+    for _ in range(2):
+        log = BadSampleLog(tmp_path, rank=1)
+        for line in (7, 8, 7):
+            log.add(ContractError(f"/data/d:{line}.jsonl:{line}", 'is "bad"', ""))
+    lines = (tmp_path / "bad_samples.rank1.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"file": f"/data/d:{n}.jsonl", "line": n, "reason": 'is "bad"'} for n in (7, 8)
+    ]
+
+
+# --- how far it is
+
+
+def test_a_log_says_how_many_images_were_looked_at(
+    toy_data: ToyData, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [image_of(toy_data.train_jsonl, line) for line in range(1, 4)]
+    looks: Looks = watch(look_at_all(paths, look_at_header), 3, every_s=0)
+    assert [path for path, _ in looks] == paths
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"Looked at {n} of 3 images" for n in (1, 2, 3)]
+    assert len(list(watch(look_at_all(paths, look_at_header), 3))) == 3
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,274 @@
+"""`learner estimate`: a run's own step on fake tensors, against real steps and plain counts."""
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.full_size import peak_of
+from learner.cli import app
+from learner.config import merge, parse_config
+from learner.config.schema import Config
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData
+from learner.models.gpus import GPUS, Gpu, gpu_named
+from learner.models.load import load_model
+from learner.operate.estimate.report import Estimate, as_json, estimate
+from learner.operate.estimate.sizes import Serving
+from learner.operate.estimate.speeds import speeds_at_best
+from learner.operate.estimate.step import (
+    StepCost,
+    longest_pack,
+    meta_model,
+    recipe_of,
+    step_cost,
+)
+from learner.operate.simulate.inputs import Speeds
+from learner.training.trainer import build_optimizer
+from learner.types import Sample
+from shared_contracts.errors import ContractError
+from tests.unit.small_run import small_mapping
+
+pytestmark = pytest.mark.req("FULL-05")
+
+LORA = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8, "train_coordinate_rows": False}
+H100 = gpu_named("H100")
+Changed = Callable[..., Config]
+
+
+@pytest.fixture
+def changed(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Changed:
+    """A small run with these sections."""
+    small = small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
+    return lambda **sections: parse_config(merge(small, sections))
+
+
+@pytest.fixture
+def samples(toy_data: ToyData) -> list[Sample]:
+    return read_samples(toy_data.train_jsonl, allow_poly=False)
+
+
+def real_peak(config: Config, samples: list[Sample]) -> int:
+    """Bytes that a real step of a real model allocates at most, as torch's profiler sees it."""
+    loaded = load_model(config)
+    loaded.model.train()
+    recipe = recipe_of(config, loaded)
+    pack, _ = longest_pack(config, recipe, samples)
+    trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
+    optimizer = build_optimizer(loaded.model, config.training, loaded.family)
+    for weight in trained:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    recipe.loss(loaded.model, pack, "A")  # the first forward fills caches of the libraries
+    gc.collect()
+
+    def step() -> None:
+        recipe.loss(loaded.model, pack, "A").total.backward()
+        optimizer.step()
+
+    return peak_of(step)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("count", [1, 4, 8])
+@pytest.mark.parametrize("tuner", [{"train_type": "full"}, LORA], ids=["full", "lora"])
+def test_working_memory_is_that_of_a_real_step_on_the_cpu(
+    changed: Changed, samples: list[Sample], tuner: dict[str, Any], count: int
+) -> None:
+    config = changed(tuner=tuner, global_max_length=1000)
+    cost = step_cost(config, samples[:count], "A", device="cpu")
+    assert cost.working == pytest.approx(real_peak(config, samples[:count]), rel=0.1)
+
+
+def test_states_are_those_of_a_real_model(changed: Changed, samples: list[Sample]) -> None:
+    for tuner in ({"train_type": "full"}, LORA):
+        config = changed(tuner=tuner)
+        cost = step_cost(config, samples[:1], "A")
+        weights = list(load_model(config).model.parameters())
+        trained = sum(w.numel() for w in weights if w.requires_grad)
+        assert cost.weights == sum(w.numel() * w.element_size() for w in weights)
+        assert (cost.gradients, cost.moments) == (4 * trained, 8 * trained)
+
+
+def test_flops_are_those_of_the_plain_count(changed: Changed, samples: list[Sample]) -> None:
+    """Two for each weight and row forward, twice that backward; attention by its squares."""
+    config = changed(global_max_length=1000)
+    cost = step_cost(config, samples[:4], "A", H100)
+    loaded = meta_model(config)
+    recipe = recipe_of(config, loaded)
+    pack, _ = longest_pack(config, recipe, samples[:4])
+    assert pack.pixel_values is not None
+    assert pack.image_grid_thw is not None
+    patches = len(pack.pixel_values)
+    taught = recipe.objective.select(pack.supervision, "A")
+    forward = 0.0
+    for name, module in loaded.model.named_modules():
+        rows = patches if "visual" in name else len(pack)
+        if "merger" in name:
+            rows = patches // 4
+        if name == "lm_head":
+            rows = len(taught.text_rows) + len(taught.slot_rows)
+        if name.endswith("patch_embed.proj") or isinstance(module, torch.nn.Linear):
+            weight: Any = module.weight
+            forward += 2 * rows * weight.numel()
+            if name.endswith("patch_embed.proj"):  # pixels get no gradient
+                forward -= 2 * rows * weight.numel() / 3
+    own: Any = loaded.model.config
+    text, vision = own.text_config, own.vision_config
+    squares = float(pack.bounds.diff().double().square().sum())
+    of_text = 2 * text.num_attention_heads * text.head_dim * squares * text.num_hidden_layers
+    images = [float(t * h * w) ** 2 for t, h, w in pack.image_grid_thw.tolist()]
+    of_images = 4 * vision.hidden_size * sum(images) * vision.depth
+    plain = 3 * forward + 3.5 * (of_text + of_images)
+    assert cost.flops == pytest.approx(plain, rel=0.02)
+
+
+def test_fsdp2_splits_states_and_ddp_holds_gradients_twice(
+    changed: Changed, samples: list[Sample]
+) -> None:
+    alone = step_cost(changed(), samples[:1], "A")
+    sharded = changed(training={"data_parallel": "fsdp2"})
+    split = step_cost(sharded, samples[:1], "A", processes=4)
+    for name in ("weights", "gradients", "moments"):
+        assert getattr(split, name) == pytest.approx(getattr(alone, name) / 4, rel=0.01)
+    both = step_cost(changed(), samples[:1], "A", processes=2)
+    assert (both.weights, both.gradients) == (alone.weights, 2 * alone.gradients)
+
+
+def test_recomputed_activations_are_fewer_and_cost_a_forward_more(
+    changed: Changed, samples: list[Sample]
+) -> None:
+    kept = step_cost(changed(), samples, "A", H100)
+    again = step_cost(changed(model={"gradient_checkpointing": True}), samples, "A", H100)
+    assert again.working < 0.7 * kept.working
+    assert 1.2 * kept.flops < again.flops < 1.4 * kept.flops
+
+
+@pytest.mark.req("FULL-01", "FULL-02")
+def test_no_tensor_of_a_step_is_as_large_as_a_mask_or_as_whole_logits(
+    changed: Changed, samples: list[Sample]
+) -> None:
+    several = {"n_softctx_iter": 3}
+    config = changed(stage2_ab=several, global_max_length=1000)
+    for channel in ("A", "B"):
+        cost = step_cost(config, samples, channel)
+        assert (cost.tokens, 1342) not in cost.shapes
+        assert not any(shape.count(cost.tokens) > 1 for shape in cost.shapes)
+        assert any(cost.tokens in shape for shape in cost.shapes)
+
+
+COST = StepCost("A", 100, 2, 10 * 2**30, 2**30, 2**30, 2**30, [], 1e12, 0.5, 0.1, frozenset())
+
+
+def test_time_is_bound_by_the_slower_of_arithmetic_and_memory(changed: Changed) -> None:
+    found = Estimate(changed(), H100, 1, 8, {"A": COST}, 4, 9 * 10**9, None)
+    assert found.step_s(COST) == pytest.approx(1.1)
+    assert found.mfu(COST) == pytest.approx(2e12 / (1.1 * 989e12))
+    assert found.push_s == pytest.approx(9 / 450)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(changed: Changed) -> None:
+    small = gpu_named("rtx4090")
+    served = Serving(
+        weights=30 * 2**30, sequence=2**30, length=4096, at_once=8, largest=0, context=4096
+    )
+    found = Estimate(changed(), small, 1, 8, {"A": COST}, 1, 1, served)
+    (server,) = found.refusals()
+    assert (found.sequences, server.where) == (0, "rollout_matching.vllm")
+    assert "30 GiB of weights" in server.found
+    large = StepCost("A", 1, 1, 30 * 2**30, 0, 0, 0, [], 1.0, 1.0, 1.0, frozenset())
+    (learner,) = Estimate(changed(), small, 1, 8, {"A": large}, 1, 1, None).refusals()
+    assert "fsdp2" in learner.do
+    busy = StepCost("A", 1, 1, 2**30, 0, 0, 30 * 2**30, [], 1.0, 1.0, 1.0, frozenset())
+    (learner,) = Estimate(changed(), small, 1, 8, {"A": busy}, 1, 1, None).refusals()
+    assert "gradient_checkpointing" in learner.do
+    assert "22.1 GiB of the RTX4090 can be used" in learner.found
+
+
+def test_beside_a_colocated_server_a_learner_has_the_rest_of_the_gpu(changed: Changed) -> None:
+    served = Serving(weights=2**30, sequence=2**30, length=4096, at_once=8, largest=0, context=4096)
+    for share in (None, 0.6):
+        vllm = {"mode": "colocate", "server": None, "gpu_memory_utilization": share}
+        config = changed(rollout_matching={"vllm": vllm})
+        found = Estimate(config, H100, 1, 8, {"A": COST}, 1, 1, served)
+        assert found.room == pytest.approx((0.92 - (share or 0.45)) * 80 * 2**30)
+        assert found.sequences == int((share or 0.45) * 80 - 5)
+    large = StepCost("A", 1, 1, 30 * 2**30, 0, 0, 0, [], 1.0, 1.0, 1.0, frozenset())
+    (learner,) = Estimate(config, H100, 1, 8, {"A": large}, 1, 1, served).refusals()
+    assert "25.6 GiB of the H100 can be used" in learner.found
+
+
+def test_an_estimate_tells_both_channels_push_and_servers(
+    changed: Changed, samples: list[Sample]
+) -> None:
+    config = changed(stage2_ab={"schedule": {"b_ratio": 0.5}})
+    found = as_json(estimate(config, samples, H100, 1))
+    assert found["channels"].keys() == {"A", "B"}
+    assert found["fits"]
+    assert found["server"]["sequences"] > 100
+    assert found["server"]["memory_share"] == 0.9
+    assert (
+        found["server"]["token_bytes"] * found["server"]["sequence_tokens"]
+        == (found["server"]["sequence_bytes"])
+    )
+    assert found["server"]["max_model_len"] >= found["server"]["sequence_tokens"]
+    assert found["push_bytes"] == found["channels"]["A"]["weights_bytes"]
+    (only,) = estimate(changed(stage2_ab={"schedule": {"b_ratio": 0.0}}), samples, H100, 1).costs
+    assert only == "A"
+
+
+def test_a_simulation_takes_the_speeds_that_the_gpu_bounds(changed: Changed) -> None:
+    served = Serving(
+        weights=3.35e9, sequence=3.35e7, length=4096, at_once=8, largest=0, context=4096
+    )
+    config = changed(stage2_ab={"n_softctx_iter": 2})
+    found = Estimate(config, H100, 1, 8, {"A": COST}, 10**9, 2 * 10**9, served)
+    known = Speeds()
+    best = speeds_at_best(found, known)
+    assert best.learner.a.learn.token_s == pytest.approx(0.5 / 100 / 2)
+    assert best.learner.a.target_s == known.learner.a.target_s
+    assert best.learner.b == known.learner.b  # the run has no channel B
+    assert best.engine.step_s == pytest.approx(1e-3)
+    assert best.engine.step_per_sequence_s == pytest.approx(1e-5)
+    assert best.engine.prefill_tokens_per_s == pytest.approx(989e12 / 2e9)
+    assert best.push.seconds == pytest.approx(0.5 + 2 / 450)
+
+
+def test_gpus_are_known_by_name_and_others_refused() -> None:
+    assert {"A100-40", "A100-80", "H100", "H200", "L40S", "RTX4090"} <= GPUS.keys()
+    assert gpu_named("h100") is gpu_named("H100")
+    assert gpu_named("RTX 4090").memory == 24 * 2**30
+    with pytest.raises(ContractError, match=r"--gpu: 'H1000'\. Use one of: A100-40"):
+        gpu_named("H1000")
+
+
+def test_the_command_prints_tables_or_json_and_refuses_a_run_that_does_not_fit(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(small_mapping(toy_checkpoint, toy_data, tmp_path / "run")))
+    words = ["estimate", str(file), "--gpu", "h100"]
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    assert "Memory of each of 1 learner GPU" in shown.stdout
+    told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert (told["gpu"], told["fits"]) == ("H100", True)
+    tiny = Gpu("H100", 2**20, 1e12, 1e12, 1e12)
+    monkeypatch.setitem(GPUS, "H100", tiny)
+    refused = CliRunner().invoke(app, words)
+    assert isinstance(refused.exception, ContractError)
+    assert "a learner needs" in str(refused.exception)
+    monkeypatch.undo()
+    simulated = CliRunner().invoke(app, ["simulate", str(file), "--gpu", "H100", "--steps", "2"])
+    assert simulated.exit_code == 0, simulated.output
+    twice = CliRunner().invoke(app, ["simulate", str(file), "--gpu", "H100", "--speeds", "x.yaml"])
+    assert "--gpu: given beside --speeds" in str(twice.exception)
+    uneven = CliRunner().invoke(app, [*words, "--gpus", "3"])
+    assert "effective_batch_size" in str(uneven.exception)
+    unknown = CliRunner().invoke(app, ["estimate", str(file), "--gpu", "T4"])
+    assert "Use one of" in str(unknown.exception)

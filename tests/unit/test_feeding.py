@@ -1,0 +1,228 @@
+"""What a step does ahead: prompts are encoded, and the next chunk is asked for."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.config.rollout_matching import MatchingConfig
+from learner.config.schema import Config
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData
+from learner.models.packed_forward import ENCODING_THREADS, PromptEncoder, Segment
+from learner.rollout.policy import OpenBackend, Policy, asking_of
+from learner.rollout.seeds import request_seed, rollout_seed_base
+from learner.runs.metrics import PhaseClock
+from learner.training.asynchronous_rollouts import BatchMaker
+from learner.training.channels import ChannelA, ChannelB, Encoding
+from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
+from learner.types import AssessedRollout, RolloutOutput, Sample
+from shared_contracts.errors import RunError
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from tests.unit.logged_runs import opened
+from tests.unit.push_worker import wait_until
+from tests.unit.small_run import small_config
+from tests.unit.test_step import Parts, Scripted
+from tests.unit.watched_processor import WatchedProcessor
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.req("STEP-03", "FULL-08")]
+
+CHUNK, CHUNKS = 2, 4
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def config(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
+) -> Config:
+    out = tmp_path_factory.mktemp("feeding")
+    return small_config(toy_checkpoint, toy_data, out, training={"packing": False})
+
+
+@pytest.fixture(scope="module")
+def parts(config: Config) -> Parts:
+    return Parts(config)
+
+
+@pytest.fixture(scope="module")
+def samples(toy_data: ToyData) -> list[Sample]:
+    return read_samples(toy_data.train_jsonl, allow_poly=False)[: CHUNK * CHUNKS]
+
+
+def encoding(parts: Parts, config: Config, watched: WatchedProcessor) -> Encoding:
+    prompt = PromptEncoder(watched, config.template.prompt, None)
+    return Encoding(parts.loaded.inner, prompt, parts.loaded.tokenizer, "desc_first")
+
+
+class Servers(Scripted):
+    """Before each answer `meanwhile` is called with the number of calls so far."""
+
+    def __init__(self, samples: Sequence[Sample], parts: Parts) -> None:
+        super().__init__(samples, parts)
+        self.meanwhile: Callable[[int], object] = lambda calls: None
+        self._changed = threading.Condition()
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        with self._changed:
+            rollouts = super().rollout(requests, request_config)
+            self._changed.notify_all()
+        self.meanwhile(len(self.seeds))
+        return rollouts
+
+    def wait_for(self, calls: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.seeds) >= calls, WAIT_S)
+
+
+class Assessing(ChannelB):
+    """Calls `before` with the number of the chunk that it assesses."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        super().__init__(encoding, MatchingConfig(), allow_poly=False)
+        self.before: Callable[[int], object] = lambda chunk: None
+        self.chunks = 0
+
+    def segments(self, *given: Any, **named: Any) -> tuple[list[Segment], list[AssessedRollout]]:
+        self.chunks += 1
+        self.before(self.chunks - 1)
+        return super().segments(*given, **named)
+
+
+class Feeding:
+    """Channel B's packs of one step, chunk by chunk. round_size: None without overlap."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        config: Config,
+        samples: Sequence[Sample],
+        round_size: int | None = CHUNK,
+    ) -> None:
+        self.samples = samples
+        self.watched = WatchedProcessor(parts.loaded.processor)
+        self.servers = Servers(samples, parts)
+        self.channel_b = Assessing(encoding(parts, config, self.watched))
+        self.policy = Policy(OpenBackend(self.servers, round_size=round_size), asking_of(config))
+        self.packer = Packer(config.training, config.global_max_length)
+
+    def chunks(self, step: int = 0) -> Iterator[list[str]]:
+        """The sample of each pack of a chunk."""
+        source = SynchronousRollouts(self.policy, self.channel_b, self.packer, 0)
+        with source.feed(step, self.samples, PhaseClock()) as feed:
+            for packs, _ in feed.chunks:
+                yield [pack.sample_ids[0] for pack in packs]
+
+    def ids(self, chunk: int) -> list[str]:
+        part = self.samples[chunk * CHUNK : (chunk + 1) * CHUNK]
+        return [sample.sample_id for sample in part]
+
+
+FeedingOf = Callable[..., Feeding]
+
+
+@pytest.fixture
+def feeding_of(parts: Parts, config: Config, samples: list[Sample]) -> Iterator[FeedingOf]:
+    """Fails where a thread is left, other than those of a prompt encoder."""
+    before = set(threading.enumerate())
+    yield lambda **settings: Feeding(parts, config, samples, **settings)
+    wait_until(
+        lambda: all(each.name.startswith("encoder") for each in {*threading.enumerate()} - before)
+    )
+
+
+@pytest.mark.parametrize("round_size", [None, CHUNK])
+def test_the_prompts_of_a_step_are_encoded_while_its_first_answers_are_made(
+    feeding_of: FeedingOf, round_size: int | None
+) -> None:
+    feeding = feeding_of(round_size=round_size)
+    feeding.servers.meanwhile = lambda _: feeding.watched.wait_for(CHUNK * CHUNKS)
+    assert sum(map(len, feeding.chunks())) == CHUNK * CHUNKS
+    assert feeding.watched.begun == CHUNK * CHUNKS
+
+
+@pytest.mark.req("ASYNC-01")
+def test_the_prompts_of_an_asynchronous_round_are_encoded_while_it_is_answered(
+    feeding_of: FeedingOf,
+) -> None:
+    feeding = feeding_of()
+    feeding.servers.meanwhile = lambda calls: feeding.watched.wait_for(calls * CHUNK)
+    feeding.policy.push()
+    maker = BatchMaker(
+        feeding.policy,
+        feeding.channel_b,
+        feeding.packer,
+        lambda _: feeding.samples,
+        0,
+        0,
+        opened(),
+    )
+    assert len(maker.make(0).packs) == CHUNK * CHUNKS
+
+
+@pytest.mark.req("CHA-01")
+def test_channel_a_encodes_as_many_prompts_at_once_as_there_are_threads(
+    parts: Parts, config: Config, samples: list[Sample]
+) -> None:
+    watched = WatchedProcessor(parts.loaded.processor, at_once=ENCODING_THREADS)
+    channel = ChannelA(encoding(parts, config, watched))
+    assert len(channel.segments(samples[:ENCODING_THREADS])) == ENCODING_THREADS
+
+
+@pytest.mark.req("SEED-01")
+def test_the_next_chunk_is_asked_for_before_the_last_one_is_assessed(feeding_of: FeedingOf) -> None:
+    feeding = feeding_of()
+    feeding.channel_b.before = lambda chunk: feeding.servers.wait_for(min(chunk + 2, CHUNKS))
+    assert list(feeding.chunks(step=3)) == [feeding.ids(chunk) for chunk in range(CHUNKS)]
+    base = rollout_seed_base(0, 3)
+    assert feeding.servers.seeds == [request_seed(base, 0, i * CHUNK) for i in range(CHUNKS)]
+
+
+def test_without_servers_of_their_own_gpus_nothing_is_asked_for_ahead(
+    feeding_of: FeedingOf, samples: list[Sample]
+) -> None:
+    """Nobody asks in another thread, and only once."""
+    feeding = feeding_of(round_size=None)
+    asking, own = [], threading.current_thread()
+    feeding.servers.meanwhile = lambda _: asking.append(threading.current_thread())
+    (ids,) = feeding.chunks()
+    assert sorted(ids) == sorted(sample.sample_id for sample in samples)
+    assert asking == [own]
+
+
+@pytest.mark.req("DDP-01")
+@pytest.mark.parametrize("stage", ["answers", "assessment"])
+def test_an_error_is_raised_after_the_chunks_before_it(feeding_of: FeedingOf, stage: str) -> None:
+    feeding = feeding_of()
+
+    def fail(chunk: int) -> None:
+        if chunk == 2:
+            raise RunError("the third chunk fails")
+
+    if stage == "answers":
+        feeding.servers.meanwhile = lambda calls: fail(calls - 1)
+    else:
+        feeding.channel_b.before = fail
+    chunks = feeding.chunks()
+    assert [next(chunks), next(chunks)] == [feeding.ids(0), feeding.ids(1)]
+    with pytest.raises(RunError, match="the third chunk fails"):
+        next(chunks)
+
+
+@pytest.mark.parametrize("held", ["answers", "assessment", "nothing"])
+def test_a_step_that_fails_leaves_no_thread_behind(feeding_of: FeedingOf, held: str) -> None:
+    """Its last answer may come later."""
+    feeding, over = feeding_of(), threading.Event()
+    if held == "answers":
+        feeding.servers.meanwhile = lambda calls: calls < 2 or over.wait(WAIT_S)
+    elif held == "assessment":
+        feeding.channel_b.before = lambda chunk: chunk < 1 or over.wait(WAIT_S)
+    with pytest.raises(ZeroDivisionError) if held != "nothing" else nullcontext():
+        for _ in feeding.chunks():
+            if held != "nothing":
+                raise ZeroDivisionError
+    over.set()

@@ -1,0 +1,278 @@
+"""The learner and the server see the same pixels of the same file, whatever its mode."""
+
+import io
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+from vllm.multimodal.image import convert_image_mode
+
+from learner.data.images import UnreadableImage, look_at, look_at_header, open_upright, upright
+from rollout_server.runtime.refusals import BadRequest
+from rollout_server.serving.media import ImageSource, decode_image
+from tests.unit.data_files import LYING
+
+pytestmark = pytest.mark.req("WIRE-04", "ROLL-01")
+
+Pixels = npt.NDArray[np.uint8]
+
+# Every value of a byte, 16 x 16, and with another byte below it.
+BYTES = np.arange(256, dtype=np.uint8).reshape(16, 16)
+WORDS = BYTES.astype(np.uint16) * 256 + BYTES[::-1]
+COLOURS = np.stack([BYTES, BYTES[::-1], BYTES.T], axis=-1)
+GREY = np.stack([BYTES] * 3, axis=-1)
+
+
+def file_of(image: Image.Image, form: str = "TIFF", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+Chunk = tuple[bytes, bytes]
+
+
+def png(
+    bits: int, kind: int, values: npt.NDArray[Any], *chunks: Chunk, behind: tuple[Chunk, ...] = ()
+) -> bytes:
+    """A PNG, also of the kinds that Pillow reads and does not write.
+
+    kind: its colour type. chunks, behind: what stands before and behind its pixels.
+    """
+    height, width = values.shape[:2]
+    rows = values.astype(">u2" if bits == 16 else np.uint8).reshape(height, -1)
+    data = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    header = struct.pack(">2I5B", width, height, bits, kind, 0, 0, 0)
+    parts = [(b"IHDR", header), *chunks, (b"IDAT", data), *behind, (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        for name, body in parts
+    )
+
+
+def servers(content: bytes) -> Image.Image:
+    return decode_image(content, ImageSource("images[0]", ""))
+
+
+def seen(content: bytes) -> Pixels:
+    """The pixels of a file, height x width x 3, on which both sides agree."""
+    ours, theirs = upright(content), servers(content)
+    assert (ours.mode, theirs.mode) == ("RGB", "RGB")
+    assert ours.tobytes() == theirs.tobytes()
+    assert ours.size == theirs.size
+    return np.asarray(ours)
+
+
+GREY_16: dict[str, Callable[[], bytes]] = {
+    "PNG": lambda: png(16, 0, WORDS),
+    "TIFF, low byte first": lambda: file_of(Image.fromarray(WORDS)),
+    "TIFF, high byte first": lambda: file_of(
+        Image.frombytes("I;16B", (16, 16), WORDS.astype(">u2").tobytes())
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GREY_16)
+def test_16_bit_grey_is_the_8_bit_image_of_its_high_bytes(kind: str) -> None:
+    assert (seen(GREY_16[kind]()) == GREY).all()
+
+
+def test_16_bit_colour_and_grey_are_scaled_alike() -> None:
+    words = np.stack([WORDS] * 3, axis=-1)
+    assert (seen(png(16, 2, words)) == GREY).all()
+    opaque = np.full_like(WORDS, 0xFFFF)
+    assert (seen(png(16, 4, np.stack([WORDS, opaque], axis=-1))) == GREY).all()
+    assert (seen(png(16, 6, np.stack([*[WORDS] * 3, opaque], axis=-1))) == GREY).all()
+
+
+RGB = Image.fromarray(COLOURS)
+ALPHA = Image.fromarray(BYTES.T.copy())
+
+
+def translucent(mode: str) -> Image.Image:
+    image = RGB.convert(mode)
+    image.putalpha(ALPHA)
+    return image
+
+
+def palette_with_alpha() -> Image.Image:
+    """16 colours, each with its own alpha."""
+    image = RGB.quantize(16)
+    image.info["transparency"] = bytes(range(0, 256, 16))
+    return image
+
+
+TRANSPARENT: dict[str, Callable[[], bytes]] = {
+    "RGBA": lambda: file_of(translucent("RGB"), "PNG"),
+    "RGBA, WEBP": lambda: file_of(translucent("RGB"), "WEBP", lossless=True),
+    "LA": lambda: file_of(translucent("L"), "PNG"),
+    "PA": lambda: file_of(RGB.quantize(16).convert("PA")),
+    "P, a colour": lambda: file_of(RGB.quantize(16), "PNG", transparency=3),
+    "P, an alpha for each colour": lambda: file_of(palette_with_alpha(), "PNG"),
+    "P, GIF": lambda: file_of(RGB.quantize(16), "GIF", transparency=3),
+    "L": lambda: file_of(Image.fromarray(BYTES), "PNG", transparency=77),
+    "RGB": lambda: file_of(RGB, "PNG", transparency=tuple(int(v) for v in COLOURS[3, 4])),
+    "1": lambda: file_of(Image.fromarray(BYTES).convert("1"), "PNG", transparency=0),
+}
+
+
+@pytest.mark.parametrize("kind", TRANSPARENT)
+def test_transparent_pixels_lie_on_white_as_vllm_lays_them(kind: str) -> None:
+    content = TRANSPARENT[kind]()
+    with Image.open(io.BytesIO(content)) as opened:
+        with_alpha = opened.convert("RGBA")
+        expected = np.asarray(convert_image_mode(with_alpha, "RGB"))
+        alpha = np.asarray(with_alpha)[..., 3]
+    pixels = seen(content)
+    assert (pixels == expected).all()
+    if kind != "PA":  # whose palette Pillow makes opaque
+        assert (alpha == 0).any()
+    assert (pixels[alpha == 0] == 255).all()
+
+
+# What keeps its colours, and how far they may move by the file's own encoding.
+COLOURED: dict[str, tuple[Callable[[], bytes], Pixels, int]] = {
+    "RGB": (lambda: file_of(RGB, "PNG"), COLOURS, 0),
+    "RGB, BMP": (lambda: file_of(RGB, "BMP"), COLOURS, 0),
+    "L": (lambda: file_of(Image.fromarray(BYTES), "PNG"), GREY, 0),
+    "1": (
+        lambda: file_of(Image.fromarray(BYTES > 127), "PNG"),
+        np.where(GREY > 127, 255, 0).astype(np.uint8),
+        0,
+    ),
+    "P": (
+        lambda: file_of(Image.fromarray(BYTES).convert("P", palette=Image.Palette.WEB), "PNG"),
+        np.asarray(Image.fromarray(BYTES).convert("P").convert("RGB")),
+        0,
+    ),
+    "CMYK": (lambda: file_of(RGB.convert("CMYK")), COLOURS, 1),
+    "CMYK, JPEG": (
+        lambda: file_of(Image.new("RGB", (16, 16), (200, 100, 50)).convert("CMYK"), "JPEG"),
+        np.full((16, 16, 3), (200, 100, 50), np.uint8),
+        3,
+    ),
+    "YCbCr": (lambda: file_of(RGB.convert("YCbCr")), COLOURS, 3),
+}
+
+
+@pytest.mark.parametrize("kind", COLOURED)
+def test_colours_are_kept(kind: str) -> None:
+    write, expected, off = COLOURED[kind]
+    assert np.abs(seen(write()).astype(int) - expected.astype(int)).max() <= off
+
+
+def test_lab_becomes_srgb() -> None:
+    """D50 white, a mid grey and a saturated red, by their published CIELAB values."""
+    lab = Image.new("LAB", (3, 1))
+    for x, value in enumerate([(255, 128, 128), (137, 128, 128), (138, 209, 198)]):
+        lab.putpixel((x, 0), value)
+    white, grey, red = seen(file_of(lab))[0].astype(int)
+    assert np.abs(white - 255).max() <= 1
+    assert np.abs(grey - 128).max() <= 3
+    assert red[0] > 240
+    assert red[1:].max() < 40
+
+
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "I": (
+        file_of(Image.fromarray(WORDS.astype(np.int32))),
+        "holds 32-bit integers (mode I), not 8-bit colours or 16-bit grey",
+    ),
+    "F": (
+        file_of(Image.fromarray(WORDS.astype(np.float32))),
+        "holds floating-point numbers (mode F), not 8-bit colours or 16-bit grey",
+    ),
+    "16-bit grey with a transparent colour": (
+        png(16, 0, WORDS, (b"tRNS", struct.pack(">H", 7))),
+        "has 16 bits a value and the transparent colour 7",
+    ),
+    "16-bit colour with a transparent colour": (
+        png(16, 2, np.stack([WORDS] * 3, axis=-1), (b"tRNS", struct.pack(">3H", 1, 2, 256))),
+        "has 16 bits a value and the transparent colour (1, 2, 256)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_has_no_agreed_colours_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    content, why = REFUSED[kind]
+    path = tmp_path / "image"
+    path.write_bytes(content)
+    for look in (open_upright, look_at, look_at_header):
+        with pytest.raises(UnreadableImage) as ours:
+            look(path)
+        assert str(ours.value) == why
+    with pytest.raises(BadRequest) as theirs:
+        servers(content)
+    assert (theirs.value.where, theirs.value.found) == ("images[0]", f"the image {why}")
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_both_turn_an_image_as_its_exif_orientation_says(form: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = Image.new("RGB", (32, 16), (0, 0, 0))
+    stored.paste((255, 255, 255), (0, 0, 16, 8))  # the top left quarter
+    pixels = seen(file_of(stored, form, exif=exif))
+    assert pixels.shape == ((32, 16, 3) if orientation >= 5 else (16, 32, 3))
+    height, width = pixels.shape[:2]
+    down, right = ORIGIN[orientation]
+    quarter = pixels[down * height // 2 :, right * width // 2 :][: height // 2, : width // 2]
+    assert quarter.min() > 240
+    assert abs(pixels.astype(int).sum() - 255 * 3 * 128) < 255 * 3 * 4
+
+
+XMP = b"XML:com.adobe.xmp\0\0\0\0\0" + b'<x tiff:Orientation="6"/>'
+ON_ITS_SIDE = Image.Exif()
+ON_ITS_SIDE[0x0112] = 6
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+@pytest.mark.parametrize(
+    "chunk", [(b"eXIf", ON_ITS_SIDE.tobytes().removeprefix(b"Exif\0\0")), (b"iTXt", XMP)]
+)
+def test_the_header_of_a_png_shows_what_its_pixels_will(
+    place: str, chunk: Chunk, tmp_path: Path
+) -> None:
+    stored = COLOURS[:8]
+    content = png(8, 2, stored, chunk) if place == "before" else png(8, 2, stored, behind=(chunk,))
+    assert seen(content).shape == (16, 8, 3)
+    path = tmp_path / "image.png"
+    path.write_bytes(content)
+    assert look_at_header(path)[:2] == look_at(path)[:2] == ((8, 16), True)
+
+
+def test_no_pixels_are_read_for_the_header_of_a_png(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(png(8, 2, COLOURS)[:-100])
+    assert look_at_header(path).size == (16, 16)
+    with pytest.raises(UnreadableImage, match="cannot be decoded"):
+        look_at(path)
+
+
+# Where the stored top left quarter is upright: lower half, right half (EXIF 2.32, 4.6.4).
+ORIGIN = {
+    1: (0, 0),
+    2: (0, 1),
+    3: (1, 1),
+    4: (1, 0),
+    5: (0, 0),
+    6: (0, 1),
+    7: (1, 1),
+    8: (1, 0),
+}
+
+
+@pytest.mark.parametrize("mode", ["I;16", "RGBA", "P", "CMYK"])
+def test_other_modes_are_turned_as_well(mode: str) -> None:
+    image = Image.fromarray(WORDS[:8]) if mode == "I;16" else RGB.crop((0, 0, 16, 8)).convert(mode)
+    pixels = seen(file_of(image, tiffinfo={0x0112: LYING}))
+    straight = seen(file_of(image))
+    assert (pixels == np.rot90(straight, -1)).all()
