@@ -2,7 +2,9 @@
 
 import atexit
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -13,6 +15,8 @@ from shared_contracts.machine import BY_BUS, CUDA_ORDER
 DISTRIBUTION = "rollmatch"
 BAD_INPUT = 2
 RUN_FAILED = 1
+# Until an interrupt that was lost is sent again; by then the callback that lost it has ended.
+INTERRUPT_AGAIN_S = 0.1
 # For typer: `-h` wherever `--help` is.
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
@@ -45,9 +49,10 @@ def run_program(app: Callable[[], object]) -> None:
     daemon thread that still computes would otherwise abort or block the end of the interpreter:
     it needs the interpreter's lock, and native code cannot lose its thread.
 
-    CUDA counts GPUs as nvidia-smi and the driver's folder do.
+    CUDA counts GPUs as nvidia-smi and the driver's folder do. An interrupt (Ctrl-C) is not lost.
     """
     os.environ[CUDA_ORDER] = BY_BUS
+    sys.unraisablehook = _report_unraisable
     code = RUN_FAILED
 
     def leave() -> None:
@@ -62,6 +67,20 @@ def run_program(app: Callable[[], object]) -> None:
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         raise
+
+
+def _report_unraisable(lost: "sys.UnraisableHookArgs") -> None:
+    """Report an exception that nothing can catch, and send an interrupt again.
+
+    The interpreter drops what is raised in a finalizer or in a callback of a weak reference, also
+    the KeyboardInterrupt of a signal that comes meanwhile.
+    """
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    again = threading.Timer(INTERRUPT_AGAIN_S, os.kill, [os.getpid(), signal.SIGINT])
+    again.daemon = True
+    again.start()
 
 
 def run_cli(app: Callable[[], object]) -> None:

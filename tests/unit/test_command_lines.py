@@ -189,3 +189,30 @@ def test_a_program_ends_with_its_code_though_a_thread_computes(
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (code, "said cleaned up\n"), ended.stderr
     assert ended.stderr.strip().rpartition("\n")[2] == last
+
+
+INTERRUPTED_IN_A_FINALIZER = """
+import signal, time
+from shared_contracts.cli import run_program
+
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def app():
+    try:
+        Finalized()
+        time.sleep(30)
+        print("not interrupted")
+    except KeyboardInterrupt:
+        print("interrupted")
+
+run_program(app)
+"""
+
+
+@pytest.mark.req("SRV-05")
+def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
+    script = INTERRUPTED_IN_A_FINALIZER
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "interrupted\n", "")
