@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import SecretStr
+from safetensors import SafetensorError, safe_open
 
 from rollout_server.settings.options import BYTES_PER_PIXEL, ServerSettings
 from shared_contracts.adapters import checkpoint_chain
@@ -166,10 +167,10 @@ def weight_elements(checkpoint: Path) -> list[int]:
     found = []
     for file in checkpoint.glob("*.safetensors"):
         try:
-            with file.open("rb") as content:
-                header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
-            found += [math.prod(each["shape"]) for name, each in header.items() if name[:2] != "__"]
-        except (OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError) as error:
+            with safe_open(file, framework="np") as tensors:
+                names = list(tensors.keys())
+                found += [math.prod(tensors.get_slice(name).get_shape()) for name in names]
+        except (OSError, SafetensorError) as error:
             raise ContractError(
                 "model", f"{file} is no safetensors file ({error})", "Copy the weights again"
             ) from None

@@ -31,6 +31,7 @@ from shared_contracts.machine import (
     query_gpu_use,
 )
 from shared_contracts.server_info import TOKEN_VARIABLE
+from tests.unit.sparse_weights import write_sparse_weights
 
 ROOT = Path(__file__).parents[2]
 PICKLES = {"cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
@@ -133,11 +134,9 @@ TEXT = LAYERS | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embedd
 
 
 def checkpoint(folder: Path, shapes: dict[str, list[int]], text: dict[str, Any]) -> Path:
-    """A checkpoint of these tensors, of which the file has the header alone."""
+    """A checkpoint of these tensors, which take no space."""
     (folder / "config.json").write_text(json.dumps({"architectures": ["X"], "text_config": text}))
-    tensors = {name: {"dtype": "BF16", "shape": shape} for name, shape in shapes.items()}
-    header = json.dumps({"__metadata__": {"format": "pt"}} | tensors).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    write_sparse_weights(folder / "model.safetensors", shapes)
     return folder
 
 

@@ -17,6 +17,7 @@ from learner.rollout.colocate import place, server_settings
 from learner.rollout.server_process import free_ports
 from learner.training.start_checks import context_of_run
 from tests.unit.full_size_models import make_full_size, make_samples
+from tests.unit.sparse_weights import write_sparse_weights
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.req("FULL-06", "FULL-10")]
 
@@ -41,16 +42,14 @@ class Rehearsed:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints by size, whose file of weights has the header alone."""
+    """Checkpoints by size, whose weights take no space."""
     folder = tmp_path_factory.mktemp("models")
     made = {size: make_full_size(folder / size, size) for size in ("2b", "4b", "8b")}
     base = load_mapping(PROFILES[0])
     for model in made.values():
         config = parse_config(merge(base, {"model": {"model": str(model)}}))
         shapes = read_sizes(config).shapes
-        header = {name: {"dtype": "BF16", "shape": list(shape)} for name, shape in shapes.items()}
-        text = json.dumps(header).encode()
-        (model / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+        write_sparse_weights(model / "model.safetensors", shapes)
     return made
 
 
