@@ -1,7 +1,7 @@
 """`learner toy`: data and models to try everything with, made on the spot."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,11 +22,27 @@ def make_data(
     polygons: Annotated[
         bool, typer.Option("--polygons", help="Annotate triangles by their corners, not by a box.")
     ] = False,
+    world: Annotated[
+        Literal["plain", "crowded"],
+        typer.Option(
+            help="plain: one or two shapes, apart; crowded: 6 to 20 that overlap and repeat."
+        ),
+    ] = "plain",
+    unlabelled: Annotated[
+        float,
+        typer.Option(
+            help="Chance of an object of a training scene to be left out of its line.",
+            min=0.0,
+            max=0.9,
+        ),
+    ] = 0.0,
 ) -> None:
     """Draw scenes; write train.jsonl, val.jsonl and their COCO exports."""
     from learner.data import toy
 
-    files = toy.make_data(out, train, val, seed, polygons=polygons)
+    files = toy.make_data(
+        out, train, val, seed, world=world, polygons=polygons, unlabelled=unlabelled
+    )
     typer.echo(f"{train} scenes to train on: {files.train_jsonl}")
     typer.echo(f"{val} scenes held out: {files.val_jsonl}")
 

@@ -32,7 +32,8 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from learner.data.toy import DESCRIPTIONS, IMAGE_SIDE, PROMPT
+from learner.data.toy import PROMPT
+from learner.data.toy_scenes import DESCRIPTIONS, IMAGE_SIDE
 from learner.models.coord_tokens import add_coord_tokens, smooth_rows, vocab_modules
 from learner.runs.atomic_files import publish_directory
 from learner.stages.coords import COORD_BINS, coord_token

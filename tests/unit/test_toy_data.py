@@ -18,14 +18,13 @@ from pycocotools.coco import COCO
 from learner.commands.toy import toy_app
 from learner.data.coco import to_coco
 from learner.data.jsonl import bounding_box, read_samples
-from learner.data.toy import (
+from learner.data.toy import ToyData, make_data
+from learner.data.toy_scenes import (
     DESCRIPTIONS,
     IMAGE_SIDE,
     MAX_OBJECTS,
     MIN_OBJECT_SIDE,
     SceneObject,
-    ToyData,
-    make_data,
     make_scene,
 )
 from learner.runs.atomic_files import publish_directory

@@ -14,7 +14,8 @@ from transformers import (
 from typer.testing import CliRunner
 
 from learner.commands.toy import toy_app
-from learner.data.toy import DESCRIPTIONS, IMAGE_SIDE, PROMPT
+from learner.data.toy import PROMPT
+from learner.data.toy_scenes import DESCRIPTIONS, IMAGE_SIDE
 from learner.models.coord_tokens import smooth_rows, vocab_modules
 from learner.models.toy import make_model, make_toy_tokenizer
 from learner.stages.formats.coord_json import serialize_append, serialize_objects

@@ -1,0 +1,237 @@
+"""The scenes of the toy worlds: coloured shapes on a dark ground, and the box of each.
+
+    plain    64 pixels; one or two shapes, large and apart, listed from left to right
+    crowded  128 pixels; 6 to 20 shapes of 6 to 60 pixels, of few kinds, that overlap; listed in
+             no order
+
+A box is that of the pixels that are seen.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw
+
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 200, 60),
+    "blue": (50, 80, 230),
+    "yellow": (230, 220, 50),
+}
+SHAPES = ("rectangle", "triangle")
+DESCRIPTIONS = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
+
+Box = tuple[int, int, int, int]
+Corners = tuple[float, ...]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class SceneObject:
+    """desc: `red triangle`; box: x1, y1, x2, y2 in pixels, x2 and y2 one past the last.
+
+    corners: of a triangle, x and y in pixels by turns; None of a rectangle, and where a part may
+    be hidden.
+    """
+
+    desc: str
+    box: Box
+    corners: Corners | None
+
+
+Scene = tuple[Image.Image, list[SceneObject]]
+WorldName = Literal["plain", "crowded"]
+
+
+@dataclass(frozen=True)
+class World:
+    """side: of its square images, in pixels. corners: whether triangles have them."""
+
+    side: int
+    corners: bool
+    make_scene: Callable[[np.random.Generator], Scene]
+
+
+# --- plain
+
+IMAGE_SIDE = 64
+MAX_OBJECTS = 2
+MIN_OBJECT_SIDE = 18
+MAX_OBJECT_SIDE = 32
+GAP = 2
+
+
+def make_scene(rng: np.random.Generator) -> Scene:
+    """Draw one scene; its objects come from left to right."""
+    image = _ground(rng, IMAGE_SIDE)
+    objects = []
+    for box in _place_boxes(rng, int(rng.integers(1, MAX_OBJECTS + 1))):
+        colour = str(rng.choice(list(COLOURS)))
+        shape = str(rng.choice(SHAPES))
+        mask = _shape_mask(shape, box, IMAGE_SIDE)
+        _paint(image, mask, COLOURS[colour])
+        drawn = _mask_box(mask)
+        corners = _triangle(drawn) if shape == "triangle" else None
+        objects.append(SceneObject(f"{colour} {shape}", drawn, corners))
+    objects.sort(key=lambda o: o.box)
+    return image, objects
+
+
+def _place_boxes(rng: np.random.Generator, count: int) -> list[Box]:
+    """Draw `count` boxes at least `GAP` pixels apart, starting over when one finds no room."""
+    boxes: list[Box] = []
+    while len(boxes) < count:
+        width, height = (int(v) for v in rng.integers(MIN_OBJECT_SIDE, MAX_OBJECT_SIDE + 1, 2))
+        box = _random_box(rng, width, height, IMAGE_SIDE)
+        boxes = [] if any(_too_close(box, other) for other in boxes) else [*boxes, box]
+    return boxes
+
+
+def _too_close(a: Box, b: Box) -> bool:
+    apart_x = a[2] + GAP <= b[0] or b[2] + GAP <= a[0]
+    apart_y = a[3] + GAP <= b[1] or b[3] + GAP <= a[1]
+    return not (apart_x or apart_y)
+
+
+# --- crowded
+
+CROWDED_SIDE = 128
+FEWEST, MOST = 6, 20
+SMALLEST, LARGEST = 6, 60
+# Width over height, or height over width.
+WIDEST = 2.0
+MOST_KINDS = 4
+# Of the pixels of a shape, how many nothing covers.
+SEEN_SHARE = 0.5
+# Two of one kind whose boxes agree more than this could not be told from one that is listed twice.
+MOST_ALIKE = 0.7
+# Of the shapes after the first, how many are put beside an earlier one, of its kind and size.
+CLUSTERED_SHARE = 0.5
+_OUTLINE = (0, 0, 0)
+
+
+@dataclass
+class _Placed:
+    """whole: of the shape; seen: without what covers it."""
+
+    desc: str
+    box: Box
+    whole: Mask
+    seen: Mask
+
+
+def make_crowded_scene(rng: np.random.Generator) -> Scene:
+    """Draw one scene; its objects come in no order.
+
+    Each shape has a black outline, so that those of one colour can be told apart.
+    """
+    image = _ground(rng, CROWDED_SIDE)
+    kinds = rng.choice(DESCRIPTIONS, int(rng.integers(2, MOST_KINDS + 1)), replace=False).tolist()
+    count = int(rng.integers(FEWEST, MOST + 1))
+    placed: list[_Placed] = []
+    while len(placed) < count:
+        new = _candidate(rng, kinds, placed)
+        left = [other.seen & ~new.whole for other in placed]
+        if any(map(_hidden, placed, left)) or any(_alike(other, new) for other in placed):
+            continue
+        for other, seen in zip(placed, left, strict=True):
+            other.seen = seen
+        placed.append(new)
+    for each in placed:
+        colour, _ = each.desc.split()
+        _paint(image, each.whole, _OUTLINE)
+        _paint(image, _inner(each.whole), COLOURS[colour])
+    objects = [SceneObject(each.desc, _mask_box(each.seen), None) for each in placed]
+    return image, [objects[i] for i in rng.permutation(len(objects))]
+
+
+def _candidate(rng: np.random.Generator, kinds: list[str], placed: list[_Placed]) -> _Placed:
+    """A shape on top of all others: beside an earlier one, or anywhere.
+
+    The logarithms of size and of aspect ratio are uniform: there are as many small shapes as
+    large ones.
+    """
+    if placed and rng.random() < CLUSTERED_SHARE:
+        near = placed[int(rng.integers(len(placed)))]
+        x1, y1, x2, y2 = near.box
+        width, height = x2 - x1, y2 - y1
+        x = x1 + round(float(rng.uniform(-1.2, 1.2)) * width)
+        y = y1 + round(float(rng.uniform(-1.2, 1.2)) * height)
+        x, y = (min(max(v, 0), CROWDED_SIDE - size) for v, size in ((x, width), (y, height)))
+        desc, box = near.desc, (x, y, x + width, y + height)
+    else:
+        size = np.log([SMALLEST, LARGEST])
+        half_aspect = rng.uniform(-1, 1) * np.log(WIDEST) / 2
+        sides = np.exp(rng.uniform(*size) + np.array([half_aspect, -half_aspect]))
+        width, height = (int(v) for v in sides.clip(SMALLEST, LARGEST).round())
+        desc, box = str(rng.choice(kinds)), _random_box(rng, width, height, CROWDED_SIDE)
+    mask = _shape_mask(desc.split()[1], box, CROWDED_SIDE)
+    return _Placed(desc, box, mask, mask)
+
+
+def _hidden(other: _Placed, seen: Mask) -> bool:
+    return bool(seen.sum() < SEEN_SHARE * other.whole.sum())
+
+
+def _alike(a: _Placed, b: _Placed) -> bool:
+    both = int((a.whole & b.whole).sum())
+    return a.desc == b.desc and both > MOST_ALIKE * int((a.whole | b.whole).sum())
+
+
+def _inner(mask: Mask) -> Mask:
+    """The pixels of a shape whose four neighbours are its own, too."""
+    padded = np.pad(mask, 1)
+    up, down = padded[:-2, 1:-1], padded[2:, 1:-1]
+    left, right = padded[1:-1, :-2], padded[1:-1, 2:]
+    inner: Mask = mask & up & down & left & right
+    return inner
+
+
+# --- what both are drawn with
+
+
+def _ground(rng: np.random.Generator, side: int) -> Image.Image:
+    return Image.new("RGB", (side, side), (int(rng.integers(0, 64)),) * 3)
+
+
+def _random_box(rng: np.random.Generator, width: int, height: int, side: int) -> Box:
+    x = int(rng.integers(0, side - width + 1))
+    y = int(rng.integers(0, side - height + 1))
+    return (x, y, x + width, y + height)
+
+
+def _paint(image: Image.Image, mask: Mask, colour: tuple[int, int, int]) -> None:
+    image.paste(colour, mask=Image.fromarray(mask))
+
+
+def _shape_mask(shape: str, box: Box, side: int) -> Mask:
+    """Where the shape is; side x side."""
+    canvas = Image.new("1", (side, side))
+    draw = ImageDraw.Draw(canvas)
+    x1, y1, x2, y2 = box[0], box[1], box[2] - 1, box[3] - 1
+    if shape == "rectangle":
+        draw.rectangle((x1, y1, x2, y2), fill=1)
+    else:
+        draw.polygon([((x1 + x2) // 2, y1), (x2, y2), (x1, y2)], fill=1)
+    return np.asarray(canvas)
+
+
+def _triangle(box: Box) -> Corners:
+    """Corners of the triangle that fills a box: the middle of its top pixel, then clockwise."""
+    x1, y1, x2, y2 = box
+    return ((x1 + x2 - 1) // 2 + 0.5, y1, x2, y2, x1, y2)
+
+
+def _mask_box(mask: Mask) -> Box:
+    columns = np.flatnonzero(mask.any(axis=0))
+    rows = np.flatnonzero(mask.any(axis=1))
+    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
+
+
+WORLDS: dict[WorldName, World] = {
+    "plain": World(IMAGE_SIDE, True, make_scene),
+    "crowded": World(CROWDED_SIDE, False, make_crowded_scene),
+}
