@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from learner.analysis.evaluation.detections import AveragePrecision, Overlap
 from learner.analysis.evaluation.folder import Scored, write_evaluation
-from learner.analysis.evaluation.scores import ScoredAnswer
+from learner.analysis.evaluation.scores import ScoredAnswer, Scores
 from learner.analysis.report.answers import badness
 from learner.analysis.report.run_page import told
 from learner.config.schema import Config
@@ -92,6 +92,7 @@ def tables(scored: Scored) -> list[tuple[str, Table]]:
     """Scores, the categories and the samples to look at first; each with its title."""
     found = [
         (f"{len(scored.answers)} answers, a hit has an IoU of 0.5", _scores(scored)),
+        ("F1 by the IoU of a hit, and objects that are faults", _places(scored.scores)),
         ("COCO's average precision; every detection has the score 1", _precisions(scored)),
         (f"Descriptions of the lowest F1, at most {_WORST}", _descriptions(scored)),
     ]
@@ -114,6 +115,15 @@ def _scores(scored: Scored) -> Table:
     objects = (scores.precision, scores.recall, scores.f1)
     table.add_row("objects", *map(score, objects), str(scores.hits), *counts)
     table.add_row("descriptions ignored", *map(score, by_place), str(scores.located), *counts)
+    return table
+
+
+def _places(scores: Scores) -> Table:
+    names = ("IoU 0.5", "IoU 0.95", "mean of 0.5 to 0.95", "duplicates", "oversized", "dropped")
+    table = new_table("", *(f"#{name}" for name in names))
+    f1 = (scores.f1, scores.f1_95, scores.f1_miou)
+    faults = (scores.duplicates, scores.oversized, scores.dropped)
+    table.add_row("objects", *map(score, f1), *map(str, faults))
     return table
 
 

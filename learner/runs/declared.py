@@ -320,7 +320,13 @@ def _evaluation() -> Iterator[Metric]:
     yield metric("precision", "rate", "1", "hits / predicted objects")
     yield metric("recall", "rate", "1", "hits / ground truths")
     yield metric("f1", "rate", "1", "2 hits / (predicted objects + ground truths)")
+    yield metric("f1_95", "rate", "1", "the same where a hit needs an IoU of 0.95")
+    yield metric("f1_miou", "rate", "1", "mean of the F1 at IoU 0.50, 0.55, ... 0.95")
     yield metric("box_f1", "rate", "1", "F1, descriptions ignored")
+    repeats = "predicted with the description of an earlier one and an IoU of at least 0.9 with it"
+    yield metric("duplicates", "rate", "objects/answer", repeats)
+    whole = "predicted on 95 % of the image or more, and no hit"
+    yield metric("oversized", "rate", "objects/answer", whole)
     yield metric("predicted", "counter", "objects", "predicted and valid")
     yield metric("ground_truths", "counter", "objects", "annotated")
     yield metric("dropped", "counter", "objects", "predicted and dropped as invalid")

@@ -16,6 +16,7 @@ from learner.types import (
 from tests.unit.small_run import rollout
 
 DATA = Path("/data/val.jsonl")
+RESOLUTION = 256
 
 
 def box(desc: str, *coords: int) -> GroundTruthObject:
@@ -41,9 +42,9 @@ def answered(asked: Sample, said: Sequence[GroundTruthObject], text: str = "{}")
         for n, o in enumerate(said, start=1)
     ]
     parsed = ParsedRollout(objects, [], [], len(objects), False, False, [])
-    match = match_named(objects, asked.objects, 256)
+    match = match_named(objects, asked.objects, RESOLUTION)
     output = replace(rollout([], []), text=text)
-    return ScoredAnswer.scored(AssessedRollout(asked, output, parsed, match))
+    return ScoredAnswer.scored(AssessedRollout(asked, output, parsed, match), RESOLUTION)
 
 
 Case = tuple[Sequence[GroundTruthObject], Sequence[GroundTruthObject]]

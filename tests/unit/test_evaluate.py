@@ -38,6 +38,7 @@ from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress
 from tests.unit.answers import BIRD, CAT, DOG, coords, encode, entry
+from tests.unit.eval_answers import answers, box
 from tests.unit.scripted_rollouts import report
 from tests.unit.small_run import rollout, small_config
 from tests.unit.toy_bpe import train_toy_tokenizer
@@ -56,7 +57,7 @@ def answer(
 ) -> ScoredAnswer:
     said = rollout([], encode(tokenizer, text))
     return ScoredAnswer.scored(
-        assess_by_name(sample(*objects), said, tokenizer, allow_poly=False, resolution=256)
+        assess_by_name(sample(*objects), said, tokenizer, allow_poly=False, resolution=256), 256
     )
 
 
@@ -66,10 +67,16 @@ def scored(
     return Scores.of(answer(tokenizer, text, objects) for text, objects in answers)
 
 
+def counts(scores: Scores) -> tuple[int, ...]:
+    """Predicted, ground truths, hits, located, dropped."""
+    s = scores
+    return s.predicted, s.ground_truths, s.hits, s.located, s.dropped
+
+
 def test_a_hit_needs_the_place_and_the_description(toy_tokenizer: PreTrainedTokenizerFast) -> None:
     text = f"{{{entry(1, 'cat', CAT_BOX)}, {entry(2, 'cat', DOG_BOX)}}}"
     found = scored(toy_tokenizer, (text, [CAT, DOG, BIRD]))
-    assert found == Scores(predicted=2, ground_truths=3, hits=1, located=2, dropped=0)
+    assert counts(found) == (2, 3, 1, 2, 0)
     assert found.precision == pytest.approx(1 / 2)
     assert found.recall == pytest.approx(1 / 3)
     assert found.f1 == pytest.approx(2 * 1 / (2 + 3))
@@ -250,7 +257,7 @@ def test_the_taught_answer_scores_1_whatever_form_the_label_has_in_the_file(
     assessed = assess_by_name(
         read, rollout([], taught), tokenizer, allow_poly=False, resolution=256
     )
-    found = Scored.of([ScoredAnswer.scored(assessed)], data, polygons=False)
+    found = Scored.of([ScoredAnswer.scored(assessed, 256)], data, polygons=False)
     assert found.scores.f1 == 1.0
     assert [row.name for row in found.breakdown.descriptions] == ["B\u00fcro-Caf\u00e9"]
     assert [c["name"] for c in found.files.ground_truth["categories"]] == ["B\u00fcro-Caf\u00e9"]
@@ -275,13 +282,13 @@ def test_pairs_with_a_polygon_are_measured_on_the_canvas_of_the_yaml(
         )
         for resolution in (4, 1000)
     ]
-    assert [ScoredAnswer.scored(each).hits for each in assessed] == [1, 0]
+    assert [ScoredAnswer.scored(each, 256).hits for each in assessed] == [1, 0]
 
 
 def test_objects_of_all_samples_count_alike(toy_tokenizer: PreTrainedTokenizerFast) -> None:
     right = f"{{{entry(1, 'cat', CAT_BOX)}}}"
     found = scored(toy_tokenizer, (right, [CAT]), ("{}", [CAT, DOG]), ("garbage", [DOG]))
-    assert found == Scores(predicted=1, ground_truths=4, hits=1, located=1, dropped=0)
+    assert counts(found) == (1, 4, 1, 1, 0)
 
 
 def test_a_dropped_object_is_counted_and_is_no_prediction(
@@ -289,7 +296,7 @@ def test_a_dropped_object_is_counted_and_is_no_prediction(
 ) -> None:
     text = f"{{{entry(1, 'cat', CAT_BOX[:3])}}}"
     found = scored(toy_tokenizer, (text, [CAT]))
-    assert found == Scores(predicted=0, ground_truths=1, hits=0, located=0, dropped=1)
+    assert counts(found) == (0, 1, 0, 0, 1)
 
 
 @pytest.mark.parametrize(("text", "objects"), [("{}", []), ("", []), ("{}", [CAT])])
@@ -301,16 +308,77 @@ def test_nothing_predicted_or_nothing_there_scores_zero_without_dividing_by_it(
 
 
 def test_scores_are_logged_under_eval() -> None:
-    scores = Scores(predicted=4, ground_truths=4, hits=3, located=4, dropped=1)
-    assert scores.payload().metrics() == {
+    scores = Scores(
+        answers=2,
+        predicted=4,
+        ground_truths=4,
+        hits_at=(3, 3, 3, 3, 3, 2, 2, 2, 1, 1),
+        located=4,
+        dropped=1,
+        duplicates=1,
+        oversized=3,
+    )
+    logged = scores.payload().metrics()
+    assert logged == {
         "eval/precision": 0.75,
         "eval/recall": 0.75,
         "eval/f1": 0.75,
+        "eval/f1_95": 0.25,
+        "eval/f1_miou": pytest.approx(2.3 / 4),
         "eval/box_f1": 1.0,
+        "eval/duplicates": 0.5,
+        "eval/oversized": 1.5,
         "eval/predicted": 4.0,
         "eval/ground_truths": 4.0,
         "eval/dropped": 1.0,
     }
+    own = (scores.precision, scores.f1, scores.f1_95, scores.f1_miou)
+    names = ("precision", "f1", "f1_95", "f1_miou")
+    assert own == tuple(logged[f"eval/{name}"] for name in names)
+
+
+@pytest.mark.req("EVAL-02")
+def test_f1_at_each_iou_and_their_mean(toy_tokenizer: PreTrainedTokenizerFast) -> None:
+    """The truth is 0..999 wide and the answer 0..800: its IoU is 0.8."""
+    text = f"{{{entry(1, 'bird!', (0, 0, 800, 999))}}}"
+    found = scored(toy_tokenizer, (text, [BIRD]))
+    assert found.hits_at == (1, 1, 1, 1, 1, 1, 1, 0, 0, 0)
+    assert (found.f1, found.f1_95) == (1.0, 0.0)
+    assert found.f1_miou == pytest.approx(0.7)
+
+
+@pytest.mark.req("EVAL-02")
+@pytest.mark.parametrize(
+    ("desc", "right", "repeats"),
+    [("cat", 200, 1), ("cat", 192, 1), ("cat", 188, 0), ("dog", 200, 0)],
+)
+def test_a_duplicate_has_the_description_and_nearly_the_place_of_an_earlier_one(
+    desc: str, right: int, repeats: int
+) -> None:
+    """The first is 100 wide, from 100 to 200."""
+    said = [box("cat", 100, 0, 200, 99), box(desc, 100, 0, right, 99)]
+    (found,) = answers(([CAT], said))
+    assert found.duplicates == repeats
+    (thrice,) = answers(([CAT], [*said, said[0]]))
+    assert thrice.duplicates == repeats + 1
+
+
+@pytest.mark.req("EVAL-02")
+@pytest.mark.parametrize(
+    ("there", "right", "oversized"),
+    [
+        (box("cat", 0, 0, 100, 100), 999, 1),
+        (box("cat", 0, 0, 100, 100), 960, 1),
+        (box("cat", 0, 0, 100, 100), 940, 0),
+        (box("cat", 0, 0, 999, 900), 999, 0),
+        (box("dog", 0, 0, 999, 900), 999, 1),
+    ],
+)
+def test_an_object_of_the_whole_image_that_is_not_there_is_oversized(
+    there: GroundTruthObject, right: int, oversized: int
+) -> None:
+    (found,) = answers(([there], [box("cat", 0, 0, right, 999)]))
+    assert found.oversized == oversized
 
 
 class Scripted:
@@ -354,7 +422,7 @@ def test_evaluation_asks_the_newest_weights_and_polygons_count_where_they_are_al
 
     found = asked(allow_poly=False)
     assert backend.done == ["push 1", "rollout 1 seed 7"]
-    assert found == Scores(predicted=1, ground_truths=2, hits=1, located=1, dropped=1)
+    assert counts(found) == (1, 2, 1, 1, 1)
     found = asked(allow_poly=True)
     assert (found.predicted, found.dropped) == (2, 0)
 

@@ -46,7 +46,8 @@ GROUND_TRUTH = "coco_gt.json"
 DETECTIONS = "coco_preds.json"
 
 _UNFINISHED = ".unfinished"
-_QUOTIENTS = ("precision", "recall", "f1", "box_precision", "box_recall", "box_f1")
+_PLACES = ("box_precision", "box_recall", "box_f1")
+_DERIVED = ("precision", "recall", "f1", "f1_95", "f1_miou", *_PLACES, "hits")
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Scored:
             "answers": {"count": len(self.answers), **faults},
             "iou_threshold": IOU_THRESHOLD,
             "scores": {
-                **{name: getattr(self.scores, name) for name in _QUOTIENTS},
+                **{name: getattr(self.scores, name) for name in _DERIVED},
                 **asdict(self.scores),
             },
             "coco": {kind: asdict(detected) for kind, detected in self.detected.items()},

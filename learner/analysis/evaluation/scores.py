@@ -1,4 +1,4 @@
-"""Score a policy by its rollouts: generate, parse strictly, match, count (EVAL-01, RES-20).
+"""Score a policy by its rollouts: generate, parse strictly, match, count (EVAL-01, -02, RES-20).
 
 Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> ScoredAnswer -> Scores, Breakdown
 
@@ -6,6 +6,7 @@ A hit is a prediction and a ground truth of the same description (in Unicode NFC
 least 0.5. The IoU of two boxes is exact; where one of the pair is a polygon, it is that of both
 masks on the canvas of `matching.maskiou_resolution`. Each object is in one hit at most, and of all
 ways to pair them that with the most hits holds; of several, the one of the largest sum of IoUs.
+F1@mIoU is the mean of the F1 at `IOU_THRESHOLDS` (Rex-Omni, arXiv 2510.12798).
 
 Training matches otherwise (`learner.stages.matching`): there the description does not matter, and
 boxes are masks too.
@@ -44,10 +45,15 @@ from learner.types import (
 
 IOU_THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 IOU_THRESHOLD = IOU_THRESHOLDS[0]
+# An object that agrees so much with an earlier one of its description repeats it.
+DUPLICATE_IOU = 0.9
+# Of the image's area; an object that covers it and hits nothing is oversized.
+OVERSIZED_SHARE = 0.95
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 Pairs = list[tuple[int, int]]
+Described = ParsedObject | GroundTruthObject
 
 
 class ScoredAnswer(LoggedAnswer):
@@ -56,6 +62,8 @@ class ScoredAnswer(LoggedAnswer):
     match: the hits, and of what they leave the most pairs by place alone.
     hits: matched objects of the right description. hits_at: the most hits at each of
     `IOU_THRESHOLDS`. located: the most pairs, if descriptions are ignored from the start.
+    duplicates: predictions that repeat an earlier one. oversized: those of the whole image that
+    are no hit.
     precision: hits / predicted; recall: hits / ground truths; None where that divides by nothing.
     f1: as `f1_of` has it.
     """
@@ -63,13 +71,18 @@ class ScoredAnswer(LoggedAnswer):
     hits: int
     hits_at: list[int]
     located: int
+    duplicates: int
+    oversized: int
     precision: float | None
     recall: float | None
     f1: float
 
     @classmethod
-    def scored(cls, assessed: AssessedRollout) -> "ScoredAnswer":
-        """assessed: by `assess_by_name`, with the IoU of every pair."""
+    def scored(cls, assessed: AssessedRollout, resolution: int) -> "ScoredAnswer":
+        """assessed: by `assess_by_name`, with the IoU of every pair.
+
+        resolution: of the canvas for pairs with a polygon.
+        """
         answer = LoggedAnswer.of(assessed)
         said, truths = answer.parse.objects, answer.ground_truth
         hits, iou = len(answer.hit_pairs), assessed.match.mask_iou
@@ -80,6 +93,8 @@ class ScoredAnswer(LoggedAnswer):
             hits=hits,
             hits_at=[len(most_pairs(iou, named & (iou >= least))) for least in IOU_THRESHOLDS],
             located=len(most_pairs(iou, iou >= IOU_THRESHOLD)),
+            duplicates=_duplicates(assessed.parsed.objects, resolution),
+            oversized=_oversized(answer),
             precision=hits / len(said) if said else None,
             recall=hits / len(truths) if truths else None,
             f1=f1_of(answer),
@@ -88,24 +103,38 @@ class ScoredAnswer(LoggedAnswer):
 
 @dataclass(frozen=True)
 class Scores:
-    """Micro-averaged over all objects. A hit has an IoU >= 0.5 and the same description."""
+    """Micro-averaged over all objects of all answers; the fields are sums of `ScoredAnswer`'s.
 
+    hits_at: for each of `IOU_THRESHOLDS`. A hit without an IoU has one of at least 0.5.
+    """
+
+    answers: int
     predicted: int
     ground_truths: int
-    hits: int
+    hits_at: tuple[int, ...]
     located: int
     dropped: int
+    duplicates: int
+    oversized: int
 
     @classmethod
     def of(cls, answers: Iterable[ScoredAnswer]) -> "Scores":
         answers = list(answers)
+        places = range(len(IOU_THRESHOLDS))
         return cls(
+            answers=len(answers),
             predicted=sum(len(answer.parse.objects) for answer in answers),
             ground_truths=sum(len(answer.ground_truth) for answer in answers),
-            hits=sum(answer.hits for answer in answers),
+            hits_at=tuple(sum(answer.hits_at[place] for answer in answers) for place in places),
             located=sum(answer.located for answer in answers),
             dropped=sum(len(answer.parse.dropped) for answer in answers),
+            duplicates=sum(answer.duplicates for answer in answers),
+            oversized=sum(answer.oversized for answer in answers),
         )
+
+    @property
+    def hits(self) -> int:
+        return self.hits_at[0]
 
     @property
     def precision(self) -> float:
@@ -118,6 +147,17 @@ class Scores:
     @property
     def f1(self) -> float:
         return 2 * self.hits / max(self.predicted + self.ground_truths, 1)
+
+    @property
+    def f1_95(self) -> float:
+        """Where a hit needs an IoU of 0.95."""
+        return 2 * self.hits_at[-1] / max(self.predicted + self.ground_truths, 1)
+
+    @property
+    def f1_miou(self) -> float:
+        """F1@mIoU."""
+        both = self.predicted + self.ground_truths
+        return 2 * sum(self.hits_at) / len(self.hits_at) / max(both, 1)
 
     @property
     def box_precision(self) -> float:
@@ -140,7 +180,11 @@ class Scores:
                 "eval/precision": (self.hits, self.predicted),
                 "eval/recall": (self.hits, self.ground_truths),
                 "eval/f1": (2 * self.hits, objects),
+                "eval/f1_95": (2 * self.hits_at[-1], objects),
+                "eval/f1_miou": (2 * sum(self.hits_at), objects * len(self.hits_at)),
                 "eval/box_f1": (2 * self.located, objects),
+                "eval/duplicates": (self.duplicates, self.answers),
+                "eval/oversized": (self.oversized, self.answers),
             }
         )
         counts = ("predicted", "ground_truths", "dropped")
@@ -193,7 +237,8 @@ def evaluate(
         answers=answers,
     )
     pairs = zip(samples, outputs, strict=True)
-    return Evaluation([ScoredAnswer.scored(assess_one(*pair)) for pair in pairs], notes)
+    scored = [ScoredAnswer.scored(assess_one(*pair), resolution) for pair in pairs]
+    return Evaluation(scored, notes)
 
 
 def evaluation_metrics(scores: Payload, notes: Payload) -> dict[str, float]:
@@ -236,6 +281,20 @@ def match_named(
     )
 
 
+def _duplicates(said: Sequence[ParsedObject], resolution: int) -> int:
+    """Objects that have the description of an earlier one and nearly its place (EVAL-02)."""
+    repeats = _same_description(said, said) & (exact_iou(said, said, resolution) >= DUPLICATE_IOU)
+    return int(np.tril(repeats, -1).any(axis=1).sum())
+
+
+def _oversized(answer: LoggedAnswer) -> int:
+    """Objects of nearly the whole image, where they hit nothing (EVAL-02)."""
+    hit = {p for p, _ in answer.hit_pairs}
+    most = OVERSIZED_SHARE * answer.width * answer.height
+    areas = (pixel_area(o.shape, answer.width, answer.height) for o in answer.parse.objects)
+    return sum(area >= most and p not in hit for p, area in enumerate(areas))
+
+
 def most_pairs(iou: FloatArray, allowed: BoolArray) -> Pairs:
     """As many pairs (P, G) as can be; of several ways that of the largest sum of IoUs.
 
@@ -245,9 +304,7 @@ def most_pairs(iou: FloatArray, allowed: BoolArray) -> Pairs:
     return assign(np.where(allowed, 1.0 - iou, np.inf), alone, alone)
 
 
-def _same_description(
-    said: Sequence[ParsedObject], truths: Sequence[GroundTruthObject]
-) -> BoolArray:
+def _same_description(said: Sequence[Described], truths: Sequence[Described]) -> BoolArray:
     """(P, G)"""
     names = np.array([normalized(item.desc) for item in said], dtype=object)
     others = np.array([normalized(item.desc) for item in truths], dtype=object)

@@ -315,12 +315,17 @@ _FAMILIES = {
 }
 _SCORES = {
     "eval/f1": "F1",
+    "eval/f1_miou": "F1@mIoU",
     "eval/precision": "precision",
     "eval/recall": "recall",
     "eval/box_f1": "F1 of boxes alone",
     "eval/ap": "AP",
     "eval/ap50": "AP at 0.5",
     "eval/box_ap": "AP of boxes alone",
+}
+_FAULTS = {
+    "eval/duplicates": "duplicates",
+    "eval/oversized": "as large as the image",
 }
 _OBJECTS = {
     _B + "matched": "matched",
@@ -359,7 +364,10 @@ def curves(run: RunView) -> list[Chart]:
         limit = float(run.config.rollout_matching.max_new_tokens)
         lengths["max_new_tokens"] = [(step, limit) for step in sorted({p99[0][0], p99[-1][0]})]
     losses = {f"channel {channel}": run.series("loss", channel) for channel in run.channels}
-    scores = {name: points_of(run.evaluations, key) for key, name in _SCORES.items()}
+    scores, faults = (
+        {name: points_of(run.evaluations, key) for key, name in names.items()}
+        for names in (_SCORES, _FAULTS)
+    )
     matched = named({_B + "match_rate": "matched ground truths"})
     rate, norm = named({"learning_rate": "rate"}), named({"grad_norm": "gradient norm"})
     clipped, log = "before it is clipped", _of_many_sizes(norm)
@@ -368,6 +376,7 @@ def curves(run: RunView) -> list[Chart]:
         _parts_of_the_loss(run, "A"),
         _parts_of_the_loss(run, "B"),
         curve("scores", "Scores of evaluations", "score", scores, shares=True),
+        curve("faults", "Objects that repeat or cover the image", "an answer", faults),
         curve("match-rate", "Match rate", "share", matched, shares=True),
         curve("objects", "Objects of a step", "objects", named(_OBJECTS)),
         curve("lengths", "Lengths of answers", "tokens", lengths),

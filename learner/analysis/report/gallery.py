@@ -318,11 +318,14 @@ def evaluation_values(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "tiles": [
             Tile("F1", score(scores["f1"]), "of all objects"),
+            Tile("F1@mIoU", score(scores["f1_miou"]), "mean of IoU 0.50 to 0.95"),
             Tile("Precision", score(scores["precision"]), f"of {scores['predicted']:,} predicted"),
             Tile("Recall", score(scores["recall"]), f"of {truths:,} ground truths"),
             Tile("F1 of boxes alone", score(scores["box_f1"]), "descriptions are ignored"),
             Tile("AP", score(boxes["ap"]), "COCO's, IoU 0.50 to 0.95"),
             Tile("AP50", score(boxes["ap50"]), "COCO's, IoU 0.50"),
+            Tile("Duplicates", f"{scores['duplicates']:,}", "same description, IoU of 0.9 or more"),
+            Tile("Oversized", f"{scores['oversized']:,}", "as large as the image, and no hit"),
         ],
         "answers": counted(numbers["answers"]["count"], "answer"),
         "iou": numbers["iou_threshold"],
