@@ -1,4 +1,4 @@
-"""`learner watch`, `report` and `replay`: what shows a run, from its folder alone."""
+"""`learner watch`, `report`, `replay` and `compare`: what shows runs, from their folders alone."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,6 +98,30 @@ def replay(
     )
     if not same:
         raise typer.Exit(1)
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(help="Run folder, or the folder of an evaluation.")],
+    second: Annotated[Path, typer.Argument(help="Another one, of the same samples.")],
+    seed: Annotated[int, typer.Option(help="Of the samples that are drawn.", min=0)] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare two evaluations: scores, differences and their 95 % intervals over samples.
+
+    Of a run, its newest evaluation with answers is taken.
+    """
+    from json import dumps
+
+    from learner.analysis.evaluation.comparison import Comparison, comparison_table
+    from learner.data.show import print_tables
+
+    found = Comparison.of(first, second, seed)
+    if json:
+        print(dumps(found.numbers(), indent=2))
+    else:
+        typer.echo(f"first: {found.first}\nsecond: {found.second}\n")
+        title = f"{found.samples} samples; difference: second - first"
+        print_tables([(title, comparison_table(found))])
 
 
 def _replay_step(

@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[2]
 def run(*arguments: str, **environment: str) -> tuple[int, str]:
     """Status and output of a pytest of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--numprocesses=0", "--reruns=0", *arguments],
+        [sys.executable, "-m", "pytest", "-q", "--numprocesses=0", *arguments],
         cwd=ROOT,
-        env=os.environ | environment,
+        env=os.environ | {"PYTEST_ADDOPTS": ""} | environment,
         capture_output=True,
         text=True,
     )
