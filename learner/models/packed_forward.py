@@ -31,6 +31,7 @@ from learner.data.jsonl import build_request
 from learner.models.attention import packed_bounds
 from learner.models.families import Family, Multimodal, family_of, vision_inputs
 from learner.models.families.qwen_vl import QWEN_VL
+from learner.models.head import chunked, output_head
 from learner.objectives.logit_stats import HeadInput, Supervision
 from learner.types import Role, Sample, Target
 from shared_contracts.errors import ContractError
@@ -218,7 +219,7 @@ def packed_forward(
         return (args[0][:, :0],)
 
     def instead(_: nn.Module, __: tuple[Tensor], nothing: Tensor) -> T:
-        return read(HeadInput(given.pop().squeeze(0), head.forward, nothing.shape[-1]))
+        return read(HeadInput(given.pop().squeeze(0), chunked(head), nothing.shape[-1]))
 
     hooks = [head.register_forward_pre_hook(before), head.register_forward_hook(instead)]
     try:
@@ -236,18 +237,6 @@ def packed_forward(
             hook.remove()
     found: T = output.logits
     return found
-
-
-def output_head(model: nn.Module) -> nn.Module:
-    """The output head, whatever the model is wrapped in; with an adapter, where it has one.
-
-    Raises ContractError for a model without one.
-    """
-    module: nn.Module
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] == "lm_head":
-            return module
-    raise ContractError("model.model", "it has no lm_head", "Use a model of the Qwen-VL family")
 
 
 @torch.no_grad()

@@ -19,10 +19,14 @@ from torch.distributed.tensor import DTensor
 from learner.config import load_config
 from learner.distributed.peers import Peers
 from learner.distributed.process_group import open_peers
+from learner.objectives import logit_stats
 from learner.rollout.sync.weights import GatheredWeights
 from learner.training.start_checks import check_inputs, learner_processes
 from learner.training.train import train_as
 from learner.training.trainer import StepTrainer
+
+# The head works on several chunks of each pack, as at full size: 16 rows of the toy vocabulary.
+CHUNK_ELEMENTS = 16 * 1342
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -53,6 +57,7 @@ def run(peers: Peers, config_file: Path, out: Path) -> None:
 def main() -> None:
     out, *configs = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
+    logit_stats.HEAD_ELEMENTS = CHUNK_ELEMENTS
     with open_peers(learner_processes(os.environ)) as peers:
         for config in configs:
             run(peers, config, out)

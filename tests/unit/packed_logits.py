@@ -11,8 +11,9 @@ from learner.objectives.logit_stats import HeadInput
 
 
 def packed_logits(model: nn.Module, pack: Pack, embeddings: Tensor | None = None) -> Tensor:
-    """Logits of every position of the pack; (L, V)."""
-    return packed_forward(model, pack, lambda given: given.head(given.hidden), embeddings)
+    """Logits of every position of the pack, by the head as it is; (L, V)."""
+    head: Any = output_head(model)
+    return packed_forward(model, pack, lambda given: head.forward(given.hidden), embeddings)
 
 
 def as_given(logits: Tensor) -> HeadInput:

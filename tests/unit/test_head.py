@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.data.toy import ToyData
 from learner.models.self_context import SelfContext
@@ -36,6 +37,24 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logit_stats, "HEAD_ELEMENTS", CHUNK * VOCABULARY)
+
+
+class Products(TorchDispatchMode):
+    """Collects the rows and types of all products of rows with the head, while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows: list[int] = []
+        self.kinds: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and found.shape[1] == VOCABULARY and len(found):
+            self.rows.append(len(found))
+            self.kinds.add(found.dtype)
+        return found
 
 
 LearnerOf = Callable[..., ToyLearner]
@@ -103,19 +122,10 @@ def test_forwards_between_the_first_and_the_last_read_slots_alone(
     pack = learner.pack(samples)
     selection = learner.pipeline.select(pack.supervision, "A")
     texts, slots = len(selection.text_rows), len(selection.slot_rows)
-    head: Any = learner.model.lm_head
-    rows = 0
-    plain = head.forward
-
-    def count(hidden: torch.Tensor) -> torch.Tensor:
-        nonlocal rows
-        rows += hidden.numel() // hidden.shape[-1]
-        result: torch.Tensor = plain(hidden)
-        return result
-
-    head.forward = count
-    learner.loss(pack)
-    assert rows == (texts + slots) + slots + (texts + slots)
+    products = Products()
+    with products:
+        learner.loss(pack)
+    assert sum(products.rows) == (texts + slots) + slots + (texts + slots)
 
 
 def test_rows_that_fit_into_a_chunk_are_computed_once(
@@ -124,19 +134,10 @@ def test_rows_that_fit_into_a_chunk_are_computed_once(
     learner = learner_of()
     pack = learner.pack(samples)
     assert len(pack) * VOCABULARY < HEAD_ELEMENTS
-    head: Any = learner.model.lm_head
-    calls = 0
-    plain = head.forward
-
-    def count(hidden: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += hidden.numel() > 0
-        result: torch.Tensor = plain(hidden)
-        return result
-
-    head.forward = count
-    learner.loss(pack).total.backward()
-    assert calls == 1
+    products = Products()
+    with products:
+        learner.loss(pack).total.backward()
+    assert len(products.rows) == 1
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -146,22 +147,14 @@ def test_under_autocast_the_head_computes_in_16_bits_and_reductions_in_32(
     learner = learner_of()
     pack = learner.pack(samples)
     selection = learner.pipeline.select(pack.supervision, "A")
-    kinds = set()
-    head: Any = learner.model.lm_head
-    plain = head.forward
-
-    def note(hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = plain(hidden)
-        kinds.add(logits.dtype)
-        return logits
-
-    head.forward = note
-    with torch.autocast("cpu", torch.bfloat16):
+    products = Products()
+    with products, torch.autocast("cpu", torch.bfloat16):
         stats = learner.channel_a.forward_stats(
             learner.model, pack, learner.pipeline.reader(selection)
         ).anchor
         loss = learner.loss(pack).total
-    assert kinds == {torch.bfloat16}
+    assert products.kinds == {torch.bfloat16}
     assert {tensor.dtype for tensor in stats} == {torch.float32}
     loss.backward()
-    assert head.weight.grad is not None
+    head: Any = learner.model.lm_head
+    assert head.weight.grad.dtype == torch.float32

@@ -1,0 +1,113 @@
+"""The output head, and the gradient of its weight.
+
+The head takes the rows of a pack a chunk at a time (`learner.objectives.logit_stats`). Autograd
+would make a gradient of the whole weight for each chunk. While it adds them up there are three
+tensors of (V, H): 4.4 GiB in float32 for a model of 4B. `chunked` makes one tensor, to which the
+backward of each chunk adds its product.
+
+    weight -> _OneGradient -> _Product, for each chunk -> logits
+    weight <- _OneGradient <- _Total <- _Product, for each chunk <- gradient of the logits
+
+Autograd gets the sum after the last chunk, so DDP, FSDP2 and an embedding with the same weight
+see a usual gradient. Liger Kernel (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009)
+accumulate the gradient of a head over chunks, too.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from shared_contracts.errors import ContractError
+
+# Elements of the weight's gradient that are added at once: 64 MiB in float32.
+_BLOCK_ELEMENTS = 2**24
+
+
+def output_head(model: nn.Module) -> nn.Module:
+    """The output head, whatever the model is wrapped in; with an adapter, where it has one.
+
+    Raises ContractError for a model without one.
+    """
+    module: nn.Module
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "lm_head":
+            return module
+    raise ContractError("model.model", "it has no lm_head", "Use a model of the Qwen-VL family")
+
+
+def chunked(head: nn.Module) -> Callable[[Tensor], Tensor]:
+    """`head` for the chunks of one forward: (r, H) -> logits (r, V).
+
+    A head that is no plain product, as one with an adapter, is called as it is: peft freezes the
+    weight, which then has no gradient.
+    """
+    plain = getattr(head.forward, "__func__", None) is nn.Linear.forward and head.bias is None
+    if not plain:
+        return head.forward
+    total = _Total()
+    weight = _OneGradient.apply(head.weight, total)
+    return lambda hidden: cast("Tensor", _Product.apply(hidden, weight, total))
+
+
+class _Total:
+    """The sum of the products of one backward."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._backward = -1
+
+    def add(self, gradient: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """Add `gradient.T @ hidden`; (r, V), (r, H) -> (V, H), in the type of `weight`.
+
+        By blocks of V, so that a product in 16 bits is never there as a whole.
+        """
+        backward = torch._C._current_graph_task_id()
+        if self._sum is None or backward != self._backward:  # the one before wanted rows alone
+            self._sum, self._backward = torch.zeros_like(weight), backward
+        step = max(1, _BLOCK_ELEMENTS // weight.shape[1])
+        for part, columns in zip(self._sum.split(step), gradient.split(step, dim=1), strict=True):
+            part += columns.T @ hidden
+
+    def take(self) -> Tensor | None:
+        taken, self._sum = self._sum, None
+        return taken
+
+
+class _OneGradient(torch.autograd.Function):
+    """(V, H) weight -> the same, whose gradient is `total`. It runs after the last `_Product`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, total: _Total) -> Tensor:
+        ctx.total = total
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, None]:
+        return ctx.total.take(), None
+
+
+class _Product(torch.autograd.Function):
+    """(r, H) rows, (V, H) weight -> (r, V), in the type of autocast. It adds to `total`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, total: _Total) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.total = total
+        return linear(hidden, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        hidden, weight = ctx.saved_tensors
+        to_hidden = None
+        if ctx.needs_input_grad[0]:
+            to_hidden = (gradient @ weight.to(gradient.dtype)).to(hidden.dtype)
+        if ctx.needs_input_grad[1]:
+            ctx.total.add(gradient, hidden.to(gradient.dtype), weight)
+        return to_hidden, None, None

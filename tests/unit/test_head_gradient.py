@@ -1,0 +1,152 @@
+"""The chunks of a head make one gradient of its weight, equal to that of `nn.Linear` (FULL-02)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.full_size import peak_of
+from learner.models import head
+from learner.models.head import chunked
+
+pytestmark = pytest.mark.req("FULL-02")
+
+ROWS = 24
+CHUNK = 5
+Call = Callable[[Tensor], Tensor]
+
+
+class Task:
+    """A head of (V, H), and a loss of rows by chunks whose logits backward computes again.
+
+    tied: the rows are looked up in the weight of the head.
+    """
+
+    def __init__(self, vocabulary: int, width: int, dtype: torch.dtype, *, tied: bool) -> None:
+        chance = torch.Generator().manual_seed(0)
+        self.head = nn.Linear(width, vocabulary, bias=False, dtype=dtype)
+        with torch.no_grad():
+            self.head.weight.normal_(generator=chance)
+        self.ids = torch.randint(0, vocabulary, (ROWS,), generator=chance)
+        self.rows = torch.randn(ROWS, width, generator=chance, dtype=dtype, requires_grad=True)
+        self.pulls = torch.randn(ROWS, vocabulary, generator=chance, dtype=dtype)
+        self.tied = tied
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.head.weight
+
+    def loss(self, call: Call) -> Tensor:
+        hidden = self.rows.tanh()
+        if self.tied:
+            hidden = hidden + embedding(self.ids, self.weight)
+
+        def of_chunk(own: Tensor, pulls: Tensor) -> Tensor:
+            return (call(own).square() * pulls).sum()
+
+        parts = zip(hidden.split(CHUNK), self.pulls.split(CHUNK), strict=True)
+        losses = [checkpoint(of_chunk, *part, use_reentrant=False) for part in parts]
+        return torch.stack(losses).sum()
+
+
+def double(*, tied: bool) -> Task:
+    return Task(50, 16, torch.float64, tied=tied)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_gradient_is_that_of_the_plain_product(tied: bool) -> None:
+    task = double(tied=tied)
+    both: Any = (task.weight, task.rows)
+    wanted = torch.autograd.grad(task.loss(task.head.forward), both)
+    torch.testing.assert_close(torch.autograd.grad(task.loss(chunked(task.head)), both), wanted)
+
+
+def test_backwards_add_up() -> None:
+    """Those of two forwards, and two of one forward."""
+    task = double(tied=True)
+    (once,) = torch.autograd.grad(task.loss(task.head.forward), task.weight)
+    task.loss(chunked(task.head)).backward()
+    kept = task.loss(chunked(task.head)).tanh()
+    kept.backward(retain_graph=True)
+    slope = 1 - kept.detach().square()
+    torch.testing.assert_close(task.weight.grad, (1 + slope) * once)
+
+
+def test_two_forwards_in_one_backward_add_up() -> None:
+    """As those of channel A do."""
+    task = double(tied=True)
+    (once,) = torch.autograd.grad(task.loss(task.head.forward), task.weight)
+    (task.loss(chunked(task.head)) + 2 * task.loss(chunked(task.head))).backward()
+    torch.testing.assert_close(task.weight.grad, 3 * once)
+
+
+def test_a_gradient_of_the_rows_alone_leaves_that_of_the_weight_as_it_is() -> None:
+    task = double(tied=False)
+    both: Any = (task.weight, task.rows)
+    wanted = torch.autograd.grad(task.loss(task.head.forward), both)
+    loss = task.loss(chunked(task.head))
+    (of_rows,) = torch.autograd.grad(loss, task.rows, retain_graph=True)
+    torch.testing.assert_close(of_rows, wanted[1])
+    torch.testing.assert_close(torch.autograd.grad(loss, both), wanted)
+
+
+def test_a_frozen_weight_gets_none() -> None:
+    task = double(tied=False)
+    (wanted,) = torch.autograd.grad(task.loss(task.head.forward), task.rows)
+    task.weight.requires_grad_(False)
+    task.loss(chunked(task.head)).backward()
+    assert task.weight.grad is None
+    torch.testing.assert_close(task.rows.grad, wanted)
+
+
+def test_under_autocast_products_in_16_bits_are_added_in_32() -> None:
+    task = Task(50, 16, torch.float32, tied=False)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        ours, plain = task.loss(chunked(task.head)), task.loss(task.head.forward)
+    (found,) = torch.autograd.grad(ours, task.weight)
+    (wanted,) = torch.autograd.grad(plain, task.weight)
+    assert found.dtype == torch.float32
+    assert found.to(torch.bfloat16).to(torch.float32).ne(found).any()
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_head_that_is_no_plain_product_is_called_as_it_is() -> None:
+    biased, patched = nn.Linear(4, 6), nn.Linear(4, 6, bias=False)
+    own: Any = patched
+    own.forward = lambda hidden: hidden
+    assert chunked(biased) == biased.forward
+    assert chunked(patched) is own.forward
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("before", "dtype", "most"),
+    [
+        ("no gradient", torch.float32, 1.5),
+        ("a gradient", torch.float32, 1.5),
+        ("a gradient", torch.bfloat16, 2.0),
+        ("frozen", torch.float32, 0.5),
+    ],
+)
+def test_one_tensor_is_as_large_as_the_weight(
+    before: str, dtype: torch.dtype, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in 16 bits a copy of the weight, while a chunk is computed; a frozen weight has none.
+
+    before: what the weight has before the backward.
+    """
+    monkeypatch.setattr(head, "_BLOCK_ELEMENTS", 2**20)
+    task = Task(40_000, 512, torch.float32, tied=False)
+    task.weight.grad = torch.zeros_like(task.weight) if before == "a gradient" else None
+    task.weight.requires_grad_(before != "frozen")
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16, cache_enabled=False):
+            loss = task.loss(chunked(task.head))
+        loss.backward()
+
+    assert peak_of(step) < most * task.weight.nbytes
