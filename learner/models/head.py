@@ -48,9 +48,11 @@ def chunked(head: nn.Module) -> Callable[[Tensor], Tensor]:
     plain = getattr(head.forward, "__func__", None) is nn.Linear.forward and head.bias is None
     if not plain:
         return head.forward
+    one_gradient = cast(Callable[..., Tensor], _OneGradient.apply)
+    product = cast(Callable[..., Tensor], _Product.apply)
     total = _Total()
-    weight = _OneGradient.apply(head.weight, total)
-    return lambda hidden: cast("Tensor", _Product.apply(hidden, weight, total))
+    weight = one_gradient(head.weight, total)
+    return lambda hidden: product(hidden, weight, total)
 
 
 class _Total:

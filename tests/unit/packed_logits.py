@@ -6,14 +6,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from learner.models.packed_forward import Pack, output_head, packed_forward
+from learner.models.head import output_head
+from learner.models.packed_forward import Pack, packed_forward
 from learner.objectives.logit_stats import HeadInput
 
 
 def packed_logits(model: nn.Module, pack: Pack, embeddings: Tensor | None = None) -> Tensor:
     """Logits of every position of the pack, by the head as it is; (L, V)."""
     head: Any = output_head(model)
-    return packed_forward(model, pack, lambda given: head.forward(given.hidden), embeddings)
+    found: Tensor = packed_forward(model, pack, lambda x: head.forward(x.hidden), embeddings)
+    return found
 
 
 def as_given(logits: Tensor) -> HeadInput:

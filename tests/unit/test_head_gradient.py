@@ -37,7 +37,7 @@ class Task:
         self.tied = tied
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         return self.head.weight
 
     def loss(self, call: Call) -> Tensor:
