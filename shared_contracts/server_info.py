@@ -67,9 +67,10 @@ class WeightCall(_Wire):
 
 
 class Health(_Wire):
-    """`GET /health/`: 200 when the server can answer `/infer/` now, with every replica.
+    """`GET /health/`: 200 when every replica can answer `/infer/`, or is asleep.
 
     weight_call: what calls may have to wait for; null where no weights are coming.
+    asleep: memory is given up, and `/infer/` is refused until a push or `/wake_up/`.
     """
 
     status: Literal["ok"] = "ok"
@@ -78,6 +79,7 @@ class Health(_Wire):
     server_epoch: str
     replicas: list[ReplicaStatus]
     weight_call: WeightCall | None = None
+    asleep: bool = False
 
 
 class Live(_Wire):

@@ -343,6 +343,10 @@ class FinishWeightUpdate(_Wire):
     attempt: str | None
 
 
+class MoveMemory(_Wire):
+    """The body of `/sleep/` and `/wake_up/`, which has nothing to say."""
+
+
 class WeightStatus(_Wire):
     """The server's weights after a call; weights_version: of the last push that was finished."""
 

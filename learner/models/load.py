@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -188,35 +189,55 @@ def _loading(config: Config) -> AbstractContextManager[None]:
     return loading("model.model", str(config.model.model), fix)
 
 
-ToHost = Callable[[Tensor], Tensor]
+def pinned_like(tensor: Tensor) -> Tensor | None:
+    """Page-locked host memory for a tensor of a GPU; None for one that is on the host already."""
+    return None if tensor.is_cpu else torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
-@dataclass(frozen=True)
 class Offload:
-    """What is moved away.
+    """What is moved away, into buffers that are used again the next time.
+
+    A buffer is kept as long as its tensor lives.
 
     model, optimizer: None stays where it is.
-    to_host: a copy of a tensor in host memory.
+    allocate: makes the buffer of a tensor in host memory; None: the tensor is not moved.
     """
 
-    model: nn.Module | None
-    optimizer: Optimizer | None
-    to_host: ToHost = Tensor.cpu
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizer | None,
+        allocate: Callable[[Tensor], Tensor | None] = pinned_like,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._allocate = allocate
+        self._buffers = WeakTensorKeyDictionary()
 
     @contextmanager
     def room(self) -> Iterator[None]:
         """Host memory for the length of a block, then the devices of before."""
-        devices: list[tuple[Tensor, torch.device]] = []
+        moved: list[tuple[Tensor, torch.device]] = []
         try:
             for tensor in self._tensors():
-                devices.append((tensor, tensor.device))
-                tensor.data = self.to_host(tensor.data)
+                if (buffer := self._buffer(tensor)) is not None:
+                    moved.append((tensor, tensor.device))
+                    tensor.data = buffer.copy_(tensor.data, non_blocking=True)
             if torch.cuda.is_available():
+                torch.cuda.synchronize()  # a push reads the buffers
                 torch.cuda.empty_cache()  # others take the freed blocks
             yield
         finally:
-            for tensor, device in devices:
-                tensor.data = tensor.data.to(device)
+            for tensor, device in moved:
+                tensor.data = torch.empty_like(tensor.data, device=device).copy_(
+                    tensor.data, non_blocking=True
+                )
+
+    def _buffer(self, tensor: Tensor) -> Tensor | None:
+        held: Tensor | None = self._buffers.get(tensor)
+        if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
+            held = self._buffers[tensor] = self._allocate(tensor.data)
+        return held
 
     def _tensors(self) -> Iterator[Tensor]:
         """Each tensor once; gradients before their parameters."""

@@ -56,6 +56,7 @@ from shared_contracts.weights import (
     FinishWeightUpdate,
     InitCommunicator,
     KeepCommunicator,
+    MoveMemory,
     StartWeightUpdate,
     SyncReport,
     UpdateWeights,
@@ -391,6 +392,13 @@ class RolloutClient:
             return report
 
         return self._phase("/finish_weight_update/", body, parse)
+
+    def sleep(self) -> WeightStatus:
+        """Have the server give the memory of its GPUs up, until `wake_up` or a push."""
+        return self._phase("/sleep/", MoveMemory(), partial(parse_answer, kind=WeightStatus))
+
+    def wake_up(self) -> WeightStatus:
+        return self._phase("/wake_up/", MoveMemory(), partial(parse_answer, kind=WeightStatus))
 
     def keep_communicator(self, attempt: str) -> WeightStatus:
         """Send a heartbeat for the group of this attempt.

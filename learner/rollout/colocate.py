@@ -3,14 +3,20 @@
     visible_gpus -> place -> server_settings -> a server process -> ColocatedBackend
                           -> learner_environment, before torch is imported
 
-The server is used like any other, with the backend of servers. This module places it and makes
-room for its work. Imports no torch and no numpy.
+The server is used like any other, with the backend of servers. This module places it, and says who
+has the memory of the GPU:
+
+    serving   the learner moves away what `offload` names; the server takes its memory back, for a
+              push (the weights first, then the KV cache) or for answers
+    else      the server gives its memory up; the learner has its own
+
+Imports no torch and no numpy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -138,10 +144,21 @@ class OwnServer(Protocol):
         """Stop it; idempotent."""
 
 
+class ServerMemory(Protocol):
+    """The memory of the server's GPUs (see `RolloutClient`)."""
+
+    def sleep(self) -> object:
+        """Give it up, the weights to host memory; a second call changes nothing."""
+
+    def wake_up(self) -> object:
+        """Take it back; a push does so, too."""
+
+
 class ColocatedBackend:
     """The backend of servers, with the one server of the learner.
 
-    room: frees memory of the device while the server works.
+    room: frees memory of the learner while the server works. memory: of the server, which gives it
+    up while the learner works; None where it keeps it, as on the CPU.
     """
 
     def __init__(
@@ -149,18 +166,57 @@ class ColocatedBackend:
         servers: RolloutBackend,
         own: OwnServer,
         room: Callable[[], AbstractContextManager[None]],
+        memory: ServerMemory | None = None,
     ) -> None:
         self._servers = servers
         self._own = own
         self._room = room
+        self._memory = memory
+        self._is_serving = False
+        self._asleep = False
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The server has the device within the block, and the learner afterwards.
+
+        Every push and rollout is one by itself; a block around several moves the memory once.
+        """
+        if self._is_serving:
+            yield
+            return
+        with self._room():
+            self._is_serving = True
+            try:
+                yield
+            except BaseException:
+                if self._memory is not None:
+                    with suppress(RunError, ContractError):
+                        self._memory.sleep()
+                raise
+            else:
+                self.sleep()
+            finally:
+                self._is_serving = False
+
+    def sleep(self) -> None:
+        """Have the server give its memory up."""
+        if self._memory is not None:
+            self._working(self._memory.sleep)
+            self._asleep = True
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
-        return self._working(partial(self._servers.rollout, requests, request_config))
+        with self.serving():
+            if self._memory is not None and self._asleep:
+                self._working(self._memory.wake_up)
+                self._asleep = False
+            return self._working(partial(self._servers.rollout, requests, request_config))
 
     def push_weights(self, version: int) -> None:
-        self._working(partial(self._servers.push_weights, version))
+        with self.serving():
+            self._working(partial(self._servers.push_weights, version))
+            self._asleep = False
 
     def close(self) -> None:
         try:
@@ -173,19 +229,18 @@ class ColocatedBackend:
 
         Raises what `work` raises, or why the server is gone for good.
         """
-        with self._room():
-            while True:
-                self._own.await_ready()
-                starts = self._own.starts
+        while True:
+            self._own.await_ready()
+            starts = self._own.starts
+            try:
+                return work()
+            except RunError as error:
                 try:
-                    return work()
-                except RunError as error:
-                    try:
-                        self._own.check()
-                    except RunError as reason:
-                        raise reason from error
-                    if self._own.starts == starts:
-                        raise
+                    self._own.check()
+                except RunError as reason:
+                    raise reason from error
+                if self._own.starts == starts:
+                    raise
 
 
 def describe_backend(config: Config, placement: Placement | None) -> str:

@@ -10,7 +10,7 @@ A step calls `mark_updated` when it has changed the training weights.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,7 @@ class OpenBackend:
         (STEP-03); None for other backends.
     heal: pushes again to such servers, as long as the pushed weights have not changed.
     ask_asynchronous: a `rollout` that pushes nothing; None: the backend's `rollout` never does.
+    serving: the block in which a backend that shares a GPU with the learner has it.
     """
 
     backend: RolloutBackend
@@ -69,6 +70,7 @@ class OpenBackend:
     round_size: int | None = None
     heal: Callable[[], None] | None = None
     ask_asynchronous: Ask | None = None
+    serving: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Policy:
@@ -101,6 +103,13 @@ class Policy:
     def is_behind(self, updates: int = 1) -> bool:
         """Return whether nothing was pushed yet, or at least `updates` updates were made since."""
         return self._updates is None or self._updates >= updates
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Return the block for a push with its answers; nothing is trained within.
+
+        A backend that shares a GPU with the learner takes it over once for the whole block.
+        """
+        return self._opened.serving()
 
     def push(self) -> None:
         """Push the next version."""

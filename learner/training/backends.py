@@ -199,12 +199,16 @@ def _colocate(
             )
             address = ServerAddress(base_url=own.base_url, group_port=free_ports(1)[0])
             opened = _over_servers(config, loaded, [client], [address])
+            memory = client if placement.gpus else None
+            backend = ColocatedBackend(opened.backend, own, offload.room, memory)
+            backend.sleep()
         stack.pop_all()
     return OpenBackend(
-        ColocatedBackend(opened.backend, own, offload.room),
+        backend,
         opened.version,
         opened.repeat_terminate_active,
         opened.journal,
+        serving=backend.serving,
     )
 
 

@@ -312,17 +312,17 @@ def score_checkpoint(
         opened = open_backend(config, loaded, clients, folder, samples, placement)
     policy = Policy(opened, asking_of(config))
     try:
-        policy.push_if_stale()
-        seed = evaluation_seed(config)
-        return evaluate(
-            policy,
-            samples,
-            seed,
-            loaded.tokenizer,
-            allow_poly=config.allow_poly,
-            resolution=config.rollout_matching.matching.maskiou_resolution,
-            answers=answer_format(config),
-        )
+        with policy.serving():
+            policy.push_if_stale()
+            return evaluate(
+                policy,
+                samples,
+                evaluation_seed(config),
+                loaded.tokenizer,
+                allow_poly=config.allow_poly,
+                resolution=config.rollout_matching.matching.maskiou_resolution,
+                answers=answer_format(config),
+            )
     finally:
         policy.close()
 

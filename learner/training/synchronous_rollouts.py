@@ -10,7 +10,7 @@ is learned (STEP-03). Prompts of all chunks are encoded in the background meanwh
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from typing import Any, NamedTuple, TypeVar
@@ -158,10 +158,12 @@ class SynchronousRollouts(RolloutSource):
             rank_base = rank_seed_base(seed_base, self._rank)
             size = policy.round_size or max(len(own), 1)
             for number, start in enumerate(range(0, len(own), size)):
-                samples = own[start : start + size]
+                samples, last = own[start : start + size], start + size >= len(own)
                 with clock.phase("rollout"):
                     rollouts = policy.answer(samples, request_seed(rank_base, 0, start))
-                yield Answered(number, samples, rollouts, last=start + size >= len(own))
+                    if last:
+                        serving.close()  # before the first forward
+                yield Answered(number, samples, rollouts, last)
 
         def chunks(answered: Iterator[Answered]) -> Iterator[Chunk[Pack]]:
             for number, samples, rollouts, last in answered:
@@ -184,8 +186,9 @@ class SynchronousRollouts(RolloutSource):
         def overlapped(items: Iterator[T]) -> AbstractContextManager[Iterator[T]]:
             return prefetch(items) if overlaps else nullcontext(items)
 
-        with self._channel_b.ahead(own):
+        with self._channel_b.ahead(own), ExitStack() as serving:
             with clock.phase("push"):
+                serving.enter_context(policy.serving())
                 policy.push_if_stale()
             with overlapped(answers()) as answered, overlapped(chunks(answered)) as ready:
                 yield PackFeed(seed_base, ready, payload)

@@ -311,7 +311,8 @@ def build_scorer(
             if log is not None:
                 log.leave(evaluation.answers)
 
-        with nullcontext() if source is None else source.exclusive_access():
+        alone = nullcontext() if source is None else source.exclusive_access()
+        with alone, policy.serving():
             policy.push_if_stale()
             peers.all_gather(answered, meanwhile=policy.heal)
         (evaluation,) = evaluations

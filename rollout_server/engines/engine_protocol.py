@@ -162,7 +162,22 @@ class UpdatableEngine(Protocol):
     async def pause(self) -> None:
         """Let running sequences end, and hold new ones."""
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Take back the memory that was given up, and continue with what waits."""
+
+    @property
+    def asleep(self) -> bool:
+        """Whether any of its memory is given up."""
+
+    async def sleep(self) -> None:
+        """Pause, and give up the memory of the device until `resume`; the weights are kept.
+
+        A second call changes nothing. Raises EngineDead where it is not known what is left.
+        """
+
+    async def wake_weights(self) -> None:
+        """Take back the memory of the weights alone, for a push. Raises EngineDead."""
+
     async def abort_all(self) -> None:
         """Stay paused and end every sequence."""
 

@@ -43,6 +43,7 @@ from shared_contracts.weights import (
     FinishWeightUpdate,
     InitCommunicator,
     KeepCommunicator,
+    MoveMemory,
     StartWeightUpdate,
     SyncReport,
     UpdateWeights,
@@ -78,6 +79,8 @@ WEIGHT_PROBLEMS = (
     "weights-differ",
     "weight-transfer-timeout",
 )
+
+SLEEP_PROBLEMS = (*BODY_PROBLEMS, "weight-update-order", "weight-transfer-timeout")
 
 Envelopes = list[RolloutEnvelope]
 Bare = list[ChatCompletionResponse]
@@ -213,6 +216,20 @@ def _add_weight_updates(app: FastAPI, pool: Pool) -> None:
         if not report.trial:
             pool.telemetry.count_push(report)
         return report
+
+    @_route(app, "POST", "/sleep/", SLEEP_PROBLEMS)
+    async def sleep(body: MoveMemory) -> WeightStatus:
+        """Let running calls end and give the memory of the GPUs up, until a push or `/wake_up/`.
+
+        The weights are kept in host memory. On GPUs this needs `--share-gpus`; without it, and on
+        the CPU, the memory is kept.
+        """
+        return await pool.weights.sleep()
+
+    @_route(app, "POST", "/wake_up/", SLEEP_PROBLEMS)
+    async def wake_up(body: MoveMemory) -> WeightStatus:
+        """Take the memory back and answer calls again, with the same weights."""
+        return await pool.weights.wake_up()
 
     @_route(app, "POST", "/keep_communicator/", WEIGHT_PROBLEMS)
     async def keep_communicator(body: KeepCommunicator) -> WeightStatus:

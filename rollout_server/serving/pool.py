@@ -121,6 +121,7 @@ class Pool:
             server_epoch=self.server_epoch,
             replicas=replicas,
             weight_call=self._weights.call,
+            asleep=self._weights.asleep,
         )
 
     def live(self) -> Live:

@@ -123,7 +123,8 @@ class ServerSettings(StrictModel):
     replicas: engines on the CPU, or in a Ray cluster; on GPUs it follows from `gpus`.
     distributed_executor_backend: how the workers of one replica are run; null is vLLM's
         choice on this machine, `ray` takes GPUs of a Ray cluster, on several nodes.
-    share_gpus: start although other processes hold memory of the GPUs.
+    share_gpus: start although other processes hold memory of the GPUs, and be able to give the
+        own memory up for them (`/sleep/`).
     dtype: auto is the checkpoint's own on the CPU; vLLM makes bfloat16 of float32 on GPUs.
     max_num_seqs: most sequences decoded at once per replica (`decode_batch_size`).
     max_model_len: most tokens of a prompt with its answer; null means the checkpoint's own, and

@@ -16,6 +16,9 @@ takes too long, and a manifest that is not what the model expects. `finish` ends
 only when what the engines hold is what was sent. A transfer that broke ends the group, too:
 a rank has left it. The loss of a replica breaks the group, and with it an update that runs.
 A trial loads nothing: READY is what it ends in, wherever it breaks.
+
+In READY the engines can `sleep`: their memory is given up. `start` takes that of the weights back,
+and the KV cache comes back where the engines resume.
 """
 
 import asyncio
@@ -29,12 +32,13 @@ from typing import TypeVar
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
     EngineCall,
+    EngineDead,
     UpdatableEngine,
     UpdatableEngines,
     worker_phase,
 )
 from rollout_server.engines.verification import differ, differences, unknown_digests
-from rollout_server.runtime.concurrency import Silence, timed
+from rollout_server.runtime.concurrency import Silence, gather_with_deadline, timed
 from rollout_server.runtime.refusals import refusal
 from rollout_server.weights.update_admission import admit_update, unfit_base
 from rollout_server.weights.weight_group import WeightGroup, where_of
@@ -150,6 +154,11 @@ class WeightUpdates:
         )
 
     @property
+    def asleep(self) -> bool:
+        """Whether an engine has given its memory up."""
+        return any(engine.asleep for engine in self._engines.alive())
+
+    @property
     def call(self) -> WeightCall | None:
         """What the server is at, or waits for the learner with; None where it is nothing."""
         if self._call is not None:
@@ -164,10 +173,13 @@ class WeightUpdates:
         )
 
     async def wait_until_ready(self) -> None:
-        """Sit out a running update; raises the `weights-poisoned` problem."""
+        """Sit out a running update; raises the `weights-poisoned` and the `not-ready` problem."""
         await self._settled.wait()
         if self.state == "POISONED":
             raise poisoned()
+        if self.asleep:
+            found = "the engines have given their memory up: /wake_up/ or a push comes first"
+            raise refusal("not-ready", found, "replicas")
 
     async def init_communicator(self, init: InitCommunicator) -> CommunicatorReady:
         """Form the weight group; answers when the learner and every worker have joined.
@@ -219,6 +231,7 @@ class WeightUpdates:
             self._enter("UPDATING")
             with self._timed("pause"):
                 await self._drain(before)
+                await self._on_all("start: wake up", lambda e: e.wake_weights())
                 await self._open(body, before)
         return self.status
 
@@ -258,6 +271,16 @@ class WeightUpdates:
             verified=len(body.digests),
             trial=update.trial,
         )
+
+    async def sleep(self) -> WeightStatus:
+        """Let running sequences end, then have every engine give its memory up."""
+        await self._on_ready("/sleep/", lambda e: e.sleep())
+        return self.status
+
+    async def wake_up(self) -> WeightStatus:
+        """Have every engine take its memory back, with the weights of before."""
+        await self._on_ready("/wake_up/", lambda e: e.resume())
+        return self.status
 
     def heartbeat(self, attempt: str) -> WeightStatus:
         """Note that the learner of the group lives, whatever phase runs."""
@@ -359,6 +382,17 @@ class WeightUpdates:
             problem = differ(found, len(digests), where_of("verify", self.group.require("verify")))
             await self._poison(str(problem))
             raise problem
+
+    async def _on_ready(self, route: str, call: EngineCall[None]) -> None:
+        """Run `call` on every engine, while nothing is pushed and the weights are whole."""
+        async with self._phase():
+            if self.state != "READY":
+                raise refusal("weight-update-order", f"the state is {self.state}", route)
+            calls = [call(engine) for engine in self._engines.all()]
+            try:
+                await gather_with_deadline(calls, route, self._longest_s, self._worker_margin_s)
+            except EngineDead as error:
+                raise refusal("not-ready", f"server: {error}", route) from error
 
     # --- phases
 

@@ -33,6 +33,7 @@ class ScriptedEngine:
     dtype: DtypeName = "float32"
     max_model_len = 256
     alive = True
+    asleep = False
     guard_active = False
     heartbeat_age_s = 0.0
 
@@ -77,7 +78,14 @@ class ScriptedEngine:
         self._running.clear()
 
     async def resume(self) -> None:
+        self.asleep = False
         self._running.set()
+
+    async def sleep(self) -> None:
+        self._running.clear()
+        self.asleep = True
+
+    async def wake_weights(self) -> None: ...
 
     async def abort_all(self) -> None: ...
 

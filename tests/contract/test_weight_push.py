@@ -111,6 +111,32 @@ def test_after_a_push_text_and_image_answers_are_those_of_the_new_weights(
     assert set(report["seconds"]) == {"pause", "transfer", "load", "verify", "caches"}
 
 
+@pytest.mark.req("ROLL-03", "SYNC-10")
+def test_a_server_that_slept_answers_by_its_weights_and_after_a_push_by_the_new_ones(
+    pushing: Pushing, other_tied: Path, scene: Path
+) -> None:
+    """vLLM's sleep, without its allocator: a CPU keeps the memory."""
+    server, requests = pushing.server, [text_request(), image_request(str(scene))]
+    before = [response_ids(e) for e in server.infer(requests, max_tokens=24)]
+    for _ in range(2):  # the second time changes nothing
+        assert server.http.post("/sleep/", json={}).json()["state"] == "READY"
+    assert server.http.get("/health/").json()["asleep"]
+    refused = server.post_infer(requests)
+    assert refused.status_code == 503
+    assert "/wake_up/ or a push comes first" in refused.json()["detail"]
+    assert server.http.post("/wake_up/", json={}).status_code == 200
+    assert not server.http.get("/health/").json()["asleep"]
+    assert [response_ids(e) for e in server.infer(requests, max_tokens=24)] == before
+    with pushing.group() as sender:
+        for weights in (pushing.others, pushing.weights):
+            server.http.post("/sleep/", json={}).raise_for_status()
+            push(server.http, sender, weights, pushing.next_version())
+            after = [response_ids(e) for e in server.infer(requests, max_tokens=24)]
+            assert (after == before) == (weights is pushing.weights)
+            if weights is pushing.others:
+                assert after[1] == reference.greedy_ids(other_tied, PROMPT, [scene], 24)
+
+
 @pytest.mark.req("WIRE-03")
 def test_the_version_changes_only_at_the_end(pushing: Pushing) -> None:
     server = pushing.server

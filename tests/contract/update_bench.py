@@ -55,6 +55,7 @@ class ScriptedEngine:
         self.inits: list[dict[str, Any]] = []
         self.weights_version = 0
         self.given_up = False
+        self.asleep = False
 
     def declare_dead(self) -> None:
         self.given_up = True
@@ -69,6 +70,15 @@ class ScriptedEngine:
 
     async def resume(self) -> None:
         await self._do("resume")
+        self.asleep = False
+
+    async def sleep(self) -> None:
+        await self._do("sleep")
+        self.asleep = True
+
+    async def wake_weights(self) -> None:
+        if self.asleep:
+            await self._do("wake_weights")
 
     async def abort_all(self) -> None:
         await self._do("abort_all")

@@ -79,8 +79,10 @@ def put_platform() -> None:
     torch.cuda._device_count_nvml = lambda: GPUS
     kernels = "vllm._C_stable_libtorch"  # which the build for the CPU has not
     sys.modules.setdefault(kernels, types.ModuleType(kernels))
+    from vllm.device_allocator import cumem
     from vllm.platforms.cuda import CudaPlatform
 
+    cumem.cumem_available = True  # whose library the build for the CPU has not
     cpu, cuda = platforms.current_platform, CudaPlatform()
     for module in list(sys.modules.values()):
         if vars(module).get("current_platform") is cpu:
@@ -112,6 +114,7 @@ def described(settings: ServerSettings) -> Iterator[dict[str, Any]]:
             "encoder_tokens": scheduler.max_num_encoder_input_tokens,
             "share": config.cache_config.gpu_memory_utilization,
             "transfer": transfer.backend if transfer is not None else None,
+            "sleep_mode": config.model_config.enable_sleep_mode,
         }
 
 

@@ -79,6 +79,18 @@ def _give_its_own(model: Any, name: str) -> None:
     setattr(model.get_submodule(owner), leaf, own)
 
 
+def unsaved(model: torch.nn.Module) -> set[str]:
+    """Tensors beside parameters and buffers: vLLM's sleep of level 2 and a push lose them."""
+    return {
+        name
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if any(
+            isinstance(each, torch.Tensor) for each in (value if type(value) is list else [value])
+        )
+    }
+
+
 def looked_at(folder: Path) -> dict[str, Any]:
     """Faults of the plan, and what the manifest is."""
     from vllm.config import set_current_vllm_config
@@ -95,6 +107,7 @@ def looked_at(folder: Path) -> dict[str, Any]:
         "bytes": sum(p.num_bytes for p in plain),
         "buckets": len(list(plan_buckets(plain, BUCKET_BYTES))),
         "tied": len(ties),
+        "unsaved": sorted(unsaved(model)),
     }
 
 

@@ -45,6 +45,15 @@ def test_every_parameter_has_its_place(plans: dict[str, dict[str, Any]], size: s
     assert (found["tied"] > 0) == tied
 
 
+@pytest.mark.req("ROLL-03")
+@pytest.mark.parametrize("size", SIZES)
+def test_the_model_has_tensors_that_neither_a_push_nor_level_2_of_a_sleep_keeps(
+    plans: dict[str, dict[str, Any]], size: str
+) -> None:
+    """Every forward adds those of the deepstack to its layers; they are zero without an image."""
+    assert "deepstack_input_embeds" in plans[size]["unsaved"]
+
+
 @pytest.mark.req("SYNC-02")
 @pytest.mark.parametrize("size", SIZES)
 def test_a_model_with_adapters_sends_the_same_parameters(

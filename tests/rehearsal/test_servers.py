@@ -138,6 +138,7 @@ def test_a_profile_starts_a_server_that_fits_its_gpu(rehearsed: Rehearsed, path:
         assert longest <= one["max_model_len"] < longest + 256
         assert one["max_num_seqs"] == config.rollout_matching.decode_batch_size >= 64
         assert one["chunked_prefill"]
+        assert not one["sleep_mode"], "nobody else needs its memory"
         assert one["max_num_batched_tokens"] == one["encoder_tokens"] == 8192
         assert one["share"] == (0.9 if GIB[path.stem] == 80 else 0.88)
 
@@ -159,6 +160,7 @@ def test_a_learner_starts_a_published_model_beside_itself(rehearsed: Rehearsed) 
     (one,) = rehearsed.found["colocated"]
     assert (one["gpus"], one["share"], one["max_model_len"]) == ([1], 0.45, 4352)
     assert (one["max_num_seqs"], one["dtype"]) == (64, "torch.bfloat16")
+    assert one["sleep_mode"], "for the learner on its GPU"
 
 
 def test_the_checkpoints_own_context_is_refused_where_it_cannot_fit(rehearsed: Rehearsed) -> None:

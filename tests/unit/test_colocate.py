@@ -1,4 +1,4 @@
-"""The colocated server without vLLM: its place, its settings, its life, room on the device."""
+"""The colocated server without vLLM: its place, its settings, its life."""
 
 import os
 import signal
@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from learner.config import dump_mapping, dump_resolved, load_mapping, merge, parse_config
 from learner.config.schema import Config
-from learner.models.load import Offload
 from learner.rollout.colocate import (
-    ColocatedBackend,
     describe_backend,
     learner_environment,
     media_dirs,
@@ -27,13 +23,12 @@ from learner.rollout.colocate import (
 )
 from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
 from learner.training.start_checks import check_backend, check_launcher
-from learner.types import RolloutOutput, Sample
+from learner.types import Sample
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import load_settings
 from rollout_server.settings.preflight import check_gpus
 from rollout_server.settings.repeat_config import repeat_config_from_environment
 from shared_contracts.errors import ContractError, RunError
-from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import VllmConfig
@@ -438,162 +433,3 @@ def test_a_server_that_does_not_start_is_an_error_and_gone(tmp_path: Path) -> No
     with pytest.raises(ContractError, match="no more of this"), kept(tmp_path, 0, (0.0,)):
         pass
     assert starts(tmp_path) == 1
-
-
-# --- Room on the device -----------------------------------------------------------------
-
-
-class Trained:
-    """A small model after an optimizer step, with gradients of the next one."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.backward()
-        self.optimizer.step()
-        self.backward()
-
-    def backward(self) -> None:
-        self.model(torch.arange(15.0).view(5, 3)).square().sum().backward()
-
-    def tensors(self) -> list[torch.Tensor]:
-        state = [v for s in self.optimizer.state.values() for v in s.values()]
-        gradients = [p.grad for p in self.model.parameters()]
-        return [*self.model.parameters(), *self.model.buffers(), *state, *gradients]
-
-
-def emptied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor whose own memory then holds nothing of worth."""
-    copy = tensor.clone()
-    tensor.fill_(77)
-    return copy
-
-
-@pytest.mark.req("ROLL-03")
-def test_what_was_moved_away_comes_back_as_it_was() -> None:
-    trained, twin = Trained(), Trained()
-    objects = [id(tensor) for tensor in trained.tensors()]
-    own_memory = {tensor.data_ptr() for tensor in trained.tensors()}
-    with Offload(trained.model, trained.optimizer, to_host=emptied).room():
-        inside = {tensor.data_ptr() for tensor in trained.tensors()}
-        assert not inside & own_memory
-        for moved, kept_ in zip(trained.tensors(), twin.tensors(), strict=True):
-            assert torch.equal(moved, kept_), "a push sends what is in host memory"
-    assert [id(tensor) for tensor in trained.tensors()] == objects
-    for moved, kept_ in zip(trained.tensors(), twin.tensors(), strict=True):
-        assert torch.equal(moved, kept_)
-        assert (moved.dtype, moved.device) == (kept_.dtype, kept_.device)
-    for each in (trained, twin):
-        each.optimizer.step()
-    assert all(map(torch.equal, trained.tensors(), twin.tensors()))
-
-
-@pytest.mark.req("ROLL-03")
-def test_only_what_is_asked_for_is_moved_and_an_error_brings_it_back() -> None:
-    trained = Trained()
-    before = [tensor.data_ptr() for tensor in trained.tensors()]
-    with Offload(None, None, to_host=emptied).room():
-        assert [tensor.data_ptr() for tensor in trained.tensors()] == before
-    weights = [weight.clone() for weight in trained.model.parameters()]
-    with pytest.raises(RunError), Offload(trained.model, None, to_host=emptied).room():
-        raise RunError("the push broke")
-    assert all(map(torch.equal, trained.model.parameters(), weights))
-    states = [v for s in trained.optimizer.state.values() for v in s.values()]
-    assert {state.data_ptr() for state in states} <= set(before)
-
-
-# --- The backend ------------------------------------------------------------------------
-
-
-class Scene:
-    """Notes, in order, what the backend does and has done around it.
-
-    fails: how many rollouts fail; restarts: whether the server is started anew then.
-    """
-
-    def __init__(self, fails: int = 0, gone: bool = False, restarts: bool = False) -> None:
-        self.told: list[str] = []
-        self.fails = fails
-        self.gone = gone
-        self.restarts = restarts
-        self.starts = 1
-
-    def await_ready(self) -> None:
-        self.told.append(f"start {self.starts} is ready")
-
-    @contextmanager
-    def room(self) -> Iterator[None]:
-        self.told.append("room")
-        try:
-            yield
-        finally:
-            self.told.append("restored")
-
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
-        self.told.append("rollout")
-        if self.fails:
-            self.fails -= 1
-            self.starts += self.restarts
-            raise RunError("nobody answers")
-        return []
-
-    def push_weights(self, version: int) -> None:
-        self.told.append(f"push {version}")
-
-    def close(self) -> None:
-        self.told.append("close")
-        if self.fails:
-            raise RunError("nobody to say goodbye to")
-
-    def check(self) -> None:
-        if self.gone:
-            raise RunError("the server died too often")
-
-    def stop(self) -> None:
-        self.told.append("stop")
-
-
-def colocated(scene: Scene) -> ColocatedBackend:
-    return ColocatedBackend(scene, scene, scene.room)
-
-
-@pytest.mark.req("ROLL-03")
-def test_room_is_made_for_every_push_and_rollout_and_restored_before_a_forward() -> None:
-    scene = Scene()
-    backend = colocated(scene)
-    backend.push_weights(3)
-    backend.rollout([], RequestConfig())
-    backend.close()
-    assert scene.told == [
-        *("room", "start 1 is ready", "push 3", "restored"),
-        *("room", "start 1 is ready", "rollout", "restored"),
-        *("close", "stop"),
-    ]
-
-
-@pytest.mark.req("ROLL-03")
-@pytest.mark.parametrize(("gone", "said"), [(True, "died too often"), (False, "nobody answers")])
-def test_a_failed_rollout_says_whether_the_server_is_gone(gone: bool, said: str) -> None:
-    scene = Scene(fails=1, gone=gone)
-    with pytest.raises(RunError, match=said):
-        colocated(scene).rollout([], RequestConfig())
-    assert scene.told[-1] == "restored"
-
-
-@pytest.mark.req("ROLL-03")
-def test_a_rollout_that_a_new_start_broke_is_asked_again_when_it_is_ready() -> None:
-    scene = Scene(fails=2, restarts=True)
-    assert colocated(scene).rollout([], RequestConfig()) == []
-    asked = [f"start {start} is ready" for start in (1, 2, 3)]
-    assert [told for told in scene.told if told != "rollout"] == ["room", *asked, "restored"]
-
-
-@pytest.mark.req("ROLL-03")
-def test_the_server_is_stopped_even_when_it_cannot_be_left_in_order() -> None:
-    scene = Scene(fails=1)
-    with pytest.raises(RunError):
-        colocated(scene).close()
-    assert scene.told[-1] == "stop"

@@ -234,7 +234,7 @@ def test_memory_that_is_there_is_read_from_the_system(tmp_path: Path) -> None:
     assert memory.available_ram(tmp_path / "none") is None
 
 
-def test_a_colocated_server_keeps_its_part_of_the_gpu(
+def test_a_colocated_server_and_the_learner_take_turns_on_the_gpu(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
     config = small_config(
@@ -244,10 +244,16 @@ def test_a_colocated_server_keeps_its_part_of_the_gpu(
         stage2_ab={"schedule": {"b_ratio": 0.5}},
         rollout_matching={"vllm": {"mode": "colocate", "server": None}},
     )
-    small = GpuUse([GpuMemory(0, "GPU-a", 0, 100)], [])
-    weighed = memory.weigh(config, inputs.look(config), [0], small, Placement((0,), 1, 0.45, ""))
-    found = by_check(weighed.findings)
-    assert found["memory (estimate)"].status == "warn"
-    assert "there are 0.0537 GiB" in found["memory (estimate)"].found
-    assert found["server memory (estimate)"].status == "ok"
-    assert "gpu_memory_utilization 0.45 leaves" in found["server memory (estimate)"].found
+    for mib, share, of_step, of_turn in ((4150, 0.45, "warn", "ok"), (9000, 0.92, "ok", "fail")):
+        gpu = GpuUse([GpuMemory(0, "GPU-a", 0, mib)], [])
+        weighed = memory.weigh(config, inputs.look(config), [0], gpu, Placement((0,), 1, share, ""))
+        found = by_check(weighed.findings)
+        step, turn = found["memory (estimate)"], found["memory beside the server (estimate)"]
+        assert (step.status, turn.status) == (of_step, of_turn)
+        there = (mib / 1024 - 4, mib / 1024 * (0.92 - share))
+        for finding, gib in zip((step, turn), there, strict=True):
+            assert f"there are {gib:.3g} GiB" in finding.found
+        assert found["server memory (estimate)"].status == "ok"
+        said = f"gpu_memory_utilization {share:g} leaves"
+        assert said in found["server memory (estimate)"].found
+    assert "rollout_matching.offload" in turn.do

@@ -30,7 +30,7 @@ from learner.operate.estimate.step import (
 )
 from learner.operate.simulate.inputs import Speeds
 from learner.training.trainer import build_optimizer
-from learner.types import Sample
+from learner.types import Channel, Sample
 from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_mapping
 
@@ -190,17 +190,47 @@ def test_what_does_not_fit_is_refused_with_the_numbers(changed: Changed) -> None
     assert "22.1 GiB of the RTX4090 can be used" in learner.found
 
 
-def test_beside_a_colocated_server_a_learner_has_the_rest_of_the_gpu(changed: Changed) -> None:
+def cost_of(weights: int, gradients: int, moments: int, working: int) -> dict[Channel, StepCost]:
+    """In GiB."""
+    parts = (part * 2**30 for part in (weights, gradients, moments, working))
+    return {"A": StepCost("A", 1, 1, *parts, [], 1.0, 1.0, 1.0, frozenset())}
+
+
+@pytest.mark.req("FULL-05", "ROLL-03")
+def test_learner_and_colocated_server_take_turns_on_the_gpu(changed: Changed) -> None:
+    """For a step there is all but what a sleeping engine keeps."""
     served = Serving(weights=2**30, sequence=2**30, length=4096, at_once=8, largest=0, context=4096)
     for share in (None, 0.6):
         vllm = {"mode": "colocate", "server": None, "gpu_memory_utilization": share}
         config = changed(rollout_matching={"vllm": vllm})
-        found = Estimate(config, H100, 1, 8, {"A": COST}, 1, 1, served)
-        assert found.room == pytest.approx((0.92 - (share or 0.45)) * 80 * 2**30)
+        found = Estimate(config, H100, 1, 8, cost_of(20, 20, 4, 20), 1, 1, served)
+        assert found.room == pytest.approx((0.92 * 80 - 4) * 2**30)
+        assert found.left == pytest.approx((0.92 - (share or 0.45)) * 80 * 2**30)
+        assert found.kept == 24 * 2**30
         assert found.sequences == int((share or 0.45) * 80 - 5)
-    large = StepCost("A", 1, 1, 30 * 2**30, 0, 0, 0, [], 1.0, 1.0, 1.0, frozenset())
-    (learner,) = Estimate(config, H100, 1, 8, {"A": large}, 1, 1, served).refusals()
-    assert "25.6 GiB of the H100 can be used" in learner.found
+        assert list(found.refusals()) == []
+        assert as_json(found)["beside_server"]["kept_bytes"] == 24 * 2**30
+    (learner,) = Estimate(config, H100, 1, 8, cost_of(20, 20, 0, 30), 1, 1, served).refusals()
+    assert "69.6 GiB of the H100 can be used" in learner.found
+
+
+@pytest.mark.req("FULL-05", "ROLL-03")
+@pytest.mark.parametrize(
+    ("offload", "kept"),
+    [({}, 30), ({"offload_optimizer": True}, 10), ({"offload_model": True}, 20)],
+)
+def test_what_a_learner_keeps_beside_a_working_server_must_fit(
+    changed: Changed, offload: dict[str, bool], kept: int
+) -> None:
+    served = Serving(weights=2**30, sequence=2**30, length=4096, at_once=8, largest=0, context=4096)
+    vllm = {"mode": "colocate", "server": None, "gpu_memory_utilization": 0.6}
+    moves = {"enabled": True, **offload} if offload else {}
+    config = changed(rollout_matching={"vllm": vllm, "offload": moves})
+    found = Estimate(config, H100, 1, 8, cost_of(10, 10, 20, 1), 1, 1, served)
+    assert found.kept == kept * 2**30
+    refused = [error.found for error in found.refusals()]
+    said = "a learner keeps 30 GiB of weights and optimizer; the server leaves 25.6 GiB of the H100"
+    assert [said in one for one in refused] == [True] * (kept == 30)
 
 
 def test_an_estimate_tells_both_channels_push_and_servers(

@@ -15,12 +15,14 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from learner.config.rollout_matching import OffloadConfig
 from learner.config.schema import Config, LoraTuner
 from learner.models.coord_tokens import untrained
 from learner.operate.doctor import machine
 from learner.operate.doctor.findings import Finding, Status, of_error, ok, skipped
 from learner.operate.doctor.inputs import CHECKPOINT, DATA, IMAGES, Looked, spread
 from learner.operate.estimate.sizes import (
+    ENGINE_BYTES,
     USABLE,
     Serving,
     Shape,
@@ -29,7 +31,7 @@ from learner.operate.estimate.sizes import (
     read_sizes,
     serving,
 )
-from learner.operate.estimate.step import StepCost, step_cost
+from learner.operate.estimate.step import OFFLOAD_REMEDY, StepCost, step_cost
 from learner.rollout.colocate import Placement
 from learner.runs.checkpoint import checkpoints_in
 from learner.training.start_checks import (
@@ -94,6 +96,7 @@ def stored_rows(folder: Path, ids: Sequence[int]) -> Iterator[Tensor]:
 
 
 LEARNER, SERVER = "memory (estimate)", "server memory (estimate)"
+BESIDE = "memory beside the server (estimate)"
 
 
 def judge_training(needed: StepCost, there: float | None, where: str) -> Finding:
@@ -105,6 +108,15 @@ def judge_training(needed: StepCost, there: float | None, where: str) -> Finding
         return ok(LEARNER, found, where)
     status: Status = "fail" if needed.states > there else "warn"
     return Finding(LEARNER, where, status, found, needed.remedy(there * USABLE))
+
+
+def judge_beside(needed: StepCost, offload: OffloadConfig, left: float, where: str) -> Finding:
+    """left: bytes for the learner while a colocated server works."""
+    kept = needed.kept(offload)
+    found = f"while the server works, the learner keeps {gib(kept)}; there are {gib(max(left, 0))}"
+    if kept <= left:
+        return ok(BESIDE, found, where)
+    return Finding(BESIDE, where, "fail", found, OFFLOAD_REMEDY)
 
 
 def judge_serving(
@@ -286,12 +298,12 @@ def _memory_findings(
         ]
     budget = None if here is None else here * placement.gpu_memory_utilization
     used = f"gpu_memory_utilization {placement.gpu_memory_utilization:g}"
-    if here is not None and budget is not None:  # offload or not: an idle server keeps its own
-        here, where = here - budget, f"{where} beside the server"
-    return [
-        judge_training(needed, here, where),
-        judge_serving(served, budget, "a colocated server", used),
-    ]
+    findings = [judge_serving(served, budget, "a colocated server", used)]
+    if here is not None and budget is not None:
+        offload = config.rollout_matching.offload
+        findings.append(judge_beside(needed, offload, USABLE * here - budget, where))
+        here, where = here - ENGINE_BYTES, f"{where} beside the server, which sleeps"
+    return [judge_training(needed, here, where), *findings]
 
 
 def _own_room(visible: Sequence[int], use: GpuUse | None) -> tuple[float | None, str]:

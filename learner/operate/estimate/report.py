@@ -10,6 +10,7 @@ from learner.config.schema import Config
 from learner.data.show import new_table
 from learner.models.gpus import Gpu
 from learner.operate.estimate.sizes import (
+    ENGINE_BYTES,
     USABLE,
     Serving,
     Sizes,
@@ -18,7 +19,13 @@ from learner.operate.estimate.sizes import (
     served_bytes,
     serving,
 )
-from learner.operate.estimate.step import StepCost, meta_model, recipe_of, step_cost
+from learner.operate.estimate.step import (
+    OFFLOAD_REMEDY,
+    StepCost,
+    meta_model,
+    recipe_of,
+    step_cost,
+)
 from learner.rollout.colocate import GPU_MEMORY_UTILIZATION
 from learner.training.start_checks import (
     check_processes,
@@ -29,10 +36,6 @@ from learner.training.start_checks import (
 from learner.types import Channel, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.footprint import engine_share
-
-# Of a server's GPU, what an engine needs beside weights and cache: kernels, graphs, activations
-# of a prefill.
-_ENGINE_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,24 @@ class Estimate:
         return engine_share(self.gpu.memory, 0.0 if self.served is None else self.served.largest)
 
     @property
+    def colocated(self) -> bool:
+        """Whether learner and server take turns on a GPU."""
+        return self.config.rollout_matching.backend == "colocate" and self.served is not None
+
+    @property
     def room(self) -> float:
-        """Bytes of a GPU that a process can have: beside a colocated server, what that leaves."""
-        colocated = self.config.rollout_matching.backend == "colocate" and self.served is not None
-        return self.gpu.memory * (USABLE - (self.server_share if colocated else 0.0))
+        """Bytes of a GPU that a step can have: beside a colocated server, which sleeps then."""
+        return self.gpu.memory * USABLE - (ENGINE_BYTES if self.colocated else 0)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that the learner keeps while a colocated server works."""
+        return self.largest.kept(self.config.rollout_matching.offload)
+
+    @property
+    def left(self) -> float:
+        """Bytes of a GPU that a colocated server leaves while it works."""
+        return self.gpu.memory * (USABLE - self.server_share)
 
     @property
     def forwards(self) -> int:
@@ -93,7 +110,7 @@ class Estimate:
         """How many sequences of the longest kind a server's GPU can hold at once."""
         if self.served is None:
             return None
-        return self.served.sequences(self.gpu.memory * self.server_share - _ENGINE_BYTES)
+        return self.served.sequences(self.gpu.memory * self.server_share - ENGINE_BYTES)
 
     def refusals(self) -> Iterator[ContractError]:
         """What cannot fit, with the numbers."""
@@ -101,6 +118,12 @@ class Estimate:
         if cost.total > self.room:
             found = f"a learner needs {cost}; {gib(self.room)} of the {self.gpu.name} can be used"
             yield ContractError("--gpu", found, cost.remedy(self.room))
+        if self.colocated and self.kept > self.left:
+            found = (
+                f"while its server works, a learner keeps {gib(self.kept)} of weights and "
+                f"optimizer; the server leaves {gib(self.left)} of the {self.gpu.name}"
+            )
+            yield ContractError("rollout_matching.offload", found, OFFLOAD_REMEDY)
         if self.sequences == 0:
             has = gib(self.gpu.memory * self.server_share)
             found = f"a server needs {self.served}; it takes {has} of the {self.gpu.name}"
@@ -149,6 +172,9 @@ def as_json(found: Estimate) -> dict[str, Any]:
         "usable_bytes": int(found.room),
         "learner_gpus": found.processes,
         "fits": not list(found.refusals()),
+        "beside_server": {"kept_bytes": found.kept, "usable_bytes": int(found.left)}
+        if found.colocated
+        else None,
         "channels": {
             channel: {
                 "pack_tokens": cost.tokens,
@@ -191,6 +217,9 @@ def tables(found: Estimate) -> Iterator[tuple[str, Table]]:
     for name in ("weights", "gradients", "moments", "working", "total"):
         memory.add_row(name, *(gib(getattr(cost, name)) for _, cost in costs))
     memory.add_row(f"usable of {found.gpu.name}", *(gib(found.room) for _ in costs))
+    if found.colocated:
+        memory.add_row("kept while the server works", *(gib(found.kept) for _ in costs))
+        memory.add_row("usable then", *(gib(found.left) for _ in costs))
     yield f"Memory of each of {found.processes} learner GPU(s)", memory
     time = new_table("at best", *(f"#channel {channel}" for channel, _ in costs))
     time.add_row("packs in a step", *(f"{cost.packs}" for _, cost in costs))

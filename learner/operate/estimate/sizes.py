@@ -19,6 +19,9 @@ Shape = tuple[int, ...]
 
 # Of a GPU, what the driver, kernels and a fragmented allocator leave.
 USABLE = 0.92
+# Of a server's GPU, what an engine needs beside weights and cache: the CUDA context, kernels,
+# graphs, activations of a prefill. An engine that sleeps keeps this at most.
+ENGINE_BYTES = 4 * GIB
 
 
 def gib(count: float) -> str:

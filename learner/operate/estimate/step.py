@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from learner.config.rollout_matching import OffloadConfig
 from learner.config.schema import Config, LoraTuner
 from learner.models.families import family_of
 from learner.models.gpus import Gpu
@@ -34,6 +35,12 @@ from learner.training.trainer import AUTOCAST, build_optimizer
 from learner.types import Channel, Sample
 
 Tensors = list[tuple[tuple[int, ...], str, int]]
+
+# Where a learner and its colocated server do not fit on a GPU while the server works.
+OFFLOAD_REMEDY = (
+    "Set rollout_matching.offload.enabled with offload_optimizer or offload_model, or lower "
+    "rollout_matching.vllm.gpu_memory_utilization"
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,11 @@ class StepCost:
     @property
     def total(self) -> int:
         return self.states + self.working
+
+    def kept(self, offload: OffloadConfig) -> int:
+        """Bytes beside a colocated server that works: there are no gradients between steps."""
+        moved = (offload.offload_model, self.weights), (offload.offload_optimizer, self.moments)
+        return sum(size for away, size in moved if not (offload.enabled and away))
 
     def remedy(self, room: float) -> str:
         """What makes it smaller, where `room` bytes are too few."""

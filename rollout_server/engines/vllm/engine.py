@@ -130,6 +130,8 @@ def _gpu_args(settings: ServerSettings, index: int) -> dict[str, Any]:
         "device_ids": None if by_ray else settings.gpus_of(index),
         "distributed_executor_backend": settings.distributed_executor_backend,
         "gpu_memory_utilization": settings.gpu_memory_utilization or ENGINE_SHARE,
+        # Memory that can be given up comes from an allocator of its own.
+        "enable_sleep_mode": settings.share_gpus,
         "max_num_batched_tokens": settings.max_num_batched_tokens
         or max(GPU_BATCHED_TOKENS, settings.max_num_seqs),
     }
@@ -241,6 +243,9 @@ def _inactive(found: str) -> GuardInactive:
 
 T = TypeVar("T")
 
+# vLLM's tags of the memory that an engine can give up.
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+
 _FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 
@@ -263,6 +268,7 @@ class VllmEngine:
         self._last_sign = time.monotonic()
         self._phases = 0
         self._given_up = asyncio.Event()
+        self._asleep: set[str] = set()  # of WEIGHTS and KV_CACHE
 
     @classmethod
     def build(cls, settings: ServerSettings, index: int) -> "VllmEngine":
@@ -411,7 +417,54 @@ class VllmEngine:
         await self._reached(self._llm.pause_generation(mode="abort", clear_cache=True))
 
     async def resume(self) -> None:
+        await self._wake_up(WEIGHTS, KV_CACHE)
         await self._reached(self._llm.resume_generation())
+
+    @property
+    def asleep(self) -> bool:
+        return bool(self._asleep)
+
+    async def sleep(self) -> None:
+        """Pause, move the weights to host memory and drop the KV cache: vLLM's level 1.
+
+        Level 2 drops the weights, too. A push would not replace all of them: vLLM keeps the
+        buffers of a model, but not its other tensors, such as those of Qwen3-VL's deepstack and of
+        LoRA layers.
+        """
+        try:
+            await self.pause()
+        except BaseException:
+            await self.resume()
+            raise
+        if not self._asleep:
+            await self._move_memory(self._llm.sleep(level=1, mode="wait"))
+            self._asleep = {WEIGHTS, KV_CACHE}
+
+    async def wake_weights(self) -> None:
+        await self._wake_up(WEIGHTS)
+
+    async def _wake_up(self, *tags: str) -> None:
+        if due := [tag for tag in tags if tag in self._asleep]:
+            await self._move_memory(self._llm.wake_up(due))
+            self._asleep.difference_update(due)
+
+    async def _move_memory(self, call: Coroutine[Any, Any, object]) -> None:
+        """Give up an engine where this breaks: nobody knows which memory it has.
+
+        Raises EngineDead.
+        """
+        self._phases += 1
+        try:
+            await self._reached(call)
+        except BaseException as error:
+            self.declare_dead()
+            if not isinstance(error, Exception) or isinstance(error, EngineDead):
+                raise
+            found = f"replica {self.index} did not move its memory: {error}"
+            raise EngineDead(found) from error
+        finally:
+            self._phases -= 1
+            self._last_sign = time.monotonic()
 
     @property
     def guard_active(self) -> bool:
