@@ -174,7 +174,7 @@ class VllmConfig(StrictModel):
         default=None,
         gt=0,
         le=1,
-        description="fraction of the GPU memory for a colocated server; null: 0.45",
+        description="fraction of the GPU memory for a colocated server while it works; null: 0.45",
     )
     tensor_parallel_size: int | None = Field(
         default=None,
