@@ -17,7 +17,7 @@ def server_args(checkpoint: Path, port: str) -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from rollout_server.engines.vllm.engine import engine_args
+    from rollout_server.engines.vllm.arguments import engine_args
 
     options = ["--host", "127.0.0.1", "--port", port, "--disable-uvicorn-access-log"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(options)

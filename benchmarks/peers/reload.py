@@ -50,7 +50,7 @@ class ReloadExtension(Worker):
 async def serve(checkpoint: Path, answers: Any) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout_server.engines.vllm.engine import engine_args
+    from rollout_server.engines.vllm.arguments import engine_args
 
     args = engine_args(engine_settings(checkpoint), 0)
     args.worker_extension_cls = "benchmarks.peers.reload.ReloadExtension"

@@ -33,7 +33,7 @@ class FrontEnd:
 def renderers(tied: Path) -> Iterator[list[Any]]:
     from vllm.renderers.registry import renderer_from_config
 
-    from rollout_server.engines.vllm.engine import engine_args
+    from rollout_server.engines.vllm.arguments import engine_args
 
     settings = ServerSettings(model=tied, device="cpu", replicas=2, max_model_len=1024)
     made = [

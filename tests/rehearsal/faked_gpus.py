@@ -92,7 +92,7 @@ def put_platform() -> None:
 
 def described(settings: ServerSettings) -> Iterator[dict[str, Any]]:
     """vLLM's configuration of each replica."""
-    from rollout_server.engines.vllm.engine import engine_args
+    from rollout_server.engines.vllm.arguments import engine_args
 
     os.environ.update(environment(settings))
     for index in range(settings.num_replicas):

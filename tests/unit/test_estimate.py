@@ -192,8 +192,8 @@ def test_what_does_not_fit_is_refused_with_the_numbers(changed: Changed) -> None
 
 def cost_of(weights: int, gradients: int, moments: int, working: int) -> dict[Channel, StepCost]:
     """In GiB."""
-    parts = (part * 2**30 for part in (weights, gradients, moments, working))
-    return {"A": StepCost("A", 1, 1, *parts, [], 1.0, 1.0, 1.0, frozenset())}
+    w, g, m, beside = (part * 2**30 for part in (weights, gradients, moments, working))
+    return {"A": StepCost("A", 1, 1, w, g, m, beside, [], 1.0, 1.0, 1.0, frozenset())}
 
 
 @pytest.mark.req("FULL-05", "ROLL-03")

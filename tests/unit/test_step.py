@@ -1,7 +1,9 @@
 """One optimizer step on the toy model, with answers from a scripted backend."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +229,32 @@ def test_channels_follow_the_schedule_and_b_pushes_before_it_asks(
     assert [report.metrics["step/channel_b"] for report in reports] == [0, 1, 0, 1]
     assert backend.done == ["push 1", "rollout", "push 2", "rollout"]
     assert [r.metrics.get("sync/weights_version") for r in reports] == [None, 1, None, 2]
+
+
+@pytest.mark.req("ROLL-03")
+def test_a_backend_that_shares_the_gpu_has_it_for_the_push_and_the_rollouts_of_a_step(
+    parts: Parts, samples: list[Sample], config_of: ConfigOf
+) -> None:
+    backend = Scripted(samples, parts)
+
+    @contextmanager
+    def serving() -> Iterator[None]:
+        backend.done.append("takes the GPU")
+        yield
+        backend.done.append("gives it back")
+
+    opened = OpenBackend(backend, serving=serving)
+    runner = parts.runner(config_of(b_ratio=0.5), Policy(opened, Asking("", None, RequestConfig())))
+    hook = parts.loaded.model.register_forward_hook(lambda *_: backend.done.append("forward"))
+    try:
+        for step in range(4):
+            parts.step(runner, samples, step)
+    finally:
+        hook.remove()
+    turn = ("takes the GPU", "push {}", "rollout", "gives it back")
+    of_b = [[each.format(version) for each in turn] for version in (1, 2)]
+    events = [event for event, _ in groupby(backend.done)]
+    assert events == ["forward", *of_b[0], "forward", *of_b[1], "forward"]
 
 
 @pytest.mark.req("SEED-01", "SEED-02")

@@ -1,4 +1,4 @@
-"""One vLLM engine: all that imports vLLM in the server's own process.
+"""One vLLM engine. With `arguments.py`, this is all that imports vLLM in the server's own process.
 
 Errors of vLLM leave this module as those of `engine_protocol`. The repeat guard of an engine
 proves itself with two sequences of one single token, side by side: a rigged one, which the guard
@@ -6,7 +6,6 @@ must end, and a control, which it must not (REP-06).
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Coroutine
@@ -17,8 +16,6 @@ from typing import Any, TypeVar
 from PIL import Image
 from pydantic import TypeAdapter
 from vllm.config import ModelConfig
-from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -42,99 +39,15 @@ from rollout_server.engines.engine_protocol import (
     PromptRefused,
     WeightPhaseFailed,
 )
+from rollout_server.engines.vllm.arguments import engine_args
 from rollout_server.engines.vllm.repeat_processor import RESERVED_TOKENS, choose_sentinel
 from rollout_server.engines.vllm.staging import SERVED
-from rollout_server.engines.vllm.weight_engines import ENGINES
 from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.settings.options import ServerSettings
-from rollout_server.settings.repeat_config import EXTRA_ARG, PROCESSOR, PROCESSOR_V2
-from shared_contracts.footprint import ENGINE_SHARE
+from rollout_server.settings.repeat_config import EXTRA_ARG
 from shared_contracts.infer import RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.weights import DtypeName
-
-# Tokens of one CPU forward: some 80 prompts of 200 tokens prefill together.
-CPU_BATCHED_TOKENS = 16384
-# Of one GPU forward: vLLM would choose 2,048 for an engine that no server of its own uses.
-GPU_BATCHED_TOKENS = 8192
-
-
-def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
-    """vLLM's arguments for replica `index`."""
-    common: dict[str, Any] = {
-        "model": str(settings.checkpoint),
-        "dtype": settings.dtype,
-        # Code that lies in a checkpoint is never run.
-        "trust_remote_code": False,
-        "seed": settings.seed,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        # What waits is taken by its turn (`routing.Turns`), not as it came.
-        "scheduling_policy": "priority",
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "enable_prefix_caching": settings.enable_prefix_caching,
-        # Both ends of the image cache would have to agree on requests that are rendered
-        # and then refused because another one in their call is bad.
-        "mm_processor_cache_gb": 0,
-        "limit_mm_per_prompt": {"image": settings.max_images_per_request, "video": 0},
-        "weight_transfer_config": WeightTransferConfig(backend=ENGINES[settings.transport]),
-        "logits_processors": _repeat_processors(settings),
-        # One adapter at a time; its tensors have the type of the model's.
-        "enable_lora": settings.enable_lora,
-        "max_loras": 1,
-        "max_lora_rank": settings.max_lora_rank,
-        "lora_dtype": "auto",
-        # The learner's adapters may reach into the vision tower.
-        "enable_tower_connector_lora": settings.enable_lora,
-        "worker_extension_cls": "rollout_server.engines.vllm.worker_extension.WorkerExtension",
-    }
-    extra = _cpu_args(settings) if settings.device == "cpu" else _gpu_args(settings, index)
-    return AsyncEngineArgs(**common | extra)
-
-
-def _repeat_processors(settings: ServerSettings) -> list[str] | None:
-    """The class that fits the model runner; the guard's own test shows whether it works there."""
-    if not settings.repeat_terminate.enabled:
-        return None
-    return [PROCESSOR_V2 if settings.model_runner == "v2" else PROCESSOR]
-
-
-def _cpu_args(settings: ServerSettings) -> dict[str, Any]:
-    tokens = settings.max_num_batched_tokens
-    if tokens is None and settings.max_model_len is not None:
-        tokens = max(CPU_BATCHED_TOKENS, settings.max_model_len)
-    return {
-        "max_num_batched_tokens": tokens,
-        "dtype": _cpu_dtype(settings),
-        # Seeded requests and chunked prefill together kill the CPU engine.
-        "enable_chunked_prefill": False,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
-        # The worker lives in the engine process: one process less to start.
-        "distributed_executor_backend": settings.distributed_executor_backend
-        or ("uni" if settings.tensor_parallel_size == 1 else "mp"),
-    }
-
-
-def _cpu_dtype(settings: ServerSettings) -> str:
-    """`auto` is the checkpoint's own type; vLLM would make bfloat16 of float32."""
-    if settings.dtype != "auto":
-        return settings.dtype
-    config = json.loads((settings.checkpoint / "config.json").read_text(encoding="utf-8"))
-    return str(config.get("dtype") or config.get("torch_dtype") or "auto")
-
-
-def _gpu_args(settings: ServerSettings, index: int) -> dict[str, Any]:
-    by_ray = settings.distributed_executor_backend == "ray"
-    return {
-        "device_ids": None if by_ray else settings.gpus_of(index),
-        "distributed_executor_backend": settings.distributed_executor_backend,
-        "gpu_memory_utilization": settings.gpu_memory_utilization or ENGINE_SHARE,
-        # Memory that can be given up comes from an allocator of its own.
-        "enable_sleep_mode": settings.share_gpus,
-        "max_num_batched_tokens": settings.max_num_batched_tokens
-        or max(GPU_BATCHED_TOKENS, settings.max_num_seqs),
-    }
 
 
 def sampling_params(
