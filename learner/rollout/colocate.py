@@ -192,6 +192,7 @@ class ColocatedBackend:
                 if self._memory is not None:
                     with suppress(RunError, ContractError):
                         self._memory.sleep()
+                        self._asleep = True
                 raise
             else:
                 self.sleep()

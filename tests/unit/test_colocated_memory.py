@@ -246,6 +246,17 @@ def test_a_rollout_that_fails_says_so_and_not_that_the_server_cannot_sleep() -> 
 
 
 @pytest.mark.req("ROLL-03")
+def test_a_server_that_slept_after_a_failure_is_woken_for_the_next_rollout() -> None:
+    scene = Scene(fails=1)
+    backend = on_one_gpu(scene)
+    with pytest.raises(RunError, match="nobody answers"):
+        backend.rollout([], RequestConfig())
+    backend.rollout([], RequestConfig())
+    turn = ["room", "rollout", "sleep", "restored"]
+    assert scene.moves == [*turn, "room", "wake up", *turn[1:]]
+
+
+@pytest.mark.req("ROLL-03")
 @pytest.mark.parametrize("restarts", [True, False])
 def test_a_server_that_keeps_its_memory_ends_the_run_unless_it_was_restarted(
     restarts: bool,
