@@ -20,6 +20,8 @@ POST_PATHS = (
     "/start_weight_update",
     "/update_weights",
     "/finish_weight_update",
+    "/sleep",
+    "/wake_up",
     "/keep_communicator",
     "/close_communicator",
 )
@@ -33,6 +35,8 @@ BODIES: dict[str, Any] = {
     },
     "/update_weights": {"version": 1, "attempt": None},
     "/finish_weight_update": {"version": 1, "attempt": None},
+    "/sleep": {},
+    "/wake_up": {},
     "/keep_communicator": {"attempt": "a"},
     "/close_communicator": {"attempt": None},
 }

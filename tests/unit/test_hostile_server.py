@@ -82,6 +82,8 @@ CALLS: dict[str, Call] = {
         UpdateWeights(version=4, attempt="a")
     ),
     "POST /finish_weight_update/": lambda client: client.finish_weight_update(FINISH),
+    "POST /sleep/": lambda client: client.sleep(),
+    "POST /wake_up/": lambda client: client.wake_up(),
     "POST /keep_communicator/": lambda client: client.keep_communicator("a"),
     "POST /close_communicator/": lambda client: client.close_communicator("a"),
 }
@@ -372,6 +374,8 @@ HONEST: dict[str, Any] = {
     "POST /start_weight_update/": STATUS.model_dump(),
     "POST /update_weights/": STATUS.model_dump(),
     "POST /finish_weight_update/": REPORT.model_dump(),
+    "POST /sleep/": STATUS.model_dump(),
+    "POST /wake_up/": STATUS.model_dump(),
     "POST /keep_communicator/": STATUS.model_dump(),
     "POST /close_communicator/": STATUS.model_dump(),
 }
