@@ -5,7 +5,8 @@
 vLLM's loaders fuse, shard and pad. The dry run gives them parameters without data (on the
 meta device) and writes down every copy they would make, so that the plan holds for whatever
 they do: which part of which parameter lands where, what of the model nobody fills, and what
-of the manifest nobody reads. Parts are boxes of matrices (`shared_contracts.digests`).
+of the manifest nobody reads. Parts are boxes of matrices (`shared_contracts.digests`). Later
+pushes repeat the copies of the plan (`replay`), and a verification reads by it.
 """
 
 import inspect
@@ -18,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from rollout_server.engines.verification import Box, Fault, RawPart, covered
@@ -28,7 +29,13 @@ from shared_contracts.weights import DtypeName, ParameterMeta
 # Refused parameters after which the dry run stops.
 MOST_FAILURES = 16
 
-_PADDING = (Tensor.fill_, Tensor.zero_)
+_COPY = torch.ops.aten.copy_.default
+_SCALAR = torch.ops.aten.scalar_tensor.default  # of `tensor[...] = 0`, which is copied
+_CONSTANTS = (
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+)
 
 
 class LoadableModel(Protocol):
@@ -41,7 +48,8 @@ class LoadableModel(Protocol):
 class Target:
     """A parameter of the engine's model, as a matrix, in the form loaders fill.
 
-    name: of the module that has it, dotted; tensor: what it is called there.
+    name: of the module that has it, dotted; tensor: what it is called there. The matrix is that
+    of `matrix_shape`; one of which loaders fill each expert with a matrix has their columns.
     """
 
     name: str
@@ -63,14 +71,26 @@ class Placement:
     box: Box
 
 
+@dataclass(frozen=True)
+class Constant:
+    """What loaders fill a box of a target with, before anything is copied into the box."""
+
+    box: Box
+    value: float
+
+
 @dataclass
 class Plan:
     """placements: by the manifest's names; a parameter whose target is tied has one for each
-    module that reads it. faults: why the manifest cannot be loaded; empty when it can.
+    module that reads it. constants: padding. faults: why the manifest cannot be loaded; empty
+    when it can. besides: what the loaders write and the plan does not have, so that the plan
+    can be read by but not replayed.
     """
 
     placements: dict[str, list[Placement]] = field(default_factory=lambda: defaultdict(list))
+    constants: dict[Target, list[Constant]] = field(default_factory=lambda: defaultdict(list))
     faults: list[Fault] = field(default_factory=list)
+    besides: list[str] = field(default_factory=list)
 
 
 # Parameters that are one tensor: full name -> full names of the others.
@@ -80,8 +100,9 @@ Ties = Mapping[str, Sequence[str]]
 def shared_parameters(model: nn.Module) -> Ties:
     """Which parameters of a model at rest (not being reloaded) are one tensor."""
     names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
+    for name, module in model.named_modules():  # each once, whatever has it
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            names[id(parameter)].append(f"{name}.{leaf}")
     return {
         name: [other for other in group if other != name]
         for group in names.values()
@@ -97,11 +118,11 @@ def trace(
 
     Loads nothing and leaves the model as it was. dtype: in which the model holds its weights.
     """
-    targets = _targets(model)
     with _plain_loaders(model):
-        run = _DryRun(targets)
+        run = _DryRun(_targets(model), _buffers(model))
         run.load(cast(LoadableModel, model), parameters)
-    plan = Plan()
+    run.faults += _replaced(run, _targets(model))
+    plan = Plan(constants=run.constants, besides=run.besides)
     plan.faults += run.faults
     if len(run.faults) < MOST_FAILURES:
         plan.faults += _unread(run, parameters) + _wrong_types(run, parameters, dtype)
@@ -120,9 +141,16 @@ def _targets(model: nn.Module) -> dict[StorageWeakRef, tuple[Target, Tensor]]:
     for name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             rows, columns = matrix_shape(parameter.shape)
-            storage = StorageWeakRef(parameter.untyped_storage())
-            targets[storage] = (Target(name, leaf, rows, columns), parameter)
+            targets[_storage(parameter)] = (Target(name, leaf, rows, columns), parameter)
     return targets
+
+
+def _buffers(model: nn.Module) -> dict[StorageWeakRef, str]:
+    return {_storage(buffer): name for name, buffer in model.named_buffers()}
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 @contextmanager
@@ -146,19 +174,33 @@ def _is_original(loader: Callable[..., Any]) -> bool:
     return loader.__name__ != "online_process_loader"
 
 
-class _DryRun(TorchFunctionMode):
-    """Writes down the copies into the targets, and makes none of them."""
+class _DryRun(TorchDispatchMode):
+    """Writes down what is written to the targets, and lets nothing of it happen.
 
-    def __init__(self, targets: Mapping[StorageWeakRef, tuple[Target, Tensor]]) -> None:
+    Every operation comes by here with the tensors it changes, so no change goes unseen: one that
+    is neither a copy of a box nor a constant is a fault.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[StorageWeakRef, tuple[Target, Tensor]],
+        buffers: Mapping[StorageWeakRef, str],
+    ) -> None:
         super().__init__()
-        self._by_storage = targets
+        self.by_storage = dict(targets)
+        self._buffers = buffers
         self._sources: dict[StorageWeakRef, tuple[ParameterMeta, Tensor]] = {}
-        self.targets = dict(targets.values())
-        # What loaders set to a constant: several may pad the same.
-        self.padded: dict[Target, set[Box]] = defaultdict(set)
+        self._scalars: dict[StorageWeakRef, tuple[float, Tensor]] = {}
+        self.constants: dict[Target, list[Constant]] = defaultdict(list)
         self.placements: list[tuple[str, Placement]] = []
+        self.filled: dict[Target, list[Box]] = defaultdict(list)
         self.faults: list[Fault] = []
+        self.besides: list[str] = []
         self._last = ""
+
+    @property
+    def targets(self) -> dict[Target, Tensor]:
+        return dict(self.by_storage.values())
 
     def load(self, model: LoadableModel, parameters: Sequence[ParameterMeta]) -> None:
         """Let the model load `parameters`; one that it refuses is a fault, and the rest goes on."""
@@ -186,42 +228,96 @@ class _DryRun(TorchFunctionMode):
                 self.faults.append(Fault(parameter.name, "shape", f"no tensor has it ({error})"))
                 continue
             # Kept with the storage: another tensor must not get the same one.
-            self._sources[StorageWeakRef(tensor.untyped_storage())] = (parameter, tensor)
+            self._sources[_storage(tensor)] = (parameter, tensor)
             yield parameter.name, tensor
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__setitem__:
-            whole, index, value = args
-            func = Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_
-            args = (whole[index], value)
-        known = self._target_of(args[0]) if func in (Tensor.copy_, *_PADDING) else None
-        if known is None:
-            return func(*args, **(kwargs or {}))
-        part = args[0]
-        if part.numel() > 0:
-            self._note(known[0], known[1], part, args[1] if func is Tensor.copy_ else None)
-        return part
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _COPY or func in _CONSTANTS:
+            into = args[0]
+            if _storage(into) in self.by_storage:
+                if into.numel() > 0:
+                    self._note(into, func, *args[1:2])
+                return into
+        for tensor in _written(func, args, kwargs or {}):
+            self._look_at(tensor, func)
+        result = func(*args, **(kwargs or {}))
+        if func is _SCALAR:
+            self._scalars[_storage(result)] = (args[0], result)
+        return result
 
-    def _target_of(self, tensor: Tensor) -> tuple[Target, Tensor] | None:
-        return self._by_storage.get(StorageWeakRef(tensor.untyped_storage()))
+    def _look_at(self, written: Tensor, func: Any) -> None:
+        """Note an operation that changes `written` and is no copy into a target."""
+        storage = _storage(written)
+        if storage in self.by_storage:
+            self._cannot_follow(f"{self.by_storage[storage][0].full_name} ({func})")
+        elif storage in self._sources:
+            self._cannot_follow(f"the model ({func} changes it first)")
+        elif storage in self._buffers:
+            self.besides.append(f"{self._buffers[storage]} ({func})")
 
-    def _note(self, target: Target, whole: Tensor, part: Tensor, source: Tensor | None) -> None:
-        """source: what is copied into `part`; None for a constant."""
-        into = box_of(part, target.columns) if whole.is_contiguous() else None
-        origin = None if source is None else self._origin(source)
-        if into is not None and source is None:
-            self.padded[target].add(into)
+    def _note(self, part: Tensor, func: Any, value: Any = 0) -> None:
+        """value: what is copied, or the constant."""
+        target, whole = self._target(part, value)
+        plain = whole.is_contiguous() and part.dtype == whole.dtype
+        into = box_of(part, target.columns) if plain else None
+        constant, origin = self._constant(func, value), self._origin(value)
+        if into is not None and constant is not None:
+            if any(into.overlaps(box) for box in self.filled[target]):
+                self._cannot_follow(f"{target.full_name} (it is overwritten)")
+            self.constants[target].append(Constant(into, constant))
         elif into is not None and origin is not None and origin[1].shape == into.shape:
+            self.filled[target].append(into)
             self.placements.append((origin[0], Placement(origin[1], target, into)))
         else:
-            detail = f"how it is loaded into {target.full_name} cannot be followed"
-            self.faults.append(Fault(self._last, "untraceable", detail))
+            self._cannot_follow(target.full_name)
 
-    def _origin(self, source: Tensor) -> tuple[str, Box] | None:
-        """Of which parameter `source` is which box."""
-        found = self._sources.get(StorageWeakRef(source.untyped_storage()))
-        box = None if found is None else box_of(source, matrix_shape(found[0].shape)[1])
-        return None if found is None or box is None else (found[0].name, box)
+    def _constant(self, func: Any, value: Any) -> float | None:
+        """What `func` fills its target with; None where that is not one number."""
+        if isinstance(value, Tensor) and _storage(value) in self._scalars:
+            return float(self._scalars[_storage(value)][0])
+        if func is _COPY or (isinstance(value, Tensor) and value.is_meta):
+            return None
+        return float(value)
+
+    def _target(self, part: Tensor, value: Any) -> tuple[Target, Tensor]:
+        """The target of which `part` is one, with the columns of what fills it first."""
+        target, whole = self.by_storage[_storage(part)]
+        source = self._source(value)
+        columns = whole.shape[-1] if whole.ndim > 2 else target.columns
+        experts = source is not None and source[1].ndim < whole.ndim
+        if experts and columns != target.columns and not self.filled[target]:
+            target = Target(target.name, target.tensor, whole.numel() // columns, columns)
+            self.by_storage[_storage(part)] = (target, whole)
+        return target, whole
+
+    def _source(self, value: Any) -> tuple[ParameterMeta, Tensor] | None:
+        """The parameter of the manifest whose memory `value` has."""
+        return self._sources.get(_storage(value)) if isinstance(value, Tensor) else None
+
+    def _origin(self, value: Any) -> tuple[str, Box] | None:
+        """Of which parameter `value` is which box."""
+        source = self._source(value)
+        if source is None or value.dtype != source[1].dtype:
+            return None
+        box = box_of(value, matrix_shape(source[0].shape)[1])
+        return None if box is None else (source[0].name, box)
+
+    def _cannot_follow(self, where: str) -> None:
+        detail = f"how it is loaded into {where} cannot be followed"
+        self.faults.append(Fault(self._last, "untraceable", detail))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments that an operation changes."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        yield from (each for each in _listed(value) if isinstance(each, Tensor))
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 def box_of(view: Tensor, columns: int) -> Box | None:
@@ -266,6 +362,16 @@ def _refused(name: str, error: Exception) -> Fault:
     if isinstance(error, ValueError | KeyError):
         return Fault(name, "unexpected", f"the model has no place for it ({detail})")
     return Fault(name, "shape", f"it does not fit ({detail})")
+
+
+def _replaced(run: _DryRun, after: Mapping[StorageWeakRef, object]) -> list[Fault]:
+    """Targets that have other memory now, which no operation shows."""
+    detail = "its tensor is replaced while it is loaded"
+    return [
+        Fault(target.full_name, "untraceable", detail)
+        for storage, (target, _) in run.by_storage.items()
+        if storage not in after
+    ]
 
 
 def _unread(run: _DryRun, parameters: Sequence[ParameterMeta]) -> list[Fault]:
@@ -328,10 +434,10 @@ def _unfilled(run: _DryRun, ties: Ties) -> list[Fault]:
 
 def _filled(run: _DryRun) -> dict[Target, int]:
     """Elements of each target that are filled or padded."""
-    boxes = {target: list(run.padded[target]) for target in run.targets}
-    for _, placement in run.placements:
-        boxes[placement.target].append(placement.box)
-    return {target: covered(parts) for target, parts in boxes.items()}
+    return {
+        target: covered({*run.filled[target], *(each.box for each in run.constants[target])})
+        for target in run.targets
+    }
 
 
 # Names of targets -> what fills them, box by box; numbers of layers are left out of all names.

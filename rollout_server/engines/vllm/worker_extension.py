@@ -17,12 +17,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.lora.model_manager import LoRAModelManager
 
 from rollout_server.engines.verification import RawPart
 from rollout_server.engines.vllm.load_plan import Asked, Plan, shared_parameters, subtotals, trace
 from rollout_server.engines.vllm.repeat_processor import RepeatProcessor, RepeatProcessorV2
+from rollout_server.engines.vllm.replay import Replay
 from rollout_server.engines.vllm.staging import AdapterSlot, Arriving, Staged
 from rollout_server.engines.vllm.weight_engines import (
     GlooWeightTransferEngine,
@@ -50,6 +52,9 @@ class WorkerExtension(Worker):
     """What a worker can do beyond vLLM's own; vLLM calls no constructor of it."""
 
     _planned: Planned | None = None
+    # The copies of that plan, after a push of its manifest through vLLM's loaders; none has broken
+    # since.
+    _replay: Replay | None = None
     # The adapter of the update in progress, or of the last one; None where that was of all.
     _arriving: Arriving | None = None
     # What a trial brings, if the update in progress or the last one is a trial.
@@ -110,15 +115,23 @@ class WorkerExtension(Worker):
         model = self.model_runner.get_model()
         self._arriving = self._tried = None
         if self._planned is not None and self._planned[0] == manifest:
-            self.start_weight_update()
+            self._open_planned_update()
             return []
         ties = shared_parameters(model)
         self.start_weight_update()
         with set_current_vllm_config(self.vllm_config):
             plan = trace(model, manifest, dtype, ties)
         if not plan.faults:
-            self._planned = (manifest, plan)
+            self._planned, self._replay = (manifest, plan), None
         return [asdict(fault) for fault in plan.faults]
+
+    def _open_planned_update(self) -> None:
+        """Open an update that makes the plan's copies, or runs vLLM's loaders where it cannot."""
+        if self._replay is not None and not self._replay.begin():
+            self._replay = None
+        if self._replay is not None:
+            self._set_target(self._replay)
+        self.start_weight_update()
 
     def adapter_faults(
         self, adapter: dict[str, Any], parameters: list[dict[str, Any]]
@@ -168,10 +181,14 @@ class WorkerExtension(Worker):
         self._stage(self._tried)
 
     def _stage(self, coming: Staged) -> None:
+        self._set_target(coming.model)
+        self.start_weight_update()
+
+    def _set_target(self, model: nn.Module) -> None:
+        """Have the update that starts next come to `model`."""
         engine = self.weight_transfer_engine
         assert engine is not None
-        engine.set_weight_update_target(coming.model, engine.model_config)
-        self.start_weight_update()
+        engine.set_weight_update_target(model, engine.model_config)
 
     def receive_weights(
         self, transport: Transport, parameters: list[dict[str, Any]]
@@ -198,7 +215,14 @@ class WorkerExtension(Worker):
         if self._tried is not None:
             self._stop_staging()
             return {"load": time.monotonic() - began}
+        if self._arriving is None and self._replay is not None:
+            with set_current_vllm_config(self.vllm_config):
+                self._replay.finish()
         self.finish_weight_update()
+        if self._arriving is None and self._replay is None:
+            assert self._planned is not None
+            model = self.model_runner.get_model()
+            self._replay = Replay(model, self.model_config, self._planned[1])
         slot = self._adapter_slot()
         if slot is not None and self._arriving is not None:
             slot.fill(self._arriving.meta, self._arriving.model.tensors)
@@ -240,10 +264,12 @@ class WorkerExtension(Worker):
     def abandon_weight_update(self) -> None:
         """End an update that broke: put every layer back so that it can be reloaded.
 
-        The weights are a mixture afterwards, unless nothing was loaded.
+        The weights are a mixture afterwards, unless nothing was loaded. vLLM's loaders load the
+        next ones, in case it was the plan that broke them.
         """
         engine = self.weight_transfer_engine
         assert engine is not None
+        self._replay = None
         with set_current_vllm_config(self.vllm_config):
             engine.finish_weight_update()
             engine.reset_weight_update_target()

@@ -1,0 +1,205 @@
+"""Weights that come by the copies of a plan, and the same weights by vLLM's loaders.
+
+    python -m tests.contract.replayed_models FOLDER NAME...
+
+Makes tiny models, loads each as a worker does, and prints a line for each:
+
+    {"name", "faults": of the plan, "copies", "constants": how many the plan has,
+     "unequal": TENSORS, "unchanged": TENSORS}
+
+`unequal`: what is not the same in every bit after a push by the plan and after one of the same
+weights by the loaders. `unchanged`: what the push by the plan has left as it was.
+"""
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from rollout_server.engines.vllm.load_plan import LoadableModel, Plan, shared_parameters, trace
+from rollout_server.engines.vllm.replay import Replay
+from rollout_server.engines.vllm.weight_engines import rebuild_packed_heads
+from shared_contracts.weights import DtypeName, plan_buckets
+from tests.contract.toy_checkpoints import make_checkpoint
+from tests.contract.weight_sender import BUCKET_BYTES, Weights, manifest
+
+# Tensors, and what modules compute, by name.
+Snapshot = dict[str, Tensor]
+
+
+def make_experts(out: Path, seed: int) -> Path:
+    """A language model of two layers with four experts each."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(out)
+    return out
+
+
+MODELS: dict[str, tuple[DtypeName, Callable[[Path, int], Path]]] = {
+    "tied": ("float32", lambda out, seed: make_checkpoint(out, seed, tie=True)),
+    "untied": ("float32", lambda out, seed: make_checkpoint(out, seed, tie=False)),
+    "bfloat16": ("bfloat16", lambda out, seed: make_checkpoint(out, seed, tie=True)),
+    "experts": ("bfloat16", make_experts),
+}
+
+
+def weights_of(checkpoint: Path, dtype: DtypeName, seed: int) -> Weights:
+    """Other values in every tensor of a checkpoint."""
+    weights: Weights = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        weights |= load_file(file)
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(weight.shape, generator=draw).to(getattr(torch, dtype))
+        for name, weight in weights.items()
+    }
+
+
+def engine_config(checkpoint: Path, dtype: DtypeName) -> VllmConfig:
+    return EngineArgs(
+        model=str(checkpoint),
+        dtype=dtype,
+        max_model_len=512,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=8 * 2**20,
+    ).create_engine_config()
+
+
+def join_alone() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    init_distributed_environment(1, 0, place, 0, backend="gloo")
+    initialize_model_parallel(1, 1)
+
+
+class Engine:
+    """A model of vLLM as a worker holds it, pushed to in both ways."""
+
+    def __init__(self, checkpoint: Path, dtype: DtypeName) -> None:
+        self.config = engine_config(checkpoint, dtype)
+        with set_current_vllm_config(self.config):
+            self.model: nn.Module = get_model(vllm_config=self.config)
+        self.plan = Plan()
+        self._dtype = dtype
+        self._replay: Replay | None = None
+
+    def load(self, weights: Weights) -> None:
+        """Push through vLLM's loaders; then bake the plan."""
+        ties = shared_parameters(self.model)
+        with set_current_vllm_config(self.config):
+            initialize_layerwise_reload(self.model)
+            self.plan = trace(self.model, manifest(weights), self._dtype, ties)
+            _send(weights, cast(LoadableModel, self.model))
+            finalize_layerwise_reload(self.model, self.config.model_config)
+            rebuild_packed_heads(self.model)
+        self._replay = Replay(self.model, self.config.model_config, self.plan)
+
+    def replay(self, weights: Weights) -> None:
+        """Push by the plan."""
+        assert self._replay is not None
+        assert self._replay.begin()
+        with set_current_vllm_config(self.config):
+            _send(weights, self._replay)
+            self._replay.finish()
+
+    @torch.no_grad()
+    def snapshot(self) -> Snapshot:
+        """All tensors of the model, and what its layers compute."""
+        found = {name: tensor.clone() for name, tensor in self.model.named_parameters()}
+        found |= {name: tensor.clone() for name, tensor in self.model.named_buffers()}
+        with set_current_vllm_config(self.config), set_forward_context(None, self.config):
+            for name, module in self.model.named_modules():
+                if isinstance(module, LinearBase | ParallelLMHead):
+                    found[f"product of {name}"] = self._product(module)
+                elif type(module).__name__ == "Qwen3MoeSparseMoeBlock":
+                    found[f"answer of {name}"] = module(self._input(64))
+        return found
+
+    def _product(self, module: Any) -> Tensor:
+        width = module.embedding_dim if isinstance(module, ParallelLMHead) else module.input_size
+        product: Tensor = module.quant_method.apply(module, self._input(width), None)
+        return product.clone()
+
+    def _input(self, width: int) -> Tensor:
+        draw = torch.Generator().manual_seed(width)
+        return torch.randn(8, width, generator=draw).to(getattr(torch, self._dtype))
+
+
+def _send(weights: Weights, model: LoadableModel) -> None:
+    """In the buckets of a push, of which every one has memory that is used again."""
+    names = list(weights)
+    for bucket in plan_buckets(manifest(weights), BUCKET_BYTES):
+        model.load_weights((names[i], weights[names[i]].clone()) for i in bucket)
+
+
+def compared(folder: Path, name: str) -> dict[str, Any]:
+    dtype, make = MODELS[name]
+    checkpoint = make(folder / name, 0)
+    first, second, third = (weights_of(checkpoint, dtype, seed) for seed in range(3))
+    engine = Engine(checkpoint, dtype)
+    engine.load(second)
+    expected = engine.snapshot()
+    engine.load(third)
+    before = engine.snapshot()
+    engine.replay(first)
+    engine.replay(second)
+    found = engine.snapshot()
+    buffers = {name for name, _ in engine.model.named_buffers()}
+    return {
+        "name": name,
+        "faults": [str(fault) for fault in engine.plan.faults],
+        "copies": sum(map(len, engine.plan.placements.values())),
+        "constants": sum(map(len, engine.plan.constants.values())),
+        "unequal": [key for key in found if not torch.equal(expected[key], found[key])],
+        "unchanged": [
+            key
+            for key, tensor in found.items()
+            if tensor.numel() > 0 and key not in buffers and torch.equal(before[key], tensor)
+        ],
+    }
+
+
+def main() -> None:
+    folder, *names = sys.argv[1:]
+    experts = make_experts(Path(folder) / "first", 0)
+    with set_current_vllm_config(engine_config(experts, "bfloat16")):  # it has groups of experts
+        join_alone()
+    for name in names:
+        print(json.dumps(compared(Path(folder), name)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
