@@ -1,8 +1,9 @@
 """Weights that come by the copies of a plan, and the same weights by vLLM's loaders.
 
-    python -m tests.contract.replayed_models FOLDER NAME...
+    python -m tests.contract.replayed_models FOLDER RANK RANKS NAME...
 
-Makes tiny models, loads each as a worker does, and prints a line for each:
+One rank of a tensor-parallel group, which meets in FOLDER. Makes tiny models, loads each as a worker
+does, and prints a line for each:
 
     {"name", "faults": of the plan, "copies", "constants": how many the plan has,
      "unequal": TENSORS, "unchanged": TENSORS}
@@ -12,7 +13,6 @@ weights by the loaders. `unchanged`: what the push by the plan has left as it wa
 """
 
 import json
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +45,7 @@ Snapshot = dict[str, Tensor]
 
 
 def make_experts(out: Path, seed: int) -> Path:
-    """A language model of two layers with four experts each."""
+    """A language model of a dense layer and one of four experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -58,6 +58,7 @@ def make_experts(out: Path, seed: int) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
+        mlp_only_layers=[0],
         num_experts=4,
         num_experts_per_tok=2,
         tie_word_embeddings=False,
@@ -86,7 +87,7 @@ def weights_of(checkpoint: Path, dtype: DtypeName, seed: int) -> Weights:
     }
 
 
-def engine_config(checkpoint: Path, dtype: DtypeName) -> VllmConfig:
+def engine_config(checkpoint: Path, dtype: DtypeName, ranks: int) -> VllmConfig:
     return EngineArgs(
         model=str(checkpoint),
         dtype=dtype,
@@ -94,22 +95,15 @@ def engine_config(checkpoint: Path, dtype: DtypeName) -> VllmConfig:
         enforce_eager=True,
         skip_tokenizer_init=True,
         kv_cache_memory_bytes=8 * 2**20,
+        tensor_parallel_size=ranks,
     ).create_engine_config()
-
-
-def join_alone() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    init_distributed_environment(1, 0, place, 0, backend="gloo")
-    initialize_model_parallel(1, 1)
 
 
 class Engine:
     """A model of vLLM as a worker holds it, pushed to in both ways."""
 
-    def __init__(self, checkpoint: Path, dtype: DtypeName) -> None:
-        self.config = engine_config(checkpoint, dtype)
+    def __init__(self, checkpoint: Path, dtype: DtypeName, ranks: int) -> None:
+        self.config = engine_config(checkpoint, dtype, ranks)
         with set_current_vllm_config(self.config):
             self.model: nn.Module = get_model(vllm_config=self.config)
         self.plan = Plan()
@@ -149,7 +143,10 @@ class Engine:
         return found
 
     def _product(self, module: Any) -> Tensor:
-        width = module.embedding_dim if isinstance(module, ParallelLMHead) else module.input_size
+        if isinstance(module, ParallelLMHead):
+            width = module.embedding_dim
+        else:
+            width = getattr(module, "input_size_per_partition", module.input_size)
         product: Tensor = module.quant_method.apply(module, self._input(width), None)
         return product.clone()
 
@@ -165,11 +162,10 @@ def _send(weights: Weights, model: LoadableModel) -> None:
         model.load_weights((names[i], weights[names[i]].clone()) for i in bucket)
 
 
-def compared(folder: Path, name: str) -> dict[str, Any]:
-    dtype, make = MODELS[name]
-    checkpoint = make(folder / name, 0)
+def compared(checkpoint: Path, name: str, ranks: int) -> dict[str, Any]:
+    dtype = MODELS[name][0]
     first, second, third = (weights_of(checkpoint, dtype, seed) for seed in range(3))
-    engine = Engine(checkpoint, dtype)
+    engine = Engine(checkpoint, dtype, ranks)
     engine.load(second)
     expected = engine.snapshot()
     engine.load(third)
@@ -193,12 +189,15 @@ def compared(folder: Path, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, *names = sys.argv[1:]
-    experts = make_experts(Path(folder) / "first", 0)
-    with set_current_vllm_config(engine_config(experts, "bfloat16")):  # it has groups of experts
-        join_alone()
+    folder, own = Path(sys.argv[1]), Path(sys.argv[1]) / sys.argv[2]
+    rank, ranks, names = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    experts = make_experts(own / "first", 0)
+    with set_current_vllm_config(engine_config(experts, "bfloat16", ranks)):
+        init_distributed_environment(ranks, rank, f"file://{folder}/meet", rank, backend="gloo")
+        initialize_model_parallel(ranks, 1)  # and a group of experts
     for name in names:
-        print(json.dumps(compared(Path(folder), name)), flush=True)
+        checkpoint = MODELS[name][1](own / name, 0)
+        print(json.dumps(compared(checkpoint, name, ranks)), flush=True)
 
 
 if __name__ == "__main__":
