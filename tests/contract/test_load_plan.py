@@ -10,7 +10,14 @@ from torch.overrides import TorchFunctionMode
 
 from rollout_server.engines.verification import Box, Fault, covered
 from rollout_server.engines.vllm import load_plan
-from rollout_server.engines.vllm.load_plan import Plan, box_of, shared_parameters, trace
+from rollout_server.engines.vllm.load_plan import (
+    Constant,
+    Plan,
+    Target,
+    box_of,
+    shared_parameters,
+    trace,
+)
 from rollout_server.engines.vllm.staging import Staged
 from shared_contracts.weights import ParameterMeta
 from tests.contract.weight_sender import digest, manifest
@@ -158,6 +165,122 @@ def but(name: str, *others: ParameterMeta) -> list[ParameterMeta]:
 def test_faults(parameters: list[ParameterMeta], expected: list[tuple[str, str]]) -> None:
     assert set(expected) <= set(faults(parameters))
     assert {name for name, _ in faults(parameters)} <= {expected[0][0], "embed.weight"}
+
+
+def changes_the_parameter(model: Model, weight: Tensor) -> None:
+    weight.mul_(2)
+    model.embed.weight.data.copy_(weight)
+
+
+def changes_the_target(model: Model, weight: Tensor) -> None:
+    model.embed.weight.data.copy_(weight)
+    model.embed.weight.data.add_(1)
+
+
+def copies_bits(model: Model, weight: Tensor) -> None:
+    model.embed.weight.data.copy_(weight.view(torch.int32))
+
+
+def copies_into_bits(model: Model, weight: Tensor) -> None:
+    model.embed.weight.data.view(torch.int32).copy_(weight.view(torch.int32))
+
+
+def copies_columns_as_rows(model: Model, weight: Tensor) -> None:
+    model.embed.weight.data[:4, :4].copy_(weight[:4, :4].t())
+    model.embed.weight.data[4].copy_(weight[4])
+
+
+def copies_by_index(model: Model, weight: Tensor) -> None:
+    model.embed.weight.data[torch.arange(5)] = weight
+
+
+def fills_with_what_came(model: Model, weight: Tensor) -> None:
+    model.embed.weight.data.fill_(weight[0, 0])
+
+
+def overwrites_with_a_constant(model: Model, weight: Tensor) -> None:
+    model.embed.weight.data.copy_(weight)
+    model.embed.weight.data[:, 3].fill_(0)
+
+
+def takes_the_memory(model: Model, weight: Tensor) -> None:
+    model.embed.weight.data = weight
+
+
+@pytest.mark.req("SYNC-05")
+@pytest.mark.parametrize(
+    "load",
+    [
+        changes_the_parameter,
+        changes_the_target,
+        copies_bits,
+        copies_into_bits,
+        copies_columns_as_rows,
+        copies_by_index,
+        fills_with_what_came,
+        overwrites_with_a_constant,
+        takes_the_memory,
+    ],
+)
+def test_whatever_is_no_copy_of_a_part_cannot_be_followed(
+    load: Callable[[Model, Tensor], None],
+) -> None:
+    """A replay of a plan that lacks it would leave other weights than the loaders."""
+
+    class Odd(Model):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for name, weight in weights:
+                if name == "embed":
+                    load(self, weight)
+                else:
+                    super().load_weights([(name, weight)])
+
+    plan = planned(WHOLE, Odd())
+    found = [fault.name for fault in plan.faults if fault.kind == "untraceable"]
+    assert found in (["embed"], ["embed.weight"])
+
+
+@pytest.mark.req("SYNC-05", "SYNC-06")
+def test_constants_are_planned_with_their_values() -> None:
+    class Filled(Model):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            self.embed.weight.data.fill_(3)
+            self.embed.weight.data[2:] = 0.5
+            super().load_weights(weights)
+
+    plan = planned(WHOLE, Filled())
+    assert plan.faults == []
+    filled = {target.full_name: constants for target, constants in plan.constants.items()}
+    whole, rows = Constant(Box(0, 0, 5, 4), 3.0), Constant(Box(2, 0, 3, 4), 0.5)
+    assert filled["embed.weight"] == [whole, rows]
+    padding = [Constant(Box(6, 0, 1, 2), 0.0), Constant(Box(7, 0, 1, 2), 0.0)]
+    assert filled["layers.1.weight"] == padding * 2
+
+
+class Experts(nn.Module):
+    """Three experts, each of two fused matrices; `also` is a second name of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Linear(1, 1, bias=False)
+        self.experts.weight = nn.Parameter(torch.zeros(3, 4, 2))
+        self.also = self.experts
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, weight in weights:
+            expert, part = divmod(int(name), 2)
+            self.experts.weight.data[expert, 2 * part : 2 * part + 2].copy_(weight)
+
+
+@pytest.mark.req("SYNC-05", "SYNC-06")
+def test_the_matrices_of_experts_are_boxes_of_one_matrix() -> None:
+    model = Experts()
+    ties = shared_parameters(model)
+    plan = trace(reloading(model), [meta(str(i), 2, 2) for i in range(6)], "float32", ties)
+    assert (plan.faults, ties) == ([], {})
+    found = [placed for placements in plan.placements.values() for placed in placements]
+    assert [placed.box for placed in found] == [Box(2 * i, 0, 2, 2) for i in range(6)]
+    assert {placed.target for placed in found} == {Target("experts", "weight", 12, 2)}
 
 
 @pytest.mark.req("SYNC-05")
