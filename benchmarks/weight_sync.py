@@ -7,6 +7,8 @@ transfer     GB/s of the buckets of a 600 MB model over those of one raw broadca
 push         a whole push of that model to a server over the slower of its two parts: the raw
              broadcast, and an engine's reload of the same tensors from its own memory
 verify       that push with `verify: sample` over one without verification
+plans        an engine's reload of tensors from its own memory by vLLM's loaders over one by the
+             copies of the load plan; Python's time of the latter for an 8B model without data
 many         2,000 parameters of 4 KB: a call for each over their transfer in buckets
 replicas     a push to two replicas, and to two servers at once, over a push to one
 
@@ -15,7 +17,11 @@ Prints the table of docs/benchmarks.md.
 """
 
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -52,6 +58,8 @@ TRANSFER_GOAL = 0.7
 PUSH_GOAL = 1.4
 OVERHEAD_GOAL_PERCENT = 20.0
 VERIFY_GOAL = 1.05
+PLAN_GOAL = 3.0
+PLAN_MS_GOAL = 50.0
 MANY_GOAL = 10.0
 PARALLEL_GOAL = 1.3
 BUCKET_BYTES = 8 * 2**20
@@ -280,7 +288,7 @@ def _push_round(pair: GlooPair, server: PushedServer, reload: Peer, data: Tensor
     raw = seconds_of(lambda: pair.broadcast(data))
     reports: list[SyncReport] = []
     pushed = seconds_of(lambda: reports.append(server.push()))
-    reload.say("")
+    reload.say("loaders")
     answer: dict[str, Any] = json.loads(reload.hear())
     print(f"push {pushed:.2f} s, raw {raw:.2f} s, reload {answer['seconds']:.2f} s", flush=True)
     return PushRound(pushed, raw, answer["seconds"], reports[0].seconds)
@@ -298,6 +306,49 @@ def verify(bench: Bench) -> list[Result]:
     detail = f"{verified} parameters verified, up to four columns of each"
     name = "push with `verify: sample` over one without"
     return [median_of(name, ratios, VERIFY_GOAL, at_least=False, detail=detail)]
+
+
+def plans(bench: Bench) -> list[Result]:
+    many, name = make_many(bench.large.parent), "reload by vLLM's loaders over one by the plan"
+    return [
+        _plan_gain(bench, bench.large, f"{name}, 600 MB", 1.0),
+        _plan_gain(bench, many, f"{name}, 3,200 small parameters", PLAN_GOAL),
+        _plan_python(bench.rounds),
+    ]
+
+
+def _plan_gain(bench: Bench, checkpoint: Path, name: str, goal: float) -> Result:
+    seconds: dict[str, list[float]] = {"loaders": [], "plan": []}
+    reload = bench.peer("reload", [str(checkpoint)], engine_settings(checkpoint))
+    reload.hear()
+    for _ in range(bench.rounds + 1):
+        for way, found in seconds.items():
+            reload.say(way)
+            found.append(json.loads(reload.hear())["seconds"])
+    ratios = [a / b for a, b in zip(seconds["loaders"], seconds["plan"], strict=True)][1:]
+    both = (1000 * statistics.median(found[1:]) for found in seconds.values())
+    detail = "{:.0f} and {:.0f} ms".format(*both)
+    return median_of(name, ratios, goal, at_least=True, detail=detail)
+
+
+def _plan_python(rounds: int) -> Result:
+    """Processor time of a push of 8B, of which no tensor has data."""
+    command = [sys.executable, "-m", "tests.rehearsal.full_size_plans"]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*command, "--rounds", str(rounds), folder, "8b"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    found = json.loads(line)
+    loaders, plan = found["loaders_ms"], found["replay_ms"]
+    detail = f"{statistics.median(loaders):.0f} ms by vLLM's loaders, buckets of 64 MiB"
+    name = "Python's time of a push of 8B by the plan"
+    return median_of(name, plan, PLAN_MS_GOAL, at_least=False, unit=" ms", detail=detail)
 
 
 def many(bench: Bench) -> list[Result]:
@@ -320,7 +371,7 @@ def many(bench: Bench) -> list[Result]:
     detail = (
         f"{called:.0f} ms for {len(small)} calls, {sent:.0f} ms for the buckets of "
         f"{len(parameters)} parameters; their whole push took {whole:.0f} ms, {loaded:.0f} of it "
-        "in vLLM's loaders"
+        "to load them"
     )
     ratios = [a / b for a, b in zip(calls, sends, strict=True)][1:]
     name = "a call for each of 2,000 parameters of 4 KB over their transfer in buckets"
@@ -354,6 +405,7 @@ PARTS = {
     "transfer": transfer,
     "push": push,
     "verify": verify,
+    "plans": plans,
     "many": many,
     "replicas": replicas,
 }

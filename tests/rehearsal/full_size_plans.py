@@ -1,12 +1,15 @@
 """Plans of pushes of full-size models, on the meta device: no weights, no GPU, no engine.
 
 Run as a module, since vLLM's model needs a process group of its own:
-`python -m tests.rehearsal.full_size_plans FOLDER SIZE...` prints one JSON object for each size.
+`python -m tests.rehearsal.full_size_plans [--rounds N] FOLDER SIZE...` prints one JSON object for
+each size. It has the processor time of N pushes in each way, in turn, with no data to copy.
 """
 
+import argparse
 import json
 import socket
-import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from learner.rollout.sync.weights import MergedWeights
-from rollout_server.engines.vllm.load_plan import shared_parameters, trace
+from rollout_server.engines.vllm.load_plan import Plan, shared_parameters, trace
+from rollout_server.engines.vllm.replay import Replay
+from rollout_server.engines.vllm.weight_engines import unpack
 from shared_contracts.weights import ParameterMeta, plan_buckets
 from tests.unit.full_size_models import make_full_size
 
@@ -91,14 +96,60 @@ def unsaved(model: torch.nn.Module) -> set[str]:
     }
 
 
-def looked_at(folder: Path) -> dict[str, Any]:
-    """Faults of the plan, and what the manifest is."""
+def milliseconds(work: Callable[[], object]) -> float:
+    """Of processor time."""
+    began = time.process_time()
+    work()
+    return 1000 * (time.process_time() - began)
+
+
+def pushes(
+    model: Any, model_config: Any, plan: Plan, sent: list[ParameterMeta], rounds: int
+) -> Any:
+    """Milliseconds of each push by vLLM's loaders and by the plan; a worker's part of it."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    described = [parameter.model_dump() for parameter in sent]
+    replay = Replay(model, model_config, plan)
+
+    def buckets() -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        parameters = [ParameterMeta.model_validate(each) for each in described]
+        for bucket in plan_buckets(parameters, BUCKET_BYTES):
+            together = parameters[bucket.start : bucket.stop]
+            size = sum(each.wire_bytes for each in together)
+            data = torch.empty(size, dtype=torch.uint8, device="meta")
+            yield unpack(data, together, data.device)
+
+    def load() -> None:
+        initialize_layerwise_reload(model)
+        for bucket in buckets():
+            model.load_weights(bucket)
+        finalize_layerwise_reload(model, model_config)
+
+    def copy() -> None:
+        assert replay.begin()
+        for bucket in buckets():
+            replay.load_weights(bucket)
+        replay.finish()
+
+    found = [(milliseconds(load), milliseconds(copy)) for _ in range(rounds + 1)][1:]
+    return {"loaders_ms": [a for a, _ in found], "replay_ms": [b for _, b in found]}
+
+
+def looked_at(folder: Path, rounds: int) -> dict[str, Any]:
+    """Faults of the plan, what the manifest is, and how long pushes take."""
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     plain, wrapped = manifests(folder)
     config, (model, ties) = engine_model(folder)
     with set_current_vllm_config(config):
         plan = trace(model, plain, "bfloat16", ties)
+        finalize_layerwise_reload(model, config.model_config)
+        times = pushes(model, config.model_config, plan, plain, rounds)
     return {
         "faults": [str(fault) for fault in plan.faults],
         "parameters": len(plain),
@@ -108,13 +159,19 @@ def looked_at(folder: Path) -> dict[str, Any]:
         "buckets": len(list(plan_buckets(plain, BUCKET_BYTES))),
         "tied": len(ties),
         "unsaved": sorted(unsaved(model)),
+        **times,
     }
 
 
 def main() -> None:
-    folder, *sizes = sys.argv[1:]
-    for size in sizes:
-        print(json.dumps({"size": size, **looked_at(make_full_size(Path(folder) / size, size))}))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("sizes", nargs="+")
+    told = parser.parse_args()
+    for size in told.sizes:
+        folder = make_full_size(told.folder / size, size)
+        print(json.dumps({"size": size, **looked_at(folder, told.rounds)}))
 
 
 if __name__ == "__main__":

@@ -60,3 +60,12 @@ def test_a_model_with_adapters_sends_the_same_parameters(
     plans: dict[str, dict[str, Any]], size: str
 ) -> None:
     assert plans[size]["same_wrapped"]
+
+
+@pytest.mark.req("SYNC-03", "FULL-10")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_push_by_the_plan_takes_python_a_tenth_of_one_by_the_loaders(
+    plans: dict[str, dict[str, Any]], size: str
+) -> None:
+    """Measured: 1 to 2 %. With no data, what is left is the work for each parameter."""
+    assert min(plans[size]["replay_ms"]) < 0.1 * min(plans[size]["loaders_ms"])

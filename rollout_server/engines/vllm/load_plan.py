@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from rollout_server.engines.verification import Box, Fault, RawPart, covered
@@ -31,11 +32,8 @@ MOST_FAILURES = 16
 
 _COPY = torch.ops.aten.copy_.default
 _SCALAR = torch.ops.aten.scalar_tensor.default  # of `tensor[...] = 0`, which is copied
-_CONSTANTS = (
-    torch.ops.aten.fill_.Scalar,
-    torch.ops.aten.fill_.Tensor,
-    torch.ops.aten.zero_.default,
-)
+_FILL, _ZERO = torch.ops.aten.fill_, torch.ops.aten.zero_
+_CONSTANTS = (_FILL.Scalar, _FILL.Tensor, _ZERO.default)
 
 
 class LoadableModel(Protocol):
@@ -186,7 +184,7 @@ class _DryRun(TorchDispatchMode):
         targets: Mapping[StorageWeakRef, tuple[Target, Tensor]],
         buffers: Mapping[StorageWeakRef, str],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.by_storage = dict(targets)
         self._buffers = buffers
         self._sources: dict[StorageWeakRef, tuple[ParameterMeta, Tensor]] = {}
@@ -313,11 +311,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        yield from (each for each in _listed(value) if isinstance(each, Tensor))
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
+        yield from (each for each in tree_leaves(value) if isinstance(each, Tensor))
 
 
 def box_of(view: Tensor, columns: int) -> Box | None:
