@@ -6,9 +6,10 @@ Starts CHECKPOINT in bfloat16 with room for LoRA adapters, reloads it with the w
 OTHER, and writes to OUT which parameters are not held as they are in OTHER:
 
     {"faults": of the manifest, "compared": how many, "reloaded": NAMES, "rebuilt": NAMES,
-     "packs": whether the head multiplies with a packed copy of its weight}
+     "replayed": NAMES, "packs": whether the head multiplies with a packed copy of its weight}
 
-`reloaded` before and `rebuilt` after the packed copies of language-model heads were made anew.
+`reloaded` before and `rebuilt` after the packed copies of language-model heads were made anew;
+`replayed` after the weights of CHECKPOINT have come by the copies of the plan.
 Which library of vLLM the processor gets decides whether there are any.
 """
 
@@ -35,6 +36,7 @@ from rollout_server.engines.vllm.load_plan import (
     subtotals,
     trace,
 )
+from rollout_server.engines.vllm.replay import Replay
 from rollout_server.engines.vllm.weight_engines import rebuild_packed_heads
 from shared_contracts.weights import ParameterDigest
 from tests.contract.toy_checkpoints import read_weights
@@ -64,6 +66,14 @@ def reload(model: nn.Module, weights: Weights, model_config: Any) -> Plan:
     return plan
 
 
+def replayed(model: nn.Module, weights: Weights, plan: Plan, model_config: Any) -> list[str]:
+    replay = Replay(model, model_config, plan)
+    assert replay.begin()
+    replay.load_weights(weights.items())
+    replay.finish()
+    return not_held(model, weights, plan)
+
+
 def not_held(model: nn.Module, weights: Weights, plan: Plan) -> list[str]:
     parameters = {parameter.name: parameter for parameter in manifest(weights)}
     asked = [Asked(parameter, None) for parameter in parameters.values()]
@@ -89,11 +99,15 @@ def packs_its_head(model: nn.Module) -> bool:
 if __name__ == "__main__":
     checkpoint, other, out = sys.argv[1:]
     llm = start(checkpoint)
-    weights = {name: w.to(torch.bfloat16) for name, w in read_weights(Path(other)).items()}
+    first, weights = (
+        {name: w.to(torch.bfloat16) for name, w in read_weights(Path(folder)).items()}
+        for folder in (checkpoint, other)
+    )
 
     def look(model: nn.Module) -> dict[str, Any]:
         packs = packs_its_head(model)
-        plan = reload(model, weights, llm.llm_engine.model_config)
+        config = llm.llm_engine.model_config
+        plan = reload(model, weights, config)
         reloaded = not_held(model, weights, plan)
         rebuild_packed_heads(model)
         return {
@@ -101,6 +115,7 @@ if __name__ == "__main__":
             "compared": len(plan.placements),
             "reloaded": reloaded,
             "rebuilt": not_held(model, weights, plan),
+            "replayed": replayed(model, first, plan, config),
             "packs": packs,
         }
 

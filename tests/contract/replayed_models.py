@@ -194,11 +194,11 @@ def main() -> None:
     folder, own = Path(sys.argv[1]), Path(sys.argv[1]) / sys.argv[2]
     rank, ranks, names = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
     experts = make_experts(own / "first", 0)
+    checkpoints = {name: MODELS[name][1](own / name, 0) for name in names}  # a group saves one
     with set_current_vllm_config(engine_config(experts, "bfloat16", ranks)):
         init_distributed_environment(ranks, rank, f"file://{folder}/meet", rank, backend="gloo")
         initialize_model_parallel(ranks, 1)  # and a group of experts
-    for name in names:
-        checkpoint = MODELS[name][1](own / name, 0)
+    for name, checkpoint in checkpoints.items():
         print(json.dumps(compared(checkpoint, name, ranks)), flush=True)
 
 
