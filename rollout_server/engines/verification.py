@@ -1,6 +1,6 @@
 """Checks of what workers report: the coverage of a manifest, and digests read back.
 
-Each worker answers with the subtotals of the parts it holds (`load_plan`). A part that several
+Each worker answers with the subtotals of the parts it holds (`read_back`). A part that several
 hold, such as a tied head and its embedding, must be the same in all of them; the parts
 together must make up the parameter, and their sum its digest. A parameter is a matrix here, as
 in `shared_contracts.digests`. No torch.

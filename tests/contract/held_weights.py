@@ -28,14 +28,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from rollout_server.engines.verification import differences
-from rollout_server.engines.vllm.load_plan import (
-    Asked,
-    LoadableModel,
-    Plan,
-    shared_parameters,
-    subtotals,
-    trace,
-)
+from rollout_server.engines.vllm.load_plan import LoadableModel, Plan, shared_parameters, trace
+from rollout_server.engines.vllm.read_back import Asked, subtotals
 from rollout_server.engines.vllm.replay import Replay
 from rollout_server.engines.vllm.weight_engines import rebuild_packed_heads
 from shared_contracts.weights import ParameterDigest

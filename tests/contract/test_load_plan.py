@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rollout_server.engines.verification import Box, Fault, covered
-from rollout_server.engines.vllm import load_plan
+from rollout_server.engines.vllm import read_back
 from rollout_server.engines.vllm.load_plan import (
     Constant,
     Plan,
@@ -373,7 +373,7 @@ def test_what_is_read_in_pieces_is_waited_for_once_a_parameter(
     device: str, columns: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the pieces of each kind of device."""
-    for limits in (load_plan.COLUMNS_AT_ONCE, load_plan.ELEMENTS_AT_ONCE):
+    for limits in (read_back.COLUMNS_AT_ONCE, read_back.ELEMENTS_AT_ONCE):
         monkeypatch.setitem(limits, "cpu", limits[device])
     draw = torch.Generator().manual_seed(0)
     weights = {

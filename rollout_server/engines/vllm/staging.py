@@ -24,7 +24,8 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
 from rollout_server.engines.verification import Box, RawPart
-from rollout_server.engines.vllm.load_plan import Asked, Placement, Plan, Target, subtotals
+from rollout_server.engines.vllm.load_plan import Placement, Plan, Target
+from rollout_server.engines.vllm.read_back import Asked, subtotals
 from shared_contracts.digests import matrix_shape
 from shared_contracts.weights import AdapterMeta, ParameterMeta
 
@@ -52,7 +53,7 @@ class Staged:
     model: StagingModel = field(default_factory=StagingModel, kw_only=True)
 
     def subtotals(self, asked: Sequence[tuple[str, Sequence[int] | None]]) -> list[list[RawPart]]:
-        """Of what came, each parameter as one part (`load_plan.subtotals`)."""
+        """Of what came, each parameter as one part (`read_back.subtotals`)."""
         by_name = {parameter.name: parameter for parameter in self.parameters}
         held, plan = nn.Module(), Plan()
         for index, (name, tensor) in enumerate(self.model.tensors.items()):

@@ -22,7 +22,8 @@ from vllm.config import set_current_vllm_config
 from vllm.lora.model_manager import LoRAModelManager
 
 from rollout_server.engines.verification import RawPart
-from rollout_server.engines.vllm.load_plan import Asked, Plan, shared_parameters, subtotals, trace
+from rollout_server.engines.vllm.load_plan import Plan, shared_parameters, trace
+from rollout_server.engines.vllm.read_back import Asked, subtotals
 from rollout_server.engines.vllm.repeat_processor import RepeatProcessor, RepeatProcessorV2
 from rollout_server.engines.vllm.replay import Replay
 from rollout_server.engines.vllm.staging import AdapterSlot, Arriving, Staged
