@@ -11,6 +11,7 @@ plans        an engine's reload of tensors from its own memory by vLLM's loaders
              copies of the load plan; Python's time of the latter for an 8B model without data
 many         2,000 parameters of 4 KB: a call for each over their transfer in buckets
 replicas     a push to two replicas, and to two servers at once, over a push to one
+fixed        the same of the transfer alone to workers whose loading takes a fixed time
 
 Every engine is one vLLM on the CPU. A round runs each side of a comparison once, in turn.
 Prints the table of docs/benchmarks.md.
@@ -26,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ PLAN_GOAL = 3.0
 PLAN_MS_GOAL = 50.0
 MANY_GOAL = 10.0
 PARALLEL_GOAL = 1.3
+# Of the loading that is fixed: about that of the slower way on this machine.
+FIXED_GB_PER_S = 1.0
 BUCKET_BYTES = 8 * 2**20
 TIMEOUT_S = 60.0
 START_S = 600.0
@@ -168,6 +171,10 @@ class PushedServer:
         return pusher
 
 
+# Of `InitCommunicator`, what a worker's end of a gloo group wants.
+_INIT_FIELDS = {"host", "port", "world_size", "bucket_bytes", "timeout_s"}
+
+
 class GlooPair:
     """Two groups with a peer that receives: one for raw tensors, one as the learner's is."""
 
@@ -184,8 +191,7 @@ class GlooPair:
             for port in free_ports(2)
         ]
         raw = bodies[0]
-        fields = {"host", "port", "world_size", "bucket_bytes", "timeout_s"}
-        info = raw.model_dump(include=fields) | {"rank_offset": 1}
+        info = raw.model_dump(include=_INIT_FIELDS) | {"rank_offset": 1}
         raw_store = open_group_store(raw.host, raw.port, TIMEOUT_S)
         self._peer = bench.peer("gloo_receiver", [json.dumps(info)])
         self._raw = GlooGroup(raw)
@@ -207,6 +213,39 @@ class GlooPair:
         self._peer.say(json.dumps({"parameters": [p.model_dump() for p in parameters]}))
         self._group.send(parameters, weights.tensors("float32"))
         self._peer.hear()
+
+
+class FixedGroup:
+    """A group with workers that load at a fixed rate; a push is over when all have loaded."""
+
+    def __init__(self, bench: Bench, workers: int) -> None:
+        (port,) = free_ports(1)
+        body = InitCommunicator(
+            host="127.0.0.1",
+            port=port,
+            world_size=1 + workers,
+            attempt="",
+            bucket_bytes=BUCKET_BYTES,
+            timeout_s=TIMEOUT_S,
+        )
+        self._store = open_group_store(body.host, body.port, TIMEOUT_S)
+        fields = body.model_dump(include=_INIT_FIELDS)
+        self._workers = [
+            bench.peer(
+                "fixed_load", [json.dumps(fields | {"rank_offset": 1 + i}), str(FIXED_GB_PER_S)]
+            )
+            for i in range(workers)
+        ]
+        self._group = GlooGroup(body)
+        for worker in self._workers:
+            worker.hear()
+
+    def push(self, parameters: list[ParameterMeta], weights: MergedWeights) -> None:
+        for worker in self._workers:
+            worker.say(json.dumps([p.model_dump() for p in parameters]))
+        self._group.send(parameters, weights.tensors("float32"))
+        for worker in self._workers:
+            worker.hear()
 
 
 def _one_tensor(data: Tensor) -> ParameterMeta:
@@ -388,17 +427,39 @@ def _call_for_each(url: str, parameters: list[ParameterMeta]) -> None:
 def replicas(bench: Bench) -> list[Result]:
     model, one = bench.large_model, bench.server
     with bench.serving(bench.large, model, "twin", replicas=2) as twin:
-        both = _over_one(bench.rounds, one, twin.push)
+        both = _over_one(bench.rounds, one.push, twin.push)
     with bench.serving(bench.large, model, "other") as other:
-        two = _over_one(bench.rounds, one, lambda: in_parallel([one.push, other.push]))
+        two = _over_one(bench.rounds, one.push, lambda: in_parallel([one.push, other.push]))
     return [
         median_of("push to two replicas over one", both, PARALLEL_GOAL, at_least=False),
         median_of("push to two servers at once over one", two, PARALLEL_GOAL, at_least=False),
     ]
 
 
-def _over_one(rounds: int, one: PushedServer, two: Callable[[], object]) -> list[float]:
-    return [seconds_of(two) / seconds_of(one.push) for _ in range(rounds + 1)][1:]
+def _over_one(rounds: int, one: Callable[[], object], two: Callable[[], object]) -> list[float]:
+    return [seconds_of(two) / seconds_of(one) for _ in range(rounds + 1)][1:]
+
+
+def fixed(bench: Bench) -> list[Result]:
+    weights = MergedWeights(bench.large_model)
+    parameters = weights.metadata("float32")
+    one, other, twin = FixedGroup(bench, 1), FixedGroup(bench, 1), FixedGroup(bench, 2)
+    alone = partial(one.push, parameters, weights)
+    both = partial(twin.push, parameters, weights)
+    servers = [alone, partial(other.push, parameters, weights)]
+    load = f"loading at {FIXED_GB_PER_S:g} GB/s"
+    return [
+        median_of(
+            f"transfer to {what} over one, {load}",
+            _over_one(bench.rounds, alone, pushed),
+            PARALLEL_GOAL,
+            at_least=False,
+        )
+        for what, pushed in (
+            ("two replicas", both),
+            ("two servers at once", lambda: in_parallel(servers)),
+        )
+    ]
 
 
 PARTS = {
@@ -408,6 +469,7 @@ PARTS = {
     "plans": plans,
     "many": many,
     "replicas": replicas,
+    "fixed": fixed,
 }
 
 

@@ -36,13 +36,15 @@ class Dropped:
 
 
 class Receiver:
-    """A worker's transfer engine in a group with the benchmark, which opened the store."""
+    """A worker's transfer engine in a group with the benchmark, which opened the store.
 
-    def __init__(self, info: GlooInitInfo) -> None:
+    model: has `load_weights`.
+    """
+
+    def __init__(self, info: GlooInitInfo, model: object) -> None:
         config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), model_config=None)
-        model = cast(torch.nn.Module, Dropped())
         self._engine = GlooWeightTransferEngine(
-            cast(Any, None), cast(Any, config), torch.device("cpu"), model
+            cast(Any, None), cast(Any, config), torch.device("cpu"), cast(torch.nn.Module, model)
         )
         self._engine.init_transfer_engine(info)
 
@@ -58,7 +60,7 @@ def main() -> None:
     raw = join_group(info, 1)
     print("ready", file=answers, flush=True)
     info.port = int(sys.stdin.readline())
-    receiver = Receiver(info)
+    receiver = Receiver(info, Dropped())
     print("ready", file=answers, flush=True)
     while line := sys.stdin.readline():
         asked = json.loads(line)

@@ -22,6 +22,7 @@ class ScriptedEngine:
         self.index = index
         self.alive = True
         self.hung = False
+        self.asleep = False
         self.weights_version = 0
         self.failure: Exception | None = None
         self.given_up = False
