@@ -364,7 +364,7 @@ def test_the_requests_of_a_call_are_rendered_by_all_replicas() -> None:
 
     async def work() -> list[RolloutEnvelope]:
         answering = asyncio.ensure_future(answer(call(*["slow"] * 6), *engines))
-        await reached(lambda: all(engine.held for engine in engines))
+        await reached(lambda: [engine.load.rendering for engine in engines] == [2, 2, 2])
         for engine in engines:
             engine.go.set()
         return await answering
