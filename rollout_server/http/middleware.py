@@ -76,6 +76,8 @@ WEIGHT_ROUTES = (
     "/finish_weight_update/",
     KEEP,
     "/close_communicator/",
+    "/sleep/",
+    "/wake_up/",
 )
 
 
