@@ -1,6 +1,7 @@
 """What a server leaves to its engines and on the disk (SRV-06)."""
 
 import os
+import shutil
 import signal
 import stat
 import tempfile
@@ -22,7 +23,9 @@ def test_engines_know_no_token_and_nothing_temporary_is_left_after_a_kill(
     tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    before = set(Path(tempfile.gettempdir()).glob("vllm_dist_*"))
+    # Of its own, since engines of other tests leave theirs; short, since it holds sockets.
+    temporary = Path(tempfile.mkdtemp())
+    monkeypatch.setenv("TMPDIR", str(temporary))
     with running_server(tied, tmp_path / "server") as server:
         _, engine = server.processes().values()
         environment = dict(
@@ -33,6 +36,7 @@ def test_engines_know_no_token_and_nothing_temporary_is_left_after_a_kill(
         assert TOKEN_VARIABLE not in environment
         assert TOKEN not in environment.values()
         scratch = Path(environment["TMPDIR"])
+        assert scratch.is_relative_to(temporary)
         assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
         assert list(scratch.iterdir())
         assert server.http.get("/info/").status_code == 401
@@ -41,4 +45,5 @@ def test_engines_know_no_token_and_nothing_temporary_is_left_after_a_kill(
         while scratch.exists():
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    assert set(Path(tempfile.gettempdir()).glob("vllm_dist_*")) <= before
+    assert list(temporary.glob("vllm_dist_*")) == []
+    shutil.rmtree(temporary)
