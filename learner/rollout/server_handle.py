@@ -129,13 +129,13 @@ class ServerHandle:
             ServerLost: every attempt failed, or the server needs a push; or it was given up.
             RunError, ContractError: what would fail at any server.
         """
-        tried = part.tried
+        tried, epoch = part.tried, self._epoch
 
         def ask() -> list[RolloutEnvelope]:
-            nonlocal tried
+            nonlocal tried, epoch
             if given_up.is_set():
                 raise ServerLost("the call was given up", tried)
-            tried += 1
+            tried, epoch = tried + 1, self._epoch
             return self._ask(call, part.requests, tried, given_up)
 
         retry = Retrying(
@@ -148,7 +148,7 @@ class ServerHandle:
         try:
             return retry(ask)
         except SERVER_ERRORS as error:
-            if may_pass(error) or needs_push(error) or self._lost_weights(error):
+            if may_pass(error) or needs_push(error) or self._lost_weights(error, epoch):
                 raise ServerLost(str(error), tried) from error
             if isinstance(error, ProblemError) and error.problem.errors:
                 raise ProblemError(_named(error.problem, call)) from error
@@ -234,12 +234,15 @@ class ServerHandle:
         self._journal.call(note(outcome="answered"))
         return envelopes
 
-    def _lost_weights(self, error: BaseException) -> bool:
-        """Return whether unexpected weights come from a restart, not from another learner."""
+    def _lost_weights(self, error: BaseException, epoch: str | None) -> bool:
+        """Return whether unexpected weights come from a restart, not from another learner.
+
+        epoch: of the server when it was asked; it may be back by now.
+        """
         if not isinstance(error, OtherWeights):
             return False
         try:
-            return self._client.live().server_epoch != self._epoch
+            return self._client.live().server_epoch != epoch
         except SERVER_ERRORS:
             return True
 
