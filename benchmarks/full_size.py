@@ -242,7 +242,7 @@ def _sides(folder: Path, size: Size, dtype: torch.dtype) -> tuple[Side, Side, Pa
         Side(model, lambda: _our_loss(recipe, model, pack)),
         Side(peer, lambda: _plain_loss(recipe, peer, pack)),
         pack,
-        len(chosen.text_rows) + len(chosen.slot_rows),
+        chosen.head_rows,
     )
 
 

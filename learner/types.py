@@ -162,6 +162,19 @@ class ParsedRollout:
 
 
 @dataclass(frozen=True)
+class Duplicate:
+    """A valid prediction that repeats an earlier one, and is not in the clean prefix (CLEAN-01).
+
+    found: as the answer has it.
+    stream: ids of the clean prefix up to the place of the duplicate, and of the duplicate; None
+        where the entry before it is a duplicate, too.
+    """
+
+    found: ParsedObject
+    stream: list[int] | None
+
+
+@dataclass(frozen=True)
 class MatchResult:
     """pairs: (prediction, ground truth); mask_iou: P x G, NaN where never computed."""
 
@@ -209,6 +222,17 @@ class CoordGroup(NamedTuple):
     is_box: bool
 
 
+class Departure(NamedTuple):
+    """Where a removed duplicate departs from the target (CLEAN-02).
+
+    position: in the target ids. token_id: what the duplicate has in this place, and the target
+    has not.
+    """
+
+    position: int
+    token_id: int
+
+
 @dataclass(frozen=True)
 class Target:
     """`Y_train` of one sample: prefix + appended objects + EOS (section 8).
@@ -218,6 +242,7 @@ class Target:
     fn_keys: keys of the appended objects.
     role: int8 array of length T with values of `Role`, none of them PROMPT.
     coord_groups: one per supervised object, matched ones first.
+    departures: in order, each at a place of its own; of a clean prefix only.
     """
 
     token_ids: list[int]
@@ -225,11 +250,13 @@ class Target:
     fn_keys: list[str]
     role: "npt.NDArray[np.int8]"
     coord_groups: list[CoordGroup]
+    departures: list[Departure] = field(default_factory=list)
 
 
 class AssessedRollout(NamedTuple):
     """An answer, its objects, how they were matched, and its target.
 
+    parsed: with a clean prefix, what is left of the answer; `duplicates` has the rest.
     target: None where the answer is not trained on, and left_out says why.
     chunk: of the answers of its step that were requested at once, from 0.
     """
@@ -241,6 +268,7 @@ class AssessedRollout(NamedTuple):
     target: Target | None = None
     left_out: str | None = None
     chunk: int = 0
+    duplicates: tuple[Duplicate, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,11 @@ def plain_stats(logits: Tensor, selection: Selection, coord_ids: Tensor) -> Logi
         text_mass=1.0 - coord_mass(full_logsumexp(text), text[:, coord_ids]),
         slot_lse=full_logsumexp(slots),
         slot_coord_logits=slots[:, coord_ids],
+        departure_nll=F.cross_entropy(
+            bounded(logits[selection.departure_rows]),
+            selection.departure_tokens,
+            reduction="none",
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """Keys and values of the contract that this learner refuses, and what to do instead.
 
-One table of keys, one of values. A path writes every list index as `[]`; `section.*` is
-any other key of a section. Nothing here is a default or an alias: a hit is always an error.
+One table of keys, one of values. A path writes every list index as `[]`. Nothing here is a default
+or an alias: a hit is always an error.
 """
 
 from collections.abc import Iterator
@@ -82,9 +82,12 @@ RETIRED_KEYS: dict[str, Retired] = {
     ),
     "stage2_ab.channel_b.rollouts_per_step": _removed("Set training.effective_batch_size"),
     "stage2_ab.channel_b.rollout_decode_batch_size": _DECODE_BATCH,
-    "stage2_ab.channel_b.*": _removed(
-        "Remove it: channel B has no keys; the closing brace and <|im_end|> are always supervised"
-    ),
+    **{
+        f"stage2_ab.channel_b.{key}": _removed(
+            "Remove it: the closing brace and <|im_end|> are always supervised"
+        )
+        for key in ("stop_neutral", "stop_neutral_ce", "mask_im_end")
+    },
     # of both pipelines
     **{
         f"{pipeline}.objective[].config.{alias}": Retired("has moved", f"Write {key}")
@@ -135,21 +138,13 @@ def retired_errors(value: Any, where: str = "", pattern: str = "") -> Iterator[C
 def _entry_errors(value: Any, where: str, pattern: str) -> Iterator[ContractError]:
     if pattern == OLD_ROLLOUT_SECTION:
         yield from _relocated(value, where, "rollout_matching")
-    elif retired := _retired_key(pattern, value):
+    elif retired := RETIRED_KEYS.get(pattern):
         yield _error(where, "this key", retired)
     elif isinstance(value, str) and value in (known := RETIRED_VALUES.get(pattern, {})):
         retired = known[value]
         yield _error(where, shown(value), retired)
     else:
         yield from retired_errors(value, where, pattern)
-
-
-def _retired_key(pattern: str, value: Any) -> Retired | None:
-    """The entry of a key. A retired section is told key by key, and itself when it has none."""
-    wildcard = joined(pattern.rpartition(".")[0], "*")
-    if retired := RETIRED_KEYS.get(pattern) or RETIRED_KEYS.get(wildcard):
-        return retired
-    return None if isinstance(value, dict) and value else RETIRED_KEYS.get(f"{pattern}.*")
 
 
 def _relocated(value: Any, where: str, new: str) -> Iterator[ContractError]:

@@ -183,8 +183,30 @@ class ScheduleConfig(StrictModel):
     )
 
 
+class ChannelBConfig(StrictModel):
+    """What is kept of the model's own answers (CLEAN-01)."""
+
+    prefix: Literal["verbatim", "clean"] = Field(
+        default="verbatim",
+        description="`verbatim`: an answer is continued as it is; `clean`: objects that repeat an "
+        "earlier one of the answer are removed first",
+    )
+    duplicate_iou: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="with `prefix: clean`, the IoU from which an object repeats an earlier one of "
+        "the same description",
+    )
+
+
 class Stage2ABConfig(StrictModel):
+    """Which steps run which channel, what each of them makes of a sample, and the objective."""
+
     schedule: ScheduleConfig = Field(description="which steps are channel B")
+    channel_b: ChannelBConfig = Field(
+        default=ChannelBConfig(), description="what is kept of the model's own answers"
+    )
     n_softctx_iter: int = Field(
         default=1, ge=1, description="number of forwards of channel A; 1 is plain teacher forcing"
     )
@@ -283,6 +305,13 @@ class Config(StrictModel):
         return Decimal(1) if self.stage2_ab is None else self.stage2_ab.schedule.b_ratio
 
     @property
+    def duplicate_iou(self) -> float | None:
+        """IoU from which repeated objects leave the prefix of an answer; None: they stay."""
+        if self.stage2_ab is None or self.stage2_ab.channel_b.prefix == "verbatim":
+            return None
+        return self.stage2_ab.channel_b.duplicate_iou
+
+    @property
     def allow_poly(self) -> bool:
         """True where polygons are trained and predicted beside boxes (RES-02)."""
         return VARIANTS[self.custom.trainer_variant].polygons
@@ -337,6 +366,7 @@ class Config(StrictModel):
         yield from self._of_adapters()
         yield from self._of_channels()
         yield from self._of_self_context()
+        yield from self._of_duplicates()
         yield from self._of_async()
         if self.stage2_ab is None:
             yield from self._of_channel_b_alone()
@@ -400,6 +430,21 @@ class Config(StrictModel):
                 "Set it to 1, or add bbox_geo or coord_reg to channel A",
                 "stage2_ab.n_softctx_iter",
             )
+
+    def _of_duplicates(self) -> Iterator[Refusal]:
+        """What learns from removed duplicates needs some that are removed (CLEAN-02)."""
+        for index, module in enumerate(self.pipeline.objective):
+            if module.enabled and module.reads_departures and self.duplicate_iou is None:
+                kept = "stage2_ab.channel_b.prefix is verbatim: no duplicate is removed"
+                do = "Set stage2_ab.channel_b.prefix to clean, or remove the module"
+                if self.stage2_ab is None:
+                    kept = f"{self.custom.trainer_variant} keeps the answers as they are"
+                    do = "Remove the module, or use custom.trainer_variant: stage2_two_channel"
+                yield Refusal(
+                    f"{module.name} is enabled, and {kept}",
+                    do,
+                    f"{self.pipeline_path}.objective[{index}]",
+                )
 
     def _teaching(self, channel: Channel) -> list[ObjectiveModule]:
         """Modules that move weights in a channel."""

@@ -151,6 +151,7 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
     positions: list[int] = []
     bins: list[float] = []
     boxes: list[list[int]] = []
+    departures: list[list[int]] = []
     offset = 0
     for segment in segments:
         prompt_len = segment.prompt.ids.numel()
@@ -162,6 +163,8 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
                 boxes.append(list(range(len(positions), len(positions) + 4)))
             positions += [offset + prompt_len + p for p in group.positions]
             bins += group.bins
+        for position, token_id in segment.target.departures:
+            departures.append([offset + prompt_len + position, token_id])
         offset += len(segment)
     return Supervision(
         input_ids=torch.cat([s.input_ids for s in segments]),
@@ -170,6 +173,7 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
         coord_positions=torch.tensor(positions, dtype=torch.long),
         coord_bins=torch.tensor(bins, dtype=torch.float32),
         boxes=torch.tensor(boxes, dtype=torch.long).view(-1, 4),
+        departures=torch.tensor(departures, dtype=torch.long).view(-1, 2),
     )
 
 

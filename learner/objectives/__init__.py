@@ -7,6 +7,7 @@ and the metrics are made from these lists when they are imported. Imports no tor
 from learner.objectives.bbox_geo import BboxGeoModule
 from learner.objectives.coord_diag import CoordDiagModule
 from learner.objectives.coord_reg import CoordRegModule
+from learner.objectives.duplicate_ul import DuplicateULModule
 from learner.objectives.objective import Diagnostic, Objective
 from learner.objectives.token_ce import TokenCEModule
 
@@ -14,6 +15,7 @@ OBJECTIVES: list[type[Objective]] = [
     TokenCEModule,
     BboxGeoModule,
     CoordRegModule,
+    DuplicateULModule,
 ]
 DIAGNOSTICS: list[type[Diagnostic]] = [
     CoordDiagModule,

@@ -8,7 +8,7 @@ so the logits of more than one chunk never exist.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,7 +33,8 @@ class Supervision:
 
     input_ids: (L,). roles: (L,) int8, values of `Role`. has_dropped: (L,) bool, true in
     samples that lost an invalid object. coord_positions: (K,). coord_bins: (K,) float, in bins.
-    boxes: (N, 4) indices into K.
+    boxes: (N, 4) indices into K. departures: (U, 2) of a position and the token id with which a
+    removed duplicate departs there; each position once.
     """
 
     input_ids: Tensor
@@ -42,6 +43,7 @@ class Supervision:
     coord_positions: Tensor
     coord_bins: Tensor
     boxes: Tensor
+    departures: Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.long))
 
     def to(self, device: torch.device) -> "Supervision":
         return Supervision(**{name: tensor.to(device) for name, tensor in vars(self).items()})
@@ -55,7 +57,7 @@ class Totals:
     totals of the whole, add up to the loss of the whole.
 
     text_weight, struct_weight: () sums of cross-entropy weights, over all supervised text
-    and over its structure and closure. text, slots, boxes: counts.
+    and over its structure and closure. text, slots, boxes, departures: counts.
     """
 
     text_weight: Tensor
@@ -63,6 +65,7 @@ class Totals:
     text: int
     slots: int
     boxes: int
+    departures: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Selection:
     text_weights: (T,) cross-entropy weights, > 0.
     slot_rows: (K,); slot_bins: (K,) in [0, 999], fractions between bins allowed.
     boxes: (N, 4) indices into K, in x1, y1, x2, y2 order.
+    departure_rows: (U,); departure_tokens: (U,) token ids that removed duplicates have there.
     """
 
     text_rows: Tensor
@@ -84,13 +88,25 @@ class Selection:
     slot_rows: Tensor
     slot_bins: Tensor
     boxes: Tensor
+    departure_rows: Tensor
+    departure_tokens: Tensor
     totals: Totals
 
+    @property
+    def head_rows(self) -> int:
+        """Rows of logits that are read in one forward."""
+        return len(self.text_rows) + len(self.slot_rows) + len(self.departure_rows)
 
-def select(row: Supervision, weights: Tensor) -> Selection:
-    """The supervised tokens of a row; weights: (L,) of its text tokens, 0 where none is taught."""
+
+def select(row: Supervision, weights: Tensor, *, departures: bool = False) -> Selection:
+    """The supervised tokens of a row.
+
+    weights: (L,) of its text tokens, 0 where none is taught. departures: those of removed
+    duplicates are read, too.
+    """
     positions = weights.nonzero().squeeze(1)
     text_weights, roles = weights[positions], row.roles[positions]
+    left = row.departures if departures else row.departures[:0]
     return Selection(
         text_rows=positions - 1,
         text_targets=row.input_ids[positions],
@@ -99,12 +115,15 @@ def select(row: Supervision, weights: Tensor) -> Selection:
         slot_rows=row.coord_positions - 1,
         slot_bins=row.coord_bins,
         boxes=row.boxes,
+        departure_rows=left[:, 0] - 1,
+        departure_tokens=left[:, 1],
         totals=Totals(
             text_weight=text_weights.sum(),
             struct_weight=text_weights[~is_description(roles)].sum(),
             text=len(positions),
             slots=len(row.coord_positions),
             boxes=len(row.boxes),
+            departures=len(left),
         ),
     )
 
@@ -138,19 +157,21 @@ class HeadInput(NamedTuple):
 class LogitStats(NamedTuple):
     """What the objectives know of one forward; differentiable, float32 or wider.
 
-    T supervised text tokens, K supervised coordinate slots, as in the `Selection`; T is 0
-    where the text was not read.
+    T supervised text tokens, K supervised coordinate slots, U departures, as in the `Selection`;
+    T is 0 where the text was not read.
 
     text_nll: (T,) `-log p(target)` over the vocabulary, in nats.
     text_mass: (T,) share of the tokens that are no coordinates in the vocabulary, in [0, 1].
     slot_lse: (K,) logsumexp over the vocabulary. Both are at the gates' temperature.
     slot_coord_logits: (K, 1000) logits as they came.
+    departure_nll: (U,) `-log p(token)` over the vocabulary, in nats.
     """
 
     text_nll: Tensor
     text_mass: Tensor
     slot_lse: Tensor
     slot_coord_logits: Tensor
+    departure_nll: Tensor
 
 
 class ForwardStats(NamedTuple):
@@ -179,13 +200,13 @@ class Reader:
 
     def anchor(self, given: HeadInput) -> LogitStats:
         chosen = self.selection
-        return self._read(given, chosen.text_rows, chosen.text_targets)
+        return self._stats(given, chosen.text_rows, chosen.text_targets)
 
     def final(self, given: HeadInput) -> LogitStats:
         if self.final_text:
             return self.anchor(given)
         nothing = self.selection.text_rows[:0]
-        return self._read(given, nothing, nothing)
+        return self._stats(given, nothing, nothing)
 
     def slots(self, given: HeadInput) -> Tensor:
         """Coordinate logits of the slots alone, (K, 1000)."""
@@ -196,13 +217,24 @@ class Reader:
         rows = given.hidden.index_select(0, self.selection.slot_rows)
         return torch.cat([_recomputed(read, part) for part in rows.split(_head_rows(given))])
 
-    def _read(self, given: HeadInput, text_rows: Tensor, targets: Tensor) -> LogitStats:
-        """The statistics of the text rows and of all slots.
+    def _stats(self, given: HeadInput, text_rows: Tensor, targets: Tensor) -> LogitStats:
+        """The statistics of the text rows, of all slots and of all departures."""
+        chosen = self.selection
+        text, mass, slots, coord = self._read(given, text_rows, targets, chosen.slot_rows)
+        rows, tokens = chosen.departure_rows, chosen.departure_tokens
+        # They have a read of their own: the row of a departure may be one of text or of a slot.
+        departing = self._read(given, rows, tokens, rows[:0])[0] if len(rows) else text[:0]
+        return LogitStats(text, mass, slots, coord, departing)
+
+    def _read(
+        self, given: HeadInput, text_rows: Tensor, targets: Tensor, slot_rows: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The first four of a `LogitStats`, of rows of which none is there twice.
 
         A chunk may hold rows of both kinds. Its logits are dropped after the forward and
         computed again in backward, unless one chunk holds all rows.
         """
-        rows = torch.cat([text_rows, self.selection.slot_rows])
+        rows = torch.cat([text_rows, slot_rows])
         step, texts = _head_rows(given), len(text_rows)
         read = cast(Callable[..., tuple[Tensor, ...]], _ReadRows.apply)
 
@@ -214,12 +246,12 @@ class Reader:
 
         hidden = given.hidden.index_select(0, rows)
         if len(rows) <= step:
-            return LogitStats(*part(hidden, targets))
+            return part(hidden, targets)
         parts = [
             _recomputed(part, chunk, targets[start : max(start, min(start + step, texts))])
             for start, chunk in zip(range(0, len(rows), step), hidden.split(step), strict=True)
         ]
-        return LogitStats(*(torch.cat(kind) for kind in zip(*parts, strict=True)))
+        return tuple(torch.cat(kind) for kind in zip(*parts, strict=True))
 
 
 def _head_rows(given: HeadInput) -> int:
@@ -233,7 +265,7 @@ def _recomputed(read: Callable[..., Any], *inputs: Tensor) -> Any:
 
 
 class _ReadRows(torch.autograd.Function):
-    """(r, V) logits, T text rows and targets, K slot rows -> the four of a `LogitStats`.
+    """(r, V) logits, T text rows and targets, K slot rows -> the first four of a `LogitStats`.
 
     No row is there twice.
     """

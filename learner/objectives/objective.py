@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 Weight = Annotated[float, Field(ge=0)]
 
-# What a term looks at: text in the first forward, text in the last of several, or coordinates
-# and gates in the last.
-Family = Literal["text", "context_text", "coord"]
+# What a term looks at: text in the first forward, text in the last of several, coordinates and
+# gates in the last, or tokens with which removed duplicates depart from the target.
+Family = Literal["text", "context_text", "coord", "departure"]
 
 # By family, the meaning of each term's name.
 LossMetrics = Mapping[Family, Mapping[str, str]]
@@ -38,6 +38,7 @@ LOSS_PREFIX: dict[tuple[Channel, Family], str] = {
     ("A", "coord"): "loss/A2_coord",
     ("B", "text"): "loss/B_rollout_text",
     ("B", "coord"): "loss/B_coord",
+    ("B", "departure"): "loss/B_rollout_text",
 }
 
 
@@ -77,10 +78,12 @@ class Objective(Entry):
 
     metrics: of all names that `terms` gives.
     supervises_text: `text_weights` says which text is trained on.
+    reads_departures: it looks at the tokens with which removed duplicates depart (CLEAN-02).
     """
 
     metrics: ClassVar[LossMetrics]
     supervises_text: ClassVar[bool] = False
+    reads_departures: ClassVar[bool] = False
 
     def terms(self, stats: ForwardStats, selection: Selection) -> Iterator[Term]:
         """The terms of a pack's loss over `selection.totals`; none where it has nothing for it."""

@@ -47,9 +47,12 @@ class Pipeline:
 
     def select(self, row: Supervision, channel: Channel) -> Selection:
         """What the declared modules are trained on in a row; no text without `token_ce`."""
+        departures = any(m.reads_departures and m.counts_in(channel) for m in self._modules)
         if self._text is None or channel not in self._text.channels:
-            return select(row, torch.zeros(row.roles.shape, device=row.roles.device))
-        return select(row, self._text.text_weights(row, channel))
+            weights = torch.zeros(row.roles.shape, device=row.roles.device)
+        else:
+            weights = self._text.text_weights(row, channel)
+        return select(row, weights, departures=departures)
 
     def reader(self, selection: Selection) -> Reader:
         """Reads logits, (L, V), of a row for the declared modules."""

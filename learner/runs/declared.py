@@ -232,6 +232,12 @@ def _channel_b() -> Iterator[Metric]:
     yield Metric(key, "rate", "1", "matched ground truths / ground truths", _B)
     meaning = "samples left out: their target cannot be read back, or its end cannot be located"
     yield counter("closure_supervision/N_drop", "samples", meaning)
+    for name, unit, meaning in (
+        ("removed", "objects", "predicted again, and removed by `prefix: clean`"),
+        ("answers", "answers", "that had such objects"),
+        ("departures", "tokens", "with which they depart from the target; `duplicate_ul`'s"),
+    ):
+        yield Metric(f"dup/{name}", "counter", unit, meaning, _B)
 
 
 CHANNEL_B = tuple(_channel_b())
@@ -242,9 +248,9 @@ _ITERATED = "`n_softctx_iter` above 1"
 def _losses() -> Iterator[Metric]:
     """Of every objective in the registry, in the order of the prefixes."""
     for (channel, family), prefix in LOSS_PREFIX.items():
-        forward = {("A", "text"): ", first forward", ("B", "text"): "", ("B", "coord"): ""}
-        which = forward.get((channel, family), ", last forward")
-        when = "with a weight above 0" + f" and {_ITERATED}" * (family == "context_text")
+        which = "" if channel == "B" else f", {'first' if family == 'text' else 'last'} forward"
+        also = {"context_text": f" and {_ITERATED}", "departure": ", where duplicates depart"}
+        when = f"with a weight above 0{also.get(family, '')}"
         for objective in OBJECTIVES:
             for name, meaning in objective.metrics.get(family, {}).items():
                 key = f"{prefix}/{name}"

@@ -18,6 +18,7 @@ from learner.runs.atomic_files import publish_text
 from learner.types import (
     AssessedRollout,
     CoordGroup,
+    Departure,
     GeometryKind,
     GroundTruthObject,
     Place,
@@ -89,12 +90,16 @@ class LoggedPrediction(LoggedObject):
 
 
 class LoggedParse(_Record):
-    """dropped: (key, reason) of each object that the parser refused."""
+    """dropped: (key, reason) of each object that the parser refused.
+
+    duplicates: valid ones that repeat another and were removed; `objects` has the rest.
+    """
 
     truncated: bool
     invalid: bool
     objects: list[LoggedPrediction]
     dropped: list[tuple[str, str]]
+    duplicates: Annotated[list[LoggedPrediction], Field(exclude_if=lambda value: not value)] = []
 
 
 class LoggedMatch(_Record):
@@ -123,6 +128,7 @@ class LoggedTarget(_Record):
     keys: list[str]
     roles: Annotated[str, Field(pattern="^[1-7]*$")]
     groups: list[CoordGroup]
+    departures: Annotated[list[Departure], Field(exclude_if=lambda value: not value)] = []
 
     @classmethod
     def of(cls, target: Target, response: Sequence[int]) -> "LoggedTarget":
@@ -136,6 +142,7 @@ class LoggedTarget(_Record):
             keys=target.fn_keys,
             roles="".join(map(str, target.role.tolist())),
             groups=target.coord_groups,
+            departures=target.departures,
         )
 
     def token_ids(self, response: Sequence[int]) -> list[int]:
@@ -171,7 +178,7 @@ class LoggedAnswer(_Record):
     @classmethod
     def of(cls, assessed: AssessedRollout) -> "LoggedAnswer":
         """The part of an assessed rollout that replay needs."""
-        sample, rollout, parsed, match, target, left_out, _ = assessed
+        sample, rollout, parsed, match, target, left_out, _, duplicates = assessed
         return cls(
             **vars(rollout),
             sample_id=sample.sample_id,
@@ -188,6 +195,7 @@ class LoggedAnswer(_Record):
                 invalid=parsed.invalid_rollout,
                 objects=[LoggedPrediction.model_validate(o) for o in parsed.objects],
                 dropped=parsed.dropped,
+                duplicates=[LoggedPrediction.model_validate(d.found) for d in duplicates],
             ),
             match=LoggedMatch.model_validate(match),
             target=LoggedTarget.of(target, rollout.response_token_ids) if target else None,
@@ -220,7 +228,8 @@ class LoggedAnswer(_Record):
 
 def f1_of(answer: LoggedAnswer) -> float:
     """2 hits / (predicted objects + ground truths); 1 where there are none of either."""
-    both = len(answer.parse.objects) + len(answer.ground_truth)
+    predicted = len(answer.parse.objects) + len(answer.parse.duplicates)
+    both = predicted + len(answer.ground_truth)
     return 2 * len(answer.hit_pairs) / both if both else 1.0
 
 

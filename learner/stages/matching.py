@@ -32,7 +32,7 @@ from scipy.optimize import linear_sum_assignment
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.stages.coords import COORD_BINS
-from learner.types import GeometryKind, MatchResult, Shape
+from learner.types import GeometryKind, MatchResult, Shape, normalized
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -40,6 +40,13 @@ IndexArray = npt.NDArray[np.intp]
 PlainShape = tuple[GeometryKind, Sequence[int]]
 
 MAX_RESOLUTION = 4096
+
+
+class Described(Protocol):
+    """An object with a description."""
+
+    @property
+    def desc(self) -> str: ...
 
 
 class HasShape(Protocol):
@@ -117,6 +124,14 @@ def exact_iou(
     Exact of two boxes; of masks on a canvas of `resolution` where a polygon is in the pair.
     """
     return exact_ious(_shapes(predicted), _shapes(ground_truth), resolution)
+
+
+def same_description(said: Sequence[Described], others: Sequence[Described]) -> BoolArray:
+    """Which pairs (P, G) are described alike: equal in Unicode NFC (RES-20)."""
+    names = np.array([normalized(item.desc) for item in said], dtype=object)
+    other_names = np.array([normalized(item.desc) for item in others], dtype=object)
+    alike: BoolArray = names[:, None] == other_names
+    return alike
 
 
 def candidates(boxes: FloatArray, truth_boxes: FloatArray, top_k: int) -> BoolArray:

@@ -18,12 +18,14 @@ transport plan projects them (OT-01).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from learner.config.rollout_matching import MatchingConfig
+from learner.stages.clean_prefix import NotRemovable, clean, departures, repeats
 from learner.stages.formats import AnswerFormat, ReadBack
 from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.tokens import CoordVocab, Tokenizer, token_table
@@ -31,6 +33,7 @@ from learner.stages.transport_plan import projected_bins
 from learner.types import (
     AssessedRollout,
     CoordGroup,
+    Duplicate,
     FieldOrder,
     GroundTruthObject,
     MatchResult,
@@ -75,11 +78,13 @@ def build_target(
     *,
     matching: MatchingConfig = _DEFAULT_MATCHING,
     answers: AnswerFormat = COORD_JSON,
+    duplicates: Sequence[Duplicate] = (),
 ) -> Target:
     """Prefix of the rollout + every ground truth that was not matched + EOS (channel B).
 
     matching: its `ot_*` make the transport plans of matched pairs with a polygon.
     answers: the format that `parsed` was read in.
+    duplicates: what the prefix of `parsed` has lost (CLEAN-01).
     Raises `TargetUnreadable`, e.g. for a description that contains `<|im_end|>`.
     """
     missed = [ground_truth[j] for j in match.false_negatives]
@@ -91,7 +96,7 @@ def build_target(
     matched = _corrected([(parsed.objects[i], ground_truth[j]) for i, j in match.pairs], matching)
     groups = {i: group for (i, _), group in zip(match.pairs, matched, strict=True)}
     kept = [None if i is None else groups.get(i) for _, i in parsed.entry_ends]
-    return _supervise(
+    target = _supervise(
         [*parsed.prefix_token_ids, *tokenizer.encode(append, add_special_tokens=False)],
         kept + [_appended(item) for item in missed],
         tokenizer,
@@ -99,6 +104,9 @@ def build_target(
         prefix_len=len(parsed.prefix_token_ids),
         fn_keys=[answers.key(start_index + i) for i in range(len(missed))],
     )
+    if not duplicates:
+        return target
+    return replace(target, departures=departures(duplicates, target.token_ids, tokenizer, answers))
 
 
 def build_ground_truth_target(
@@ -224,13 +232,30 @@ def assess(
     *,
     allow_poly: bool,
     answers: AnswerFormat = COORD_JSON,
+    duplicate_iou: float | None = None,
 ) -> AssessedRollout:
     """Parse an answer and match its objects to the ground truth; nothing is taught of it yet.
 
     allow_poly: false in the two-channel variant, where polygons are dropped.
+    duplicate_iou: objects that repeat an earlier one with at least this IoU are removed before
+        they are matched (CLEAN-01); None: none is.
     """
     parsed = answers.parse(rollout.response_token_ids, tokenizer, allow_poly=allow_poly)
-    return AssessedRollout(sample, rollout, parsed, match(parsed.objects, sample.objects))
+    duplicates: tuple[Duplicate, ...] = ()
+    left_out = None
+    if duplicate_iou is not None:
+        repeated = repeats(parsed.objects, duplicate_iou, _DEFAULT_MATCHING.maskiou_resolution)
+        try:
+            if repeated:
+                parsed, duplicates = clean(
+                    parsed, repeated, tokenizer, answers, allow_poly=allow_poly
+                )
+        except NotRemovable as error:
+            left_out = str(error)
+    matched = match(parsed.objects, sample.objects)
+    return AssessedRollout(
+        sample, rollout, parsed, matched, left_out=left_out, duplicates=duplicates
+    )
 
 
 def with_target(
@@ -241,10 +266,19 @@ def with_target(
     answers: AnswerFormat = COORD_JSON,
 ) -> AssessedRollout:
     """Add `Y_train`, or why there is none."""
+    if assessed.left_out is not None:
+        return assessed
     truths, parsed, match = assessed.sample.objects, assessed.parsed, assessed.match
     try:
         target = build_target(
-            parsed, truths, match, tokenizer, field_order, matching=matching, answers=answers
+            parsed,
+            truths,
+            match,
+            tokenizer,
+            field_order,
+            matching=matching,
+            answers=answers,
+            duplicates=assessed.duplicates,
         )
     except TargetUnreadable as error:
         return assessed._replace(left_out=str(error))

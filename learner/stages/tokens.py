@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from learner.stages.coords import COORD_BINS, coord_token
@@ -175,6 +175,14 @@ def token_table(tokenizer: Tokenizer, end_marker: str = IM_END) -> TokenTable:
     return tables[end_marker]
 
 
+class Edit(NamedTuple):
+    """`text` in place of the characters [start, end), of which there is at least one."""
+
+    start: int
+    end: int
+    text: str
+
+
 class TokenText:
     """Text of tokens; places are offsets into it.
 
@@ -199,3 +207,27 @@ class TokenText:
         """Tokens that hold a character in [start, end); at least one is there."""
         found = range(self.token_at(start), self.token_at(end - 1) + 1)
         return [token for token in found if self.pieces[token]]
+
+    def edited(
+        self, token_ids: Sequence[int], edits: Sequence[Edit], tokenizer: Tokenizer
+    ) -> list[int]:
+        """The ids of these tokens with some of their text replaced.
+
+        edits: in order; none overlaps another.
+
+        A token whose text stays keeps its id. Where an edit replaces a part of a token, the rest
+        of it is encoded again, together with what stands beside it now.
+        """
+        ids: list[int] = []
+        part = ""  # new text of tokens that edits touch
+        place = token = 0  # the first character behind `part`, and the first token behind its own
+        for start, end, text in edits:
+            first = self.token_at(start)
+            if first >= token:
+                part += self.text[place : self.start_of(token)]
+                ids += [*tokenizer.encode(part, add_special_tokens=False), *token_ids[token:first]]
+                part, place = "", self.start_of(first)
+            part += self.text[place:start] + text
+            place, token = end, self.token_at(end - 1) + 1
+        part += self.text[place : self.start_of(token)]
+        return [*ids, *tokenizer.encode(part, add_special_tokens=False), *token_ids[token:]]

@@ -94,12 +94,21 @@ class ChannelB:
     """Training on the model's own answers, corrected; one forward per pack (RES-08).
 
     allow_poly: false in the two-channel variant, where polygons are dropped.
+    duplicate_iou: from which an object that repeats an earlier one is removed; None: never.
     """
 
-    def __init__(self, encoding: Encoding, matching: MatchingConfig, *, allow_poly: bool) -> None:
+    def __init__(
+        self,
+        encoding: Encoding,
+        matching: MatchingConfig,
+        *,
+        allow_poly: bool,
+        duplicate_iou: float | None = None,
+    ) -> None:
         self._encoding = encoding
         self._matching = matching
         self._allow_poly = allow_poly
+        self._duplicate_iou = duplicate_iou
 
     def ahead(self, samples: Sequence[Sample]) -> AbstractContextManager[None]:
         """Encode the prompts of `samples` while the block runs, for calls of `segments` in it."""
@@ -132,9 +141,17 @@ class ChannelB:
     def assess(self, sample: Sample, rollout: RolloutOutput) -> AssessedRollout:
         """Parse and match an answer, and correct it."""
         match = partial(match_objects, config=self._matching)
-        own, polygons = self._encoding, self._allow_poly
+        own = self._encoding
         return self.correct(
-            assess(sample, rollout, own.tokenizer, match, allow_poly=polygons, answers=own.answers)
+            assess(
+                sample,
+                rollout,
+                own.tokenizer,
+                match,
+                allow_poly=self._allow_poly,
+                answers=own.answers,
+                duplicate_iou=self._duplicate_iou,
+            )
         )
 
     def correct(self, assessed: AssessedRollout) -> AssessedRollout:

@@ -61,6 +61,7 @@ class Answers:
             encode(self._tokenizer, "garbage"),
             right[: 2 * len(right) // 3],
             encode(self._tokenizer, re.sub(r'"desc": "[^"]*", ', "", written(*objects), count=1)),
+            encode(self._tokenizer, written(*objects, *objects)),
         ]
         ids = answers[next(self._turn) % len(answers)]
         output = rollout(self._prompt(sample).ids.tolist(), ids)
@@ -139,7 +140,12 @@ class RunMaker:
         loaded = self._loaded
         order = config.custom.object_field_order
         encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, order)
-        channel = ChannelB(encoding, config.rollout_matching.matching, allow_poly=config.allow_poly)
+        channel = ChannelB(
+            encoding,
+            config.rollout_matching.matching,
+            allow_poly=config.allow_poly,
+            duplicate_iou=config.duplicate_iou,
+        )
         packer = Packer(config.training, config.global_max_length)
         log = RolloutLog(folder, rank)
         CallLog(folder, rank).write({"step": step})

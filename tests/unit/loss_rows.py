@@ -14,6 +14,7 @@ from learner.objectives.bbox_geo import BboxGeoConfig, BboxGeoModule
 from learner.objectives.config import ObjectiveModule, PipelineConfig
 from learner.objectives.coord_diag import CoordDiagModule
 from learner.objectives.coord_reg import CoordRegConfig, CoordRegModule
+from learner.objectives.duplicate_ul import DuplicateULModule
 from learner.objectives.logit_stats import ForwardStats, Selection, Supervision
 from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.objectives.token_ce import TokenCEConfig, TokenCEModule
@@ -70,6 +71,11 @@ def coord_reg(
     return CoordRegModule(name="coord_reg", weight=weight, config=config, **keys)
 
 
+def duplicate_ul(weight: float = 0.6, **entry: Any) -> DuplicateULModule:
+    keys = {"enabled": True, "channels": ("B",), **entry}
+    return DuplicateULModule(name="duplicate_ul", weight=weight, config=EmptySection(), **keys)
+
+
 def coord_diag(weight: float = 1.0, **entry: Any) -> CoordDiagModule:
     keys = {"enabled": True, "channels": BOTH, **entry}
     return CoordDiagModule(name="coord_diag", weight=weight, config=EmptySection(), **keys)
@@ -81,10 +87,15 @@ def declared(
     return PipelineConfig(objective=modules, diagnostics=tuple(diagnostics))
 
 
-EVERYTHING = declared(token_ce(), bbox_geo(), coord_reg(), diagnostics=[coord_diag()])
+EVERYTHING = declared(
+    token_ce(), bbox_geo(), coord_reg(), duplicate_ul(), diagnostics=[coord_diag()]
+)
 # All but CIoU, whose alpha is a constant for the gradient and whose slope jumps at points.
 SMOOTH = declared(
-    token_ce(), bbox_geo(BboxGeoConfig(smoothl1_weight=2.0, ciou_weight=0.0)), coord_reg()
+    token_ce(),
+    bbox_geo(BboxGeoConfig(smoothl1_weight=2.0, ciou_weight=0.0)),
+    coord_reg(),
+    duplicate_ul(),
 )
 
 
@@ -129,8 +140,12 @@ def make_row(
     dropped: Sequence[bool],
     slots: Sequence[tuple[int, float]],
     boxes: Sequence[Sequence[int]],
+    departing: Sequence[int] = (),
 ) -> Supervision:
-    """slots: (position, bin). Text has ids of text, coordinates and false positives any."""
+    """slots: (position, bin). Text has ids of text, coordinates and false positives any.
+
+    departing: positions where a duplicate departs, with some other token.
+    """
     draw = torch.Generator().manual_seed(len(roles))
     ids = torch.tensor(TEXT_IDS)[torch.randint(len(TEXT_IDS), (len(roles),), generator=draw)]
     for position, role in enumerate(roles):
@@ -143,6 +158,9 @@ def make_row(
         coord_positions=torch.tensor([position for position, _ in slots], dtype=torch.long),
         coord_bins=torch.tensor([target for _, target in slots], dtype=torch.float32),
         boxes=torch.tensor(boxes, dtype=torch.long).view(-1, 4),
+        departures=torch.tensor(
+            [[p, (int(ids[p]) + 1 + 5 * p) % VOCAB] for p in departing], dtype=torch.long
+        ).view(-1, 2),
     )
 
 
@@ -166,7 +184,9 @@ def answer_row(samples: int = 2) -> Supervision:
         slots += list(zip([start + p for p in _POLYGON], bins, strict=True))
     dropped = [position < size for position in range(samples * size)]
     boxes = [list(range(start, start + 4)) for start in range(0, samples * 10, 10)]
-    return make_row(_SAMPLE * samples, dropped, slots, boxes)
+    # In the place of a coordinate, of a false positive, of structure and of the closure.
+    departing = [start + p for start in range(0, samples * size, size) for p in (5, 9, 10, 20)]
+    return make_row(_SAMPLE * samples, dropped, slots, boxes, departing)
 
 
 def annotation_row() -> Supervision:
@@ -213,7 +233,8 @@ def random_row(draw: Random, channel: Channel) -> Supervision:
     order = draw.sample(range(len(taught)), len(taught))
     boxes = [order[i : i + 4] for i in range(0, len(order) - 3, 4)]
     kept = boxes[: draw.choice([0, 1, len(boxes), len(boxes)])]
-    return make_row(roles, dropped, list(zip(taught, bins, strict=True)), kept)
+    departing = [p for p in range(1, len(roles)) if channel == "B" and draw.random() < 0.2]
+    return make_row(roles, dropped, list(zip(taught, bins, strict=True)), kept, departing)
 
 
 def random_weights(draw: Random, config: type[StrictModel]) -> dict[str, float]:
@@ -251,6 +272,7 @@ def random_config(draw: Random) -> PipelineConfig:
         reg = reg.model_copy(update={"text_gate_weight": 0.0})
     modules: list[ObjectiveModule] = [geometry, coord_reg(reg, **entry)]
     modules += [text] if gated or draw.random() < 0.5 else []
+    modules += [duplicate_ul(**{**random_entry(draw), "channels": ("B",)})]
     return declared(*draw.sample(modules, len(modules)), diagnostics=[coord_diag()])
 
 

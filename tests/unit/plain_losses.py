@@ -158,7 +158,9 @@ class Plain:
         at: Tensor,
     ) -> Iterator[tuple[str, float]]:
         coord = "loss/A2_coord" if self.channel == "A" else "loss/B_coord"
-        if module.name == "token_ce":
+        if module.name == "duplicate_ul":
+            yield "loss/B_rollout_text/duplicate_ul", self._duplicate_ul(first)
+        elif module.name == "token_ce":
             yield from self._token_ce(module.config, first, last)
         elif module.name == "bbox_geo":
             for name, value in self._bbox_geo(module.config, final, at):
@@ -198,6 +200,24 @@ class Plain:
             row = [bounded(logit) for logit in logits[position - 1].tolist()]
             total += weight / over * (logsumexp(row) - row[int(self.row.input_ids[position])])
         return total
+
+    # Duplicates
+
+    def departures(self) -> list[tuple[int, int]]:
+        """(position, token) of each duplicate that unlikelihood is declared for."""
+        for module in self.config.objective:
+            if module.name == "duplicate_ul" and module.enabled and self.channel in module.channels:
+                return [(position, token) for position, token in self.row.departures.tolist()]
+        return []
+
+    def _duplicate_ul(self, logits: Tensor) -> float:
+        """Mean of `-log(1 - p)`; 1 - p is the probability of all other tokens."""
+        total = 0.0
+        for position, token in self.departures():
+            log_p = log_softmax([bounded(logit) for logit in logits[position - 1].tolist()])
+            others = [value for index, value in enumerate(log_p) if index != token]
+            total -= logsumexp(others)
+        return total / max(len(self.row.departures), 1)
 
     # Coordinates
 

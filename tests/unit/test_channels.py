@@ -10,7 +10,7 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.load import LoadedModel, load_model
-from learner.models.packed_forward import PromptEncoder, Segment
+from learner.models.packed_forward import PromptEncoder, Segment, make_pack
 from learner.runs.metrics import rollout_payload
 from learner.stages.targets import build_ground_truth_target
 from learner.stages.tokens import decode_exactly
@@ -55,12 +55,15 @@ class Answering:
         scene: Sample,
         *,
         allow_poly: bool = False,
+        duplicate_iou: float | None = None,
     ) -> None:
         self.tokenizer = loaded.tokenizer
         self.scene = scene
         self.encoder = encoder
         encoding = Encoding(loaded.inner, encoder, loaded.tokenizer, "desc_first")
-        self.channel = ChannelB(encoding, MatchingConfig(), allow_poly=allow_poly)
+        self.channel = ChannelB(
+            encoding, MatchingConfig(), allow_poly=allow_poly, duplicate_iou=duplicate_iou
+        )
 
     def rollout(self, text: str) -> RolloutOutput:
         return rollout(self.encoder(self.scene).ids.tolist(), encode(self.tokenizer, text))
@@ -109,6 +112,23 @@ def test_a_right_answer_is_all_prefix_and_closure(answering: Answering) -> None:
         "false_positives": 0,
         "N_valid_pred": 2,
     }
+
+
+@pytest.mark.req("CLEAN-01", "CLEAN-02")
+def test_a_duplicate_is_removed_and_its_departure_is_of_the_pack(
+    loaded: LoadedModel, encoder: PromptEncoder, scene: Sample
+) -> None:
+    answering = Answering(loaded, encoder, scene, duplicate_iou=0.9)
+    (first, second), stats = answering.segments(written(CAT, CAT, DOG), written(CAT, DOG))
+    assert answering.target_text(first) == written(CAT, DOG) + "<|im_end|>"
+    assert stats["dup/removed"] == stats["dup/answers"] == stats["dup/departures"] == 1
+    assert counted(stats, "N_valid_pred", "matched") == {"N_valid_pred": 4, "matched": 4}
+    row = make_pack([second, first]).supervision
+    ((position, token),) = row.departures.tolist()
+    assert position >= len(second) + len(first.prompt.ids)
+    assert int(row.input_ids[position]) != token
+    text = decode_exactly(answering.tokenizer, [*row.input_ids[len(second) : position].tolist()])
+    assert text.endswith(', "object_2": {"desc": "')
 
 
 @pytest.mark.req("CHB-01", "APPEND-02", "LOSS-03", "LOSS-04")

@@ -228,12 +228,6 @@ def test_stop_neutral_keys_fail_fast(key: str) -> None:
     assert "always supervised" in refused(f"stage2_ab.channel_b.{key}", True).do
 
 
-@pytest.mark.req("RES-05", "RES-06")
-@pytest.mark.parametrize("value", [None, {}, 1])
-def test_the_section_of_channel_b_fails_even_when_empty(value: Any) -> None:
-    assert "channel B has no keys" in refused("stage2_ab.channel_b", value).do
-
-
 @pytest.mark.req("RES-06")
 def test_every_key_of_channel_b_is_told_at_once() -> None:
     section = {"mode": "async", "async": {"queue_limit": 8}, "stop_neutral": {"enabled": True}}

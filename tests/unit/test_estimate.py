@@ -112,7 +112,7 @@ def test_flops_are_those_of_the_plain_count(changed: Changed, samples: list[Samp
         if "merger" in name:
             rows = patches // 4
         if name == "lm_head":
-            rows = len(taught.text_rows) + len(taught.slot_rows)
+            rows = taught.head_rows
         if name.endswith("patch_embed.proj") or isinstance(module, torch.nn.Linear):
             weight: Any = module.weight
             forward += 2 * rows * weight.numel()

@@ -38,7 +38,9 @@ def random_direction(logits: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 def taught_rows(case: Case) -> set[int]:
     """Rows of logits that predict a supervised token."""
-    return {p - 1 for p, _ in case.plain.text()} | {p - 1 for p, _ in case.plain.slots()}
+    plain = case.plain
+    taught = [*plain.text(), *plain.slots(), *plain.departures()]
+    return {position - 1 for position, _ in taught}
 
 
 @pytest.mark.req("LOSS-01", "LOSS-03", "LOSS-04", "LOSS-05")
@@ -124,6 +126,8 @@ def small_selection(text: Sequence[int], slots: Sequence[int]) -> Selection:
         slot_rows=torch.tensor(slots, dtype=torch.long),
         slot_bins=torch.zeros(len(slots)),
         boxes=torch.zeros(0, 4, dtype=torch.long),
+        departure_rows=torch.zeros(0, dtype=torch.long),
+        departure_tokens=torch.zeros(0, dtype=torch.long),
         totals=Totals(one, one, 1, 1, 1),
     )
 

@@ -150,6 +150,7 @@ def edit_config(run: Path, change: dict[str, Any]) -> None:
         {"chunk": 3, "global_max_length": 160},
         {"chunk": 3, "training": {"packing_min_fill_ratio": 0.9}},
         {"chunk": 3, "custom": {"object_field_order": "geometry_first"}},
+        {"chunk": 3, "stage2_ab": {"channel_b": {"prefix": "clean"}}},
         {"polygons": True, "chunk": 3},
         {"polygons": True, "chunk": None, "training": {"packing": False}},
         {"chunk": 2, "rollout_matching": {**SERVERS, "async_rollout": {"enabled": True}}},
@@ -171,6 +172,21 @@ def test_every_step_of_a_run_is_built_again_bit_for_bit(
     assert one.exit_code == 0
     numbers = next(line for line in one.output.splitlines() if line.startswith("metrics"))
     assert int(numbers.split()[1]) > 20
+
+
+@pytest.mark.req("REPLAY-01", "CLEAN-01", "CLEAN-02")
+def test_removed_duplicates_are_in_the_log_and_in_the_story(make_run: MakeRun) -> None:
+    run = make_run(chunk=3, stage2_ab={"channel_b": {"prefix": "clean"}})
+    answers = [answer for step in STEPS for answer in RunFolder.open(run).answers(step)]
+    repeated = next(answer for answer in answers if answer.parse.duplicates)
+    assert repeated.target is not None
+    assert repeated.target.departures
+    step = next(step for step in STEPS if repeated in RunFolder.open(run).answers(step))
+    told = replay(run, "--step", str(step), "--sample", repeated.sample_id)
+    assert "removed, repeats an earlier object" in told.output
+    assert "of a duplicate, where the target has" in told.output
+    edit_config(run, {"stage2_ab": {"channel_b": {"prefix": "verbatim"}}})
+    assert replay(run, "--step", str(step)).exit_code == 1
 
 
 @pytest.mark.req("REPLAY-01")

@@ -6,12 +6,12 @@
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import SupportsIndex
 
 from learner.stages.coords import coord_token
 from learner.stages.formats import ReadBack
-from learner.stages.tokens import Tokenizer, TokenText, spell_leading, token_table
+from learner.stages.tokens import Edit, Tokenizer, TokenText, spell_leading, token_table
 from learner.types import FieldOrder, GroundTruthObject, ParsedObject, ParsedRollout
 
 _LINE = re.compile(r"(\d+)\. (.*?) ((?:<\|coord_\d+\|>)*)\n")
@@ -85,6 +85,17 @@ class Lines:
             (start, last + 1) for start, (last, _) in zip(starts, parsed.entry_ends, strict=False)
         ]
         return ReadBack(parsed, spans, (end - 1, end))
+
+    def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
+        ids = parsed.prefix_token_ids
+        tokens = TokenText(token_table(tokenizer, self.end_marker).pieces(ids, tokenizer))
+        edits = []
+        number = 0
+        for place, line in enumerate(_LINE.finditer(tokens.text)):
+            number += place in kept
+            removed = Edit(*line.span(), "")
+            edits.append(Edit(*line.span(1), str(number)) if place in kept else removed)
+        return tokens.edited(ids, edits, tokenizer)
 
     def key(self, index: int) -> str:
         return str(index)

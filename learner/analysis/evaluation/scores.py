@@ -28,9 +28,10 @@ from learner.distributed.waiting import waiting_for
 from learner.rollout.policy import Policy
 from learner.runs.metrics import Payload
 from learner.runs.rollout_log import LoggedAnswer, LoggedObject, f1_of
+from learner.stages.clean_prefix import repeats
 from learner.stages.formats import AnswerFormat
 from learner.stages.formats.coord_json import COORD_JSON
-from learner.stages.matching import assign, exact_iou
+from learner.stages.matching import assign, exact_iou, same_description
 from learner.stages.targets import assess
 from learner.stages.tokens import Tokenizer
 from learner.types import (
@@ -86,7 +87,7 @@ class ScoredAnswer(LoggedAnswer):
         answer = LoggedAnswer.of(assessed)
         said, truths = answer.parse.objects, answer.ground_truth
         hits, iou = len(answer.hit_pairs), assessed.match.mask_iou
-        named = _same_description(assessed.parsed.objects, assessed.sample.objects)
+        named = same_description(assessed.parsed.objects, assessed.sample.objects)
         ious = [float(iou[pair]) for pair in answer.match.pairs]
         return cls(
             **{**dict(answer), "match": answer.match.model_copy(update={"ious": ious})},
@@ -267,7 +268,7 @@ def match_named(
     """The most hits at IoU 0.5; then, of what they leave, the most pairs by place alone."""
     iou = exact_iou(said, truths, resolution)
     near = iou >= IOU_THRESHOLD
-    hits = most_pairs(iou, near & _same_description(said, truths))
+    hits = most_pairs(iou, near & same_description(said, truths))
     for p, g in hits:
         near[p, :] = near[:, g] = False
     pairs = sorted(hits + most_pairs(iou, near))
@@ -283,8 +284,7 @@ def match_named(
 
 def _duplicates(said: Sequence[ParsedObject], resolution: int) -> int:
     """Objects that have the description of an earlier one and nearly its place (EVAL-02)."""
-    repeats = _same_description(said, said) & (exact_iou(said, said, resolution) >= DUPLICATE_IOU)
-    return int(np.tril(repeats, -1).any(axis=1).sum())
+    return len(repeats(said, DUPLICATE_IOU, resolution))
 
 
 def _oversized(answer: LoggedAnswer) -> int:
@@ -302,13 +302,6 @@ def most_pairs(iou: FloatArray, allowed: BoolArray) -> Pairs:
     """
     alone = float(sum(iou.shape))  # more than all pairs together can differ in IoU
     return assign(np.where(allowed, 1.0 - iou, np.inf), alone, alone)
-
-
-def _same_description(said: Sequence[Described], truths: Sequence[Described]) -> BoolArray:
-    """(P, G)"""
-    names = np.array([normalized(item.desc) for item in said], dtype=object)
-    others = np.array([normalized(item.desc) for item in truths], dtype=object)
-    return np.asarray(names[:, None] == others, dtype=np.bool_).reshape(len(said), len(truths))
 
 
 SizeName = Literal["small", "medium", "large"]

@@ -244,6 +244,7 @@ class Rebuilder:
             match,
             allow_poly=polygons,
             answers=answers,
+            duplicate_iou=config.duplicate_iou,
         )
         return with_target(found, self.tokenizer, order, matching, answers)
 

@@ -92,6 +92,10 @@ def _objects(assessed: AssessedRollout) -> Table:
         else:
             became = Text(f"matched to none{_nearest(match.mask_iou[number])}", "red")
         table.add_row(plain(found.key), plain(found.desc), _shape(found.shape), became)
+    for duplicate in assessed.duplicates:
+        found = duplicate.found
+        became = Text("removed, repeats an earlier object", "yellow")
+        table.add_row(plain(found.key), plain(found.desc), _shape(found.shape), became)
     for key, reason in parsed.dropped:
         meaning = _MEANINGS[reason].removeprefix("of those: ")
         table.add_row(plain(key), "", "", Text(f"dropped, {reason}: {meaning}", "yellow"))
@@ -139,6 +143,14 @@ def _target(target: Target, response: list[int], tokenizer: Tokenizer) -> Table:
         text = plain(decode_exactly(tokenizer, cut))
         text.stylize("strike dim")
         table.add_row("cut off", str(len(cut)), text)
+    for position, token in target.departures:
+        said, taught = (
+            printable(decode_exactly(tokenizer, [each]))
+            for each in (token, target.token_ids[position])
+        )
+        table.add_row(
+            "departure", "1", plain(f"{said} of a duplicate, where the target has {taught}")
+        )
     counts = {role: int((target.role == role).sum()) for role in Role}
     legend = Text(", ").join(
         Text(f"{count} {role.name.lower().replace('_', ' ')}", _STYLES[role])

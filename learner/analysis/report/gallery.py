@@ -68,14 +68,16 @@ def embed(path: Path) -> Picture:
 #   truth       a ground truth that a prediction is matched to
 #   match       a prediction that is matched to a ground truth
 #   stray       a prediction that is not
+#   removed     one that repeats another, and was removed before the match
 #   missed      a ground truth that no prediction is matched to
 #   appended    a missed one that the answer was trained to append
-Role = Literal["truth", "match", "stray", "missed", "appended"]
+Role = Literal["truth", "match", "stray", "removed", "missed", "appended"]
 
 ROLES: dict[Role, tuple[str, str]] = {
     "truth": ("ground truth, matched", "a prediction is matched to it"),
     "match": ("prediction, matched", "matched to a ground truth"),
     "stray": ("false positive", "a prediction without a match"),
+    "removed": ("duplicate, removed", "it repeats another prediction; a clean prefix has one"),
     "missed": ("missed", "a ground truth without a match"),
     "appended": ("missed, appended", "a missed ground truth, appended to what is trained on"),
 }
@@ -153,7 +155,7 @@ def _card(answer: LoggedAnswer, slug: str, picture: int, resolution: int) -> Car
 
 
 def shown_objects(answer: LoggedAnswer, resolution: int) -> list[ShownObject]:
-    """Predictions in the order of the answer, then ground truths in the order of the sample."""
+    """Predictions and ground truths in their order, then the duplicates that were removed."""
     predictions, truths = answer.parse.objects, answer.ground_truth
     pairs, ious = answer.match.pairs, answer.match.ious
     if ious is None:
@@ -165,6 +167,7 @@ def shown_objects(answer: LoggedAnswer, resolution: int) -> list[ShownObject]:
     return [
         *_shown(predictions, of_prediction, ("match", "stray"), len(predictions)),
         *_shown(truths, of_truth, ("truth", unmatched), 0),
+        *_shown(answer.parse.duplicates, {}, ("removed", "removed"), 0),
     ]
 
 

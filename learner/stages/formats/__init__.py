@@ -4,7 +4,7 @@ A format reads an answer strictly, continues and closes a kept prefix, and reads
 back. `docs/architecture.md` says how another one is added.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol, SupportsIndex
 
 from learner.config.registry import ANSWER_FORMATS, load_registered
@@ -54,6 +54,15 @@ class AnswerFormat(Protocol):
 
     def read_back(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> ReadBack | None:
         """Read a finished target, polygons allowed; None where no EOS follows its closed answer."""
+
+    def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
+        """The ids of the prefix of `parsed` with only some of its entries.
+
+        kept: places in `parsed.entry_ends`, the first entry among them.
+
+        Valid entries behind a removed one are numbered anew. Of what is kept, no other text
+        changes, and no id that has no text of both kinds.
+        """
 
     def key(self, index: int) -> str:
         """Name of the object with number `index`, as logs have it."""

@@ -30,7 +30,7 @@ import json
 import operator
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, SupportsIndex, cast
 
@@ -41,6 +41,7 @@ from learner.stages.tokens import (
     HALF_CHARACTER,
     IM_END,
     CoordVocab,
+    Edit,
     Tokenizer,
     TokenText,
     decode_exactly,
@@ -204,6 +205,31 @@ def _cut(scan: Scanner, answer: _Answer) -> tuple[int, list[int]] | None:
         if last_ids is not None:
             return place, answer.ids[:token] + last_ids
     return None
+
+
+def _removals(scan: Scanner, prefix: ParsedRollout, kept: Collection[int]) -> list[Edit]:
+    """What leaves only some entries of a prefix, the valid ones behind a gap numbered anew."""
+    edits: list[Edit] = []
+    largest = 0  # number of the entries kept so far
+    gap: int | None = None  # where the text of entries begins that are not kept
+    begin = 0
+    for place, (entry, (_, index)) in enumerate(zip(scan.entries, prefix.entry_ends, strict=True)):
+        if place not in kept:
+            gap = begin if gap is None else gap
+        else:
+            if gap is not None:
+                edits.append(Edit(gap, begin, ""))
+                gap = None
+            key = _OBJECT_KEY.fullmatch(entry.key)
+            if key is not None:
+                number = int(key[1])
+                if edits and index is not None:
+                    number = largest + 1
+                    name = entry.start + 1
+                    edits.append(Edit(name, name + len(entry.key), object_key(number)))
+                largest = max(largest, number)
+        begin = entry.end + 1
+    return edits if gap is None else [*edits, Edit(gap, begin, "")]
 
 
 def _leading_ids(token: int, place: int, answer: _Answer) -> list[int] | None:
@@ -465,6 +491,11 @@ class CoordJson:
             start = end if tokens.start_of(end) == entry.end + 1 else end - 1
         closure = (tokens.token_at(scan.close_at), eos)
         return ReadBack(_assess(scan, answer, allow_poly=True), spans, closure)
+
+    def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
+        answer = _read_answer(parsed.prefix_token_ids, tokenizer, self.end_marker)
+        edits = _removals(Scanner(answer.tokens.text).scan(), parsed, kept)
+        return answer.tokens.edited(answer.ids, edits, tokenizer)
 
     def key(self, index: int) -> str:
         return object_key(index)

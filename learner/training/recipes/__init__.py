@@ -53,7 +53,12 @@ class Recipe:
         return cls(
             config,
             ChannelA(encoding, cls.self_context(config)),
-            channel_b(encoding, matching, allow_poly=config.allow_poly),
+            channel_b(
+                encoding,
+                matching,
+                allow_poly=config.allow_poly,
+                duplicate_iou=config.duplicate_iou,
+            ),
             Pipeline(declared.model_copy(update={"objective": modules}), coord_ids),
         )
 
@@ -77,8 +82,7 @@ class Recipe:
         """Of all forwards of a pack and their backwards."""
         if self._arithmetic is None:
             self._arithmetic = Arithmetic.of(model, self.channel_a.inner.config)
-        chosen = self.objective.select(pack.supervision, channel)
-        rows = len(chosen.text_rows) + len(chosen.slot_rows)
+        rows = self.objective.select(pack.supervision, channel).head_rows
         forward, both = self._arithmetic.of_pack(pack, rows)
         context = self.self_context(self.config) if channel == "A" else SelfContext()
         recorded = context.recorded

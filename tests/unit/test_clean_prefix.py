@@ -1,0 +1,384 @@
+"""Duplicates leave the prefix of an answer, and where they depart from its target."""
+
+import json
+import math
+import re
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from learner.config import load_mapping, parse_config
+from learner.config.rollout_matching import MatchingConfig
+from learner.objectives.duplicate_ul import LEAST_NLL, unlikelihood
+from learner.stages.clean_prefix import repeats
+from learner.stages.formats.coord_json import CoordJson, parse_rollout
+from learner.stages.matching import match_objects
+from learner.stages.targets import assess, with_target
+from learner.types import AssessedRollout, GroundTruthObject, Role, Sample, Target
+from tests.unit.answers import CAT, DOG, coords, encode, entry, pieces, text_of
+from tests.unit.config_faults import changed, errors_of, only_error
+from tests.unit.small_run import rollout
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TWO_CHANNEL = load_mapping(CONFIGS / "stage2_two_channel" / "smoke" / "default.yaml")
+
+MATCHING = MatchingConfig()
+CAT_BINS, DOG_BINS = CAT.shape.coords, DOG.shape.coords
+NEAR_CAT = (12, 20, 300, 400)
+
+
+def assessed_of(
+    tokenizer: PreTrainedTokenizerFast,
+    answer: str | list[int],
+    truths: list[GroundTruthObject],
+    duplicate_iou: float | None = 0.9,
+) -> AssessedRollout:
+    sample = Sample("train.jsonl:1", (), 100, 100, tuple(truths))
+    ids = encode(tokenizer, answer) if isinstance(answer, str) else answer
+    match = partial(match_objects, config=MATCHING)
+    found = assess(
+        sample, rollout([], ids), tokenizer, match, allow_poly=True, duplicate_iou=duplicate_iou
+    )
+    return with_target(found, tokenizer, "desc_first", MATCHING)
+
+
+def target_of(
+    tokenizer: PreTrainedTokenizerFast, answer: str, truths: list[GroundTruthObject]
+) -> Target:
+    target = assessed_of(tokenizer, answer, truths).target
+    assert target is not None
+    return target
+
+
+def prefix_text(tokenizer: PreTrainedTokenizerFast, assessed: AssessedRollout) -> str:
+    return text_of(tokenizer, assessed.parsed.prefix_token_ids)
+
+
+def departing(tokenizer: PreTrainedTokenizerFast, target: Target) -> list[tuple[str, str, str]]:
+    """(text before, token of the duplicate, token of the target) of each departure."""
+    return [
+        (
+            text_of(tokenizer, target.token_ids[:position]),
+            text_of(tokenizer, [token]),
+            text_of(tokenizer, [target.token_ids[position]]),
+        )
+        for position, token in target.departures
+    ]
+
+
+# ---- the prefix ----------------------------------------------------------------------
+
+
+@pytest.mark.req("CLEAN-01")
+def test_a_duplicate_leaves_the_prefix_and_the_objects_behind_it_move_up(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    answer = "{" + ", ".join([entry(1), entry(2), entry(3, "red dog", DOG_BINS)]) + "}"
+    found = assessed_of(tokenizer, answer, [CAT, DOG])
+    assert prefix_text(tokenizer, found) == "{" + entry(1) + ", " + entry(2, "red dog", DOG_BINS)
+    assert found.match.pairs == [(0, 0), (1, 1)]
+    assert [(d.found.key, d.found.desc) for d in found.duplicates] == [("object_2", "cat")]
+    assert found.target is not None
+    assert found.target.fn_keys == []
+
+
+@pytest.mark.req("CLEAN-01", "CHB-01")
+def test_by_default_an_answer_is_continued_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
+    answer = "{" + ", ".join([entry(1), entry(2)]) + "}"
+    found = assessed_of(tokenizer, answer, [CAT], duplicate_iou=None)
+    assert prefix_text(tokenizer, found) == answer.removesuffix("}")
+    assert found.duplicates == ()
+    assert found.target is not None
+    assert found.target.departures == []
+    assert (found.target.role == Role.FALSE_POSITIVE).any()
+
+
+@pytest.mark.req("CLEAN-01")
+def test_missed_objects_are_appended_behind_the_clean_prefix(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    answer = "{" + ", ".join([entry(n) for n in range(1, 6)])  # runs on, and is cut off
+    found = assessed_of(tokenizer, answer + ', "object_6": {"de', [CAT, DOG])
+    assert found.target is not None
+    assert text_of(tokenizer, found.target.token_ids[:-1]) == (
+        "{" + entry(1) + ", " + entry(2, "red dog", DOG_BINS) + "}"
+    )
+    assert found.target.fn_keys == ["object_2"]
+    assert found.parsed.truncated
+    assert found.parsed.dropped == [("object_6", "key_invalid")]
+    assert len(found.duplicates) == 4
+
+
+@pytest.mark.req("CLEAN-01", "EVAL-02")
+@pytest.mark.parametrize(
+    ("second", "removed"),
+    [
+        (entry(2, "cat", NEAR_CAT), True),
+        (entry(2, "cat", (60, 20, 300, 400)), False),
+        (entry(2, "dog"), False),
+    ],
+)
+def test_a_duplicate_has_the_description_and_nearly_the_place(
+    tokenizer: PreTrainedTokenizerFast, second: str, removed: bool
+) -> None:
+    found = assessed_of(tokenizer, "{" + entry(1) + ", " + second + "}", [CAT])
+    assert bool(found.duplicates) == removed
+
+
+@pytest.mark.req("CLEAN-01")
+def test_equal_descriptions_in_another_unicode_form_are_equal(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    said = parse_rollout(
+        encode(tokenizer, "{" + entry(1, "caf\u00e9") + ", " + entry(2, "cafe\u0301") + "}"),
+        tokenizer,
+    )
+    assert repeats(said.objects, 0.9, 256) == [1]
+
+
+@pytest.mark.req("CLEAN-01")
+def test_a_polygon_is_a_duplicate_by_its_mask(tokenizer: PreTrainedTokenizerFast) -> None:
+    roof = '"object_%d": {"desc": "roof", "poly": ' + coords(0, 0, 500, 0, 500, 500) + "}"
+    answer = "{" + roof % 1 + ", " + roof % 2 + "}"
+    assert len(assessed_of(tokenizer, answer, []).duplicates) == 1
+
+
+@pytest.mark.req("CLEAN-01", "PARSE-05")
+def test_refused_entries_stay_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
+    broken = '"object_3": {"desc": "hat"}'
+    answer = "{" + ", ".join([entry(1), entry(2), broken, entry(4, "red dog", DOG_BINS)]) + "}"
+    found = assessed_of(tokenizer, answer, [DOG])
+    assert prefix_text(tokenizer, found) == (
+        "{" + ", ".join([entry(1), broken, entry(4, "red dog", DOG_BINS)])
+    )
+    assert found.parsed.dropped == [("object_3", "missing_geom")]
+    assert found.target is not None
+
+
+@pytest.mark.req("CLEAN-01")
+def test_what_cannot_be_spelled_without_its_duplicates_is_left_out(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    class Clumsy(CoordJson):
+        def keep(self, *_: object) -> list[int]:
+            return encode(tokenizer, "{" + entry(1, "dog"))
+
+    sample = Sample("train.jsonl:1", (), 100, 100, (CAT,))
+    ids = encode(tokenizer, "{" + entry(1) + ", " + entry(2) + "}")
+    match = partial(match_objects, config=MATCHING)
+    found = assess(
+        sample,
+        rollout([], ids),
+        tokenizer,
+        match,
+        allow_poly=True,
+        answers=Clumsy(),
+        duplicate_iou=0.9,
+    )
+    found = with_target(found, tokenizer, "desc_first", MATCHING)
+    assert found.target is None
+    assert found.left_out is not None
+    assert "without 1 duplicates it reads otherwise" in found.left_out
+    assert len(found.parsed.objects) == 2
+
+
+# ---- departures ----------------------------------------------------------------------
+
+
+@pytest.mark.req("CLEAN-02")
+def test_a_duplicate_departs_with_the_description_that_the_target_has_not(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    answer = "{" + ", ".join([entry(1), entry(2), entry(3, "dog", DOG_BINS)]) + "}"
+    target = target_of(tokenizer, answer, [CAT, DOG])
+    ((before, said, taught),) = departing(tokenizer, target)
+    assert before == "{" + entry(1) + ', "object_2": {"desc": "'
+    assert said != taught
+    assert "cat".startswith(said)
+    assert "dog".startswith(taught)
+
+
+@pytest.mark.req("CLEAN-02")
+def test_a_duplicate_departs_with_a_coordinate_where_the_description_is_the_same(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    answer = "{" + ", ".join([entry(1), entry(2, "cat", NEAR_CAT), entry(3, "cat", DOG_BINS)]) + "}"
+    target = target_of(tokenizer, answer, [CAT])
+    ((before, said, taught),) = departing(tokenizer, target)
+    assert before.endswith(', "object_2": {"desc": "cat", "bbox_2d": ["')
+    assert (said, taught) == ("<|coord_12|>", "<|coord_500|>")
+
+
+@pytest.mark.req("CLEAN-02")
+def test_behind_the_last_object_it_departs_where_the_answer_should_close(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    target = target_of(tokenizer, "{" + entry(1) + ", " + entry(2) + "}", [CAT])
+    ((before, said, _),) = departing(tokenizer, target)
+    assert text_of(tokenizer, target.token_ids[:-1]) == "{" + entry(1) + "}"
+    assert (before + said).startswith("{" + entry(1) + ",")
+
+
+@pytest.mark.req("CLEAN-02")
+def test_of_duplicates_in_a_row_the_first_departs(tokenizer: PreTrainedTokenizerFast) -> None:
+    again = [entry(1), entry(2), entry(3), entry(4, "red dog", DOG_BINS), entry(5)]
+    target = target_of(tokenizer, "{" + ", ".join(again) + "}", [CAT, DOG])
+    assert len(target.departures) == 2
+    before = [text for text, _, _ in departing(tokenizer, target)]
+    assert before[0].count("object_") == 2
+    assert before[1].count("red dog") == 1
+
+
+@pytest.mark.req("CLEAN-02")
+def test_a_target_that_goes_on_with_the_same_words_has_no_departure(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Two equal annotations: the second one is appended where the duplicate was."""
+    target = target_of(tokenizer, "{" + entry(1) + ", " + entry(2) + "}", [CAT, CAT])
+    assert target.fn_keys == ["object_2"]
+    assert target.departures == []
+
+
+# ---- any answer ----------------------------------------------------------------------
+
+SHAPES = [CAT_BINS, NEAR_CAT, DOG_BINS, (0, 0, 999, 999)]
+OBJECTS = st.lists(
+    st.tuples(st.sampled_from(["cat", "cats", "猫", "red dog"]), st.sampled_from(SHAPES)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.req("CLEAN-01", "CLEAN-02")
+@given(OBJECTS, st.lists(st.sampled_from([CAT, DOG]), max_size=3), st.booleans())
+def test_any_answer_is_the_same_without_its_duplicates(
+    tokenizer: PreTrainedTokenizerFast,
+    said: list[tuple[str, tuple[int, ...]]],
+    truths: list[GroundTruthObject],
+    closed: bool,
+) -> None:
+    answer = "{" + ", ".join(entry(n, *each) for n, each in enumerate(said, start=1))
+    said_ids = encode(tokenizer, answer + "}" * closed)
+    found = assessed_of(tokenizer, said_ids, truths)
+    # The plain meaning of the rule: objects in order, those that repeat one before left out.
+    cats = {CAT_BINS, NEAR_CAT}
+    kept = [
+        (desc, bins)
+        for n, (desc, bins) in enumerate(said)
+        if not any(
+            desc == other and (bins == there or {bins, there} <= cats) for other, there in said[:n]
+        )
+    ]
+    clean = "{" + ", ".join(entry(n, *each) for n, each in enumerate(kept, start=1))
+    assert prefix_text(tokenizer, found) == clean
+    assert len(kept) + len(found.duplicates) == len(said)
+    if len(kept) == len(said):
+        assert (
+            found.parsed.prefix_token_ids
+            == assessed_of(tokenizer, said_ids, truths, duplicate_iou=None).parsed.prefix_token_ids
+        )
+    assert found.target is not None
+    json.loads(text_of(tokenizer, found.target.token_ids[:-1]))
+    keys = re.findall(r"object_(\d+)", text_of(tokenizer, found.target.token_ids))
+    assert keys == [str(n) for n in range(1, len(keys) + 1)]
+    assert len(found.target.departures) <= len(found.duplicates)
+    pieces_of = pieces(tokenizer, found.target.token_ids)
+    for position, token in found.target.departures:
+        assert text_of(tokenizer, [token]) != pieces_of[position]
+        rest = "".join(pieces_of[position:])
+        assert not rest.startswith(text_of(tokenizer, [token]))
+
+
+# ---- the objective -------------------------------------------------------------------
+
+
+@pytest.mark.req("CLEAN-02")
+@pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.8, 0.999])
+def test_unlikelihood_is_its_formula_with_the_slope_p_of_the_logit(p: float) -> None:
+    logits = torch.tensor([math.log(p), math.log1p(-p)], dtype=torch.float64, requires_grad=True)
+    loss = unlikelihood(logits.logsumexp(0) - logits[:1]).sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(-math.log1p(-p), rel=1e-6, abs=1e-12)
+    assert logits.grad is not None
+    assert logits.grad.tolist() == pytest.approx([p, -p], rel=1e-6)
+
+
+@pytest.mark.req("CLEAN-02", "LOSS-05")
+@pytest.mark.parametrize("nll", [0.0, 1e-12, 1e-7, 1e4])
+def test_unlikelihood_is_finite_however_sure_the_model_is(nll: float) -> None:
+    given = torch.tensor([nll], requires_grad=True)
+    loss = unlikelihood(given).sum()
+    loss.backward()
+    assert 0 <= loss.item() <= -math.log(LEAST_NLL) + 1e-3
+    assert given.grad is not None
+    assert torch.isfinite(given.grad).all()
+    if nll < LEAST_NLL:
+        assert given.grad.item() == pytest.approx(-1 / LEAST_NLL, rel=0.01)
+
+
+# ---- the config ----------------------------------------------------------------------
+
+DUPLICATE_UL = {
+    "name": "duplicate_ul",
+    "enabled": True,
+    "weight": 1.0,
+    "channels": ["B"],
+    "config": {},
+}
+
+
+def with_unlikelihood(base: dict[str, Any], **entry: Any) -> dict[str, Any]:
+    mapping = deepcopy(base)
+    mapping["stage2_ab"]["pipeline"]["objective"].append({**DUPLICATE_UL, **entry})
+    return mapping
+
+
+@pytest.mark.req("CLEAN-01", "CLEAN-02")
+def test_a_clean_prefix_is_declared_and_the_default_is_verbatim() -> None:
+    assert parse_config(TWO_CHANNEL).duplicate_iou is None
+    clean = changed("stage2_ab.channel_b.prefix", "clean", TWO_CHANNEL)
+    assert parse_config(clean).duplicate_iou == 0.9
+    nearer = changed("stage2_ab.channel_b.duplicate_iou", 0.7, clean)
+    assert parse_config(with_unlikelihood(nearer)).duplicate_iou == 0.7
+
+
+@pytest.mark.req("CLEAN-02")
+def test_unlikelihood_without_a_clean_prefix_is_refused() -> None:
+    error = only_error(with_unlikelihood(TWO_CHANNEL))
+    assert re.fullmatch(r"stage2_ab\.pipeline\.objective\[\d\]", error.where)
+    assert "prefix is verbatim: no duplicate is removed" in error.found
+    assert "prefix to clean" in error.do
+    parse_config(with_unlikelihood(TWO_CHANNEL, enabled=False))
+
+
+@pytest.mark.req("CLEAN-02")
+def test_unlikelihood_in_channel_a_is_refused() -> None:
+    clean = changed("stage2_ab.channel_b.prefix", "clean", TWO_CHANNEL)
+    error = only_error(with_unlikelihood(clean, channels=["A", "B"]))
+    assert error.where.endswith(".channels")
+    assert "channel A has no answers" in error.found
+
+
+@pytest.mark.req("CLEAN-01", "CLEAN-02")
+def test_a_variant_without_the_key_has_no_clean_prefix() -> None:
+    aligned = load_mapping(CONFIGS / "stage2_rollout_aligned" / "smoke" / "default.yaml")
+    error = errors_of({**aligned, "stage2_ab": TWO_CHANNEL["stage2_ab"]})["stage2_ab"]
+    assert "stage2_rollout_aligned" in error.found
+    mapping = deepcopy(aligned)
+    mapping["rollout_matching"]["pipeline"]["objective"].append(DUPLICATE_UL)
+    error = only_error(mapping)
+    assert "stage2_rollout_aligned keeps the answers as they are" in error.found
+
+
+@pytest.mark.req("CLEAN-01")
+@pytest.mark.parametrize(("key", "value"), [("prefix", "tidy"), ("duplicate_iou", 0)])
+def test_other_values_are_refused(key: str, value: object) -> None:
+    where = f"stage2_ab.channel_b.{key}"
+    assert only_error(changed(where, value, TWO_CHANNEL)).where == where
