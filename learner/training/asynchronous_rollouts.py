@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
@@ -31,7 +31,13 @@ from learner.runs.metrics import Payload, PhaseClock, rollout_payload
 from learner.stages.packing import Chunk, Parts
 from learner.training.channels import ChannelB
 from learner.training.rollout_buffer import ReadyBatch, RolloutBuffer
-from learner.training.synchronous_rollouts import LogRollouts, Packer, PackFeed, RolloutSource
+from learner.training.synchronous_rollouts import (
+    LogRollouts,
+    Packer,
+    PackFeed,
+    RolloutSource,
+    prefetch,
+)
 from learner.types import AssessedRollout, Place, RolloutOutput, Sample
 from shared_contracts.errors import RunError
 
@@ -109,6 +115,15 @@ class MadeBatch(ReadyBatch[Pack]):
     seed_base: int
 
 
+class AnsweredRound(NamedTuple):
+    """A round of a batch with its answers. version: of the weights that answered."""
+
+    samples: Sequence[Sample]
+    version: int
+    rollouts: Sequence[RolloutOutput]
+    seconds: float
+
+
 class BatchMaker:
     """Has a batch answered and packs it.
 
@@ -135,27 +150,33 @@ class BatchMaker:
         self._gate = gate
 
     def make(self, batch: int) -> MadeBatch:
-        """Ask for a batch round by round; weights may be pushed between two rounds."""
+        """Ask for a batch round by round; weights may be pushed between two rounds.
+
+        The servers answer a round while the one before is assessed.
+        """
         samples = self._samples_of(batch)
         seed_base = rollout_seed_base(self._seed, batch)
-        rank_base = rank_seed_base(seed_base, self._rank)
-        size = self._policy.round_size or len(samples)
         packs, seconds = self._packer.begin(), 0.0
         parts, assessed = Parts[Pack](packs), list[AssessedRollout]()
-        for number, start in enumerate(range(0, len(samples), size)):
-            of_round = samples[start : start + size]
-            with self._channel_b.ahead(of_round):
-                started = time.perf_counter()
-                version, rollouts = self._answered(of_round, request_seed(rank_base, 0, start))
-                seconds += time.perf_counter() - started
-                segments, found = self._channel_b.segments(of_round, rollouts)
-            assessed += [each._replace(chunk=number) for each in found]
-            parts.add(version, segments)
+        rounds = self._rounds(samples, rank_seed_base(seed_base, self._rank))
+        with self._channel_b.ahead(samples), prefetch(rounds) as answered:
+            for number, of_round in enumerate(answered):
+                seconds += of_round.seconds
+                segments, found = self._channel_b.segments(of_round.samples, of_round.rollouts)
+                assessed += [each._replace(chunk=number) for each in found]
+                parts.add(of_round.version, segments)
         made = parts.finished()
         payload = rollout_payload(assessed)
         payload.merge(packs.payload())
         payload.rate({"rollout/per_second": (len(samples), seconds)})
         return MadeBatch(batch, made, payload, assessed, packs.places, seed_base)
+
+    def _rounds(self, samples: Sequence[Sample], rank_base: int) -> Iterator[AnsweredRound]:
+        size = self._policy.round_size or len(samples)
+        for start in range(0, len(samples), size):
+            of_round, began = samples[start : start + size], time.perf_counter()
+            version, rollouts = self._answered(of_round, request_seed(rank_base, 0, start))
+            yield AnsweredRound(of_round, version, rollouts, time.perf_counter() - began)
 
     def _answered(self, samples: Sequence[Sample], seed: int) -> tuple[int, list[RolloutOutput]]:
         """With the version that answered; asks again after a push where that was needed.

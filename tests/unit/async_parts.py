@@ -9,10 +9,10 @@ from typing import Any
 from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
 from learner.distributed.peers import SINGLE_PROCESS, Peers
+from learner.rollout.backend import PushNeeded
 from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.runs.metrics import PhaseClock
 from learner.training.asynchronous_rollouts import AsyncSource, MadeBatch
-from learner.training.channels import ChannelB
 from learner.training.rollout_buffer import RolloutBuffer
 from learner.training.step import StepRunner
 from learner.training.synchronous_rollouts import Packer, PackFeed
@@ -103,7 +103,6 @@ class Actor:
         *,
         total: int = 6,
         peers: Peers = SINGLE_PROCESS,
-        channel_b: ChannelB | None = None,
         round_size: int | None = None,
         free: bool = False,
         **settings: Any,
@@ -118,7 +117,7 @@ class Actor:
         self.source = AsyncSource(
             keys,
             self.policy,
-            channel_b or parts.channel_b,
+            parts.channel_b,
             Packer(config.training, config.global_max_length),
             self.batch,
             total,
@@ -156,24 +155,22 @@ class Actor:
         self.servers.allow()
         return self.buffer.made.get(timeout=PATIENCE_S)
 
+    def push_after_a_round(self) -> None:
+        """Begin: the first round of a batch is answered, the second one only after a push."""
+        self.begin(0)
+        self.servers.next_asked()
+        self.servers.allow()
+        self.servers.next_asked()
+        self.servers.fails.append(PushNeeded("no server has the weights"))
+        self.servers.allow()
+        while self.servers.asked.empty():
+            self.begin(1)
+        self.servers.allow()
+
     def counted(self) -> dict[str, float]:
         """What was counted since the last time, without the prefix of its keys."""
         metrics = self.source.payload().metrics()
         return {key.rpartition("/")[2]: value for key, value in metrics.items()}
-
-
-class Held(ChannelB):
-    """Waits, with every answer it gets, until the test lets it go on."""
-
-    def __init__(self, channel: ChannelB) -> None:
-        self.__dict__.update(channel.__dict__)
-        self.reached: Queue[None] = Queue()
-        self.go_on = threading.Semaphore(0)
-
-    def segments(self, *given: Any, **named: Any) -> Any:
-        self.reached.put(None)
-        assert self.go_on.acquire(timeout=PATIENCE_S)
-        return super().segments(*given, **named)
 
 
 ActorOf = Callable[..., Actor]

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
 from learner.config.schema import Config
 from learner.models.load import LoadedModel
-from learner.models.packed_forward import PromptEncoder, Segment
+from learner.models.packed_forward import PromptEncoder
 from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.runs.metrics import Payload, PhaseClock
 from learner.runs.rollout_log import RolloutLog
@@ -22,7 +21,7 @@ from learner.training.asynchronous_rollouts import BatchMaker, Gate
 from learner.training.channels import ChannelB, Encoding
 from learner.training.run_log import CallLog, JsonlLog, open_run_folder
 from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
-from learner.types import AssessedRollout, GroundTruthObject, RolloutOutput, Sample, Shape
+from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
 from tests.unit.small_run import rollout, written
@@ -74,19 +73,18 @@ def moved(item: GroundTruthObject) -> GroundTruthObject:
     return GroundTruthObject(item.desc, Shape(item.shape.kind, coords))
 
 
-class Pushing(ChannelB):
+class Pushing(Policy):
     """New weights are pushed after every second round."""
 
-    def __init__(self, channel: ChannelB, policy: Policy) -> None:
-        self.__dict__.update(channel.__dict__)
-        self._policy = policy
+    def __init__(self, policy: Policy) -> None:
+        self.__dict__.update(policy.__dict__)
         self._rounds = count(1)
 
-    def segments(self, *given: Any, **named: Any) -> tuple[list[Segment], list[AssessedRollout]]:
-        made = super().segments(*given, **named)
+    def answer_by_pushed(self, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
+        answered = super().answer_by_pushed(samples, seed)
         if next(self._rounds) % 2 == 0:
-            self._policy.push()
-        return made
+            self.push()
+        return answered
 
 
 class RunMaker:
@@ -156,9 +154,7 @@ class RunMaker:
             policy.mark_updated()
             return feed.payload()
         policy.push()
-        maker = BatchMaker(
-            policy, Pushing(channel, policy), packer, lambda _: own, 0, rank, opened()
-        )
+        maker = BatchMaker(Pushing(policy), channel, packer, lambda _: own, 0, rank, opened())
         made = maker.make(step - 1)
         log.write(step, made.assessed, made.places)
         return made.payload

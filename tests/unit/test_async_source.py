@@ -22,7 +22,7 @@ from learner.stages.schedule import channel_for_step
 from learner.training.step import PlainEngine
 from learner.types import Sample
 from shared_contracts.errors import RunError
-from tests.unit.async_parts import BATCH, PATIENCE_S, Actor, ActorOf, Held
+from tests.unit.async_parts import BATCH, PATIENCE_S, Actor, ActorOf
 from tests.unit.small_run import small_config
 from tests.unit.test_step import Parts
 
@@ -236,15 +236,10 @@ def test_servers_that_lost_the_weights_get_them_at_the_next_step(actor_of: Actor
 
 
 @pytest.mark.req("ASYNC-01")
-def test_a_part_of_a_batch_is_by_one_version(actor_of: ActorOf, parts: Parts) -> None:
-    held = Held(parts.channel_b)
-    actor = actor_of(channel_b=held, round_size=1)
-    actor.begin(0)
-    actor.servers.allow(2)
-    held.reached.get(timeout=PATIENCE_S)
-    actor.policy.mark_updated()
-    actor.begin(1)
-    held.go_on.release(100)
+def test_a_part_of_a_batch_is_by_one_version(actor_of: ActorOf) -> None:
+    """Weights are pushed between the two rounds of a batch."""
+    actor = actor_of(round_size=1, sync_every_steps=100)
+    actor.push_after_a_round()
     assert actor.buffer.made.get(timeout=PATIENCE_S) == 0
     made = actor.buffer.take(1)
     packs = [(part.version, [list(p.sample_ids) for p in part.packs]) for part in made.parts]

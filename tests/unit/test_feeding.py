@@ -16,7 +16,7 @@ from learner.models.packed_forward import ENCODING_THREADS, PromptEncoder, Segme
 from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock
-from learner.training.asynchronous_rollouts import BatchMaker
+from learner.training.asynchronous_rollouts import BatchMaker, MadeBatch
 from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
 from learner.types import AssessedRollout, RolloutOutput, Sample
@@ -117,6 +117,13 @@ class Feeding:
             for packs, _ in feed.chunks:
                 yield [pack.sample_ids[0] for pack in packs]
 
+    def batch(self, number: int) -> MadeBatch:
+        """An asynchronous batch of all samples."""
+        self.policy.push()
+        return BatchMaker(
+            self.policy, self.channel_b, self.packer, lambda _: self.samples, 0, 0, opened()
+        ).make(number)
+
     def ids(self, chunk: int) -> list[str]:
         part = self.samples[chunk * CHUNK : (chunk + 1) * CHUNK]
         return [sample.sample_id for sample in part]
@@ -146,22 +153,40 @@ def test_the_prompts_of_a_step_are_encoded_while_its_first_answers_are_made(
 
 
 @pytest.mark.req("ASYNC-01")
-def test_the_prompts_of_an_asynchronous_round_are_encoded_while_it_is_answered(
+def test_the_prompts_of_an_asynchronous_batch_are_encoded_while_it_is_answered(
     feeding_of: FeedingOf,
 ) -> None:
     feeding = feeding_of()
-    feeding.servers.meanwhile = lambda calls: feeding.watched.wait_for(calls * CHUNK)
-    feeding.policy.push()
-    maker = BatchMaker(
-        feeding.policy,
-        feeding.channel_b,
-        feeding.packer,
-        lambda _: feeding.samples,
-        0,
-        0,
-        opened(),
-    )
-    assert len(maker.make(0).packs) == CHUNK * CHUNKS
+    feeding.servers.meanwhile = lambda _: feeding.watched.wait_for(CHUNK * CHUNKS)
+    assert len(feeding.batch(0).packs) == CHUNK * CHUNKS
+
+
+@pytest.mark.req("ASYNC-01", "SEED-01")
+def test_the_next_round_is_asked_for_before_the_last_one_is_assessed(feeding_of: FeedingOf) -> None:
+    feeding = feeding_of()
+    feeding.channel_b.before = lambda chunk: feeding.servers.wait_for(min(chunk + 2, CHUNKS))
+    made = feeding.batch(3)
+    ids = [sample_id for pack in made.packs for sample_id in pack.sample_ids]
+    assert ids == [sample.sample_id for sample in feeding.samples]
+    base = rollout_seed_base(0, 3)
+    assert feeding.servers.seeds == [request_seed(base, 0, i * CHUNK) for i in range(CHUNKS)]
+
+
+@pytest.mark.req("ASYNC-01")
+@pytest.mark.parametrize("stage", ["answers", "assessment"])
+def test_a_batch_that_fails_leaves_no_thread_behind(feeding_of: FeedingOf, stage: str) -> None:
+    feeding = feeding_of()
+
+    def fail(chunk: int) -> None:
+        if chunk == 2:
+            raise RunError("the third round fails")
+
+    if stage == "answers":
+        feeding.servers.meanwhile = lambda calls: fail(calls - 1)
+    else:
+        feeding.channel_b.before = fail
+    with pytest.raises(RunError, match="the third round fails"):
+        feeding.batch(0)
 
 
 @pytest.mark.req("CHA-01")

@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from simpy import Environment, Event, Store
@@ -67,10 +68,11 @@ Packs = list[list[Length]]
 
 
 class Answered(NamedTuple):
-    """A round whose answers are there."""
+    """A round whose answers are there. version: of the weights, where several answer a batch."""
 
     samples: Sequence[Tokens]
     last: bool
+    version: int = 0
 
 
 # Parts of a simulated process that end with packs, and with answers.
@@ -190,9 +192,9 @@ class Rank:
         answered = prefetched(self._env, answer)
 
         def make() -> Making:
-            asked, last = yield answered.get()
-            segments = yield from bench.segments(asked)
-            return Chunk(bench.chunk(segments, last=last), last)
+            of_round = yield answered.get()
+            segments = yield from bench.segments(of_round.samples)
+            return Chunk(bench.chunk(segments, last=of_round.last), of_round.last)
 
         yield from self._learn(prefetched(self._env, make), samples, record, clock)
 
@@ -253,7 +255,8 @@ class MadeBatch(ReadyBatch[list[Length]]):
 class AsyncRank(Rank):
     """A rank whose rollouts are made beside its steps: a prefetcher answers round by round.
 
-    A push waits for the round that is being answered, and the next round waits for the push.
+    A round is answered while the one before is assessed. A push waits for the round that is being
+    answered, and the next round waits for the push.
     """
 
     def __init__(self, machines: Machines, rank: int, records: Sequence[SimulatedStep]) -> None:
@@ -323,17 +326,25 @@ class AsyncRank(Rank):
                 yield self._changed
             counts = SimulatedStep(batch, "B")
             bench = Bench(self._machines, Clock(self._env), counts)
-            parts = Parts[list[Length]](bench)
-            for asked in self._machines.rounds(self._machines.samples(batch, self._rank)):
-                while not self._open:
-                    yield self._changed
-                self._asking, version = True, self._version
-                yield from self._machines.answer(self._rank, asked)
-                self._asking = False
-                self._notify()
-                parts.add(version, (yield from bench.segments(asked)))
+            parts, over = Parts[list[Length]](bench), False
+            rounds = self._machines.rounds(self._machines.samples(batch, self._rank))
+            answered = prefetched(self._env, partial(self._answer, deque(rounds)))
+            while not over:
+                samples, over, version = yield answered.get()
+                parts.add(version, (yield from bench.segments(samples)))
             self._buffer.put(MadeBatch(batch, parts.finished(), counts))
             self._notify()
+
+    def _answer(self, left: deque[Sequence[Tokens]]) -> Answering:
+        """The first of the rounds that are left, once no push is made."""
+        asked = left.popleft()
+        while not self._open:
+            yield self._changed
+        self._asking, version = True, self._version
+        yield from self._machines.answer(self._rank, asked)
+        self._asking = False
+        self._notify()
+        return Answered(asked, not left, version)
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, self._env.event()

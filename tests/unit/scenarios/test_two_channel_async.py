@@ -10,7 +10,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.training.step import PlainEngine
 from shared_contracts.errors import RunError
-from tests.unit.async_parts import PATIENCE_S, Actor, ActorOf, Held
+from tests.unit.async_parts import PATIENCE_S, Actor, ActorOf
 from tests.unit.small_run import small_config
 from tests.unit.test_step import Parts
 
@@ -82,17 +82,11 @@ def test_stale_packs_are_dropped_under_a_tight_version_window(actor_of: ActorOf)
 
 
 @pytest.mark.req("ASYNC-01")
-def test_ready_packs_are_version_pure(actor_of: ActorOf, parts: Parts) -> None:
+def test_ready_packs_are_version_pure(actor_of: ActorOf) -> None:
     """Of the first sample a segment is left over, as its pack is not full, when weights change."""
-    held = Held(parts.channel_b)
-    actor = actor_of(channel_b=held, round_size=1)
-    actor.begin(0)
-    actor.servers.allow(2)
-    held.reached.get(timeout=PATIENCE_S)
-    actor.policy.mark_updated()
-    actor.begin(1)
+    actor = actor_of(round_size=1, sync_every_steps=100)
+    actor.push_after_a_round()
     assert actor.policy.version == 2
-    held.go_on.release(100)
     assert actor.buffer.made.get(timeout=PATIENCE_S) == 0
     feed = actor.feed(1)
     packs = [list(pack.sample_ids) for chunk in feed.chunks for pack in chunk.packs]
