@@ -15,6 +15,7 @@ from learner.operate.doctor import inputs, memory
 from learner.operate.doctor.findings import Finding, as_json, of_error, ok, skipped, summary, tables
 from learner.operate.doctor.run import examine
 from learner.operate.estimate.sizes import read_sizes
+from learner.training.start_checks import longest_prompt
 from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.findings import by_check, worst
 from tests.unit.small_run import small_config
@@ -53,6 +54,35 @@ def test_files_that_hold_are_counted(config: Config) -> None:
     assert found["run"].found.startswith("3 steps into ")
     assert looked.whole is not None
     assert len(looked.samples) == 24
+
+
+@pytest.mark.parametrize("backend", ["vllm", "hf"])
+def test_the_longest_prompt_is_measured_where_servers_are_asked(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, backend: str
+) -> None:
+    config = small_config(
+        toy_checkpoint,
+        toy_data,
+        tmp_path,
+        stage2_ab={"schedule": {"b_ratio": 0.5}},
+        rollout_matching={"rollout_backend": backend},
+    )
+    looked = inputs.look(config)
+    longest = longest_prompt(config, looked.samples)
+    assert longest > 0
+    assert looked.longest_prompt == (longest if backend == "vllm" else None)
+
+
+def test_a_checkpoint_whose_prompts_cannot_be_measured_is_named(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    shutil.copytree(toy_checkpoint, tmp_path / "model")
+    own: dict[str, Any] = {"stage2_ab": {"schedule": {"b_ratio": 0.5}}}
+    config = small_config(tmp_path / "model", toy_data, tmp_path / "run", **own)
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    looked = inputs.look(config)
+    assert by_check(looked.findings)["checkpoint"].status == "fail"
+    assert (looked.longest_prompt, looked.has_checkpoint) == (None, False)
 
 
 @pytest.fixture

@@ -12,7 +12,13 @@ from learner.data.jsonl import read_samples
 from learner.operate.doctor.findings import Finding, of_error, ok, skipped
 from learner.runs.resume import require_run_folder
 from learner.stages.formats import answer_format
-from learner.training.start_checks import RunInputs, check_checkpoint, check_inputs
+from learner.training.start_checks import (
+    RunInputs,
+    check_checkpoint,
+    check_inputs,
+    generates,
+    longest_prompt,
+)
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
 
@@ -30,12 +36,14 @@ class Looked:
 
     samples: of the training file; none where it cannot be read.
     whole: of a run that could start as far as files go; None otherwise.
+    longest_prompt: tokens, of the samples; None where no server is asked or it cannot be measured.
     """
 
     findings: list[Finding] = field(default_factory=list)
     samples: Sequence[Sample] = ()
     has_checkpoint: bool = True
     whole: RunInputs | None = None
+    longest_prompt: int | None = None
 
 
 def look(config: Config) -> Looked:
@@ -86,7 +94,18 @@ def look(config: Config) -> Looked:
             findings.append(skipped(RUN, "waits for checkpoint and data"))
         except ContractError as error:
             findings += of_error(RUN, error)
-    return Looked(findings, read.get(config.data.train_jsonl, []), has_checkpoint, whole)
+    samples, prompt = read.get(config.data.train_jsonl, []), None
+    if has_checkpoint and samples and asks_servers(config):
+        try:
+            prompt = longest_prompt(config, samples)
+        except ContractError as error:
+            findings += of_error(CHECKPOINT, error)
+            has_checkpoint = False
+    return Looked(findings, samples, has_checkpoint, whole, prompt)
+
+
+def asks_servers(config: Config) -> bool:
+    return generates(config) and config.rollout_matching.backend != "hf"
 
 
 def images(samples: Sequence[Sample]) -> list[Finding]:

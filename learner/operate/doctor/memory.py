@@ -38,9 +38,7 @@ from learner.training.start_checks import (
     coordinate_ids,
     generates,
     learner_processes,
-    longest_prompt,
 )
-from learner.types import Sample
 from shared_contracts.adapters import checkpoint_chain
 from shared_contracts.errors import ContractError
 from shared_contracts.machine import GpuUse
@@ -187,7 +185,7 @@ def weigh(
     if visible is None:
         return Weighed([*found, skipped(LEARNER, f"waits for {machine.GPUS}")], sizes)
     try:
-        estimated = _memory_findings(config, sizes, looked.samples, visible, use, placement)
+        estimated = _memory_findings(config, sizes, looked, visible, use, placement)
     except ContractError as error:
         estimated = of_error(LEARNER, error)
     return Weighed([*found, *estimated], sizes)
@@ -275,20 +273,20 @@ def judge_disk(config: Config, sizes: Sizes, samples: int) -> Finding:
 def _memory_findings(
     config: Config,
     sizes: Sizes,
-    samples: Sequence[Sample],
+    looked: Looked,
     visible: Sequence[int],
     use: GpuUse | None,
     placement: Placement | None,
 ) -> list[Finding]:
     processes = learner_processes(os.environ)
-    chosen = spread(samples, max(1, config.training.effective_batch_size // processes))
+    chosen = spread(looked.samples, max(1, config.training.effective_batch_size // processes))
     device = "cuda" if visible else "cpu"
     needed = step_cost(config, chosen, "A", processes=processes, device=device)
     here, where = _own_room(visible, use)
-    if not generates(config) or config.rollout_matching.backend == "hf":
+    if looked.longest_prompt is None:
         return [judge_training(needed, here, where)]
     devices = placement.tensor_parallel_size if placement is not None else 1
-    served = serving(config, sizes, longest_prompt(config, samples), devices)
+    served = serving(config, sizes, looked.longest_prompt, devices)
     if placement is None:
         return [judge_training(needed, here, where), judge_serving(served, None, "")]
     if not placement.gpus:

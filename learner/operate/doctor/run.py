@@ -13,7 +13,7 @@ A check that fails ends none but those that wait for it, which are `skipped`.
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,7 +28,7 @@ from learner.operate.estimate.sizes import Sizes
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.rollout.colocate import Placement
 from learner.training.backends import transport_of
-from learner.training.start_checks import expected_model, generates, longest_prompt
+from learner.training.start_checks import expected_model, generates
 from shared_contracts.errors import ContractError
 from shared_contracts.machine import query_gpu_use, visible_gpus
 from shared_contracts.rollout_config import ServerAddress
@@ -116,10 +116,8 @@ def _servers(
                 do = "Give the folder of a checkpoint saved with its processor"
                 yield Finding("processor", str(config.model.model), "fail", str(error), do)
         needed = 0
-        if looked.samples:
-            with suppress(ContractError):  # told by `memory.weigh`
-                needed = config.rollout_matching.max_new_tokens
-                needed += longest_prompt(config, looked.samples)
+        if looked.longest_prompt is not None:
+            needed = looked.longest_prompt + config.rollout_matching.max_new_tokens
         addresses: list[str] = []
         for one in reached:
             yield from one.findings
