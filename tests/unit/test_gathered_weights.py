@@ -1,5 +1,6 @@
 """Weights in shards, put together for a push: what travels, and what stays on the host."""
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,18 +31,26 @@ def model() -> Iterator[nn.Module]:
 
 
 class Gathers(TorchDispatchMode):
-    """The types of what is gathered while it is open."""
+    """The types of what is gathered while it is open.
+
+    alive: how many of the whole tensors made before exist when the next one is gathered.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.types: list[torch.dtype] = []
+        self.alive: list[int] = []
+        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        made = func(*args, **(kwargs or {}))
         if "all_gather_into_tensor" in str(func):
             self.types.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
+            self.alive.append(sum(storage() is not None for storage in self._storages))
+            self._storages.append(weakref.ref(made.untyped_storage()))
+        return made
 
 
 def test_a_shard_is_cast_before_it_travels_and_the_host_holds_no_other_type(
@@ -58,6 +67,7 @@ def test_a_shard_is_cast_before_it_travels_and_the_host_holds_no_other_type(
         "1.weight": (4, 16),
     }
     assert {t.dtype for t in sent.values()} == {torch.bfloat16}
+    assert seen.alive == [0, 0, 0], "one parameter is whole at a time, beside the host's copy"
     again = dict(gathered.tensors("bfloat16"))
     assert all(again[name].data_ptr() == t.data_ptr() for name, t in sent.items())
 

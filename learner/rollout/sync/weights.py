@@ -129,8 +129,9 @@ class GatheredWeights(BaseWeights):
     """All weights of a model of which every process holds shards (FSDP2).
 
     What is sent are the weights at the last `gather`, in memory of the host and in the type of
-    the servers. They stay there until the next one: a server that was lost is pushed to while
-    the other processes wait or train.
+    the servers. They stay there until the next one and are not gathered while they are sent: a
+    server that was lost is pushed to while the other processes generate or train, each server
+    takes them at its own speed, and a push that breaks leaves no process in a collective.
 
     sends: this process keeps them, to send them; the others help to gather them.
     """
@@ -147,22 +148,28 @@ class GatheredWeights(BaseWeights):
     def gather(self, dtype: DtypeName) -> None:
         """Put every parameter together, one after another; all processes at the same time.
 
-        Each shard is cast before it travels. A host tensor of the last call is written to again.
+        Each shard is cast before it travels. On the device of the model one parameter is whole at
+        a time. A host tensor of the last call is written to again.
         """
         for name, weight, _ in self._entries():
-            cast = weight.detach().to(getattr(torch, dtype))
-            whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
-            if not self._sends:
-                continue
-            if (kept := self._whole.get(name)) is None or kept.dtype != whole.dtype:
-                kept = self._whole[name] = torch.empty_like(whole, device="cpu")
-            kept.copy_(whole)
+            self._keep(name, _gathered(weight.detach().to(getattr(torch, dtype))))
+
+    def _keep(self, name: str, whole: Tensor) -> None:
+        if not self._sends:
+            return
+        if (kept := self._whole.get(name)) is None or kept.dtype != whole.dtype:
+            kept = self._whole[name] = torch.empty_like(whole, device="cpu")
+        kept.copy_(whole)
 
     def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, weight); one that needs no cast is kept until the next `gather`."""
         assert self._whole, "`gather` comes before a push, which another process makes"
         for name, weight in self._whole.items():
             yield name, weight.to(getattr(torch, dtype))
+
+
+def _gathered(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def _merged_weight(layer: Adapted) -> Tensor:
