@@ -12,6 +12,7 @@ from learner.operate.doctor import inputs, machine, memory, weights
 from learner.operate.doctor.findings import ok
 from learner.operate.doctor.run import examine
 from learner.operate.estimate import sizes
+from learner.operate.estimate.fake import Work
 from learner.operate.estimate.step import StepCost
 from learner.rollout.colocate import Placement
 from shared_contracts.errors import ContractError
@@ -188,7 +189,6 @@ MODEL = sizes.Sizes(shapes={"a": (1000, 1000)}, trained=10**6, cache=1000)
     ],
 )
 def test_an_estimate_beside_what_there_is(there: float | None, status: str, do: str) -> None:
-    cost = dict.fromkeys(("flops", "seconds", "update_s"), 1.0)
     needed = StepCost(
         channel="A",
         tokens=100,
@@ -198,8 +198,9 @@ def test_an_estimate_beside_what_there_is(there: float | None, status: str, do: 
         moments=2 * GIB,
         working=8 * GIB,
         largest=[],
+        pack=Work({}),
+        update=Work({}),
         shapes=frozenset(),
-        **cost,
     )
     finding = memory.judge_training(needed, there, "a GPU")
     assert finding.status == status

@@ -2,7 +2,9 @@
 
 import gc
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.gpus import GPUS, Gpu, gpu_named
 from learner.models.load import load_model
+from learner.operate.estimate.fake import Work
 from learner.operate.estimate.report import Estimate, as_json, estimate
-from learner.operate.estimate.sizes import Serving
+from learner.operate.estimate.sizes import Serving, read_sizes
 from learner.operate.estimate.speeds import speeds_at_best
 from learner.operate.estimate.step import (
     StepCost,
@@ -27,6 +30,7 @@ from learner.operate.estimate.step import (
     meta_model,
     recipe_of,
     step_cost,
+    step_costs,
 )
 from learner.operate.simulate.inputs import Speeds
 from learner.training.trainer import build_optimizer
@@ -98,7 +102,7 @@ def test_states_are_those_of_a_real_model(changed: Changed, samples: list[Sample
 def test_flops_are_those_of_the_plain_count(changed: Changed, samples: list[Sample]) -> None:
     """Two for each weight and row forward, twice that backward; attention by its squares."""
     config = changed(global_max_length=1000)
-    cost = step_cost(config, samples[:4], "A", H100)
+    cost = step_cost(config, samples[:4], "A")
     loaded = meta_model(config)
     recipe = recipe_of(config, loaded)
     pack, _ = longest_pack(config, recipe, samples[:4])
@@ -143,8 +147,8 @@ def test_fsdp2_splits_states_and_ddp_holds_gradients_twice(
 def test_recomputed_activations_are_fewer_and_cost_a_forward_more(
     changed: Changed, samples: list[Sample]
 ) -> None:
-    kept = step_cost(changed(), samples, "A", H100)
-    again = step_cost(changed(model={"gradient_checkpointing": True}), samples, "A", H100)
+    kept = step_cost(changed(), samples, "A")
+    again = step_cost(changed(model={"gradient_checkpointing": True}), samples, "A")
     assert again.working < 0.7 * kept.working
     assert 1.2 * kept.flops < again.flops < 1.4 * kept.flops
 
@@ -162,14 +166,96 @@ def test_no_tensor_of_a_step_is_as_large_as_a_mask_or_as_whole_logits(
         assert any(cost.tokens in shape for shape in cost.shapes)
 
 
-COST = StepCost("A", 100, 2, 10 * 2**30, 2**30, 2**30, 2**30, [], 1e12, 0.5, 0.1, frozenset())
+IDLE = Work({})
+# 0.5 and 0.1 s of an H100's memory.
+COST = StepCost(
+    channel="A",
+    tokens=100,
+    packs=2,
+    weights=10 * 2**30,
+    gradients=2**30,
+    moments=2**30,
+    working=2**30,
+    largest=[],
+    pack=Work({(1e12, 335 * 10**9): 5}),
+    update=Work({(0.0, 335 * 10**9): 1}),
+    shapes=frozenset(),
+)
 
 
-def test_time_is_bound_by_the_slower_of_arithmetic_and_memory(changed: Changed) -> None:
+def test_an_operation_takes_the_slower_of_arithmetic_and_memory() -> None:
+    work = Work({(989e12, 1): 3, (1.0, 335 * 10**10): 2})
+    assert work.flops == pytest.approx(3 * 989e12)
+    assert work.seconds(H100) == pytest.approx(5)
+
+
+def test_a_step_is_its_packs_and_the_update(changed: Changed) -> None:
     found = Estimate(changed(), H100, 1, 8, {"A": COST}, 4, 9 * 10**9, None)
     assert found.step_s(COST) == pytest.approx(1.1)
-    assert found.mfu(COST) == pytest.approx(2e12 / (1.1 * 989e12))
+    assert found.mfu(COST) == pytest.approx(10e12 / (1.1 * 989e12))
+    assert found.messages_s(COST) == 0
     assert found.push_s == pytest.approx(9 / 450)
+    other = replace(found, gpu=gpu_named("A100-40"))
+    assert other.step_s(COST) == pytest.approx(1.1 * 3350 / 1555)
+
+
+def test_messages_are_hidden_by_computation_until_they_take_longer(changed: Changed) -> None:
+    config = changed(training={"data_parallel": "fsdp2"})
+    for sent, seconds in ((225, 1.1), (900, 4.1)):
+        cost = replace(COST, pack=replace(COST.pack, sent=sent * 1e9))
+        found = Estimate(config, H100, 4, 8, {"A": cost}, 4, 9 * 10**9, None)
+        assert found.messages_s(cost) == pytest.approx(2 * sent / 450)
+        assert found.step_s(cost) == pytest.approx(seconds)
+        told = as_json(found)["channels"]["A"]
+        assert told["messages_seconds_at_best"] == found.messages_s(cost)
+        learn = speeds_at_best(found, Speeds()).learner.a.learn
+        assert learn.token_s == pytest.approx(max(0.5, sent / 450) / 100 / found.forwards)
+
+
+def test_a_push_of_shards_gathers_them_and_passes_the_host(changed: Changed) -> None:
+    config = changed(training={"data_parallel": "fsdp2"})
+    found = Estimate(config, H100, 4, 8, {"A": COST}, 4, 9 * 10**9, None)
+    assert found.gather_s == pytest.approx(9 * 0.75 / 450 + 9 / 64)
+    assert found.push_s == pytest.approx(found.gather_s + 9 / 64)
+    push, known = speeds_at_best(found, Speeds()).push, Speeds().push
+    assert push.seconds == pytest.approx(known.fixed_s + found.push_s)
+
+
+def test_fsdp2_sends_parameters_and_gradients_for_each_pack_and_ddp_gradients_once(
+    changed: Changed, samples: list[Sample]
+) -> None:
+    """A ring of four sends 3/4: all weights forward, those of layers backward, all gradients."""
+    sizes = read_sizes(changed())
+    layers = sum(
+        math.prod(shape)
+        for name, shape in sizes.shapes.items()
+        if ".layers." in name or ".blocks." in name
+    )
+    sharded = step_cost(changed(training={"data_parallel": "fsdp2"}), samples, "A", processes=4)
+    whole = 4 * (2 * sizes.parameters + layers)
+    assert sharded.pack.sent == pytest.approx(0.75 * whole, rel=0.01)
+    assert sharded.update.sent == 0
+    both = step_cost(changed(), samples, "A", processes=4)
+    assert (both.pack.sent, both.update.sent) == (0, 1.5 * both.gradients / 2)
+    alone = step_cost(changed(), samples, "A")
+    assert (alone.pack.sent, alone.update.sent) == (0, 0)
+
+
+def test_both_channels_are_counted_on_one_model_as_each_alone(
+    changed: Changed, samples: list[Sample]
+) -> None:
+    config = changed(stage2_ab={"n_softctx_iter": 3}, training={"data_parallel": "fsdp2"})
+    loaded = meta_model(config)
+    recipe = recipe_of(config, loaded)
+    together = step_costs(config, loaded, recipe, samples, ["A", "B"], processes=2)
+    for channel, cost in together.items():
+        alone = step_cost(config, samples, channel, processes=2)
+        assert cost.pack.seconds(H100) == pytest.approx(alone.pack.seconds(H100), rel=0.01)
+        assert (cost.flops, cost.pack.sent) == (alone.flops, alone.pack.sent)
+        # FSDP2 sets itself up in the first forward.
+        same = replace(cost, pack=alone.pack, shapes=alone.shapes, largest=alone.largest)
+        assert same == alone
+    assert together["A"].flops > 2 * together["B"].flops
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(changed: Changed) -> None:
@@ -181,10 +267,10 @@ def test_what_does_not_fit_is_refused_with_the_numbers(changed: Changed) -> None
     (server,) = found.refusals()
     assert (found.sequences, server.where) == (0, "rollout_matching.vllm")
     assert "30 GiB of weights" in server.found
-    large = StepCost("A", 1, 1, 30 * 2**30, 0, 0, 0, [], 1.0, 1.0, 1.0, frozenset())
+    large = StepCost("A", 1, 1, 30 * 2**30, 0, 0, 0, [], IDLE, IDLE, frozenset())
     (learner,) = Estimate(changed(), small, 1, 8, {"A": large}, 1, 1, None).refusals()
     assert "fsdp2" in learner.do
-    busy = StepCost("A", 1, 1, 2**30, 0, 0, 30 * 2**30, [], 1.0, 1.0, 1.0, frozenset())
+    busy = StepCost("A", 1, 1, 2**30, 0, 0, 30 * 2**30, [], IDLE, IDLE, frozenset())
     (learner,) = Estimate(changed(), small, 1, 8, {"A": busy}, 1, 1, None).refusals()
     assert "gradient_checkpointing" in learner.do
     assert "22.1 GiB of the RTX4090 can be used" in learner.found
@@ -193,7 +279,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(changed: Changed) -> None
 def cost_of(weights: int, gradients: int, moments: int, working: int) -> dict[Channel, StepCost]:
     """In GiB."""
     w, g, m, beside = (part * 2**30 for part in (weights, gradients, moments, working))
-    return {"A": StepCost("A", 1, 1, w, g, m, beside, [], 1.0, 1.0, 1.0, frozenset())}
+    return {"A": StepCost("A", 1, 1, w, g, m, beside, [], COST.pack, COST.update, frozenset())}
 
 
 @pytest.mark.req("FULL-05", "ROLL-03")
@@ -288,7 +374,7 @@ def test_the_command_prints_tables_or_json_and_refuses_a_run_that_does_not_fit(
     assert "Memory of each of 1 learner GPU" in shown.stdout
     told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert (told["gpu"], told["fits"]) == ("H100", True)
-    tiny = Gpu("H100", 2**20, 1e12, 1e12, 1e12)
+    tiny = Gpu("H100", 2**20, 1e12, 1e12, 1e12, 1e12)
     monkeypatch.setitem(GPUS, "H100", tiny)
     refused = CliRunner().invoke(app, words)
     assert isinstance(refused.exception, ContractError)

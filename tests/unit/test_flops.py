@@ -122,7 +122,7 @@ def test_a_step_logs_tokens_memory_and_on_a_known_gpu_its_use(
     class Known(DeviceUse):
         def __init__(self, device: torch.device) -> None:
             super().__init__(device)
-            self.gpu = Gpu("slow", 1, 1e9, 1.0, 1.0)
+            self.gpu = Gpu("slow", 1, 1e9, 1.0, 1.0, 1.0)
 
     monkeypatch.setattr("learner.training.step.DeviceUse", Known)
     known = one_step()

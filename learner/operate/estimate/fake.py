@@ -1,13 +1,15 @@
 """A step on fake tensors, which have shapes and no memory, and what it would cost.
 
     HostValues   integers of the host stay real, so that lengths and indices are known
-    Costs        FLOPs, bytes, live memory, and the seconds that a GPU would take at best
+    Costs        live memory, and the Work of the operations
+    Work         FLOPs, bytes and messages; the seconds that a GPU would take at best
 
-Both are open over torch's `FakeTensorMode`.
+HostValues and Costs are open over torch's `FakeTensorMode`.
 """
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,14 +27,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from learner.models.attention import as_on_cuda
+from learner.models.gpus import Gpu
 
 _aten = torch.ops.aten
 # Backward of attention computes the scores once more: 5 products instead of 2 (Dao,
 # "FlashAttention-2", arXiv 2307.08691, section 3.1).
 _BACKWARD = 2.5
 
-# Operations around which FSDP2 changes the memory of tensors that exist.
-_SHARDING = {"fsdp", "c10d", "_c10d_functional"}
+# Operations between processes, and those around which FSDP2 changes the memory of tensors.
+_MESSAGES = {"c10d", "_c10d_functional"}
+_SHARDING = {"fsdp"} | _MESSAGES
 
 
 class HostValues(TorchDispatchMode):
@@ -89,23 +93,52 @@ def _is_float(dtype: torch.dtype | None, args: Any) -> bool:
     return any(isinstance(each, float) for each in tree_leaves(args))
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a part of a step asks of the GPU of one process.
+
+    operations: how many there are of each (FLOPs, bytes of memory). sent: bytes to other processes.
+    """
+
+    operations: Mapping[tuple[float, int], int]
+    sent: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        return sum(count * flops for (flops, _), count in self.operations.items())
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Seconds at best, without messages.
+
+        An operation takes as long as the slower of its arithmetic and its memory (Williams et al.,
+        "Roofline", CACM 2009).
+        """
+        return sum(
+            count * max(flops / gpu.flops, moved / gpu.bandwidth)
+            for (flops, moved), count in self.operations.items()
+        )
+
+
+def ring_bytes(whole: float, processes: int) -> float:
+    """Bytes that each process sends in an all-gather or a reduce-scatter of `whole` bytes.
+
+    An all-reduce is both, one after the other. Source: NVIDIA's nccl-tests, doc/PERFORMANCE.md.
+    """
+    return whole * (processes - 1) / processes
+
+
 @dataclass
 class Costs(TorchDispatchMode):
-    """What the operations on fake tensors cost while it is open.
+    """What the operations on fake tensors cost while it is open. A view costs nothing.
 
-    flops_per_s, bytes_per_s: of the device. An operation takes as long as the slower of its
-    arithmetic and its memory (Williams et al., "Roofline", CACM 2009). A view costs nothing.
-
-    flops, seconds: added up since `begin`. live: bytes of the fake tensors that exist; base:
+    operations, sent: of `Work`, since `begin`. live: bytes of the fake tensors that exist; base:
     those that existed at `begin`. peak: the most since then; largest: shape, type and bytes of
     the tensors that were made since then and existed at the peak, the largest first.
     shapes: of all that was ever made.
     """
 
-    flops_per_s: float = 1.0
-    bytes_per_s: float = 1.0
-    flops: float = 0.0
-    seconds: float = 0.0
+    operations: Counter[tuple[float, int]] = field(default_factory=Counter)
+    sent: float = 0.0
     live: int = 0
     base: int = 0
     peak: int = 0
@@ -122,9 +155,13 @@ class Costs(TorchDispatchMode):
         """Count from here on."""
         gc.collect()
         gc.freeze()  # what is there now need not be looked at again
-        self.flops = self.seconds = 0.0
+        self.operations, self.sent = Counter(), 0.0
         self.base = self.peak = self.live
         self.largest, self._before, self._begun = [], set(self._storages), True
+
+    def work(self) -> Work:
+        """Of the operations since `begin`."""
+        return Work(dict(self.operations), self.sent)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -138,16 +175,17 @@ class Costs(TorchDispatchMode):
         made = [t for t in tree_leaves(found) if isinstance(t, FakeTensor)]
         if not given and not made:
             return found
+        if func.namespace in _MESSAGES:
+            whole = max(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
+            self.sent += _sent(func._schema.name, whole)
         old = {_key(tensor) for tensor in given}
         fresh = [tensor for tensor in made if _key(tensor) not in old]
         for tensor in fresh:
             self._add(tensor)
         written = _writes(func)
         if fresh or written:
-            flops = _flops(func, args, kwargs or {}, found)
             moved = sum({_key(t): t.numel() * t.element_size() for t in (*given, *made)}.values())
-            self.flops += flops
-            self.seconds += max(flops / self.flops_per_s, moved / self.bytes_per_s)
+            self.operations[_flops(func, args, kwargs or {}, found), moved] += 1
         return found
 
     def _add(self, tensor: Tensor) -> None:
@@ -197,6 +235,13 @@ def _key(tensor: Tensor) -> int:
 def _writes(func: Any) -> bool:
     """Whether an operation changes one of its arguments."""
     return bool(func._schema.is_mutable)
+
+
+def _sent(name: str, whole: int) -> float:
+    """Bytes that this process sends. whole: of the tensor that all processes have parts of."""
+    plain = name.replace("_", "")
+    rounds = 2 if "allreduce" in plain else "allgather" in plain or "reducescatter" in plain
+    return rounds * ring_bytes(whole, dist.get_world_size())
 
 
 def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> float:

@@ -9,22 +9,24 @@ from rich.table import Table
 from learner.config.schema import Config
 from learner.data.show import new_table
 from learner.models.gpus import Gpu
+from learner.operate.estimate.fake import ring_bytes
 from learner.operate.estimate.sizes import (
     ENGINE_BYTES,
     USABLE,
     Serving,
     Sizes,
     gib,
-    read_sizes,
+    on_meta,
     served_bytes,
     serving,
+    sizes_of,
 )
 from learner.operate.estimate.step import (
     OFFLOAD_REMEDY,
     StepCost,
     meta_model,
     recipe_of,
-    step_cost,
+    step_costs,
 )
 from learner.rollout.colocate import GPU_MEMORY_UTILIZATION
 from learner.training.start_checks import (
@@ -92,18 +94,46 @@ class Estimate:
     def largest(self) -> StepCost:
         return max(self.costs.values(), key=lambda cost: cost.total)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether each learner GPU has a part of the weights."""
+        return self.config.training.data_parallel == "fsdp2"
+
     def step_s(self, cost: StepCost) -> float:
-        """Seconds of a step at best: every pack as long as the longest one."""
-        return cost.packs * cost.seconds + cost.update_s
+        """Seconds of a step at best.
+
+        Every pack is as long as the longest one, and messages travel while packs are computed.
+        """
+        computed = cost.packs * cost.pack.seconds(self.gpu)
+        return max(computed, self.messages_s(cost)) + cost.update.seconds(self.gpu)
+
+    def messages_s(self, cost: StepCost) -> float:
+        """Seconds of a step's messages between learner GPUs of one node, at best.
+
+        FSDP2 gathers parameters and reduces gradients for every pack, DDP reduces gradients once.
+        """
+        return (cost.packs * cost.pack.sent + cost.update.sent) / self.gpu.link
 
     def mfu(self, cost: StepCost) -> float:
         """The highest share of the GPU's arithmetic that a step can reach."""
         return cost.packs * cost.flops / (self.step_s(cost) * self.gpu.flops)
 
     @property
+    def gather_s(self) -> float:
+        """Seconds at best in which shards are gathered and copied to the host, before a push."""
+        if not self.sharded:
+            return 0.0
+        return ring_bytes(self.pushed, self.processes) / self.gpu.link + self.pushed / self.gpu.host
+
+    @property
+    def send_s(self) -> float:
+        """Seconds of the transfer of a push at best, over the link between GPUs of a node."""
+        return self.pushed / (min(self.gpu.link, self.gpu.host) if self.sharded else self.gpu.link)
+
+    @property
     def push_s(self) -> float:
-        """Seconds of a push at best, over the link between GPUs of a node."""
-        return self.pushed / self.gpu.link
+        """Seconds of a push at best."""
+        return self.gather_s + self.send_s
 
     @property
     def sequences(self) -> int | None:
@@ -134,18 +164,19 @@ class Estimate:
 def estimate(config: Config, samples: Sequence[Sample], gpu: Gpu, processes: int) -> Estimate:
     """Estimate a run. samples: of its data.
 
+    The step is counted once; `dataclasses.replace` with another `gpu` estimates it on that one.
+
     Raises ContractError for a model or data that no run could take, and a number of processes
     that the config cannot have.
     """
     check_processes(config, processes)
     check_step_budget(config, len(samples), processes)
     own = samples[: max(1, config.training.effective_batch_size // processes)]
-    sizes = read_sizes(config)
-    recipe = recipe_of(config, meta_model(config))
-    channels = {recipe.channel(step) for step in range(1000)}
-    costs = {
-        channel: step_cost(config, own, channel, gpu, processes) for channel in sorted(channels)
-    }
+    model = on_meta(config)
+    sizes, loaded = sizes_of(model), meta_model(config, model)
+    recipe = recipe_of(config, loaded)
+    channels = sorted({recipe.channel(step) for step in range(1000)})
+    costs = step_costs(config, loaded, recipe, own, channels, processes)
     return Estimate(
         config=config,
         gpu=gpu,
@@ -186,6 +217,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
                 "total_bytes": cost.total,
                 "pack_flops": cost.flops,
                 "step_seconds_at_best": found.step_s(cost),
+                "messages_seconds_at_best": found.messages_s(cost),
                 "mfu_at_best": found.mfu(cost),
                 "largest_tensors": [
                     {"shape": list(shape), "dtype": dtype, "bytes": size}
@@ -196,6 +228,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
         },
         "push_bytes": found.pushed,
         "push_seconds_at_best": found.push_s,
+        "push_gather_seconds_at_best": found.gather_s,
         "server": None
         if found.served is None
         else {
@@ -226,8 +259,12 @@ def tables(found: Estimate) -> Iterator[tuple[str, Table]]:
     time.add_row("tokens in the longest", *(f"{cost.tokens:,}" for _, cost in costs))
     time.add_row("PFLOP a pack", *(f"{cost.flops / 1e15:.3g}" for _, cost in costs))
     time.add_row("seconds a step", *(f"{found.step_s(cost):.3g}" for _, cost in costs))
+    if found.processes > 1:
+        time.add_row("of messages beside", *(f"{found.messages_s(cost):.3g}" for _, cost in costs))
     time.add_row("MFU", *(f"{found.mfu(cost):.0%}" for _, cost in costs))
     time.add_row("seconds a push", *(f"{found.push_s:.3g}" for _ in costs))
+    if found.sharded:
+        time.add_row("of these to gather", *(f"{found.gather_s:.3g}" for _ in costs))
     yield f"Time of a step of {found.samples} samples, by the roofline of the GPU", time
     tensors = new_table("shape", "type", "#GiB")
     for shape, dtype, size in found.largest.largest[:4]:

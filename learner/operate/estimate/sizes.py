@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from learner.config.schema import Config
@@ -69,18 +70,26 @@ class Sizes:
         return max(map(math.prod, self.shapes.values()))
 
 
+def sizes_of(model: PreTrainedModel) -> Sizes:
+    """Of a model as it is, without a tuner."""
+    text: Any = model.config.get_text_config()
+    return Sizes(
+        shapes={name: tuple(weight.shape) for name, weight in model.named_parameters()},
+        trained=_trained(model),
+        cache=cache_elements(text.to_dict()),
+    )
+
+
 def read_sizes(config: Config) -> Sizes:
     """Of the model that a run would train. Raises as `on_meta`, and as `tuned` does."""
     model = on_meta(config)
-    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    text: Any = model.config.get_text_config()
+    sizes = sizes_of(model)
     with torch.device("meta"):
-        trained = tuned(model, config.tuner)
-    return Sizes(
-        shapes=shapes,
-        trained=sum(weight.numel() for weight in trained.parameters() if weight.requires_grad),
-        cache=cache_elements(text.to_dict()),
-    )
+        return replace(sizes, trained=_trained(tuned(model, config.tuner)))
+
+
+def _trained(model: nn.Module) -> int:
+    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ def speeds_at_best(found: Estimate, known: Speeds) -> Speeds:
     learner = known.learner.model_copy(
         update={
             **{channel.lower(): _channel(found, channel, known) for channel in found.costs},
-            "update_s": found.largest.update_s,
+            "update_s": found.largest.update.seconds(gpu),
         }
     )
     engine = known.engine
@@ -28,7 +28,9 @@ def speeds_at_best(found: Estimate, known: Speeds) -> Speeds:
             }
         )
     push = PushSpeed(
-        fixed_s=known.push.fixed_s, gigabytes=found.pushed / 1e9, gb_per_s=gpu.link / 1e9
+        fixed_s=known.push.fixed_s + found.gather_s,
+        gigabytes=found.pushed / 1e9,
+        gb_per_s=found.pushed / found.send_s / 1e9,
     )
     return known.model_copy(update={"learner": learner, "engine": engine, "push": push})
 
@@ -38,5 +40,6 @@ def _channel(found: Estimate, channel: Channel, known: Speeds) -> ChannelSpeeds:
     cost = found.costs[channel]
     forwards = found.forwards if channel == "A" else 1
     own: ChannelSpeeds = getattr(known.learner, channel.lower())
-    learn = LearnSpeed(forward_s=0.0, token_s=cost.seconds / cost.tokens / forwards)
+    seconds = max(cost.pack.seconds(found.gpu), cost.pack.sent / found.gpu.link)
+    learn = LearnSpeed(forward_s=0.0, token_s=seconds / cost.tokens / forwards)
     return own.model_copy(update={"learn": learn})

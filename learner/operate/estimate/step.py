@@ -1,14 +1,15 @@
 """The cost of a run's own step on one learner GPU: its packs, its recipe, its model, on fakes.
 
-    config, samples -> segments -> packs -> the longest one -> forward, backward, optimizer
+    config, samples -> segments -> packs -> the longest one -> of each channel: forward, backward,
+    optimizer
 
 Gradients and the optimizer's moments exist from the second pack and the second step on, so they
 are there before the forward that is measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -16,15 +17,22 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from learner.config.rollout_matching import OffloadConfig
 from learner.config.schema import Config, LoraTuner
 from learner.models.families import family_of
-from learner.models.gpus import Gpu
 from learner.models.load import LoadedModel, read_processor, tuned
 from learner.models.packed_forward import IMAGE, Pack, PromptEncoder, make_pack
 from learner.models.patch_embedding import use_product
-from learner.operate.estimate.fake import Costs, fake_processes, faked, put_on_fakes
+from learner.operate.estimate.fake import (
+    Costs,
+    Work,
+    fake_processes,
+    faked,
+    put_on_fakes,
+    ring_bytes,
+)
 from learner.operate.estimate.sizes import gib, on_meta
 from learner.stages.formats import answer_format
 from learner.stages.packing import StepPacker
@@ -45,15 +53,15 @@ OFFLOAD_REMEDY = (
 
 @dataclass(frozen=True)
 class StepCost:
-    """One learner process. Bytes, but for FLOPs and seconds.
+    """One learner process, in bytes.
 
     tokens: of the pack that was measured. packs: of a step's samples of this process.
     weights, gradients, moments: of the model as it is trained.
     working: the most beside those three: activations, and what operations need for themselves.
     largest: the tensors that were alive then, without weights, gradients and moments.
-    flops, seconds: of a forward and backward of the pack, over all iterations; seconds by the
-    roofline of the GPU. update_s: of the optimizer.
-    shapes: of every tensor that the step made.
+    pack: the forward and backward of the pack, over all iterations. update: the optimizer, and
+    what is sent once in a step.
+    shapes: of every tensor that was made.
     """
 
     channel: Channel
@@ -64,10 +72,14 @@ class StepCost:
     moments: int
     working: int
     largest: Tensors
-    flops: float
-    seconds: float
-    update_s: float
+    pack: Work
+    update: Work
     shapes: frozenset[tuple[int, ...]]
+
+    @property
+    def flops(self) -> float:
+        """Of the pack."""
+        return self.pack.flops
 
     @property
     def states(self) -> int:
@@ -100,14 +112,16 @@ class StepCost:
         )
 
 
-def meta_model(config: Config) -> LoadedModel:
+def meta_model(config: Config, model: PreTrainedModel | None = None) -> LoadedModel:
     """The model that a run trains, on the meta device; its processor and tokenizer are real.
 
     Under LoRA the rows of the coordinate tokens count as trained unless the config says no.
 
+    model: of `on_meta`, which gets the run's tuner; by default a new one.
+
     Raises as `on_meta` and `tuned` do.
     """
-    model = on_meta(config)
+    model = on_meta(config) if model is None else model
     processor = read_processor(config.model.model)
     vocab = CoordVocab.from_tokenizer(processor.tokenizer, answer_format(config).end_marker)
     if config.model.gradient_checkpointing:
@@ -147,19 +161,31 @@ def step_cost(
     config: Config,
     samples: Sequence[Sample],
     channel: Channel,
-    gpu: Gpu | None = None,
     processes: int = 1,
     device: str = "cuda",
 ) -> StepCost:
-    """Run a step of one of several processes on fake tensors.
-
-    samples: of this process's step. gpu: whose seconds are told; None: of no meaning.
-    device: `cpu` takes the way that a CPU takes.
-    """
+    """The cost of a step of one channel, by a model of its own; arguments as of `step_costs`."""
     loaded = meta_model(config)
     recipe = recipe_of(config, loaded)
+    return step_costs(config, loaded, recipe, samples, [channel], processes, device)[channel]
+
+
+def step_costs(
+    config: Config,
+    loaded: LoadedModel,
+    recipe: Recipe,
+    samples: Sequence[Sample],
+    channels: Iterable[Channel],
+    processes: int = 1,
+    device: str = "cuda",
+) -> dict[Channel, StepCost]:
+    """Run a step of each channel on fake tensors, in one of several processes.
+
+    loaded: of `meta_model`; it cannot be used afterwards. recipe: of it.
+    samples: of this process's step. device: `cpu` takes the way that a CPU takes.
+    """
     pack, packs = longest_pack(config, recipe, samples)
-    costs = Costs() if gpu is None else Costs(gpu.flops, gpu.bandwidth)
+    costs, found = Costs(), dict[Channel, StepCost]()
     sharded = config.training.data_parallel == "fsdp2"
     images = pack.mm_token_types == IMAGE
     several = fake_processes(processes) if sharded else nullcontext()
@@ -176,7 +202,9 @@ def step_cost(
         optimizer.step()  # makes the moments
         weights = sum(_bytes(weight) for weight in model.parameters())
         gradients = sum(_bytes(weight) for weight in trained)
+        reduced = 0.0
         if processes > 1 and not sharded:
+            reduced = 2 * ring_bytes(gradients, processes)  # DDP's all-reduce, once in a step
             gradients *= 2  # DDP has them once more, in its buckets
         moments = sum(
             _bytes(value)
@@ -187,26 +215,27 @@ def step_cost(
         if config.model.torch_dtype == "bfloat16":
             autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=AUTOCAST.cache_enabled)
             model.forward = autocast(model.forward)  # as accelerate does
-        costs.begin()
-        recipe.loss(model, fakes, channel).total.backward()
-        working, largest = costs.peak - costs.base, costs.largest
-        flops, seconds = costs.flops, costs.seconds
-        costs.begin()
-        optimizer.step()
-    return StepCost(
-        channel=channel,
-        tokens=len(pack),
-        packs=packs,
-        weights=weights,
-        gradients=gradients,
-        moments=moments,
-        working=max(working, costs.peak - costs.base),
-        largest=largest,
-        flops=flops,
-        seconds=seconds,
-        update_s=costs.seconds,
-        shapes=frozenset(costs.shapes),
-    )
+        for channel in channels:
+            costs.begin()
+            recipe.loss(model, fakes, channel).total.backward()
+            of_pack, working, largest = costs.work(), costs.peak - costs.base, costs.largest
+            costs.begin()
+            optimizer.step()
+            of_update = costs.work()
+            found[channel] = StepCost(
+                channel=channel,
+                tokens=len(pack),
+                packs=packs,
+                weights=weights,
+                gradients=gradients,
+                moments=moments,
+                working=max(working, costs.peak - costs.base),
+                largest=largest,
+                pack=of_pack,
+                update=replace(of_update, sent=of_update.sent + reduced),
+                shapes=frozenset(costs.shapes),
+            )
+    return found
 
 
 def _shard(config: Config, model: nn.Module, processes: int) -> None:
