@@ -60,8 +60,8 @@ class AnswerFormat(Protocol):
 
         kept: places in `parsed.entry_ends`, the first entry among them.
 
-        Valid entries behind a removed one are numbered anew. Of what is kept, no other text
-        changes, and no id that has no text of both kinds.
+        Valid entries behind a removed one are numbered anew; no other text of the kept ones
+        changes. A token keeps its id where all of its text stays.
         """
 
     def key(self, index: int) -> str:
