@@ -10,11 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.command import run
-from benchmarks.data_plane_parts import configs, matching, packing, parser, stages
+from benchmarks.data_plane_parts import configs, formats, matching, packing, parser, stages
 from shared_contracts.errors import ContractError
 
 PARTS = {
     "parser": parser.measure,
+    "formats": formats.measure,
     "matching": matching.measure,
     "stages": stages.measure,
     "packing": packing.measure,

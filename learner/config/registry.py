@@ -11,7 +11,8 @@ from shared_contracts.errors import ContractError
 
 # `custom.answer_format`; each is a `learner.stages.formats.AnswerFormat`.
 ANSWER_FORMATS = {
-    "coord_json": "learner.stages.formats.coord_json:COORD_JSON",
+    "object_keys": "learner.stages.formats.coord_json:COORD_JSON",
+    "compact": "learner.stages.formats.compact:COMPACT",
 }
 
 # By `model_type` of a checkpoint's config.json; each is a `learner.models.families.Family`.

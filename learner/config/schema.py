@@ -253,7 +253,11 @@ class CustomConfig(StrictModel):
         str,
         AfterValidator(_registered_format),
         WithJsonSchema({"type": "string", "enum": list(ANSWER_FORMATS)}),
-    ] = Field(default="coord_json", description="how answers are written and read")
+    ] = Field(
+        default="object_keys",
+        description="how answers are written and read: `object_keys`, one JSON object of objects; "
+        "`compact`, a line for each object",
+    )
     extra: FreeOnResume[Annotated[dict[str, Any], BeforeValidator(_null_is_empty)]] = Field(
         default={}, description="free section for your own tools; Rollmatch does not read it"
     )

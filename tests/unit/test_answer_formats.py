@@ -148,7 +148,7 @@ def test_a_format_that_is_not_registered_is_refused() -> None:
     error = only_error(changed("custom.answer_format", "xml"))
     assert error.where == "custom.answer_format"
     assert error.found == "'xml' is not known"
-    assert error.do == "Use coord_json"
+    assert error.do == "Use object_keys or compact"
 
 
 @pytest.mark.req("REP-01")
@@ -161,5 +161,5 @@ def test_the_guard_counts_the_entries_of_the_format(
     guard = {"enabled": True, "max_object_keys": 9}
     mapping = changed("rollout_matching.repeat_terminate", guard)
     mapping["custom"] = mapping["custom"] | {"answer_format": "lines"}
-    with pytest.raises(ContractError, match="rollout servers count the entries of coord_json"):
+    with pytest.raises(ContractError, match="rollout servers count the entries of object_keys"):
         answer_format(parse_config(mapping))

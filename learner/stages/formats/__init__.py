@@ -94,7 +94,7 @@ def answer_format(config: Config) -> AnswerFormat:
     if counts and rollout.backend != "hf" and found.entry_contexts != OBJECT_KEY_CONTEXTS:
         raise ContractError(
             "rollout_matching.repeat_terminate.max_object_keys",
-            "rollout servers count the entries of coord_json, and custom.answer_format is "
+            "rollout servers count the entries of object_keys, and custom.answer_format is "
             f"{config.custom.answer_format}",
             "Set it to null, or rollout_matching.rollout_backend to hf",
         )
