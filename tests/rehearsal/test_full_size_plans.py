@@ -11,7 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Parameters in billions, and whether the head is the embedding.
-SIZES = {"2b": (2.13, True), "4b": (4.44, True), "8b": (8.77, False)}
+SIZES = {
+    "2b": (2.13, True),
+    "4b": (4.44, True),
+    "8b": (8.77, False),
+    "30b-a3b": (31.07, False),
+}
+DENSE = ["2b", "4b", "8b"]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {line["size"]: line for line in lines}
 
 
-@pytest.mark.req("SYNC-02", "SYNC-05")
+@pytest.mark.req("SYNC-02", "SYNC-05", "FULL-10")
 @pytest.mark.parametrize("size", SIZES)
 def test_every_parameter_has_its_place(plans: dict[str, dict[str, Any]], size: str) -> None:
     found, (billions, tied) = plans[size], SIZES[size]
@@ -63,7 +69,7 @@ def test_a_model_with_adapters_sends_the_same_parameters(
 
 
 @pytest.mark.req("SYNC-03", "FULL-10")
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", DENSE)
 def test_a_push_by_the_plan_takes_python_a_tenth_of_one_by_the_loaders(
     plans: dict[str, dict[str, Any]], size: str
 ) -> None:

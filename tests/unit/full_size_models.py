@@ -1,7 +1,7 @@
 """Folders of models of full size without weights, and samples that fill their packs.
 
-The widths are those of the `config.json` of Qwen3-VL 2B, 4B and 8B on the Hugging Face hub.
-Tokenizer and processor are the toy's; patches have 16 pixels, as in these models.
+The widths are those of the `config.json` of Qwen3-VL 2B, 4B, 8B and 30B-A3B on the Hugging Face
+hub. Tokenizer and processor are the toy's; patches have 16 pixels, as in these models.
 """
 
 import json
@@ -26,6 +26,11 @@ _TEXT: dict[str, dict[str, Any]] = {
     "8b": _HEADS
     | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
     | {"num_attention_heads": 32, "tie_word_embeddings": False},
+    "30b-a3b": _HEADS
+    | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
 }
 WIDTHS = {size: int(text["hidden_size"]) for size, text in _TEXT.items()}
 _POSITIONS = {
@@ -46,12 +51,17 @@ _SMALL_VISION = _PATCHES | {
     "deepstack_visual_indexes": [5, 11, 17],
     "num_position_embeddings": 2304,
 }
+_LARGE_VISION = _SMALL_VISION | {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
 _VISION: dict[str, dict[str, Any]] = {
     "2b": _SMALL_VISION,
     "4b": _SMALL_VISION,
-    "8b": _SMALL_VISION
-    | {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304}
-    | {"deepstack_visual_indexes": [8, 16, 24]},
+    "8b": _LARGE_VISION,
+    "30b-a3b": _LARGE_VISION,
 }
 
 
@@ -63,6 +73,13 @@ def make_full_size(folder: Path, size: str) -> Path:
     described["text_config"].pop("layer_types", None)
     described["text_config"] |= text
     described["vision_config"] |= _VISION[size] | {"out_hidden_size": text["hidden_size"]}
+    if "num_experts" in text:
+        described |= {
+            "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+            "model_type": "qwen3_vl_moe",
+        }
+        described["text_config"]["model_type"] = "qwen3_vl_moe_text"
+        described["vision_config"]["model_type"] = "qwen3_vl_moe_vision"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
     toy_processor(tokenizer).save_pretrained(folder)

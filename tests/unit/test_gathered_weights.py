@@ -1,19 +1,22 @@
-"""Weights in shards, put together for a push: what travels, and what stays on the host."""
+"""What a push sends: shards put together, and experts one by one."""
 
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from learner.rollout.sync.weights import GatheredWeights
+from learner.rollout.sync.weights import BaseWeights, GatheredWeights, MergedWeights
 
 pytestmark = pytest.mark.req("FULL-03", "SYNC-02")
 
@@ -79,3 +82,33 @@ def test_a_process_that_does_not_send_keeps_nothing(model: nn.Module) -> None:
     assert seen.types == [torch.float32] * 3
     with pytest.raises(AssertionError):
         dict(gathered.tensors("float32"))
+
+
+def test_experts_are_sent_as_transformers_saves_them_apart(tmp_path: Path) -> None:
+    """This family has one matrix for each expert in its checkpoints; others, a fused tensor."""
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=50,
+            hidden_size=8,
+            intermediate_size=12,
+            moe_intermediate_size=6,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_experts=3,
+            num_experts_per_tok=2,
+        )
+    )
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    gathered = GatheredWeights(model, sends=True)
+    gathered.gather("float32")
+    for source in (BaseWeights(model), MergedWeights(model), gathered):
+        sent = dict(source.tensors("float32"))
+        assert [(each.name, tuple(each.shape)) for each in source.metadata("float32")] == [
+            (name, tuple(tensor.shape)) for name, tensor in sent.items()
+        ]
+        assert sent.keys() == saved.keys()
+        assert all(torch.equal(sent[name], saved[name]) for name in saved)
+        assert all(tensor.is_contiguous() for tensor in sent.values())

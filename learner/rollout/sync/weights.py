@@ -6,7 +6,8 @@
     SyncMode          the adapter, until a push of it fails; then full weights
     Outgoing          digests of what is sent (SYNC-06)
 
-The model in training is never touched. Tied weights appear once, under their first name.
+The model in training is never touched. Tied weights appear once, under their first name. Experts,
+which transformers fuses, are sent one by one: engines load them so for every family.
 """
 
 import copy
@@ -26,6 +27,9 @@ from shared_contracts.digests import countable_bits, matrix_shape, multipliers, 
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.rollout_config import Verify
 from shared_contracts.weights import AdapterMeta, DtypeName, ParameterDigest, ParameterMeta
+
+# What transformers stacks in the weights of all experts.
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 # What of peft a base weight is merged with.
 Adapted = LoraLayer | TrainableTokensLayer
@@ -87,14 +91,15 @@ class BaseWeights:
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
         """Name, type and shape of what `tensors` yields, without making any of it."""
         return [
-            ParameterMeta(name=name, dtype=dtype, shape=list(weight.shape))
-            for name, weight, _ in self._entries()
+            ParameterMeta(name=name, dtype=dtype, shape=list(part.shape))
+            for fused, weight, _ in self._entries()
+            for name, part in _experts_apart(fused, torch.empty(weight.shape, device="meta"))
         ]
 
     def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, weight); a weight that needs no cast is the model's."""
         for name, weight, _ in self._entries():
-            yield name, weight.detach().to(getattr(torch, dtype))
+            yield from _experts_apart(name, weight.detach().to(getattr(torch, dtype)))
 
     def _entries(self) -> Iterator[tuple[str, Tensor, Adapted | None]]:
         """(checkpoint name, parameter, its adapted layer when it has to be merged)."""
@@ -122,7 +127,7 @@ class MergedWeights(BaseWeights):
         """(checkpoint name, weight); a weight that needs neither merge nor cast is the model's."""
         for name, weight, layer in self._entries():
             merged = weight.detach() if layer is None else _merged_weight(layer)
-            yield name, merged.to(getattr(torch, dtype))
+            yield from _experts_apart(name, merged.to(getattr(torch, dtype)))
 
 
 class GatheredWeights(BaseWeights):
@@ -165,7 +170,23 @@ class GatheredWeights(BaseWeights):
         """(checkpoint name, weight); one that needs no cast is kept until the next `gather`."""
         assert self._whole, "`gather` comes before a push, which another process makes"
         for name, weight in self._whole.items():
-            yield name, weight.to(getattr(torch, dtype))
+            yield from _experts_apart(name, weight.to(getattr(torch, dtype)))
+
+
+def _experts_apart(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Split the fused weights of E experts into views, one for each matrix; others stay whole.
+
+    transformers holds `experts.gate_up_proj` (E, 2 * I, H) and `experts.down_proj` (E, H, I), with
+    the gate's rows first. Checkpoints of some families have them transposed, which no engine can
+    load without a copy.
+    """
+    owner, _, leaf = name.rpartition(".")
+    if not owner.endswith(".experts") or leaf not in _FUSED or weight.ndim != 3:
+        yield name, weight
+        return
+    for number, matrix in enumerate(weight):
+        for part, rows in zip(_FUSED[leaf], matrix.chunk(len(_FUSED[leaf])), strict=True):
+            yield f"{owner}.{number}.{part}.weight", rows
 
 
 def _gathered(weight: Tensor) -> Tensor:
