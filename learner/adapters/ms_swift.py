@@ -41,6 +41,7 @@ from learner.runs.console import tell
 from learner.training.start_checks import RunInputs, check_inputs, generates, reach_servers
 from learner.training.train import train_as
 from shared_contracts.cli import run_cli
+from shared_contracts.machine import BY_BUS, CUDA_ORDER
 
 
 class _Run:
@@ -50,6 +51,7 @@ class _Run:
     inputs: RunInputs
 
     def read(self) -> None:
+        os.environ[CUDA_ORDER] = BY_BUS  # as in `run_program`
         self.config = load_config(config_path(os.environ))
         check_command(sys.argv[1:], self.config, os.environ)
         self.inputs = check_inputs(self.config)

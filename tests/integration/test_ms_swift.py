@@ -130,3 +130,19 @@ def test_a_checkpoint_of_swift_sft_is_one_of_learner_train(runs: Runs) -> None:
 def test_ms_swift_keeps_its_records_apart_from_the_run(runs: Runs) -> None:
     assert {path.name for path in runs.records.iterdir()} == {"args.json", "logging.jsonl"}
     assert {path.name for path in runs.swifts.iterdir()} == {p.name for p in runs.ours.iterdir()}
+
+
+@pytest.mark.req("FULL-07")
+def test_the_plugin_counts_gpus_as_nvidia_smi_does() -> None:
+    """Before it reads the YAML, which is not named here."""
+    script = (
+        "import os\n"
+        "try:\n    import learner.adapters.ms_swift\n"
+        "except SystemExit as ended:\n    print(ended.code, os.environ['CUDA_DEVICE_ORDER'])"
+    )
+    environment = os.environ | {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    environment.pop("ROLLMATCH_CONFIG", None)
+    shown = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert shown.stdout.splitlines()[-1] == "2 PCI_BUS_ID", shown.stderr
