@@ -7,6 +7,7 @@ import base64
 import contextlib
 import http.client
 import io
+import itertools
 import json
 import signal
 import socket
@@ -131,6 +132,15 @@ def silent_learner() -> Blow:
     return posted(json.dumps(group | {"timeout_s": 86400.0}).encode(), "/init_communicator/")
 
 
+def page_of_another_site(address: Address) -> Iterator[str]:
+    """What a browser would send for it: each route that would stop the answers of the server."""
+    headers = JSON | {"Origin": "http://evil.example"}
+    routes = ("/close_communicator/", "/sleep/", "/wake_up/")
+    pages = [again(posted(b"{}", route, headers))(address) for route in routes]
+    for page in itertools.cycle(pages):
+        yield next(page)
+
+
 ATTACKS: dict[str, Callable[[Address], Iterator[str]]] = {
     "a header without end": again(endless_header),
     "600 silent connections": crowd(b"", 600),
@@ -149,9 +159,7 @@ ATTACKS: dict[str, Callable[[Address], Iterator[str]]] = {
     "20 MB of text": lambda address: again(posted(infer("word " * 4_000_000)))(address),
     "4,096 requests in a call": lambda address: again(posted(infer(*["a word"] * 4096)))(address),
     "a learner that never comes": lambda address: again(silent_learner())(address),
-    "a page of another site": again(
-        posted(b"{}", "/close_communicator/", {"Origin": "http://evil.example"} | JSON)
-    ),
+    "a page of another site": page_of_another_site,
 }
 
 if __name__ == "__main__":
