@@ -152,7 +152,7 @@ def looked_at(folder: Path, rounds: int) -> dict[str, Any]:
     config, (model, ties) = engine_model(folder)
     with set_current_vllm_config(config):
         plan = trace(model, plain, "bfloat16", ties)
-        times = {}
+        times: dict[str, list[float]] = {}
         if config.model_config.get_num_experts() == 0:
             finalize_layerwise_reload(model, config.model_config)
             times = pushes(model, config.model_config, plan, plain, rounds)

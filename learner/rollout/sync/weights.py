@@ -177,8 +177,7 @@ def _experts_apart(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Split the fused weights of E experts into views, one for each matrix; others stay whole.
 
     transformers holds `experts.gate_up_proj` (E, 2 * I, H) and `experts.down_proj` (E, H, I), with
-    the gate's rows first. Checkpoints of some families have them transposed, which no engine can
-    load without a copy.
+    the gate's rows first. Checkpoints of some families have them transposed.
     """
     owner, _, leaf = name.rpartition(".")
     if not owner.endswith(".experts") or leaf not in _FUSED or weight.ndim != 3:
