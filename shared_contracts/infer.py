@@ -104,6 +104,7 @@ class RequestConfig(_Wire):
 
     max_tokens: null fills up to the model's context.
     seed: request i of a call is sampled with `seed + i`.
+    logprobs: each choice has the log-probability of each of its tokens.
     """
 
     max_tokens: int | None = Field(default=None, ge=1)
@@ -133,7 +134,6 @@ class RequestConfig(_Wire):
             self,
             (
                 "stream",
-                "logprobs",
                 "top_logprobs",
                 "prompt_logprobs",
                 "best_of",
@@ -174,17 +174,41 @@ class ChatMessage(_Wire):
     reasoning_content: None = None
 
 
+# What stands for a lower log-probability, and for one that is no number: JSON has no infinity.
+LEAST_LOGPROB = -9999.0
+
+
+class TokenLogprob(_Wire):
+    """logprob: of one token, in nats, by the model's logits alone.
+
+    Neither temperature nor penalties, top-k, top-p or the repeat guard change it.
+    """
+
+    logprob: float = Field(ge=LEAST_LOGPROB, le=0.0)
+
+
+class ChoiceLogprobs(_Wire):
+    """content: one for each of `token_ids`, as ms-swift's client reads them."""
+
+    content: Annotated[list[TokenLogprob], Field(fail_fast=True)]
+
+    @classmethod
+    def of(cls, values: list[float]) -> "ChoiceLogprobs":
+        return cls(content=[TokenLogprob(logprob=value) for value in values])
+
+
 class Choice(_Wire):
     """One of the `n` continuations of a request.
 
     token_ids: response ids without the token that stopped, with `return_details` only.
         A stop string is cut from the text; the ids that spell it stay.
+    logprobs: with `RequestConfig.logprobs` only.
     """
 
     index: _Count
     message: ChatMessage
     finish_reason: Literal["stop", "length"]
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
     token_ids: _TokenIds | None = None
 
 

@@ -18,6 +18,7 @@ from shared_contracts.cli import printable
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import (
     ChatCompletionResponse,
+    Choice,
     InferCall,
     RequestConfig,
     RolloutEnvelope,
@@ -32,7 +33,7 @@ _MOST_VALUES = 2**16
 MOST_CHARACTERS = 1000
 # The longest tokens of Qwen's vocabulary have 128 characters, and ids of them six digits.
 TOKEN_CHARACTERS = 128
-_ID_BYTES, _TOKEN_BYTES = 8, 160
+_ID_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 8, 160, 48
 # Of an envelope, without its ids and texts.
 _ENVELOPE_BYTES = 2**14
 
@@ -105,7 +106,7 @@ def most_bytes(call: InferCall, expected: Expected) -> int:
     """Return the bytes of the longest answer that the call can have."""
     config = call.request_config or RequestConfig()
     new = min(config.max_tokens or expected.context, expected.context)
-    tokens = config.n * new * _TOKEN_BYTES
+    tokens = config.n * new * (_TOKEN_BYTES + _LOGPROB_BYTES * config.logprobs)
     prompt = expected.context * _ID_BYTES if config.return_details else 0
     return len(call.infer_requests) * (_ENVELOPE_BYTES * config.n + prompt + tokens)
 
@@ -159,10 +160,21 @@ def _choice_faults(
         if ids is not None and len(ids) > most:
             yield f"{where}.token_ids: {len(ids)} ids, and at most {most} were asked for"
         yield from _id_faults(f"{where}.token_ids", ids or [], expected)
+        yield from _logprob_faults(where, choice, config)
         tokens = most if ids is None else len(ids)
         if len(choice.message.content) > tokens * TOKEN_CHARACTERS:
             found = f"{len(choice.message.content)} characters of {tokens} tokens"
             yield f"{where}.message.content: {found}"
+
+
+def _logprob_faults(where: str, choice: Choice, config: RequestConfig) -> Iterator[str]:
+    if (choice.logprobs is not None) != config.logprobs:
+        found = "there are none, and they were" if config.logprobs else "they were not"
+        yield f"{where}.logprobs: {found} requested"
+    elif choice.logprobs is not None and choice.token_ids is not None:
+        numbers, ids = len(choice.logprobs.content), len(choice.token_ids)
+        if numbers != ids:
+            yield f"{where}.logprobs.content: {numbers} numbers for {ids} ids"
 
 
 def _id_faults(where: str, ids: list[int], expected: Expected) -> Iterator[str]:

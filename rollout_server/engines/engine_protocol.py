@@ -78,6 +78,7 @@ class Completion:
     token_ids: without the end-of-sequence or stop token that ended it.
     repeat_terminated: the repeat guard ended it, by its own signal.
     weights_version: under which the first and the last token were sampled.
+    logprobs: of each of `token_ids`, as `shared_contracts.infer.TokenLogprob`, if requested.
     """
 
     index: int
@@ -86,6 +87,7 @@ class Completion:
     finish: Finish
     repeat_terminated: bool
     weights_version: tuple[int, int]
+    logprobs: list[float] | None = None
 
 
 # The version of the weights a server starts with; the learner's pushes count from 1.

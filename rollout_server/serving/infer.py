@@ -407,10 +407,12 @@ def _check_text(conversation: Conversation, max_model_len: int) -> None:
 
 
 def _choice(completion: Completion, details: bool) -> wire.Choice:
+    logprobs = completion.logprobs
     return wire.Choice(
         index=completion.index,
         message=wire.ChatMessage(content=completion.text),
         finish_reason=completion.finish,
+        logprobs=None if logprobs is None else wire.ChoiceLogprobs.of(logprobs),
         token_ids=completion.token_ids if details else None,
     )
 

@@ -26,6 +26,22 @@ def greedy_ids(checkpoint: Path, text: str, images: list[Path], new_tokens: int)
     return ids[: ids.index(eos)] if eos in ids else ids
 
 
+def logprobs(checkpoint: Path, text: str, images: list[Path], ids: list[int]) -> list[float]:
+    """Of each of `ids`, an answer: the log-softmax of the logits before it, in nats."""
+    inputs = _encode(checkpoint, text, images)
+    said = torch.tensor([ids])
+    prompt = inputs["input_ids"].shape[1]
+    for name, value in (("input_ids", said), ("attention_mask", torch.ones_like(said))):
+        inputs[name] = torch.cat([inputs[name], value], 1)
+    if "mm_token_type_ids" in inputs:
+        types = inputs["mm_token_type_ids"]
+        inputs["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(said)], 1)
+    with torch.no_grad():
+        logits = _model(checkpoint)(**inputs).logits[0, prompt - 1 : -1]
+    chosen: list[float] = logits.log_softmax(-1).gather(1, said.T).squeeze(1).tolist()
+    return chosen
+
+
 def decode(checkpoint: Path, ids: list[int]) -> str:
     text: str = _processor(checkpoint).tokenizer.decode(
         ids, skip_special_tokens=False, clean_up_tokenization_spaces=False

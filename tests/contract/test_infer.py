@@ -154,6 +154,52 @@ def test_n_gives_as_many_choices(server: RunningServer) -> None:
     assert envelope["response"]["usage"]["completion_tokens"] == 48
 
 
+def chosen_logprobs(choice: dict[str, Any]) -> list[float]:
+    return [each["logprob"] for each in choice["logprobs"]["content"]]
+
+
+@pytest.mark.req("LOGP-01")
+@pytest.mark.parametrize(
+    "decoding",
+    [
+        {"temperature": 0.0},
+        {"temperature": 2.0, "n": 3, "seed": 7, "top_k": 50, "repetition_penalty": 1.3},
+    ],
+    ids=["greedy", "sampled"],
+)
+def test_logprobs_are_those_of_the_model_alone(
+    server: RunningServer, scene: Path, decoding: dict[str, Any]
+) -> None:
+    """Neither temperature nor penalties nor top-k are in them."""
+    asked = {"logprobs": True, "max_tokens": 24} | decoding
+    (envelope,) = server.infer([image_request(str(scene))], **asked)
+    for choice in envelope["response"]["choices"]:
+        ids, found = choice["token_ids"], chosen_logprobs(choice)
+        assert len(found) == len(ids)
+        expected = reference.logprobs(server.checkpoint, PROMPT, [scene], ids)
+        assert found == pytest.approx(expected, abs=1e-4)
+        assert max(found) <= 0.0
+
+
+@pytest.mark.req("LOGP-01")
+def test_logprobs_end_with_the_ids(server: RunningServer) -> None:
+    """Hot sampling, so that some sequences end by themselves; their stop token has none."""
+    asked = {"temperature": 2.0, "seed": 0, "max_tokens": 300, "logprobs": True}
+    choices = [
+        envelope["response"]["choices"][0]
+        for envelope in server.infer([text_request()] * 16, **asked)
+    ]
+    assert {choice["finish_reason"] for choice in choices} == {"stop", "length"}
+    for choice in choices:
+        assert len(chosen_logprobs(choice)) == len(choice["token_ids"])
+
+
+@pytest.mark.req("LOGP-01")
+def test_without_a_request_for_them_there_are_no_logprobs(server: RunningServer) -> None:
+    (envelope,) = server.infer([text_request()])
+    assert envelope["response"]["choices"][0]["logprobs"] is None
+
+
 @pytest.mark.req("WIRE-01")
 @pytest.mark.parametrize("max_tokens", [None, 100_000])
 def test_an_answer_ends_with_the_context(server: RunningServer, max_tokens: int | None) -> None:
@@ -195,13 +241,19 @@ def test_the_client_of_ms_swift_reads_both_forms(
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
     url = str(server.http.base_url).rstrip("/")
     client = vllm_client.VLLMInferClient(base_urls=[url])
-    config = protocol.RequestConfig(max_tokens=8, temperature=0.0, return_details=True)
+    config = protocol.RequestConfig(
+        max_tokens=8, temperature=0.0, return_details=True, logprobs=True
+    )
     message = {"role": "user", "content": f"<image>{PROMPT}"}
     request = protocol.RolloutInferRequest(messages=[message], images=[str(scene)])
     (enveloped,) = client.infer([request], config)
     assert isinstance(enveloped, protocol.RolloutOutput)
     ids = response_ids(server.infer([image_request(str(scene))], max_tokens=8)[0])
     assert enveloped.response.choices[0].token_ids == ids
+    mixin = importlib.import_module("swift.rlhf_trainers.rollout_mixin").RolloutTrainerMixin
+    found = mixin._extract_logprobs_from_choice(enveloped.response.choices[0])
+    expected = reference.logprobs(server.checkpoint, PROMPT, [scene], ids)
+    assert found == pytest.approx(expected, abs=1e-4)
 
     body = {"infer_requests": [image_request(str(scene))], "request_config": None}
     (bare,) = server.http.post("/infer/?envelope=0", json=body).json()

@@ -85,7 +85,6 @@ def test_what_is_not_served_is_named(field: str, value: Any) -> None:
         ("num_beams", 2),
         ("length_penalty", 0.5),
         ("stream", True),
-        ("logprobs", True),
         ("top_logprobs", 3),
         ("prompt_logprobs", 3),
         ("best_of", 3),

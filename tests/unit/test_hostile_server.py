@@ -414,6 +414,7 @@ FAULTS: list[tuple[str, str, Any]] = [
     ("POST /infer/", "0.response.choices", HONEST["POST /infer/"][0]["response"]["choices"] * 2),
     ("POST /infer/", f"{CHOICE}.index", 1),
     ("POST /infer/", f"{CHOICE}.index", -1),
+    ("POST /infer/", f"{CHOICE}.logprobs", {"content": []}),
     ("POST /infer/", f"{CHOICE}.token_ids", None),
     ("POST /infer/", f"{CHOICE}.token_ids.1", 512),
     ("POST /infer/", f"{CHOICE}.token_ids.1", -1),

@@ -45,7 +45,7 @@ from rollout_server.engines.vllm.staging import SERVED
 from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import EXTRA_ARG
-from shared_contracts.infer import RequestConfig
+from shared_contracts.infer import LEAST_LOGPROB, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.weights import DtypeName
 
@@ -72,6 +72,8 @@ def sampling_params(
             stop=config.stop or [],
             stop_token_ids=None if sentinel is None else [sentinel],
             seed=seed,
+            # 0: of the chosen token only. vLLM's default mode is `raw_logprobs`.
+            logprobs=0 if config.logprobs else None,
             # Needed to find stop strings; coordinate tokens may be declared special.
             detokenize=bool(config.stop),
             skip_special_tokens=False,
@@ -314,6 +316,7 @@ class VllmEngine:
             finish=finish,
             repeat_terminated=sentinel is not None and output.stop_reason == sentinel,
             weights_version=(versions[0], versions[-1]),
+            logprobs=None if output.logprobs is None else _logprobs(output, len(token_ids)),
         )
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -449,6 +452,15 @@ def _vllm_messages(messages: list[ChatMessage], images: list[Image.Image]) -> li
         }
         for message in messages
     ]
+
+
+def _logprobs(output: CompletionOutput, length: int) -> list[float]:
+    """Of the first `length` tokens, within the bounds of `TokenLogprob`; NaN is the lowest."""
+    values: list[float] = [
+        each[token].logprob
+        for token, each in zip(output.token_ids[:length], output.logprobs or [], strict=False)
+    ]
+    return [min(0.0, max(LEAST_LOGPROB, value)) for value in values]
 
 
 def _version(label: str) -> int:
