@@ -194,7 +194,9 @@ class ChoiceLogprobs(_Wire):
 
     @classmethod
     def of(cls, values: list[float]) -> "ChoiceLogprobs":
-        return cls(content=[TokenLogprob(logprob=value) for value in values])
+        """Put them within bounds; NaN becomes `LEAST_LOGPROB`."""
+        bounded = [min(0.0, max(LEAST_LOGPROB, value)) for value in values]
+        return cls(content=[TokenLogprob(logprob=value) for value in bounded])
 
 
 class Choice(_Wire):

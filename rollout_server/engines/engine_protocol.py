@@ -78,7 +78,7 @@ class Completion:
     token_ids: without the end-of-sequence or stop token that ended it.
     repeat_terminated: the repeat guard ended it, by its own signal.
     weights_version: under which the first and the last token were sampled.
-    logprobs: of each of `token_ids`, as `shared_contracts.infer.TokenLogprob`, if requested.
+    logprobs: of each of `token_ids` by the model's logits alone, in nats; if requested.
     """
 
     index: int

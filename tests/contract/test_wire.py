@@ -96,6 +96,16 @@ def test_decoding_that_is_not_served_is_named(field: str, value: Any) -> None:
         ours.RequestConfig.model_validate({field: value})
 
 
+@pytest.mark.req("LOGP-01")
+def test_a_log_probability_is_always_a_number_of_json() -> None:
+    values = [-0.25, 0.0, 1e-7, float("-inf"), float("nan"), -20000.0]
+    least = ours.LEAST_LOGPROB
+    content = ours.ChoiceLogprobs.of(values).model_dump()["content"]
+    assert [each["logprob"] for each in content] == [-0.25, 0.0, 0.0, least, least, least]
+    with pytest.raises(ValidationError):
+        ours.TokenLogprob(logprob=0.5)
+
+
 @pytest.mark.req("WIRE-01")
 def test_unknown_fields_are_refused() -> None:
     with pytest.raises(ValidationError, match="extra"):

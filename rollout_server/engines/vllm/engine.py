@@ -45,7 +45,7 @@ from rollout_server.engines.vllm.staging import SERVED
 from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import EXTRA_ARG
-from shared_contracts.infer import LEAST_LOGPROB, RequestConfig
+from shared_contracts.infer import RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.weights import DtypeName
 
@@ -455,12 +455,9 @@ def _vllm_messages(messages: list[ChatMessage], images: list[Image.Image]) -> li
 
 
 def _logprobs(output: CompletionOutput, length: int) -> list[float]:
-    """Of the first `length` tokens, within the bounds of `TokenLogprob`; NaN is the lowest."""
-    values: list[float] = [
-        each[token].logprob
-        for token, each in zip(output.token_ids[:length], output.logprobs or [], strict=False)
-    ]
-    return [min(0.0, max(LEAST_LOGPROB, value)) for value in values]
+    """Of the first `length` tokens, in nats."""
+    said: Any = output.logprobs
+    return [said[place][output.token_ids[place]].logprob for place in range(length)]
 
 
 def _version(label: str) -> int:
