@@ -100,6 +100,8 @@ class RolloutOutput:
     prompt_token_ids: image placeholders expanded.
     response_token_ids: stop-trimmed, without `<|im_end|>`.
     weights_version: at the start and at the end of generation.
+    logprobs: of each of `response_token_ids` by the model's logits alone, in nats; None where they
+        were not requested.
     """
 
     prompt_token_ids: list[int]
@@ -109,6 +111,7 @@ class RolloutOutput:
     repeat_terminated: bool
     weights_version: tuple[int, int]
     seed: int | None
+    logprobs: list[float] | None = None
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,11 @@ class RolloutMatchingConfig(SharedRolloutConfig):
     repetition_penalty: float = Field(
         default=1.0, gt=0, description="penalty for repeated tokens; 1: none"
     )
+    logprobs: FreeOnResume[bool] = Field(
+        default=False,
+        description="keep the log-probability of each token of an answer; an evaluation's AP "
+        "then ranks boxes by them; not with `hf`",
+    )
     matching: MatchingConfig = Field(
         default=MatchingConfig(), description="how predictions are matched to ground truths"
     )
@@ -197,6 +202,7 @@ class RolloutMatchingConfig(SharedRolloutConfig):
 
     def _disagreements(self) -> Iterator[Refusal]:
         yield from self._of_decoding()
+        yield from self._of_logprobs()
         yield from self._of_beams()
         yield from self._of_lengths()
         if self.async_rollout.enabled:
@@ -209,6 +215,14 @@ class RolloutMatchingConfig(SharedRolloutConfig):
                 f"{temperature} with decode_mode: {self.decode_mode}",
                 "Use temperature 0 with greedy and beam, above 0 with sampling",
                 "decoding.temperature",
+            )
+
+    def _of_logprobs(self) -> Iterator[Refusal]:
+        if self.logprobs and self.rollout_backend == "hf":
+            yield Refusal(
+                "is true, and the backend hf gives none",
+                "Set it to false, or rollout_matching.rollout_backend to vllm",
+                "logprobs",
             )
 
     def _of_beams(self) -> Iterator[Refusal]:

@@ -45,6 +45,7 @@ def asking_of(config: Config) -> Asking:
         top_k=rollout.decoding.top_k,
         repetition_penalty=rollout.repetition_penalty,
         return_details=True,
+        logprobs=rollout.logprobs,
     )
     return Asking(config.template.prompt, config.template.system, request_config)
 

@@ -312,6 +312,9 @@ def _output(envelope: RolloutEnvelope) -> RolloutOutput:
         repeat_terminated=choice.index in stamp.repeat_terminated_choices,
         weights_version=stamp.weights_version,
         seed=stamp.seed,
+        logprobs=None
+        if choice.logprobs is None
+        else [each.logprob for each in choice.logprobs.content],
     )
 
 

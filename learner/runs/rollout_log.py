@@ -86,7 +86,10 @@ class LoggedObject(_Record):
 
 
 class LoggedPrediction(LoggedObject):
+    """confidence: of its box, in an evaluation with log-probabilities; not in a run's log."""
+
     key: str
+    confidence: Annotated[float | None, Field(exclude_if=lambda value: value is None)] = None
 
 
 class LoggedParse(_Record):
@@ -155,6 +158,7 @@ class LoggedAnswer(_Record):
 
     images: absolute paths. width, height: pixels of the first. weights_version: when it was
     begun and when it was ended. target: where it is supervised; left_out: else, why.
+    logprobs: of each of `response_token_ids`, where they were requested.
     """
 
     sample_id: str
@@ -174,6 +178,7 @@ class LoggedAnswer(_Record):
     text: str
     prompt_token_ids: FoldedIds
     response_token_ids: list[int]
+    logprobs: Annotated[list[float] | None, Field(exclude_if=lambda value: value is None)] = None
 
     @classmethod
     def of(cls, assessed: AssessedRollout) -> "LoggedAnswer":

@@ -48,11 +48,15 @@ def said(config: Config, checkpoint: Path, out: Path) -> list[list[int]]:
     return [answer.response_token_ids for answer in read_answers(out)]
 
 
-@pytest.mark.req("EVAL-01", "ARCH-03", "SYNC-09")
+@pytest.mark.req("EVAL-01", "ARCH-03", "SYNC-09", "LOGP-01")
 def test_the_server_answers_by_the_checkpoint_as_the_learner_itself_would(
     served: Config, tied: Path, other_tied: Path, tmp_path: Path
 ) -> None:
-    by_server = said(served, other_tied, tmp_path / "server")
+    asked = merge(served.model_dump(mode="json"), {"rollout_matching": {"logprobs": True}})
+    by_server = said(parse_config(asked), other_tied, tmp_path / "server")
+    for answer in read_answers(tmp_path / "server"):
+        assert answer.logprobs is not None
+        assert len(answer.logprobs) == len(answer.response_token_ids)
     assert len(by_server) == SAMPLES
     mapping = merge(served.model_dump(mode="json"), {"rollout_matching": {"rollout_backend": "hf"}})
     itself = parse_config(mapping)

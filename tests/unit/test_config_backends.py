@@ -78,6 +78,13 @@ def test_keys_that_do_not_fit_the_mode_are_refused(
     assert do in error.do
 
 
+@pytest.mark.req("CFG-05", "LOGP-01")
+def test_a_backend_without_log_probabilities_is_refused_by_name() -> None:
+    error = only_error({"rollout_backend": "hf", "logprobs": True})
+    assert error.where == "rollout_matching.logprobs"
+    assert "hf gives none" in error.found
+
+
 @pytest.mark.req("CFG-05", "ROLL-02")
 @pytest.mark.parametrize(
     ("rollout", "where"),

@@ -1,8 +1,9 @@
 """Average precision of answers, counted by hand, and what COCO files of them hold."""
 
 import json
+import math
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from learner.analysis.evaluation.detections import (
     detect,
     precision_payload,
 )
-from learner.analysis.evaluation.scores import ScoredAnswer
-from learner.types import GroundTruthObject
-from tests.unit.eval_answers import DATA, Case, answers, box, poly
+from learner.analysis.evaluation.scores import ScoredAnswer, match_named
+from learner.types import AssessedRollout, GroundTruthObject, ParsedObject, ParsedRollout
+from tests.unit.eval_answers import DATA, RESOLUTION, Case, answers, box, poly, sample
+from tests.unit.small_run import rollout
 
 CAT, DOG = box("cat", 100, 100, 500, 500), box("dog", 600, 600, 900, 900)
 ELSEWHERE = box("cat", 700, 0, 900, 50)
@@ -148,6 +150,40 @@ def test_masks_tell_apart_what_boxes_do_not() -> None:
     right = detect(files_of(answers(([third], [third]), ([CAT], [CAT])), polygons=True))
     assert right["segm"].objects.ap == pytest.approx(1)
     assert precision_payload(right).metrics()["eval/segm_ap75"] == pytest.approx(1)
+
+
+@pytest.mark.req("EVAL-02", "LOGP-01")
+@pytest.mark.parametrize(("right", "wrong", "ap"), [(0.9, 0.3, 1.0), (0.3, 0.9, 0.5)])
+def test_detections_rank_by_the_probabilities_of_their_coordinates(
+    right: float, wrong: float, ap: float
+) -> None:
+    """One of both is right; the first tokens are of the descriptions and do not count."""
+    boxes = (CAT, ELSEWHERE)
+    said = [
+        ParsedObject(f"object_{n}", n, "bbox_2d", list(o.shape.coords), "cat", places, (0, 0), [])
+        for n, (o, places) in enumerate(zip(boxes, ([1, 2, 3, 4], [6, 7, 8, 9]), strict=True), 1)
+    ]
+    parsed = ParsedRollout(said, [], [], 2, False, False, [])
+    logprobs = [-50.0, *[math.log(right)] * 4, 0.0, *[math.log(wrong)] * 4]
+    output = replace(rollout([], list(range(10))), logprobs=logprobs)
+    asked = sample(1, [CAT])
+    match = match_named(said, asked.objects, RESOLUTION)
+    answer = ScoredAnswer.scored(AssessedRollout(asked, output, parsed, match), RESOLUTION)
+    files = files_of([answer])
+    assert files.ranked
+    assert [each["score"] for each in files.detections] == pytest.approx([right, wrong])
+    assert detect(files)["bbox"].objects.ap == pytest.approx(ap)
+    again = ScoredAnswer.model_validate_json(answer.model_dump_json())
+    assert [item.confidence for item in again.parse.objects] == pytest.approx([right, wrong])
+
+
+@pytest.mark.req("EVAL-01", "EVAL-02")
+def test_without_the_confidence_of_one_all_have_the_same_score() -> None:
+    (answer,) = answers(([CAT], [CAT, ELSEWHERE]))
+    answer.parse.objects[0].confidence = 0.5
+    files = files_of([answer])
+    assert not files.ranked
+    assert [each["score"] for each in files.detections] == [1.0, 1.0]
 
 
 @pytest.mark.req("EVAL-01")

@@ -1,6 +1,7 @@
 """The log of rollouts: one line per answer, whole files, and short rows of ids."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.load import load_model
 from learner.models.packed_forward import PromptEncoder
-from learner.runs.rollout_log import LoggedTarget, RolloutLog, folded, unfolded
+from learner.runs.rollout_log import LoggedAnswer, LoggedTarget, RolloutLog, folded, unfolded
 from learner.stages.formats.coord_json import parse_rollout
 from learner.stages.matching import match_objects
 from learner.stages.targets import build_target
@@ -43,6 +44,18 @@ def assessed(tokenizer: PreTrainedTokenizerFast, name: str = "a.jsonl:1") -> Ass
     match = match_objects(parsed.objects, sample.objects, MatchingConfig())
     target = build_target(parsed, sample.objects, match, tokenizer, "desc_first")
     return AssessedRollout(sample, rollout, parsed, match, target, chunk=2)
+
+
+@pytest.mark.req("MET-03", "LOGP-01")
+def test_the_log_keeps_log_probabilities_where_there_are_some(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    item = assessed(toy_tokenizer)
+    assert "logprobs" not in LoggedAnswer.of(item).model_dump_json()
+    values = [-0.1 * place for place in range(len(item.rollout.response_token_ids))]
+    rollout = replace(item.rollout, logprobs=values)
+    line = LoggedAnswer.of(item._replace(rollout=rollout)).model_dump_json()
+    assert LoggedAnswer.model_validate_json(line).rollout == rollout
 
 
 @pytest.mark.req("MET-03")

@@ -3,7 +3,8 @@
     answers -> CocoFiles   what `coco_gt.json` and `coco_preds.json` hold
             -> Detected    COCO's numbers of them, by pycocotools
 
-An answer says what is where and nothing of how sure it is, so every detection has the score 1.
+With log-probabilities (`rollout_matching.logprobs`) a detection has the confidence of its box for a
+score (LOGP-01). Without them, every detection has the score 1: the rest of this text is about that.
 pycocotools draws precision over recall in the order of scores and, where those are equal, of image
 ids. Its curve has therefore one point that means something, its end: precision and recall of all
 answers. AP is about their product, averaged over IoU thresholds, and moves a little with the order
@@ -46,11 +47,13 @@ class CocoFiles:
     ground_truth: for `COCO`; image i is the i-th answer in the order of the data file.
     detections: for its `loadRes`.
     polygons: every object has a `segmentation`, a box its four corners.
+    ranked: detections have the confidences of their boxes for scores; else all have the score 1.
     """
 
     ground_truth: dict[str, Any]
     detections: list[dict[str, Any]]
     polygons: bool
+    ranked: bool
 
     @classmethod
     def of(
@@ -63,19 +66,23 @@ class CocoFiles:
         truth, predicted = to_coco(samples, image_root), to_coco(said, image_root)
         ids = _with_false_descriptions(truth, predicted)
         names = {category["id"]: category["name"] for category in predicted["categories"]}
+        sure = [item.confidence for answer in in_order for item in answer.parse.objects]
+        # Confidences and the score 1 in one list would rank what is not known first.
+        ranked = bool(sure) and None not in sure
+        scores = sure if ranked else [SCORE] * len(sure)
         detections = [
             {
                 "image_id": found["image_id"],
                 "category_id": ids[names[found["category_id"]]],
-                "score": SCORE,
+                "score": score,
                 **{key: found[key] for key in ("bbox", "segmentation") if key in found},
             }
-            for found in predicted["annotations"]
+            for found, score in zip(predicted["annotations"], scores, strict=True)
         ]
         if polygons:
             for item in [*truth["annotations"], *detections]:
                 item.setdefault("segmentation", [_corners(item["bbox"])])
-        return cls(truth, detections, polygons)
+        return cls(truth, detections, polygons, ranked)
 
 
 def data_order(answer: LoggedAnswer) -> tuple[str, int]:

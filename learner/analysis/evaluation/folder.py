@@ -83,6 +83,7 @@ class Scored:
                 **{name: getattr(self.scores, name) for name in _DERIVED},
                 **asdict(self.scores),
             },
+            "ranked_by": "confidence" if self.files.ranked else "constant",
             "coco": {kind: asdict(detected) for kind, detected in self.detected.items()},
             "breakdown": self.breakdown.numbers(),
         }

@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import inf
+from math import exp, inf
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -89,8 +90,14 @@ class ScoredAnswer(LoggedAnswer):
         hits, iou = len(answer.hit_pairs), assessed.match.mask_iou
         named = same_description(assessed.parsed.objects, assessed.sample.objects)
         ious = [float(iou[pair]) for pair in answer.match.pairs]
+        objects = [
+            item.model_copy(update={"confidence": confidence(found, answer.logprobs)})
+            for item, found in zip(said, assessed.parsed.objects, strict=True)
+        ]
+        parse = answer.parse.model_copy(update={"objects": objects})
+        match = answer.match.model_copy(update={"ious": ious})
         return cls(
-            **{**dict(answer), "match": answer.match.model_copy(update={"ious": ious})},
+            **{**dict(answer), "parse": parse, "match": match},
             hits=hits,
             hits_at=[len(most_pairs(iou, named & (iou >= least))) for least in IOU_THRESHOLDS],
             located=len(most_pairs(iou, iou >= IOU_THRESHOLD)),
@@ -100,6 +107,19 @@ class ScoredAnswer(LoggedAnswer):
             recall=hits / len(truths) if truths else None,
             f1=f1_of(answer),
         )
+
+
+def confidence(found: ParsedObject, logprobs: Sequence[float] | None) -> float | None:
+    """exp of the mean log-probability of the coordinate tokens: their geometric mean, 0 to 1.
+
+    The mean makes it independent of how many tokens a shape has (length-normalised likelihood;
+    Malinin and Gales, "Uncertainty estimation in autoregressive structured prediction", ICLR 2021).
+    The description's tokens do not count: COCO ranks within a description. logprobs: of all tokens
+    of the answer; without them there is no confidence.
+    """
+    if logprobs is None:
+        return None
+    return exp(fmean(logprobs[position] for position in found.coord_token_indices))
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,10 @@ ROLES: dict[Role, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class ShownObject:
-    """coords: bins, flat x, y, x, y, .... pair: place of its partner in the list of objects."""
+    """coords: bins, flat x, y, x, y, .... pair: place of its partner in the list of objects.
+
+    confidence: of a prediction, where its answer has log-probabilities.
+    """
 
     role: Role
     key: str
@@ -94,6 +97,7 @@ class ShownObject:
     coords: list[int]
     iou: float | None = None
     pair: int | None = None
+    confidence: float | None = None
 
 
 # What the page's script takes of an answer; `_card` makes it.
@@ -188,6 +192,7 @@ def _shown(
             coords=item.coords,
             iou=iou,
             pair=None if partner is None else partners_begin + partner,
+            confidence=item.confidence if isinstance(item, LoggedPrediction) else None,
         )
 
 

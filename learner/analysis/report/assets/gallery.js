@@ -391,6 +391,7 @@
     if (item === null) return;
     const lines = [item.desc, data.roles[item.role][0], `${item.key} ${numbers(item)}`];
     if (item.iou !== null) lines.push(`IoU ${item.iou.toFixed(3)}`);
+    if (item.confidence !== null) lines.push(`confidence ${item.confidence.toFixed(3)}`);
     tip.replaceChildren(...lines.map((line, place) => make(place ? "span" : "b", { dir: "auto" }, line)));
     (dialog.open ? dialog : document.body).append(tip);
     const { width, height } = tip.getBoundingClientRect();
