@@ -22,7 +22,9 @@ from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
+from math import exp
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -32,12 +34,25 @@ from pycocotools.cocoeval import COCOeval
 from learner.data.coco import to_coco
 from learner.runs.metrics import Payload
 from learner.runs.rollout_log import LoggedAnswer, LoggedObject
-from learner.types import GroundTruthObject, Sample, normalized
+from learner.types import GroundTruthObject, ParsedObject, Sample, normalized
 
 SCORE = 1.0
 
 # What overlaps: boxes, or masks.
 Overlap = Literal["bbox", "segm"]
+
+
+def confidence(found: ParsedObject, logprobs: Sequence[float] | None) -> float | None:
+    """exp of the mean log-probability of the coordinate tokens: their geometric mean, 0 to 1.
+
+    The mean makes it independent of how many tokens a shape has (length-normalised likelihood;
+    Malinin and Gales, "Uncertainty estimation in autoregressive structured prediction", ICLR 2021).
+    The description's tokens do not count: COCO ranks within a description. logprobs: of all tokens
+    of the answer; without them there is no confidence.
+    """
+    if logprobs is None:
+        return None
+    return exp(fmean(logprobs[position] for position in found.coord_token_indices))
 
 
 @dataclass(frozen=True)

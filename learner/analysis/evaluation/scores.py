@@ -16,14 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import exp, inf
-from statistics import fmean
+from math import inf
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from learner.analysis.evaluation.detections import CategoryPrecision
+from learner.analysis.evaluation.detections import CategoryPrecision, confidence
 from learner.data.coco import pixel_area
 from learner.distributed.waiting import waiting_for
 from learner.rollout.policy import Policy
@@ -107,19 +106,6 @@ class ScoredAnswer(LoggedAnswer):
             recall=hits / len(truths) if truths else None,
             f1=f1_of(answer),
         )
-
-
-def confidence(found: ParsedObject, logprobs: Sequence[float] | None) -> float | None:
-    """exp of the mean log-probability of the coordinate tokens: their geometric mean, 0 to 1.
-
-    The mean makes it independent of how many tokens a shape has (length-normalised likelihood;
-    Malinin and Gales, "Uncertainty estimation in autoregressive structured prediction", ICLR 2021).
-    The description's tokens do not count: COCO ranks within a description. logprobs: of all tokens
-    of the answer; without them there is no confidence.
-    """
-    if logprobs is None:
-        return None
-    return exp(fmean(logprobs[position] for position in found.coord_token_indices))
 
 
 @dataclass(frozen=True)
