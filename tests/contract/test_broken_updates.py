@@ -113,7 +113,7 @@ def test_a_learner_that_asks_for_a_day_gets_what_the_server_allows() -> None:
 def test_a_slow_drain_takes_the_start_back_and_a_poisoned_server_stays_poisoned() -> None:
     async def work() -> None:
         bench = Bench()
-        await bench.init(timeout_s=0.1)
+        await bench.init(timeout_s=1.0)
         bench.engines[0].script["pause"] = hangs
         with pytest.raises(ProblemError):
             await bench.start(1)
