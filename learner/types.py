@@ -259,7 +259,8 @@ class Target:
 class AssessedRollout(NamedTuple):
     """An answer, its objects, how they were matched, and its target.
 
-    parsed: with a clean prefix, what is left of the answer; `duplicates` has the rest.
+    parsed: with a clean prefix, what is left of the answer. duplicates: the rest; None where the
+        prefix is verbatim.
     target: None where the answer is not trained on, and left_out says why.
     chunk: of the answers of its step that were requested at once, from 0.
     """
@@ -271,7 +272,7 @@ class AssessedRollout(NamedTuple):
     target: Target | None = None
     left_out: str | None = None
     chunk: int = 0
-    duplicates: tuple[Duplicate, ...] = ()
+    duplicates: tuple[Duplicate, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -233,11 +233,11 @@ def _channel_b() -> Iterator[Metric]:
     meaning = "samples left out: their target cannot be read back, or its end cannot be located"
     yield counter("closure_supervision/N_drop", "samples", meaning)
     for name, unit, meaning in (
-        ("removed", "objects", "predicted again, and removed by `prefix: clean`"),
+        ("removed", "objects", "predicted again, and removed"),
         ("answers", "answers", "that had such objects"),
         ("departures", "tokens", "with which they depart from the target; `duplicate_ul`'s"),
     ):
-        yield Metric(f"dup/{name}", "counter", unit, meaning, _B)
+        yield Metric(f"dup/{name}", "counter", unit, meaning, _B, "with `prefix: clean`")
 
 
 CHANNEL_B = tuple(_channel_b())

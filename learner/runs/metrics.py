@@ -157,11 +157,17 @@ def rollout_payload(answers: Sequence[AssessedRollout]) -> Payload:
             f"{_B}/gated": sum(each.match.gated for each in answers),
             f"{_B}/fn_appended": sum(len(target.fn_keys) for target in targets),
             f"{_B}/closure_supervision/N_drop": len(answers) - len(targets),
-            "dup/removed": sum(len(each.duplicates) for each in answers),
-            "dup/answers": sum(bool(each.duplicates) for each in answers),
-            "dup/departures": sum(len(target.departures) for target in targets),
         }
     )
+    removed = [len(each.duplicates) for each in answers if each.duplicates is not None]
+    if removed:
+        payload.add(
+            {
+                "dup/removed": sum(removed),
+                "dup/answers": sum(map(bool, removed)),
+                "dup/departures": sum(len(target.departures) for target in targets),
+            }
+        )
     payload.add({f"{_B}/strict_drop/{why}": dropped[why] for why in get_args(DropReason)})
     truncated = sum(each.parsed.truncated for each in answers)
     payload.rate(

@@ -200,7 +200,7 @@ class LoggedAnswer(_Record):
                 invalid=parsed.invalid_rollout,
                 objects=[LoggedPrediction.model_validate(o) for o in parsed.objects],
                 dropped=parsed.dropped,
-                duplicates=[LoggedPrediction.model_validate(d.found) for d in duplicates],
+                duplicates=[LoggedPrediction.model_validate(d.found) for d in duplicates or ()],
             ),
             match=LoggedMatch.model_validate(match),
             target=LoggedTarget.of(target, rollout.response_token_ids) if target else None,

@@ -241,9 +241,10 @@ def assess(
         they are matched (CLEAN-01); None: none is.
     """
     parsed = answers.parse(rollout.response_token_ids, tokenizer, allow_poly=allow_poly)
-    duplicates: tuple[Duplicate, ...] = ()
+    duplicates: tuple[Duplicate, ...] | None = None
     left_out = None
     if duplicate_iou is not None:
+        duplicates = ()
         repeated = repeats(parsed.objects, duplicate_iou, _DEFAULT_MATCHING.maskiou_resolution)
         try:
             if repeated:
@@ -278,7 +279,7 @@ def with_target(
             field_order,
             matching=matching,
             answers=answers,
-            duplicates=assessed.duplicates,
+            duplicates=assessed.duplicates or (),
         )
     except TargetUnreadable as error:
         return assessed._replace(left_out=str(error))

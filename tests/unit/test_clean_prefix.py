@@ -21,7 +21,7 @@ from learner.stages.clean_prefix import repeats
 from learner.stages.formats.coord_json import CoordJson, parse_rollout
 from learner.stages.matching import match_objects
 from learner.stages.targets import assess, with_target
-from learner.types import AssessedRollout, GroundTruthObject, Role, Sample, Target
+from learner.types import AssessedRollout, Duplicate, GroundTruthObject, Role, Sample, Target
 from tests.unit.answers import CAT, DOG, coords, encode, entry, pieces, text_of
 from tests.unit.config_faults import changed, errors_of, only_error
 from tests.unit.small_run import rollout
@@ -57,6 +57,11 @@ def target_of(
     return target
 
 
+def removed_of(assessed: AssessedRollout) -> tuple[Duplicate, ...]:
+    assert assessed.duplicates is not None
+    return assessed.duplicates
+
+
 def prefix_text(tokenizer: PreTrainedTokenizerFast, assessed: AssessedRollout) -> str:
     return text_of(tokenizer, assessed.parsed.prefix_token_ids)
 
@@ -84,7 +89,7 @@ def test_a_duplicate_leaves_the_prefix_and_the_objects_behind_it_move_up(
     found = assessed_of(tokenizer, answer, [CAT, DOG])
     assert prefix_text(tokenizer, found) == "{" + entry(1) + ", " + entry(2, "red dog", DOG_BINS)
     assert found.match.pairs == [(0, 0), (1, 1)]
-    assert [(d.found.key, d.found.desc) for d in found.duplicates] == [("object_2", "cat")]
+    assert [(d.found.key, d.found.desc) for d in removed_of(found)] == [("object_2", "cat")]
     assert found.target is not None
     assert found.target.fn_keys == []
 
@@ -94,7 +99,7 @@ def test_by_default_an_answer_is_continued_as_it_is(tokenizer: PreTrainedTokeniz
     answer = "{" + ", ".join([entry(1), entry(2)]) + "}"
     found = assessed_of(tokenizer, answer, [CAT], duplicate_iou=None)
     assert prefix_text(tokenizer, found) == answer.removesuffix("}")
-    assert found.duplicates == ()
+    assert found.duplicates is None
     assert found.target is not None
     assert found.target.departures == []
     assert (found.target.role == Role.FALSE_POSITIVE).any()
@@ -113,7 +118,7 @@ def test_missed_objects_are_appended_behind_the_clean_prefix(
     assert found.target.fn_keys == ["object_2"]
     assert found.parsed.truncated
     assert found.parsed.dropped == [("object_6", "key_invalid")]
-    assert len(found.duplicates) == 4
+    assert len(removed_of(found)) == 4
 
 
 @pytest.mark.req("CLEAN-01", "EVAL-02")
@@ -147,7 +152,7 @@ def test_equal_descriptions_in_another_unicode_form_are_equal(
 def test_a_polygon_is_a_duplicate_by_its_mask(tokenizer: PreTrainedTokenizerFast) -> None:
     roof = '"object_%d": {"desc": "roof", "poly": ' + coords(0, 0, 500, 0, 500, 500) + "}"
     answer = "{" + roof % 1 + ", " + roof % 2 + "}"
-    assert len(assessed_of(tokenizer, answer, []).duplicates) == 1
+    assert len(removed_of(assessed_of(tokenizer, answer, []))) == 1
 
 
 @pytest.mark.req("CLEAN-01", "PARSE-05")
@@ -278,7 +283,7 @@ def test_any_answer_is_the_same_without_its_duplicates(
     ]
     clean = "{" + ", ".join(entry(n, *each) for n, each in enumerate(kept, start=1))
     assert prefix_text(tokenizer, found) == clean
-    assert len(kept) + len(found.duplicates) == len(said)
+    assert len(kept) + len(removed_of(found)) == len(said)
     if len(kept) == len(said):
         assert (
             found.parsed.prefix_token_ids
@@ -288,7 +293,7 @@ def test_any_answer_is_the_same_without_its_duplicates(
     json.loads(text_of(tokenizer, found.target.token_ids[:-1]))
     keys = re.findall(r"object_(\d+)", text_of(tokenizer, found.target.token_ids))
     assert keys == [str(n) for n in range(1, len(keys) + 1)]
-    assert len(found.target.departures) <= len(found.duplicates)
+    assert len(found.target.departures) <= len(removed_of(found))
     pieces_of = pieces(tokenizer, found.target.token_ids)
     for position, token in found.target.departures:
         assert text_of(tokenizer, [token]) != pieces_of[position]

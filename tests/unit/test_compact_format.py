@@ -211,7 +211,7 @@ def test_an_answer_is_corrected_continued_and_closed(tokenizer: PreTrainedTokeni
     )
     assert found.parsed.truncated
     assert [why for _, why in found.parsed.dropped] == ["wrong_arity", "key_invalid"]
-    assert [d.found.key for d in found.duplicates] == ["object_3"]
+    assert [d.found.key for d in found.duplicates or ()] == ["object_3"]
     target = with_target(found, tokenizer, "desc_first", MatchingConfig(), answers).target
     assert target is not None
     text = text_of(tokenizer, target.token_ids)

@@ -92,7 +92,7 @@ def _objects(assessed: AssessedRollout) -> Table:
         else:
             became = Text(f"matched to none{_nearest(match.mask_iou[number])}", "red")
         table.add_row(plain(found.key), plain(found.desc), _shape(found.shape), became)
-    for duplicate in assessed.duplicates:
+    for duplicate in assessed.duplicates or ():
         found = duplicate.found
         became = Text("removed, repeats an earlier object", "yellow")
         table.add_row(plain(found.key), plain(found.desc), _shape(found.shape), became)
