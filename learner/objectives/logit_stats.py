@@ -223,7 +223,10 @@ class Reader:
         text, mass, slots, coord = self._read(given, text_rows, targets, chosen.slot_rows)
         rows, tokens = chosen.departure_rows, chosen.departure_tokens
         # They have a read of their own: the row of a departure may be one of text or of a slot.
-        departing = self._read(given, rows, tokens, rows[:0])[0] if len(rows) else text[:0]
+        # No view: FSDP2 puts its hooks on what a forward returns.
+        departing = text.new_zeros(0)
+        if len(rows):
+            departing = self._read(given, rows, tokens, rows[:0])[0]
         return LogitStats(text, mass, slots, coord, departing)
 
     def _read(
