@@ -125,7 +125,7 @@ class AsyncRolloutConfig(StrictModel):
 
 
 class EvalDetectionConfig(StrictModel):
-    """What an evaluation of a run does beyond precision, recall and F1 (EVAL-01)."""
+    """How evaluations are decoded, and what they do beyond precision, recall and F1 (EVAL-01)."""
 
     enabled: bool = Field(
         default=False, description="add COCO's average precision to every evaluation's metrics"
@@ -134,6 +134,10 @@ class EvalDetectionConfig(StrictModel):
         default=False,
         description="keep the answers, scores and COCO files of every evaluation in "
         "the folder `evaluations` of the run",
+    )
+    greedy: bool = Field(
+        default=False,
+        description="decode the answers of evaluations greedily, also where rollouts are sampled",
     )
 
     @model_validator(mode="after")
@@ -237,6 +241,12 @@ class RolloutMatchingConfig(SharedRolloutConfig):
             found = "is missing with" if beam else "is given without"
             do = "Say how many, 2 or more" if beam else "Remove it, or set decode_mode to beam"
             yield Refusal(f"{found} decode_mode: beam", do, "num_beams")
+        elif beam and self.eval_detection.greedy:
+            yield Refusal(
+                "is true, and decode_mode is beam, by which evaluations are decoded, too",
+                "Set it to false, or decode_mode to greedy or sampling",
+                "eval_detection.greedy",
+            )
         elif self.num_beams is not None and self.num_beams > self.decode_batch_size:
             yield Refusal(
                 f"{self.num_beams} beams are decoded at once for one answer, and "

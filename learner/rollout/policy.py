@@ -28,11 +28,18 @@ Ask = Callable[[Sequence[RolloutInferRequest], RequestConfig], list[RolloutOutpu
 
 @dataclass(frozen=True)
 class Asking:
-    """The instruction of every request, and how answers are decoded."""
+    """The instruction of every request, and how answers are decoded.
+
+    evaluation: how those of an evaluation are; None: like all others.
+    """
 
     prompt: str
     system: str | None
     config: RequestConfig
+    evaluation: RequestConfig | None = None
+
+    def decoding(self, *, evaluating: bool) -> RequestConfig:
+        return (evaluating and self.evaluation) or self.config
 
 
 def asking_of(config: Config) -> Asking:
@@ -47,7 +54,11 @@ def asking_of(config: Config) -> Asking:
         return_details=True,
         logprobs=rollout.logprobs,
     )
-    return Asking(config.template.prompt, config.template.system, request_config)
+    evaluation = None
+    if rollout.eval_detection.greedy:
+        greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
+        evaluation = request_config.model_copy(update=greedy)
+    return Asking(config.template.prompt, config.template.system, request_config, evaluation)
 
 
 @dataclass(frozen=True)
@@ -125,10 +136,13 @@ class Policy:
         if self.is_behind():
             self.push()
 
-    def answer(self, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
+    def answer(
+        self, samples: Sequence[Sample], seed: int, *, evaluating: bool = False
+    ) -> list[RolloutOutput]:
         """Return one rollout per sample, in order; sample i is decoded with `seed + i`."""
         assert not self.is_behind(), "push_if_stale comes before answer"
-        return self._answer(self._opened.backend.rollout, samples, seed)
+        decoding = self._asking.decoding(evaluating=evaluating)
+        return self._answer(self._opened.backend.rollout, decoding, samples, seed)
 
     def answer_by_pushed(self, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
         """Do the same with the weights that were pushed last, also if they are old (ASYNC-01).
@@ -136,7 +150,7 @@ class Policy:
         Raises PushNeeded.
         """
         ask = self._opened.ask_asynchronous or self._opened.backend.rollout
-        return self._answer(ask, samples, seed)
+        return self._answer(ask, self._asking.config, samples, seed)
 
     def heal(self) -> None:
         """Push again to restarted servers, if the training weights have not changed since.
@@ -146,10 +160,12 @@ class Policy:
         if self._opened.heal is not None and not self.is_behind():
             self._opened.heal()
 
-    def _answer(self, ask: Ask, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
+    def _answer(
+        self, ask: Ask, decoding: RequestConfig, samples: Sequence[Sample], seed: int
+    ) -> list[RolloutOutput]:
         asking = self._asking
         requests = [build_request(sample, asking.prompt, asking.system) for sample in samples]
-        config = asking.config.model_copy(update={"seed": seed})
+        config = decoding.model_copy(update={"seed": seed})
         first = waiting_for("answers", self.progress(len(samples)))
         with nullcontext() if self._has_answered else first:
             outputs = ask(requests, config)
@@ -171,11 +187,12 @@ class Policy:
 
         return now
 
-    def take_notes(self) -> tuple[dict[str, Any], Payload]:
+    def take_notes(self, *, evaluating: bool = False) -> tuple[dict[str, Any], Payload]:
         """Return the notes of answers and pushes since the last call: for the log, and metrics."""
         record, payload = self._opened.journal.take()
-        decoding = self._asking.config.model_dump(exclude_defaults=True)
-        return {"weights_version": self.version, "decoding": decoding, **record}, payload
+        decoding = self._asking.decoding(evaluating=evaluating)
+        told = decoding.model_dump(exclude_defaults=True)
+        return {"weights_version": self.version, "decoding": told, **record}, payload
 
     def close(self) -> None:
         self._opened.backend.close()

@@ -103,6 +103,16 @@ def test_a_backend_without_log_probabilities_is_refused_by_name() -> None:
             },
             "decoding.temperature",
         ),
+        (
+            {
+                "rollout_backend": "hf",
+                "decode_mode": "beam",
+                "num_beams": 4,
+                "decode_batch_size": 4,
+                "eval_detection": {"greedy": True},
+            },
+            "eval_detection.greedy",
+        ),
     ],
 )
 def test_a_beam_search_states_its_beams_and_needs_hf(rollout: dict[str, Any], where: str) -> None:

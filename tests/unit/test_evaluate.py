@@ -28,7 +28,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.load import load_model
 from learner.rollout.backend import Call, Journal
-from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy, asking_of
 from learner.stages.targets import build_ground_truth_target
 from learner.training.run_log import CallLog, ProgressDisplay
 from learner.training.start_checks import read_inputs
@@ -425,6 +425,36 @@ def test_evaluation_asks_the_newest_weights_and_polygons_count_where_they_are_al
     assert counts(found) == (1, 2, 1, 1, 1)
     found = asked(allow_poly=True)
     assert (found.predicted, found.dropped) == (2, 0)
+
+
+@pytest.mark.req("EVAL-01")
+def test_evaluations_are_decoded_greedily_beside_sampled_rollouts(
+    toy_checkpoint: Path, toy_data: ToyData, toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    class Recorder(Scripted):
+        def rollout(
+            self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+        ) -> list[RolloutOutput]:
+            asked.append((request_config.temperature, request_config.top_p))
+            return super().rollout(requests, request_config)
+
+    asked: list[tuple[float | None, float | None]] = []
+    sampled = {
+        "decode_mode": "sampling",
+        "decoding": {"temperature": 0.7, "top_p": 0.95},
+        "eval_detection": {"greedy": True},
+    }
+    config = small_config(toy_checkpoint, toy_data, tmp_path, rollout_matching=sampled)
+    backend = Recorder([encode(toy_tokenizer, "{}")])
+    policy = Policy(OpenBackend(backend), asking_of(config))
+    logged: list[dict[str, Any]] = []
+    policy.push_if_stale()
+    one = [sample(CAT)]
+    evaluate(policy, one, 7, toy_tokenizer, logged.append, allow_poly=False, resolution=256)
+    policy.answer(one, 7)
+    assert asked == [(0.0, 1.0), (0.7, 0.95)]
+    told = [logged[0]["decoding"], policy.take_notes()[0]["decoding"]]
+    assert [each.get("temperature") for each in told] == [0.0, 0.7]
 
 
 @pytest.mark.req("SEED-02", "MET-01")

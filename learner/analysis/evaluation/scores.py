@@ -231,9 +231,9 @@ def evaluate(
     """
     try:
         with waiting_for("the answers of an evaluation", policy.progress(len(samples))):
-            outputs = policy.answer(samples, seed)
+            outputs = policy.answer(samples, seed, evaluating=True)
     finally:
-        record, notes = policy.take_notes()
+        record, notes = policy.take_notes(evaluating=True)
         if log_calls is not None:
             log_calls({"evaluation_seed": seed, **record})
     assess_one = partial(
