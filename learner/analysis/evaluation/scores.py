@@ -13,7 +13,7 @@ boxes are masks too.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import inf
@@ -62,7 +62,8 @@ class ScoredAnswer(LoggedAnswer):
 
     match: the hits, and of what they leave the most pairs by place alone.
     hits: matched objects of the right description. hits_at: the most hits at each of
-    `IOU_THRESHOLDS`. located: the most pairs, if descriptions are ignored from the start.
+    `IOU_THRESHOLDS`. hits_of: the same by description, in Unicode NFC, of those that have any.
+    located: the most pairs, if descriptions are ignored from the start.
     duplicates: predictions that repeat an earlier one. oversized: those of the whole image that
     are no hit.
     precision: hits / predicted; recall: hits / ground truths; None where that divides by nothing.
@@ -71,6 +72,7 @@ class ScoredAnswer(LoggedAnswer):
 
     hits: int
     hits_at: list[int]
+    hits_of: dict[str, list[int]]
     located: int
     duplicates: int
     oversized: int
@@ -93,12 +95,14 @@ class ScoredAnswer(LoggedAnswer):
             item.model_copy(update={"confidence": confidence(found, answer.logprobs)})
             for item, found in zip(said, assessed.parsed.objects, strict=True)
         ]
+        pairs_at = [most_pairs(iou, named & (iou >= least)) for least in IOU_THRESHOLDS]
         parse = answer.parse.model_copy(update={"objects": objects})
         match = answer.match.model_copy(update={"ious": ious})
         return cls(
             **{**dict(answer), "parse": parse, "match": match},
             hits=hits,
-            hits_at=[len(most_pairs(iou, named & (iou >= least))) for least in IOU_THRESHOLDS],
+            hits_at=[len(pairs) for pairs in pairs_at],
+            hits_of=_by_description(pairs_at, answer.ground_truth),
             located=len(most_pairs(iou, iou >= IOU_THRESHOLD)),
             duplicates=_duplicates(assessed.parsed.objects, resolution),
             oversized=_oversized(answer),
@@ -288,6 +292,15 @@ def match_named(
     )
 
 
+def _by_description(
+    pairs_at: Sequence[Pairs], truths: Sequence[LoggedObject]
+) -> dict[str, list[int]]:
+    """How many hits each description has at each threshold; one without any is left out."""
+    counts = [Counter(normalized(truths[g].desc) for _, g in pairs) for pairs in pairs_at]
+    names = sorted(set().union(*counts))
+    return {name: [count[name] for count in counts] for name in names}
+
+
 def _duplicates(said: Sequence[ParsedObject], resolution: int) -> int:
     """Objects that have the description of an earlier one and nearly its place (EVAL-02)."""
     return len(repeats(said, DUPLICATE_IOU, resolution))
@@ -349,9 +362,14 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class OfDescription(Counts):
-    """ap, ap50: COCO's of its boxes; None where it is no ground truth's."""
+    """f1_95, f1_miou: where a hit needs an IoU of 0.95, and the mean over `IOU_THRESHOLDS`.
+
+    ap, ap50: COCO's of its boxes; None where it is no ground truth's.
+    """
 
     name: str
+    f1_95: float
+    f1_miou: float
     ap: float | None
     ap50: float | None
 
@@ -406,7 +424,7 @@ class Breakdown:
         """categories: with the AP of each description, as `Detected` has them of boxes."""
         confusion = Counter(pair for answer in answers for pair in _named_pairs(answer))
         return cls(
-            tuple(_descriptions(confusion, categories)),
+            tuple(_descriptions(confusion, _sum_of_hits(answers), categories)),
             tuple(_thresholds(answers)),
             tuple(_sizes(answers)),
             tuple(Confused(*pair, count) for pair, count in sorted(confusion.items(), key=_rank)),
@@ -444,9 +462,21 @@ def _rank(counted: tuple[NamedPair, int]) -> tuple[int, str, str]:
     return -count, truth or "", predicted or ""
 
 
+def _sum_of_hits(answers: Iterable[ScoredAnswer]) -> dict[str, FloatArray]:
+    """Of each description that has any, at each threshold."""
+    hits: dict[str, FloatArray] = {}
+    for answer in answers:
+        for name, counts in answer.hits_of.items():
+            hits[name] = hits.get(name, 0) + np.array(counts, dtype=float)
+    return hits
+
+
 def _descriptions(
-    confusion: Counter[NamedPair], categories: Iterable[CategoryPrecision]
+    confusion: Counter[NamedPair],
+    hits_of: Mapping[str, FloatArray],
+    categories: Iterable[CategoryPrecision],
 ) -> Iterator[OfDescription]:
+    """hits_of: each description at each threshold; one that is not there has none."""
     precise = {category.name: category for category in categories}
     truths, said, hits = Counter[str](), Counter[str](), Counter[str]()
     for (truth, predicted), count in confusion.items():
@@ -456,12 +486,16 @@ def _descriptions(
             said[predicted] += count
         if truth is not None and truth == predicted:
             hits[truth] += count
+    none = np.zeros(len(IOU_THRESHOLDS))
     for name in sorted({*truths, *said}):
+        f1 = 2 * hits_of.get(name, none) / (said[name] + truths[name])
         yield OfDescription(
             name=name,
             hits=hits[name],
             predicted=said[name],
             ground_truths=truths[name],
+            f1_95=float(f1[-1]),
+            f1_miou=float(f1.mean()),
             ap=precise[name].ap,
             ap50=precise[name].ap50,
         )
