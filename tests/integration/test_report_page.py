@@ -439,7 +439,7 @@ def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 COLUMNS = (
-    *("description", "F1", "precision", "recall", "AP", "AP50"),
+    *("description", "F1", "precision", "recall", "F1@mIoU", "F1 at 0.95", "AP", "AP50"),
     *("hits", "predicted", "ground truths"),
 )
 
