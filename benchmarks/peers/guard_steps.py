@@ -107,6 +107,10 @@ class BatchV2:
         return SimpleNamespace(expanded_idx_mapping=self._slots, pos=newest)
 
 
+def batch_of(config: VllmConfig, case: Case) -> Batch | BatchV2:
+    return BatchV2(config, case) if case.v2 else Batch(config, case)
+
+
 def use_buffers_of_the_cpu() -> None:
     """In place of vLLM's buffers in pinned memory, as its worker for CPUs does it."""
     buffers: Any = buffer_utils
@@ -120,7 +124,7 @@ def main() -> None:
     settings = guarded_settings(Path(sys.argv[1]))
     config = engine_args(settings, 0).create_engine_config()
     use_buffers_of_the_cpu()
-    batches = {case.name: (BatchV2 if case.v2 else Batch)(config, case) for case in CASES}
+    batches = {case.name: batch_of(config, case) for case in CASES}
     print("ready", flush=True)
     for _ in sys.stdin:
         means = {

@@ -28,7 +28,7 @@ from rollout_server.engines import vllm as engine_package
 from rollout_server.settings import preflight
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import ContractError
-from shared_contracts.machine import GpuMemory, GpuUse
+from shared_contracts.machine import GpuMemory, GpuUse, visible_gpus
 
 UUIDS = (
     "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",
@@ -62,7 +62,7 @@ def fake_driver(devices: Path) -> None:
     checks: Any = preflight
     checks.check_gpus = partial(preflight.check_gpus, devices=devices)
     package: Any = engine_package
-    package.visible_gpus = partial(engine_package.visible_gpus, devices=devices)
+    package.visible_gpus = partial(visible_gpus, devices=devices)
 
 
 def started(argv: list[str], gib: float, environment: Mapping[str, str]) -> Started:
