@@ -77,7 +77,7 @@ class BatchV2:
         cpu = torch.device("cpu")
         self._known = 1 + case.generated
         context = self._known + LONGEST
-        states = RequestState(BATCH, context, context, 0, case.width, cpu)
+        states: Any = RequestState(BATCH, context, context, 0, case.width, cpu)
         self._ids = states.all_token_ids.gpu
         self._ids.copy_(torch.randint(IDS, self._ids.shape))
         states.prompt_len.np[:] = 1

@@ -150,7 +150,8 @@ class GuardRows:
         over = ((counts >= limits) & due[:, 3:]).any(dim=1)
         state[:, 3] |= over
         self._state.index_copy_(0, slots, state)
-        return state[:, 3] > 0
+        triggered: torch.Tensor = state[:, 3] > 0
+        return triggered
 
 
 def _run(ids: torch.Tensor, back: int, places: torch.Tensor) -> torch.Tensor:
