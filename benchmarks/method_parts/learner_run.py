@@ -32,7 +32,7 @@ class CountingPolicy(Policy):
     """Counts the answers it passes on; `take` starts anew."""
 
     def __init__(self, opened: OpenBackend, config: Config, tokenizer: Tokenizer) -> None:
-        in_turn = replace(opened, round_size=None, heal=None)  # no answers beside forwards
+        in_turn = replace(opened, stream=None, heal=None)  # no answers beside forwards
         super().__init__(in_turn, asking_of(config))
         self._tokenizer = tokenizer
         self._counts = Counts()
