@@ -334,8 +334,8 @@ def _rollout_seconds(
     ends: list[float] = []
 
     def asking(rank: int, samples: list[Tokens]) -> Wait:
-        for asked in machines.rounds(samples):
-            yield from machines.answer(rank, asked)
+        for _, answers in machines.chunks(rank, samples):
+            yield from answers
         ends.append(machines.env.now)
 
     for rank, rollouts in enumerate(step.rollouts):
