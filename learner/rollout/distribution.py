@@ -63,9 +63,8 @@ def most_at_once(cap: int, n: int = 1) -> int:
     return max(1, cap // n)
 
 
-# Calls at a server at the same time, where requests wait for places: of one rank, and of all. A
-# server takes 64.
-_CALLS_OF_RANK, _CALLS = 8, 32
+# Calls of all ranks at a server at the same time, where requests wait for places. A server takes 64.
+_CALLS = 32
 
 
 def next_call(
@@ -81,14 +80,14 @@ def next_call(
     the slowest answer of all places. One call more may fill what is left of the places; after that
     the places of several small calls are put together.
     """
-    calls = max(1, min(_CALLS_OF_RANK, _CALLS // learner_world_size))
+    calls = max(1, _CALLS // learner_world_size)
     if running > calls:
         return 0
     return waiting if waiting <= free else max(0, min(-(-most // calls), free))
 
 
 # Chunks of a step of which requests are sent while an earlier one still lacks answers.
-CHUNKS_AHEAD = 1
+CHUNKS_AHEAD = 2
 
 
 def cut(n: int, size: int) -> list[range]:
