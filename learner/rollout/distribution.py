@@ -63,13 +63,11 @@ def most_at_once(cap: int, n: int = 1) -> int:
     return max(1, cap // n)
 
 
-# Calls of all ranks at a server at the same time, where requests wait for places. A server takes 64.
+# Calls of all ranks at a server at the same time, where requests wait for places; it takes 64.
 _CALLS = 32
 
 
-def next_call(
-    waiting: int, free: int, most: int, learner_world_size: int, running: int = 0
-) -> int:
+def next_call(waiting: int, free: int, most: int, learner_world_size: int, running: int = 0) -> int:
     """Return the most requests of the next call of one rank to a server; 0: none is made now.
 
     waiting: requests that have no answer and are in no call. free: places of the server that are

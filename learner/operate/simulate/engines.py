@@ -4,8 +4,8 @@ Continuous    vLLM: a sequence enters as soon as a place is free, and leaves whe
 Batches       transformers' `generate`: a batch waits for its longest answer
 Dispatch      which requests of a rank a server has, and when
 
-The engines prefill the prompts of what enters, beside which nothing else runs, and then take steps of
-`step_s + step_per_sequence_s * running` seconds. The first token comes with the prefill: an
+The engines prefill the prompts of what enters, beside which nothing else runs, and then take steps
+of `step_s + step_per_sequence_s * running` seconds. The first token comes with the prefill: an
 answer of n tokens and its end takes n steps.
 """
 
@@ -249,11 +249,12 @@ class Machines:
 
     def rounds(self, rank: int, samples: Sequence[Tokens]) -> list[Answers]:
         """The same beside training, where a round is asked for when the one before is there."""
-        rounds = [samples[part.start : part.stop] for part in cut(len(samples), self._size(samples))]
-        return [
-            (each, self._dispatch(rank, self._asked(each), len(each)).wait_for(range(len(each))))
-            for each in rounds
-        ]
+        made = []
+        for part in cut(len(samples), self._size(samples)):
+            asked = self._asked(of_round := samples[part.start : part.stop])
+            dispatch = self._dispatch(rank, asked, len(asked))
+            made.append((of_round, dispatch.wait_for(*dispatch.chunks)))
+        return made
 
     def _size(self, samples: Sequence[Tokens]) -> int:
         """Of a chunk of `samples`, where servers answer; one server of the learner has them all."""
@@ -320,6 +321,7 @@ class Dispatch:
                 asked = self._asked[requests.start : requests.stop]
                 call = self._env.process(self._servers[at].answer(asked))
                 self._calls[call] = at, requests
+
     def _next_part(self, at: int) -> range | None:
         """The requests of the next call of server `at`; None without a free place."""
         queue = self._queues[at]

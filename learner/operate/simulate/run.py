@@ -184,6 +184,10 @@ class Rank:
             yield from self._peers.all_gather(self._rank)
             yield from self._machines.push()
         samples = self._machines.samples(record.step, self._rank)
+        yield from self.channel_b(samples, record, clock)
+
+    def channel_b(self, samples: Sequence[Tokens], record: SimulatedStep, clock: Clock) -> Wait:
+        """A step of channel B from its first request to its last backward."""
         bench = Bench(self._machines, clock, record)
         left = deque(self._machines.chunks(self._rank, samples))
 
