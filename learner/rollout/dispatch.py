@@ -109,7 +109,7 @@ class Dispatch:
         """Yield one envelope per request, in order, `size` at a time.
 
         Calls that run go on while nobody asks for the next chunk, and no new ones are made then.
-        When it is closed, and after an error, running calls end soon.
+        When the generator is closed, and after an error, running calls end soon.
 
         Raises:
             RunError: no server answers, a request was refused, or the run was given up.

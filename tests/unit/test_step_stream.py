@@ -239,9 +239,8 @@ def test_a_stream_that_is_left_asks_for_nothing_more() -> None:
     with fleet(1, decode_batch_size=2) as run:
         with closing(run.backend.stream(requests(40), CONFIG)) as chunks:
             assert ids(next(chunks)) == [0, 1]
-        before = asked(run)
-        time.sleep(0.2)
-        assert asked(run) == before <= set(range(2 * (2 + CHUNKS_AHEAD)))
+        time.sleep(0.5)
+        assert asked(run) <= set(range(2 * (1 + CHUNKS_AHEAD)))
 
 
 @pytest.mark.req("DIST-01")
