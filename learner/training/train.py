@@ -9,7 +9,7 @@ What flows through a run, step by step:
     BatchLoader                            this process's samples of the step
       -> StepTrainer.training_step() -> StepRunner.run()
            A  ChannelA.segments() ---------------------------------+
-           B  Policy.push_if_stale() -> Policy.answer()            |
+           B  Policy.push_if_stale() -> Policy.stream()            |
               -> ChannelB.segments() ------------------------------+-> Packer.begin()
               (or made beside the steps: AsyncSource.feed())       |
                                                                    v
