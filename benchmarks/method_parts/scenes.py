@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -65,8 +66,10 @@ def _draw(panel: Axes, answer: ScoredAnswer) -> None:
 def _box(panel: Axes, item: LoggedObject, colour: str) -> None:
     """One that repeats another is dashed, so that both are seen."""
     x1, y1, x2, y2 = (decode_bin(bin_) for bin_ in item.coords)
-    line = {"linewidth": 1.8, "linestyle": (0, (3, 3)) if colour == REPEATED else "-"}
-    panel.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=colour, **line))
+    dashes: Any = (0, (3, 3)) if colour == REPEATED else "-"
+    box = Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=colour, linewidth=1.8)
+    box.set_linestyle(dashes)
+    panel.add_patch(box)
 
 
 def _wrapped(title: str) -> str:
