@@ -167,6 +167,7 @@ class Qwen3VL(QwenVL):
     """Qwen3-VL, whose patches see all patches of their frame in every layer."""
 
     def patches(self, inner: Any, grid: "Tensor | None") -> "Patches | None":
+        """By transformers' own functions, as its tower calls them; one group for each frame."""
         from transformers.vision_utils import (
             get_vision_interpolation_indices_and_weights,
             get_vision_position_ids,
