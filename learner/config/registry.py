@@ -19,8 +19,8 @@ ANSWER_FORMATS = {
 MODEL_FAMILIES = {
     "qwen2_vl": "learner.models.families.qwen_vl:QWEN_VL",
     "qwen2_5_vl": "learner.models.families.qwen_vl:QWEN_VL",
-    "qwen3_vl": "learner.models.families.qwen_vl:QWEN_VL",
-    "qwen3_vl_moe": "learner.models.families.qwen_vl:QWEN_VL",
+    "qwen3_vl": "learner.models.families.qwen_vl:QWEN3_VL",
+    "qwen3_vl_moe": "learner.models.families.qwen_vl:QWEN3_VL",
 }
 
 

@@ -25,6 +25,7 @@ from learner.models.families import Family, Multimodal, family_of
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.loading import loading
 from learner.models.patch_embedding import use_product
+from learner.models.precision import compute_in
 from learner.stages.formats import answer_format
 from learner.stages.tokens import CoordVocab, Tokenizer
 from shared_contracts.adapters import checkpoint_chain, folder_with
@@ -87,6 +88,8 @@ def read_model(
 def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     """`model`, which `load_weights` has loaded, on its device, with its processor and tuner.
 
+    Its forwards compute in `torch_dtype`.
+
     Raises ContractError for a directory without a processor, and for what `tuned` refuses.
     """
     with _loading(config):
@@ -100,6 +103,7 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     inner = family.inner(model)
     rows, notes = _rows_to_train(model, config.tuner, vocab)
     trained = tuned(model, config.tuner, rows)
+    compute_in(trained, config.model.torch_dtype)
     return LoadedModel(trained, inner, processor, processor.tokenizer, vocab, notes, family)
 
 

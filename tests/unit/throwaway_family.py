@@ -36,6 +36,16 @@ class Llava:
             return "vision"
         return "aligner" if "multi_modal_projector" in name else "language"
 
+    def vision_tower(self, inner: Any) -> torch.nn.Module:
+        found: torch.nn.Module = inner.vision_tower
+        return found
+
+    def patches(self, inner: Multimodal, grid: Tensor | None) -> None:
+        return None
+
+    def smallest_image(self, inner: Multimodal) -> None:
+        return None
+
     def positions(
         self, inner: Multimodal, ids: Tensor, types: Tensor, grid: Tensor | None
     ) -> Tensor:

@@ -13,6 +13,8 @@ from learner.data.lengths import ImageRule
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from learner.models.patches import Patches, SmallestImage
+
 # What has a learning rate of its own.
 Part = Literal["language", "vision", "aligner"]
 
@@ -52,6 +54,18 @@ class Family(Protocol):
 
     def part_of(self, name: str) -> Part:
         """The part of the model that a parameter belongs to."""
+
+    def vision_tower(self, inner: Multimodal) -> "nn.Module":
+        """The module that sees the patches of images."""
+
+    def patches(self, inner: Multimodal, grid: "Tensor | None") -> "Patches | None":
+        """What the vision tower needs to know of the patches of (images, 3) grids on the host.
+
+        None where there are no images, or where the tower computes it itself.
+        """
+
+    def smallest_image(self, inner: Multimodal) -> "SmallestImage | None":
+        """An image that the model can be shown without a processor; None where there is none."""
 
     def positions(
         self, inner: Multimodal, ids: "Tensor", types: "Tensor", grid: "Tensor | None"

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -25,6 +25,7 @@ from learner.models.families import family_of
 from learner.models.load import LoadedModel, read_processor, tuned
 from learner.models.packed_forward import IMAGE, Pack, PromptEncoder, make_pack
 from learner.models.patch_embedding import use_product
+from learner.models.precision import compute_in, sharded_policy
 from learner.operate.estimate.fake import (
     Costs,
     Work,
@@ -39,7 +40,7 @@ from learner.stages.packing import StepPacker
 from learner.stages.tokens import CoordVocab
 from learner.training.channels import Encoding
 from learner.training.recipes import Recipe, recipe_class
-from learner.training.trainer import AUTOCAST, build_optimizer
+from learner.training.trainer import build_optimizer
 from learner.types import Channel, Sample
 
 Tensors = list[tuple[tuple[int, ...], str, int]]
@@ -194,7 +195,7 @@ def step_costs(
         put_on_fakes(model)
         if sharded:
             _shard(config, model, processes)
-        fakes = Pack(**{**vars(pack), "pixel_values": _on_fake(mode, pack.pixel_values)})
+        fakes = replace(pack, pixel_values=_on_fake(mode, pack.pixel_values))
         optimizer = build_optimizer(model, config.training, loaded.family)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         for weight in trained:
@@ -212,9 +213,7 @@ def step_costs(
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.ndim
         )
-        if config.model.torch_dtype == "bfloat16":
-            autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=AUTOCAST.cache_enabled)
-            model.forward = autocast(model.forward)  # as accelerate does
+        compute_in(model, config.model.torch_dtype)
         for channel in channels:
             costs.begin()
             recipe.loss(model, fakes, channel).total.backward()
@@ -240,9 +239,7 @@ def step_costs(
 
 def _shard(config: Config, model: nn.Module, processes: int) -> None:
     """As accelerate does: each layer alone, and the rest with the whole."""
-    policy = MixedPrecisionPolicy()
-    if config.model.torch_dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = sharded_policy(config.model.torch_dtype)
     mesh = init_device_mesh("cpu", (processes,))
     layers: Any = model._no_split_modules
     for module in list(model.modules()):
