@@ -97,7 +97,7 @@ LEARNER, SERVER = "memory (estimate)", "server memory (estimate)"
 BESIDE = "memory beside the server (estimate)"
 
 
-def judge_training(needed: StepCost, there: float | None, where: str) -> Finding:
+def judge_training(config: Config, needed: StepCost, there: float | None, where: str) -> Finding:
     """there: bytes for this process; None where nobody tells."""
     if there is None:
         return ok(LEARNER, f"{needed}; how much there is nobody tells", where)
@@ -105,7 +105,7 @@ def judge_training(needed: StepCost, there: float | None, where: str) -> Finding
     if needed.total <= there * USABLE:
         return ok(LEARNER, found, where)
     status: Status = "fail" if needed.states > there else "warn"
-    return Finding(LEARNER, where, status, found, needed.remedy(there * USABLE))
+    return Finding(LEARNER, where, status, found, needed.remedy(config, there * USABLE))
 
 
 def judge_beside(needed: StepCost, offload: OffloadConfig, left: float, where: str) -> Finding:
@@ -284,14 +284,14 @@ def _memory_findings(
     needed = step_cost(config, chosen, "A", processes=processes, device=device)
     here, where = _own_room(visible, use)
     if looked.longest_prompt is None:
-        return [judge_training(needed, here, where)]
+        return [judge_training(config, needed, here, where)]
     devices = placement.tensor_parallel_size if placement is not None else 1
     served = serving(config, sizes, looked.longest_prompt, devices)
     if placement is None:
-        return [judge_training(needed, here, where), judge_serving(served, None, "")]
+        return [judge_training(config, needed, here, where), judge_serving(served, None, "")]
     if not placement.gpus:
         return [
-            judge_training(needed, here, where),
+            judge_training(config, needed, here, where),
             judge_serving(served, here, "a colocated server", "this machine"),
         ]
     budget = None if here is None else here * placement.gpu_memory_utilization
@@ -301,7 +301,7 @@ def _memory_findings(
         offload = config.rollout_matching.offload
         findings.append(judge_beside(needed, offload, USABLE * here - budget, where))
         here, where = here - ENGINE_BYTES, f"{where} beside the server, which sleeps"
-    return [judge_training(needed, here, where), *findings]
+    return [judge_training(config, needed, here, where), *findings]
 
 
 def _own_room(visible: Sequence[int], use: GpuUse | None) -> tuple[float | None, str]:

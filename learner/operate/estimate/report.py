@@ -147,7 +147,7 @@ class Estimate:
         cost = self.largest
         if cost.total > self.room:
             found = f"a learner needs {cost}; {gib(self.room)} of the {self.gpu.name} can be used"
-            yield ContractError("--gpu", found, cost.remedy(self.room))
+            yield ContractError("--gpu", found, cost.remedy(self.config, self.room))
         if self.colocated and self.kept > self.left:
             found = (
                 f"while its server works, a learner keeps {gib(self.kept)} of weights and "

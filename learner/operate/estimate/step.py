@@ -39,6 +39,7 @@ from learner.stages.packing import StepPacker
 from learner.stages.tokens import CoordVocab
 from learner.training.channels import Encoding
 from learner.training.recipes import Recipe, recipe_class
+from learner.training.start_checks import generates
 from learner.training.trainer import AUTOCAST, build_optimizer
 from learner.types import Channel, Sample
 
@@ -94,16 +95,33 @@ class StepCost:
         moved = (offload.offload_model, self.weights), (offload.offload_optimizer, self.moments)
         return sum(size for away, size in moved if not (offload.enabled and away))
 
-    def remedy(self, room: float) -> str:
-        """What makes it smaller, where `room` bytes are too few."""
-        if self.states > room:
-            return (
-                "Use training.data_parallel: fsdp2 over more processes, or tuner.train_type: lora"
-            )
-        return (
-            "Set model.gradient_checkpointing: true, lower global_max_length, or use "
-            "training.data_parallel: fsdp2 over more processes"
-        )
+    def remedy(self, config: Config, room: float) -> str:
+        """What makes it smaller, where `room` bytes are too few and the config has left a choice.
+
+        FSDP2 is refused beside LoRA and beside a learner that generates in its own process. Beside
+        a colocated server there is one process.
+        """
+        model, lora = config.model, config.tuner.train_type == "lora"
+        backend = config.rollout_matching.backend if generates(config) else "server"
+        choices = []
+        if self.states <= room:
+            if model.attn_implementation in ("eager", "sdpa"):
+                choices.append("set model.attn_implementation: auto")
+            if not model.gradient_checkpointing:
+                choices.append("set model.gradient_checkpointing: true")
+            if config.training.packing:
+                choices.append("lower global_max_length")
+        if backend == "colocate":
+            choices.append("use rollout_matching.vllm.mode: server with GPUs of its own")
+        if not lora and backend == "server":
+            choices.append("use training.data_parallel: fsdp2 over more processes")
+        if not lora:
+            choices.append("use tuner.train_type: lora")
+        elif self.states > room >= self.weights:
+            choices.append("lower tuner.lora_rank")
+        *others, last = [*choices, "use a device with more memory"]
+        found = f"{', '.join(others)}, or {last}" if others else last
+        return found[0].upper() + found[1:]
 
     def __str__(self) -> str:
         return (
