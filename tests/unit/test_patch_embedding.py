@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
 from learner.data.toy import ToyData
-from learner.models.patch_embedding import PatchProduct, use_product
+from learner.models.patch_embedding import PatchProduct, check_patch_embedding, use_product
 from shared_contracts.errors import ContractError
 from tests.unit.loaded_models import load_small
 
@@ -64,3 +64,23 @@ def test_patches_that_overlap_are_refused(changes: dict[str, object]) -> None:
     model.patch_embed.proj = nn.Conv3d(3, 8, **shape)  # type: ignore[arg-type]
     with pytest.raises(ContractError, match=r"patch_embed\.proj is Conv3d.*overlap or are padded"):
         use_product(model)
+
+
+def test_a_patch_embedding_that_is_no_convolution_and_a_model_without_one_are_refused() -> None:
+    model = nn.Module()
+    with pytest.raises(ContractError, match=r"model\.model: its vision tower has no patch_embed"):
+        check_patch_embedding(model)
+    model.patch_embed = nn.Module()
+    model.patch_embed.proj = nn.Linear(3, 8)
+    with pytest.raises(ContractError, match=r"patch_embed\.proj is Linear.*, and no Conv3d"):
+        use_product(model)
+
+
+def test_a_product_stays_where_it_is() -> None:
+    model = nn.Module()
+    model.patch_embed = nn.Module()
+    model.patch_embed.proj = nn.Conv3d(3, 8, kernel_size=(2, 8, 8), stride=(2, 8, 8))
+    use_product(model)
+    product = model.patch_embed.proj
+    use_product(model)
+    assert model.patch_embed.proj is product

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from learner.config.rollout_matching import OffloadConfig
 from learner.config.schema import Config, LoraTuner
 from learner.models.families import family_of
-from learner.models.load import LoadedModel, read_processor, tuned
+from learner.models.load import LoadedModel, on_meta, read_processor, tuned
 from learner.models.packed_forward import IMAGE, Pack, PromptEncoder, make_pack
 from learner.models.patch_embedding import use_product
 from learner.operate.estimate.fake import (
@@ -33,7 +33,7 @@ from learner.operate.estimate.fake import (
     put_on_fakes,
     ring_bytes,
 )
-from learner.operate.estimate.sizes import gib, on_meta
+from learner.operate.estimate.sizes import gib
 from learner.stages.formats import answer_format
 from learner.stages.packing import StepPacker
 from learner.stages.tokens import CoordVocab
