@@ -80,9 +80,9 @@ def check_parts(model: PreTrainedModel) -> None:
 
     Raises ContractError as `family_of`, `check_head` and `check_patch_embedding` do.
     """
-    family_of(model)
+    family = family_of(model)
     check_head(model)
-    check_patch_embedding(model)
+    check_patch_embedding(model, family.patch_embedding)
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -139,7 +139,7 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
-    use_product(model)
+    use_product(model, family.patch_embedding)
     inner = family.inner(model)
     rows, notes = _rows_to_train(model, config.tuner, vocab)
     trained = tuned(model, config.tuner, rows)

@@ -21,31 +21,35 @@ class PatchProduct(nn.Conv3d):
         return found[:, :, None, None, None]
 
 
-def use_product(model: nn.Module) -> None:
+def use_product(model: nn.Module, ending: str | None) -> None:
     """Put a `PatchProduct` in the place of each patch embedding of `model`.
+
+    ending: of their names, by the family of the model; None: the family has none.
 
     Raises ContractError as `check_patch_embedding` does.
     """
-    for name, module in _patch_embeddings(model):
+    for name, module in _patch_embeddings(model, ending):
         if not isinstance(module, PatchProduct):
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, _product(module))
 
 
-def check_patch_embedding(model: nn.Module) -> None:
-    """Each patch embedding of `model`, at least one, can be a `PatchProduct`.
+def check_patch_embedding(model: nn.Module, ending: str | None) -> None:
+    """Each patch embedding of `model` can be a `PatchProduct`; arguments as of `use_product`.
 
     Raises ContractError for a model without one, for one that is no convolution, and for one
     whose patches overlap or are padded.
     """
-    _patch_embeddings(model)
+    _patch_embeddings(model, ending)
 
 
-def _patch_embeddings(model: nn.Module) -> list[tuple[str, nn.Conv3d]]:
-    """By name. They are called the same in all models of the Qwen-VL family."""
-    named = [each for each in model.named_modules() if each[0].endswith("patch_embed.proj")]
+def _patch_embeddings(model: nn.Module, ending: str | None) -> list[tuple[str, nn.Conv3d]]:
+    """By name."""
+    if ending is None:
+        return []
+    named = [each for each in model.named_modules() if each[0].endswith(ending)]
     if not named:
-        raise _refused("its vision tower has no patch_embed.proj")
+        raise _refused(f"its vision tower has no {ending}")
     return [(name, _checked(name, module)) for name, module in named]
 
 

@@ -118,7 +118,7 @@ def test_under_autocast_products_in_16_bits_are_added_in_32() -> None:
 
 
 def test_a_head_that_peft_wraps_is_called_as_it_is() -> None:
-    model = nn.Sequential(OrderedDict(lm_head=nn.Linear(4, 6, bias=False)))
+    model: Any = nn.Sequential(OrderedDict(lm_head=nn.Linear(4, 6, bias=False)))
     wrapped: Any = get_peft_model(model, LoraConfig(target_modules=["lm_head"])).base_model.model[0]
     assert chunked(wrapped) == wrapped.forward
 

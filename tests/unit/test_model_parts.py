@@ -60,9 +60,9 @@ def other_name(model: Any) -> None:
 def registered(change: Change) -> Iterator[None]:
     """Within the block transformers makes models of another class for a Qwen3-VL."""
 
-    class Changed(Qwen3VLForConditionalGeneration):  # type: ignore[misc]
+    class Changed(Qwen3VLForConditionalGeneration):
         def __init__(self, config: Qwen3VLConfig) -> None:
-            super().__init__(config)
+            super().__init__(config)  # type: ignore[no-untyped-call]
             change(self)
 
     Changed.config_class = Qwen3VLConfig

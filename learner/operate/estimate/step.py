@@ -144,8 +144,8 @@ def meta_model(config: Config, model: PreTrainedModel | None = None) -> LoadedMo
     vocab = CoordVocab.from_tokenizer(processor.tokenizer, answer_format(config).end_marker)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    use_product(model)
     family = family_of(model)
+    use_product(model, family.patch_embedding)
     inner, rows = family.inner(model), list[int]()
     tuner = config.tuner
     if isinstance(tuner, LoraTuner) and not tuner.adapts_rows:
