@@ -203,6 +203,20 @@ def step_costs(
     samples: of this process's step. device: `cpu` takes the way that a CPU takes.
     """
     pack, packs = longest_pack(config, recipe, samples)
+    return pack_costs(config, loaded, recipe, pack, packs, channels, processes, device)
+
+
+def pack_costs(
+    config: Config,
+    loaded: LoadedModel,
+    recipe: Recipe,
+    pack: Pack,
+    packs: int,
+    channels: Iterable[Channel],
+    processes: int = 1,
+    device: str = "cuda",
+) -> dict[Channel, StepCost]:
+    """`step_costs` of a step whose longest pack is `pack`, one of `packs`."""
     costs, found = Costs(), dict[Channel, StepCost]()
     sharded = config.training.data_parallel == "fsdp2"
     images = pack.mm_token_types == IMAGE
