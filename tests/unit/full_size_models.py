@@ -111,7 +111,7 @@ def make_samples(folder: Path, count: int, side: int = 1000) -> list[Sample]:
     noise = np.random.default_rng(0).integers(0, 255, (side, side, 3), dtype=np.uint8)
     Image.fromarray(noise).save(path)
     boxes = tuple(
-        GroundTruthObject("red ellipse", Shape("bbox_2d", (10 + at, 20, 100 + at, 200)))
+        GroundTruthObject("red ellipse", Shape("bbox_2d", (10 + 10 * at, 20, 100 + 10 * at, 200)))
         for at in range(14)
     )
     return [Sample(f"s{number}", (path,), side, side, boxes) for number in range(count)]

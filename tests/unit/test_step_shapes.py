@@ -91,9 +91,7 @@ def test_no_tensor_of_a_step_is_as_large_as_a_mask_or_as_whole_logits(
         cost = cost_of(config, channel, samples)
         assert cost.tokens > CHUNK
         assert any(cost.tokens in shape for shape in cost.shapes)
-        assert any(VOCABULARY in shape and CHUNK in shape for shape in cost.shapes) == (
-            cost.tokens > 1000
-        )
+        assert any(shape[-1] == VOCABULARY and shape[-2] > 1 for shape in cost.shapes if shape[1:])
         assert list(large(cost.shapes, cost.tokens, WIDTH)) == []
 
 
@@ -118,9 +116,8 @@ def test_a_mask_of_sdpa_is_found(model: Path, samples: list[Sample]) -> None:
     own = {"model": str(model), "attn_implementation": "sdpa"}
     config = profile(CONFIGS / "stage2_two_channel" / "gpu" / "4b_lora.yaml", model, model=own)
     cost = cost_of(config, "A", samples)
-    assert {shape[-2:] for shape in large(cost.shapes, cost.tokens, WIDTH)} == {
-        (cost.tokens, cost.tokens)
-    }
+    found = {shape[-2:] for shape in large(cost.shapes, cost.tokens, WIDTH)}
+    assert found == {(cost.tokens, cost.tokens)}
 
 
 def test_logits_and_masks_are_found_on_either_side() -> None:
