@@ -84,18 +84,19 @@ def config(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Config:
     return small_config(folder, toy_data, tmp_path / "run")
 
 
+@pytest.mark.req("FULL-02", "FULL-04")
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        pytest.param(change, found, id=change.__name__, marks=pytest.mark.req(rule))
-        for change, found, rule in [
-            (without_head, "it has no lm_head", "FULL-02"),
-            (biased_head, r"its lm_head is Linear.*no linear layer without a bias", "FULL-02"),
-            (several_layers, r"its lm_head is Sequential", "FULL-02"),
-            (half_of_the_vocabulary, r"a weight of 671 x \d+, and its config says", "FULL-02"),
-            (flat_patches, r"patch_embed\.proj is Linear.*, and no Conv3d", "FULL-04"),
-            (padded_patches, r"patch_embed\.proj is Conv3d.*overlap or are padded", "FULL-04"),
-            (other_name, "its vision tower has no patch_embed", "FULL-04"),
+        pytest.param(change, found, id=change.__name__)
+        for change, found in [
+            (without_head, "it has no lm_head"),
+            (biased_head, r"its lm_head is Linear.*no linear layer without a bias"),
+            (several_layers, r"its lm_head is Sequential"),
+            (half_of_the_vocabulary, r"a weight of 671 x \d+, and its config says"),
+            (flat_patches, r"patch_embed\.proj is Linear.*, and no Conv3d"),
+            (padded_patches, r"patch_embed\.proj is Conv3d.*overlap or are padded"),
+            (other_name, "its vision tower has no patch_embed"),
         ]
     ],
 )

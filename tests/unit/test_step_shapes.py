@@ -50,7 +50,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     return make_samples(tmp_path_factory.mktemp("samples"), 8, side=256)
 
 
-def profile(path: Path, model: Path, **changes: Any) -> Config:
+def profile(path: Path, model: Path, /, **changes: Any) -> Config:
     return parse_config(merge(merge(load_mapping(path), {"model": {"model": str(model)}}), changes))
 
 
