@@ -35,6 +35,7 @@ from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy_scenes import DESCRIPTIONS
 from learner.models.attention import attention_of
+from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.load import prepared
 from learner.models.packed_forward import IMAGE, Pack, make_pack
 from learner.models.patch_embedding import use_product
@@ -233,7 +234,7 @@ def _sides(folder: Path, size: Size, dtype: torch.dtype) -> tuple[Side, Side, Pa
     model = _model(size)
     peer = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     if dtype == torch.bfloat16:
-        use_product(peer)
+        use_product(peer, QWEN_VL.patch_embedding)
     recipe = recipe_of(config, prepared(config, model))
     pack = make_pack(recipe.channel_a.segments(_samples(folder, size)))
     _set_up(model, plain=False)

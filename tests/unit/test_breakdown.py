@@ -61,8 +61,8 @@ def test_each_description_has_the_mean_of_its_f1_at_all_thresholds() -> None:
         ([there, DOG], [box("cat", 0, 0, 70, 100), box("dog", 600, 600, 900, 740)]),
     )
     cat, dog = breakdown(found).descriptions
-    assert (cat.f1_miou, cat.f1_95) == (pytest.approx((5 * 2 + 4 * 1) / 2 / 10), 0.0)
-    assert (dog.f1_miou, dog.f1_95) == (0.0, 0.0)
+    assert [cat.f1_miou, dog.f1_miou] == pytest.approx([(5 * 2 + 4 * 1) / 2 / 10, 0.0])
+    assert (cat.f1_95, dog.f1_95) == (0.0, 0.0)
     scores = Scores.of(found)
     both = [2 * each.predicted for each in (cat, dog)]
     mean = (cat.f1_miou * both[0] + dog.f1_miou * both[1]) / sum(both)

@@ -23,6 +23,7 @@ class Llava:
     placeholder = "<|image_pad|>"
     inputs = ("pixel_values",)
     language_linear = r".*language_model.*\.(q|v)_proj"
+    patch_embedding = None
 
     def image_rule(self, folder: Path) -> SquareImages:
         return SquareImages(per_image=16)

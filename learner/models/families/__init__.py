@@ -37,6 +37,8 @@ class Family(Protocol):
     placeholder: token of the chat template that stands for an image.
     inputs: those of `mm_token_type_ids`, `pixel_values` and `image_grid_thw` that the model takes.
     language_linear: pattern of the linear layers that `target_modules: all-linear` adapts.
+    patch_embedding: end of the name of the convolution that `patch_embedding.py` makes a product;
+        None: the vision tower is left as it is.
     """
 
     @property
@@ -45,6 +47,8 @@ class Family(Protocol):
     def inputs(self) -> tuple[str, ...]: ...
     @property
     def language_linear(self) -> str: ...
+    @property
+    def patch_embedding(self) -> str | None: ...
 
     def image_rule(self, folder: Path) -> ImageRule:
         """How many tokens an image takes, by the processor in a folder. Imports no torch."""

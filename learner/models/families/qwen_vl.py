@@ -110,6 +110,7 @@ class QwenVL:
     placeholder = "<|image_pad|>"
     inputs = ("mm_token_type_ids", "pixel_values", "image_grid_thw")
     language_linear = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    patch_embedding = "patch_embed.proj"
 
     def image_rule(self, folder: Path) -> QwenImageRule:
         return QwenImageRule.of_checkpoint(folder)

@@ -99,7 +99,7 @@ BESIDE = "memory beside the server (estimate)"
 LOADING = "host memory while the model is loaded (estimate)"
 
 
-def judge_training(needed: StepCost, there: float | None, where: str) -> Finding:
+def judge_training(config: Config, needed: StepCost, there: float | None, where: str) -> Finding:
     """there: bytes for this process; None where nobody tells."""
     if there is None:
         return ok(LEARNER, f"{needed}; how much there is nobody tells", where)
@@ -107,7 +107,7 @@ def judge_training(needed: StepCost, there: float | None, where: str) -> Finding
     if needed.total <= there * USABLE:
         return ok(LEARNER, found, where)
     status: Status = "fail" if needed.states > there else "warn"
-    return Finding(LEARNER, where, status, found, needed.remedy(there * USABLE))
+    return Finding(LEARNER, where, status, found, needed.remedy(config, there * USABLE))
 
 
 def judge_loading(
@@ -305,14 +305,18 @@ def _memory_findings(
     on_host = None if not visible else judge_loading(config, sizes, _sharing(), available_ram())
     loading = [] if on_host is None else [on_host]
     if looked.longest_prompt is None:
-        return [*loading, judge_training(needed, here, where)]
+        return [*loading, judge_training(config, needed, here, where)]
     devices = placement.tensor_parallel_size if placement is not None else 1
     served = serving(config, sizes, looked.longest_prompt, devices)
     if placement is None:
-        return [*loading, judge_training(needed, here, where), judge_serving(served, None, "")]
+        return [
+            *loading,
+            judge_training(config, needed, here, where),
+            judge_serving(served, None, ""),
+        ]
     if not placement.gpus:
         return [
-            judge_training(needed, here, where),
+            judge_training(config, needed, here, where),
             judge_serving(served, here, "a colocated server", "this machine"),
         ]
     budget = None if here is None else here * placement.gpu_memory_utilization
@@ -322,7 +326,7 @@ def _memory_findings(
         offload = config.rollout_matching.offload
         findings.append(judge_beside(needed, offload, USABLE * here - budget, where))
         here, where = here - ENGINE_BYTES, f"{where} beside the server, which sleeps"
-    return [*loading, judge_training(needed, here, where), *findings]
+    return [*loading, judge_training(config, needed, here, where), *findings]
 
 
 def _own_room(visible: Sequence[int], use: GpuUse | None) -> tuple[float | None, str]:
