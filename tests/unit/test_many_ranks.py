@@ -19,7 +19,7 @@ from learner.distributed.peers import StorePeers, Timing
 from learner.rollout.backend import Journal, PushNeeded
 from learner.rollout.client import RolloutClient
 from learner.rollout.parallel_calls import Calls, in_parallel
-from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.rollout.policy import Ask, Asking, OpenBackend, Policy
 from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
@@ -55,8 +55,11 @@ class Rank:
         self, count: int, version: int = 1, beside: bool = False, streamed: bool = False
     ) -> None:
         """Roll out, and hold every output against its request."""
-        rollout = self.backend.rollout_asynchronous if beside else self.backend.rollout
-        rollout = self._streamed if streamed else rollout
+        rollout: Ask = self.backend.rollout
+        if beside:
+            rollout = self.backend.rollout_asynchronous
+        elif streamed:
+            rollout = self._streamed
         numbers = range(self.first, self.first + count)
         samples = [Sample(str(number), (), 64, 64, ()) for number in numbers]
         requests = [build_request(sample, "Detect.", None) for sample in samples]
