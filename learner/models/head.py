@@ -17,8 +17,6 @@ from collections.abc import Callable
 from typing import Any, TypeGuard, cast
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
@@ -61,14 +59,11 @@ def check_head(model: PreTrainedModel) -> None:
 def chunked(head: nn.Module) -> Callable[[Tensor], Tensor]:
     """`head` for the chunks of one forward: (r, H) -> logits (r, V).
 
-    A head that peft has wrapped is called as it is: its weight is frozen, and has no gradient.
-
-    Raises ContractError for a head that is neither.
+    A head that is no plain product, as one that peft has wrapped, is called as it is: its weight is
+    frozen, and has no gradient. `check_head` has refused others.
     """
-    if isinstance(head, BaseTunerLayer | AuxiliaryTrainingWrapper):
-        return head.forward
     if not _is_product(head):
-        raise _refused(f"its lm_head is {head}, and no linear layer without a bias")
+        return head.forward
     one_gradient = cast(Callable[..., Tensor], _OneGradient.apply)
     product = cast(Callable[..., Tensor], _Product.apply)
     total = _Total()

@@ -163,7 +163,7 @@ class Policy:
         assert not self.is_behind(), "push_if_stale comes before stream"
         with closing(self._opened.stream(*self._asked(samples, seed))) as chunks:
             while True:
-                with self._telling(len(samples)):
+                with self._naming_first_wait(len(samples)):
                     outputs = next(chunks, None)
                 if outputs is None:
                     return
@@ -189,7 +189,7 @@ class Policy:
     def _answer(
         self, ask: Ask, samples: Sequence[Sample], seed: int, *, evaluating: bool = False
     ) -> list[RolloutOutput]:
-        with self._telling(len(samples)):
+        with self._naming_first_wait(len(samples)):
             outputs = ask(*self._asked(samples, seed, evaluating=evaluating))
         self._has_answered = True
         return outputs
@@ -202,7 +202,7 @@ class Policy:
         decoding = asking.decoding(evaluating=evaluating)
         return requests, decoding.model_copy(update={"seed": seed})
 
-    def _telling(self, count: int) -> AbstractContextManager[None]:
+    def _naming_first_wait(self, count: int) -> AbstractContextManager[None]:
         """Name the wait for the first of `count` answers; later waits are those of the step."""
         if self._has_answered:
             return nullcontext()
