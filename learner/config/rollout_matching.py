@@ -173,7 +173,8 @@ class RolloutMatchingConfig(SharedRolloutConfig):
     logprobs: FreeOnResume[bool] = Field(
         default=False,
         description="keep the log-probability of each token of an answer; an evaluation's AP "
-        "then ranks boxes by them; not with `hf`",
+        "then ranks boxes by them, and channel B logs how far the trainer's are from them "
+        "(`mismatch/*`); not with `hf`",
     )
     matching: MatchingConfig = Field(
         default=MatchingConfig(), description="how predictions are matched to ground truths"

@@ -25,8 +25,9 @@ from learner.config.schema import Config
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.models.flops import DeviceUse
 from learner.models.packed_forward import Pack, make_pack
+from learner.objectives.mismatch import Mismatch
 from learner.rollout.policy import Policy
-from learner.runs.metrics import PhaseClock, StepReport, over_processes
+from learner.runs.metrics import PhaseClock, StepReport, mismatch_payload, over_processes
 from learner.stages.packing import Chunk, forwards_due
 from learner.training.recipes import Recipe
 from learner.training.synchronous_rollouts import (
@@ -68,7 +69,10 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of this rank, while it runs. samples: its part of the batch."""
+    """One step of this rank, while it runs. samples: its part of the batch.
+
+    mismatches: of its packs that have kept tokens.
+    """
 
     model: nn.Module
     samples: Sequence[Sample]
@@ -76,6 +80,7 @@ class _Step:
     report: StepReport
     clock: PhaseClock
     work: _Work = field(default_factory=_Work)
+    mismatches: list[Mismatch] = field(default_factory=list)
 
 
 class StepRunner:
@@ -100,6 +105,7 @@ class StepRunner:
         bad_samples: Callable[[], int] | None = None,
     ) -> None:
         self._decode_mode = config.rollout_matching.decode_mode
+        self._logprobs = config.rollout_matching.logprobs
         self._sharded = config.training.data_parallel == "fsdp2"
         self._recipe = recipe
         self._policy = policy
@@ -202,6 +208,8 @@ class StepRunner:
         finally:
             self._note_calls(this.report, feed)
         this.report.payload.merge(feed.payload())
+        if self._logprobs:
+            this.report.payload.merge(mismatch_payload(Mismatch.joined(this.mismatches)))
         modes = {f"rollout/decode_{m}": m == self._decode_mode for m in get_args(DecodeMode)}
         active = self._policy.repeat_terminate_active
         this.report.payload.note({"rollout/repeat_terminate_active": active, **modes})
@@ -258,6 +266,8 @@ class StepRunner:
                     this.work.flops += self._recipe.flops(model, pack, this.report.channel)
                 of_step = fraction / self._peers.count
                 payload.add({key: of_step * value for key, value in found.atoms.items()})
+                if found.mismatch is not None:
+                    this.mismatches.append(found.mismatch)
                 if found.slots:
                     diagnostics = found.diagnostics.items()
                     payload.rate({key: (value, found.slots) for key, value in diagnostics})
