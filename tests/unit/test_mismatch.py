@@ -29,6 +29,7 @@ from learner.training.channels import ChannelB
 from learner.training.step import PlainEngine, StepRunner
 from learner.training.synchronous_rollouts import PackFeed, SynchronousRollouts
 from learner.types import Channel, Role, RolloutOutput, Sample
+from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig
 from tests.unit.answers import entry
 from tests.unit.loaded_models import load_small
@@ -211,8 +212,8 @@ def test_an_answer_of_which_nothing_is_kept_has_no_kept_tokens(
 # --- steps: packs whose mismatch is given
 
 
-def config(logprobs: bool = True) -> Config:
-    rollout = {"logprobs": logprobs}
+def config(bound: float | None = None, logprobs: bool = True) -> Config:
+    rollout = {"logprobs": logprobs, "max_logprob_mismatch": bound}
     return parse_config(merge(CONFIG.model_dump(mode="json"), {"rollout_matching": rollout}))
 
 
@@ -266,7 +267,7 @@ def test_a_step_logs_the_mismatch_of_its_packs() -> None:
 
 
 def test_a_step_without_packs_has_compared_no_token() -> None:
-    assert mismatches(step(config(), (1.0, 1.0), packs=0)) == {"mismatch/tokens": 0}
+    assert mismatches(step(config(bound=0.1), (1.0, 1.0), packs=0)) == {"mismatch/tokens": 0}
 
 
 @pytest.mark.req("DDP-02")
@@ -278,6 +279,32 @@ def test_a_replay_is_not_counted() -> None:
     assert one.metrics["step/replays"] == 2
     assert one.metrics["mismatch/tokens"] == 2
     assert three.metrics["mismatch/tokens"] == 6
+
+
+def test_a_step_within_the_bound_goes_on() -> None:
+    assert mismatches(step(config(bound=0.5), (0.25, 0.75)))["mismatch/all_mean"] == 0.5
+
+
+def test_a_step_above_the_bound_ends_the_run_and_says_what_to_do() -> None:
+    with pytest.raises(RunError) as caught:
+        step(config(bound=0.4), (0.25, 0.75))
+    said = str(caught.value)
+    assert "step 12" in said
+    assert "0.5 nats in the mean of 2 tokens (structure 0.25, coordinate 0.75)" in said
+    assert "rollout_matching.max_logprob_mismatch, 0.4" in said
+    for cause in ("model.torch_dtype", "sync.verify: full", "version_lag"):
+        assert cause in said
+
+
+@pytest.mark.req("DDP-01")
+def test_a_step_above_the_bound_ends_all_processes() -> None:
+    """Threads have no all-reduce, so only one of them sees a mean above the bound."""
+    found = in_ranks(
+        2, lambda peers: step(config(bound=0.4), (0.5, 0.5) if peers.rank else (0.1, 0.1), peers)
+    )
+    zero, one = (str(each.exception()) for each in found)
+    assert one.startswith("step 12: ")
+    assert zero == f"learner process 1 failed: {one}"
 
 
 def test_a_run_without_log_probabilities_has_no_such_metrics() -> None:
