@@ -77,6 +77,8 @@ class Segment:
 
     has_dropped: the rollout lost an invalid object (LOSS-01's multiplier).
     patches: of `Family.patches`.
+    kept_logprobs: those that the engine gave the first target ids, which are the rollout's own, in
+        nats; none where they were not requested (LOGP-01).
     """
 
     sample_id: str
@@ -87,6 +89,7 @@ class Segment:
     has_dropped: bool
     family: Family = QWEN_VL
     patches: Patches | None = None
+    kept_logprobs: Sequence[float] = ()
 
     def __len__(self) -> int:
         return int(self.input_ids.numel())
@@ -126,7 +129,12 @@ class Pack:
 
 
 def make_segment(
-    model: Multimodal, sample_id: str, prompt: EncodedPrompt, target: Target, has_dropped: bool
+    model: Multimodal,
+    sample_id: str,
+    prompt: EncodedPrompt,
+    target: Target,
+    has_dropped: bool,
+    kept_logprobs: Sequence[float] = (),
 ) -> Segment:
     """Join a prompt and its target. `model` is the inner multimodal model."""
     tail = torch.tensor(target.token_ids, dtype=torch.long)
@@ -135,7 +143,9 @@ def make_segment(
     family = family_of(model)
     positions = family.positions(model, ids, types, prompt.image_grid_thw)
     patches = family.patches(model, prompt.image_grid_thw)
-    segment = Segment(sample_id, prompt, target, ids, positions, has_dropped, family, patches)
+    segment = Segment(
+        sample_id, prompt, target, ids, positions, has_dropped, family, patches, kept_logprobs
+    )
     _check_supervised_span(segment)
     return segment
 
@@ -160,6 +170,8 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
     bins: list[float] = []
     boxes: list[list[int]] = []
     departures: list[list[int]] = []
+    kept: list[int] = []
+    logprobs: list[float] = []
     offset = 0
     for segment in segments:
         prompt_len = segment.prompt.ids.numel()
@@ -173,6 +185,8 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
             bins += group.bins
         for position, token_id in segment.target.departures:
             departures.append([offset + prompt_len + position, token_id])
+        kept += [offset + prompt_len + p for p in range(len(segment.kept_logprobs))]
+        logprobs += segment.kept_logprobs
         offset += len(segment)
     return Supervision(
         input_ids=torch.cat([s.input_ids for s in segments]),
@@ -182,6 +196,8 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
         coord_bins=torch.tensor(bins, dtype=torch.float32),
         boxes=torch.tensor(boxes, dtype=torch.long).view(-1, 4),
         departures=torch.tensor(departures, dtype=torch.long).view(-1, 2),
+        kept_positions=torch.tensor(kept, dtype=torch.long),
+        kept_logprobs=torch.tensor(logprobs, dtype=torch.float32),
     )
 
 
