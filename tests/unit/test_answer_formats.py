@@ -148,7 +148,7 @@ def test_a_format_that_is_not_registered_is_refused() -> None:
     error = only_error(changed("custom.answer_format", "xml"))
     assert error.where == "custom.answer_format"
     assert error.found == "'xml' is not known"
-    assert error.do == "Use object_keys or compact"
+    assert error.do == "Use object_keys, objects_array or compact"
 
 
 @pytest.mark.req("REP-01")
