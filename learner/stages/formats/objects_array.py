@@ -8,7 +8,7 @@ that applies (PARSE-04). An item has no key of its own; logs number them from `o
 
 Written without spaces, the quotes and commas between two coordinates are one token of Qwen's
 tokenizer (`","`), and those between two objects are one, too (`},{"`). So a box takes 18 to 20
-tokens, fewer than bare coordinates with spaces, and the answer stays valid JSON (RES-12).
+tokens. Bare coordinates would take as many, and the answer would be no valid JSON (RES-12).
 
     cut      the end of the last complete item, or the opening bracket
     prefix   {"objects":[{...},{...}     append continues it with ,{...} and closes with ]}
