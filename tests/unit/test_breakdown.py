@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from learner.analysis.evaluation.breakdown import Breakdown, Confused
 from learner.analysis.evaluation.detections import CocoFiles, detect
-from learner.analysis.evaluation.scores import Breakdown, Confused, ScoredAnswer, Scores
+from learner.analysis.evaluation.scores import ScoredAnswer, Scores
 from learner.types import GroundTruthObject
 from tests.unit.eval_answers import DATA, answers, box, poly
 
