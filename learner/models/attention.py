@@ -11,9 +11,6 @@ L x L. A forward without bounds, such as that of `generate`, is transformers' `s
 The vision tower calls its attention once for each image, so it has no packed row: `sdpa` serves it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,24 +24,13 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from learner.config.schema import AttentionChoice
+from learner.objectives.numerics import counts_as_cuda
 from shared_contracts.errors import ContractError
 
 PACKED = "rollmatch_packed"
 
 # Most tokens of a padded batch, over those of its segments: beyond it, segments go one by one.
 _PADDED = 1.25
-
-_AS_ON_CUDA: ContextVar[bool] = ContextVar("as_on_cuda", default=False)
-
-
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Within the block the CPU's fake tensors take the way of CUDA's tensors."""
-    token = _AS_ON_CUDA.set(True)
-    try:
-        yield
-    finally:
-        _AS_ON_CUDA.reset(token)
 
 
 def attention_of(choice: AttentionChoice) -> str | dict[str, str]:
@@ -108,7 +94,7 @@ def packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # (L, heads, width) each
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if kind == "cuda" or _AS_ON_CUDA.get():
+    if kind == "cuda" or counts_as_cuda():
         bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
         causal = (-1, 0)
         found = varlen_attn(

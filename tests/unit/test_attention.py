@@ -16,13 +16,13 @@ from learner.data.toy import ToyData
 from learner.models import attention
 from learner.models.attention import (
     PACKED,
-    as_on_cuda,
     attention_of,
     packed_attention,
     packed_bounds,
 )
 from learner.models.load import LoadedModel
 from learner.models.packed_forward import check_packing
+from learner.objectives.numerics import as_on_cuda
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.loaded_models import load_small
