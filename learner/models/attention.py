@@ -14,9 +14,6 @@ images in every layer of the vision tower, of text from the positions. `without_
 `image_bounds` say what is known on the host already.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from learner.config.schema import AttentionChoice
+from learner.objectives.numerics import counts_as_cuda
 from shared_contracts.errors import ContractError
 
 PACKED = "rollmatch_packed"
@@ -37,18 +35,6 @@ PACKED_IMAGES = "rollmatch_packed_images"
 
 # Most tokens of a padded batch, over those of its segments: beyond it, segments go one by one.
 _PADDED = 1.25
-
-_AS_ON_CUDA: ContextVar[bool] = ContextVar("as_on_cuda", default=False)
-
-
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Within the block the CPU's fake tensors take the way of CUDA's tensors."""
-    token = _AS_ON_CUDA.set(True)
-    try:
-        yield
-    finally:
-        _AS_ON_CUDA.reset(token)
 
 
 def attention_of(choice: AttentionChoice) -> str | dict[str, str]:
@@ -153,7 +139,7 @@ def _within(
     # (L, heads, width) each
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     starts, longest, causal = bounds
-    if kind == "cuda" or _AS_ON_CUDA.get():
+    if kind == "cuda" or counts_as_cuda():
         window = (-1, 0) if causal else (-1, -1)
         same = (starts, starts, longest, longest)
         found = varlen_attn(q, k, v, *same, scale=scaling, window_size=window, enable_gqa=True)

@@ -21,6 +21,7 @@ from learner.objectives.numerics import (
     bound_,
     bounded,
     bounded_gradient,
+    counts_as_cuda,
     logsumexp_and_text_mass_,
     widened,
 )
@@ -357,7 +358,8 @@ class _Rows:
 
     def parts(self, rows: Tensor) -> Iterator[slice]:
         """Slices of `rows` whose logits are a chunk."""
-        elements = _CHUNK_ELEMENTS_CPU if rows.device.type == "cpu" else _CHUNK_ELEMENTS
+        on_cpu = rows.device.type == "cpu" and not counts_as_cuda()
+        elements = _CHUNK_ELEMENTS_CPU if on_cpu else _CHUNK_ELEMENTS
         step = max(1, elements // self._logits.shape[-1])
         return (slice(start, start + step) for start in range(0, len(rows), step))
 

@@ -22,7 +22,6 @@ from learner.models import attention
 from learner.models.attention import (
     PACKED,
     PACKED_IMAGES,
-    as_on_cuda,
     attention_of,
     image_attention,
     packed_attention,
@@ -30,6 +29,7 @@ from learner.models.attention import (
 )
 from learner.models.load import LoadedModel
 from learner.models.packed_forward import check_packing, packed_forward
+from learner.objectives.numerics import as_on_cuda
 from learner.operate.estimate.fake import put_on_fakes
 from learner.operate.estimate.step import meta_model
 from learner.types import Sample

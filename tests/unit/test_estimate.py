@@ -439,3 +439,16 @@ def test_the_command_prints_tables_or_json_and_refuses_a_run_that_does_not_fit(
     assert "effective_batch_size" in str(uneven.exception)
     unknown = CliRunner().invoke(app, ["estimate", str(file), "--gpu", "T4"])
     assert "Use one of" in str(unknown.exception)
+
+
+@pytest.mark.req("FULL-02", "FULL-05")
+def test_logits_are_widened_in_the_chunks_of_the_device_that_is_estimated(
+    changed: Changed, samples: list[Sample]
+) -> None:
+    """64 MiB in float32 on a GPU, 4 MiB on a CPU: there 781 rows of a vocabulary of 1342."""
+    config = changed(global_max_length=12_000)
+    for device, split in (("cpu", True), ("cuda", False)):
+        cost = step_cost(config, samples[:32] * 4, "A", device=device)
+        rows = {shape[0] for shape in cost.shapes if shape[1:] == (1342,)}
+        assert max(rows) > 2 * 781
+        assert (781 in rows) == split

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from learner.models.attention import as_on_cuda
 from learner.models.gpus import Gpu
+from learner.objectives.numerics import as_on_cuda
 
 _aten = torch.ops.aten
 # Backward of attention computes the scores once more: 5 products instead of 2 (Dao,
@@ -278,7 +278,7 @@ def _dense_attention(query: Tensor, key: Tensor, causal: bool) -> float:
 def faked(costs: Costs, images: Tensor, device: str = "cuda") -> Iterator[FakeTensorMode]:
     """Within the block floats are fake.
 
-    images: of `HostValues`. device: whose way attention takes.
+    images: of `HostValues`. device: whose way attention and the chunks of logits take.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, HostValues(images):
