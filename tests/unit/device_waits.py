@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from learner.models.attention import as_on_cuda
 from learner.models.packed_forward import IMAGE, Pack
 from learner.models.patches import PackedPatches
 from learner.objectives.logit_stats import Supervision
+from learner.objectives.numerics import as_on_cuda
 from learner.operate.estimate.fake import HostValues
 
 _aten = torch.ops.aten
