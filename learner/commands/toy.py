@@ -23,10 +23,10 @@ def make_data(
         bool, typer.Option("--polygons", help="Annotate triangles by their corners, not by a box.")
     ] = False,
     world: Annotated[
-        Literal["plain", "sparse", "crowded"],
+        Literal["plain", "distinct", "crowded"],
         typer.Option(
-            help="plain: one or two shapes, apart; sparse: one to three of those of crowded; "
-            "crowded: 6 to 20 that overlap and repeat."
+            help="plain: one or two shapes, apart; crowded: 6 to 20 that overlap and repeat; "
+            "distinct: 3 to 8 of those, each of its own kind."
         ),
     ] = "plain",
     unlabelled: Annotated[
@@ -76,4 +76,25 @@ def make_model(
         from learner.models import coord_tokens as expansion
 
         expansion.expand_vocab(expand_vocab, out, seed, tie)
+    typer.echo(f"Model: {out}")
+
+
+@toy_app.command()
+def pretrain_vision(
+    model: Annotated[Path, typer.Option(help="A toy model.", exists=True, file_okay=False)],
+    data: Annotated[Path, typer.Option(help="JSONL of toy scenes.", exists=True, dir_okay=False)],
+    out: Out,
+    steps: Annotated[int, typer.Option(help="Number of steps of 16 scenes.", min=1)] = 3000,
+    seed: Seed = 0,
+) -> None:
+    """Teach the vision tower of a toy model where objects are, before it learns to answer."""
+    from learner.data.jsonl import read_samples
+    from learner.models import toy_vision
+    from learner.runs.atomic_files import require_free
+
+    require_free(out)
+    samples = read_samples(data, allow_poly=False)
+    toy_vision.pretrain_vision(
+        model, samples, out, steps, seed, lambda step, losses: typer.echo(losses.told(step, steps))
+    )
     typer.echo(f"Model: {out}")

@@ -1,10 +1,10 @@
 """The scenes of the toy worlds: coloured shapes on a dark ground, and the box of each.
 
     plain    64 pixels; one or two shapes, large and apart, listed from left to right
-    sparse   128 pixels; 1 to 3 shapes of `crowded`, listed from left to right; a model that has
-             learnt them learns `crowded` sooner
     crowded  128 pixels; 6 to 20 shapes of 6 to 60 pixels, of few kinds, that overlap; listed in
              no order
+    distinct 128 pixels; 3 to 8 such shapes, each of its own kind, so that a description names one
+             of them; a model that has learnt them learns `crowded` sooner
 
 A box is that of the pixels that are seen.
 """
@@ -45,7 +45,7 @@ class SceneObject:
 
 
 Scene = tuple[Image.Image, list[SceneObject]]
-WorldName = Literal["plain", "sparse", "crowded"]
+WorldName = Literal["plain", "distinct", "crowded"]
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ def _too_close(a: Box, b: Box) -> bool:
     return not (apart_x or apart_y)
 
 
-# --- sparse and crowded
+# --- distinct and crowded
 
 CROWDED_SIDE = 128
 FEWEST, MOST = 6, 20
-SPARSE_MOST = 3
+FEWEST_DISTINCT = 3
 SMALLEST, LARGEST = 6, 60
 # Width over height, or height over width.
 WIDEST = 2.0
@@ -128,27 +128,34 @@ class _Placed:
 
 def make_crowded_scene(rng: np.random.Generator) -> Scene:
     """Draw one scene; its objects come in no order."""
-    image, objects = _overlapping(rng, FEWEST, MOST)
-    return image, [objects[i] for i in rng.permutation(len(objects))]
+    kinds = rng.choice(DESCRIPTIONS, int(rng.integers(2, MOST_KINDS + 1)), replace=False).tolist()
+
+    def candidate(placed: list[_Placed]) -> _Placed:
+        if placed and rng.random() < CLUSTERED_SHARE:
+            return _beside(rng, placed[int(rng.integers(len(placed)))])
+        return _anywhere(rng, str(rng.choice(kinds)))
+
+    return _overlapping(rng, candidate, int(rng.integers(FEWEST, MOST + 1)))
 
 
-def make_sparse_scene(rng: np.random.Generator) -> Scene:
-    """Draw one scene; its objects come from left to right."""
-    image, objects = _overlapping(rng, 1, SPARSE_MOST)
-    return image, sorted(objects, key=lambda o: o.box)
+def make_distinct_scene(rng: np.random.Generator) -> Scene:
+    """Draw one scene; its objects come in no order."""
+    kinds = rng.permutation(DESCRIPTIONS).tolist()
+    count = int(rng.integers(FEWEST_DISTINCT, len(kinds) + 1))
+    return _overlapping(rng, lambda placed: _anywhere(rng, kinds[len(placed)]), count)
 
 
-def _overlapping(rng: np.random.Generator, fewest: int, most: int) -> Scene:
-    """Shapes from the lowest to the topmost.
+def _overlapping(
+    rng: np.random.Generator, candidate: Callable[[list[_Placed]], _Placed], count: int
+) -> Scene:
+    """Shapes from the lowest to the topmost; a candidate that hides too much is drawn again.
 
     Each has a black outline, so that those of one colour can be told apart.
     """
     image = _ground(rng, CROWDED_SIDE)
-    kinds = rng.choice(DESCRIPTIONS, int(rng.integers(2, MOST_KINDS + 1)), replace=False).tolist()
-    count = int(rng.integers(fewest, most + 1))
     placed: list[_Placed] = []
     while len(placed) < count:
-        new = _candidate(rng, kinds, placed)
+        new = candidate(placed)
         left = [other.seen & ~new.whole for other in placed]
         if any(map(_hidden, placed, left)) or any(_alike(other, new) for other in placed):
             continue
@@ -159,29 +166,32 @@ def _overlapping(rng: np.random.Generator, fewest: int, most: int) -> Scene:
         colour, _ = each.desc.split()
         _paint(image, each.whole, _OUTLINE)
         _paint(image, _inner(each.whole), COLOURS[colour])
-    return image, [SceneObject(each.desc, _mask_box(each.seen), None) for each in placed]
+    objects = [SceneObject(each.desc, _mask_box(each.seen), None) for each in placed]
+    return image, [objects[i] for i in rng.permutation(len(objects))]
 
 
-def _candidate(rng: np.random.Generator, kinds: list[str], placed: list[_Placed]) -> _Placed:
-    """A shape on top of all others: beside an earlier one, or anywhere.
+def _beside(rng: np.random.Generator, other: _Placed) -> _Placed:
+    """A shape of the kind and size of another, beside it."""
+    x1, y1, x2, y2 = other.box
+    width, height = x2 - x1, y2 - y1
+    x = x1 + round(float(rng.uniform(-1.2, 1.2)) * width)
+    y = y1 + round(float(rng.uniform(-1.2, 1.2)) * height)
+    x, y = (min(max(v, 0), CROWDED_SIDE - size) for v, size in ((x, width), (y, height)))
+    return _on_top(other.desc, (x, y, x + width, y + height))
 
-    The logarithms of size and of aspect ratio are uniform: there are as many small shapes as
+
+def _anywhere(rng: np.random.Generator, desc: str) -> _Placed:
+    """The logarithms of size and of aspect ratio are uniform: there are as many small shapes as
     large ones.
     """
-    if placed and rng.random() < CLUSTERED_SHARE:
-        near = placed[int(rng.integers(len(placed)))]
-        x1, y1, x2, y2 = near.box
-        width, height = x2 - x1, y2 - y1
-        x = x1 + round(float(rng.uniform(-1.2, 1.2)) * width)
-        y = y1 + round(float(rng.uniform(-1.2, 1.2)) * height)
-        x, y = (min(max(v, 0), CROWDED_SIDE - size) for v, size in ((x, width), (y, height)))
-        desc, box = near.desc, (x, y, x + width, y + height)
-    else:
-        size = np.log([SMALLEST, LARGEST])
-        half_aspect = rng.uniform(-1, 1) * np.log(WIDEST) / 2
-        sides = np.exp(rng.uniform(*size) + np.array([half_aspect, -half_aspect]))
-        width, height = (int(v) for v in sides.clip(SMALLEST, LARGEST).round())
-        desc, box = str(rng.choice(kinds)), _random_box(rng, width, height, CROWDED_SIDE)
+    size = np.log([SMALLEST, LARGEST])
+    half_aspect = rng.uniform(-1, 1) * np.log(WIDEST) / 2
+    sides = np.exp(rng.uniform(*size) + np.array([half_aspect, -half_aspect]))
+    width, height = (int(v) for v in sides.clip(SMALLEST, LARGEST).round())
+    return _on_top(desc, _random_box(rng, width, height, CROWDED_SIDE))
+
+
+def _on_top(desc: str, box: Box) -> _Placed:
     mask = _shape_mask(desc.split()[1], box, CROWDED_SIDE)
     return _Placed(desc, box, mask, mask)
 
@@ -247,6 +257,6 @@ def _mask_box(mask: Mask) -> Box:
 
 WORLDS: dict[WorldName, World] = {
     "plain": World(IMAGE_SIDE, True, make_scene),
-    "sparse": World(CROWDED_SIDE, False, make_sparse_scene),
+    "distinct": World(CROWDED_SIDE, False, make_distinct_scene),
     "crowded": World(CROWDED_SIDE, False, make_crowded_scene),
 }

@@ -7,8 +7,8 @@ With `--control`, channel A alone goes on from the warm-up as well, for as many 
 samples, and is scored by the same server. Each run has a YAML file of its own in the folder, which
 `learner launch` can run again.
 
-`--world crowded` is the long demo: before its warm-up the model learns scenes of few shapes, and
-its two channels have a clean prefix.
+`--world crowded` is the long demo: the vision tower of its model is pretrained, and its two
+channels have a clean prefix.
 """
 
 import os
@@ -35,6 +35,7 @@ from learner.config.yaml12 import dump_mapping
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.models.toy import make_model
+from learner.models.toy_vision import Losses, pretrain_vision
 from learner.operate.eval_plan import evaluation_folder
 from learner.rollout.server_process import LOOPBACK, ServerProcess, free_ports
 from learner.runs.atomic_files import publish_text, require_free
@@ -51,7 +52,9 @@ TRAIN_SCENES = 4096
 HELD_OUT_SCENES = 128
 MAX_NUM_SEQS = 64
 SERVER_START_S = 300.0
-SPARSE, WARMUP, TWO_CHANNEL, CHANNEL_A = "sparse", "warmup", "two_channel", "channel_a"
+WARMUP, TWO_CHANNEL, CHANNEL_A = "warmup", "two_channel", "channel_a"
+# Of the vision tower, for crowded scenes.
+PRETRAINING_STEPS = 3000
 DemoWorld = Literal["plain", "crowded"]
 # A row of the table.
 Row = tuple[str, Scores]
@@ -91,11 +94,6 @@ class Demo:
         return ToyData.under(self.folder / "data")
 
     @property
-    def sparse_data(self) -> ToyData:
-        """Of the part before the warm-up, in the crowded world."""
-        return ToyData.under(self.folder / "data_sparse")
-
-    @property
     def model(self) -> Path:
         return self.folder / "model"
 
@@ -128,9 +126,11 @@ def run_demo(
     demo = Demo(folder, seed, console, control, world, f"http://{LOOPBACK}:{port}")
     demo.begin(f"Making {TRAIN_SCENES} scenes, {HELD_OUT_SCENES} held out, and a tiny model")
     make_data(folder / "data", TRAIN_SCENES, HELD_OUT_SCENES, seed, world=world)
-    if world == "crowded":
-        make_data(folder / "data_sparse", TRAIN_SCENES, HELD_OUT_SCENES, seed, world="sparse")
-    make_model(demo.model, seed)
+    if world == "plain":
+        make_model(demo.model, seed)
+    else:
+        make_model(folder / "random_model", seed)
+        _pretrain(demo, folder / "random_model")
     publish_text(folder / SCHEMA, schema_text())
     config = _config(demo, WARMUP, demo.model)
     log = folder / "server.log"
@@ -143,15 +143,20 @@ def run_demo(
     tell(console, f"Run folder: {folder} ({time.monotonic() - started:.0f} s)")
 
 
+def _pretrain(demo: Demo, model: Path) -> None:
+    demo.begin(f"Pretraining the vision tower, {PRETRAINING_STEPS} steps: {demo.model}")
+    samples = read_samples(demo.data.train_jsonl, allow_poly=False)
+
+    def show(step: int, losses: Losses) -> None:
+        tell(demo.console, losses.told(step, PRETRAINING_STEPS))
+
+    pretrain_vision(model, samples, demo.model, PRETRAINING_STEPS, demo.seed, show)
+
+
 def _run_all(demo: Demo, config: Config) -> list[Row]:
     """Each run against a running server, scored around each. config: of the warm-up."""
     held_out = read_samples(demo.data.val_jsonl, allow_poly=False)
     rows = [("before training", _score(config, held_out).scores)]
-    if demo.world == "crowded":
-        sparse = _config(demo, SPARSE, demo.model, demo.sparse_data)
-        demo.begin(f"Scenes of few shapes, in channel A: {demo.folder / SPARSE}")
-        _train(sparse, demo.console)
-        config = _config(demo, WARMUP, _last_checkpoint(sparse))
     demo.begin(f"Warm-up in channel A: {demo.folder / WARMUP}")
     _train(config, demo.console)
     rows.append(("after the warm-up", _evaluate(demo, config, held_out)))
@@ -197,13 +202,10 @@ def _server_options(demo: Demo) -> list[str]:
     ]
 
 
-def _config(demo: Demo, name: str, model: Path, data: ToyData | None = None) -> Config:
-    """Write the YAML of one run, on top of the shipped one, and load it.
-
-    data: the demo's own, unless another is given.
-    """
+def _config(demo: Demo, name: str, model: Path) -> Config:
+    """Write the YAML of one run, on top of the shipped one, and load it."""
     (group_port,) = free_ports(1)
-    folder, data = demo.folder, data or demo.data
+    folder, data = demo.folder, demo.data
     server = {"servers": [{"base_url": demo.base_url, "group_port": group_port}]}
     shipped = name if demo.world == "plain" else f"{demo.world}_{name}"
     own = {

@@ -12,16 +12,17 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import make_data
 from learner.data.toy_scenes import (
     CROWDED_SIDE,
+    DESCRIPTIONS,
     FEWEST,
+    FEWEST_DISTINCT,
     LARGEST,
     MOST,
     MOST_KINDS,
     SMALLEST,
-    SPARSE_MOST,
     Box,
     Scene,
     make_crowded_scene,
-    make_sparse_scene,
+    make_distinct_scene,
 )
 from shared_contracts.errors import ContractError
 
@@ -69,12 +70,13 @@ def test_the_order_says_nothing_of_the_place(scenes: list[Scene]) -> None:
     assert abs(np.concatenate(steps).mean()) < 0.1
 
 
-def test_a_sparse_scene_has_few_of_these_objects_from_left_to_right() -> None:
-    sparse = [make_sparse_scene(np.random.default_rng(seed)) for seed in range(50)]
-    assert {len(objects) for _, objects in sparse} == {*range(1, SPARSE_MOST + 1)}
-    for image, objects in sparse:
+def test_a_distinct_scene_has_one_object_of_each_of_its_kinds() -> None:
+    distinct = [make_distinct_scene(np.random.default_rng(seed)) for seed in range(50)]
+    counts = {len(objects) for _, objects in distinct}
+    assert counts == {*range(FEWEST_DISTINCT, len(DESCRIPTIONS) + 1)}
+    for image, objects in distinct:
         assert image.size == (CROWDED_SIDE, CROWDED_SIDE)
-        assert [o.box for o in objects] == sorted(o.box for o in objects)
+        assert len({o.desc for o in objects}) == len(objects)
 
 
 def test_a_box_is_that_of_what_is_seen(scenes: list[Scene]) -> None:
