@@ -2,8 +2,9 @@
 
     .venv/bin/python -m benchmarks.method --out FOLDER [--seeds 0 1] [--arms a_alone clean_ul]
 
-One model learns sparse scenes. From there each seed learns crowded scenes in channel A until its
-scores stand still. From this checkpoint every arm (`method_parts/arms.py`) makes the same number of
+One model learns to see (`learner toy pretrain-vision`) and to find what it names (distinct scenes).
+From there each seed learns crowded scenes in channel A until its scores stand still. From this
+checkpoint every arm (`method_parts/arms.py`) makes the same number of
 optimizer steps on the same samples, and is evaluated on scenes that nothing was tuned on. Each arm
 is held against channel A alone of its seed, at equal steps and at equal time.
 
@@ -52,9 +53,11 @@ from benchmarks.method_parts.records import (
 from benchmarks.method_parts.scenes import scenes_png
 from learner.config import dump_mapping, dump_resolved
 from learner.config.schema import Config
+from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.data.toy_scenes import WorldName
 from learner.models.toy import make_model
+from learner.models.toy_vision import pretrain_vision
 from learner.rollout.server_process import ServerProcess, free_ports
 from learner.runs.atomic_files import publish_directory, publish_text
 from learner.training.channels import ChannelB
@@ -84,7 +87,8 @@ class Experiment:
         if not left:
             return
         self._make_worlds()
-        self._learn_sparse()
+        self._pretrain()
+        self._learn_distinct()
         with ExitStack() as stack:
             servers = self._start({arm.guard for _, arm in left}, stack)
             for seed, arm in left:
@@ -112,21 +116,32 @@ class Experiment:
         return ToyData.under(self._out / name)
 
     def _make_worlds(self) -> None:
-        plan, model = self._plan, self._out / "model"
+        plan = self._plan
         worlds: Sequence[tuple[str, WorldName, int, int]] = (
-            ("sparse", "sparse", TUNED_SEED, plan.sparse_scenes),
+            ("distinct", "distinct", TUNED_SEED, plan.scenes),
             ("crowded", "crowded", TUNED_SEED, plan.scenes),
             ("deciding", "crowded", DECIDING_SEED, 1),
         )
         for name, world, seed, scenes in worlds:
             if not (self._out / name).exists():
                 make_data(self._out / name, scenes, plan.held_out, seed, world=world)
-        if not model.exists():
-            make_model(model, seed=0)
 
-    def _learn_sparse(self) -> None:
-        config = partial(base_config, "crowded_sparse", self._plan.sparse_steps, 0)
-        self._train_once("sparse scenes", self._out / "sparse_run", "sparse", config)
+    def _pretrain(self) -> None:
+        model, random = self._out / "model", self._out / "random_model"
+        if model.exists():
+            return
+        if not random.exists():
+            make_model(random, seed=0)
+        steps = self._plan.pretraining_steps
+        self._console.print("[bold]vision tower[/]")
+        samples = read_samples(self._world("crowded").train_jsonl, allow_poly=False)
+        pretrain_vision(
+            random, samples, model, steps, 0, lambda step, lost: print(lost.told(step, steps))
+        )
+
+    def _learn_distinct(self) -> None:
+        config = partial(base_config, "crowded_distinct", self._plan.distinct_steps, 0)
+        self._train_once("distinct scenes", self._out / "distinct_run", "distinct", config)
 
     def _converge(self, seed: int) -> None:
         config = partial(base_config, "crowded_warmup", self._plan.base_steps, seed)
@@ -142,8 +157,8 @@ class Experiment:
         if folder.exists():
             return
         self._console.print(f"[bold]{what}[/]")
-        sparse = self._out / "sparse_run"
-        model = self._out / "model" if folder == sparse else _last_checkpoint(sparse)
+        distinct = self._out / "distinct_run"
+        model = self._out / "model" if folder == distinct else _last_checkpoint(distinct)
         with publish_directory(folder) as part:
             self._train(config(self._place(model, part, world, NOWHERE)))
 

@@ -82,25 +82,25 @@ DRAWN = ("a_alone", "b_25", "b_75", "clean", "clean_ul")
 class Plan:
     """How much is run.
 
-    sparse_steps: on sparse scenes, for all seeds. base_steps: of channel A on crowded ones, after
-    which a model has converged. steps: of an arm. every: steps between two evaluations on
-    `held_out` scenes. longest: steps of channel A alone, whose evaluations are also compared with
-    arms that took as much time.
+    pretraining_steps: of the vision tower; distinct_steps: of channel A on distinct scenes; both
+    for all seeds. base_steps: of channel A on crowded scenes, after which a model has converged.
+    steps: of an arm. every: steps between two evaluations on `held_out` scenes. longest: steps of
+    channel A alone, whose evaluations are also compared with arms that took as much time.
     """
 
     seeds: tuple[int, ...]
-    sparse_scenes: int
     scenes: int
     held_out: int
-    sparse_steps: int
+    pretraining_steps: int
+    distinct_steps: int
     base_steps: int
     steps: int
     longest: int
     every: int
 
 
-FULL = Plan((0, 1, 2, 3, 4), 4096, 2048, 256, 2000, 2400, steps=320, longest=960, every=80)
-QUICK = Plan((0,), 256, 256, 32, 20, 20, steps=8, longest=16, every=4)
+FULL = Plan((0, 1, 2, 3, 4), 4096, 256, 3000, 6000, 2400, steps=320, longest=960, every=80)
+QUICK = Plan((0,), 256, 32, 20, 20, 20, steps=8, longest=16, every=4)
 
 
 @dataclass(frozen=True)
