@@ -99,7 +99,7 @@ class Plan:
     every: int
 
 
-FULL = Plan((0, 1, 2, 3, 4), 4096, 256, 3000, 6000, 2400, steps=320, longest=960, every=80)
+FULL = Plan((0, 1, 2, 3, 4), 4096, 256, 2400, 3000, 4000, steps=160, longest=320, every=80)
 QUICK = Plan((0,), 256, 32, 20, 20, 20, steps=8, longest=16, every=4)
 
 

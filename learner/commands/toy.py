@@ -84,7 +84,7 @@ def pretrain_vision(
     model: Annotated[Path, typer.Option(help="A toy model.", exists=True, file_okay=False)],
     data: Annotated[Path, typer.Option(help="JSONL of toy scenes.", exists=True, dir_okay=False)],
     out: Out,
-    steps: Annotated[int, typer.Option(help="Number of steps of 16 scenes.", min=1)] = 3000,
+    steps: Annotated[int, typer.Option(help="Number of steps of 16 scenes.", min=1)] = 2400,
     seed: Seed = 0,
 ) -> None:
     """Teach the vision tower of a toy model where objects are, before it learns to answer."""

@@ -54,7 +54,7 @@ MAX_NUM_SEQS = 64
 SERVER_START_S = 300.0
 WARMUP, TWO_CHANNEL, CHANNEL_A = "warmup", "two_channel", "channel_a"
 # Of the vision tower, for crowded scenes.
-PRETRAINING_STEPS = 3000
+PRETRAINING_STEPS = 2400
 DemoWorld = Literal["plain", "crowded"]
 # A row of the table.
 Row = tuple[str, Scores]
