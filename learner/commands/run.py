@@ -166,8 +166,7 @@ def demo(
     world: Annotated[
         Literal["plain", "crowded"],
         typer.Option(
-            help="plain: one or two shapes, minutes; crowded: 6 to 20 that overlap, about an hour, "
-            "after which scores are still low."
+            help="plain: one or two shapes, minutes; crowded: 6 to 20 that overlap, about an hour."
         ),
     ] = "plain",
 ) -> None:

@@ -7,8 +7,8 @@ With `--control`, channel A alone goes on from the warm-up as well, for as many 
 samples, and is scored by the same server. Each run has a YAML file of its own in the folder, which
 `learner launch` can run again.
 
-`--world crowded` is the long demo: the vision tower of its model is pretrained, and its two
-channels have a clean prefix.
+`--world crowded` is the long demo: before its warm-up the vision tower is pretrained and the model
+learns scenes in which a description names one object; its two channels have a clean prefix.
 """
 
 import os
@@ -52,7 +52,7 @@ TRAIN_SCENES = 4096
 HELD_OUT_SCENES = 128
 MAX_NUM_SEQS = 64
 SERVER_START_S = 300.0
-WARMUP, TWO_CHANNEL, CHANNEL_A = "warmup", "two_channel", "channel_a"
+DISTINCT, WARMUP, TWO_CHANNEL, CHANNEL_A = "distinct", "warmup", "two_channel", "channel_a"
 # Of the vision tower, for crowded scenes.
 PRETRAINING_STEPS = 2400
 DemoWorld = Literal["plain", "crowded"]
@@ -94,13 +94,18 @@ class Demo:
         return ToyData.under(self.folder / "data")
 
     @property
+    def distinct_data(self) -> ToyData:
+        """Of the part before the warm-up, in the crowded world."""
+        return ToyData.under(self.folder / "data_distinct")
+
+    @property
     def model(self) -> Path:
         return self.folder / "model"
 
     def begin(self, what: str) -> None:
         """Name the next part of all."""
         self.begun += 1
-        number = f"{self.begun}/{5 + self.control + (self.world == 'crowded')}"
+        number = f"{self.begun}/{5 + self.control + 2 * (self.world == 'crowded')}"
         tell(self.console, Text.assemble((number, "bold"), f" {what}"))
 
 
@@ -129,6 +134,8 @@ def run_demo(
     if world == "plain":
         make_model(demo.model, seed)
     else:
+        distinct = folder / "data_distinct"
+        make_data(distinct, TRAIN_SCENES, HELD_OUT_SCENES, seed, world="distinct")
         make_model(folder / "random_model", seed)
         _pretrain(demo, folder / "random_model")
     publish_text(folder / SCHEMA, schema_text())
@@ -157,6 +164,11 @@ def _run_all(demo: Demo, config: Config) -> list[Row]:
     """Each run against a running server, scored around each. config: of the warm-up."""
     held_out = read_samples(demo.data.val_jsonl, allow_poly=False)
     rows = [("before training", _score(config, held_out).scores)]
+    if demo.world == "crowded":
+        distinct = _config(demo, DISTINCT, demo.model, demo.distinct_data)
+        demo.begin(f"Scenes of distinct shapes, in channel A: {demo.folder / DISTINCT}")
+        _train(distinct, demo.console)
+        config = _config(demo, WARMUP, _last_checkpoint(distinct))
     demo.begin(f"Warm-up in channel A: {demo.folder / WARMUP}")
     _train(config, demo.console)
     rows.append(("after the warm-up", _evaluate(demo, config, held_out)))
@@ -202,10 +214,13 @@ def _server_options(demo: Demo) -> list[str]:
     ]
 
 
-def _config(demo: Demo, name: str, model: Path) -> Config:
-    """Write the YAML of one run, on top of the shipped one, and load it."""
+def _config(demo: Demo, name: str, model: Path, data: ToyData | None = None) -> Config:
+    """Write the YAML of one run, on top of the shipped one, and load it.
+
+    data: the demo's own, unless another is given.
+    """
     (group_port,) = free_ports(1)
-    folder, data = demo.folder, demo.data
+    folder, data = demo.folder, data or demo.data
     server = {"servers": [{"base_url": demo.base_url, "group_port": group_port}]}
     shipped = name if demo.world == "plain" else f"{demo.world}_{name}"
     own = {

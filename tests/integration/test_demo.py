@@ -126,7 +126,7 @@ def test_an_interrupted_demo_leaves_no_process(
 
 @pytest.mark.req("WORLD-01", "CLEAN-01")
 @pytest.mark.timeout(600)
-def test_the_crowded_demo_pretrains_its_tower_and_ends_with_a_clean_prefix(
+def test_the_crowded_demo_learns_to_see_first_and_ends_with_a_clean_prefix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of its parts, with few scenes and steps."""
@@ -144,10 +144,10 @@ def test_the_crowded_demo_pretrains_its_tower_and_ends_with_a_clean_prefix(
     demo.run_demo(folder, 0, console, control=True, world="crowded")
     assert isinstance(console.file, io.StringIO)
     printed = console.file.getvalue()
-    assert "7/7 Channel A alone" in printed
+    assert "8/8 Channel A alone" in printed
     assert "duplicates an answer" in printed
     assert "step 4/4, loss of kinds" in printed
-    for part in ("warmup", "two_channel", "channel_a"):
+    for part in ("distinct", "warmup", "two_channel", "channel_a"):
         assert len(steps_of(folder / part)) == 4
     (answered,) = [step for step in steps_of(folder / "two_channel") if step["step/channel_b"]]
     assert "dup/removed" in answered
