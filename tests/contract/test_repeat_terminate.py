@@ -24,7 +24,7 @@ from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import (
     RepeatGuard,
     RepeatTerminateConfig,
-    object_key_token_ids,
+    entry_token_ids,
 )
 from tests.contract.running_server import (
     START_TIMEOUT_S,
@@ -59,7 +59,7 @@ def tokenizer(tied: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def key(tokenizer: Any) -> list[int]:
-    return object_key_token_ids(partial(tokenizer.encode, add_special_tokens=False))
+    return entry_token_ids(partial(tokenizer.encode, add_special_tokens=False), "object_keys")
 
 
 def trigger(config: RepeatTerminateConfig, key: list[int], ids: Sequence[int]) -> int | None:

@@ -22,7 +22,7 @@ from learner.stages.targets import (
 )
 from learner.stages.tokens import IM_END, Tokenizer, token_table
 from learner.types import FieldOrder, GroundTruthObject, ParsedRollout, Role, Sample, Shape
-from shared_contracts.repeat_guard import object_key_token_ids
+from shared_contracts.repeat_guard import entry_token_ids
 from tests.unit.answers import BIRD, CAT, DOG, ROOF, encode, ground_truths, text_of
 from tests.unit.config_faults import changed
 from tests.unit.small_run import rollout
@@ -257,7 +257,7 @@ def test_a_description_that_cannot_be_written_is_not_taught(
 
 @pytest.mark.req("FMT-01", "REP-01")
 def test_the_guard_counts_lines(tokenizer: PreTrainedTokenizerFast) -> None:
-    found = object_key_token_ids(lambda text: encode(tokenizer, text), COMPACT.entry_contexts)
+    found = entry_token_ids(lambda text: encode(tokenizer, text), "compact")
     assert found == encode(tokenizer, "\n")
     ids = encode(tokenizer, CAT_LINE + DOG_LINE + ".")
     assert sum(token == found[0] for token in ids) == 2

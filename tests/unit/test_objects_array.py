@@ -18,7 +18,7 @@ from learner.stages.targets import assess, build_ground_truth_target, with_targe
 from learner.stages.tokens import IM_END, Tokenizer, token_table
 from learner.types import FieldOrder, GroundTruthObject, Role, Sample, Shape
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import object_key_token_ids
+from shared_contracts.repeat_guard import entry_token_ids
 from tests.unit.answers import (
     BIRD,
     CAT,
@@ -232,7 +232,7 @@ def test_a_thousand_items_are_all_read(qwen_tokenizer: PreTrainedTokenizerFast) 
 @pytest.mark.req("FMT-01", "REP-01")
 @pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
 def test_the_guard_counts_items(tokenizer: PreTrainedTokenizerFast, order: FieldOrder) -> None:
-    marker = object_key_token_ids(partial(encode, tokenizer), OBJECTS_ARRAY.entry_contexts)
+    marker = entry_token_ids(partial(encode, tokenizer), "objects_array")
     for truths in ([CAT], [CAT, DOG, BIRD, ROOF, GroundTruthObject("(car)", CAT.shape)]):
         ids = encode(tokenizer, OBJECTS_ARRAY.write(truths, order))
         windows = [ids[i : i + len(marker)] for i in range(len(ids))]

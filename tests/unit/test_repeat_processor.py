@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from learner.rollout.repeat_processor import RepeatProcessor as HfProcessor
 from rollout_server.settings.repeat_config import EXTRA_ARG, INJECTION, repeat_environment
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, object_key_token_ids
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, entry_token_ids
 
 # Ids of the toy tokenizer: two of text, and `object_`, which is all of the key's pattern.
 A, B = 65, 66
@@ -39,7 +39,9 @@ def tokenizer(toy_checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def key(tokenizer: Any) -> list[int]:
-    return object_key_token_ids(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    return entry_token_ids(
+        lambda text: tokenizer.encode(text, add_special_tokens=False), "object_keys"
+    )
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from rollout_server.settings.repeat_config import EXTRA_ARG, PROCESSOR, PROCESSOR_V2
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, object_key_token_ids
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, entry_token_ids
 from tests.unit.test_repeat_processor import configs, own, params
 
 pytestmark = pytest.mark.req("REP-04")
@@ -41,7 +41,9 @@ def vllm_config(toy_checkpoint: Path) -> Any:
 @pytest.fixture(scope="module")
 def key(toy_checkpoint: Path) -> list[int]:
     tokenizer: Any = AutoTokenizer.from_pretrained(toy_checkpoint)
-    return object_key_token_ids(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    return entry_token_ids(
+        lambda text: tokenizer.encode(text, add_special_tokens=False), "object_keys"
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
