@@ -185,6 +185,41 @@ def test_info_says_what_is_guarded(server: RunningServer, guarded: RunningServer
     assert off == {"active": False, "config": RepeatTerminateConfig().model_dump()}
 
 
+LINES = 5
+
+
+@pytest.fixture(scope="module")
+def counting_lines(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of a run in the format compact, whose guard counts lines."""
+    folder = tmp_path_factory.mktemp("lines")
+    guard = {"enabled": True, "max_object_keys": LINES}
+    run = {
+        "custom": {"answer_format": "compact"},
+        "rollout_matching": {"decode_batch_size": 8, "repeat_terminate": guard},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    with running_server(tied, folder, "--run-config", str(folder / "run.yaml")) as server:
+        yield server
+
+
+@pytest.mark.req("FMT-01", "REP-02", "REP-06")
+def test_an_answer_in_compact_is_ended_at_the_bound_of_lines(
+    counting_lines: RunningServer, tokenizer: Any
+) -> None:
+    told = counting_lines.http.get("/info/").json()["repeat_terminate"]
+    expected = RepeatTerminateConfig(enabled=True, max_object_keys=LINES, answer_format="compact")
+    assert told == {"active": True, "config": expected.model_dump()}
+    (newline,) = tokenizer.encode("\n", add_special_tokens=False)
+    asked = {"max_tokens": TOKENS, "temperature": 0.7, "n": 4, "seed": 3}
+    found = choices(counting_lines.infer([*map(text_request, WORDS)], **asked))
+    for choice in found:
+        ids = choice["token_ids"]
+        full = ids.count(newline) == LINES and ids[-1] == newline
+        assert full or ids.count(newline) < LINES
+        assert choice["ended"] is (full and len(ids) < TOKENS)
+    assert len({choice["ended"] for choice in found}) == 2
+
+
 # --- a server that must not start
 
 

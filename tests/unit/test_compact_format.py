@@ -256,11 +256,35 @@ def test_a_description_that_cannot_be_written_is_not_taught(
 
 
 @pytest.mark.req("FMT-01", "REP-01")
-def test_the_guard_counts_lines(tokenizer: PreTrainedTokenizerFast) -> None:
-    found = entry_token_ids(lambda text: encode(tokenizer, text), "compact")
-    assert found == encode(tokenizer, "\n")
-    ids = encode(tokenizer, CAT_LINE + DOG_LINE + ".")
-    assert sum(token == found[0] for token in ids) == 2
+@given(truths=LINES, order=ORDERS)
+def test_the_guard_counts_lines_whatever_a_description_ends_in(
+    truths: list[GroundTruthObject], order: FieldOrder, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (marker,) = entry_token_ids(partial(encode, tokenizer), "compact")
+    target = build_ground_truth_target(truths, tokenizer, order, COMPACT)
+    assert target.token_ids.count(marker) == len(truths)
+    ends = {target.role[p] for p, token in enumerate(target.token_ids) if token == marker}
+    assert ends <= {Role.APPENDED_STRUCTURE}
+
+
+@pytest.mark.req("FMT-01")
+@pytest.mark.parametrize("desc", ["stop!", "(car)", 'the "old"'])
+def test_a_newline_is_taught_as_a_token_of_its_own(
+    qwen_tokenizer: PreTrainedTokenizerFast, desc: str
+) -> None:
+    """Qwen's BPE fuses it with punctuation; an answer that has it so is read as well."""
+    truths = [GroundTruthObject(desc, CAT.shape)] * 2
+    text = COMPACT.write(truths, "geometry_first")
+    fused = encode(qwen_tokenizer, text)
+    (newline,) = encode(qwen_tokenizer, "\n")
+    assert newline not in fused
+    taught = build_ground_truth_target(truths, qwen_tokenizer, "geometry_first", COMPACT)
+    assert taught.token_ids.count(newline) == 2
+    for ids in (fused, taught.token_ids):
+        parsed = COMPACT.parse(ids, qwen_tokenizer)
+        assert [found.desc for found in parsed.objects] == [desc] * 2
+        assert text_of(qwen_tokenizer, parsed.prefix_token_ids) + "." == text
+        assert parsed.prefix_token_ids == ids[: len(parsed.prefix_token_ids)]
 
 
 @pytest.mark.req("FMT-01")
