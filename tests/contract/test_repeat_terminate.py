@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from rollout_server.settings.repeat_config import (
@@ -189,35 +190,42 @@ LINES = 5
 
 
 @pytest.fixture(scope="module")
-def counting_lines(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of a run in the format compact, whose guard counts lines."""
-    folder = tmp_path_factory.mktemp("lines")
+def endless_lines(tied: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that writes newlines: their large embedding, which is tied, outweighs others."""
+    checkpoint = tmp_path_factory.mktemp("endless") / "checkpoint"
+    shutil.copytree(tied, checkpoint)
+    file = checkpoint / "model.safetensors"
+    weights = load_file(file)
+    (embedding,) = (each for name, each in weights.items() if name.endswith("embed_tokens.weight"))
+    embedding[tokenizer.encode("\n", add_special_tokens=False)] *= 50.0
+    save_file(weights, file, {"format": "pt"})
+    return checkpoint
+
+
+@pytest.mark.req("FMT-01", "REP-02", "REP-06")
+def test_an_answer_in_compact_is_ended_at_the_bound_of_lines(
+    endless_lines: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """By a server that reads the format in `custom` of a training YAML."""
     guard = {"enabled": True, "max_object_keys": LINES}
     run = {
         "custom": {"answer_format": "compact"},
         "rollout_matching": {"decode_batch_size": 8, "repeat_terminate": guard},
     }
-    (folder / "run.yaml").write_text(yaml.safe_dump(run))
-    with running_server(tied, folder, "--run-config", str(folder / "run.yaml")) as server:
-        yield server
-
-
-@pytest.mark.req("FMT-01", "REP-02", "REP-06")
-def test_an_answer_in_compact_is_ended_at_the_bound_of_lines(
-    counting_lines: RunningServer, tokenizer: Any
-) -> None:
-    told = counting_lines.http.get("/info/").json()["repeat_terminate"]
-    expected = RepeatTerminateConfig(enabled=True, max_object_keys=LINES, answer_format="compact")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    with running_server(
+        endless_lines, tmp_path, "--run-config", str(tmp_path / "run.yaml")
+    ) as server:
+        told = server.http.get("/info/").json()["repeat_terminate"]
+        ended = choices(server.infer([text_request("cat"), text_request("a")], max_tokens=TOKENS))
+        cut = choices(server.infer([text_request("cat")], max_tokens=LINES - 1))
+    expected = RepeatTerminateConfig(**guard, answer_format="compact")
     assert told == {"active": True, "config": expected.model_dump()}
-    (newline,) = tokenizer.encode("\n", add_special_tokens=False)
-    asked = {"max_tokens": TOKENS, "temperature": 0.7, "n": 4, "seed": 3}
-    found = choices(counting_lines.infer([*map(text_request, WORDS)], **asked))
-    for choice in found:
-        ids = choice["token_ids"]
-        full = ids.count(newline) == LINES and ids[-1] == newline
-        assert full or ids.count(newline) < LINES
-        assert choice["ended"] is (full and len(ids) < TOKENS)
-    assert len({choice["ended"] for choice in found}) == 2
+    for choice in ended:
+        assert (choice["token_ids"], choice["ended"]) == (newline * LINES, True)
+    for choice in cut:
+        assert (choice["token_ids"], choice["ended"]) == (newline * (LINES - 1), False)
 
 
 # --- a server that must not start

@@ -393,7 +393,9 @@ def test_both_shells_count_the_entries_of_the_format(
     forced = []
     for length in range(second + 2):
         batch.step()
-        scores = hf(torch.tensor([stream[:length]], dtype=torch.long), torch.zeros(1, len(tokenizer)))
+        scores = hf(
+            torch.tensor([stream[:length]], dtype=torch.long), torch.zeros(1, len(tokenizer))
+        )
         forced.append(bool(scores.isneginf().any()))
     assert forced == row.forced == [place > second for place in range(second + 2)]
 

@@ -91,9 +91,9 @@ def sampling_params(
 
 # Tokens after which the rigged sequence must end, and length of the control.
 RIGGED_RUN, CONTROL_LENGTH = 4, 8
-# Entries after which the second rigged sequence must end, and a temperature at which all tokens of
-# an entry are equally likely: they come in the right order after `len(entry) ** len(entry)` or so.
-RIGGED_ENTRIES, EVEN_ODDS = 2, 1.0e6
+# Entries after which the second rigged sequence must end. The penalty makes each of its tokens come
+# again, whatever the model prefers, and the temperature mixes their order (vLLM's largest values).
+RIGGED_ENTRIES, MIXED = 2, {"temperature": 2.0, "frequency_penalty": 2.0}
 
 
 @dataclass
@@ -146,7 +146,7 @@ class EngineGuard:
         )
         longest = 64 * len(self.entry) ** len(self.entry)
         rigged = await self._generate(
-            llm, "entries", rule.model_dump(), self.entry, longest, EVEN_ODDS
+            llm, "entries", rule.model_dump(), self.entry, longest, **MIXED
         )
         guard = RepeatGuard(rule, self.entry)
         verdicts = [guard.push(token_id) for token_id in rigged.token_ids]
@@ -173,7 +173,7 @@ class EngineGuard:
         self, llm: AsyncLLM, name: str, own_settings: dict[str, Any] | bool
     ) -> CompletionOutput:
         token_ids = llm.get_tokenizer().encode("a", add_special_tokens=False)[:1]
-        return await self._generate(llm, name, own_settings, token_ids, CONTROL_LENGTH, 0.0)
+        return await self._generate(llm, name, own_settings, token_ids, CONTROL_LENGTH)
 
     async def _generate(
         self,
@@ -182,11 +182,13 @@ class EngineGuard:
         own_settings: dict[str, Any] | bool,
         token_ids: list[int],
         max_tokens: int,
-        temperature: float,
+        temperature: float = 0.0,
+        frequency_penalty: float = 0.0,
     ) -> CompletionOutput:
         """Generate nothing but `token_ids`, until the guard ends it."""
         sampling = SamplingParams(
             temperature=temperature,
+            frequency_penalty=frequency_penalty,
             max_tokens=max_tokens,
             allowed_token_ids=token_ids,
             stop_token_ids=[self.sentinel],
