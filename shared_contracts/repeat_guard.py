@@ -1,7 +1,9 @@
 """When a sequence being generated has started to repeat itself (REP-01 to REP-03).
 
 RepeatTerminateConfig    `rollout_matching.repeat_terminate`, for HF and vLLM alike
-object_key_token_ids     what of an object's key a tokenizer always writes alike
+ENTRY_CONTEXTS           by answer format, what every entry of an answer has once; their names are
+                         `AnswerFormatName`
+entry_token_ids          what of it a tokenizer always writes alike
 RepeatGuard              the state of one sequence: ids in, verdict out
 
 The logits processors that force the end of a sequence are shells around `RepeatGuard`.
@@ -11,11 +13,36 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
 
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import Refusal, StrictModel
+
+# By answer format: texts that end in what every entry of an answer has once, as answers write it.
+ENTRY_CONTEXTS: dict[str, tuple[str, ...]] = {
+    "object_keys": ('"object_', '{"object_', '}, "object_'),
+    # The key of a description, in either order of the fields. What follows it is left out: a BPE
+    # fuses the quotes with a description that begins with punctuation.
+    "objects_array": ('[{"desc', '},{"desc', '}, {"desc', '"],"desc', '"], "desc'),
+    # The end of a line, which targets have as a token of its own.
+    "compact": ("\n",),
+}
+
+
+def _known_format(name: str) -> str:
+    if name not in ENTRY_CONTEXTS:
+        *others, last = ENTRY_CONTEXTS
+        raise Refusal(f"'{name}' is not known", f"Use {', '.join(others)} or {last}")
+    return name
+
+
+AnswerFormatName = Annotated[
+    str,
+    AfterValidator(_known_format),
+    WithJsonSchema({"type": "string", "enum": list(ENTRY_CONTEXTS)}),
+]
 
 
 class RepeatTerminateConfig(StrictModel):
@@ -37,7 +64,12 @@ class RepeatTerminateConfig(StrictModel):
         description="number of equal blocks in a row that ends a sequence; 0: off, else >= 2",
     )
     max_object_keys: int | None = Field(
-        default=None, ge=1, description="number of object keys that ends a sequence; null: off"
+        default=None, ge=1, description="number of entries that ends a sequence; null: off"
+    )
+    answer_format: AnswerFormatName = Field(
+        default="object_keys",
+        description="format of the entries that max_object_keys counts; a training YAML leaves it "
+        "out, because it is custom.answer_format there",
     )
 
     @field_validator("ngram_repeats")
@@ -59,21 +91,15 @@ class RepeatTerminateConfig(StrictModel):
         return blocks if blocks > 0 else sys.maxsize
 
 
-# Texts that end in what the key of every object begins with, as answers write it.
-OBJECT_KEY_CONTEXTS = ('"object_', '{"object_', '}, "object_')
-
-
-def object_key_token_ids(
-    encode: Callable[[str], Sequence[int]], contexts: Sequence[str] = OBJECT_KEY_CONTEXTS
-) -> list[int]:
-    """The ids that `"object_` ends in wherever an answer writes it.
+def entry_token_ids(encode: Callable[[str], Sequence[int]], answer_format: str) -> list[int]:
+    """The ids that every entry of an answer has once; with `object_keys`, the end of `"object_`.
 
     A BPE fuses the quote with what stands before it (`{"`, ` "`), so the ids of `"object_`
     by itself may never occur; those behind the quote do. Qwen: `object`, `_`.
 
-    encode: text to ids, without special tokens. contexts: those of the answer format.
+    encode: text to ids, without special tokens. answer_format: a key of `ENTRY_CONTEXTS`.
     """
-    backwards = [encode(text)[::-1] for text in contexts]
+    backwards = [encode(text)[::-1] for text in ENTRY_CONTEXTS[answer_format]]
     alike = takewhile(lambda ids: len(set(ids)) == 1, zip(*backwards, strict=False))
     return [token_id for token_id, *_ in alike][::-1]
 
@@ -92,7 +118,8 @@ class RepeatGuard:
     `push` runs for every row of every decode step and is written for speed: slots, locals,
     and a rule that is off has a limit nothing reaches.
 
-    object_key_token_ids: ids of `"object_`; ContractError when empty though (c) is on.
+    object_key_token_ids: of an entry, from `entry_token_ids`; ContractError when empty though
+        (c) is on.
     """
 
     __slots__ = (
@@ -172,7 +199,7 @@ class _OccurrenceCounter:
             raise ContractError(
                 "object_key_token_ids",
                 "the list is empty and max_object_keys is set",
-                'Give the token ids of `"object_`',
+                "Give the token ids that every entry has once (entry_token_ids)",
             )
         self.head = pattern[0]
         self.matched = 0

@@ -9,7 +9,8 @@ from typing import Any
 
 from shared_contracts.errors import ContractError
 
-# `custom.answer_format`; each is a `learner.stages.formats.AnswerFormat`.
+# `custom.answer_format`; each is a `learner.stages.formats.AnswerFormat`. Its entries are in
+# `shared_contracts.repeat_guard.ENTRY_CONTEXTS`.
 ANSWER_FORMATS = {
     "object_keys": "learner.stages.formats.coord_json:COORD_JSON",
     "objects_array": "learner.stages.formats.objects_array:OBJECTS_ARRAY",

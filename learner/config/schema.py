@@ -17,22 +17,20 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     ValidationInfo,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
 
-from learner.config.registry import ANSWER_FORMATS
 from learner.config.rollout_matching import RolloutMatchingConfig
 from learner.config.training import AbsolutePath, TrainingConfig, WrittenDecimal
 from learner.objectives.config import ObjectiveModule, PipelineConfig
 from learner.objectives.variants import VARIANTS
 from learner.types import Channel, FieldOrder
 from shared_contracts.errors import ContractError
+from shared_contracts.repeat_guard import AnswerFormatName
 from shared_contracts.strict_model import (
     EmptySection,
     FreeOnResume,
@@ -229,13 +227,6 @@ def _null_is_empty(value: Any) -> Any:
     return {} if value is None else value
 
 
-def _registered_format(name: str) -> str:
-    if name not in ANSWER_FORMATS:
-        *others, last = ANSWER_FORMATS
-        raise Refusal(f"'{name}' is not known", f"Use {', '.join(others)} or {last}")
-    return name
-
-
 if TYPE_CHECKING:
     VariantName = str
 else:
@@ -249,11 +240,7 @@ class CustomConfig(StrictModel):
     object_field_order: FieldOrder = Field(
         default="desc_first", description="order of the fields inside every written object"
     )
-    answer_format: Annotated[
-        str,
-        AfterValidator(_registered_format),
-        WithJsonSchema({"type": "string", "enum": list(ANSWER_FORMATS)}),
-    ] = Field(
+    answer_format: AnswerFormatName = Field(
         default="object_keys",
         description="how answers are written and read: `object_keys`, one JSON object of objects; "
         "`objects_array`, a JSON list of objects; `compact`, a line for each object",
@@ -359,6 +346,24 @@ class Config(StrictModel):
                 "pipeline",
             )
         return section
+
+    @field_validator("rollout_matching")
+    @classmethod
+    def _the_guard_counts_the_entries_of_the_format(
+        cls, section: RolloutMatchingConfig, info: ValidationInfo
+    ) -> RolloutMatchingConfig:
+        custom = info.data.get("custom")
+        if custom is None:
+            return section
+        guard, answer_format = section.repeat_terminate, custom.answer_format
+        if "answer_format" in guard.model_fields_set and guard.answer_format != answer_format:
+            raise Refusal(
+                f"{guard.answer_format}, and custom.answer_format is {answer_format}",
+                "Remove it: the guard counts the entries of custom.answer_format",
+                "repeat_terminate.answer_format",
+            )
+        guard = guard.model_copy(update={"answer_format": answer_format})
+        return section.model_copy(update={"repeat_terminate": guard})
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Config":

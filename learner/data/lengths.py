@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from learner.config.registry import model_family
 from learner.data.images import look_at_header
+from learner.stages.tokens import split_newlines
 from learner.types import GroundTruthObject, Sample
 from shared_contracts.adapters import checkpoint_chain, folder_with
 from shared_contracts.errors import ContractError
@@ -93,8 +94,9 @@ class SampleLengths:
 
     def target(self, sample: Sample) -> int:
         """Tokens of the answer that names every object, with its EOS."""
-        text = self._write_answer(sample.objects)
-        return len(self._tokenizer.encode(text, add_special_tokens=False).ids) + 1
+        parts = split_newlines(self._write_answer(sample.objects))
+        encodings = self._tokenizer.encode_batch(parts, add_special_tokens=False)
+        return sum(len(each.ids) for each in encodings) + 1
 
     def images(self, sample: Sample) -> int:
         """Image tokens.

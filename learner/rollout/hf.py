@@ -29,7 +29,7 @@ from learner.rollout.repeat_processor import RepeatProcessor
 from learner.types import RolloutOutput
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-from shared_contracts.repeat_guard import OBJECT_KEY_CONTEXTS, RepeatTerminateConfig
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 
 
 class Prompt(Protocol):
@@ -58,7 +58,6 @@ class HfBackend:
     compute_dtype: what the forward computes in where it is not that of the weights.
     max_model_len: longest prompt with its answer, where the model's context is longer.
     journal: gets a note of every batch.
-    entry_contexts: of the answer format, for the guard.
     """
 
     def __init__(
@@ -72,13 +71,11 @@ class HfBackend:
         compute_dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
         journal: Journal | None = None,
-        entry_contexts: Sequence[str] = OBJECT_KEY_CONTEXTS,
     ) -> None:
         self._model = model
         self._encode = encode
         self._tokenizer = tokenizer
         self._guard = guard
-        self._entry_contexts = entry_contexts
         self._rows = decode_batch_size // num_beams
         self._num_beams = num_beams
         self._compute_dtype = compute_dtype
@@ -138,9 +135,7 @@ class HfBackend:
     ) -> list[RolloutOutput]:
         """Return the answers of one `generate` call, at most `rooms` long; prompt i: `seed + i`."""
         width = max(prompt.ids.numel() for prompt in prompts)
-        guard = RepeatProcessor(
-            self._guard, self._tokenizer, width, self._ends, self._entry_contexts
-        )
+        guard = RepeatProcessor(self._guard, self._tokenizer, width, self._ends)
         device = self._model.device
         inputs = _padded(prompts, self._family.inputs)
         with _seeded(seed if config.temperature else None, device):

@@ -6,12 +6,7 @@ from functools import partial
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from shared_contracts.repeat_guard import (
-    OBJECT_KEY_CONTEXTS,
-    RepeatGuard,
-    RepeatTerminateConfig,
-    object_key_token_ids,
-)
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, entry_token_ids
 
 
 class RepeatProcessor(LogitsProcessor):
@@ -22,7 +17,6 @@ class RepeatProcessor(LogitsProcessor):
 
     prompt_length: width of the prompts, padding included; only what follows is guarded.
     eos_token_ids: what ends a row; nothing is forced behind it.
-    entry_contexts: of the answer format; see `object_key_token_ids`.
     """
 
     def __init__(
@@ -31,11 +25,10 @@ class RepeatProcessor(LogitsProcessor):
         tokenizer: PreTrainedTokenizerBase,
         prompt_length: int,
         eos_token_ids: Sequence[int],
-        entry_contexts: Sequence[str] = OBJECT_KEY_CONTEXTS,
     ) -> None:
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        object_key = object_key_token_ids(encode, entry_contexts)
-        self._make_guard = partial(RepeatGuard, config, object_key)
+        entry = entry_token_ids(encode, config.answer_format)
+        self._make_guard = partial(RepeatGuard, config, entry)
         self._prompt_length = prompt_length
         self._eos_token_ids = tuple(eos_token_ids)
         self._seen: torch.Tensor | None = None

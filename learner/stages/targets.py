@@ -29,7 +29,7 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.stages.clean_prefix import NotRemovable, clean, departures, repeats
 from learner.stages.formats import AnswerFormat, ReadBack
 from learner.stages.formats.coord_json import COORD_JSON
-from learner.stages.tokens import CoordVocab, Tokenizer, token_table
+from learner.stages.tokens import CoordVocab, Tokenizer, encode_answer, token_table
 from learner.stages.transport_plan import projected_bins
 from learner.types import (
     AssessedRollout,
@@ -98,7 +98,7 @@ def build_target(
     groups = {i: group for (i, _), group in zip(match.pairs, matched, strict=True)}
     kept = [None if i is None else groups.get(i) for _, i in parsed.entry_ends]
     target = _supervise(
-        [*parsed.prefix_token_ids, *tokenizer.encode(append, add_special_tokens=False)],
+        [*parsed.prefix_token_ids, *encode_answer(tokenizer, append)],
         kept + [_appended(item) for item in missed],
         tokenizer,
         answers,
@@ -121,7 +121,7 @@ def build_ground_truth_target(
     Raises `TargetUnreadable`, e.g. for a description that contains `<|im_end|>`.
     """
     return _supervise(
-        tokenizer.encode(answers.write(ground_truth, field_order), add_special_tokens=False),
+        encode_answer(tokenizer, answers.write(ground_truth, field_order)),
         [_appended(item) for item in ground_truth],
         tokenizer,
         answers,

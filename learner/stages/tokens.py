@@ -6,6 +6,7 @@ text of each id, both of one tokenizer; `token_table(tokenizer)` keeps one table
 `TokenText` is the text of some tokens, with the token of each character.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +62,21 @@ def decode_exactly(tokenizer: Tokenizer, token_ids: list[int]) -> str:
         token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     return text
+
+
+def encode_answer(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of the text of an answer, in which each newline is a token of its own.
+
+    A BPE fuses punctuation with a newline behind it (Qwen: `!\\n`). Then a description would share
+    a token with the end of its line, which the repeat guard counts.
+    """
+    parts = split_newlines(text)
+    return [each for part in parts for each in tokenizer.encode(part, add_special_tokens=False)]
+
+
+def split_newlines(text: str) -> list[str]:
+    """The parts of a text that `encode_answer` encodes by themselves."""
+    return re.findall(r"\n|[^\n]+", text)
 
 
 def spell_leading(tokenizer: Tokenizer, token_id: int, leading: str) -> list[int] | None:

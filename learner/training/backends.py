@@ -38,7 +38,6 @@ from learner.rollout.server_process import ServerProcess, SupervisedServer, free
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import GatheredWeights, SyncMode
 from learner.runs.atomic_files import publish_text
-from learner.stages.formats import answer_format
 from learner.training.start_checks import context_of_run, differences, expected_model
 from learner.types import Sample
 from shared_contracts.footprint import BUCKET_BYTES, MIB
@@ -101,7 +100,6 @@ def _hf(config: Config, loaded: LoadedModel) -> OpenBackend:
         torch.bfloat16 if config.model.torch_dtype == "bfloat16" else None,
         rollout.vllm.max_model_len,
         journal,
-        answer_format(config).entry_contexts,
     )
     return OpenBackend(backend, backend.version, rollout.repeat_terminate.enabled, journal)
 

@@ -3,7 +3,7 @@
 `--run-config` reads these keys of a training YAML; what else is in it is the learner's to check.
 
     rollout_matching.decode_batch_size    per GPU; `max_num_seqs` is per replica
-    rollout_matching.repeat_terminate     repeat_terminate
+    rollout_matching.repeat_terminate     repeat_terminate, with custom.answer_format
     rollout_matching.vllm.sync.transport  weight_transport, unless it is `auto`
     rollout_matching.vllm.max_model_len, enable_prefix_caching, enable_lora
     rollout_matching.max_new_tokens       with global_max_length: max_model_len, unless stated
@@ -32,7 +32,7 @@ from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.extends import merge_chain, read_chain, written_path
 from shared_contracts.footprint import run_context
 from shared_contracts.infer import MAX_REQUESTS
-from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.repeat_guard import ENTRY_CONTEXTS, RepeatTerminateConfig
 from shared_contracts.rollout_config import RepeatTerminate, SharedRolloutConfig
 from shared_contracts.strict_model import Refusal, StrictModel, contract_errors, shown
 from shared_contracts.weights import Transport
@@ -70,6 +70,9 @@ def read_run_config(path: Path) -> RunConfig:
             SECTION, f"{path} has {shown(section)} there, not a mapping", "Name a training YAML"
         )
     known = {k: v for k, v in section.items() if k in SharedRolloutConfig.model_fields}
+    guard, custom = known.get("repeat_terminate"), _section(merged, "custom")
+    if isinstance(guard, dict) and "answer_format" in custom:
+        known["repeat_terminate"] = {"answer_format": _answer_format(custom)} | guard
     try:
         rollout = SharedRolloutConfig.model_validate(known)
     except ValidationError as error:
@@ -81,6 +84,16 @@ def read_run_config(path: Path) -> RunConfig:
         prompt=_count(merged.get("global_max_length")) if packed else None,
         answer=_count(section.get("max_new_tokens")),
     )
+
+
+def _answer_format(custom: dict[str, Any]) -> str:
+    name = custom["answer_format"]
+    if not isinstance(name, str) or name not in ENTRY_CONTEXTS:
+        known = ", ".join(ENTRY_CONTEXTS)
+        raise ContractError(
+            "custom.answer_format", f"{shown(name)} is not known", f"Use one of {known}"
+        )
+    return name
 
 
 def read_yaml(path: Path, option: str) -> dict[str, Any]:

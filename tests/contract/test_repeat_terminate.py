@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from rollout_server.settings.repeat_config import (
@@ -24,7 +25,7 @@ from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import (
     RepeatGuard,
     RepeatTerminateConfig,
-    object_key_token_ids,
+    entry_token_ids,
 )
 from tests.contract.running_server import (
     START_TIMEOUT_S,
@@ -59,7 +60,7 @@ def tokenizer(tied: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def key(tokenizer: Any) -> list[int]:
-    return object_key_token_ids(partial(tokenizer.encode, add_special_tokens=False))
+    return entry_token_ids(partial(tokenizer.encode, add_special_tokens=False), "object_keys")
 
 
 def trigger(config: RepeatTerminateConfig, key: list[int], ids: Sequence[int]) -> int | None:
@@ -183,6 +184,48 @@ def test_info_says_what_is_guarded(server: RunningServer, guarded: RunningServer
     on, off = (each.http.get("/info/").json()["repeat_terminate"] for each in (guarded, server))
     assert on == {"active": True, "config": GUARD.model_dump()}
     assert off == {"active": False, "config": RepeatTerminateConfig().model_dump()}
+
+
+LINES = 5
+
+
+@pytest.fixture(scope="module")
+def endless_lines(tied: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that writes newlines: their large embedding, which is tied, outweighs others."""
+    checkpoint = tmp_path_factory.mktemp("endless") / "checkpoint"
+    shutil.copytree(tied, checkpoint)
+    file = checkpoint / "model.safetensors"
+    weights = load_file(file)
+    (embedding,) = (each for name, each in weights.items() if name.endswith("embed_tokens.weight"))
+    embedding[tokenizer.encode("\n", add_special_tokens=False)] *= 50.0
+    save_file(weights, file, {"format": "pt"})
+    return checkpoint
+
+
+@pytest.mark.req("FMT-01", "REP-02", "REP-06")
+def test_an_answer_in_compact_is_ended_at_the_bound_of_lines(
+    endless_lines: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """By a server that reads the format in `custom` of a training YAML."""
+    guard = {"enabled": True, "max_object_keys": LINES}
+    run = {
+        "custom": {"answer_format": "compact"},
+        "rollout_matching": {"decode_batch_size": 8, "repeat_terminate": guard},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    with running_server(
+        endless_lines, tmp_path, "--run-config", str(tmp_path / "run.yaml")
+    ) as server:
+        told = server.http.get("/info/").json()["repeat_terminate"]
+        ended = choices(server.infer([text_request("cat"), text_request("a")], max_tokens=TOKENS))
+        cut = choices(server.infer([text_request("cat")], max_tokens=LINES - 1))
+    expected = RepeatTerminateConfig(**guard, answer_format="compact")
+    assert told == {"active": True, "config": expected.model_dump()}
+    for choice in ended:
+        assert (choice["token_ids"], choice["ended"]) == (newline * LINES, True)
+    for choice in cut:
+        assert (choice["token_ids"], choice["ended"]) == (newline * (LINES - 1), False)
 
 
 # --- a server that must not start

@@ -75,6 +75,29 @@ def test_a_base_gives_what_the_file_itself_leaves_open(tmp_path: Path) -> None:
     assert load_config(file).rollout_matching.repeat_terminate == expected
 
 
+@pytest.mark.req("FMT-01", "REP-06")
+def test_the_guard_counts_the_entries_of_the_run_s_format(tmp_path: Path) -> None:
+    """It is in `custom`, where the guard does not name it again."""
+    file = training_yaml(tmp_path, repeat_terminate=GUARD)
+    with file.open("a") as more:
+        more.write("custom: {answer_format: compact}\n")
+    guard = settings_of(file).repeat_terminate
+    assert guard == RepeatTerminateConfig(**GUARD, answer_format="compact")
+    assert load_config(file).rollout_matching.repeat_terminate == guard
+
+
+@pytest.mark.req("FMT-01", "CFG-03")
+@pytest.mark.parametrize("name", ["xml", "[compact]"])
+def test_a_format_that_is_not_known_is_refused_where_it_is(tmp_path: Path, name: str) -> None:
+    file = training_yaml(tmp_path, repeat_terminate=GUARD)
+    with file.open("a") as more:
+        more.write(f"custom: {{answer_format: {name}}}\n")
+    with pytest.raises(ContractError) as caught:
+        settings_of(file)
+    assert caught.value.where == "custom.answer_format"
+    assert caught.value.do == "Use one of object_keys, objects_array, compact"
+
+
 @pytest.mark.req("CFG-09")
 @pytest.mark.parametrize(("written", "value"), [("010", 10), ("0x10", 16)])
 def test_numbers_mean_what_they_mean_to_the_learner(

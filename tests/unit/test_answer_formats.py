@@ -1,7 +1,9 @@
 """Another answer format is one module and one line of the registry."""
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +18,11 @@ from learner.stages.formats import AnswerFormat, answer_format
 from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.matching import match_objects
 from learner.stages.targets import assess, build_ground_truth_target, with_target
-from learner.stages.tokens import IM_END, token_table
+from learner.stages.tokens import IM_END, encode_answer, token_table
 from learner.training.start_checks import check_taught_format
 from learner.types import GroundTruthObject, MatchResult, Role, Sample
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import object_key_token_ids
+from shared_contracts.repeat_guard import ENTRY_CONTEXTS, entry_token_ids
 from tests.unit.answers import (
     BIRD,
     CAT,
@@ -51,6 +53,7 @@ def tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
 def lines(monkeypatch: pytest.MonkeyPatch) -> Config:
     """A config that chooses the format of this folder, registered."""
     monkeypatch.setitem(ANSWER_FORMATS, "lines", "tests.unit.throwaway_format:LINES")
+    monkeypatch.setitem(ENTRY_CONTEXTS, "lines", ("\n",))
     return parse_config(changed("custom.answer_format", "lines"))
 
 
@@ -186,27 +189,50 @@ def test_an_older_run_had_the_default_and_a_damaged_file_says_nothing(
                 check_taught_format(tmp_path / "checkpoint-5", name, "model.model")
 
 
+def counting(written_as: str | None, **guard: object) -> dict[str, Any]:
+    """A config whose guard counts entries; None: the default format."""
+    settings = {"enabled": True, "max_object_keys": 9} | guard
+    mapping = changed("rollout_matching.repeat_terminate", settings)
+    named = {} if written_as is None else {"answer_format": written_as}
+    return mapping | {"custom": mapping["custom"] | named}
+
+
 @pytest.mark.req("FMT-01", "REP-01")
-@pytest.mark.parametrize("name", ["objects_array", "compact"])
-def test_servers_that_would_count_other_entries_are_refused(name: str) -> None:
-    guard = {"enabled": True, "max_object_keys": 9}
-    mapping = changed("rollout_matching.repeat_terminate", guard)
-    mapping["custom"] = mapping["custom"] | {"answer_format": name}
-    with pytest.raises(ContractError, match="rollout servers count the entries of object_keys"):
-        answer_format(parse_config(mapping))
-    mapping["rollout_matching"] = mapping["rollout_matching"] | {"rollout_backend": "hf"}
-    assert answer_format(parse_config(mapping)).entry_contexts
+def test_every_format_has_entries_that_a_guard_counts() -> None:
+    assert ANSWER_FORMATS.keys() == ENTRY_CONTEXTS.keys()
 
 
-@pytest.mark.req("REP-01")
-def test_the_guard_counts_the_entries_of_the_format(
+@pytest.mark.req("FMT-01", "REP-01")
+@pytest.mark.parametrize("name", [None, *ANSWER_FORMATS])
+def test_the_guard_counts_the_entries_of_the_format(name: str | None) -> None:
+    """It is written once, in `custom`; what a run writes down of it can be read again."""
+    config = parse_config(counting(name))
+    guard = config.rollout_matching.repeat_terminate
+    assert guard.answer_format == config.custom.answer_format == (name or "object_keys")
+    assert parse_config(counting(name, answer_format=guard.answer_format)) == config
+
+
+@pytest.mark.req("FMT-01", "CFG-03")
+@pytest.mark.parametrize(
+    ("custom", "guard", "found"),
+    [
+        ("compact", "object_keys", "object_keys, and custom.answer_format is compact"),
+        (None, "compact", "compact, and custom.answer_format is object_keys"),
+        ("compact", "xml", "'xml' is not known"),
+    ],
+)
+def test_a_guard_of_another_format_is_refused(custom: str | None, guard: str, found: str) -> None:
+    error = only_error(counting(custom, answer_format=guard))
+    assert error.where == "rollout_matching.repeat_terminate.answer_format"
+    assert error.found == found
+
+
+@pytest.mark.req("REP-01", "ARCH-03")
+def test_the_entries_of_a_registered_format_are_counted(
     lines: Config, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    contexts = answer_format(lines).entry_contexts
-    wanted = encode(tokenizer, "\n")
-    assert object_key_token_ids(lambda text: encode(tokenizer, text), contexts) == wanted
-    guard = {"enabled": True, "max_object_keys": 9}
-    mapping = changed("rollout_matching.repeat_terminate", guard)
-    mapping["custom"] = mapping["custom"] | {"answer_format": "lines"}
-    with pytest.raises(ContractError, match="rollout servers count the entries of object_keys"):
-        answer_format(parse_config(mapping))
+    answers = answer_format(lines)
+    assert lines.rollout_matching.repeat_terminate.answer_format == "lines"
+    marker = entry_token_ids(partial(encode, tokenizer), "lines")
+    ids = encode_answer(tokenizer, answers.write([CAT, DOG, BIRD], "desc_first"))
+    assert [ids.count(token) for token in marker] == [3]

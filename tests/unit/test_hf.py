@@ -20,7 +20,7 @@ from learner.rollout.hf import HfBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, object_key_token_ids
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, entry_token_ids
 from tests.contract import reference
 from tests.contract.running_server import draw_scene
 from tests.contract.toy_checkpoints import make_checkpoint
@@ -250,7 +250,9 @@ GUARD = RepeatTerminateConfig(
 
 def triggers_at(tokenizer: Any, answer: Sequence[int]) -> int | None:
     """How many tokens of an answer it takes until the guard triggers."""
-    key = object_key_token_ids(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    key = entry_token_ids(
+        lambda text: tokenizer.encode(text, add_special_tokens=False), "object_keys"
+    )
     guard = RepeatGuard(GUARD, key)
     return next((taken for taken, each in enumerate(answer, 1) if guard.push(each)), None)
 

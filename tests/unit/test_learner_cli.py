@@ -350,6 +350,7 @@ def test_a_server_that_is_not_ready_tells_why(run: Run) -> None:
 
 GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=8, max_object_keys=40)
 OTHER_GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=8, max_object_keys=30)
+OF_LINES = GUARD.model_copy(update={"answer_format": "compact"})
 
 
 def against(run: Run, answer: Info) -> tuple[Ended, str]:
@@ -367,9 +368,10 @@ def against(run: Run, answer: Info) -> tuple[Ended, str]:
         (GUARD, info(), "guard is off"),
         (GUARD, info(GUARD, active=False), "configured but inactive"),
         (GUARD, info(OTHER_GUARD), '"max_object_keys":30'),
+        (GUARD, info(OF_LINES), '"answer_format":"compact"'),
         (RepeatTerminateConfig(), info(GUARD), '"max_object_keys":40'),
     ],
-    ids=["without", "inactive", "other settings", "ours is off"],
+    ids=["without", "inactive", "other settings", "other format", "ours is off"],
 )
 def test_a_server_whose_repeat_guard_is_not_ours_is_refused(
     run: Run, ours: RepeatTerminateConfig, answer: Info, there: str

@@ -15,10 +15,9 @@ from learner.stages.formats import answer_format
 from learner.stages.formats.objects_array import CLOSING, HEAD, OBJECTS_ARRAY
 from learner.stages.matching import match_objects
 from learner.stages.targets import assess, build_ground_truth_target, with_target
-from learner.stages.tokens import IM_END, Tokenizer, token_table
+from learner.stages.tokens import IM_END, Tokenizer
 from learner.types import FieldOrder, GroundTruthObject, Role, Sample, Shape
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import object_key_token_ids
 from tests.unit.answers import (
     BIRD,
     CAT,
@@ -26,7 +25,6 @@ from tests.unit.answers import (
     FRAGMENTS,
     ROOF,
     encode,
-    ground_truths,
     text_of,
     with_placeholders,
 )
@@ -88,51 +86,6 @@ def test_any_ids_are_read_as_the_words_of_the_format_say(
     ids = data.draw(answers(tokenizer))
     parsed = OBJECTS_ARRAY.parse(ids, tokenizer, allow_poly=allow_poly)
     check_list(ids, parsed, tokenizer, allow_poly)
-
-
-@pytest.mark.req("FMT-01", "PARSE-07")
-@given(data=st.data(), headed=st.booleans())
-def test_no_ids_raise(
-    data: st.DataObject, headed: bool, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    ids = data.draw(st.lists(st.integers(-2, len(tokenizer) + 5), max_size=30))
-    ids = [*encode(tokenizer, HEAD), *ids] if headed else ids
-    parsed = OBJECTS_ARRAY.parse(ids, tokenizer)
-    assert OBJECTS_ARRAY.parse(ids, tokenizer) == parsed
-
-
-@pytest.mark.req("FMT-01", "APPEND-01", "APPEND-02")
-@given(
-    data=st.data(),
-    truths=st.lists(ground_truths(allow_poly=True), max_size=5),
-    order=st.sampled_from(["desc_first", "geometry_first"]),
-)
-def test_any_prefix_is_continued_and_read_back(
-    data: st.DataObject,
-    truths: list[GroundTruthObject],
-    order: FieldOrder,
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    parsed = OBJECTS_ARRAY.parse(data.draw(answers(tokenizer)), tokenizer)
-    text = text_of(tokenizer, parsed.prefix_token_ids)
-    more = OBJECTS_ARRAY.append(text, truths, parsed.max_object_index + 1, order)
-    ids = [
-        *parsed.prefix_token_ids,
-        *encode(tokenizer, more),
-        token_table(tokenizer).vocab.end_id,
-    ]
-    found = OBJECTS_ARRAY.read_back(ids, tokenizer)
-    assert found is not None
-    assert [(o.desc, o.shape) for o in found.parsed.objects] == [
-        *((o.desc, o.shape) for o in parsed.objects),
-        *((o.desc, o.shape) for o in truths),
-    ]
-    assert [o.index for o in found.parsed.objects[len(parsed.objects) :]] == [
-        parsed.max_object_index + 1 + i for i in range(len(truths))
-    ]
-    assert not found.parsed.truncated
-    assert len(found.spans) == len(found.parsed.entry_ends)
-    assert text_of(tokenizer, [ids[p] for p in found.closure]).endswith("}" + IM_END)
 
 
 @pytest.mark.req("FMT-01", "CLEAN-01")
@@ -227,16 +180,6 @@ def test_a_thousand_items_are_all_read(qwen_tokenizer: PreTrainedTokenizerFast) 
     ids = encode(qwen_tokenizer, OBJECTS_ARRAY.write([CAT, ROOF] * 500, "desc_first"))
     parsed = OBJECTS_ARRAY.parse(ids, qwen_tokenizer)
     assert [found.index for found in parsed.objects] == list(range(1, 1001))
-
-
-@pytest.mark.req("FMT-01", "REP-01")
-@pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
-def test_the_guard_counts_items(tokenizer: PreTrainedTokenizerFast, order: FieldOrder) -> None:
-    marker = object_key_token_ids(partial(encode, tokenizer), OBJECTS_ARRAY.entry_contexts)
-    for truths in ([CAT], [CAT, DOG, BIRD, ROOF, GroundTruthObject("(car)", CAT.shape)]):
-        ids = encode(tokenizer, OBJECTS_ARRAY.write(truths, order))
-        windows = [ids[i : i + len(marker)] for i in range(len(ids))]
-        assert windows.count(marker) == len(truths)
 
 
 @pytest.mark.req("FMT-01")

@@ -18,7 +18,7 @@ from learner.stages.formats.coord_json import serialize_objects
 from learner.types import GroundTruthObject, Shape
 from shared_contracts import repeat_guard
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, object_key_token_ids
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, entry_token_ids
 
 KEY = (7, 8)
 OFF: dict[str, Any] = {
@@ -312,7 +312,7 @@ def test_the_keys_of_real_answers_are_counted_each_once(
     box = GroundTruthObject("red square", Shape("bbox_2d", (1, 2, 3, 4)))
     answer = serialize_objects([box] * 12, "desc_first").replace('"object_', separator + '"object_')
     config = enabled(max_object_keys=12)
-    triggered_at = first_trigger(config, encode(answer), object_key_token_ids(encode))
+    triggered_at = first_trigger(config, encode(answer), entry_token_ids(encode, "object_keys"))
     assert triggered_at is not None
     before = str(tokenizer.decode(encode(answer)[:triggered_at]))
     assert before == answer[: answer.index('"object_12') + len('"object_')]
@@ -323,7 +323,7 @@ def test_a_tokenizer_that_fuses_nothing_writes_a_key_with_its_quote() -> None:
     def encode(text: str) -> list[int]:
         return [ord(char) for char in text]
 
-    assert object_key_token_ids(encode) == encode('"object_')
+    assert entry_token_ids(encode, "object_keys") == encode('"object_')
 
 
 def test_counting_object_keys_needs_their_token_ids() -> None:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,10 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from learner.config.registry import ANSWER_FORMATS, load_registered
 from learner.rollout.repeat_processor import RepeatProcessor as HfProcessor
+from learner.stages.tokens import encode_answer
 from rollout_server.settings.repeat_config import EXTRA_ARG, INJECTION, repeat_environment
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, object_key_token_ids
+from shared_contracts.repeat_guard import (
+    ENTRY_CONTEXTS,
+    RepeatGuard,
+    RepeatTerminateConfig,
+    entry_token_ids,
+)
+from tests.unit.answers import CAT, DOG, encode
 
 # Ids of the toy tokenizer: two of text, and `object_`, which is all of the key's pattern.
 A, B = 65, 66
@@ -39,7 +48,9 @@ def tokenizer(toy_checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def key(tokenizer: Any) -> list[int]:
-    return object_key_token_ids(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    return entry_token_ids(
+        lambda text: tokenizer.encode(text, add_special_tokens=False), "object_keys"
+    )
 
 
 @pytest.fixture
@@ -347,6 +358,46 @@ def test_wrong_settings_of_a_request_are_refused_before_it_runs(said: Any) -> No
 
     with pytest.raises(VLLMValidationError, match="repeat_terminate"):
         RepeatProcessor.validate_params(params(extra_args={EXTRA_ARG: said}))
+
+
+@pytest.mark.req("FMT-01", "REP-04")
+def test_a_request_cannot_have_entries_of_another_format_counted(environment: None) -> None:
+    """An engine counts those of one format; settings that count none may name any."""
+    from vllm.exceptions import VLLMValidationError
+
+    from rollout_server.engines.vllm.repeat_processor import RepeatProcessor
+
+    other = {"enabled": True, "max_consecutive_token_repeats": 9, "answer_format": "compact"}
+    RepeatProcessor.validate_params(params(extra_args=own(other)))
+    with pytest.raises(VLLMValidationError, match="counts the entries of object_keys"):
+        RepeatProcessor.validate_params(params(extra_args=own(other | {"max_object_keys": 9})))
+
+
+@pytest.mark.req("FMT-01", "REP-01", "REP-03")
+@pytest.mark.parametrize("name", ENTRY_CONTEXTS)
+def test_both_shells_count_the_entries_of_the_format(
+    vllm_config: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """They end an answer of three objects behind the entry that reaches the bound."""
+    guard = RepeatTerminateConfig(enabled=True, max_object_keys=2, answer_format=name)
+    for variable, value in repeat_environment(guard).items():
+        monkeypatch.setenv(variable, value)
+    answers = load_registered(ANSWER_FORMATS, name)
+    stream = encode_answer(tokenizer, answers.write([CAT, DOG, CAT], "desc_first"))
+    (marker,) = entry_token_ids(partial(encode, tokenizer), name)
+    second = [place for place, token in enumerate(stream) if token == marker][1]
+    batch = Batch(make_processor(vllm_config))
+    row = Row(params(), stream)
+    batch.change(join=[row])
+    hf = HfProcessor(guard, tokenizer, prompt_length=0, eos_token_ids=[tokenizer.eos_token_id])
+    forced = []
+    for length in range(second + 2):
+        batch.step()
+        scores = hf(
+            torch.tensor([stream[:length]], dtype=torch.long), torch.zeros(1, len(tokenizer))
+        )
+        forced.append(bool(scores.isneginf().any()))
+    assert forced == row.forced == [place > second for place in range(second + 2)]
 
 
 @pytest.mark.req("REP-04")

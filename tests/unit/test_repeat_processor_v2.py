@@ -6,6 +6,7 @@ id (both are done by `Runner`), and what draws from the logits.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from rollout_server.settings.repeat_config import EXTRA_ARG, PROCESSOR, PROCESSOR_V2
+from learner.config.registry import ANSWER_FORMATS, load_registered
+from learner.stages.tokens import encode_answer
+from rollout_server.settings.repeat_config import (
+    EXTRA_ARG,
+    PROCESSOR,
+    PROCESSOR_V2,
+    repeat_environment,
+)
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, object_key_token_ids
+from shared_contracts.repeat_guard import (
+    ENTRY_CONTEXTS,
+    RepeatGuard,
+    RepeatTerminateConfig,
+    entry_token_ids,
+)
+from tests.unit.answers import CAT, DOG, encode
 from tests.unit.test_repeat_processor import configs, own, params
 
 pytestmark = pytest.mark.req("REP-04")
@@ -41,7 +55,9 @@ def vllm_config(toy_checkpoint: Path) -> Any:
 @pytest.fixture(scope="module")
 def key(toy_checkpoint: Path) -> list[int]:
     tokenizer: Any = AutoTokenizer.from_pretrained(toy_checkpoint)
-    return object_key_token_ids(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    return entry_token_ids(
+        lambda text: tokenizer.encode(text, add_special_tokens=False), "object_keys"
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -202,6 +218,28 @@ def test_sequences_may_come_go_return_and_be_read_in_pieces(
         assert sequence.forced == {i: expected[i] for i in range(len(sequence.generated))}
 
 
+@pytest.mark.req("FMT-01", "REP-01")
+@pytest.mark.parametrize("name", ENTRY_CONTEXTS)
+def test_the_entries_of_the_engine_s_format_are_counted(
+    vllm_config: Any, toy_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of an answer of three objects, the last id of the second entry is the last that is free."""
+    guard = RepeatTerminateConfig(enabled=True, max_object_keys=2, answer_format=name)
+    for variable, value in repeat_environment(guard).items():
+        monkeypatch.setenv(variable, value)
+    tokenizer: Any = AutoTokenizer.from_pretrained(toy_checkpoint)
+    answers = load_registered(ANSWER_FORMATS, name)
+    stream = encode_answer(tokenizer, answers.write([CAT, DOG, CAT], "desc_first"))
+    (marker,) = entry_token_ids(partial(encode, tokenizer), name)
+    second = [place for place, token in enumerate(stream) if token == marker][1]
+    runner = Runner(vllm_config)
+    sequence = Sequence_("one", params(temperature=0), [A])
+    runner.add(sequence)
+    for _ in stream[: second + 2]:
+        runner.step([stream])
+    assert sequence.forced == {place: place > second for place in range(second + 2)}
+
+
 def long_run(**more: Any) -> dict[str, Any]:
     return {EXTRA_ARG: {"enabled": True, "max_consecutive_token_repeats": 3, **more}}
 
@@ -297,7 +335,11 @@ def test_a_worker_of_either_runner_tells_what_guards_it(vllm_config: Any) -> Non
 
     runner = Runner(vllm_config)
     worker: Any = SimpleNamespace(use_v2_model_runner=True, model_runner=runner)
-    told = {"config": OFF.model_dump(), "sentinel": runner.processor.sentinel}
+    told = {
+        "config": OFF.model_dump(),
+        "sentinel": runner.processor.sentinel,
+        "entry": runner.processor.entry,
+    }
     assert WorkerExtension.repeat_guard(worker) == told
     runner.sampler.logits_processors.remove(runner.processor)
     assert WorkerExtension.repeat_guard(worker) is None

@@ -19,7 +19,6 @@ _LINE = re.compile(r"(\d+)\. (.*?) ((?:<\|coord_\d+\|>)*)\n")
 
 class Lines:
     end_marker = "<|endoftext|>"
-    entry_contexts = ("\n",)
 
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True

@@ -11,8 +11,6 @@ from learner.config.registry import ANSWER_FORMATS, load_registered
 from learner.config.schema import Config
 from learner.stages.tokens import Tokenizer
 from learner.types import FieldOrder, GroundTruthObject, ParsedRollout
-from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import OBJECT_KEY_CONTEXTS
 
 
 class ReadBack(NamedTuple):
@@ -33,14 +31,12 @@ class AnswerFormat(Protocol):
     """What the stages ask of an answer format.
 
     end_marker: token at which an answer ends, the EOS of every target.
-    entry_contexts: texts that end in what every entry begins with, as answers write it; the
-        repeat guard counts what they have in common (`max_object_keys`).
+
+    What the repeat guard counts is in `shared_contracts.repeat_guard.ENTRY_CONTEXTS`.
     """
 
     @property
     def end_marker(self) -> str: ...
-    @property
-    def entry_contexts(self) -> tuple[str, ...]: ...
 
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True
@@ -84,18 +80,6 @@ class AnswerFormat(Protocol):
 
 
 def answer_format(config: Config) -> AnswerFormat:
-    """The format that a run writes and reads.
-
-    Raises ContractError where its servers would count other entries than its own.
-    """
+    """The format that a run writes and reads."""
     found: AnswerFormat = load_registered(ANSWER_FORMATS, config.custom.answer_format)
-    rollout = config.rollout_matching
-    counts = rollout.repeat_terminate.enabled and rollout.repeat_terminate.max_object_keys
-    if counts and rollout.backend != "hf" and found.entry_contexts != OBJECT_KEY_CONTEXTS:
-        raise ContractError(
-            "rollout_matching.repeat_terminate.max_object_keys",
-            "rollout servers count the entries of object_keys, and custom.answer_format is "
-            f"{config.custom.answer_format}",
-            "Set it to null, or rollout_matching.rollout_backend to hf",
-        )
     return found

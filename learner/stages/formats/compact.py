@@ -72,8 +72,6 @@ class Compact:
     """The format, as `learner.stages.formats` describes it."""
 
     end_marker = IM_END
-    # Every entry ends with the newline, which no other token of an answer has.
-    entry_contexts = (f"{coord_token(0)}\n", f"{coord_token(1)}\n")
 
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True

@@ -42,7 +42,6 @@ from learner.types import (
     ParsedRollout,
 )
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import OBJECT_KEY_CONTEXTS
 
 # Python turns this many digits into a number and back whatever its settings.
 MAX_DIGITS = 640
@@ -218,7 +217,6 @@ class CoordJson:
     """The format; a subclass may end its answers otherwise."""
 
     end_marker = IM_END
-    entry_contexts = OBJECT_KEY_CONTEXTS
 
     def parse(
         self,

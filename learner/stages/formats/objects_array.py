@@ -36,9 +36,6 @@ class ObjectsArray:
     """The format, as `learner.stages.formats` describes it."""
 
     end_marker = IM_END
-    # The key that every object has once, in either order of the fields. What follows it is left
-    # out: a BPE fuses the quotes with a description that begins with punctuation.
-    entry_contexts = ('[{"desc', '},{"desc', '}, {"desc', '"],"desc', '"], "desc')
 
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True

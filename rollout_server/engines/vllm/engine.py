@@ -2,7 +2,8 @@
 
 Errors of vLLM leave this module as those of `engine_protocol`. The repeat guard of an engine
 proves itself with two sequences of one single token, side by side: a rigged one, which the guard
-must end, and a control, which it must not (REP-06).
+must end, and a control, which it must not (REP-06). Where it counts entries, a sequence of the
+tokens of an entry proves that, in the answer format of the settings.
 """
 
 import asyncio
@@ -40,13 +41,17 @@ from rollout_server.engines.engine_protocol import (
     WeightPhaseFailed,
 )
 from rollout_server.engines.vllm.arguments import engine_args
-from rollout_server.engines.vllm.repeat_processor import RESERVED_TOKENS, choose_sentinel
+from rollout_server.engines.vllm.repeat_processor import (
+    RESERVED_TOKENS,
+    choose_sentinel,
+    entry_ids_of,
+)
 from rollout_server.engines.vllm.staging import SERVED
 from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import EXTRA_ARG
 from shared_contracts.infer import RequestConfig
-from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig
 from shared_contracts.weights import DtypeName
 
 
@@ -86,14 +91,21 @@ def sampling_params(
 
 # Tokens after which the rigged sequence must end, and length of the control.
 RIGGED_RUN, CONTROL_LENGTH = 4, 8
+# Entries after which the second rigged sequence must end. The penalty makes each of its tokens come
+# again, whatever the model prefers, and the temperature mixes their order (vLLM's largest values).
+RIGGED_ENTRIES, MIXED = 2, {"temperature": 2.0, "frequency_penalty": 2.0}
 
 
 @dataclass
 class EngineGuard:
-    """config: in effect for every sequence. proven: `prove` has succeeded."""
+    """config: in effect for every sequence. proven: `prove` has succeeded.
+
+    entry: the ids of an entry, in the answer format of `config`.
+    """
 
     config: RepeatTerminateConfig
     sentinel: int
+    entry: list[int]
     proven: bool = False
 
     @classmethod
@@ -108,7 +120,7 @@ class EngineGuard:
                 "its vocabulary has no id left for the sentinel: pad the embeddings beyond the "
                 f"tokenizer, or add one of {', '.join(RESERVED_TOKENS)} to it"
             )
-        return cls(config, sentinel)
+        return cls(config, sentinel, entry_ids_of(tokenizer, config))
 
     async def prove(self, llm: AsyncLLM) -> None:
         """Raises GuardInactive, which says what is missing."""
@@ -122,10 +134,35 @@ class EngineGuard:
             raise _inactive(f"a sequence that repeats one token was not ended ({rigged})")
         if control.finish_reason != "length":
             raise _inactive(f"a sequence that is not guarded was ended ({control})")
+        if self.config.max_object_keys is not None:
+            await self._prove_count(llm)
         self.proven = True
 
+    async def _prove_count(self, llm: AsyncLLM) -> None:
+        rule = RepeatTerminateConfig(
+            enabled=True,
+            max_object_keys=RIGGED_ENTRIES,
+            answer_format=self.config.answer_format,
+        )
+        longest = 64 * len(self.entry) ** len(self.entry)
+        rigged = await self._generate(
+            llm, "entries", rule.model_dump(), self.entry, longest, **MIXED
+        )
+        guard = RepeatGuard(rule, self.entry)
+        verdicts = [guard.push(token_id) for token_id in rigged.token_ids]
+        # It triggers at the last token before the sentinel.
+        if rigged.stop_reason != self.sentinel or verdicts.count(True) != 2:
+            raise _inactive(
+                f"a sequence was not ended after {RIGGED_ENTRIES} entries of "
+                f"{self.config.answer_format}, each with the ids {self.entry} ({rigged})"
+            )
+
     async def _require_same_settings(self, llm: AsyncLLM) -> None:
-        asked = {"config": self.config.model_dump(), "sentinel": self.sentinel}
+        asked = {
+            "config": self.config.model_dump(),
+            "sentinel": self.sentinel,
+            "entry": self.entry,
+        }
         for rank, found in enumerate(await llm.collective_rpc("repeat_guard")):
             if found is None:
                 raise _inactive(f"worker {rank} has no such logits processor")
@@ -136,9 +173,23 @@ class EngineGuard:
         self, llm: AsyncLLM, name: str, own_settings: dict[str, Any] | bool
     ) -> CompletionOutput:
         token_ids = llm.get_tokenizer().encode("a", add_special_tokens=False)[:1]
+        return await self._generate(llm, name, own_settings, token_ids, CONTROL_LENGTH)
+
+    async def _generate(
+        self,
+        llm: AsyncLLM,
+        name: str,
+        own_settings: dict[str, Any] | bool,
+        token_ids: list[int],
+        max_tokens: int,
+        temperature: float = 0.0,
+        frequency_penalty: float = 0.0,
+    ) -> CompletionOutput:
+        """Generate nothing but `token_ids`, until the guard ends it."""
         sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=CONTROL_LENGTH,
+            temperature=temperature,
+            frequency_penalty=frequency_penalty,
+            max_tokens=max_tokens,
             allowed_token_ids=token_ids,
             stop_token_ids=[self.sentinel],
             extra_args={EXTRA_ARG: own_settings},

@@ -40,7 +40,7 @@ from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import (
     RepeatGuard,
     RepeatTerminateConfig,
-    object_key_token_ids,
+    entry_token_ids,
 )
 
 # Special tokens of the Qwen family that neither an answer nor a conversation uses, the
@@ -81,22 +81,23 @@ class _Guarding:
 
     config: of the sequences that bring none.
     sentinel: see `choose_sentinel`; None where the vocabulary has none.
+    entry: the ids of an entry of `config.answer_format`, which every sequence is counted by.
     """
 
     def __init__(self, model_config: ModelConfig) -> None:
         tokenizer = _tokenizer(model_config)
-        self.config = repeat_config_from_environment(os.environ) or RepeatTerminateConfig()
+        self.config = _default_config()
         self.sentinel = choose_sentinel(tokenizer, model_config.get_vocab_size())
         self._eos_token_id = _eos_token_id(model_config, tokenizer)
-        self._object_key = object_key_token_ids(
-            lambda text: tokenizer.encode(text, add_special_tokens=False)
-        )
+        self.entry = entry_ids_of(tokenizer, self.config)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises VLLMValidationError for settings of a request that are none."""
+        """Raises VLLMValidationError for settings of a request that are none, or not for here."""
         try:
-            _own_config(sampling_params)
+            own = _own_config(sampling_params)
+            if own is not None:
+                _require_same_entries(own, _default_config())
         except ContractError as error:
             raise VLLMValidationError(str(error), parameter="extra_args") from error
 
@@ -163,7 +164,7 @@ class RepeatProcessor(_Guarding, LogitsProcessor):
 
     def _sequence(self, row: int, params: SamplingParams, output_ids: list[int]) -> "_Sequence":
         config = self._config_of(params)
-        make_guard = partial(RepeatGuard, config, self._object_key)
+        make_guard = partial(RepeatGuard, config, self.entry)
         rest = row % LONGEST_REST
         return _Sequence(make_guard, output_ids, self._last_id_of(params), config.enabled, rest)
 
@@ -255,7 +256,7 @@ class RepeatProcessorV2(_Guarding, LogitsProcessorV2):
         _require_one_row_per_sequence(vllm_config)
         slots, device = req_states.max_num_reqs, req_states.device
         self._requests = req_states
-        self._rows = GuardRows(slots, req_states.all_token_ids.gpu, self._object_key)
+        self._rows = GuardRows(slots, req_states.all_token_ids.gpu, self.entry)
         self._last_ids = torch.zeros(slots, 1, dtype=torch.int64, device=device)
         # What `apply_staged_writes` writes: last ids, by slot.
         self._begun: dict[int, int] = {}
@@ -308,6 +309,27 @@ def _own_config(params: SamplingParams) -> RepeatTerminateConfig | None:
     if own is None:
         return None
     return RepeatTerminateConfig() if own is False else validated(EXTRA_ARG, own)
+
+
+def _default_config() -> RepeatTerminateConfig:
+    return repeat_config_from_environment(os.environ) or RepeatTerminateConfig()
+
+
+def _require_same_entries(own: RepeatTerminateConfig, engine: RepeatTerminateConfig) -> None:
+    """An engine counts the entries of one format; settings that count none may name any."""
+    counts = own.enabled and own.max_object_keys is not None
+    if counts and own.answer_format != engine.answer_format:
+        raise ContractError(
+            f"{EXTRA_ARG}.answer_format",
+            f"is {own.answer_format}, and the engine counts the entries of {engine.answer_format}",
+            f"Set it to {engine.answer_format}, or max_object_keys to null",
+        )
+
+
+def entry_ids_of(tokenizer: PreTrainedTokenizerBase, config: RepeatTerminateConfig) -> list[int]:
+    """The ids of an entry, in the format that `config` names."""
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return entry_token_ids(encode, config.answer_format)
 
 
 def _tokenizer(model_config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -289,7 +289,7 @@ class WorkerExtension(Worker):
         self._weight_update_active = False
 
     def repeat_guard(self) -> dict[str, Any] | None:
-        """Settings and sentinel of this worker's repeat processor; None without one."""
+        """Settings, sentinel and entry of this worker's repeat processor; None without one."""
         runner: Any = self.model_runner
         processors = (
             runner.sampler.logits_processors
@@ -298,7 +298,11 @@ class WorkerExtension(Worker):
         )
         for processor in processors:
             if isinstance(processor, RepeatProcessor | RepeatProcessorV2):
-                return {"config": processor.config.model_dump(), "sentinel": processor.sentinel}
+                return {
+                    "config": processor.config.model_dump(),
+                    "sentinel": processor.sentinel,
+                    "entry": processor.entry,
+                }
         return None
 
 
