@@ -2,8 +2,7 @@
 
 Errors of vLLM leave this module as those of `engine_protocol`. The repeat guard of an engine
 proves itself with two sequences of one single token, side by side: a rigged one, which the guard
-must end, and a control, which it must not (REP-06). Where it counts entries, a sequence of the
-tokens of an entry proves that, in the answer format of the settings.
+must end, and a control, which it must not (REP-06).
 """
 
 import asyncio
@@ -51,7 +50,7 @@ from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import EXTRA_ARG
 from shared_contracts.infer import RequestConfig
-from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.weights import DtypeName
 
 
@@ -91,9 +90,6 @@ def sampling_params(
 
 # Tokens after which the rigged sequence must end, and length of the control.
 RIGGED_RUN, CONTROL_LENGTH = 4, 8
-# Entries after which the second rigged sequence must end. The penalty makes each of its tokens come
-# again, whatever the model prefers, and the temperature mixes their order (vLLM's largest values).
-RIGGED_ENTRIES, MIXED = 2, {"temperature": 2.0, "frequency_penalty": 2.0}
 
 
 @dataclass
@@ -134,28 +130,7 @@ class EngineGuard:
             raise _inactive(f"a sequence that repeats one token was not ended ({rigged})")
         if control.finish_reason != "length":
             raise _inactive(f"a sequence that is not guarded was ended ({control})")
-        if self.config.max_object_keys is not None:
-            await self._prove_count(llm)
         self.proven = True
-
-    async def _prove_count(self, llm: AsyncLLM) -> None:
-        rule = RepeatTerminateConfig(
-            enabled=True,
-            max_object_keys=RIGGED_ENTRIES,
-            answer_format=self.config.answer_format,
-        )
-        longest = 64 * len(self.entry) ** len(self.entry)
-        rigged = await self._generate(
-            llm, "entries", rule.model_dump(), self.entry, longest, **MIXED
-        )
-        guard = RepeatGuard(rule, self.entry)
-        verdicts = [guard.push(token_id) for token_id in rigged.token_ids]
-        # It triggers at the last token before the sentinel.
-        if rigged.stop_reason != self.sentinel or verdicts.count(True) != 2:
-            raise _inactive(
-                f"a sequence was not ended after {RIGGED_ENTRIES} entries of "
-                f"{self.config.answer_format}, each with the ids {self.entry} ({rigged})"
-            )
 
     async def _require_same_settings(self, llm: AsyncLLM) -> None:
         asked = {
@@ -173,23 +148,9 @@ class EngineGuard:
         self, llm: AsyncLLM, name: str, own_settings: dict[str, Any] | bool
     ) -> CompletionOutput:
         token_ids = llm.get_tokenizer().encode("a", add_special_tokens=False)[:1]
-        return await self._generate(llm, name, own_settings, token_ids, CONTROL_LENGTH)
-
-    async def _generate(
-        self,
-        llm: AsyncLLM,
-        name: str,
-        own_settings: dict[str, Any] | bool,
-        token_ids: list[int],
-        max_tokens: int,
-        temperature: float = 0.0,
-        frequency_penalty: float = 0.0,
-    ) -> CompletionOutput:
-        """Generate nothing but `token_ids`, until the guard ends it."""
         sampling = SamplingParams(
-            temperature=temperature,
-            frequency_penalty=frequency_penalty,
-            max_tokens=max_tokens,
+            temperature=0.0,
+            max_tokens=CONTROL_LENGTH,
             allowed_token_ids=token_ids,
             stop_token_ids=[self.sentinel],
             extra_args={EXTRA_ARG: own_settings},
