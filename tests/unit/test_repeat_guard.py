@@ -332,5 +332,5 @@ def test_counting_object_keys_needs_their_token_ids() -> None:
     error = caught.value
     assert error.where == "object_key_token_ids"
     assert error.found == "the list is empty and max_object_keys is set"
-    assert error.do == 'Give the token ids of `"object_`'
+    assert error.do == "Give the token ids that every entry has once (entry_token_ids)"
     RepeatGuard(enabled(ngram_size=3), [])
