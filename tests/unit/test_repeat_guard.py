@@ -28,6 +28,7 @@ OFF: dict[str, Any] = {
     "ngram_size": 0,
     "ngram_repeats": 0,
     "max_object_keys": None,
+    "answer_format": "object_keys",
 }
 
 
