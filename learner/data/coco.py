@@ -1,18 +1,21 @@
-"""COCO files: what is read of them, and samples to and from them.
+"""COCO and LVIS files: what is read of them, and samples to and from them.
 
 read_coco       annotations as people publish them -> `CocoFile`, or all that is wrong with it;
                 names of categories become Unicode NFC (RES-20)
-write_coco      samples -> boxes and polygons in pixels, as `pycocotools.coco.COCO` reads them
+to_coco         samples -> boxes and polygons in pixels, as `pycocotools.coco.COCO` reads them
+to_lvis         the same with the lists of LVIS
 convert         COCO instances -> records of a data file; what cannot be taken over as it is falls
                 under a counted `Rule`
 write_records   publishes those records
+
+`learner.data.yolo` and `learner.data.voc` read other formats into a `CocoFile`, too.
 """
 
 import json
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -20,12 +23,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from learner.data.images import Look, UnreadableImage, Watch, look_at_all
+from learner.data.images import Look, UnreadableImage, Watch, look_at_all, look_at_header
 from learner.data.jsonl import (
     REPEATED_KEY,
     BadLine,
     CoversAPixel,
+    DataProblem,
     bounding_box,
+    brief,
     capped,
     is_description,
     strict_json,
@@ -47,10 +52,14 @@ class _Part(BaseModel):
 
 
 class CocoImage(_Part):
+    """The lists of categories are those of LVIS: none of it is there; some are not annotated."""
+
     id: Id
     file_name: str = Field(min_length=1)
     width: int = Field(gt=0)
     height: int = Field(gt=0)
+    neg_category_ids: tuple[Id, ...] | None = None
+    not_exhaustive_category_ids: tuple[Id, ...] | None = None
 
 
 class CocoAnnotation(_Part):
@@ -75,14 +84,19 @@ class CocoFile(_Part):
     categories: tuple[CocoCategory, ...]
 
 
-def read_coco(path: Path) -> CocoFile:
+def read_coco(path: Path, *, lvis: bool = False) -> CocoFile:
     """Read a file of COCO instances.
+
+    lvis: an image without a `file_name` has the last two parts of its `coco_url` for one.
 
     Raises ContractErrors for what is no such file: each value of a wrong type, ids given twice,
     and names of categories that no description can be.
     """
+    document = _load(path)
+    if lvis:
+        _name_images_by_url(document)
     try:
-        coco = CocoFile.model_validate(_load(path))
+        coco = CocoFile.model_validate(document)
     except ValidationError as error:
         raise capped(
             str(path),
@@ -111,6 +125,13 @@ def _load(path: Path) -> Any:
     raise ContractError(str(path), found, do)
 
 
+def _name_images_by_url(document: Any) -> None:
+    images = document.get("images") if isinstance(document, dict) else None
+    for image in images if isinstance(images, list) else []:
+        if isinstance(image, dict) and isinstance(url := image.get("coco_url"), str):
+            image.setdefault("file_name", "/".join(url.rsplit("/", 2)[1:]))
+
+
 def _faults(path: Path, coco: CocoFile) -> Iterator[ContractError]:
     yield from _repeated(path, "images", [image.id for image in coco.images])
     yield from _repeated(path, "categories", [category.id for category in coco.categories])
@@ -121,6 +142,16 @@ def _faults(path: Path, coco: CocoFile) -> Iterator[ContractError]:
                 f"{category.name!r} cannot be the description of an object",
                 "Give a name in Unicode text, not blank, without special tokens like <|im_end|>.",
             )
+    listed = {category.id for category in coco.categories}
+    for index, image in enumerate(coco.images):
+        for key in ("neg_category_ids", "not_exhaustive_category_ids"):
+            for one in getattr(image, key) or ():
+                if one not in listed:
+                    yield ContractError(
+                        f"{path}: images[{index}].{key}",
+                        f"{one} is the id of no category",
+                        "Remove it, or list the category.",
+                    )
 
 
 def _repeated(path: Path, section: str, ids: Sequence[Id]) -> Iterator[ContractError]:
@@ -135,21 +166,25 @@ def _repeated(path: Path, section: str, ids: Sequence[Id]) -> Iterator[ContractE
             )
 
 
-def write_coco(samples: list[Sample], image_root: Path, path: Path) -> None:
-    """Write `to_coco(samples, image_root)` to `path`."""
-    text = json.dumps(to_coco(samples, image_root), ensure_ascii=False, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+def write_document(document: dict[str, Any], path: Path) -> None:
+    """Publish what `to_coco` or `to_lvis` made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(path, json.dumps(document, ensure_ascii=False, indent=1) + "\n")
 
 
-def to_coco(samples: list[Sample], image_root: Path) -> dict[str, Any]:
+def to_coco(
+    samples: Sequence[Sample], image_root: Path, more_names: Iterable[str] = ()
+) -> dict[str, Any]:
     """COCO detection ground truth of samples with one image each.
+
+    more_names: of categories that no object has.
 
     Ids count from 1; image i is sample i - 1. Categories are the descriptions, sorted.
     `bbox` is x, y, width, height in pixels (k/999 times the image side), of a polygon those
     of the box around it; a polygon has a `segmentation`, and its own area. File names are
     relative to `image_root` where the image lies under it.
     """
-    descriptions = sorted({o.desc for sample in samples for o in sample.objects})
+    descriptions = sorted({*more_names, *(o.desc for s in samples for o in s.objects)})
     category_ids = {desc: i for i, desc in enumerate(descriptions, start=1)}
     annotations: list[dict[str, Any]] = []
     root = image_root.absolute()
@@ -179,6 +214,63 @@ def to_coco(samples: list[Sample], image_root: Path) -> dict[str, Any]:
         "annotations": annotations,
         "categories": [{"id": i, "name": desc} for desc, i in category_ids.items()],
     }
+
+
+# Of `metadata`, and of LVIS: the categories whose absence was verified in an image, and those of
+# which not every object was annotated.
+LVIS_LISTS = {
+    "neg_categories": "neg_category_ids",
+    "not_exhaustive_categories": "not_exhaustive_category_ids",
+}
+# LVIS's classes of frequency: up to so many images.
+_RARE, _COMMON = 10, 100
+
+
+def lvis_faults(samples: Iterable[Sample]) -> Iterator[DataProblem]:
+    """Lists in `metadata` that name no categories."""
+    for sample in samples:
+        for key in LVIS_LISTS:
+            names = sample.metadata.get(key, [])
+            if not isinstance(names, list) or not all(is_description(name) for name in names):
+                yield DataProblem(
+                    "metadata",
+                    sample.sample_id,
+                    f"metadata.{key} is {brief(names)}",
+                    "Make it a list of descriptions, or leave it out.",
+                )
+
+
+def to_lvis(samples: Sequence[Sample], image_root: Path) -> dict[str, Any]:
+    """Like `to_coco`, with what LVIS's evaluation reads in addition.
+
+    The lists of an image are those of its `metadata`. Without `neg_categories`, the image is taken
+    as annotated with every category: all that it does not show are negative. How frequent a
+    category is follows from the images of this file.
+    """
+    listed = [
+        {key: [normalized(name) for name in s.metadata.get(key, [])] for key in LVIS_LISTS}
+        for s in samples
+    ]
+    more_names = (name for lists in listed for names in lists.values() for name in names)
+    lvis = to_coco(samples, image_root, more_names)
+    ids = {category["name"]: category["id"] for category in lvis["categories"]}
+    instances, images = Counter[str](), Counter[str]()
+    for image, sample, lists in zip(lvis["images"], samples, listed, strict=True):
+        shown = Counter(o.desc for o in sample.objects)
+        instances += shown
+        images.update(shown.keys())
+        if "neg_categories" not in sample.metadata:
+            partly = lists["not_exhaustive_categories"]
+            lists["neg_categories"] = [n for n in ids if n not in shown and n not in partly]
+        for key, names in lists.items():
+            image[LVIS_LISTS[key]] = [ids[name] for name in names]
+    for annotation in lvis["annotations"]:
+        del annotation["iscrowd"]
+    for category in lvis["categories"]:
+        count = images[category["name"]]
+        category["image_count"], category["instance_count"] = count, instances[category["name"]]
+        category["frequency"] = "r" if count <= _RARE else "c" if count <= _COMMON else "f"
+    return lvis
 
 
 def _geometry(shape: Shape, width: int, height: int) -> dict[str, Any]:
@@ -213,6 +305,7 @@ class Rule(Enum):
     MISSING_IMAGE = "images without a file", "left out"
     UNREADABLE_IMAGE = "images that cannot be decoded", "left out"
     OTHER_SIZE = "images of another size than annotated", "left out"
+    REORIENTED = "images that EXIF turns or mirrors", "taken as upright"
     SKIPPED_IMAGE = "images that show no object", "left out"
     EMPTY_IMAGE = "images that show no object", "kept"
     ALL_LEFT_OUT = "images whose annotations were all left out", "left out"
@@ -415,12 +508,12 @@ class Wanted:
 
 
 def convert(coco: CocoFile, wanted: Wanted, watch: Watch) -> Conversion:
-    """The records of a COCO file; images come in its order."""
+    """The records of a COCO file; images come in its order. Only their headers are read."""
     conversion = Conversion()
     names = {category.id: category.name for category in coco.categories}
     of_image = _by_image(coco, conversion)
     paths = [wanted.images.absolute() / image.file_name for image in coco.images]
-    looks = watch(look_at_all(paths), len(paths))
+    looks = watch(look_at_all(paths, look_at_header), len(paths))
     for image, (path, look) in zip(coco.images, looks, strict=True):
         annotations = of_image.get(image.id, [])
         if (fault := _fault(image, path, look)) is not None:
@@ -428,6 +521,8 @@ def convert(coco: CocoFile, wanted: Wanted, watch: Watch) -> Conversion:
             conversion.left_out += [LeftOut(one, image.file_name, fault) for one in annotations]
             conversion.note(Rule.OF_IMAGE_LEFT_OUT, image.file_name, len(annotations))
             continue
+        if isinstance(look, Look) and look.reoriented:
+            conversion.note(Rule.REORIENTED, image.file_name)
         objects = _objects(image, annotations, names, wanted, conversion)
         if annotations and not objects:  # what it shows is not nothing
             conversion.note(Rule.ALL_LEFT_OUT, image.file_name)
@@ -440,7 +535,7 @@ def convert(coco: CocoFile, wanted: Wanted, watch: Watch) -> Conversion:
             boxes = {item: bounding_box(item.shape) for item in objects}
             objects.sort(key=lambda item: tuple(boxes[item][axis] for axis in axes))
         if objects or not wanted.skip_empty:
-            conversion.records.append(_record(image, path, objects, wanted))
+            conversion.records.append(_record(image, path, objects, names, wanted))
     return conversion
 
 
@@ -526,8 +621,16 @@ def _objects(
 
 
 def _record(
-    image: CocoImage, path: Path, objects: Sequence[GroundTruthObject], wanted: Wanted
+    image: CocoImage,
+    path: Path,
+    objects: Sequence[GroundTruthObject],
+    names: dict[Id, str],
+    wanted: Wanted,
 ) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"image_id": image.id}
+    for key, ids in LVIS_LISTS.items():
+        if (listed := getattr(image, ids)) is not None:
+            metadata[key] = [names[one] for one in listed]
     # `..` leads out of the folder where a link points, so both are resolved; the image itself
     # keeps its name.
     folder, out = path.parent.resolve(), wanted.out.parent.resolve()
@@ -536,5 +639,5 @@ def _record(
         "width": image.width,
         "height": image.height,
         "objects": [{"desc": o.desc, o.shape.kind: list(o.shape.coords)} for o in objects],
-        "metadata": {"image_id": image.id},
+        "metadata": metadata,
     }
