@@ -73,7 +73,7 @@ def _draw(out: Path, seed: int) -> None:
     chosen = random.Random(seed)
     with out.open("w") as file:
         for number in range(IMAGES):
-            objects = {}
+            objects: dict[tuple[int, ...], dict[str, object]] = {}
             while len(objects) < OBJECTS:
                 x, y = chosen.randrange(900), chosen.randrange(900)
                 x2, y2 = chosen.randrange(x + 20, 1000), chosen.randrange(y + 20, 1000)

@@ -145,8 +145,8 @@ def convert(
     if from_format == "jsonl":
         _from_jsonl(source, out, to_format, images, geometry)
         return
-    reading = _Reading(source, out, images, split, geometry, order, skip_empty, left_out)
-    _to_jsonl(reading, from_format)
+    arguments = _Arguments(source, out, images, split, geometry, order, skip_empty, left_out)
+    _to_jsonl(arguments, from_format)
 
 
 # Options beside --from and --to, of a conversion to and from JSONL.
@@ -165,7 +165,7 @@ _TO: dict[str, set[str]] = {
 }
 
 
-class _Reading(NamedTuple):
+class _Arguments(NamedTuple):
     """The arguments of a conversion to JSONL."""
 
     source: Path
@@ -178,25 +178,25 @@ class _Reading(NamedTuple):
     left_out: Path | None
 
 
-def _to_jsonl(reading: _Reading, form: Format) -> None:
+def _to_jsonl(arguments: _Arguments, form: Format) -> None:
     from learner.config.rollout_matching import MatchingConfig
     from learner.data.coco import Wanted, convert, write_left_out, write_records
     from learner.data.show import conversion_table, print_tables, watch
     from learner.runs.atomic_files import require_new_file
 
-    source, out, left_out = reading.source, reading.out, reading.left_out
+    source, out, left_out = arguments.source, arguments.out, arguments.left_out
     require_new_file("OUT", out)
     if left_out is not None:
         require_new_file("--left-out", left_out)
-    if reading.images is not None:
-        _require_folder("--images", reading.images)
-    coco, images = _read_other(reading, form)
+    if arguments.images is not None:
+        _require_folder("--images", arguments.images)
+    coco, images = _read_other(arguments, form)
     wanted = Wanted(
         images,
         out,
-        reading.geometry,
-        reading.order,
-        reading.skip_empty,
+        arguments.geometry,
+        arguments.order,
+        arguments.skip_empty,
         _covers_a_pixel(MatchingConfig().maskiou_resolution),
     )
     conversion = convert(coco, wanted, watch)
@@ -209,22 +209,22 @@ def _to_jsonl(reading: _Reading, form: Format) -> None:
     typer.echo(f"Data file: {out}")
 
 
-def _read_other(reading: _Reading, form: Format) -> tuple["CocoFile", Path]:
+def _read_other(arguments: _Arguments, form: Format) -> tuple["CocoFile", Path]:
     """What a data set of another format holds, and the folder that its file names start at."""
     from learner.data.coco import read_coco
     from learner.data.show import watch
     from learner.data.voc import images_of, read_voc
     from learner.data.yolo import read_yolo
 
-    source = reading.source
+    source = arguments.source
     if form == "yolo":
-        coco = read_yolo(source, reading.split, watch)
+        coco = read_yolo(source, arguments.split, watch)
         return coco, source if source.is_dir() else source.parent
     if form == "voc":
         _require_folder("IN", source)
-        images = reading.images or images_of(source)
-        return read_voc(source, reading.split, images), images
-    return read_coco(source, lvis=form == "lvis"), reading.images or source.parent
+        images = arguments.images or images_of(source)
+        return read_voc(source, arguments.split, images), images
+    return read_coco(source, lvis=form == "lvis"), arguments.images or source.parent
 
 
 def _from_jsonl(
