@@ -35,9 +35,11 @@ from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy_scenes import DESCRIPTIONS
 from learner.models.attention import attention_of
+from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.load import prepared
 from learner.models.packed_forward import IMAGE, Pack, make_pack
 from learner.models.patch_embedding import use_product
+from learner.models.precision import compute_in
 from learner.models.toy import make_toy_tokenizer, toy_config, toy_processor
 from learner.objectives.logit_stats import ForwardStats
 from learner.operate.demo import CONFIGS
@@ -45,7 +47,6 @@ from learner.operate.estimate.fake import Costs, faked, put_on_fakes
 from learner.operate.estimate.step import meta_model, recipe_of
 from learner.stages.coords import COORD_BINS
 from learner.training.recipes import Recipe
-from learner.training.trainer import AUTOCAST
 from learner.types import GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError
 
@@ -167,7 +168,7 @@ def memory_ratio(bench: Bench, size: Size, dtype: torch.dtype) -> Result:
     folder = bench.folder / f"memory_{dtype}"
     config, samples = _config(folder, size, dtype), _samples(folder, size)
     mine, theirs = (
-        _peak_on_fakes(config, samples, dtype, loss) / 2**30 for loss in (_our_loss, _plain_loss)
+        _peak_on_fakes(config, samples, loss) / 2**30 for loss in (_our_loss, _plain_loss)
     )
     return median_of(
         f"peak memory over the plain way's, 8k tokens on fake tensors, {_name(dtype)}",
@@ -233,11 +234,12 @@ def _sides(folder: Path, size: Size, dtype: torch.dtype) -> tuple[Side, Side, Pa
     model = _model(size)
     peer = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     if dtype == torch.bfloat16:
-        use_product(peer)
+        use_product(peer, QWEN_VL.patch_embedding)
     recipe = recipe_of(config, prepared(config, model))
     pack = make_pack(recipe.channel_a.segments(_samples(folder, size)))
-    _set_up(model, dtype, plain=False)
-    _set_up(peer, dtype, plain=True)
+    _set_up(model, plain=False)
+    _set_up(peer, plain=True)
+    compute_in(peer, config.model.torch_dtype)
     chosen = recipe.objective.select(pack.supervision, "A")
     return (
         Side(model, lambda: _our_loss(recipe, model, pack)),
@@ -247,16 +249,13 @@ def _sides(folder: Path, size: Size, dtype: torch.dtype) -> tuple[Side, Side, Pa
     )
 
 
-def _set_up(model: Any, dtype: torch.dtype, *, plain: bool) -> None:
+def _set_up(model: Any, *, plain: bool) -> None:
     model.train()
     if plain:
         model.set_attn_implementation("sdpa")
-    if dtype == torch.bfloat16:
-        autocast = torch.autocast("cpu", dtype, cache_enabled=AUTOCAST.cache_enabled)
-        model.forward = autocast(model.forward)  # as accelerate does
 
 
-def _peak_on_fakes(config: Config, samples: list[Sample], dtype: torch.dtype, loss: Loss) -> int:
+def _peak_on_fakes(config: Config, samples: list[Sample], loss: Loss) -> int:
     """Bytes beside weights and gradients, as `learner estimate` counts them."""
     loaded = meta_model(config)
     recipe = recipe_of(config, loaded)
@@ -265,7 +264,8 @@ def _peak_on_fakes(config: Config, samples: list[Sample], dtype: torch.dtype, lo
     costs = Costs()
     with faked(costs, pack.mm_token_types == IMAGE, "cpu") as mode:
         put_on_fakes(loaded.model)
-        _set_up(loaded.model, dtype, plain=loss is _plain_loss)
+        _set_up(loaded.model, plain=loss is _plain_loss)
+        compute_in(loaded.model, config.model.torch_dtype)
         for weight in loaded.model.parameters():
             weight.grad = torch.zeros_like(weight)
         fakes = replace(pack, pixel_values=mode.from_tensor(pack.pixel_values))

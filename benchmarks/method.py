@@ -1,19 +1,22 @@
-"""The ablation of the method on the toy world: what each part of it is worth.
+"""Does channel B pay? Every part of the method against channel A alone, on the crowded world.
 
-    .venv/bin/python -m benchmarks.method --out FOLDER [--quick] [--report-only] [--image PNG]
+    .venv/bin/python -m benchmarks.method --out FOLDER [--seeds 0 1] [--arms a_alone clean_ul]
 
-From one checkpoint per seed, warmed up in channel A until it is half trained, every arm
-(`method_parts/arms.py`) makes the same number of optimizer steps on the same samples. The
-rollouts come from two servers, one with the repeat guard and one without.
+One model learns sparse scenes. From there each seed learns crowded scenes in channel A until its
+scores stand still. From this checkpoint every arm (`method_parts/arms.py`) makes the same number of
+optimizer steps on the same samples, and is evaluated on scenes that nothing was tuned on. Each arm
+is held against channel A alone of its seed, at equal steps and at equal time.
 
-What has ended is not run again: give the same folder to go on after an interruption, or
-`--report-only` for the tables and the picture of what is there.
+What has ended is not run again: give the same folder to go on after an interruption. Two commands
+with other seeds may share a folder, if the first one has made the worlds and the first model.
+`--report-only` prints the tables and draws the pictures of what is there.
 """
 
 import argparse
 import signal
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.method_parts.arms import (
     ARMS,
     BASE,
+    DRAWN,
     FULL,
     QUICK,
     TITLES,
@@ -33,29 +37,44 @@ from benchmarks.method_parts.arms import (
     Place,
     Plan,
     arm_config,
-    warmup_config,
+    base_config,
 )
 from benchmarks.method_parts.curves import curves_png
-from benchmarks.method_parts.learner_run import run_arm
-from benchmarks.method_parts.records import read_records, tables
+from benchmarks.method_parts.records import (
+    Row,
+    Run,
+    at_equal_steps,
+    at_equal_time,
+    read_runs,
+    score_table,
+    time_table,
+)
+from benchmarks.method_parts.scenes import scenes_png
 from learner.config import dump_mapping, dump_resolved
+from learner.config.schema import Config
 from learner.data.toy import ToyData, make_data
+from learner.data.toy_scenes import WorldName
 from learner.models.toy import make_model
 from learner.rollout.server_process import ServerProcess, free_ports
 from learner.runs.atomic_files import publish_directory, publish_text
-from learner.training.start_checks import check_inputs
+from learner.training.channels import ChannelB
+from learner.training.start_checks import check_inputs, generates, reach_servers
 from learner.training.train import train
 from shared_contracts.errors import ContractError, RunError
 
 SERVER_START_S = 600.0
-SCENES_SEED = 0
+# Of the scenes: those that settings were chosen on, and those that decide.
+TUNED_SEED, DECIDING_SEED = 0, 1
+# Scenes of the picture.
+SHOWN_PLACES = (0, 1, 2, 3)
+NOWHERE = "http://127.0.0.1:1"
 
 
-class Ablation:
-    """Everything under `out`: scenes, models, warm-ups, arms. Only what is missing is made."""
+class Experiment:
+    """Everything under `out`: worlds, models, arms. Only what is missing is made."""
 
-    def __init__(self, out: Path, plan: Plan) -> None:
-        self._out, self._plan = out, plan
+    def __init__(self, out: Path, plan: Plan, seeds: Sequence[int], arms: Sequence[Arm]) -> None:
+        self._out, self._plan, self._seeds, self._arms = out, plan, seeds, arms
         self._console = Console(width=100)
 
     def run(self) -> None:
@@ -65,14 +84,15 @@ class Ablation:
         if not left:
             return
         self._make_worlds()
+        self._learn_sparse()
         with ExitStack() as stack:
             servers = self._start({arm.guard for _, arm in left}, stack)
             for seed, arm in left:
-                self._warm_up(seed)
+                self._converge(seed)
                 self._run_arm(arm, seed, servers[arm.guard].base_url)
 
     def _claim(self) -> None:
-        """Refuse a folder whose records are of another plan."""
+        """Refuse a folder whose runs are of another plan."""
         self._out.mkdir(parents=True, exist_ok=True)
         told, path = dump_mapping(asdict(self._plan)), self._out / "plan.yaml"
         if path.exists() and path.read_text(encoding="utf-8") != told:
@@ -82,24 +102,60 @@ class Ablation:
         publish_text(path, told)
 
     def _left(self) -> Iterator[tuple[int, Arm]]:
-        for seed in self._plan.seeds:
-            yield from ((seed, arm) for arm in ARMS if not self._folder(arm.key, seed).exists())
+        for seed in self._seeds:
+            yield from ((seed, a) for a in self._arms if not self._folder(a.key, seed).exists())
 
     def _folder(self, name: str, seed: int) -> Path:
         return self._out / f"{name}_{seed}"
 
+    def _world(self, name: str) -> ToyData:
+        return ToyData.under(self._out / name)
+
     def _make_worlds(self) -> None:
-        if not (self._out / "data").exists():
-            make_data(self._out / "data", self._plan.scenes, self._plan.held_out, SCENES_SEED)
-        for seed in self._plan.seeds:
-            if not self._folder("model", seed).exists():
-                make_model(self._folder("model", seed), seed)
+        plan, model = self._plan, self._out / "model"
+        worlds: Sequence[tuple[str, WorldName, int, int]] = (
+            ("sparse", "sparse", TUNED_SEED, plan.sparse_scenes),
+            ("crowded", "crowded", TUNED_SEED, plan.scenes),
+            ("deciding", "crowded", DECIDING_SEED, 1),
+        )
+        for name, world, seed, scenes in worlds:
+            if not (self._out / name).exists():
+                make_data(self._out / name, scenes, plan.held_out, seed, world=world)
+        if not model.exists():
+            make_model(model, seed=0)
+
+    def _learn_sparse(self) -> None:
+        config = partial(base_config, "crowded_sparse", self._plan.sparse_steps, 0)
+        self._train_once("sparse scenes", self._out / "sparse_run", "sparse", config)
+
+    def _converge(self, seed: int) -> None:
+        config = partial(base_config, "crowded_warmup", self._plan.base_steps, seed)
+        self._train_once(
+            f"seed {seed}, channel A until it stands still",
+            self._folder("base", seed),
+            "crowded",
+            config,
+        )
+
+    def _train_once(self, what: str, folder: Path, world: str, config: "partial[Config]") -> None:
+        """A run without answers, from the model of the run before it, unless it has ended."""
+        if folder.exists():
+            return
+        self._console.print(f"[bold]{what}[/]")
+        sparse = self._out / "sparse_run"
+        model = self._out / "model" if folder == sparse else _last_checkpoint(sparse)
+        with publish_directory(folder) as part:
+            self._train(config(self._place(model, part, world, NOWHERE)))
+
+    def _train(self, config: Config, channel_b: type[ChannelB] = ChannelB) -> None:
+        clients = reach_servers(config) if generates(config) else []
+        train(config, check_inputs(config), clients, self._console, channel_b=channel_b)
 
     def _start(self, guards: set[bool], stack: ExitStack) -> dict[bool, ServerProcess]:
         """A server for each, healthy."""
         servers = {
             guard: stack.enter_context(
-                self._server(next(arm for arm in ARMS if arm.guard == guard))
+                self._server(next(arm for arm in self._arms if arm.guard == guard))
             )
             for guard in guards
         }
@@ -109,55 +165,76 @@ class Ablation:
 
     def _server(self, arm: Arm) -> ServerProcess:
         """With what a run of the arm says of its server."""
-        model = self._folder("model", self._plan.seeds[0])
-        place = self._place(model, self._out / "any", "http://127.0.0.1:1")
-        name = f"server_{'guard' if arm.guard else 'plain'}"
+        model = self._out / "model"
+        place = self._place(model, self._out / "any", "deciding", NOWHERE)
+        name = f"server_{'guard' if arm.guard else 'plain'}_{self._seeds[0]}"
         run = self._out / f"{name}.yaml"
         publish_text(run, dump_resolved(arm_config(arm, self._plan, 0, place)))
         options = [
             *("--model", str(model)),
             *("--device", "cpu"),
             *("--dtype", "float32"),
-            *("--allowed-media-dir", str(self._out / "data")),
+            *("--allowed-media-dir", str(self._out)),
             *("--run-config", str(run)),
         ]
         return ServerProcess(options, self._out / f"{name}.log")
 
-    def _warm_up(self, seed: int) -> None:
-        folder = self._folder("warmup", seed)
-        if folder.exists():
-            return
-        self._console.print(f"[bold]seed {seed}, warm-up[/]")
-        with publish_directory(folder) as part:
-            place = self._place(self._folder("model", seed), part, "http://127.0.0.1:1")
-            config = warmup_config(self._plan, seed, place)
-            train(config, check_inputs(config), [], self._console)
-
     def _run_arm(self, arm: Arm, seed: int, base_url: str) -> None:
         self._console.print(f"[bold]seed {seed}, {arm.title}[/]")
-        checkpoint = get_last_checkpoint(str(self._folder("warmup", seed)))
-        assert checkpoint is not None, "a warm-up saves at its last step"
+        model = _last_checkpoint(self._folder("base", seed))
         with publish_directory(self._folder(arm.key, seed)) as part:
-            place = self._place(Path(checkpoint), part, base_url)
-            run_arm(arm, arm_config(arm, self._plan, seed, place), self._console).write(part)
+            place = self._place(model, part, "deciding", base_url)
+            self._train(arm_config(arm, self._plan, seed, place), arm.channel_b)
 
-    def _place(self, model: Path, output_dir: Path, base_url: str) -> Place:
-        data = ToyData.under(self._out / "data")
+    def _place(self, model: Path, output_dir: Path, world: str, base_url: str) -> Place:
+        """world: of the held-out scenes; an arm that trains on `crowded` is decided elsewhere."""
+        trained = "crowded" if world == "deciding" else world
         (group_port,) = free_ports(1)
-        return Place(data, model, output_dir, base_url, group_port)
+        return Place(
+            self._world(trained).train_jsonl,
+            self._world(world).val_jsonl,
+            model,
+            output_dir,
+            base_url,
+            group_port,
+        )
 
 
-def report(out: Path, image: Path) -> None:
-    """Print the tables of docs/benchmarks.md and draw the curves of what has ended."""
-    records = read_records(out)
-    if not records:
-        raise ContractError("--out", f"{out} has no record yet", "Let an arm end first")
-    commits = sorted({(record.commit or "unknown")[:12] for record in records})
-    seconds = sum(record.seconds for record in records)
-    image.parent.mkdir(parents=True, exist_ok=True)
-    image.write_bytes(curves_png(records, TITLES))
-    print(f"\n{len(records)} runs of {seconds:.0f} s, commit {', '.join(commits)}; {image}\n")
-    print(tables(records, TITLES, BASE))
+def _last_checkpoint(run: Path) -> Path:
+    found = get_last_checkpoint(str(run))
+    assert found is not None, "the first parts of the experiment save at their last step"
+    return Path(found)
+
+
+def report(out: Path, images: Path) -> None:
+    """Print the tables of docs/benchmarks.md and draw the pictures of what has ended."""
+    runs = read_runs(out, TITLES)
+    alone = {run.seed: run for run in runs if run.arm == BASE.key}
+    if not alone:
+        raise ContractError("--out", f"{out} has no run of channel A alone", "Let one end first")
+    beside = [run for run in runs if run.seed in alone]
+    steps = min(run.evaluated[-1] for run in beside)
+    equal: dict[str, list[Row]] = defaultdict(list)
+    timed: dict[str, list[Row]] = defaultdict(list)
+    for run in beside:
+        equal[TITLES[run.arm]].append(at_equal_steps(run, alone[run.seed], steps))
+        if run.arm != BASE.key:
+            timed[TITLES[run.arm]].append(at_equal_time(run, alone[run.seed], steps))
+    commits = sorted({(run.commit or "unknown")[:12] for run in runs})
+    print(f"\n{len(runs)} runs, {steps} steps, commit {', '.join(commits)}\n")
+    print(score_table(equal, BASE.title), "\n")
+    print(time_table(timed), "\n")
+    _draw(images, beside, steps)
+
+
+def _draw(images: Path, runs: Sequence[Run], steps: int) -> None:
+    images.mkdir(parents=True, exist_ok=True)
+    seed = runs[0].seed
+    shown = {TITLES[run.arm]: run.evaluation(steps) for run in runs if run.seed == seed}
+    drawn = {key: TITLES[key] for key in DRAWN}
+    (images / "method.png").write_bytes(curves_png(runs, drawn))
+    (images / "method-scenes.png").write_bytes(scenes_png(shown, SHOWN_PLACES))
+    print(f"{images / 'method.png'}\n{images / 'method-scenes.png'}")
 
 
 def main() -> None:
@@ -165,20 +242,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="everything goes there")
+    parser.add_argument("--seeds", type=int, nargs="+", help="of the arms (default: all)")
+    parser.add_argument("--arms", nargs="+", choices=TITLES, help="(default: all)")
     parser.add_argument("--quick", action="store_true", help="one seed and few steps: a trial")
     parser.add_argument("--report-only", action="store_true", help="of what has ended; run nothing")
-    parser.add_argument("--image", type=Path, help="of the curves (default: OUT/method.png)")
+    parser.add_argument("--images", type=Path, help="folder of the pictures (default: OUT)")
     options = parser.parse_args()
     # Either signal, also where the shell ignores Ctrl-C for us, ends what has been started.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     disable_progress_bar()
-    out = options.out.resolve()
-    say = partial(report, out, options.image or out / "method.png")
+    out, plan = options.out.resolve(), QUICK if options.quick else FULL
+    seeds = options.seeds or plan.seeds
+    arms = [arm for arm in ARMS if not options.arms or arm.key in options.arms]
     try:
         if not options.report_only:
-            Ablation(out, QUICK if options.quick else FULL).run()
-        say()
+            Experiment(out, plan, seeds, arms).run()
+        report(out, options.images or out)
     except (ContractError, RunError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

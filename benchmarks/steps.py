@@ -37,7 +37,7 @@ from learner.config import load_mapping, merge, parse_config
 from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
 from learner.data.jsonl import build_request
-from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.rollout.policy import Asking, OpenBackend, Policy, Stream
 from learner.rollout.server import ServerBackend
 from learner.training.asynchronous_rollouts import AsyncSource
 from learner.training.recipes import Recipe
@@ -89,16 +89,16 @@ def _overlapped(
     overlapped, sequential = [], []
     with fixed_servers(1, CHUNK_S, CHUNK_SAMPLES, bench.folder) as backend:
         for _ in range(bench.rounds):
-            overlapped.append(_step_s(backend, CHUNK_SAMPLES, assess_s) / longest)
+            overlapped.append(_step_s(backend, backend.stream, assess_s) / longest)
             sequential.append(_step_s(backend, None, assess_s) / longest)
     detail = f"{detail}; one after the other: {statistics.median(sequential):.2f}"
     return [median_of(name, overlapped, goal, at_least=False, detail=detail)]
 
 
-def _step_s(backend: ServerBackend, round_size: int | None, assess_s: float) -> float:
-    """Seconds of one channel-B step. round_size: of a chunk; None: no overlap."""
+def _step_s(backend: ServerBackend, stream: Stream | None, assess_s: float) -> float:
+    """Seconds of one channel-B step. stream: None: no overlap."""
     asking = Asking("", None, RequestConfig(max_tokens=ANSWER_TOKENS, return_details=True))
-    policy = Policy(OpenBackend(backend, backend.version, round_size=round_size), asking)
+    policy = Policy(OpenBackend(backend, backend.version, stream=stream), asking)
     forward_s = CHUNK_S / CHUNK_SAMPLES
     recipe = Recipe(_config(), FixedA(forward_s), FixedB(forward_s, assess_s), FixedPipeline())
     runner = StepRunner(_config(), recipe, policy)

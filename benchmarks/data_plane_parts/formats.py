@@ -15,8 +15,8 @@ from learner.stages.formats import AnswerFormat
 from learner.types import GroundTruthObject, Shape
 
 MORE = 10
-# FMT-01's limit of `compact`; that of `object_keys` is none, and is what the seeds' format takes.
-GOALS = {"object_keys": 33, "compact": 10}
+# Limits of the last two; that of `object_keys` is none, and is what the seeds' format takes.
+GOALS = {"object_keys": 33, "objects_array": 26, "compact": 10}
 
 COCO = """person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light,
 fire hydrant, stop sign, parking meter, bench, bird, cat, dog, horse, sheep, cow, elephant, bear,

@@ -132,6 +132,9 @@ def plain_stats(logits: Tensor, selection: Selection, coord_ids: Tensor) -> Logi
             selection.departure_tokens,
             reduction="none",
         ),
+        kept_nll=F.cross_entropy(
+            bounded(logits[selection.kept_rows]), selection.kept_tokens, reduction="none"
+        ),
     )
 
 

@@ -1,4 +1,8 @@
-"""The arms of the ablation, and the one channel that the product does not have."""
+"""The arms of the experiment, and the one channel that the product does not have.
+
+An arm is one variant of the training. Every arm of a seed starts from the same checkpoint, takes
+the same samples in the same order, and is evaluated on the same scenes.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -6,21 +10,10 @@ from typing import Any
 
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
-from learner.data.toy import ToyData
 from learner.training.channels import ChannelB
 from learner.types import AssessedRollout
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "demo"
-
-# A right answer has at most two objects, writes no token twice in a row, and repeats at most
-# the pairs (coordinate, separator) of one box, four times.
-GUARD = {
-    "enabled": True,
-    "max_consecutive_token_repeats": 4,
-    "ngram_size": 2,
-    "ngram_repeats": 5,
-    "max_object_keys": 3,
-}
 
 
 class WithoutAppend(ChannelB):
@@ -44,80 +37,122 @@ class WithoutAppend(ChannelB):
 
 @dataclass(frozen=True)
 class Arm:
-    """key: name of its folders. guard: whether its server ends answers that repeat themselves."""
+    """key: name of its folders. guard: whether its server ends answers that repeat themselves.
+
+    b_ratio: fraction of its steps that are channel B. clean: duplicates leave the prefix.
+    unlikelihood: `duplicate_ul` is declared. sampled: rollouts at temperature 0.7, top-p 0.95.
+    """
 
     key: str
     title: str
     b_ratio: float
+    clean: bool = False
+    unlikelihood: bool = False
+    sampled: bool = False
     guard: bool = True
     channel_b: type[ChannelB] = ChannelB
 
 
+BASE = Arm("a_alone", "channel A alone", 0.0)
 ARMS = (
-    Arm("a_alone", "channel A alone", 0.0),
-    Arm("mixed", "A and B mixed", 0.5),
-    Arm("no_append", "B without the append", 0.5, channel_b=WithoutAppend),
-    Arm("no_guard", "A and B mixed, guard off", 0.5, guard=False),
+    BASE,
+    Arm("b_05", "A and B, b_ratio 0.05", 0.05),
+    Arm("b_25", "A and B, b_ratio 0.25", 0.25),
+    Arm("b_75", "A and B, b_ratio 0.75", 0.75),
+    Arm("b_25_sampled", "0.25, sampled", 0.25, sampled=True),
+    Arm("clean", "0.25, clean prefix", 0.25, clean=True),
+    Arm("clean_ul", "0.25, clean prefix, unlikelihood", 0.25, clean=True, unlikelihood=True),
+    Arm(
+        "clean_ul_sampled",
+        "0.25, clean prefix, unlikelihood, sampled",
+        0.25,
+        clean=True,
+        unlikelihood=True,
+        sampled=True,
+    ),
+    Arm("no_append", "0.25, without the append", 0.25, channel_b=WithoutAppend),
+    Arm("no_guard", "0.25, guard off", 0.25, guard=False),
 )
 TITLES = {arm.key: arm.title for arm in ARMS}
-BASE = "mixed"
+# Those of the picture of curves.
+DRAWN = ("a_alone", "b_25", "b_75", "clean", "clean_ul")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is run. every: steps between evaluations of the `held_out` scenes."""
+    """How much is run.
+
+    sparse_steps: on sparse scenes, for all seeds. base_steps: of channel A on crowded ones, after
+    which a model has converged. steps: of an arm. every: steps between two evaluations on
+    `held_out` scenes. longest: steps of channel A alone, whose evaluations are also compared with
+    arms that took as much time.
+    """
 
     seeds: tuple[int, ...]
+    sparse_scenes: int
     scenes: int
     held_out: int
-    warmup_steps: int
+    sparse_steps: int
+    base_steps: int
     steps: int
+    longest: int
     every: int
 
 
-FULL = Plan((0, 1, 2), scenes=4096, held_out=256, warmup_steps=200, steps=120, every=20)
-QUICK = Plan((0,), scenes=512, held_out=32, warmup_steps=20, steps=8, every=4)
+FULL = Plan((0, 1, 2, 3, 4), 4096, 2048, 256, 2000, 2400, steps=320, longest=960, every=80)
+QUICK = Plan((0,), 256, 256, 32, 20, 20, steps=8, longest=16, every=4)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Files and server of a run. model: the checkpoint it starts from."""
+    """Files and server of a run. model: the checkpoint it starts from. data: folder of a world."""
 
-    data: ToyData
+    train_jsonl: Path
+    val_jsonl: Path
     model: Path
     output_dir: Path
     base_url: str
     group_port: int
 
 
-def warmup_config(plan: Plan, seed: int, place: Place) -> Config:
-    """The demo's warm-up, for another number of steps."""
-    steps = {"max_steps": plan.warmup_steps, "save_steps": plan.warmup_steps}
-    return _config("warmup", seed, place, {"training": steps})
+def base_config(name: str, steps: int, seed: int, place: Place) -> Config:
+    """A part of the crowded demo that comes before its channel B, for a number of steps."""
+    return _config(name, seed, place, {"training": {"max_steps": steps, "save_steps": steps}})
 
 
 def arm_config(arm: Arm, plan: Plan, seed: int, place: Place) -> Config:
-    """The demo's second part, evaluated on its way, with the arm's share of channel B."""
-    training = {
-        "max_steps": plan.steps,
-        "save_strategy": "no",
-        "eval_strategy": "steps",
-        "eval_steps": plan.every,
+    """The last part of the crowded demo, evaluated on its way, with what the arm changes."""
+    mapping = load_mapping(CONFIGS / "crowded_two_channel.yaml")
+    objective = mapping["stage2_ab"]["pipeline"]["objective"]
+    if not arm.unlikelihood:
+        objective = [module for module in objective if module["name"] != "duplicate_ul"]
+    decoding = {"temperature": 0.7, "top_p": 0.95}
+    sections: dict[str, Any] = {
+        "training": {
+            "max_steps": plan.longest if arm is BASE else plan.steps,
+            "save_strategy": "no",
+            "eval_strategy": "steps",
+            "eval_steps": plan.every,
+        },
+        "stage2_ab": {
+            "schedule": {"b_ratio": arm.b_ratio},
+            "channel_b": {"prefix": "clean" if arm.clean else "verbatim"},
+            "pipeline": {"objective": objective},
+        },
+        "rollout_matching": {
+            **({"decode_mode": "sampling", "decoding": decoding} if arm.sampled else {}),
+            **({} if arm.guard else {"repeat_terminate": {"enabled": False}}),
+            "eval_detection": {"enabled": True, "save_answers": True},
+        },
     }
-    sections = {
-        "training": training,
-        "stage2_ab": {"schedule": {"b_ratio": arm.b_ratio}},
-        "rollout_matching": {"repeat_terminate": GUARD if arm.guard else {"enabled": False}},
-    }
-    return _config("two_channel", seed, place, sections)
+    return _config("crowded_two_channel", seed, place, sections)
 
 
 def _config(name: str, seed: int, place: Place, sections: dict[str, Any]) -> Config:
     server = {"servers": [{"base_url": place.base_url, "group_port": place.group_port}]}
-    files = place.data
     places = {
         "model": {"model": str(place.model)},
-        "data": {"train_jsonl": str(files.train_jsonl), "val_jsonl": str(files.val_jsonl)},
+        "data": {"train_jsonl": str(place.train_jsonl), "val_jsonl": str(place.val_jsonl)},
         "training": {"output_dir": str(place.output_dir), "seed": seed},
         "rollout_matching": {"vllm": {"server": server}},
     }

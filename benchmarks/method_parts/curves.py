@@ -9,43 +9,46 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.method_parts.records import Record, curves
+from benchmarks.method_parts.records import Run, curves
 from benchmarks.png import small_png
 from learner.data.stats_plot import STYLE
 
 # Of the picture's palette: a third of the bytes of one without.
 COLOURS = 128
-PANELS = {"f1": "F1", "precision": "Precision", "recall": "Recall"}
+PANELS = {"f1_miou": "F1@mIoU", "recall": "Recall", "duplicates": "Duplicates an answer"}
 # Okabe and Ito's colours, and for who sees none of them, dashes.
 LINES: Sequence[tuple[str, Any]] = (
-    ("#0072B2", "-"),
+    ("#000000", "-"),
     ("#D55E00", "--"),
-    ("#009E73", "-."),
-    ("#444444", ":"),
+    ("#E69F00", (0, (1, 1))),
+    ("#0072B2", "-."),
+    ("#009E73", (0, (5, 1, 1, 1, 1, 1))),
 )
 
 
-def curves_png(records: Sequence[Record], titles: Mapping[str, str]) -> bytes:
-    """Mean of the seeds as a line and least to most as a band; PNG of 1430 x 550 pixels."""
+def curves_png(runs: Sequence[Run], titles: Mapping[str, str]) -> bytes:
+    """Mean of the seeds as a line and least to most as a band; PNG of 1430 x 550 pixels.
+
+    titles: of the arms that are drawn, by their keys, at most as many as `LINES`.
+    """
     with rc_context(STYLE | {"font.size": 10, "axes.titlesize": 11}):
         figure = Figure(figsize=(13, 5), dpi=110, layout="constrained")
-        panels = figure.subplots(1, len(PANELS), sharey=True)
+        panels = figure.subplots(1, len(PANELS))
         for panel, (score, name) in zip(panels, PANELS.items(), strict=True):
-            _panel(panel, name, score, records, titles)
-        panels[0].set_ylabel("held-out scenes, mask IoU >= 0.5 and right description")
+            _panel(panel, name, score, runs, titles)
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
         return small_png(figure, COLOURS)
 
 
 def _panel(
-    panel: Axes, name: str, score: str, records: Sequence[Record], titles: Mapping[str, str]
+    panel: Axes, name: str, score: str, runs: Sequence[Run], titles: Mapping[str, str]
 ) -> None:
-    panel.set(title=name, xlabel="optimizer steps after the warm-up")
-    for (colour, dashes), (arm, title) in zip(LINES, titles.items(), strict=True):
-        steps, runs = curves(records, arm, score)
-        if runs:
-            seeds = list(zip(*runs, strict=True))
+    panel.set(title=name, xlabel="optimizer steps after the common checkpoint")
+    for (colour, dashes), (arm, title) in zip(LINES, titles.items(), strict=False):
+        steps, scores = curves(runs, arm, score)
+        if scores:
+            seeds = list(zip(*scores, strict=True))
             means = [statistics.fmean(at) for at in seeds]
             panel.fill_between(
                 steps, [min(at) for at in seeds], [max(at) for at in seeds], color=colour, alpha=0.1

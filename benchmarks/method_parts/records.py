@@ -1,121 +1,147 @@
-"""What an arm of the ablation leaves behind, and the tables made of it.
+"""What the arms of the experiment leave behind, and the tables made of it.
 
-Record       one arm on one seed: its evaluations and what it generated in training
-tables       of docs/benchmarks.md: mean over the seeds, with the least and the most
+Every arm is a run folder with evaluations of the deciding scenes. An arm is held against channel A
+alone of its seed, sample by sample: at as many optimizer steps, and at as many seconds of training.
+The intervals are those of `learner compare`.
 """
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any
 
-RECORD = "record.json"
+from learner.analysis.evaluation.comparison import Compared, Comparison
+from learner.analysis.report.run_view import SCORES as SCORES_FILE
+from learner.runs.run_folder import EVALUATIONS, METRICS, RUN
 
-SCORES = (
-    "| arm | precision | recall | F1 | F1 of boxes alone | F1 minus that of {base}, same seed |"
-)
-COUNTS = (
-    "| arm | where | answers | tokens | tokens an answer | truncated | ended by the guard "
-    "| objects dropped |"
-)
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Over some answers.
-
-    tokens: generated, without the EOS. truncated: not closed where they end, whoever ended
-    them. ended: by the repeat guard. dropped: objects the strict parser refuses.
-    """
-
-    answers: int = 0
-    tokens: int = 0
-    truncated: int = 0
-    ended: int = 0
-    dropped: int = 0
-
-    def __add__(self, other: Self) -> Self:
-        names = [field.name for field in fields(self)]
-        return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
+# Of `learner compare`, and how the table shows them.
+SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
+    "F1@mIoU": ("F1@mIoU", "{:.3f}".format),
+    "F1": ("F1", "{:.3f}".format),
+    "precision": ("precision", "{:.3f}".format),
+    "recall": ("recall", "{:.3f}".format),
+    "objects an answer": ("objects", "{:.1f}".format),
+    "duplicates an answer": ("duplicates", "{:.2f}".format),
+    "tokens an answer": ("tokens", "{:.0f}".format),
+    "truncated answers": ("truncated", "{:.1%}".format),
+}
+DECIDES, REPEATS = "F1@mIoU", "duplicates an answer"
+HEADER = ["arm", *(title for title, _ in SHOWN.values()), "AP", "seconds"]
+AGAINST = ["F1@mIoU minus A's", "seeds above 0", "duplicates over A's"]
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Of the held-out scenes, after `step` optimizer steps."""
-
-    step: int
-    precision: float
-    recall: float
-    f1: float
-    box_f1: float
-    counts: Counts
-
-
-@dataclass(frozen=True)
-class Record:
-    """One arm on one seed. commit: of the tree that ran it. training: of its channel-B steps."""
+class Run:
+    """An arm on one seed. folder: of the run, which has ended."""
 
     arm: str
     seed: int
-    commit: str | None
-    seconds: float
-    evaluations: tuple[Evaluation, ...]
-    training: Counts
+    folder: Path
 
     @property
-    def last(self) -> Evaluation:
-        return self.evaluations[-1]
+    def commit(self) -> str | None:
+        commit: str | None = json.loads((self.folder / RUN).read_text(encoding="utf-8"))["commit"]
+        return commit
 
     @property
-    def evaluated(self) -> Counts:
-        """Over the answers of all evaluations."""
-        return sum((one.counts for one in self.evaluations), Counts())
+    def evaluated(self) -> list[int]:
+        """Optimizer steps after which it was evaluated."""
+        return sorted(int(each.name[5:]) for each in (self.folder / EVALUATIONS).glob("step_*"))
 
-    def write(self, folder: Path) -> None:
-        (folder / RECORD).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+    def evaluation(self, step: int) -> Path:
+        return self.folder / EVALUATIONS / f"step_{step:06d}"
 
-    @classmethod
-    def read(cls, folder: Path) -> Self:
-        told = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        return cls(
-            **told
-            | {
-                "evaluations": tuple(
-                    Evaluation(**one | {"counts": Counts(**one["counts"])})
-                    for one in told["evaluations"]
-                ),
-                "training": Counts(**told["training"]),
-            }
-        )
+    def scores(self, step: int) -> dict[str, Any]:
+        """All numbers of an evaluation."""
+        text = (self.evaluation(step) / SCORES_FILE).read_text(encoding="utf-8")
+        numbers: dict[str, Any] = json.loads(text)
+        return numbers
+
+    def seconds(self, until: int) -> float:
+        """Of the training steps up to this one: rollouts, pushes, forwards and backwards."""
+        lines = (self.folder / METRICS).read_text(encoding="utf-8").splitlines()
+        steps = [row for row in map(json.loads, lines) if "time/step_s" in row]
+        return float(sum(row["time/step_s"] for row in steps if row["step"] <= until))
 
 
-def read_records(out: Path) -> list[Record]:
-    """Of every arm that has ended under `out`."""
-    return [Record.read(path.parent) for path in sorted(out.glob(f"*/{RECORD}"))]
-
-
-def tables(records: Sequence[Record], titles: Mapping[str, str], base: str) -> str:
-    """Scores at the end of training, and what was generated on the way.
-
-    titles: of the arms by their keys, in the order of the rows; without a record, no row.
-    base: key of the arm that the others are held against, seed by seed.
-    """
-    of = {key: [r for r in records if r.arm == key] for key in titles}
-    found = {key: runs for key, runs in of.items() if runs}
-    started = [r for r in records if r.arm == base] or list(records)
-    scores = [SCORES.format(base=titles[base]), "|---" * 6 + "|"]
-    scores.append(_scores("before, after the warm-up", [r.evaluations[0] for r in started], ""))
-    scores += [
-        _scores(titles[key], [r.last for r in runs], _over(runs, of[base]) if key != base else "")
-        for key, runs in found.items()
+def read_runs(out: Path, arms: Iterable[str]) -> list[Run]:
+    """Of every arm that has ended under `out`: a folder `ARM_SEED` for each."""
+    found = ((arm, path) for arm in arms for path in sorted(out.glob(f"{arm}_[0-9]*")))
+    return [
+        Run(arm, int(seed), path)
+        for arm, path in found
+        if (seed := path.name.removeprefix(f"{arm}_")).isdigit()
     ]
-    counts = [COUNTS, "|---" * 8 + "|"]
-    for key, runs in found.items():
-        counts.append(_counts(titles[key], "training", [r.training for r in runs]))
-        counts.append(_counts("", "evaluations", [r.evaluated for r in runs]))
-    return "\n".join([*scores, "", *counts])
+
+
+@dataclass(frozen=True)
+class Row:
+    """An arm on one seed beside channel A alone of that seed, by the name of each score."""
+
+    run: Run
+    step: int
+    against: dict[str, Compared]
+
+    @property
+    def above(self) -> bool:
+        """Whether the interval of what decides is above 0."""
+        return self.against[DECIDES].low > 0
+
+
+def at_equal_steps(run: Run, alone: Run, steps: int) -> Row:
+    return _row(run, steps, alone, steps)
+
+
+def at_equal_time(run: Run, alone: Run, steps: int) -> Row:
+    """Channel A alone has at least as many seconds: its first evaluation that has, or its last."""
+    needed = run.seconds(steps)
+    enough = (step for step in alone.evaluated if alone.seconds(step) >= needed)
+    return _row(run, steps, alone, next(enough, alone.evaluated[-1]))
+
+
+def _row(run: Run, step: int, alone: Run, alone_step: int) -> Row:
+    compared = Comparison.of(alone.evaluation(alone_step), run.evaluation(step))
+    return Row(run, step, {each.name: each for each in compared.scores})
+
+
+def score_table(rows: dict[str, list[Row]], base: str) -> str:
+    """rows: of each arm by its title, one for each seed. base: title of channel A alone."""
+    lines = [_line(HEADER + AGAINST), "|---" * len(HEADER + AGAINST) + "|"]
+    for title, found in rows.items():
+        cells = [
+            spread([row.against[name].second for row in found], shown)
+            for name, (_, shown) in SHOWN.items()
+        ]
+        ap = [row.run.scores(row.step)["coco"]["bbox"]["objects"]["ap"] for row in found]
+        cells += [spread(ap, "{:.3f}".format)]
+        cells += [spread([row.run.seconds(row.step) for row in found], "{:.0f}".format)]
+        lines.append(_line([title, *cells, *(_against(found) if title != base else [""] * 3)]))
+    return "\n".join(lines)
+
+
+def _against(rows: Sequence[Row]) -> list[str]:
+    differences = [row.against[DECIDES].difference for row in rows]
+    repeats = [row.against[REPEATS] for row in rows]
+    ratio = sum(each.second for each in repeats) / max(sum(each.first for each in repeats), 1e-9)
+    return [
+        spread(differences, "{:+.3f}".format),
+        f"{sum(row.above for row in rows)} of {len(rows)}",
+        f"{ratio:.2f}",
+    ]
+
+
+def time_table(rows: dict[str, list[Row]]) -> str:
+    """The same arms beside channel A alone of as many seconds."""
+    names = ["arm", "F1@mIoU", "of A after as much time", *AGAINST]
+    lines = [_line(names), "|---" * len(names) + "|"]
+    for title, found in rows.items():
+        sides = [[row.against[DECIDES].second for row in found]]
+        sides += [[row.against[DECIDES].first for row in found]]
+        cells = [spread(side, "{:.3f}".format) for side in sides]
+        lines.append(_line([title, *cells, *_against(found)]))
+    return "\n".join(lines)
 
 
 def spread(values: Sequence[float], shown: Callable[[float], str]) -> str:
@@ -125,43 +151,22 @@ def spread(values: Sequence[float], shown: Callable[[float], str]) -> str:
     return mean if least == most else f"{mean} ({least} .. {most})"
 
 
-def curves(records: Sequence[Record], arm: str, score: str) -> tuple[list[int], list[list[float]]]:
+def curves(runs: Sequence[Run], arm: str, score: str) -> tuple[list[int], list[list[float]]]:
     """(steps, scores of each seed at these steps) of one arm.
 
-    score: name of a field of `Evaluation`. Seeds without an evaluation at some step are a
-    caller's mistake: all runs of an ablation are evaluated alike.
+    score: a name in `scores` of an evaluation, or `duplicates` of an answer. Steps that not all
+    seeds have are left out.
     """
-    runs = [r for r in records if r.arm == arm]
-    grids = {tuple(one.step for one in r.evaluations) for r in runs}
-    assert len(grids) <= 1, f"the runs of {arm} were evaluated at different steps"
-    steps = list(next(iter(grids), ()))
-    return steps, [[getattr(one, score) for one in r.evaluations] for r in runs]
+    own = [run for run in runs if run.arm == arm]
+    if not own:
+        return [], []
+    steps = sorted(set.intersection(*(set(run.evaluated) for run in own)))
+    return steps, [[_score(run.scores(step)["scores"], score) for step in steps] for run in own]
 
 
-def _over(runs: Sequence[Record], base: Sequence[Record]) -> str:
-    """Difference of the last F1 on the seeds that both have."""
-    there = {r.seed: r.last.f1 for r in base}
-    differences = [r.last.f1 - there[r.seed] for r in runs if r.seed in there]
-    return spread(differences, "{:+.3f}".format) if differences else ""
+def _score(scores: dict[str, float], name: str) -> float:
+    return scores["duplicates"] / scores["answers"] if name == "duplicates" else scores[name]
 
 
-def _scores(title: str, evaluations: Sequence[Evaluation], over: str) -> str:
-    names = ("precision", "recall", "f1", "box_f1")
-    cells = [spread([getattr(one, name) for one in evaluations], "{:.3f}".format) for name in names]
-    return _row([title, *cells, over])
-
-
-def _counts(title: str, where: str, counts: Sequence[Counts]) -> str:
-    """A row of sums; answers that were never asked for leave it empty."""
-    if not any(c.answers for c in counts):
-        return _row([title, where, "0", *[""] * 5])
-    names = ("truncated", "ended", "dropped")
-    cells = [spread([getattr(c, name) for c in counts], "{:,.0f}".format) for name in names]
-    whole = spread([c.answers for c in counts], "{:,.0f}".format)
-    tokens = spread([c.tokens for c in counts], "{:,.0f}".format)
-    each = spread([c.tokens / c.answers for c in counts], "{:.1f}".format)
-    return _row([title, where, whole, tokens, each, *cells])
-
-
-def _row(cells: Sequence[str]) -> str:
+def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"

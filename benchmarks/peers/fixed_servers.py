@@ -1,9 +1,9 @@
 """Rollout servers whose engines take a fixed time: what remains is what the learner makes of it.
 
-    python -m benchmarks.peers.fixed_servers SERVERS SECONDS PROMPT_TOKENS ANSWER_TOKENS
+    python -m benchmarks.peers.fixed_servers SERVERS SECONDS SEQUENCES PROMPT_TOKENS ANSWER_TOKENS
 
-Prints the base URLs as a line of JSON. An engine answers a call after SECONDS, however many of
-its sequences decode together, and one call after the other, as a server does that is full.
+Prints the base URLs as a line of JSON. An engine decodes at most SEQUENCES at once, each of them in
+SECONDS; a call waits until there is a place for all of its sequences.
 Every answer has the weights version that the call expects.
 """
 
@@ -82,9 +82,10 @@ def info() -> Info:
 class FixedServer(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, seconds: float, one: str) -> None:
+    def __init__(self, seconds: float, sequences: int, one: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.engine = threading.Lock()
+        self.engine = threading.Condition()
+        self.free = sequences
         self.seconds = seconds
         self.one = one
         self.told = {
@@ -94,10 +95,16 @@ class FixedServer(ThreadingHTTPServer):
         }
 
     def answer(self, call: dict[str, Any]) -> str:
+        count = len(call["infer_requests"])
         with self.engine:
-            time.sleep(self.seconds)
+            self.engine.wait_for(lambda: self.free >= count)
+            self.free -= count
+        time.sleep(self.seconds)
+        with self.engine:
+            self.free += count
+            self.engine.notify_all()
         one = self.one.replace(str(_VERSION), str(call.get("expected_weights_version") or 0))
-        return f"[{','.join([one] * len(call['infer_requests']))}]"
+        return f"[{','.join([one] * count)}]"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -125,10 +132,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    count, seconds, prompt_tokens, answer_tokens = sys.argv[1:]
+    count, seconds, sequences, prompt_tokens, answer_tokens = sys.argv[1:]
     end_with_benchmark()
     one = envelope(int(prompt_tokens), int(answer_tokens))
-    servers = [FixedServer(float(seconds), one) for _ in range(int(count))]
+    servers = [FixedServer(float(seconds), int(sequences), one) for _ in range(int(count))]
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     print(json.dumps([f"http://127.0.0.1:{s.server_port}" for s in servers]), flush=True)

@@ -58,8 +58,8 @@ class FixedPushes:
 def fixed_servers(
     count: int, seconds: float, sequences: int, folder: Path
 ) -> Iterator[ServerBackend]:
-    """A backend over `count` servers that take `seconds` for each call of up to `sequences`."""
-    args = [str(count), str(seconds), str(PROMPT_TOKENS), str(ANSWER_TOKENS)]
+    """A backend over `count` servers that decode `sequences` at once, each in `seconds`."""
+    args = list(map(str, [count, seconds, sequences, PROMPT_TOKENS, ANSWER_TOKENS]))
     peer = Peer("benchmarks.peers.fixed_servers", args, folder / "servers.log", {}, piped=True)
     with peer:
         clients = [RolloutClient(url, TIMEOUT_S) for url in json.loads(peer.hear())]

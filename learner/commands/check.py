@@ -62,11 +62,10 @@ def probe(file: ConfigFile = None, config: ConfigOption = None) -> None:
     `learner doctor --probe` does the same after every other check.
     """
     from learner.config import load_config
-    from learner.stages.formats import answer_format
-    from learner.training.start_checks import check_checkpoint
+    from learner.training.start_checks import check_model
 
     parsed = load_config(only_config(file, config))
-    check_checkpoint(parsed.model.model, answer_format(parsed).end_marker)
+    check_model(parsed)
     use_passive_wait()
     _show(_probe(parsed), json=False)
 

@@ -86,7 +86,7 @@ def simulate(
     config: ConfigOption = None,
     speeds: Annotated[
         Path | None,
-        typer.Option(help="YAML with speeds; see docs/simulate.md. (guesses for a GPU)"),
+        typer.Option(help="YAML with speeds; see docs/simulate.md. (round numbers)"),
     ] = None,
     gpu: Annotated[
         str | None,
@@ -155,6 +155,8 @@ def simulate(
         known = Speeds(server=shape) if speeds is None else read_strict(speeds, Speeds)
         if gpu is not None:
             known = _at_best(parsed, gpu, ranks, known)
+        elif speeds is None:
+            typer.echo(f"note: {_UNMEASURED}", err=True)
     own = _lengths(parsed, lengths, logged)
     at = Setting(parsed, known, own, servers or declared_servers(parsed), ranks, steps)
     if logged is not None:
@@ -178,6 +180,12 @@ def simulate(
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
         publish_text(json, dumps(report, indent=2, allow_nan=False) + "\n")
+
+
+_UNMEASURED = (
+    "the speeds are round numbers that were not measured. Give --gpu for those of an estimate, "
+    "--from-run or --speeds"
+)
 
 
 def _rows(

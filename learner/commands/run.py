@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -163,6 +163,13 @@ def demo(
             "--control", help="Also train with channel A alone, for the same number of steps."
         ),
     ] = False,
+    world: Annotated[
+        Literal["plain", "crowded"],
+        typer.Option(
+            help="plain: one or two shapes, minutes; crowded: 6 to 20 that overlap, about an hour, "
+            "after which scores are still low."
+        ),
+    ] = "plain",
 ) -> None:
     """Train a toy detector on this machine: data, model, server, training, scores."""
     from datetime import datetime
@@ -178,4 +185,4 @@ def demo(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the demo is for a CPU, whatever else is there
     from learner.operate.demo import run_demo
 
-    run_demo(folder.resolve(), seed, Console(), control=control)
+    run_demo(folder.resolve(), seed, Console(), control=control, world=world)

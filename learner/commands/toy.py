@@ -23,9 +23,10 @@ def make_data(
         bool, typer.Option("--polygons", help="Annotate triangles by their corners, not by a box.")
     ] = False,
     world: Annotated[
-        Literal["plain", "crowded"],
+        Literal["plain", "sparse", "crowded"],
         typer.Option(
-            help="plain: one or two shapes, apart; crowded: 6 to 20 that overlap and repeat."
+            help="plain: one or two shapes, apart; sparse: one to three of those of crowded; "
+            "crowded: 6 to 20 that overlap and repeat."
         ),
     ] = "plain",
     unlabelled: Annotated[

@@ -12,6 +12,7 @@ from shared_contracts.errors import ContractError
 # `custom.answer_format`; each is a `learner.stages.formats.AnswerFormat`.
 ANSWER_FORMATS = {
     "object_keys": "learner.stages.formats.coord_json:COORD_JSON",
+    "objects_array": "learner.stages.formats.objects_array:OBJECTS_ARRAY",
     "compact": "learner.stages.formats.compact:COMPACT",
 }
 
@@ -19,8 +20,8 @@ ANSWER_FORMATS = {
 MODEL_FAMILIES = {
     "qwen2_vl": "learner.models.families.qwen_vl:QWEN_VL",
     "qwen2_5_vl": "learner.models.families.qwen_vl:QWEN_VL",
-    "qwen3_vl": "learner.models.families.qwen_vl:QWEN_VL",
-    "qwen3_vl_moe": "learner.models.families.qwen_vl:QWEN_VL",
+    "qwen3_vl": "learner.models.families.qwen_vl:QWEN3_VL",
+    "qwen3_vl_moe": "learner.models.families.qwen_vl:QWEN3_VL",
 }
 
 

@@ -177,7 +177,14 @@ class RolloutMatchingConfig(SharedRolloutConfig):
     logprobs: FreeOnResume[bool] = Field(
         default=False,
         description="keep the log-probability of each token of an answer; an evaluation's AP "
-        "then ranks boxes by them; not with `hf`",
+        "then ranks boxes by them, and channel B logs how far the trainer's are from them "
+        "(`mismatch/*`); not with `hf`",
+    )
+    max_logprob_mismatch: FreeOnResume[float | None] = Field(
+        default=None,
+        gt=0,
+        description="largest `mismatch/all_mean` of a step, in nats; a larger one ends the run; "
+        "needs `logprobs: true`; null: no bound",
     )
     matching: MatchingConfig = Field(
         default=MatchingConfig(), description="how predictions are matched to ground truths"
@@ -227,6 +234,12 @@ class RolloutMatchingConfig(SharedRolloutConfig):
                 "is true, and the backend hf gives none",
                 "Set it to false, or rollout_matching.rollout_backend to vllm",
                 "logprobs",
+            )
+        if self.max_logprob_mismatch is not None and not self.logprobs:
+            yield Refusal(
+                f"{self.max_logprob_mismatch}, and logprobs is false: nothing is compared",
+                "Set rollout_matching.logprobs to true, or remove the bound",
+                "max_logprob_mismatch",
             )
 
     def _of_beams(self) -> Iterator[Refusal]:

@@ -231,8 +231,8 @@ def _null_is_empty(value: Any) -> Any:
 
 def _registered_format(name: str) -> str:
     if name not in ANSWER_FORMATS:
-        known = " or ".join(ANSWER_FORMATS)
-        raise Refusal(f"'{name}' is not known", f"Use {known}")
+        *others, last = ANSWER_FORMATS
+        raise Refusal(f"'{name}' is not known", f"Use {', '.join(others)} or {last}")
     return name
 
 
@@ -256,7 +256,7 @@ class CustomConfig(StrictModel):
     ] = Field(
         default="object_keys",
         description="how answers are written and read: `object_keys`, one JSON object of objects; "
-        "`compact`, a line for each object",
+        "`objects_array`, a JSON list of objects; `compact`, a line for each object",
     )
     extra: FreeOnResume[Annotated[dict[str, Any], BeforeValidator(_null_is_empty)]] = Field(
         default={}, description="free section for your own tools; Rollmatch does not read it"

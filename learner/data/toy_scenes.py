@@ -1,6 +1,8 @@
 """The scenes of the toy worlds: coloured shapes on a dark ground, and the box of each.
 
     plain    64 pixels; one or two shapes, large and apart, listed from left to right
+    sparse   128 pixels; 1 to 3 shapes of `crowded`, listed from left to right; a model that has
+             learnt them learns `crowded` sooner
     crowded  128 pixels; 6 to 20 shapes of 6 to 60 pixels, of few kinds, that overlap; listed in
              no order
 
@@ -43,7 +45,7 @@ class SceneObject:
 
 
 Scene = tuple[Image.Image, list[SceneObject]]
-WorldName = Literal["plain", "crowded"]
+WorldName = Literal["plain", "sparse", "crowded"]
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,11 @@ def _too_close(a: Box, b: Box) -> bool:
     return not (apart_x or apart_y)
 
 
-# --- crowded
+# --- sparse and crowded
 
 CROWDED_SIDE = 128
 FEWEST, MOST = 6, 20
+SPARSE_MOST = 3
 SMALLEST, LARGEST = 6, 60
 # Width over height, or height over width.
 WIDEST = 2.0
@@ -124,13 +127,25 @@ class _Placed:
 
 
 def make_crowded_scene(rng: np.random.Generator) -> Scene:
-    """Draw one scene; its objects come in no order.
+    """Draw one scene; its objects come in no order."""
+    image, objects = _overlapping(rng, FEWEST, MOST)
+    return image, [objects[i] for i in rng.permutation(len(objects))]
 
-    Each shape has a black outline, so that those of one colour can be told apart.
+
+def make_sparse_scene(rng: np.random.Generator) -> Scene:
+    """Draw one scene; its objects come from left to right."""
+    image, objects = _overlapping(rng, 1, SPARSE_MOST)
+    return image, sorted(objects, key=lambda o: o.box)
+
+
+def _overlapping(rng: np.random.Generator, fewest: int, most: int) -> Scene:
+    """Shapes from the lowest to the topmost.
+
+    Each has a black outline, so that those of one colour can be told apart.
     """
     image = _ground(rng, CROWDED_SIDE)
     kinds = rng.choice(DESCRIPTIONS, int(rng.integers(2, MOST_KINDS + 1)), replace=False).tolist()
-    count = int(rng.integers(FEWEST, MOST + 1))
+    count = int(rng.integers(fewest, most + 1))
     placed: list[_Placed] = []
     while len(placed) < count:
         new = _candidate(rng, kinds, placed)
@@ -144,8 +159,7 @@ def make_crowded_scene(rng: np.random.Generator) -> Scene:
         colour, _ = each.desc.split()
         _paint(image, each.whole, _OUTLINE)
         _paint(image, _inner(each.whole), COLOURS[colour])
-    objects = [SceneObject(each.desc, _mask_box(each.seen), None) for each in placed]
-    return image, [objects[i] for i in rng.permutation(len(objects))]
+    return image, [SceneObject(each.desc, _mask_box(each.seen), None) for each in placed]
 
 
 def _candidate(rng: np.random.Generator, kinds: list[str], placed: list[_Placed]) -> _Placed:
@@ -233,5 +247,6 @@ def _mask_box(mask: Mask) -> Box:
 
 WORLDS: dict[WorldName, World] = {
     "plain": World(IMAGE_SIDE, True, make_scene),
+    "sparse": World(CROWDED_SIDE, False, make_sparse_scene),
     "crowded": World(CROWDED_SIDE, False, make_crowded_scene),
 }

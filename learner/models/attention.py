@@ -1,20 +1,20 @@
 """Attention in a packed row: each token sees the tokens of its own segment that come before it.
 
-    Pack.bounds --> cu_seq_lens_q --> packed_attention
-                                        CUDA: torch's varlen_attn, one kernel for all segments
-                                        else: a padded batch, or one call for each segment
+    Pack.bounds  --> packed_bounds --> packed_attention   text, causal
+    Pack.patches --> image_bounds  --> image_attention    the patches of an image see each other
+                                         CUDA: torch's varlen_attn, one kernel for all segments
+                                         else: a padded batch, or one call for each segment
 
-The function is registered with transformers under `PACKED`. It costs the sum of the squares of
-the segments' lengths and needs no mask (FULL-01); transformers' own `sdpa` builds a mask of
-L x L. A forward without bounds, such as that of `generate`, is transformers' `sdpa`.
+Both functions are registered with transformers, as `PACKED` and `PACKED_IMAGES`. They cost the sum
+of the squares of the segments' lengths and need no mask (FULL-01); transformers' own `sdpa` builds
+a mask of L x L. A forward without bounds, such as that of `generate`, is transformers' `sdpa`.
 
-The vision tower calls its attention once for each image, so it has no packed row: `sdpa` serves it.
+transformers would learn the bounds from tensors of the device, for which the host has to wait: of
+images in every layer of the vision tower, of text from the positions. `without_search` and
+`image_bounds` say what is known on the host already.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,24 +27,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from learner.config.schema import AttentionChoice
+from learner.objectives.numerics import counts_as_cuda
 from shared_contracts.errors import ContractError
 
 PACKED = "rollmatch_packed"
+PACKED_IMAGES = "rollmatch_packed_images"
 
 # Most tokens of a padded batch, over those of its segments: beyond it, segments go one by one.
 _PADDED = 1.25
-
-_AS_ON_CUDA: ContextVar[bool] = ContextVar("as_on_cuda", default=False)
-
-
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Within the block the CPU's fake tensors take the way of CUDA's tensors."""
-    token = _AS_ON_CUDA.set(True)
-    try:
-        yield
-    finally:
-        _AS_ON_CUDA.reset(token)
 
 
 def attention_of(choice: AttentionChoice) -> str | dict[str, str]:
@@ -63,7 +53,7 @@ def attention_of(choice: AttentionChoice) -> str | dict[str, str]:
             "Install its package, or use auto, which needs none",
         )
     if choice == "auto":
-        return {"text_config": PACKED, "vision_config": "sdpa"}
+        return {"text_config": PACKED, "vision_config": PACKED_IMAGES}
     return choice
 
 
@@ -102,45 +92,118 @@ def packed_attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     assert max_length_q is not None
+    bounds = _Bounds(cu_seq_lens_q, max_length_q, causal=True)
+    return _within(bounds, query, key, value, scaling), None
+
+
+def image_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    patch_bounds: Tensor | None = None,
+    longest_image: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention among the patches of each image; (1, heads, N, width) -> (1, N, heads, width).
+
+    patch_bounds, longest_image: of `image_bounds`.
+    """
+    if patch_bounds is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    assert longest_image is not None
+    bounds = _Bounds(patch_bounds, longest_image, causal=False)
+    return _within(bounds, query, key, value, scaling), None
+
+
+class _Bounds(NamedTuple):
+    """Of segments in a row. starts: (segments + 1,) int32. longest: tokens of the longest one."""
+
+    starts: Tensor
+    longest: int
+    causal: bool
+
+
+def _within(
+    bounds: _Bounds, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+) -> Tensor:
+    """Attention within segments; (1, heads, L, width) each -> (1, L, heads, width)."""
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # rotary embeddings leave queries and keys in float32
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # (L, heads, width) each
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if kind == "cuda" or _AS_ON_CUDA.get():
-        bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
-        causal = (-1, 0)
-        found = varlen_attn(
-            q, k, v, *bounds, *longest, scale=scaling, window_size=causal, enable_gqa=True
-        )
+    starts, longest, causal = bounds
+    if kind == "cuda" or counts_as_cuda():
+        window = (-1, 0) if causal else (-1, -1)
+        same = (starts, starts, longest, longest)
+        found = varlen_attn(q, k, v, *same, scale=scaling, window_size=window, enable_gqa=True)
         assert isinstance(found, Tensor)
-        return found[None], None
-    lengths = cu_seq_lens_q.diff().tolist()
-    if len(lengths) * max_length_q <= _PADDED * len(q):
-        return _padded(q, k, v, lengths, scaling)[None], None
+        return found[None]
+    lengths = starts.diff().tolist()
+    one_length = len(set(lengths)) == 1
+    if one_length or (causal and len(lengths) * longest <= _PADDED * len(q)):
+        return _padded(q, k, v, lengths, scaling, causal)[None]
     parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    alone = [_causal(a[None], b[None], c[None], scaling)[0] for a, b, c in parts]
-    return torch.cat(alone)[None], None
+    alone = [_attend(a[None], b[None], c[None], scaling, causal)[0] for a, b, c in parts]
+    return torch.cat(alone)[None]
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scaling: float | None) -> Tensor:
-    """(L, heads, width) each -> the same, by one batch: no token sees the padding behind it."""
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scaling: float | None, causal: bool
+) -> Tensor:
+    """(L, heads, width) each -> the same, by one batch.
+
+    causal: no token sees the padding behind it. Else all `lengths` are equal.
+    """
 
     def batch(tensor: Tensor) -> Tensor:
         if len(set(lengths)) == 1:
             return tensor.reshape(len(lengths), -1, *tensor.shape[1:])
         return pad_sequence(list(tensor.split(lengths)), batch_first=True)
 
-    found = _causal(batch(q), batch(k), batch(v), scaling)
+    found = _attend(batch(q), batch(k), batch(v), scaling, causal)
     return torch.cat([row[:length] for row, length in zip(found, lengths, strict=True)])
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, causal: bool) -> Tensor:
     """(batch, L, heads, width) each -> (batch, L, heads, width)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    found = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    found = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling, enable_gqa=True)
     return found.transpose(1, 2)
+
+
+def without_search(text_config: Any, bounds: Tensor) -> dict[str, Any]:
+    """Arguments of a forward with `packed_bounds`, so that transformers reads no positions.
+
+    Without a mask, transformers looks in the positions for segments, and the host waits for what it
+    finds. It takes a mask of four dimensions as it is, and `packed_attention` needs none.
+    """
+    if text_config._attn_implementation != PACKED:
+        return {}
+    return {"attention_mask": bounds.new_ones((1, 1, 1, 1), dtype=torch.bool)}
+
+
+def image_bounds(
+    vision_config: Any, bounds: Tensor, on_host: Tensor, longest: int
+) -> dict[str, Any]:
+    """Arguments of a vision tower whose layers attend within segments of the row of patches.
+
+    bounds: (segments + 1,) int32, on the device; on_host: the same, there. longest: patches of the
+    longest.
+    """
+    chosen = vision_config._attn_implementation
+    if chosen == PACKED_IMAGES:  # for transformers, all patches are one image: one call
+        whole = on_host[[0, -1]]
+        return {"cu_seqlens": whole, "patch_bounds": bounds, "longest_image": longest}
+    if "flash" in chosen:
+        return {"cu_seqlens": bounds, "max_seqlen": longest}
+    return {"cu_seqlens": on_host}
 
 
 def _mask(
@@ -159,4 +222,6 @@ def _mask(
 
 
 AttentionInterface.register(PACKED, packed_attention)
-AttentionMaskInterface.register(PACKED, _mask)
+AttentionInterface.register(PACKED_IMAGES, image_attention)
+for _name in (PACKED, PACKED_IMAGES):
+    AttentionMaskInterface.register(_name, _mask)

@@ -14,12 +14,13 @@ accumulate the gradient of a head over chunks, too.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from shared_contracts.errors import ContractError
 
@@ -36,23 +37,48 @@ def output_head(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "lm_head":
             return module
-    raise ContractError("model.model", "it has no lm_head", "Use a model of the Qwen-VL family")
+    raise _refused("it has no lm_head")
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """The output head of a model without adapters is one product of (V, H) and nothing more.
+
+    Raises ContractError for any other.
+    """
+    head, text = output_head(model), model.config.get_text_config()
+    if not _is_product(head):
+        raise _refused(f"its lm_head is {head}, and no linear layer without a bias")
+    wanted, found = (text.vocab_size, text.hidden_size), tuple(head.weight.shape)
+    if found != wanted:
+        raise _refused(
+            f"its lm_head has a weight of {found[0]} x {found[1]}, and its config says vocab_size "
+            f"{wanted[0]} and hidden_size {wanted[1]}"
+        )
 
 
 def chunked(head: nn.Module) -> Callable[[Tensor], Tensor]:
     """`head` for the chunks of one forward: (r, H) -> logits (r, V).
 
-    A head that is no plain product, as one with an adapter, is called as it is: peft freezes the
-    weight, which then has no gradient.
+    A head that is no plain product, as one that peft has wrapped, is called as it is: its weight is
+    frozen, and has no gradient. `check_head` has refused others.
     """
-    plain = getattr(head.forward, "__func__", None) is nn.Linear.forward and head.bias is None
-    if not plain:
+    if not _is_product(head):
         return head.forward
     one_gradient = cast(Callable[..., Tensor], _OneGradient.apply)
     product = cast(Callable[..., Tensor], _Product.apply)
     total = _Total()
     weight = one_gradient(head.weight, total)
     return lambda hidden: product(hidden, weight, total)
+
+
+def _is_product(head: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it computes `nn.Linear`'s product, also where FSDP2 has made its class a new one."""
+    own = getattr(head.forward, "__func__", None) is nn.Linear.forward
+    return own and isinstance(head, nn.Linear) and head.bias is None
+
+
+def _refused(found: str) -> ContractError:
+    return ContractError("model.model", found, "Use a model of the Qwen-VL family")
 
 
 class _Total:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import (
+    AutoConfig,
     AutoModelForImageTextToText,
     AutoProcessor,
     PreTrainedModel,
@@ -23,8 +24,10 @@ from learner.models.attention import attention_of
 from learner.models.coord_tokens import untrained, vocab_modules
 from learner.models.families import Family, Multimodal, family_of
 from learner.models.families.qwen_vl import QWEN_VL
+from learner.models.head import check_head
 from learner.models.loading import loading
-from learner.models.patch_embedding import use_product
+from learner.models.patch_embedding import check_patch_embedding, use_product
+from learner.models.precision import compute_in
 from learner.stages.formats import answer_format
 from learner.stages.tokens import CoordVocab, Tokenizer
 from shared_contracts.adapters import checkpoint_chain, folder_with
@@ -47,6 +50,42 @@ class LoadedModel:
     family: Family = QWEN_VL
 
 
+def on_meta(config: Config) -> PreTrainedModel:
+    """The model that a run trains, without weights and tuner, on the meta device.
+
+    Raises ContractError where the folder's config describes no model that is known, or one whose
+    output head or patch embedding is of an unknown shape.
+    """
+    *_, folder = checkpoint_chain(config.model.model, "model.model")
+    try:
+        return _described(config, folder)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        do = "Give the folder of a Qwen3-VL checkpoint"
+        raise ContractError(f"{folder}/config.json", f"describes no model ({error})", do) from error
+
+
+def _described(config: Config, folder: Path) -> PreTrainedModel:
+    """The model that a folder's config describes, on the meta device, with known parts."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForImageTextToText.from_config(
+            AutoConfig.from_pretrained(folder, trust_remote_code=False),
+            dtype=weight_dtype(config),
+            attn_implementation=attention_of(config.model.attn_implementation),
+        )
+    check_parts(model)
+    return model
+
+
+def check_parts(model: PreTrainedModel) -> None:
+    """The output head and the patch embedding have the shapes that a step of training knows.
+
+    Raises ContractError as `family_of`, `check_head` and `check_patch_embedding` do.
+    """
+    family = family_of(model)
+    check_head(model)
+    check_patch_embedding(model, family.patch_embedding)
+
+
 def load_model(config: Config) -> LoadedModel:
     """Load the checkpoint directory `model.model` onto the GPU, or the CPU."""
     return prepared(config, load_weights(config))
@@ -55,13 +94,16 @@ def load_model(config: Config) -> LoadedModel:
 def load_weights(config: Config) -> PreTrainedModel:
     """The model of the checkpoint directory, on the CPU.
 
-    Raises ContractError for a directory of none, or an attention that is not installed.
+    Raises ContractError for a directory of none, an attention that is not installed, and, before
+    weights are read, an output head or a patch embedding of an unknown shape.
 
     Weights that are trained are float32, whatever `torch_dtype` computes in: an update of
     a bfloat16 weight is mostly lost in rounding. Under LoRA the frozen weights have
     `torch_dtype`, and peft makes the adapters float32.
     """
     with _loading(config):
+        *_, folder = checkpoint_chain(config.model.model, "model.model")
+        _described(config, folder)
         return read_model(
             config.model.model, weight_dtype(config), config.model.attn_implementation
         )
@@ -87,8 +129,12 @@ def read_model(
 def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     """`model`, which `load_weights` has loaded, on its device, with its processor and tuner.
 
-    Raises ContractError for a directory without a processor, and for what `tuned` refuses.
+    Its forwards compute in `torch_dtype`.
+
+    Raises ContractError for a directory without a processor, and for what `check_parts` and
+    `tuned` refuse.
     """
+    check_parts(model)
     with _loading(config):
         processor = read_processor(config.model.model)
     vocab = CoordVocab.from_tokenizer(processor.tokenizer, answer_format(config).end_marker)
@@ -96,10 +142,11 @@ def prepared(config: Config, model: PreTrainedModel) -> LoadedModel:
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
-    use_product(model)
+    use_product(model, family.patch_embedding)
     inner = family.inner(model)
     rows, notes = _rows_to_train(model, config.tuner, vocab)
     trained = tuned(model, config.tuner, rows)
+    compute_in(trained, config.model.torch_dtype)
     return LoadedModel(trained, inner, processor, processor.tokenizer, vocab, notes, family)
 
 

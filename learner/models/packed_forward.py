@@ -24,14 +24,16 @@ from typing import Any, TypeVar
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import ProcessorMixin
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel, ProcessorMixin
 
 from learner.data.images import UnreadableImage, open_upright, upright
 from learner.data.jsonl import build_request
-from learner.models.attention import packed_bounds
+from learner.models.attention import image_bounds, packed_bounds, without_search
 from learner.models.families import Family, Multimodal, family_of, vision_inputs
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.head import chunked, output_head
+from learner.models.patches import PackedPatches, Patches, SmallestImage, pack_patches
 from learner.objectives.logit_stats import HeadInput, Supervision
 from learner.types import Role, Sample, Target
 from shared_contracts.errors import ContractError
@@ -74,6 +76,9 @@ class Segment:
     """One sample, teacher-forced: prompt (P ids) + target (T ids), L = P + T.
 
     has_dropped: the rollout lost an invalid object (LOSS-01's multiplier).
+    patches: of `Family.patches`.
+    kept_logprobs: those that the engine gave the first target ids, which are the rollout's own, in
+        nats; none where they were not requested (LOGP-01).
     """
 
     sample_id: str
@@ -83,6 +88,8 @@ class Segment:
     position_ids: Tensor
     has_dropped: bool
     family: Family = QWEN_VL
+    patches: Patches | None = None
+    kept_logprobs: Sequence[float] = ()
 
     def __len__(self) -> int:
         return int(self.input_ids.numel())
@@ -93,6 +100,7 @@ class Pack:
     """Segments in one row of L tokens: input_ids (1, L), position_ids as the family has them.
 
     bounds: (segments + 1,) int32, where each segment starts, and L. longest: tokens of the longest.
+    patches: None where the vision tower computes it itself; else the grids stay on the host.
     """
 
     sample_ids: list[str]
@@ -105,21 +113,28 @@ class Pack:
     bounds: Tensor
     longest: int
     family: Family = QWEN_VL
+    patches: PackedPatches | None = None
 
     def __len__(self) -> int:
         return int(self.input_ids.numel())
 
     def to(self, device: torch.device) -> "Pack":
-        moved = (Tensor, Supervision)
+        moved = (Tensor, Supervision, PackedPatches)
+        stays = () if self.patches is None else ("image_grid_thw",)
         parts: dict[str, Any] = {
-            name: part.to(device) if isinstance(part, moved) else part
+            name: part.to(device) if isinstance(part, moved) and name not in stays else part
             for name, part in vars(self).items()
         }
         return Pack(**parts)
 
 
 def make_segment(
-    model: Multimodal, sample_id: str, prompt: EncodedPrompt, target: Target, has_dropped: bool
+    model: Multimodal,
+    sample_id: str,
+    prompt: EncodedPrompt,
+    target: Target,
+    has_dropped: bool,
+    kept_logprobs: Sequence[float] = (),
 ) -> Segment:
     """Join a prompt and its target. `model` is the inner multimodal model."""
     tail = torch.tensor(target.token_ids, dtype=torch.long)
@@ -127,7 +142,10 @@ def make_segment(
     types = torch.cat([prompt.mm_token_types, torch.zeros_like(tail)])
     family = family_of(model)
     positions = family.positions(model, ids, types, prompt.image_grid_thw)
-    segment = Segment(sample_id, prompt, target, ids, positions, has_dropped, family)
+    patches = family.patches(model, prompt.image_grid_thw)
+    segment = Segment(
+        sample_id, prompt, target, ids, positions, has_dropped, family, patches, kept_logprobs
+    )
     _check_supervised_span(segment)
     return segment
 
@@ -152,6 +170,8 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
     bins: list[float] = []
     boxes: list[list[int]] = []
     departures: list[list[int]] = []
+    kept: list[int] = []
+    logprobs: list[float] = []
     offset = 0
     for segment in segments:
         prompt_len = segment.prompt.ids.numel()
@@ -165,6 +185,8 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
             bins += group.bins
         for position, token_id in segment.target.departures:
             departures.append([offset + prompt_len + position, token_id])
+        kept += [offset + prompt_len + p for p in range(len(segment.kept_logprobs))]
+        logprobs += segment.kept_logprobs
         offset += len(segment)
     return Supervision(
         input_ids=torch.cat([s.input_ids for s in segments]),
@@ -174,6 +196,8 @@ def _supervision(segments: Sequence[Segment]) -> Supervision:
         coord_bins=torch.tensor(bins, dtype=torch.float32),
         boxes=torch.tensor(boxes, dtype=torch.long).view(-1, 4),
         departures=torch.tensor(departures, dtype=torch.long).view(-1, 2),
+        kept_positions=torch.tensor(kept, dtype=torch.long),
+        kept_logprobs=torch.tensor(logprobs, dtype=torch.float32),
     )
 
 
@@ -186,6 +210,7 @@ def make_pack(segments: Sequence[Segment]) -> Pack:
         for s in segments
     ]
     family = segments[0].family
+    patches = [s.patches for s in segments if s.patches is not None]
     lengths = [len(segment) for segment in segments]
     return Pack(
         sample_ids=[s.sample_id for s in segments],
@@ -198,6 +223,7 @@ def make_pack(segments: Sequence[Segment]) -> Pack:
         bounds=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         longest=max(lengths),
         family=family,
+        patches=pack_patches(patches) if patches else None,
     )
 
 
@@ -227,15 +253,16 @@ def packed_forward(
 
     hooks = [head.register_forward_pre_hook(before), head.register_forward_hook(instead)]
     try:
-        output = model(
-            input_ids=pack.input_ids if embeddings is None else None,
-            inputs_embeds=embeddings,
-            position_ids=pack.position_ids,
-            **vision_inputs(pack.family, pack, pack.mm_token_types),
-            **packed_bounds(pack.bounds, pack.longest),
-            attention_mask=None,
-            use_cache=False,
-        )
+        with _known_on_host(model, pack.family, pack.bounds, pack.patches, pack.image_grid_thw):
+            output = model(
+                input_ids=pack.input_ids if embeddings is None else None,
+                inputs_embeds=embeddings,
+                position_ids=pack.position_ids,
+                **vision_inputs(pack.family, pack, pack.mm_token_types),
+                **packed_bounds(pack.bounds, pack.longest),
+                attention_mask=None,
+                use_cache=False,
+            )
     finally:
         for hook in hooks:
             hook.remove()
@@ -243,34 +270,75 @@ def packed_forward(
     return found
 
 
+@contextmanager
+def _known_on_host(
+    model: nn.Module,
+    family: Family,
+    bounds: Tensor,
+    patches: PackedPatches | None = None,
+    grids: Tensor | None = None,
+) -> Iterator[None]:
+    """Within the block, forwards of `model` get what the host knows of a pack.
+
+    So the host waits for nothing that it knows. Hooks hand it to the modules inside of `model`: DDP
+    and FSDP2 move every tensor that they are called with to the device, and FSDP2 rounds it.
+    """
+    inner: Any = _inner_of(model, family)
+    if inner is None:
+        yield
+        return
+    of_inner = without_search(inner.config.get_text_config(), bounds)
+    hooks = []
+    if patches is not None:
+        of_inner["image_grid_thw"] = grids
+        of_tower = {
+            **patches.rows,
+            **image_bounds(
+                inner.config.vision_config, patches.bounds, patches.on_host, patches.longest
+            ),
+        }
+        hooks.append(_adding(family.vision_tower(inner), of_tower))
+    hooks.append(_adding(inner, of_inner))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _inner_of(model: nn.Module, family: Family) -> Multimodal | None:
+    """The multimodal module, whatever the model is wrapped in.
+
+    None for a model that is not one of transformers.
+    """
+    whole = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    return None if whole is None else family.inner(whole)
+
+
+def _adding(module: nn.Module, arguments: dict[str, Any]) -> RemovableHandle:
+    """A hook that calls `module` with these in addition to its arguments, or in their place."""
+
+    def add(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {**kwargs, **arguments}
+
+    return module.register_forward_pre_hook(add, with_kwargs=True)
+
+
 @torch.no_grad()
 def check_packing(model: nn.Module, family: Family = QWEN_VL) -> None:
     """Prove that segments of a packed row cannot see each other (PACK-04).
 
-    Changes the first of two text segments and asks whether the second one's logits move.
+    Changes the text and the image of the first of two segments and asks whether the second one's
+    logits move.
 
     Raises:
         ContractError: they do; the attention implementation does not separate segments.
     """
-    device = next(model.parameters()).device
-    length = 8
-    positions = family.position_ids(family.text_positions(length).repeat(1, 2)).to(device)
-    bounds = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
-    packed = packed_bounds(bounds, length)
-    tail = torch.arange(1, length + 1, device=device)
-
-    def second_half(first_token: int) -> Tensor:
-        head = torch.full((length,), first_token, device=device)
-        ids = torch.cat([head, tail])[None]
-        out = model(
-            input_ids=ids, position_ids=positions, **packed, attention_mask=None, use_cache=False
-        )
-        logits: Tensor = out.logits[0, length:]
-        return logits
-
     was_training = model.training
     model.eval()
-    moved = (second_half(1) - second_half(2)).abs().max().item()
+    moved = (_second_of_two(model, family, 1) - _second_of_two(model, family, 2)).abs().max().item()
     model.train(was_training)
     if not moved <= 1e-3:  # also where it is no number
         raise ContractError(
@@ -279,6 +347,40 @@ def check_packing(model: nn.Module, family: Family = QWEN_VL) -> None:
             f"{moved:.3g})",
             "Set model.attn_implementation to auto or sdpa, or training.packing to false",
         )
+
+
+def _second_of_two(model: nn.Module, family: Family, first: int) -> Tensor:
+    """Logits (L, V) of the second of two segments in a row, whose first one follows `first`."""
+    device = next(model.parameters()).device
+    ids = [torch.full((8,), first), torch.arange(1, 9)]
+    types = torch.zeros(8, dtype=torch.long)
+    positions = family.text_positions(8)
+    bounds = torch.tensor([0, 8, 16], dtype=torch.int32, device=device)
+    arguments: dict[str, Any] = packed_bounds(bounds, 8)
+    patches, grids = None, None
+    inner = _inner_of(model, family)
+    if inner is not None and (image := family.smallest_image(inner)) is not None:
+        types[0] = IMAGE
+        for own in ids:
+            own[0] = image.token
+        grid = image.image_grid_thw
+        positions = family.positions(inner, ids[0], types, grid)
+        if (known := family.patches(inner, grid)) is not None:
+            patches = pack_patches([known, known]).to(device)
+        grids = grid.repeat(2, 1) if patches is not None else grid.repeat(2, 1).to(device)
+        pixels = torch.cat([first * image.pixel_values, image.pixel_values]).to(device)
+        images = SmallestImage(image.token, pixels, grids)
+        arguments |= vision_inputs(family, images, types.repeat(2)[None].to(device))
+    with _known_on_host(model, family, bounds, patches, grids):
+        output = model(
+            input_ids=torch.cat(ids)[None].to(device),
+            position_ids=family.position_ids(positions.repeat(1, 2)).to(device),
+            **arguments,
+            attention_mask=None,
+            use_cache=False,
+        )
+    logits: Tensor = output.logits[0, 8:]
+    return logits
 
 
 class PromptEncoder:

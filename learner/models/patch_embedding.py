@@ -21,25 +21,53 @@ class PatchProduct(nn.Conv3d):
         return found[:, :, None, None, None]
 
 
-def use_product(model: nn.Module) -> None:
+def use_product(model: nn.Module, ending: str | None) -> None:
     """Put a `PatchProduct` in the place of each patch embedding of `model`.
 
-    Raises ContractError for one whose patches overlap or are padded.
+    ending: of their names, by the family of the model; None: the family has none.
+
+    Raises ContractError as `check_patch_embedding` does.
     """
-    for name, module in list(model.named_modules()):
-        if name.endswith("patch_embed.proj") and type(module) is nn.Conv3d:
+    for name, module in _patch_embeddings(model, ending):
+        if not isinstance(module, PatchProduct):
             parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, _product(name, module))
+            setattr(model.get_submodule(parent), own, _product(module))
 
 
-def _product(name: str, conv: nn.Conv3d) -> PatchProduct:
-    plain = conv.stride == conv.kernel_size and conv.groups == 1
-    if not plain or any(conv.padding) or any(size != 1 for size in conv.dilation):
-        raise ContractError(
-            "model.model",
-            f"its patch embedding {name} is {conv}, whose patches overlap or are padded",
-            "Use a model of the Qwen-VL family",
-        )
+def check_patch_embedding(model: nn.Module, ending: str | None) -> None:
+    """Each patch embedding of `model` can be a `PatchProduct`; arguments as of `use_product`.
+
+    Raises ContractError for a model without one, for one that is no convolution, and for one
+    whose patches overlap or are padded.
+    """
+    _patch_embeddings(model, ending)
+
+
+def _patch_embeddings(model: nn.Module, ending: str | None) -> list[tuple[str, nn.Conv3d]]:
+    """By name."""
+    if ending is None:
+        return []
+    named = [each for each in model.named_modules() if each[0].endswith(ending)]
+    if not named:
+        raise _refused(f"its vision tower has no {ending}")
+    return [(name, _checked(name, module)) for name, module in named]
+
+
+def _checked(name: str, module: nn.Module) -> nn.Conv3d:
+    if not isinstance(module, nn.Conv3d):
+        raise _refused(f"its patch embedding {name} is {module}, and no Conv3d")
+    plain = module.stride == module.kernel_size and module.groups == 1
+    if not plain or any(module.padding) or any(size != 1 for size in module.dilation):
+        found = f"its patch embedding {name} is {module}, whose patches overlap or are padded"
+        raise _refused(found)
+    return module
+
+
+def _refused(found: str) -> ContractError:
+    return ContractError("model.model", found, "Use a model of the Qwen-VL family")
+
+
+def _product(conv: nn.Conv3d) -> PatchProduct:
     with torch.device("meta"):
         made = PatchProduct(
             conv.in_channels,

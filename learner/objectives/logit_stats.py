@@ -21,6 +21,7 @@ from learner.objectives.numerics import (
     bound_,
     bounded,
     bounded_gradient,
+    counts_as_cuda,
     logsumexp_and_text_mass_,
     widened,
 )
@@ -34,7 +35,8 @@ class Supervision:
     input_ids: (L,). roles: (L,) int8, values of `Role`. has_dropped: (L,) bool, true in
     samples that lost an invalid object. coord_positions: (K,). coord_bins: (K,) float, in bins.
     boxes: (N, 4) indices into K. departures: (U, 2) of a position and the token id with which a
-    removed duplicate departs there; each position once.
+    removed duplicate departs there; each position once. kept_positions, kept_logprobs: (R,) tokens
+    of the answer that the target keeps, and what the engine gave them, in nats (LOGP-01).
     """
 
     input_ids: Tensor
@@ -44,6 +46,8 @@ class Supervision:
     coord_bins: Tensor
     boxes: Tensor
     departures: Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.long))
+    kept_positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    kept_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def to(self, device: torch.device) -> "Supervision":
         return Supervision(**{name: tensor.to(device) for name, tensor in vars(self).items()})
@@ -79,6 +83,8 @@ class Selection:
     slot_rows: (K,); slot_bins: (K,) in [0, 999], fractions between bins allowed.
     boxes: (N, 4) indices into K, in x1, y1, x2, y2 order.
     departure_rows: (U,); departure_tokens: (U,) token ids that removed duplicates have there.
+    kept_rows: (R,); kept_tokens: (R,) token ids; kept_roles: (R,) `Role` values; kept_logprobs:
+        (R,) by the engine. These are compared and not trained on.
     """
 
     text_rows: Tensor
@@ -90,11 +96,15 @@ class Selection:
     boxes: Tensor
     departure_rows: Tensor
     departure_tokens: Tensor
+    kept_rows: Tensor
+    kept_tokens: Tensor
+    kept_roles: Tensor
+    kept_logprobs: Tensor
     totals: Totals
 
     @property
     def head_rows(self) -> int:
-        """Rows of logits that are read in one forward."""
+        """Rows of logits that have a backward, in one forward."""
         return len(self.text_rows) + len(self.slot_rows) + len(self.departure_rows)
 
 
@@ -117,6 +127,10 @@ def select(row: Supervision, weights: Tensor, *, departures: bool = False) -> Se
         boxes=row.boxes,
         departure_rows=left[:, 0] - 1,
         departure_tokens=left[:, 1],
+        kept_rows=row.kept_positions - 1,
+        kept_tokens=row.input_ids[row.kept_positions],
+        kept_roles=row.roles[row.kept_positions],
+        kept_logprobs=row.kept_logprobs,
         totals=Totals(
             text_weight=text_weights.sum(),
             struct_weight=text_weights[~is_description(roles)].sum(),
@@ -157,14 +171,15 @@ class HeadInput(NamedTuple):
 class LogitStats(NamedTuple):
     """What the objectives know of one forward; differentiable, float32 or wider.
 
-    T supervised text tokens, K supervised coordinate slots, U departures, as in the `Selection`;
-    T is 0 where the text was not read.
+    T supervised text tokens, K supervised coordinate slots, U departures, R kept tokens, as in the
+    `Selection`; T is 0 where the text was not read.
 
     text_nll: (T,) `-log p(target)` over the vocabulary, in nats.
     text_mass: (T,) share of the tokens that are no coordinates in the vocabulary, in [0, 1].
     slot_lse: (K,) logsumexp over the vocabulary. Both are at the gates' temperature.
     slot_coord_logits: (K, 1000) logits as they came.
     departure_nll: (U,) `-log p(token)` over the vocabulary, in nats.
+    kept_nll: (R,) the same of kept tokens, without gradient.
     """
 
     text_nll: Tensor
@@ -172,6 +187,7 @@ class LogitStats(NamedTuple):
     slot_lse: Tensor
     slot_coord_logits: Tensor
     departure_nll: Tensor
+    kept_nll: Tensor
 
 
 class ForwardStats(NamedTuple):
@@ -218,16 +234,20 @@ class Reader:
         return torch.cat([_recomputed(read, part) for part in rows.split(_head_rows(given))])
 
     def _stats(self, given: HeadInput, text_rows: Tensor, targets: Tensor) -> LogitStats:
-        """The statistics of the text rows, of all slots and of all departures."""
+        """The statistics of the text rows, of all slots, departures and kept tokens."""
         chosen = self.selection
         text, mass, slots, coord = self._read(given, text_rows, targets, chosen.slot_rows)
-        rows, tokens = chosen.departure_rows, chosen.departure_tokens
-        # They have a read of their own: the row of a departure may be one of text or of a slot.
-        # No view: FSDP2 puts its hooks on what a forward returns.
-        departing = text.new_zeros(0)
+        departing = self._nll(given, chosen.departure_rows, chosen.departure_tokens)
+        with torch.no_grad():
+            kept = self._nll(given, chosen.kept_rows, chosen.kept_tokens)
+        return LogitStats(text, mass, slots, coord, departing, kept)
+
+    def _nll(self, given: HeadInput, rows: Tensor, tokens: Tensor) -> Tensor:
+        """`-log p(token)` of each of (R,) rows, which may be rows of text or of slots, too."""
         if len(rows):
-            departing = self._read(given, rows, tokens, rows[:0])[0]
-        return LogitStats(text, mass, slots, coord, departing)
+            return self._read(given, rows, tokens, rows[:0])[0]
+        # No view: FSDP2 puts its hooks on what a forward returns.
+        return widened(given.hidden.new_zeros(0))
 
     def _read(
         self, given: HeadInput, text_rows: Tensor, targets: Tensor, slot_rows: Tensor
@@ -338,7 +358,8 @@ class _Rows:
 
     def parts(self, rows: Tensor) -> Iterator[slice]:
         """Slices of `rows` whose logits are a chunk."""
-        elements = _CHUNK_ELEMENTS_CPU if rows.device.type == "cpu" else _CHUNK_ELEMENTS
+        on_cpu = rows.device.type == "cpu" and not counts_as_cuda()
+        elements = _CHUNK_ELEMENTS_CPU if on_cpu else _CHUNK_ELEMENTS
         step = max(1, elements // self._logits.shape[-1])
         return (slice(start, start + step) for start in range(0, len(rows), step))
 

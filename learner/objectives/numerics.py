@@ -5,11 +5,32 @@ values are clamped to +-1e4, and the share of text under the logarithm of `text_
 1e-6.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
 LOGIT_LIMIT = 1e4
 PROBABILITY_FLOOR = 1e-6
+
+_AS_ON_CUDA: ContextVar[bool] = ContextVar("as_on_cuda", default=False)
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Within the block the CPU's fake tensors take the way of CUDA's tensors."""
+    token = _AS_ON_CUDA.set(True)
+    try:
+        yield
+    finally:
+        _AS_ON_CUDA.reset(token)
+
+
+def counts_as_cuda() -> bool:
+    """Whether tensors of the CPU take the way of CUDA's."""
+    return _AS_ON_CUDA.get()
 
 
 def widened(logits: Tensor) -> Tensor:

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from learner.objectives.config import PipelineConfig
-from learner.objectives.logit_stats import ForwardStats, Reader, Selection, Supervision, select
+from learner.objectives.logit_stats import (
+    ForwardStats,
+    LogitStats,
+    Reader,
+    Selection,
+    Supervision,
+    select,
+)
+from learner.objectives.mismatch import Mismatch
 from learner.objectives.objective import LOSS_PREFIX
 from learner.types import Channel
 
@@ -24,12 +32,14 @@ class PackLoss:
     """total: differentiable scalar; atoms: its weighted parts, which add up to it.
 
     diagnostics: sums over the pack's slots, by key; slots: their number.
+    mismatch: of the pack's kept tokens; None where it has none.
     """
 
     total: Tensor
     atoms: dict[str, float]
     diagnostics: dict[str, float]
     slots: int
+    mismatch: Mismatch | None = None
 
 
 class Pipeline:
@@ -83,4 +93,12 @@ class Pipeline:
             for name, value in module.sums(forward, selection, self._temperature).items()
         }
         slots = len(selection.slot_rows)
-        return PackLoss(total, dict(zip(atoms, values, strict=True)), diagnostics, slots)
+        named = dict(zip(atoms, values, strict=True))
+        return PackLoss(total, named, diagnostics, slots, _mismatch(stats.anchor, selection))
+
+
+def _mismatch(stats: LogitStats, selection: Selection) -> Mismatch | None:
+    if not len(selection.kept_rows):
+        return None
+    nats = (selection.kept_logprobs + stats.kept_nll).abs()
+    return Mismatch(selection.kept_roles.cpu().numpy(), nats.double().cpu().numpy())

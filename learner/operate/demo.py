@@ -6,12 +6,17 @@ make data and model -> start the server -> score -> warm-up (channel A) -> score
 With `--control`, channel A alone goes on from the warm-up as well, for as many steps of the same
 samples, and is scored by the same server. Each run has a YAML file of its own in the folder, which
 `learner launch` can run again.
+
+`--world crowded` is the long demo: before its warm-up the model learns scenes of few shapes, and
+its two channels have a clean prefix.
 """
 
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -31,7 +36,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.models.toy import make_model
 from learner.operate.eval_plan import evaluation_folder
-from learner.rollout.server_process import ServerProcess, free_ports
+from learner.rollout.server_process import LOOPBACK, ServerProcess, free_ports
 from learner.runs.atomic_files import publish_text, require_free
 from learner.runs.console import tell
 from learner.runs.run_folder import EVALUATIONS
@@ -46,39 +51,69 @@ TRAIN_SCENES = 4096
 HELD_OUT_SCENES = 128
 MAX_NUM_SEQS = 64
 SERVER_START_S = 300.0
-WARMUP, TWO_CHANNEL, CHANNEL_A = "warmup", "two_channel", "channel_a"
+SPARSE, WARMUP, TWO_CHANNEL, CHANNEL_A = "sparse", "warmup", "two_channel", "channel_a"
+DemoWorld = Literal["plain", "crowded"]
 # A row of the table.
 Row = tuple[str, Scores]
+Column = Callable[[Scores], str]
+_SCORES: dict[str, Column] = {
+    "F1": lambda s: f"{s.f1:.3f}",
+    "precision": lambda s: f"{s.precision:.3f}",
+    "recall": lambda s: f"{s.recall:.3f}",
+}
+COLUMNS: dict[DemoWorld, dict[str, Column]] = {
+    "plain": _SCORES | {"F1 of boxes alone": lambda s: f"{s.box_f1:.3f}"},
+    "crowded": _SCORES
+    | {
+        "F1@mIoU": lambda s: f"{s.f1_miou:.3f}",
+        "duplicates an answer": lambda s: f"{s.duplicates / s.answers:.2f}",
+    },
+}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Demo:
-    """folder: of everything. base_url: of the server; empty until it runs.
+    """folder: of everything. base_url: of the server, which may not run yet.
 
-    parts: how many the demo has, with the control or without.
+    begun: how many of its parts.
     """
 
     folder: Path
     seed: int
     console: Console
     control: bool
-    base_url: str = ""
+    world: DemoWorld
+    base_url: str
+    begun: int = 0
 
     @property
     def data(self) -> ToyData:
         return ToyData.under(self.folder / "data")
 
     @property
+    def sparse_data(self) -> ToyData:
+        """Of the part before the warm-up, in the crowded world."""
+        return ToyData.under(self.folder / "data_sparse")
+
+    @property
     def model(self) -> Path:
         return self.folder / "model"
 
-    def begin(self, part: int, what: str) -> None:
-        """Name a part of all."""
-        number = f"{part}/{6 if self.control else 5}"
+    def begin(self, what: str) -> None:
+        """Name the next part of all."""
+        self.begun += 1
+        number = f"{self.begun}/{5 + self.control + (self.world == 'crowded')}"
         tell(self.console, Text.assemble((number, "bold"), f" {what}"))
 
 
-def run_demo(folder: Path, seed: int, console: Console, *, control: bool = False) -> None:
+def run_demo(
+    folder: Path,
+    seed: int,
+    console: Console,
+    *,
+    control: bool = False,
+    world: DemoWorld = "plain",
+) -> None:
     """Run everything under `folder`, which must not exist or be empty, and print the scores.
 
     control: also go on in channel A alone, for as many steps as in both channels.
@@ -89,38 +124,46 @@ def run_demo(folder: Path, seed: int, console: Console, *, control: bool = False
     require_free(folder)
     disable_progress_bar()
     started = time.monotonic()
-    demo = Demo(folder, seed, console, control)
-    demo.begin(1, f"Making {TRAIN_SCENES} scenes, {HELD_OUT_SCENES} held out, and a tiny model")
-    make_data(folder / "data", TRAIN_SCENES, HELD_OUT_SCENES, seed)
+    (port,) = free_ports(1)
+    demo = Demo(folder, seed, console, control, world, f"http://{LOOPBACK}:{port}")
+    demo.begin(f"Making {TRAIN_SCENES} scenes, {HELD_OUT_SCENES} held out, and a tiny model")
+    make_data(folder / "data", TRAIN_SCENES, HELD_OUT_SCENES, seed, world=world)
+    if world == "crowded":
+        make_data(folder / "data_sparse", TRAIN_SCENES, HELD_OUT_SCENES, seed, world="sparse")
     make_model(demo.model, seed)
     publish_text(folder / SCHEMA, schema_text())
+    config = _config(demo, WARMUP, demo.model)
     log = folder / "server.log"
-    with ServerProcess(_server_options(demo), log) as server:
-        demo.begin(2, f"Starting the rollout server (log: {log})")
+    with ServerProcess(_server_options(demo), log, port) as server:
+        demo.begin(f"Starting the rollout server (log: {log})")
         server.wait_until_healthy(SERVER_START_S)
-        rows = _run_all(replace(demo, base_url=server.base_url))
-    console.print(_table(rows))
+        rows = _run_all(demo, config)
+    console.print(_table(demo, rows))
     _point_out(demo)
     tell(console, f"Run folder: {folder} ({time.monotonic() - started:.0f} s)")
 
 
-def _run_all(demo: Demo) -> list[Row]:
-    """Each run against a running server, scored around each."""
+def _run_all(demo: Demo, config: Config) -> list[Row]:
+    """Each run against a running server, scored around each. config: of the warm-up."""
     held_out = read_samples(demo.data.val_jsonl, allow_poly=False)
-    config = _config(demo, WARMUP, demo.model)
     rows = [("before training", _score(config, held_out).scores)]
-    demo.begin(3, f"Warm-up in channel A: {demo.folder / WARMUP}")
+    if demo.world == "crowded":
+        sparse = _config(demo, SPARSE, demo.model, demo.sparse_data)
+        demo.begin(f"Scenes of few shapes, in channel A: {demo.folder / SPARSE}")
+        _train(sparse, demo.console)
+        config = _config(demo, WARMUP, _last_checkpoint(sparse))
+    demo.begin(f"Warm-up in channel A: {demo.folder / WARMUP}")
     _train(config, demo.console)
     rows.append(("after the warm-up", _evaluate(demo, config, held_out)))
     warm = _last_checkpoint(config)
     config = _config(demo, TWO_CHANNEL, warm)
-    demo.begin(4, f"Two channels, corrected answers of the server: {demo.folder / TWO_CHANNEL}")
+    demo.begin(f"Two channels, corrected answers of the server: {demo.folder / TWO_CHANNEL}")
     _train(config, demo.console)
-    demo.begin(5, "Scoring the held-out scenes")
+    demo.begin("Scoring the held-out scenes")
     rows.append(("after both channels", _evaluate(demo, config, held_out)))
     if demo.control:
         config = _config(demo, CHANNEL_A, warm)
-        demo.begin(6, f"Channel A alone, as many steps: {demo.folder / CHANNEL_A}")
+        demo.begin(f"Channel A alone, as many steps: {demo.folder / CHANNEL_A}")
         _train(config, demo.console)
         rows.append(("after channel A alone", _evaluate(demo, config, held_out)))
     return rows
@@ -150,18 +193,23 @@ def _server_options(demo: Demo) -> list[str]:
         *("--dtype", "float32"),
         *("--max-num-seqs", str(MAX_NUM_SEQS)),
         *("--allowed-media-dir", str(demo.folder / "data")),
+        *("--run-config", str(demo.folder / f"{WARMUP}.yaml")),
     ]
 
 
-def _config(demo: Demo, name: str, model: Path) -> Config:
-    """Write the YAML of one run, on top of the shipped one, and load it."""
+def _config(demo: Demo, name: str, model: Path, data: ToyData | None = None) -> Config:
+    """Write the YAML of one run, on top of the shipped one, and load it.
+
+    data: the demo's own, unless another is given.
+    """
     (group_port,) = free_ports(1)
-    folder = demo.folder
+    folder, data = demo.folder, data or demo.data
     server = {"servers": [{"base_url": demo.base_url, "group_port": group_port}]}
+    shipped = name if demo.world == "plain" else f"{demo.world}_{name}"
     own = {
-        "extends": os.path.relpath(CONFIGS / f"{name}.yaml", folder),
+        "extends": os.path.relpath(CONFIGS / f"{shipped}.yaml", folder),
         "model": {"model": str(model)},
-        "data": {"train_jsonl": str(demo.data.train_jsonl), "val_jsonl": str(demo.data.val_jsonl)},
+        "data": {"train_jsonl": str(data.train_jsonl), "val_jsonl": str(data.val_jsonl)},
         "training": {"output_dir": str(folder / name), "seed": demo.seed},
         "rollout_matching": {"vllm": {"server": server}},
     }
@@ -199,11 +247,11 @@ def _point_out(demo: Demo) -> None:
         tell(demo.console, f"{what}: {path}")
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(demo: Demo, rows: list[Row]) -> Table:
     table = Table(title=f"{HELD_OUT_SCENES} held-out scenes, answers of the server, IoU >= 0.5")
-    for column in ("", "F1", "precision", "recall", "F1 of boxes alone"):
+    columns = COLUMNS[demo.world]
+    for column in ("", *columns):
         table.add_column(column, justify="left" if not column else "right")
-    for name, s in rows:
-        values = (s.f1, s.precision, s.recall, s.box_f1)
-        table.add_row(name, *(f"{value:.3f}" for value in values))
+    for name, scores in rows:
+        table.add_row(name, *(shown(scores) for shown in columns.values()))
     return table

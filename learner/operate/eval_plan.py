@@ -24,6 +24,7 @@ from learner.training.start_checks import (
     check_backend,
     check_checkpoint,
     check_launcher,
+    check_taught_format,
     learner_processes,
     read_data,
 )
@@ -77,12 +78,14 @@ def plan_evaluation(
             "Start `learner eval` without torchrun; several servers share the answers",
         )
     scored = checkpoint.absolute() if checkpoint else config.model.model
+    where = "model.model" if checkpoint is None else "--checkpoint"
     adapter = checkpoint is not None and (scored / ADAPTER).is_file()
     if adapter:
         _check_adapter(config, scored)
         check_checkpoint(config.model.model, answer_format(config).end_marker)
     else:
-        _check_weights(scored, "model.model" if checkpoint is None else "--checkpoint")
+        _check_weights(scored, where)
+    check_taught_format(scored, config.custom.answer_format, where)
     evaluated = _to_score(config, config.model.model if adapter else scored, adapter=adapter)
     if (file := data.absolute() if data else config.data.val_jsonl) is None:
         found = "is missing, and so is --data"

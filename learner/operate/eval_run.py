@@ -142,10 +142,10 @@ def _cells(of: AveragePrecision) -> list[str]:
 
 
 def _descriptions(scored: Scored) -> Table:
-    numbers = ("precision", "recall", "F1", "AP", "AP50", "hits", "predicted", "ground truths")
+    numbers = ("precision", "recall", "F1", "F1@mIoU", "AP", "hits", "predicted", "ground truths")
     table = new_table("description", *(f"#{name}" for name in numbers))
     for found in scored.breakdown.worst(_WORST):
-        scores = (found.precision, found.recall, found.f1, found.ap, found.ap50)
+        scores = (found.precision, found.recall, found.f1, found.f1_miou, found.ap)
         counts = (found.hits, found.predicted, found.ground_truths)
         table.add_row(plain(found.name), *map(score, scores), *map(str, counts))
     return table

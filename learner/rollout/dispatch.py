@@ -1,20 +1,30 @@
 """One rollout over several servers: requests out, answers in, each exactly once (DIST-01..05).
 
-split    a chunk for every server that can be used
-send     each server gets its chunk in calls that have places, independent of the others
-take     an answer; or a lost server, whose chunk is split among the others
+    chunk -> _split   a part for every server that can be used
+          -> _send    each server gets its parts in calls that have places
+          -> _take    an answer; or a lost server, whose parts are split among the others
+          -> chunk    its answers, in order, as soon as all are there
+
+The places of a server are filled again across the borders of chunks: while a chunk lacks its last
+answers, requests of the next CHUNKS_AHEAD chunks are sent.
 """
 
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from uuid import uuid4
 
 from learner.rollout.backend import Journal
-from learner.rollout.distribution import most_at_once, next_call, plan_chunks
+from learner.rollout.distribution import (
+    CHUNKS_AHEAD,
+    cut,
+    most_at_once,
+    next_call,
+    plan_chunks,
+)
 from learner.rollout.parallel_calls import Calls
 from learner.rollout.server_handle import Part, ServerHandle, ServerLost
 from shared_contracts.errors import RunError
@@ -57,6 +67,7 @@ class Dispatch:
 
     servers: all servers, also those that are lost. caps: of this process (`rank_caps`).
     learner_world_size: the number of processes.
+    look: takes back lost servers that can be used again; called before every chunk.
     wait_for_one: blocks until a lost server can be used again; raises if none can.
     patience_s: seconds in which servers can come back and be lost again.
     """
@@ -67,6 +78,7 @@ class Dispatch:
         servers: Sequence[ServerHandle],
         caps: Caps,
         journal: Journal,
+        look: Callable[[], object],
         wait_for_one: Callable[[], object],
         patience_s: float,
         learner_world_size: int = 1,
@@ -75,36 +87,48 @@ class Dispatch:
         self._servers = servers
         self._caps_of = caps
         self._journal = journal
+        self._look = look
         self._wait_for_one = wait_for_one
         self._patience_s = patience_s
         self._learner_world_size = learner_world_size
         self._envelopes: dict[int, RolloutEnvelope] = {}
         self._queues: dict[ServerHandle, deque[Part]] = {server: deque() for server in servers}
         self._caps: dict[ServerHandle, int] = {}
-        self._in_flight: Counter[ServerHandle] = Counter()
+        self._to_come = len(job.requests)  # that no server has been given
+        self._in_flight: Counter[ServerHandle] = Counter()  # requests
+        self._running: Counter[ServerHandle] = Counter()  # calls
         self._calls: Calls[tuple[ServerHandle, Part, int], list[RolloutEnvelope]] = Calls()
         self._returns: list[float] = []
         self._over = threading.Event()
 
     def give_up(self) -> None:
-        """Give up from another thread; `run` raises RunError soon."""
+        """Give up from another thread; `chunks` raises RunError soon."""
         self._over.set()
 
-    def run(self) -> list[RolloutEnvelope]:
-        """Return one envelope per request, in order. After an error, running calls end soon.
+    def chunks(self, size: int) -> Generator[list[RolloutEnvelope], None, None]:
+        """Yield one envelope per request, in order, `size` at a time.
+
+        Calls that run go on while nobody asks for the next chunk, and no new ones are made then.
+        When the generator is closed, and after an error, running calls end soon.
 
         Raises:
             RunError: no server answers, a request was refused, or the run was given up.
         """
-        count = len(self._job.requests)
+        chunks = cut(len(self._job.requests), size)
+        later = deque(chunks)
         try:
-            self._split(Part(range(count)), owner=None)
-            while len(self._envelopes) < count:
+            for chunk in chunks:
+                while later and later[0].start <= chunk.start + CHUNKS_AHEAD * size:
+                    self._look()
+                    self._to_come -= len(later[0])
+                    self._split(Part(later.popleft()), owner=None)
                 self._send()
-                self._take()
+                while not self._envelopes.keys() >= set(chunk):
+                    self._take()
+                    self._send()
+                yield [self._envelopes.pop(index) for index in chunk]
         finally:
             self._over.set()
-        return [self._envelopes[index] for index in range(count)]
 
     def _split(self, part: Part, owner: ServerHandle | None) -> None:
         """Split a part among the servers. owner: the server that lost it; None: a new part."""
@@ -116,7 +140,8 @@ class Dispatch:
             requests = part.requests[chunk.start : chunk.stop]
             if not requests:
                 continue
-            self._queues[server].append(Part(requests, part.tried))
+            queue = [*self._queues[server], Part(requests, part.tried)]
+            self._queues[server] = deque(sorted(queue, key=lambda each: each.requests.start))
             if owner not in (None, server):
                 self._journal.split(server.url, requests)
 
@@ -151,6 +176,7 @@ class Dispatch:
         for server in self._servers:
             while (part := self._next_part(server)) is not None:
                 self._in_flight[server] += len(part.requests)
+                self._running[server] += 1
                 call = self._job.call(part.requests)
                 self._calls.start(
                     (server, part, server.returns), partial(server.answer, call, part, self._over)
@@ -160,11 +186,11 @@ class Dispatch:
         """Take the requests of the next call from a server's queue; None without a free place."""
         queue = self._queues[server]
         most = most_at_once(self._caps.get(server, 0), self._job.config.n)
-        free = most - self._in_flight[server]
-        if not queue or free <= 0:
+        waiting = self._to_come + sum(len(part.requests) for part in queue)
+        free, running = most - self._in_flight[server], self._running[server]
+        count = next_call(waiting, free, most, self._learner_world_size, running)
+        if not queue or count == 0:
             return None
-        waiting = sum(len(part.requests) for part in queue)
-        count = next_call(waiting, free, most, self._learner_world_size)
         requests, tried = queue.popleft()
         if rest := requests[count:]:
             queue.appendleft(Part(rest, tried))
@@ -173,6 +199,7 @@ class Dispatch:
     def _take(self) -> None:
         (server, part, returns), outcome = self._calls.take()
         self._in_flight[server] -= len(part.requests)
+        self._running[server] -= 1
         try:
             envelopes = outcome.result()
         except ServerLost as error:

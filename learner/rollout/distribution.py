@@ -63,22 +63,34 @@ def most_at_once(cap: int, n: int = 1) -> int:
     return max(1, cap // n)
 
 
-# Calls at a server at the same time, where requests wait for places: of one rank, and of all. A
-# server takes 64.
-_CALLS_OF_RANK, _CALLS = 8, 32
+# Calls of all ranks at a server at the same time, where requests wait for places; it takes 64.
+_CALLS = 32
 
 
-def next_call(waiting: int, free: int, most: int, learner_world_size: int) -> int:
-    """Return the requests of the next call of one rank to a server.
+def next_call(waiting: int, free: int, most: int, learner_world_size: int, running: int = 0) -> int:
+    """Return the most requests of the next call of one rank to a server; 0: none is made now.
 
-    waiting: requests for the server. free: its places that are free now, of the `most` of the rank.
+    waiting: requests that have no answer and are in no call. free: places of the server that are
+    free now, of the `most` of the rank. running: calls of the rank at the server.
 
     If there is a place for each, they are one call. Otherwise the places are split over several
     calls, so that those of a call are filled again as soon as it is answered, and do not wait for
-    the slowest answer of all places.
+    the slowest answer of all places. One call more may fill what is left of the places; after that
+    the places of several small calls are put together.
     """
-    calls = max(1, min(_CALLS_OF_RANK, _CALLS // learner_world_size))
-    return waiting if waiting <= free else min(-(-most // calls), free)
+    calls = max(1, _CALLS // learner_world_size)
+    if running > calls:
+        return 0
+    return waiting if waiting <= free else max(0, min(-(-most // calls), free))
+
+
+# Chunks of a step of which requests are sent while an earlier one still lacks answers.
+CHUNKS_AHEAD = 2
+
+
+def cut(n: int, size: int) -> list[range]:
+    """Return `range(n)` in order, in chunks of `size`; the last one may be shorter."""
+    return [range(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 def rank_caps(

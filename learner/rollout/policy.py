@@ -2,6 +2,7 @@
 
     push()               the next version, between requests; all processes at once
     answer()             first pushes again to servers that lost the weights; training waits
+    stream()             the same, in chunks, the next of which is answered while one is used
     answer_by_pushed()   pushes nothing, because the weights may have changed; raises PushNeeded
     heal()               pushes again to servers that lost the weights, if these did not change
 
@@ -9,8 +10,8 @@ A step calls `mark_updated` when it has changed the training weights.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,9 @@ from learner.runs.metrics import Payload
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 
-Ask = Callable[[Sequence[RolloutInferRequest], RequestConfig], list[RolloutOutput]]
+Requests = Sequence[RolloutInferRequest]
+Ask = Callable[[Requests, RequestConfig], list[RolloutOutput]]
+Stream = Callable[[Requests, RequestConfig], Generator[list[RolloutOutput], None, None]]
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,9 @@ class OpenBackend:
     version: of the weights that answer.
     repeat_terminate_active: it ends answers that repeat themselves.
     journal: what it notes of its calls and pushes.
-    round_size: requests of one round, for servers that generate while the learner trains
+    stream: what `rollout` returns, in chunks, from servers that generate while the learner trains
         (STEP-03); None for other backends.
+    round_size: requests of one round of asynchronous rollouts by such servers.
     heal: pushes again to such servers, as long as the pushed weights have not changed.
     ask_asynchronous: a `rollout` that pushes nothing; None: the backend's `rollout` never does.
     serving: the block in which a backend that shares a GPU with the learner has it.
@@ -79,6 +83,7 @@ class OpenBackend:
     version: WeightsVersion = field(default_factory=WeightsVersion)
     repeat_terminate_active: bool = False
     journal: Journal = field(default_factory=Journal)
+    stream: Stream | None = None
     round_size: int | None = None
     heal: Callable[[], None] | None = None
     ask_asynchronous: Ask | None = None
@@ -102,6 +107,11 @@ class Policy:
     @property
     def repeat_terminate_active(self) -> bool:
         return self._opened.repeat_terminate_active
+
+    @property
+    def streams(self) -> bool:
+        """Whether answers are generated while the learner trains."""
+        return self._opened.stream is not None
 
     @property
     def round_size(self) -> int | None:
@@ -141,8 +151,24 @@ class Policy:
     ) -> list[RolloutOutput]:
         """Return one rollout per sample, in order; sample i is decoded with `seed + i`."""
         assert not self.is_behind(), "push_if_stale comes before answer"
-        decoding = self._asking.decoding(evaluating=evaluating)
-        return self._answer(self._opened.backend.rollout, decoding, samples, seed)
+        return self._answer(self._opened.backend.rollout, samples, seed, evaluating=evaluating)
+
+    def stream(
+        self, samples: Sequence[Sample], seed: int
+    ) -> Generator[list[RolloutOutput], None, None]:
+        """Yield what `answer` returns, in consecutive parts: a single one without `streams`."""
+        if self._opened.stream is None:
+            yield self.answer(samples, seed)
+            return
+        assert not self.is_behind(), "push_if_stale comes before stream"
+        with closing(self._opened.stream(*self._asked(samples, seed))) as chunks:
+            while True:
+                with self._naming_first_wait(len(samples)):
+                    outputs = next(chunks, None)
+                if outputs is None:
+                    return
+                self._has_answered = True
+                yield outputs
 
     def answer_by_pushed(self, samples: Sequence[Sample], seed: int) -> list[RolloutOutput]:
         """Do the same with the weights that were pushed last, also if they are old (ASYNC-01).
@@ -150,7 +176,7 @@ class Policy:
         Raises PushNeeded.
         """
         ask = self._opened.ask_asynchronous or self._opened.backend.rollout
-        return self._answer(ask, self._asking.config, samples, seed)
+        return self._answer(ask, samples, seed)
 
     def heal(self) -> None:
         """Push again to restarted servers, if the training weights have not changed since.
@@ -161,16 +187,26 @@ class Policy:
             self._opened.heal()
 
     def _answer(
-        self, ask: Ask, decoding: RequestConfig, samples: Sequence[Sample], seed: int
+        self, ask: Ask, samples: Sequence[Sample], seed: int, *, evaluating: bool = False
     ) -> list[RolloutOutput]:
-        asking = self._asking
-        requests = [build_request(sample, asking.prompt, asking.system) for sample in samples]
-        config = decoding.model_copy(update={"seed": seed})
-        first = waiting_for("answers", self.progress(len(samples)))
-        with nullcontext() if self._has_answered else first:
-            outputs = ask(requests, config)
+        with self._naming_first_wait(len(samples)):
+            outputs = ask(*self._asked(samples, seed, evaluating=evaluating))
         self._has_answered = True
         return outputs
+
+    def _asked(
+        self, samples: Sequence[Sample], seed: int, *, evaluating: bool = False
+    ) -> tuple[list[RolloutInferRequest], RequestConfig]:
+        asking = self._asking
+        requests = [build_request(sample, asking.prompt, asking.system) for sample in samples]
+        decoding = asking.decoding(evaluating=evaluating)
+        return requests, decoding.model_copy(update={"seed": seed})
+
+    def _naming_first_wait(self, count: int) -> AbstractContextManager[None]:
+        """Name the wait for the first of `count` answers; later waits are those of the step."""
+        if self._has_answered:
+            return nullcontext()
+        return waiting_for("answers", self.progress(count))
 
     def progress(self, count: int) -> Callable[[], str]:
         """Return a function that describes the progress of `count` requested answers."""

@@ -2,6 +2,7 @@
 
 push_weights   the leader pushes to every available server; at least one must take the push
 rollout        take back lost servers -> Dispatch over the servers that can be used
+stream         the same, chunk by chunk; later chunks are begun before earlier ones are complete
 heal           the leader, while it waits for others: pushes again to restarted servers
 
 With several learner processes all of them ask the servers; process 0, the leader, alone pushes, and
@@ -11,7 +12,8 @@ the followers adopt its view of every server (SYNC-08).
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -101,7 +103,7 @@ class ServerBackend:
         self._rests_until = 0.0
 
     def round_size(self) -> int:
-        """Return the requests of this process in one round (DIST-04)."""
+        """Return the most requests of this process at once (DIST-04)."""
         sizes = [server.world_size for server in self._servers]
         return rank_chunk_size(self._decode_batch_size, sizes, self._peers.count)
 
@@ -226,6 +228,12 @@ class ServerBackend:
         """
         return self._rolled_out(requests, request_config, self._take_back_lost)
 
+    def stream(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> Generator[list[RolloutOutput], None, None]:
+        """Yield the same outputs `round_size` at a time, in order, while later ones are made."""
+        return self._streamed(requests, request_config, self._take_back_lost, self.round_size())
+
     def rollout_asynchronous(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
@@ -242,10 +250,18 @@ class ServerBackend:
         request_config: RequestConfig,
         look: Callable[[], list[ServerHandle]],
     ) -> list[RolloutOutput]:
+        """Run the requests as one chunk."""
+        chunks = self._streamed(requests, request_config, look, max(1, len(requests)))
+        return [output for chunk in chunks for output in chunk]
+
+    def _streamed(
+        self,
+        requests: Sequence[RolloutInferRequest],
+        request_config: RequestConfig,
+        look: Callable[[], list[ServerHandle]],
+        size: int,
+    ) -> Generator[list[RolloutOutput], None, None]:
         """Run the requests. look: takes back lost servers, and returns those that can be used."""
-        if not requests:
-            return []
-        look()
         dispatch = Dispatch(
             Job(requests, request_config, self.version.pushed),
             self._servers,
@@ -256,17 +272,19 @@ class ServerBackend:
                 rank=self._peers.rank,
             ),
             self._journal,
+            look,
             lambda: self._wait_for(look),
             self._timeout_s,
             self._peers.count,
         )
         self._dispatches.add(dispatch)
         try:
-            envelopes = dispatch.run()
+            with closing(dispatch.chunks(size)) as chunks:
+                for envelopes in chunks:
+                    self._journal.healthy = len(self._askable())
+                    yield [_output(envelope) for envelope in envelopes]
         finally:
             self._dispatches.discard(dispatch)
-        self._journal.healthy = len(self._askable())
-        return [_output(envelope) for envelope in envelopes]
 
     def _askable(self) -> list[ServerHandle]:
         return [server for server in self._servers if server.lost is None]

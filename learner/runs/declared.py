@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from learner.objectives import DIAGNOSTICS, OBJECTIVES
+from learner.objectives.mismatch import TOKEN_KINDS
 from learner.objectives.objective import LOSS_PREFIX
 from learner.types import Channel, DropReason
 
@@ -242,6 +243,21 @@ def _channel_b() -> Iterator[Metric]:
 
 CHANNEL_B = tuple(_channel_b())
 
+
+def _mismatches() -> Iterator[Metric]:
+    asked = "with `rollout_matching.logprobs`"
+    tokens = "of answers whose log-probability by the engine is compared with the trainer's"
+    yield Metric("mismatch/tokens", "counter", "tokens", tokens, _B, asked)
+    for kind, meaning in TOKEN_KINDS.items():
+        when = f"{asked}, and there are any"
+        mean = f"mean absolute difference of {meaning}"
+        yield Metric(f"mismatch/{kind}_mean", "rate", "nats", mean, _B, when)
+        p99 = "99th percentile of these differences; the largest of all processes"
+        yield Metric(f"mismatch/{kind}_p99", "peak", "nats", p99, _B, when)
+
+
+MISMATCH = tuple(_mismatches())
+
 _ITERATED = "`n_softctx_iter` above 1"
 
 
@@ -353,13 +369,14 @@ def _evaluation() -> Iterator[Metric]:
 EVALUATION = tuple(_evaluation())
 
 # Every metric of a payload: of a step, of what its rollouts took, of an evaluation.
-METRICS = STEP + ROLLOUT + ASYNC + CHANNEL_B + LOSSES + COORD_DIAG + SERVERS + EVALUATION
+METRICS = STEP + ROLLOUT + ASYNC + CHANNEL_B + MISMATCH + LOSSES + COORD_DIAG + SERVERS + EVALUATION
 
 GROUPS = (
     Group("The step", STEP),
     Group("Rollouts", ROLLOUT),
     Group("Asynchronous rollouts", ASYNC),
     Group("What became of the answers", CHANNEL_B),
+    Group("Log-probabilities of engine and trainer", MISMATCH),
     Group("Losses", LOSSES),
     Group("Coordinate distributions", COORD_DIAG),
     Group("Servers and pushes", SERVERS),

@@ -2,6 +2,7 @@
 
     Payload          the parts of a step's numbers, kept apart until they are final
     rollout_payload  what became of the answers of a step
+    mismatch_payload how far engine and trainer are apart on their tokens
     over_processes   the parts of all processes: two all-reduces, nothing is gathered
     StepReport       what one optimizer step did
 
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 import numpy.typing as npt
 
+from learner.objectives.mismatch import Mismatch
 from learner.runs.declared import METRICS, Reduction
 from learner.types import AssessedRollout, Channel, DropReason
 
@@ -178,6 +180,16 @@ def rollout_payload(answers: Sequence[AssessedRollout]) -> Payload:
         }
     )
     payload.note({"rollout/gen_new_tokens_p99": float(np.percentile(lengths or [0], 99))})
+    return payload
+
+
+def mismatch_payload(mismatch: Mismatch) -> Payload:
+    """The metrics of a step's kept tokens (LOGP-01)."""
+    payload = Payload()
+    payload.add({"mismatch/tokens": len(mismatch.nats)})
+    for kind, nats in mismatch.by_kind():
+        payload.rate({f"mismatch/{kind}_mean": (float(nats.sum()), len(nats))})
+        payload.note({f"mismatch/{kind}_p99": float(np.percentile(nats, 99))})
     return payload
 
 

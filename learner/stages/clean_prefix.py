@@ -18,14 +18,22 @@ import numpy as np
 from learner.stages.formats import AnswerFormat
 from learner.stages.matching import exact_iou, same_description
 from learner.stages.tokens import HALF_CHARACTER, Tokenizer, TokenText, token_table
-from learner.types import Departure, Duplicate, ParsedObject, ParsedRollout
+from learner.types import (
+    Departure,
+    Duplicate,
+    GroundTruthObject,
+    ParsedObject,
+    ParsedRollout,
+)
 
 
 class NotRemovable(Exception):
     """The tokenizer cannot spell an answer without its duplicates."""
 
 
-def repeats(objects: Sequence[ParsedObject], least_iou: float, resolution: int) -> list[int]:
+def repeats(
+    objects: Sequence[ParsedObject | GroundTruthObject], least_iou: float, resolution: int
+) -> list[int]:
     """Places of the objects that repeat an earlier one of the list.
 
     Both have the same description and an IoU of at least `least_iou`. It is exact of two boxes, and

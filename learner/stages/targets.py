@@ -19,6 +19,7 @@ transport plan projects them (OT-01).
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -284,3 +285,16 @@ def with_target(
     except TargetUnreadable as error:
         return assessed._replace(left_out=str(error))
     return assessed._replace(target=target)
+
+
+def kept_logprobs(rollout: RolloutOutput, target: Target) -> list[float]:
+    """Log-probabilities of the ids with which both an answer and its target's prefix begin.
+
+    Up to there each id of the target follows what it followed in the answer. The first edit ends
+    them, such as a removed duplicate (CLEAN-01). None where the answer has none.
+    """
+    if rollout.logprobs is None:
+        return []
+    prefix = target.token_ids[: target.prefix_len]
+    own = zip(prefix, rollout.response_token_ids, strict=False)
+    return rollout.logprobs[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], own))]

@@ -14,7 +14,7 @@ answered too late are left to channel A.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -171,7 +171,9 @@ class BatchMaker:
         payload.rate({"rollout/per_second": (len(samples), seconds)})
         return MadeBatch(batch, made, payload, assessed, packs.places, seed_base)
 
-    def _rounds(self, samples: Sequence[Sample], rank_base: int) -> Iterator[AnsweredRound]:
+    def _rounds(
+        self, samples: Sequence[Sample], rank_base: int
+    ) -> Generator[AnsweredRound, None, None]:
         size = self._policy.round_size or len(samples)
         for start in range(0, len(samples), size):
             of_round, began = samples[start : start + size], time.perf_counter()

@@ -148,6 +148,7 @@ def _over_servers(
         backend.version,
         guarded,
         journal,
+        backend.stream,
         backend.round_size(),
         backend.heal,
         backend.rollout_asynchronous,

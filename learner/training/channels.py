@@ -30,7 +30,13 @@ from learner.rollout.answers import check_prompt_ids
 from learner.stages.formats import AnswerFormat
 from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.matching import match_objects
-from learner.stages.targets import TargetUnreadable, assess, build_ground_truth_target, with_target
+from learner.stages.targets import (
+    TargetUnreadable,
+    assess,
+    build_ground_truth_target,
+    kept_logprobs,
+    with_target,
+)
 from learner.stages.tokens import Tokenizer
 from learner.types import AssessedRollout, FieldOrder, RolloutOutput, Sample, Target
 from shared_contracts.errors import ContractError
@@ -49,9 +55,17 @@ class Encoding:
     answers: AnswerFormat = COORD_JSON
 
     def segment(
-        self, sample: Sample, prompt: EncodedPrompt, target: Target, *, has_dropped: bool
+        self,
+        sample: Sample,
+        prompt: EncodedPrompt,
+        target: Target,
+        *,
+        has_dropped: bool,
+        kept_logprobs: Sequence[float] = (),
     ) -> Segment:
-        return make_segment(self.inner, sample.sample_id, prompt, target, has_dropped)
+        return make_segment(
+            self.inner, sample.sample_id, prompt, target, has_dropped, kept_logprobs
+        )
 
 
 class ChannelA:
@@ -128,9 +142,14 @@ class ChannelB:
             found = self.assess(sample, rollout)
             assessed.append(found)
             if found.target is not None:
-                dropped = bool(found.parsed.dropped)
                 segments.append(
-                    own.segment(found.sample, prompt, found.target, has_dropped=dropped)
+                    own.segment(
+                        found.sample,
+                        prompt,
+                        found.target,
+                        has_dropped=bool(found.parsed.dropped),
+                        kept_logprobs=kept_logprobs(found.rollout, found.target),
+                    )
                 )
         return segments, assessed
 

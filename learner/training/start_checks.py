@@ -17,9 +17,16 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from learner.config.schema import Config, LoraTuner, resolved_sync_mode, wanted_sync_mode
+from learner.config.schema import (
+    Config,
+    CustomConfig,
+    LoraTuner,
+    resolved_sync_mode,
+    wanted_sync_mode,
+)
 from learner.config.trackers import require_trackers
 from learner.config.training import TrainingConfig
+from learner.config.yaml12 import read_mapping
 from learner.data.images import UnreadableImage, Watch
 from learner.data.jsonl import build_messages, capped, read_samples, scan
 from learner.data.lengths import SampleLengths, TokenLimits, image_rule, read_tokenizer
@@ -31,6 +38,7 @@ from learner.rollout.colocate import Placement, place
 from learner.rollout.distribution import rank_chunk_size
 from learner.rollout.exclusive_lease import require_exclusive_lease
 from learner.runs.resume import BEGINNING, Start, find_start, require_run_folder
+from learner.runs.run_folder import RESOLVED
 from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.formats import answer_format
 from learner.stages.tokens import IM_END
@@ -95,7 +103,7 @@ def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> 
 
     Process 0 shows how far it is.
     """
-    check_checkpoint(Path(config.model.model), answer_format(config).end_marker)
+    check_model(config)
     files = (config.data.train_jsonl, config.data.val_jsonl)
     shown = watch if environment.get("RANK", "0") == "0" else lambda looks, _: looks
     (train, val), bad = read_data(config, files, config.model.model, shown)
@@ -257,6 +265,39 @@ def check_step_budget(config: Config, samples: int, processes: int) -> None:
         )
 
 
+def check_model(config: Config) -> None:
+    """`model.model` is a checkpoint that can write the answers of this run.
+
+    Raises:
+        ContractError: as `check_checkpoint` and `check_taught_format`.
+    """
+    check_checkpoint(config.model.model, answer_format(config).end_marker)
+    check_taught_format(config.model.model, config.custom.answer_format, "model.model")
+
+
+def check_taught_format(checkpoint: Path, wanted: str, where: str) -> None:
+    """A checkpoint inside a run folder is of a run with the format `wanted`.
+
+    One that is in no run folder does not say its format. Raises ContractError, about `where`.
+    """
+    resolved = checkpoint.absolute().parent / RESOLVED
+    try:
+        custom = read_mapping(resolved).get("custom") if resolved.is_file() else None
+    except ContractError:  # a damaged file says nothing
+        return
+    # Runs before the key existed had the default format.
+    default = CustomConfig.model_fields["answer_format"].default
+    taught = custom.get("answer_format", default) if isinstance(custom, dict) else wanted
+    if taught != wanted:
+        raise ContractError(
+            where,
+            f"{checkpoint} writes answers as {taught} ({resolved}), and custom.answer_format is "
+            f"{wanted}",
+            f"Set custom.answer_format to {taught}; or export the checkpoint with "
+            "`learner export` to a folder outside of its run, and teach it the format in a warm-up",
+        )
+
+
 def check_checkpoint(folder: Path, end_marker: str = IM_END) -> None:
     """The folder is a checkpoint whose tokenizer has the coordinate tokens and the end marker.
 
@@ -361,7 +402,7 @@ def check_files(config: Config) -> list[ContractError]:
     data = config.data
     found = CheckErrors()
     found.of(lambda: require_run_folder(config))
-    found.of(lambda: check_checkpoint(config.model.model, answer_format(config).end_marker))
+    found.of(lambda: check_model(config))
     found.of(lambda: check_target_modules(config))
     found.of(lambda: _check_first_sample("data.train_jsonl", data.train_jsonl, config.allow_poly))
     if (val := data.val_jsonl) is not None:
@@ -503,7 +544,7 @@ def lengths_of_run(config: Config) -> SampleLengths:
     Raises ContractError for a folder that is no checkpoint.
     """
     answers = answer_format(config)
-    check_checkpoint(config.model.model, answers.end_marker)
+    check_model(config)
     template = config.template
     pack = config.global_max_length if config.training.packing else None
     return SampleLengths(

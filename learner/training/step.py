@@ -5,6 +5,7 @@
         A: samples -> segments -> packs      B: the packs of a RolloutSource
         ranks agree on the number of forwards (DDP-02)
         a forward and a backward per pack -> loss, gradients, report
+        B, with log-probabilities: engine and trainer are not too far apart (LOGP-01)
 
 A step takes all of its raw samples at once, whichever channel it runs. How many packed
 forwards they need is free; the caller makes one optimizer update of them (STEP-02).
@@ -25,8 +26,9 @@ from learner.config.schema import Config
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.models.flops import DeviceUse
 from learner.models.packed_forward import Pack, make_pack
+from learner.objectives.mismatch import ALL, TOKEN_KINDS, Mismatch
 from learner.rollout.policy import Policy
-from learner.runs.metrics import PhaseClock, StepReport, over_processes
+from learner.runs.metrics import PhaseClock, StepReport, mismatch_payload, over_processes
 from learner.stages.packing import Chunk, forwards_due
 from learner.training.recipes import Recipe
 from learner.training.synchronous_rollouts import (
@@ -37,6 +39,7 @@ from learner.training.synchronous_rollouts import (
     SynchronousRollouts,
 )
 from learner.types import Channel, Sample
+from shared_contracts.errors import RunError
 
 _NO_MORE: Chunk[Pack] = Chunk((), True)
 
@@ -68,7 +71,10 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of this rank, while it runs. samples: its part of the batch."""
+    """One step of this rank, while it runs. samples: its part of the batch.
+
+    mismatches: of its packs that have kept tokens.
+    """
 
     model: nn.Module
     samples: Sequence[Sample]
@@ -76,6 +82,7 @@ class _Step:
     report: StepReport
     clock: PhaseClock
     work: _Work = field(default_factory=_Work)
+    mismatches: list[Mismatch] = field(default_factory=list)
 
 
 class StepRunner:
@@ -100,6 +107,8 @@ class StepRunner:
         bad_samples: Callable[[], int] | None = None,
     ) -> None:
         self._decode_mode = config.rollout_matching.decode_mode
+        self._logprobs = config.rollout_matching.logprobs
+        self._most_mismatch = config.rollout_matching.max_logprob_mismatch
         self._sharded = config.training.data_parallel == "fsdp2"
         self._recipe = recipe
         self._policy = policy
@@ -129,6 +138,8 @@ class StepRunner:
 
         Returns this rank's loss (scalar, detached), whose mean over the ranks is that of the
         step, and the report of all ranks.
+
+        Raises RunError, in all ranks, if engine and trainer are further apart than the bound.
         """
         clock = PhaseClock()
         if self._use is None:
@@ -149,6 +160,8 @@ class StepRunner:
         report.payload.note({"step/channel_b": report.channel == "B", **clock.metrics()})
         self._note_use(this, self._use)
         report.metrics = over_processes(report.payload, loss.device).metrics()
+        if self._most_mismatch is not None and report.channel == "B":
+            self._peers.all_gather(partial(_check_mismatch, report, self._most_mismatch))
         return loss, report
 
     def _note_use(self, this: _Step, use: DeviceUse) -> None:
@@ -202,6 +215,8 @@ class StepRunner:
         finally:
             self._note_calls(this.report, feed)
         this.report.payload.merge(feed.payload())
+        if self._logprobs:
+            this.report.payload.merge(mismatch_payload(Mismatch.joined(this.mismatches)))
         modes = {f"rollout/decode_{m}": m == self._decode_mode for m in get_args(DecodeMode)}
         active = self._policy.repeat_terminate_active
         this.report.payload.note({"rollout/repeat_terminate_active": active, **modes})
@@ -258,6 +273,8 @@ class StepRunner:
                     this.work.flops += self._recipe.flops(model, pack, this.report.channel)
                 of_step = fraction / self._peers.count
                 payload.add({key: of_step * value for key, value in found.atoms.items()})
+                if found.mismatch is not None:
+                    this.mismatches.append(found.mismatch)
                 if found.slots:
                     diagnostics = found.diagnostics.items()
                     payload.rate({key: (value, found.slots) for key, value in diagnostics})
@@ -292,3 +309,27 @@ class StepRunner:
             for left in reversed(range(forwards_due(counts, ended, unsynced=unsynced))):
                 unsynced = not (over and left == 0)
                 yield (ready.popleft() if ready else None), not unsynced
+
+
+def _check_mismatch(report: StepReport, most: float) -> None:
+    """Refuse a step whose answers another model seems to have given (LOGP-01).
+
+    report: of all ranks. most: nats that the mean may have.
+    """
+    means = {
+        kind: report.metrics[f"mismatch/{kind}_mean"]
+        for kind in TOKEN_KINDS
+        if f"mismatch/{kind}_mean" in report.metrics
+    }
+    mean = means.pop(ALL, 0.0)
+    if mean <= most:
+        return
+    by_kind = ", ".join(f"{kind} {nats:.3g}" for kind, nats in means.items())
+    raise RunError(
+        f"step {report.step + 1}: the log-probabilities of engine and trainer differ by "
+        f"{mean:.3g} nats in the mean of {report.metrics['mismatch/tokens']:.0f} tokens "
+        f"({by_kind}), more than rollout_matching.max_logprob_mismatch, {most:g}. Compare "
+        "the engine's dtype with model.torch_dtype. Verify the pushes, by "
+        "rollout_matching.vllm.sync.verify: full. Look for stale weights in sync/weights_version "
+        "and stage2_ab/async/version_lag"
+    )

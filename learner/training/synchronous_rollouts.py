@@ -1,17 +1,26 @@
 """Where channel B has its packs from, and step mode: rollouts made within the step.
 
-    push -> samples, chunk by chunk -> RolloutOutput -> Segment -> Pack
+    push -> all samples are asked for -> RolloutOutput, chunk by chunk -> Segment -> Pack
 
-A chunk is what the servers decode at once for this rank (DIST-04). Where the servers have GPUs of
-their own, they answer a chunk while the one before is assessed and packed, and the one before that
-is learned (STEP-03). Prompts of all chunks are encoded in the background meanwhile.
+A chunk has as many samples as the servers decode at once for this rank (DIST-04). Where the servers
+have GPUs of their own, they answer a chunk while the one before is assessed and packed, and the one
+before that is learned (STEP-03). They begin requests of the next chunk as soon as they have places
+(FULL-06). Prompts of all chunks are encoded in the background meanwhile.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
+from itertools import count
 from queue import Empty, Full, Queue
 from typing import Any, NamedTuple, TypeVar
 
@@ -151,21 +160,24 @@ class SynchronousRollouts(RolloutSource):
     def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
         """Push the newest weights, then request answers; sample i has the seed of request i."""
         policy, packs, assessed = self._policy, self._packer.begin(), list[AssessedRollout]()
-        overlaps = policy.round_size is not None
         seed_base = rollout_seed_base(self._seed, step)
 
-        def answers() -> Iterator[Answered]:
-            rank_base = rank_seed_base(seed_base, self._rank)
-            size = policy.round_size or max(len(own), 1)
-            for number, start in enumerate(range(0, len(own), size)):
-                samples, last = own[start : start + size], start + size >= len(own)
-                with clock.phase("rollout"):
-                    rollouts = policy.answer(samples, request_seed(rank_base, 0, start))
+        def answers() -> Generator[Answered, None, None]:
+            seed = request_seed(rank_seed_base(seed_base, self._rank), 0, 0)
+            stop = 0
+            with closing(policy.stream(own, seed)) as parts:
+                for number in count():
+                    with clock.phase("rollout"):
+                        rollouts = next(parts)
+                        start, stop = stop, stop + len(rollouts)
+                        last = stop == len(own)
+                        if last:
+                            serving.close()  # before the first forward
+                    yield Answered(number, own[start:stop], rollouts, last)
                     if last:
-                        serving.close()  # before the first forward
-                yield Answered(number, samples, rollouts, last)
+                        return
 
-        def chunks(answered: Iterator[Answered]) -> Iterator[Chunk[Pack]]:
+        def chunks(answered: Iterator[Answered]) -> Generator[Chunk[Pack], None, None]:
             for number, samples, rollouts, last in answered:
                 with clock.phase("target"):
                     segments, found = self._channel_b.segments(samples, rollouts)
@@ -183,8 +195,8 @@ class SynchronousRollouts(RolloutSource):
             counted.note({"sync/weights_version": policy.version})
             return counted
 
-        def overlapped(items: Iterator[T]) -> AbstractContextManager[Iterator[T]]:
-            return prefetch(items) if overlaps else nullcontext(items)
+        def overlapped(items: Generator[T, None, None]) -> AbstractContextManager[Iterator[T]]:
+            return prefetch(items) if policy.streams else nullcontext(items)
 
         with self._channel_b.ahead(own), ExitStack() as serving:
             with clock.phase("push"):
@@ -195,12 +207,12 @@ class SynchronousRollouts(RolloutSource):
 
 
 @contextmanager
-def prefetch(items: Iterator[T]) -> Iterator[Iterator[T]]:
+def prefetch(items: Generator[T, None, None]) -> Iterator[Iterator[T]]:
     """Iterate in a thread, through a queue of one: one item waits while the next is made.
 
     What `items` raises is raised where its next item is asked for. After the block no further
-    item is begun or given; one that is being made is left behind, in a thread that keeps no
-    process.
+    item is begun or given, and `items` is closed; one that is being made is left behind, in a
+    thread that keeps no process.
     """
     # One item, or the error that came in its place; neither at the end.
     queue: Queue[tuple[T | None, BaseException | None]] = Queue(maxsize=1)
@@ -214,10 +226,11 @@ def prefetch(items: Iterator[T]) -> Iterator[Iterator[T]]:
 
     def produce() -> None:
         try:
-            for item in items:
-                put(item)
-                if over.is_set():
-                    return
+            with closing(items):
+                for item in items:
+                    put(item)
+                    if over.is_set():
+                        return
             put(None)
         except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
             put(None, error)

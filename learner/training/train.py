@@ -9,7 +9,7 @@ What flows through a run, step by step:
     BatchLoader                            this process's samples of the step
       -> StepTrainer.training_step() -> StepRunner.run()
            A  ChannelA.segments() ---------------------------------+
-           B  Policy.push_if_stale() -> Policy.answer()            |
+           B  Policy.push_if_stale() -> Policy.stream()            |
               -> ChannelB.segments() ------------------------------+-> Packer.begin()
               (or made beside the steps: AsyncSource.feed())       |
                                                                    v
@@ -112,18 +112,24 @@ class RunParts:
 
 
 def train(
-    config: Config, inputs: RunInputs, clients: list[RolloutClient], console: Console
+    config: Config,
+    inputs: RunInputs,
+    clients: list[RolloutClient],
+    console: Console,
+    *,
+    channel_b: type[ChannelB] = ChannelB,
 ) -> Path:
     """Run the training that `config` describes; returns the run folder.
 
     inputs, clients: what `start_checks` found; no clients in a run that asks no servers.
+    channel_b: an experiment may have one of its own.
 
     Raises:
         RunError: the servers are gone for good, or the disk is full.
     """
     disable_progress_bar()
     with open_peers(inputs.processes) as peers:
-        train_as(peers, config, inputs, clients, console)
+        train_as(peers, config, inputs, clients, console, channel_b=channel_b)
     return Path(config.training.output_dir)
 
 
@@ -134,6 +140,7 @@ def train_as(
     clients: list[RolloutClient],
     console: Console,
     load: Callable[[Config], LoadedModel] = load_model,
+    channel_b: type[ChannelB] = ChannelB,
 ) -> StepTrainer:
     """`train` as one of `peers`; returns its trainer, which is done.
 
@@ -174,7 +181,7 @@ def train_as(
             train = _stand_ins(config, inputs, peers)
             inputs, count = replace(inputs, train=train), train.take_count
         parts = RunParts(config, inputs, loaded, optimizer, policy, calls, peers, count)
-        runner = build_runner(parts)
+        runner = build_runner(parts, channel_b)
         if runner.source is not None:
             stack.callback(runner.source.close)
             if state := start.state(peers.rank, peers.count):

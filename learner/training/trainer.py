@@ -16,9 +16,7 @@ from typing import Any, cast
 import torch
 import yaml
 from accelerate import DistributedType
-from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -29,6 +27,7 @@ from learner.config.training import TrainingConfig
 from learner.data.order import BatchOrder
 from learner.models.families import Family, Part
 from learner.models.families.qwen_vl import QWEN_VL
+from learner.models.precision import sharded_policy
 from learner.runs.checkpoint import Checkpoints
 from learner.runs.metrics import StepReport
 from learner.training.step import StepRunner
@@ -37,11 +36,6 @@ from learner.types import Sample
 # Trainer and accelerate know no other way to leave buffers alone, which every forward would
 # overwrite, also between two forwards of which one backward needs both (CHA-01).
 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-
-
-# Autocast would keep a 16-bit copy of every weight until the end of a forward, 2 bytes for each
-# parameter. A weight is used once in a forward, so the copies save nothing.
-AUTOCAST = AutocastKwargs(cache_enabled=False)
 
 
 @dataclass
@@ -55,7 +49,10 @@ class RunArguments(TrainingArguments):
 
 
 def training_arguments(config: Config, folder: Path, processes: int = 1) -> RunArguments:
-    """Trainer's arguments; one dataloader batch is one process's part of an optimizer step."""
+    """Trainer's arguments; one dataloader batch is one process's part of an optimizer step.
+
+    They say nothing of mixed precision, which is that of `learner.models.precision`.
+    """
     training, sharding = config.training, dict[str, Any]()
     if training.data_parallel == "fsdp2":  # a piece of every layer in each; whole checkpoints
         fsdp_config = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
@@ -64,7 +61,6 @@ def training_arguments(config: Config, folder: Path, processes: int = 1) -> RunA
         output_dir=str(folder),
         seed=training.seed,
         use_cpu=not torch.cuda.is_available(),
-        bf16=config.model.torch_dtype == "bfloat16",
         per_device_train_batch_size=training.effective_batch_size // processes,
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
@@ -88,8 +84,8 @@ def training_arguments(config: Config, folder: Path, processes: int = 1) -> RunA
         rollmatch=yaml.safe_load(dump_resolved(config)),
         **sharding,
     )
-    if sharding and arguments.bf16:  # gradients are summed in float32, as under DDP
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if sharding:
+        policy = sharded_policy(config.model.torch_dtype)
         arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
     if sharding and arguments.use_cpu:  # accelerate shards for GPUs alone, and does not say so
         arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU
@@ -178,7 +174,6 @@ class StepTrainer(Trainer):
         **trainer: Any,
     ) -> None:
         super().__init__(**trainer)
-        self.accelerator.autocast_handler = AUTOCAST
         self.optimizer = optimizer  # Trainer takes none where weights will be sharded
         self._checkpoints = checkpoints
         self._loader = loader

@@ -90,6 +90,10 @@ def _listen(host: str, port: int) -> socket.socket:
 
 T = TypeVar("T")
 
+# A worker gives up a rendezvous by itself, at its deadline or when another rank has given up; one
+# that does not within this time after that is not waited for.
+GIVES_UP_S = 2.0
+
 # Phases in which the workers wait for the learner.
 WITH_THE_LEARNER = ("rendezvous", "transfer")
 
@@ -98,7 +102,7 @@ class WeightGroup:
     """formed: what the group that stands was asked for with; None without one.
 
     worker_margin_s: a worker gives up by itself after the group's `timeout_s`; so much later the
-    server stops waiting for it.
+    server stops waiting for it, and in a rendezvous after `GIVES_UP_S` at most.
     """
 
     def __init__(
@@ -236,7 +240,8 @@ class WeightGroup:
             )
 
         joins = [join(numbered) for numbered in enumerate(self._engines.all())]
-        await self.together("rendezvous", joins, init)
+        margin_s = min(self._worker_margin_s, GIVES_UP_S)
+        await self.within(init.timeout_s + margin_s, "rendezvous", joins, init, margin_s)
 
     # --- calls in it
 
@@ -247,13 +252,22 @@ class WeightGroup:
         return await self.within(init.timeout_s + self._worker_margin_s, phase, calls, init)
 
     async def within(
-        self, deadline_s: float, phase: str, calls: Sequence[Awaitable[T]], init: InitCommunicator
+        self,
+        deadline_s: float,
+        phase: str,
+        calls: Sequence[Awaitable[T]],
+        init: InitCommunicator,
+        margin_s: float | None = None,
     ) -> list[T]:
-        """Raises the problem that names the side, the address of the group and the phase."""
+        """Raises the problem that names the side, the address of the group and the phase.
+
+        margin_s: what the other calls have left when one has failed; None: `worker_margin_s`.
+        """
         began = time.monotonic()
         where = where_of(phase, init)
+        left_s = self._worker_margin_s if margin_s is None else margin_s
         try:
-            return await gather_with_deadline(calls, where, deadline_s, self._worker_margin_s)
+            return await gather_with_deadline(calls, where, deadline_s, left_s)
         except (EngineDead, WeightPhaseFailed) as failure:
             late = phase in WITH_THE_LEARNER and (time.monotonic() - began >= 0.95 * init.timeout_s)
             if late and phase == "rendezvous" and self._transport == "nccl":

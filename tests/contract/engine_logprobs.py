@@ -23,7 +23,6 @@ from learner.data.jsonl import read_samples
 from learner.models.load import load_model
 from learner.models.packed_forward import Segment, make_pack
 from learner.operate.estimate.step import recipe_of
-from learner.training.trainer import AUTOCAST
 from learner.types import Sample
 from tests.unit.packed_logits import packed_logits
 
@@ -77,14 +76,10 @@ def unexpanded(segment: Segment) -> list[int]:
 
 
 @torch.no_grad()
-def by_learner(model: torch.nn.Module, dtype: str, segments: list[Segment]) -> list[list[float]]:
+def by_learner(model: torch.nn.Module, segments: list[Segment]) -> list[list[float]]:
     device = next(model.parameters()).device
     pack = make_pack(segments).to(device)
-    low = dtype == "bfloat16"
-    with torch.autocast(
-        device.type, torch.bfloat16, enabled=low, cache_enabled=AUTOCAST.cache_enabled
-    ):
-        logits = packed_logits(model, pack)
+    logits = packed_logits(model, pack)
     told = logits.float().log_softmax(-1)
     found, end = [], 0
     for segment in segments:
@@ -102,7 +97,7 @@ def main(path: Path, out: Path) -> None:
     loaded.model.eval()
     segments = recipe_of(config, loaded).channel_a.segments(samples)
     found = {
-        "learner": by_learner(loaded.model, config.model.torch_dtype, segments),
+        "learner": by_learner(loaded.model, segments),
         "engine": by_engine(config, samples, segments),
     }
     out.write_text(json.dumps(found))

@@ -15,6 +15,8 @@ VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",
     "OMP_NUM_THREADS": "1",
+    # As a server's engine: vLLM would choose V2 on a GPU.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 
 

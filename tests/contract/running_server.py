@@ -64,16 +64,22 @@ class RunningServer:
 CPU = ("--device", "cpu", "--kv-cache-gib", "0.125")
 
 
+def server_options(
+    checkpoint: Path, media: Path, *options: str, device: Sequence[str] = CPU
+) -> list[str]:
+    """What `rollout-server serve` is started with."""
+    model = ("--model", str(checkpoint), "--max-model-len", "512")
+    return [*model, *device, "--allowed-media-dir", str(media), *options]
+
+
 def start_server(
     checkpoint: Path, folder: Path, *options: str, device: Sequence[str] = CPU
 ) -> RunningServer:
     """Start a server that may read images below `folder`; not yet healthy."""
     media = folder / "media"
     media.mkdir(parents=True)
-    model = ("--model", str(checkpoint), "--max-model-len", "512")
-    process = ServerProcess(
-        [*model, *device, "--allowed-media-dir", str(media), *options], folder / "server.log"
-    )
+    argv = server_options(checkpoint, media, *options, device=device)
+    process = ServerProcess(argv, folder / "server.log")
     http = httpx.Client(base_url=process.base_url, timeout=120, trust_env=False)
     return RunningServer(process, http, checkpoint, media)
 

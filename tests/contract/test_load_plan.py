@@ -357,13 +357,40 @@ def test_a_type_may_be_that_of_the_tensor_it_lands_in() -> None:
 
 
 class Waits(TorchFunctionMode):
-    """Counts how often the value of a tensor is asked for, for which a GPU is waited for."""
+    """Counts what a GPU is waited for.
 
-    count = 0
+    values: of tensors that are asked for. copies: from the host to the device of the weights,
+    which block unless they are said not to.
+    """
+
+    values = copies = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (Tensor.__int__, Tensor.item, Tensor.tolist, Tensor.__bool__)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.values += func in (Tensor.__int__, Tensor.item, Tensor.tolist, Tensor.__bool__)
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self.copies += any(isinstance(each, list) for each in index)
+        elif func in (torch.tensor, torch.as_tensor):
+            self.copies += "device" in kwargs
+        elif func is Tensor.to and not kwargs.get("non_blocking"):
+            self.copies += any(isinstance(each, torch.device) for each in (*args, *kwargs.values()))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.req("SYNC-06")
+@pytest.mark.parametrize(
+    "copies",
+    [
+        lambda weights: torch.tensor([1, 2], device=weights.device),
+        lambda weights: torch.tensor([1, 2]).to(weights.device),
+        lambda weights: weights[:, [1, 2]],
+    ],
+)
+def test_a_copy_that_blocks_is_counted(copies: Callable[[Tensor], Tensor]) -> None:
+    with Waits() as waits:
+        copies(torch.zeros(3, 3))
+    assert waits.copies == 1
 
 
 @pytest.mark.req("SYNC-06")
@@ -386,4 +413,4 @@ def test_what_is_read_in_pieces_is_waited_for_once_a_parameter(
         answer = staged.subtotals([(name, columns) for name in weights])
     found = [f"{part[-1]:016x}" for (part,) in answer]
     assert found == [digest(weight, columns) for weight in weights.values()]
-    assert waits.count == len(weights)
+    assert (waits.values, waits.copies) == (len(weights), 0)

@@ -1,12 +1,12 @@
-"""Coverage-guided fuzzing of the strict parser and of what is built on it.
+"""Coverage-guided fuzzing of the strict parsers of all formats and of what is built on them.
 
     .venv/bin/python tests/fuzz/parser.py -runs=20000
     .venv/bin/python tests/fuzz/parser.py -max_total_time=300 CORPUS_FOLDER
 
 Options are libFuzzer's. Bytes become the ids of an answer, either from fragments of answers or
-as they are; the parser must not raise, what it finds must agree with the ids, and a target made
-of it must read back. A failure prints its traceback and leaves the bytes in `crash-*`; give that
-file in place of the options to see it again.
+as they are; no parser may raise, what it finds must agree with the ids or with a second reader, and
+a target made of it must read back. A failure prints its traceback and leaves the bytes in
+`crash-*`; give that file in place of the options to see it again.
 """
 
 import sys
@@ -18,16 +18,25 @@ import atheris  # type: ignore[import-untyped]
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["learner"]):
+    from learner.stages.formats import AnswerFormat
+    from learner.stages.formats.compact import COMPACT
     from learner.stages.formats.coord_json import parse_rollout
-    from tests.unit.answers import BIRD, CAT, FRAGMENTS, ROOF, encode, entry, random_answer
+    from learner.stages.formats.objects_array import OBJECTS_ARRAY
+    from tests.unit.answers import BIRD, CAT, FRAGMENTS, ROOF, encode, entry, random_answer, text_of
+    from tests.unit.list_reference import check_list
     from tests.unit.parse_invariants import check_parsed, check_round_trip
+    from tests.unit.test_compact_format import FRAGMENTS as LINE_FRAGMENTS
+    from tests.unit.test_compact_format import check as check_lines
+    from tests.unit.test_objects_array import LIST_FRAGMENTS
     from tests.unit.toy_bpe import train_toy_tokenizer
 
 from learner.stages.formats.coord_json import serialize_objects
+from learner.stages.tokens import token_table
 from learner.types import FieldOrder, GroundTruthObject
 
 TOKENIZER = train_toy_tokenizer()
-PARTS = [encode(TOKENIZER, part) for part in FRAGMENTS]
+ALL_FRAGMENTS = [*FRAGMENTS, *LIST_FRAGMENTS, *LINE_FRAGMENTS]
+PARTS = [encode(TOKENIZER, part) for part in ALL_FRAGMENTS]
 TRUTHS = (CAT, ROOF, BIRD, GroundTruthObject("toy 🚀", CAT.shape))
 
 # The first byte says how the others are read; one id more than none is below the vocabulary.
@@ -64,17 +73,45 @@ def one_input(data: bytes) -> None:
     missed = truths[: data[0] // 2 % (len(truths) + 1)]
     order: FieldOrder = "geometry_first" if data[0] & 64 else "desc_first"
     check_round_trip(parsed, missed, TOKENIZER, order, allow_poly)
+    known = [token_id for token_id in ids if 0 <= token_id < len(TOKENIZER)]
+    listed = OBJECTS_ARRAY.parse(known, TOKENIZER, allow_poly=allow_poly)
+    check_list(known, listed, TOKENIZER, allow_poly)
+    check_continued(OBJECTS_ARRAY, known, missed, order)
+    lines = COMPACT.parse(known, TOKENIZER, allow_poly=allow_poly)
+    check_lines(known, lines, TOKENIZER, allow_poly)
+    check_continued(COMPACT, known, missed, order)
+
+
+def check_continued(
+    answers: AnswerFormat,
+    ids: list[int],
+    missed: list[GroundTruthObject],
+    order: FieldOrder,
+) -> None:
+    """The prefix, with objects appended, reads back as what it had and those."""
+    parsed = answers.parse(ids, TOKENIZER)
+    prefix = parsed.prefix_token_ids
+    more = answers.append(text_of(TOKENIZER, prefix), missed, parsed.max_object_index + 1, order)
+    end_id = token_table(TOKENIZER, answers.end_marker).vocab.end_id
+    found = answers.read_back([*prefix, *encode(TOKENIZER, more), end_id], TOKENIZER)
+    assert found is not None
+    said = [(each.desc, each.shape) for each in found.parsed.objects]
+    before = [(each.desc, each.shape) for each in parsed.objects]
+    assert said == before + [(each.desc, each.shape) for each in missed]
 
 
 def write_seeds(folder: Path) -> None:
-    """Whole answers to start from, and every fragment alone behind a brace."""
+    """Whole answers to start from, and every fragment alone behind a brace or a list."""
     texts = [serialize_objects(random_answer(n, seed=n), "desc_first") for n in range(4)]
     texts += [serialize_objects(random_answer(n, seed=n), "geometry_first") for n in range(1, 4)]
     texts += ["{" + part + ", " + entry(1) + "}" for part in FRAGMENTS]
+    for answers in (OBJECTS_ARRAY, COMPACT):
+        texts += [answers.write(random_answer(n, seed=n), "desc_first") for n in range(3)]
+    texts += [f'{{"objects":[{LIST_FRAGMENTS[0]},{part},' for part in LIST_FRAGMENTS]
     for i, text in enumerate(texts):
         (folder / f"ids_{i}").write_bytes(write_ids(encode(TOKENIZER, text)))
     brace = FRAGMENTS.index("{")
-    for i in range(len(FRAGMENTS)):
+    for i in range(len(ALL_FRAGMENTS)):
         for first in (FROM_FRAGMENTS, FROM_FRAGMENTS + WITHOUT_POLYGONS):
             (folder / f"fragments_{first}_{i}").write_bytes(bytes([first, brace, i, i]))
 

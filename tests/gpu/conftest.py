@@ -29,6 +29,17 @@ def gpus_needed(item: pytest.Item) -> int:
     return max([1, *(int(number) for mark in item.iter_markers("gpu") for number in mark.args)])
 
 
+# What the process around a test takes beside it: its own timeout comes first, and is printed.
+BESIDE_S = 60.0
+
+
+def seconds_of(item: pytest.Item) -> float:
+    """The timeout of a test, and what the process around it takes."""
+    marked = item.get_closest_marker("timeout")
+    seconds = float(item.config.getini("timeout") if marked is None else marked.args[0])
+    return seconds + BESIDE_S
+
+
 class InItsOwnProcess(pytest.Item):
     """The test of the same name, in a pytest that runs no other one."""
 
@@ -61,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             assert item.parent is not None
             apart = InItsOwnProcess.from_parent(item.parent, name=item.name)
             apart.gpus = gpus_needed(item)
-            apart.own_markers = list(item.own_markers)
+            apart.own_markers = [pytest.mark.timeout(seconds_of(item)).mark, *item.own_markers]
             items[place] = apart
 
 

@@ -9,12 +9,12 @@ from learner.rollout.client import RolloutClient
 from learner.rollout.sync.weights import AdapterWeights, MergedWeights
 from tests.contract.running_server import running_server
 from tests.contract.test_adapter import adapted
+from tests.gpu.servers import FRACTION, LORA, SLEEPS, over
 from tests.gpu.test_gpu_transfer import answers, model_on, push
 
-pytestmark = pytest.mark.gpu
+# Two servers one after another, which compile what they run and capture graphs.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-SHARED = ("--gpus", "0", "--share-gpus", "--weight-transport", "ipc")
-FRACTION = 0.4
 # Of the fraction, what an engine gives up at least: all but what it needs for a forward.
 GIVEN_UP = 0.5
 
@@ -29,7 +29,7 @@ def test_a_sleeping_server_frees_the_gpu_and_answers_afterwards(
 ) -> None:
     model = model_on(0, other_tied)
     total = torch.cuda.mem_get_info(0)[1]
-    options = (*SHARED, "--gpu-memory-utilization", str(FRACTION))
+    options = (*SLEEPS, *over("ipc"))
     with (
         running_server(tied, tmp_path / "slept", device=options) as server,
         RolloutClient(server.process.base_url) as client,
@@ -57,10 +57,8 @@ def test_a_sleeping_server_frees_the_gpu_and_answers_afterwards(
 @pytest.mark.req("ROLL-03", "SYNC-01")
 def test_a_base_and_its_adapter_are_there_after_a_sleep(tied: Path, tmp_path: Path) -> None:
     adapting = adapted(tied, seed=1).to("cuda:0")
-    options = (*SHARED, "--gpu-memory-utilization", str(FRACTION))
-    lora = ("--enable-lora", "--max-lora-rank", "8")
     with (
-        running_server(tied, tmp_path, *lora, device=options) as server,
+        running_server(tied, tmp_path, *LORA, device=(*SLEEPS, *over("ipc"))) as server,
         RolloutClient(server.process.base_url) as client,
     ):
         push(server, "ipc", AdapterWeights(adapting))

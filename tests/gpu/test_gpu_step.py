@@ -1,6 +1,7 @@
 """A training step on a GPU: attention by torch's kernel, memory beside the estimate, a trace."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,17 @@ from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.models.attention import attention_of, packed_attention, packed_bounds
+from learner.models.attention import (
+    attention_of,
+    image_attention,
+    packed_attention,
+    packed_bounds,
+)
 from learner.models.load import LoadedModel, load_model, prepared
 from learner.models.packed_forward import Pack, check_packing
 from learner.operate.estimate.step import longest_pack, recipe_of, step_cost
 from learner.training.recipes import Recipe
-from learner.training.trainer import AUTOCAST, build_optimizer
+from learner.training.trainer import build_optimizer
 from learner.types import Sample
 from tests.unit.full_size_models import make_full_size, make_samples
 from tests.unit.small_run import small_mapping
@@ -30,19 +36,39 @@ pytestmark = pytest.mark.gpu
 LENGTHS = [300, 17, 513, 64]
 
 
+def within_segments(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+    """Of text: causal."""
+    known = packed_bounds(bounds, max(LENGTHS))
+    return packed_attention(torch.nn.Module(), q, k, v, None, 0.125, **known)[0]
+
+
+def within_images(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+    """Of the vision tower."""
+    known: dict[str, Any] = {"patch_bounds": bounds, "longest_image": max(LENGTHS)}
+    return image_attention(torch.nn.Module(), q, k, v, None, 0.125, **known)[0]
+
+
 @pytest.mark.req("FULL-01", "PACK-04")
-def test_torchs_kernel_equals_attention_segment_by_segment() -> None:
+@pytest.mark.parametrize(
+    ("attend", "heads", "width"),
+    [
+        (within_segments, (8, 2, 2), 64),
+        (within_images, (8, 8, 8), 64),
+        (within_images, (4,) * 3, 72),
+    ],
+    ids=["text", "images", "images_of_8b"],
+)
+def test_torchs_kernel_equals_attention_segment_by_segment(
+    attend: Callable[..., Tensor], heads: tuple[int, ...], width: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, heads, sum(LENGTHS), 64) for heads in (8, 2, 2)]
+    shapes = [(1, count, sum(LENGTHS), width) for count in heads]
     on_cpu = [torch.randn(shape, generator=generator) for shape in shapes]
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     wanted = [tensor.clone().requires_grad_() for tensor in on_cpu]
     given = [tensor.to("cuda", torch.bfloat16).requires_grad_() for tensor in on_cpu]
-    module = torch.nn.Module()
-    here = packed_bounds(bounds, max(LENGTHS))
-    there = packed_bounds(bounds.cuda(), max(LENGTHS))
-    plain, _ = packed_attention(module, wanted[0], wanted[1], wanted[2], None, 0.125, **here)
-    found, _ = packed_attention(module, given[0], given[1], given[2], None, 0.125, **there)
+    plain = attend(*wanted, bounds=bounds)
+    found = attend(*given, bounds=bounds.cuda())
     assert torch.allclose(found.float().cpu(), plain, atol=3e-2)
     plain.square().sum().backward()
     found.float().square().sum().backward()
@@ -73,8 +99,7 @@ class Learning:
 
     def step(self) -> Tensor:
         """Gradients are kept: the second step has them and the moments from its start."""
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=AUTOCAST.cache_enabled):
-            total = self.recipe.loss(self.loaded.model, self.pack, "A").total
+        total = self.recipe.loss(self.loaded.model, self.pack, "A").total
         total.backward()
         self.optimizer.step()
         return total

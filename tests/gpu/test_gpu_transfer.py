@@ -28,11 +28,11 @@ from tests.contract.running_server import (
 from tests.contract.test_adapter import adapted
 from tests.contract.test_learner_killed import die_in, wait_until_poisoned
 from tests.contract.weight_sender import BUCKET_BYTES
+from tests.gpu.servers import LORA, OF_TWO_WORKERS, ON_0, SHARED_0, over
 
-pytestmark = pytest.mark.gpu
+# Two servers one after another, which compile what they run and capture graphs.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-SMALL_PART = ("--gpu-memory-utilization", "0.2")
-ON_0 = ("--gpus", "0", *SMALL_PART)
 TIMEOUT_S = 60.0
 
 
@@ -70,10 +70,10 @@ def answers(server: RunningServer) -> list[list[int]]:
     ("transport", "devices", "learner_gpu"),
     [
         pytest.param("nccl", ON_0, 1, marks=pytest.mark.gpu(2), id="nccl"),
-        pytest.param("ipc", (*ON_0, "--share-gpus"), 0, id="ipc"),
+        pytest.param("ipc", SHARED_0, 0, id="ipc"),
         pytest.param(
             "nccl",
-            ("--gpus", "0,1", "--tensor-parallel-size", "2", *SMALL_PART),
+            OF_TWO_WORKERS,
             2,
             marks=pytest.mark.gpu(3),
             id="nccl to an engine of two workers",
@@ -89,7 +89,7 @@ def test_pushed_between_gpus_equals_loaded(
     tmp_path: Path,
 ) -> None:
     model = model_on(learner_gpu, other_tied)
-    pushed_to = (*devices, "--weight-transport", transport)
+    pushed_to = (*devices, *over(transport))
     with running_server(tied, tmp_path / "pushed", device=pushed_to) as server:
         before = answers(server)
         (report,) = push(server, transport, MergedWeights(model))
@@ -109,8 +109,7 @@ def test_an_adapter_is_pushed_over_nccl_and_replaced(tied: Path, tmp_path: Path)
         for name, parameter in idle.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
-    options = ("--enable-lora", "--max-lora-rank", "8", "--weight-transport", "nccl")
-    with running_server(tied, tmp_path, *options, device=ON_0) as server:
+    with running_server(tied, tmp_path, *LORA, *over("nccl"), device=ON_0) as server:
         before = answers(server)
         push(server, "nccl", AdapterWeights(adapting))
         assert answers(server) != before
@@ -126,7 +125,7 @@ def test_a_learner_killed_in_a_broadcast_leaves_a_server_for_the_next_one(
     (port,) = free_ports(1)
     model = model_on(1, tied)
     command = [sys.executable, "-m", "tests.contract.dying_pusher"]
-    with running_server(tied, tmp_path, "--weight-transport", "nccl", device=ON_0) as server:
+    with running_server(tied, tmp_path, *over("nccl"), device=ON_0) as server:
         before = answers(server)
         arguments = [server.process.base_url, str(port), str(other_tied), "transfer", "nccl"]
         with subprocess.Popen(

@@ -3,7 +3,8 @@
     torchrun ... -m tests.integration.process_run OUT CONFIG ...
 
 Writes OUT/CONFIG's stem-RANK.pt after each: `weights`, whole, and `rates`, the learning rate of
-every parameter that is trained, as this process has them; `pushed`, what it would push.
+every parameter that is trained, as this process has them; `pushed`, what it would push; `gathered`,
+the types that the weight of a layer has in forwards.
 """
 
 import io
@@ -13,12 +14,14 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from learner.config import load_config
+from learner.config.schema import Config
 from learner.distributed.peers import Peers
 from learner.distributed.process_group import open_peers
+from learner.models.load import LoadedModel, load_model
 from learner.objectives import logit_stats
 from learner.rollout.sync.weights import GatheredWeights
 from learner.training.start_checks import check_inputs, learner_processes
@@ -50,8 +53,18 @@ def state_of(trainer: StepTrainer, rank: int) -> dict[str, object]:
 def run(peers: Peers, config_file: Path, out: Path) -> None:
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate sets it in the run before
     config = load_config(config_file)
-    trainer = train_as(peers, config, check_inputs(config), [], Console(file=io.StringIO()))
-    torch.save(state_of(trainer, peers.rank), out / f"{config_file.stem}-{peers.rank}.pt")
+    gathered: set[torch.dtype] = set()
+
+    def load(config: Config) -> LoadedModel:
+        loaded = load_model(config)
+        layer = next(m for m in loaded.model.modules() if isinstance(m, nn.Linear))
+        layer.register_forward_hook(lambda own, *_: gathered.add(own.weight.dtype))
+        return loaded
+
+    inputs, console = check_inputs(config), Console(file=io.StringIO())
+    trainer = train_as(peers, config, inputs, [], console, load)
+    state = state_of(trainer, peers.rank) | {"gathered": gathered}
+    torch.save(state, out / f"{config_file.stem}-{peers.rank}.pt")
 
 
 def main() -> None:

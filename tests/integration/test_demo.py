@@ -1,8 +1,10 @@
 """`learner demo` as a person runs it, and as a person interrupts it."""
 
+import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from learner.operate import demo
 from tests.contract.running_server import children, is_alive, wait_until_gone
 
 pytestmark = pytest.mark.slow
@@ -118,3 +122,31 @@ def test_an_interrupted_demo_leaves_no_process(
         if is_alive(process.pid):
             process.kill()
             process.wait()
+
+
+@pytest.mark.req("WORLD-01", "CLEAN-01")
+@pytest.mark.timeout(600)
+def test_the_crowded_demo_learns_few_shapes_first_and_ends_with_a_clean_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its parts, with few scenes and steps."""
+    configs = tmp_path / "configs"
+    shutil.copytree(demo.CONFIGS, configs)
+    for shipped in configs.glob("crowded_*.yaml"):
+        few = re.sub(r"(max_steps|save_steps): \d+", r"\1: 4", shipped.read_text())
+        shipped.write_text(few)
+    monkeypatch.setattr(demo, "CONFIGS", configs)
+    monkeypatch.setattr(demo, "TRAIN_SCENES", 32)
+    monkeypatch.setattr(demo, "HELD_OUT_SCENES", 4)
+    console = Console(file=io.StringIO(), width=120)
+    folder = tmp_path / "demo"
+    demo.run_demo(folder, 0, console, control=True, world="crowded")
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue()
+    assert "7/7 Channel A alone" in printed
+    assert "duplicates an answer" in printed
+    for part in ("sparse", "warmup", "two_channel", "channel_a"):
+        assert len(steps_of(folder / part)) == 4
+    (answered,) = [step for step in steps_of(folder / "two_channel") if step["step/channel_b"]]
+    assert "dup/removed" in answered
+    assert answered["rollout/repeat_terminate_active"] == 1

@@ -40,6 +40,7 @@ DETACH = {
 }
 CHANNEL_B = {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}
 LORA = {"tuner": {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8}}
+BFLOAT16 = {"model": {"torch_dtype": "bfloat16"}}
 # So small that in some steps one process has more packs than the other.
 PACKED = {"training": {"packing": True}, "global_max_length": 300}
 # Made in two runs, of which the second goes on with what the first has left.
@@ -58,9 +59,11 @@ OF_TWO: dict[str, dict[str, Any]] = {
     **ALSO_ALONE,
     "packed": PACKED,
     "constant": CONSTANT,
+    "bfloat16": BFLOAT16,
     "sharded_unroll": merge(UNROLL, FSDP2),
     "sharded_detach": merge(DETACH, FSDP2),
     "sharded_packed": merge(PACKED, FSDP2),
+    "sharded_bfloat16": merge(BFLOAT16, FSDP2),
     "sharded_constant": merge(HALF, FSDP2),
     "sharded_resumed": merge(merge(CONSTANT, FSDP2), {"training": {"resume": "auto"}}),
 }
@@ -71,7 +74,7 @@ OF_FOUR = {"unroll": UNROLL, "sharded_unroll": merge(UNROLL, FSDP2)}
 class Run:
     """weights: by rank, whole. rates: of the learning, by parameter. steps: as logged.
 
-    pushed: what process 0 would push.
+    pushed: what process 0 would push. gathered: types of a layer's weight in its forwards.
     """
 
     folder: Path
@@ -79,6 +82,7 @@ class Run:
     rates: list[dict[str, float]]
     steps: list[dict[str, float]]
     pushed: dict[str, Tensor]
+    gathered: set[torch.dtype]
 
     def losses(self) -> list[float]:
         return [step["loss"] for step in self.steps]
@@ -118,6 +122,7 @@ class World:
             [state["rates"] for state in states],
             [line for line in lines if "loss" in line],
             states[0]["pushed"],
+            states[0]["gathered"],
         )
 
 
@@ -203,6 +208,19 @@ def test_two_processes_make_the_steps_of_one(
 def test_sharded_steps_are_those_of_ddp(world: World, two: dict[str, Run], name: str) -> None:
     assert_same(world, two[name], two[f"sharded_{name}"])
     assert two[f"sharded_{name}"].rates == two[name].rates
+
+
+@pytest.mark.req("FULL-03")
+def test_in_16_bits_sharded_steps_are_those_of_ddp_and_weights_stay_float32(
+    two: dict[str, Run],
+) -> None:
+    """Within the rounding of products: FSDP2 casts weights before it gathers them."""
+    whole, sharded = two["bfloat16"], two["sharded_bfloat16"]
+    assert sharded.losses()[:2] == pytest.approx(whole.losses()[:2], rel=2e-3)
+    assert sharded.losses() == pytest.approx(whole.losses(), rel=5e-2)
+    assert (whole.gathered, sharded.gathered) == ({torch.float32}, {torch.bfloat16})
+    for weights in (*whole.weights, *sharded.weights):
+        assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
 @pytest.mark.req("SYNC-02", "SYNC-08")

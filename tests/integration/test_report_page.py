@@ -439,7 +439,7 @@ def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 COLUMNS = (
-    *("description", "F1", "precision", "recall", "AP", "AP50"),
+    *("description", "F1", "precision", "recall", "F1@mIoU", "F1 at 0.95", "AP", "AP50"),
     *("hits", "predicted", "ground truths"),
 )
 
@@ -456,7 +456,7 @@ def test_an_evaluation_has_its_scores_by_description_which_can_be_sorted(
         first = table.locator("tbody tr").first
         expect(table.locator("tbody tr")).to_have_count(14)
         expect(first.locator("td").first).to_have_text("0.000")
-        f1 = table.get_by_role("button", name="F1")
+        f1 = table.get_by_role("button", name="F1", exact=True)
         f1.focus()
         page.keyboard.press("Enter")
         expect(first.locator("td").first).to_have_text("1.000")
@@ -468,7 +468,8 @@ def test_an_evaluation_has_its_scores_by_description_which_can_be_sorted(
         table.get_by_role("button", name="AP", exact=True).click()
         expect(table.locator("tbody tr").last).to_contain_text("ghost")
         cat = table.locator("tbody tr").filter(has_text="cat").locator("td")
-        expect(cat).to_have_text(["0.667", "0.500", "1.000", "0.500", "0.500", "1", "2", "1"])
+        f1s, aps = ["0.667", "0.667"], ["0.500", "0.500"]
+        expect(cat).to_have_text(["0.667", "0.500", "1.000", *f1s, *aps, "1", "2", "1"])
         assert page.locator("img[src=x]").count() == 0
         assert page.title() == "Evaluation"
 

@@ -60,7 +60,7 @@ def test_a_run_is_watched_through_its_kill_and_its_second_start(tmp_path: Path) 
         wait_for_run(folder, first)
         with watching(folder, (100, 30), "--follow") as terminal:
             terminal.until(said(f"/{LONG}", "running", "checkpoint-", f"pid {first.pid}"))
-            assert "loss, A" in terminal.last
+            terminal.until(said("loss, A"))
             first.send_signal(signal.SIGKILL)
             first.wait()
             terminal.until(said("process gone", "no step for"))

@@ -2,9 +2,10 @@
 
     python -m tests.rehearsal.faked_gpus FOLDER    a line of JSON for each replica, or the refusal
 
-FOLDER has `commands.json`: [{"argv": [...], "gib": memory of each GPU}, ...]. The command line, the
-settings, the checks and vLLM's `create_engine_config` are the real ones. Faked are the driver's
-folder, `nvidia-smi`, NVML, and vLLM's platform, which is its own one for NVIDIA.
+FOLDER has `commands.json`: [{"argv": [...], "gib": memory of each GPU, "environment": {...}}, ...].
+The command line, the settings, the checks, the variables for the engine and vLLM's
+`create_engine_config` are the real ones. Faked are the driver's folder, `nvidia-smi`, NVML, and
+vLLM's platform, which is its own one for NVIDIA.
 
 A process of its own: vLLM has one platform in a process.
 """
@@ -14,28 +15,60 @@ import os
 import socket
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from typer.main import get_command
 
 from rollout_server import cli
-from rollout_server.engines.vllm import environment
+from rollout_server.engines import vllm as engine_package
 from rollout_server.settings import preflight
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import ContractError
-from shared_contracts.machine import GpuMemory, GpuUse
+from shared_contracts.machine import GpuMemory, GpuUse, visible_gpus
 
-GPUS = 4
+UUIDS = (
+    "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",
+    "GPU-8932f937-b1c4-4a0e-9a51-0c8e7c1f2d3a",
+    "GPU-5b1e0f6a-93d2-4f7b-8a44-6d1f0e2c9b70",
+    "GPU-c7a9d3e2-1f58-4c66-b0f3-9e84a5d1706b",
+)
+GPUS = len(UUIDS)
 NAME = "NVIDIA H100 80GB HBM3"
 
 
-def settings_of(argv: list[str], use: GpuUse) -> ServerSettings:
-    """What the command line would serve with."""
+@dataclass
+class Started:
+    """What a server begins to serve with. environment: of its process then."""
+
+    gib: float
+    settings: ServerSettings
+    environment: dict[str, str]
+
+
+def write_driver(folder: Path, uuids: Sequence[str] = UUIDS) -> Path:
+    """The driver's folder, of a machine or a container that has these GPUs."""
+    for index, uuid in enumerate(uuids):
+        gpu = folder / f"0000:{index + 1:02x}:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "information").write_text(f"Model: \t\t {NAME}\nGPU UUID: \t {uuid}\n")
+    return folder
+
+
+def fake_driver(devices: Path) -> None:
     checks: Any = preflight
-    checks.query_gpu_use = lambda: use
-    checks.check_gpus = lambda gpus, environment: None
+    checks.check_gpus = partial(preflight.check_gpus, devices=devices)
+    package: Any = engine_package
+    package.visible_gpus = partial(visible_gpus, devices=devices)
+
+
+def started(argv: list[str], gib: float, environment: Mapping[str, str]) -> Started:
+    """What the command line would serve with. environment: of the process; it is this one's."""
+    checks: Any = preflight
+    checks.query_gpu_use = lambda: use_of(gib)
     found: list[ServerSettings] = []
 
     def serve(settings: ServerSettings, listener: socket.socket) -> None:
@@ -45,23 +78,36 @@ def settings_of(argv: list[str], use: GpuUse) -> ServerSettings:
     server: Any = types.ModuleType("rollout_server.serve")
     server.serve = serve
     sys.modules["rollout_server.serve"] = server
+    take(environment)
     get_command(cli.app)(["serve", *argv], standalone_mode=False)
-    return found[0]
+    return Started(gib, found[0], dict(os.environ))
+
+
+def take(environment: Mapping[str, str]) -> None:
+    """Have this environment and no other."""
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def use_of(gib: float) -> GpuUse:
-    return GpuUse([GpuMemory(i, f"GPU-{i}", 0, int(gib * 1024)) for i in range(GPUS)], [])
+    return GpuUse([GpuMemory(i, uuid, 0, int(gib * 1024)) for i, uuid in enumerate(UUIDS)], [])
 
 
 def fake_nvml(gib: float) -> None:
-    """Below vLLM's platform; a handle is the id of a GPU."""
+    """Below vLLM's platform; a handle is the id of a GPU. As NVML, it takes whole UUIDs alone."""
     from vllm.third_party import pynvml as real
+
+    def by_uuid(uuid: str | bytes) -> int:
+        name = uuid.decode() if isinstance(uuid, bytes) else uuid
+        if name not in UUIDS:
+            raise real.NVMLError(real.NVML_ERROR_NOT_FOUND)
+        return UUIDS.index(name)
 
     pynvml: Any = real
     pynvml.nvmlInit = pynvml.nvmlShutdown = lambda *_: None
     pynvml.nvmlDeviceGetCount = lambda: GPUS
     pynvml.nvmlDeviceGetHandleByIndex = lambda index: index
-    pynvml.nvmlDeviceGetHandleByUUID = lambda uuid: int(str(uuid).removeprefix("GPU-"))
+    pynvml.nvmlDeviceGetHandleByUUID = by_uuid
     pynvml.nvmlDeviceGetIndex = lambda handle: handle
     pynvml.nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
     pynvml.nvmlDeviceGetName = lambda handle: NAME
@@ -90,11 +136,21 @@ def put_platform() -> None:
     platforms._current_platform = cuda
 
 
-def described(settings: ServerSettings) -> Iterator[dict[str, Any]]:
+def have_triton() -> None:
+    """Without Triton, vLLM chooses the model runner V1 whatever a server asks for."""
+    from vllm.config import vllm
+
+    config: Any = vllm
+    config.HAS_TRITON = True
+
+
+def described(server: Started) -> Iterator[dict[str, Any]]:
     """vLLM's configuration of each replica."""
     from rollout_server.engines.vllm.arguments import engine_args
 
-    os.environ.update(environment(settings))
+    fake_nvml(server.gib)
+    take(server.environment)
+    settings = server.settings
     for index in range(settings.num_replicas):
         config = engine_args(settings, index).create_engine_config()
         scheduler, parallel = config.scheduler_config, config.parallel_config
@@ -115,27 +171,32 @@ def described(settings: ServerSettings) -> Iterator[dict[str, Any]]:
             "share": config.cache_config.gpu_memory_utilization,
             "transfer": transfer.backend if transfer is not None else None,
             "sleep_mode": config.model_config.enable_sleep_mode,
+            "lora": config.lora_config is not None,
+            "guards": config.model_config.logits_processors,
         }
 
 
 def main(folder: Path) -> None:
     commands = json.loads((folder / "commands.json").read_text(encoding="utf-8"))
-    made: list[tuple[float, ServerSettings | ContractError]] = []
+    fake_driver(write_driver(folder / "gpus"))
+    before = dict(os.environ)
+    made: list[Started | ContractError] = []
     for command in commands:
+        environment = before | command["environment"]
         try:
-            made.append((command["gib"], settings_of(command["argv"], use_of(command["gib"]))))
+            made.append(started(command["argv"], command["gib"], environment))
         except ContractError as error:
-            made.append((command["gib"], error))
+            made.append(error)
     import rollout_server.engines.vllm.engine  # noqa: F401  all of vLLM, before its platform is put
 
     fake_nvml(80)  # vLLM looks for it when its platform is imported
     put_platform()
-    for gib, settings in made:
-        if isinstance(settings, ContractError):
-            print(json.dumps({"refused": settings.where, "found": settings.found}))
-            continue
-        fake_nvml(gib)
-        print(json.dumps(list(described(settings))))
+    have_triton()
+    for each in made:
+        if isinstance(each, ContractError):
+            print(json.dumps({"refused": each.where, "found": each.found, "do": each.do}))
+        else:
+            print(json.dumps(list(described(each))))
 
 
 if __name__ == "__main__":

@@ -37,10 +37,17 @@ def counts(output: str) -> dict[str, int]:
     return {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", last)}
 
 
+# Tests that start servers, which compile what they run and capture graphs on a GPU.
+SERVERS = ("test_gpu_logprobs", "test_gpu_sleep", "test_gpu_transfer", "test_split")
+
+
 def test_every_test_is_sound_up_to_its_first_use_of_a_gpu() -> None:
     """Imports, fixtures and all that a test does before."""
-    status, listed = run("tests/gpu", "--collect-only")
+    status, listed = run("-p", "tests.rehearsal.timeouts", "tests/gpu", "--collect-only")
     assert status == 0, listed
+    timeouts = re.findall(r"^timeout (\d+) tests/gpu/(\w+)\.py::", listed, re.M)
+    assert {name for _, name in timeouts} >= set(SERVERS)
+    assert all(int(seconds) > 900 for seconds, name in timeouts if name in SERVERS)
     status, output = run("tests/gpu", ROLLMATCH_REHEARSE_GPU="1")
     assert status == 0, output
     assert counts(output)["passed"] == counts(listed)["tests"] > 15

@@ -31,6 +31,8 @@ from tests.rehearsal.fake_nccl import NEVER_S, Nccl, install
 
 # A rendezvous that comes to an end does so in far less, and one that does not lasts as long.
 SHORT_S = 1.0
+# So long after the deadline of a rendezvous all engines answer again.
+AGAIN_S = 5.0
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -43,6 +45,11 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nccl]:
     install(monkeypatch, made)
     yield made
     made.release(over=True)
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 class WorkerEngine(ScriptedEngine):
@@ -101,7 +108,7 @@ class Server:
         self.engines = ScriptedEngines()
         self.engines[:] = [WorkerEngine() for _ in range(engines)]
         self.updates = WeightUpdates(
-            self.engines, 1, "nccl", lambda: "epoch", NEVER_S, 1.0, gone_after_s
+            self.engines, 1, "nccl", lambda: "epoch", NEVER_S, gone_after_s=gone_after_s
         )
         self.given_up = threading.Event()
 
@@ -157,7 +164,7 @@ class Server:
         return caught.value, said.value
 
     async def all_serve(self) -> None:
-        """No engine is held or was given up, and the next rendezvous forms a group."""
+        """No engine is held or was given up, and what it served before it serves now."""
         assert not any(engine.given_up for engine in self.engines)
         for index in range(len(self.engines)):
             assert await asyncio.wait_for(self.worker(index).answers(), NEVER_S)
@@ -277,6 +284,65 @@ def test_a_rank_that_fails_inside_nccl_frees_the_others_at_once(
     run(work())
 
 
+@pytest.mark.req("FULL-07", "SYNC-04")
+@pytest.mark.parametrize("why", ["hangs inside NCCL", "a worker is missing", "a rank dies"])
+def test_engines_answer_again_soon_after_the_deadline(
+    nccl: Nccl, why: str, record_property: Callable[[str, object], None]
+) -> None:
+    """With the margins of a server. A rank that dies frees the others before the deadline."""
+
+    async def work() -> None:
+        server = Server(nccl, engines=2)
+        before = list(server.engines)
+        deadline_s = SHORT_S
+        if why == "a rank dies":
+            nccl.dies, deadline_s = 2, 0.0
+        elif why == "a worker is missing":
+            server.engines[1].script["join_group"] = Hang()
+        else:
+            nccl.hangs = True
+        began = time.monotonic()
+        await server.fails(deadline_s or NEVER_S)
+        server.engines[1].script.clear()
+        await server.all_serve()
+        late_s = time.monotonic() - began - deadline_s
+        record_property("seconds until all engines serve", round(late_s, 2))
+        print(f"{why}: all engines serve {late_s:.2f} s after the deadline")
+        assert late_s < AGAIN_S
+        assert list(server.engines) == before, "none was built again"
+        done = {call for engine in server.engines for call in engine.calls}
+        assert done == {"join_group", "leave_group"}, "none was paused"
+
+    run(work())
+
+
+@pytest.mark.req("FULL-07", "SYNC-04")
+def test_a_worker_that_cannot_load_nccl_is_never_ready(
+    nccl: Nccl, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no other rank enters NCCL, where it would wait for that worker without a deadline."""
+    import rollout_server.engines.vllm.nccl_engine as worker
+
+    def missing() -> None:
+        raise RuntimeError("libnccl.so.2: cannot open shared object file")
+
+    async def work() -> None:
+        server = Server(nccl)
+        monkeypatch.setattr(worker, "NCCLLibrary", missing)
+        body = server.body(SHORT_S).model_copy(update={"port": store.port})
+        with pytest.raises(RuntimeError, match="cannot open shared object file"):
+            server.worker().join(body, 1)
+        assert not store.check(["ready/1"])
+        problem, _ = await server.fails(NEVER_S)
+        assert "libnccl.so.2: cannot open shared object file" in str(problem)
+        assert nccl.entered == []
+        await server.all_serve()
+        monkeypatch.setattr(worker, "NCCLLibrary", object)
+        await server.pushes(await server.meet())
+
+    run(work())
+
+
 @pytest.mark.req("FULL-07", "SYNC-04", "SYNC-07")
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_learner_that_falls_silent_in_a_rendezvous_frees_the_engines(
@@ -333,11 +399,6 @@ def test_a_send_that_hangs_ends_when_the_group_is_abandoned(nccl: Nccl) -> None:
 
 
 # --- the ranks at their store
-
-
-@pytest.fixture
-def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 class Ranks:

@@ -5,6 +5,8 @@ hub. Tokenizer and processor are the toy's; patches have 16 pixels, as in these 
 """
 
 import json
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import numpy as np
 from PIL import Image
 
 from learner.models.toy import make_toy_tokenizer, toy_config, toy_processor
+from learner.objectives.logit_stats import HEAD_ELEMENTS
 from learner.types import GroundTruthObject, Sample, Shape
 
 VOCABULARY = 152936  # with the 1,000 coordinate tokens
+CHUNK = HEAD_ELEMENTS // VOCABULARY  # rows to which the head is applied at once
 _HEADS = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": VOCABULARY}
 _TEXT: dict[str, dict[str, Any]] = {
     "2b": _HEADS
@@ -65,14 +69,20 @@ _VISION: dict[str, dict[str, Any]] = {
 }
 
 
-def make_full_size(folder: Path, size: str) -> Path:
-    """Write config, tokenizer and processor of a model of this size, and no weights."""
+def make_full_size(folder: Path, size: str, layers: int | None = None) -> Path:
+    """Write config, tokenizer and processor of a model of this size, and no weights.
+
+    layers: of text and vision, two or more; by default as many as the model of this size has.
+    """
     tokenizer = make_toy_tokenizer()
     text = _TEXT[size] | _POSITIONS
     described = toy_config(tokenizer, tie=text["tie_word_embeddings"]).to_dict()
     described["text_config"].pop("layer_types", None)
     described["text_config"] |= text
     described["vision_config"] |= _VISION[size] | {"out_hidden_size": text["hidden_size"]}
+    if layers is not None:
+        described["text_config"]["num_hidden_layers"] = layers
+        described["vision_config"] |= {"depth": layers, "deepstack_visual_indexes": [0, 1]}
     if "num_experts" in text:
         described |= {
             "architectures": ["Qwen3VLMoeForConditionalGeneration"],
@@ -92,13 +102,27 @@ def make_full_size(folder: Path, size: str) -> Path:
     return folder
 
 
-def make_samples(folder: Path, count: int) -> list[Sample]:
-    """Samples of one megapixel with 14 boxes each, of which 8 fill a pack of 12,000 tokens."""
-    path, side = folder / "scene.png", 1000
+def make_samples(folder: Path, count: int, side: int = 1000) -> list[Sample]:
+    """Samples with 14 boxes each. side: of their image, in pixels.
+
+    Of one megapixel, 8 of them fill a pack of 12,000 tokens.
+    """
+    path = folder / "scene.png"
     noise = np.random.default_rng(0).integers(0, 255, (side, side, 3), dtype=np.uint8)
     Image.fromarray(noise).save(path)
     boxes = tuple(
-        GroundTruthObject("red ellipse", Shape("bbox_2d", (10 + at, 20, 300 + at, 400)))
+        GroundTruthObject("red ellipse", Shape("bbox_2d", (10 + 10 * at, 20, 100 + 10 * at, 200)))
         for at in range(14)
     )
     return [Sample(f"s{number}", (path,), side, side, boxes) for number in range(count)]
+
+
+def large(shapes: Iterable[tuple[int, ...]], length: int, width: int) -> Iterator[tuple[int, ...]]:
+    """Shapes that no step may have: of L x L, or of V with more rows than a chunk on either side.
+
+    length: L, tokens of the pack. width: of the head, whose weight has V.
+    """
+    for shape in shapes:
+        rows = math.prod(shape) // VOCABULARY if VOCABULARY in shape else 0
+        if shape.count(length) > 1 or (rows > CHUNK and rows != width):
+            yield shape

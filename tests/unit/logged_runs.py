@@ -25,6 +25,7 @@ from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.answers import encode
 from tests.unit.small_run import rollout, written
+from tests.unit.streams import in_chunks
 
 SHARE = 7
 
@@ -123,7 +124,8 @@ class RunMaker:
 
     def _policy(self, config: Config, prompt: PromptEncoder, chunk: int | None) -> Policy:
         answers = Answers(self._samples, self._loaded, prompt)
-        return Policy(OpenBackend(answers, round_size=chunk), asking_of(config))
+        stream = None if chunk is None else in_chunks(answers, chunk)
+        return Policy(OpenBackend(answers, stream=stream, round_size=chunk), asking_of(config))
 
     def _step(
         self,

@@ -100,7 +100,8 @@ def parse_slowly(
         key, value_start = read_key(symbols, start)
         found: Found | str = "key_invalid"
         if is_object and key not in seen and is_object_key(key):
-            found = read_object(answer, key, value_start, end, allow_poly)
+            begin = symbols.rindex(f'"{key}"', 0, value_start)
+            found = read_object(answer, key, begin, value_start, end, allow_poly)
         seen.add(key)
         if isinstance(found, str):
             reading.dropped.append((key, found))
@@ -180,8 +181,10 @@ def strings_in(symbols: str, start: int, end: int) -> list[tuple[int, int]]:
     return strings
 
 
-def read_object(answer: Answer, key: str, start: int, end: int, allow_poly: bool) -> Found | str:
-    """The object of an entry, or why it is dropped (PARSE-04)."""
+def read_object(
+    answer: Answer, key: str, begin: int, start: int, end: int, allow_poly: bool
+) -> Found | str:
+    """The object of an entry that begins with `begin`, or why it is dropped (PARSE-04)."""
     strings = strings_in(answer.symbols, start, end)
     value = as_json(answer.symbols, start, end, strings)
     if not isinstance(value, Pairs):
@@ -219,7 +222,7 @@ def read_object(answer: Answer, key: str, start: int, end: int, allow_poly: bool
             for at in range(start, end)
             if ord(answer.symbols[at]) >= FIRST_COORD and not said[0] <= at < said[1]
         ],
-        token_span=(owner[answer.symbols.rindex(f'"{key}"', 0, start)], owner[end - 1] + 1),
+        token_span=(owner[begin], owner[end - 1] + 1),
         desc_token_indices=sorted({owner[at] for at in range(*said)}),
     )
 

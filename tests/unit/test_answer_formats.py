@@ -1,6 +1,7 @@
 """Another answer format is one module and one line of the registry."""
 
 from copy import deepcopy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ from transformers import PreTrainedTokenizerFast
 from learner.config import Config, parse_config
 from learner.config.registry import ANSWER_FORMATS
 from learner.config.rollout_matching import MatchingConfig
+from learner.runs.run_folder import RESOLVED
 from learner.stages.formats import AnswerFormat, answer_format
 from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.matching import match_objects
 from learner.stages.targets import assess, build_ground_truth_target, with_target
 from learner.stages.tokens import IM_END, token_table
+from learner.training.start_checks import check_taught_format
 from learner.types import GroundTruthObject, MatchResult, Role, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import object_key_token_ids
@@ -148,7 +151,51 @@ def test_a_format_that_is_not_registered_is_refused() -> None:
     error = only_error(changed("custom.answer_format", "xml"))
     assert error.where == "custom.answer_format"
     assert error.found == "'xml' is not known"
-    assert error.do == "Use object_keys or compact"
+    assert error.do == "Use object_keys, objects_array or compact"
+
+
+@pytest.mark.req("FMT-01")
+def test_a_checkpoint_of_a_run_with_another_format_is_refused(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    check_taught_format(checkpoint, "compact", "model.model")
+    resolved = tmp_path / RESOLVED
+    resolved.write_text("custom: {answer_format: objects_array}\n")
+    check_taught_format(checkpoint, "objects_array", "model.model")
+    with pytest.raises(ContractError) as caught:
+        check_taught_format(checkpoint, "compact", "--checkpoint")
+    assert caught.value.where == "--checkpoint"
+    assert "as objects_array" in caught.value.found
+    assert "custom.answer_format is compact" in caught.value.found
+    assert "learner export" in caught.value.do
+
+
+@pytest.mark.req("FMT-01")
+@pytest.mark.parametrize(
+    ("text", "taught"), [("custom: {}\n", "object_keys"), ("custom: [", None), ("a: 1", None)]
+)
+def test_an_older_run_had_the_default_and_a_damaged_file_says_nothing(
+    tmp_path: Path, text: str, taught: str | None
+) -> None:
+    (tmp_path / RESOLVED).write_text(text)
+    for name in ANSWER_FORMATS:
+        if taught in (None, name):
+            check_taught_format(tmp_path / "checkpoint-5", name, "model.model")
+        else:
+            with pytest.raises(ContractError, match=f"as {taught}"):
+                check_taught_format(tmp_path / "checkpoint-5", name, "model.model")
+
+
+@pytest.mark.req("FMT-01", "REP-01")
+@pytest.mark.parametrize("name", ["objects_array", "compact"])
+def test_servers_that_would_count_other_entries_are_refused(name: str) -> None:
+    guard = {"enabled": True, "max_object_keys": 9}
+    mapping = changed("rollout_matching.repeat_terminate", guard)
+    mapping["custom"] = mapping["custom"] | {"answer_format": name}
+    with pytest.raises(ContractError, match="rollout servers count the entries of object_keys"):
+        answer_format(parse_config(mapping))
+    mapping["rollout_matching"] = mapping["rollout_matching"] | {"rollout_backend": "hf"}
+    assert answer_format(parse_config(mapping)).entry_contexts
 
 
 @pytest.mark.req("REP-01")

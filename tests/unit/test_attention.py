@@ -1,5 +1,8 @@
 """Attention within the segments of a packed row: as separate rows have it, and at what cost."""
 
+import json
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,23 +13,32 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3VLForConditionalGeneration
 
+from learner.config import merge, parse_config
 from learner.data.toy import ToyData
 from learner.models import attention
 from learner.models.attention import (
     PACKED,
-    as_on_cuda,
+    PACKED_IMAGES,
     attention_of,
+    image_attention,
     packed_attention,
     packed_bounds,
 )
 from learner.models.load import LoadedModel
-from learner.models.packed_forward import check_packing
+from learner.models.packed_forward import check_packing, packed_forward
+from learner.objectives.numerics import as_on_cuda
+from learner.operate.estimate.fake import put_on_fakes
+from learner.operate.estimate.step import meta_model
 from learner.types import Sample
 from shared_contracts.errors import ContractError
+from tests.unit.device_waits import Waits, counting_waits, on_device
 from tests.unit.loaded_models import load_small
 from tests.unit.mixed_samples import mixed_samples
+from tests.unit.packed_logits import packed_logits
+from tests.unit.small_run import small_mapping
 from tests.unit.tensor_shapes import Shapes
 from tests.unit.toy_learner import ToyLearner
 
@@ -201,11 +213,142 @@ def test_a_forward_without_bounds_is_that_of_sdpa(
     assert torch.allclose(alone, wanted, atol=1e-5)
 
 
-def test_auto_is_torchs_own_kernel_for_text_and_sdpa_for_images(loaded: LoadedModel) -> None:
+def test_auto_attends_within_segments_and_images(loaded: LoadedModel) -> None:
     model: Any = loaded.model
     config = model.config
     assert config.get_text_config()._attn_implementation == PACKED
-    assert config.vision_config._attn_implementation == "sdpa"
+    assert config.vision_config._attn_implementation == PACKED_IMAGES
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("choice", ["sdpa", "eager"])
+def test_images_within_bounds_equal_images_one_by_one(
+    load: Load, samples: list[Sample], choice: str, again: bool
+) -> None:
+    """Loss and every gradient, of text and of the vision tower."""
+    learner = ToyLearner(load(model={"gradient_checkpointing": again}))
+    pack = learner.pack(samples)
+    model: Any = learner.model
+    ours = learner.loss(pack)
+    found = learner.gradients(ours)
+    model.set_attn_implementation({"text_config": PACKED, "vision_config": choice})
+    theirs = learner.loss(pack)
+    wanted = learner.gradients(theirs)
+    assert torch.allclose(ours.total, theirs.total, atol=1e-5)
+    assert any("visual" in name for name, gradient in wanted.items() if gradient.any())
+    for name, gradient in wanted.items():
+        assert torch.allclose(found[name], gradient, atol=1e-5), name
+
+
+@pytest.mark.parametrize("lengths", [[4], [6, 6, 6], [9, 10, 8]], ids=["one", "equal", "loop"])
+def test_patches_see_all_patches_of_their_image_alone(lengths: list[int]) -> None:
+    q, k, v = (tensor.requires_grad_() for tensor in of_lengths(lengths, kv_heads=4))
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    bounds: dict[str, Any] = {"patch_bounds": starts, "longest_image": max(lengths)}
+    found, _ = image_attention(torch.nn.Module(), q, k, v, None, 0.5, **bounds)
+    alone = [
+        ((a @ b.transpose(2, 3) * 0.5).softmax(-1) @ c).transpose(1, 2)
+        for a, b, c in zip(*(t.split(lengths, 2) for t in (q, k, v)), strict=True)
+    ]
+    wanted = torch.cat(alone, 1)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0))
+    ours = torch.autograd.grad((found * weights).sum(), (q, k, v))
+    theirs = torch.autograd.grad((wanted * weights).sum(), (q, k, v))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_on_cuda_one_call_of_each_layer_takes_all_images(load: Load, samples: list[Sample]) -> None:
+    loaded = load()
+    pack = ToyLearner(loaded).pack(samples)
+    calls = Counter[tuple[int, ...]]()
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func._schema.name == "torch_attn::_varlen_attn":
+                calls[tuple(args[0].shape)[:2]] += 1
+                return args[0], torch.empty(0), torch.empty(0)  # the CPU has no such kernel
+            return func(*args, **(kwargs or {}))
+
+    counting = Calls()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), counting, as_on_cuda():
+        packed_logits(loaded.model, pack)
+    config: Any = loaded.model.config
+    text, vision = config.text_config, config.vision_config
+    assert pack.pixel_values is not None
+    assert calls == {
+        (len(pack), text.num_attention_heads): text.num_hidden_layers,
+        (len(pack.pixel_values), vision.num_heads): vision.depth,
+    }
+
+
+@pytest.fixture
+def deep(toy_checkpoint: Path, tmp_path: Path) -> Path:
+    """The toy checkpoint's files with three times as many layers, without weights."""
+    folder = tmp_path / "deep"
+    shutil.copytree(toy_checkpoint, folder)
+    described = json.loads((folder / "config.json").read_text())
+    described["text_config"]["num_hidden_layers"] *= 3
+    described["vision_config"]["depth"] *= 3
+    described["text_config"].pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("choice", ["auto", "sdpa"])
+def test_a_gpu_is_waited_for_as_often_whatever_the_depth(
+    toy_checkpoint: Path,
+    toy_data: ToyData,
+    tmp_path: Path,
+    deep: Path,
+    samples: list[Sample],
+    again: bool,
+    choice: str,
+) -> None:
+    """Twice for each deepstack level forward and three times backward, and for a check of sizes."""
+
+    def waits(checkpoint: Path) -> Waits:
+        model = {"gradient_checkpointing": again, "attn_implementation": choice}
+        config = parse_config(
+            merge(small_mapping(checkpoint, toy_data, tmp_path / "run"), {"model": model})
+        )
+        loaded = meta_model(config)
+        pack = ToyLearner(loaded).pack(samples)
+        assert pack.image_grid_thw is not None
+        assert len(pack.image_grid_thw) > 2
+        with counting_waits(pack) as (mode, found):
+            put_on_fakes(loaded.model)
+            there = on_device(mode, pack)
+            some = packed_forward(loaded.model, there, lambda x: x.head(x.hidden[-3:]))
+            some.sum().backward()
+        return found
+
+    found = waits(toy_checkpoint)
+    of_levels = {"_deepstack_process": 2, "backward": 3}
+    assert found.asked == {"torch_compilable_check": 1, **of_levels}
+    assert choice == "sdpa" or not found.mixed  # the fakes' masks of `sdpa` are made on the host
+    # transformers looks for segments in the positions, and waits, but not for fake tensors.
+    assert ("aten::cumsum" in found.operations) == (choice == "sdpa")
+    assert waits(deep).asked == found.asked
+
+
+@pytest.mark.req("PACK-04")
+def test_images_whose_bounds_are_wrong_are_noticed(loaded: LoadedModel) -> None:
+    tower: Any = loaded.inner.visual  # type: ignore[attr-defined]
+
+    def lose(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        bounds = kwargs["patch_bounds"]
+        return args, {**kwargs, "patch_bounds": bounds[[0, -1]], "longest_image": int(bounds[-1])}
+
+    check_packing(loaded.model, loaded.family)
+    for block in tower.blocks:
+        block.register_forward_pre_hook(lose, with_kwargs=True)
+    with pytest.raises(ContractError, match=r"training\.packing"):
+        check_packing(loaded.model, loaded.family)
 
 
 @pytest.mark.parametrize("choice", ["flash_attention_2", "flash_attention_3"])

@@ -1,37 +1,54 @@
 """The arithmetic of the benchmarks; what they measure is measured elsewhere."""
 
+import io
 import json
-import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks import full_size
 from benchmarks.__main__ import NAMES, PAGE, ROOT, with_table
 from benchmarks.loss_parts.measuring import Bench
-from benchmarks.method_parts.arms import ARMS, BASE, GUARD, TITLES, WithoutAppend
+from benchmarks.method_parts.arms import (
+    ARMS,
+    CONFIGS,
+    DRAWN,
+    FULL,
+    TITLES,
+    Arm,
+    Place,
+    WithoutAppend,
+    arm_config,
+)
 from benchmarks.method_parts.curves import LINES, curves_png
 from benchmarks.method_parts.records import (
-    Counts,
-    Evaluation,
-    Record,
+    Row,
+    Run,
+    at_equal_steps,
+    at_equal_time,
     curves,
-    read_records,
+    read_runs,
+    score_table,
     spread,
-    tables,
+    time_table,
 )
+from benchmarks.method_parts.scenes import MEANINGS, scenes_png
 from benchmarks.results import Result, median_of, read_json, table, write_json
 from benchmarks.throughput import REQUESTS, Side, UnequalWork, Work, compare
 from benchmarks.workload import ANSWER_TOKENS, Scene, infer_call, make_scenes, openai_messages
+from learner.analysis.evaluation.folder import Scored, write_evaluation
+from learner.config import load_config
 from learner.config.rollout_matching import MatchingConfig
-from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models import head
 from learner.models.load import LoadedModel, load_model
 from learner.models.packed_forward import PromptEncoder
-from learner.stages.formats.coord_json import parse_rollout, serialize_objects
+from learner.stages.formats.compact import COMPACT
+from learner.stages.formats.coord_json import parse_rollout
 from learner.stages.matching import match_objects
 from learner.stages.tokens import decode_exactly
 from learner.training.channels import Encoding
@@ -47,10 +64,10 @@ from learner.types import (
 from shared_contracts.infer import InferCall
 from shared_contracts.repeat_guard import (
     RepeatGuard,
-    RepeatTerminateConfig,
-    object_key_token_ids,
 )
-from tests.unit.answers import coords, encode, entry
+from tests.unit.answers import encode
+from tests.unit.eval_answers import DATA, answered, answers
+from tests.unit.eval_answers import sample as eval_sample
 from tests.unit.small_run import small_config, written
 
 ALL_TOKENS = REQUESTS * ANSWER_TOKENS
@@ -202,31 +219,88 @@ DOG = GroundTruthObject("blue triangle", Shape("bbox_2d", (500, 510, 700, 710)))
 GHOST = GroundTruthObject("green rectangle", Shape("bbox_2d", (800, 0, 999, 90)))
 
 
-def evaluation(step: int, f1: float) -> Evaluation:
-    counts = Counts(answers=10, tokens=400, truncated=2, ended=1, dropped=3)
-    return Evaluation(step, f1 - 0.1, f1 + 0.1, f1, 0.9, counts)
+# ---- what its arms leave behind: three scenes, the answers of an arm after some steps
+
+SCENES = [[CAT, DOG], [CAT], [DOG]]
+NOTHING: list[list[GroundTruthObject]] = [[], [], []]
+TWICE = [[CAT, CAT, DOG], [CAT, CAT], [DOG]]
 
 
-def record(arm: str, seed: int, *f1: float, training: Counts | None = None) -> Record:
-    found = tuple(evaluation(20 * i, score) for i, score in enumerate(f1))
-    return Record(arm, seed, "0123456789abcdef", 60.0, found, training or Counts())
+def run_folder(
+    out: Path, arm: str, seed: int, said: dict[int, list[list[GroundTruthObject]]], step_s: float
+) -> None:
+    """A run with an evaluation for each step of `said`, and that many seconds a step."""
+    folder = out / f"{arm}_{seed}"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"commit": "0123456789abcdef"}))
+    rows = [{"step": step, "time/step_s": step_s} for step in range(1, max(said) + 1)]
+    rows.insert(1, {"step": 1, "eval/f1": 0.5})  # an evaluation has no seconds of training
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for step, objects in said.items():
+        found = answers(*zip(SCENES, objects, strict=True))
+        out_of = folder / "evaluations" / f"step_{step:06d}"
+        out_of.parent.mkdir(exist_ok=True)
+        write_evaluation(out_of, Scored.of(found, DATA, polygons=False), {})
 
 
-def rows(table: str, title: str) -> list[list[str]]:
-    found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    return [cells for cells in found if cells[:1] == [title]]
+def experiment(out: Path) -> dict[tuple[str, int], Run]:
+    """Channel A alone finds nothing, then repeats, then is right; the arm is right at once."""
+    for seed in (0, 1):
+        run_folder(out, "a_alone", seed, {0: NOTHING, 10: TWICE, 20: SCENES}, step_s=1.0)
+        run_folder(out, "clean", seed, {0: NOTHING, 10: SCENES}, step_s=1.5)
+    (out / "clean_2.part").mkdir()
+    return {(run.arm, run.seed): run for run in read_runs(out, TITLES)}
 
 
-def test_records_read_back_as_they_were_written_and_unended_runs_are_none(tmp_path: Path) -> None:
-    mixed = record("mixed", 1, 0.5, 0.7, training=Counts(32, 1000, 3, 2, 4))
-    for name in ("mixed_1", "mixed_2.part"):
-        (tmp_path / name).mkdir()
-    mixed.write(tmp_path / "mixed_1")
-    assert read_records(tmp_path) == [mixed]
+def rows(table: str, title: str) -> list[str]:
+    (found,) = (line for line in table.splitlines() if line.startswith(f"| {title} |"))
+    return [cell.strip() for cell in found.split("|")[1:-1]]
 
 
-def test_counts_add_up_name_by_name() -> None:
-    assert Counts(1, 2, 3, 4, 5) + Counts(10, 20, 30, 40, 50) == Counts(11, 22, 33, 44, 55)
+def test_runs_are_found_by_their_names_and_one_that_has_not_ended_is_none(tmp_path: Path) -> None:
+    found = experiment(tmp_path)
+    assert sorted(found) == [("a_alone", 0), ("a_alone", 1), ("clean", 0), ("clean", 1)]
+    run = found["clean", 1]
+    assert (run.commit, run.evaluated) == ("0123456789abcdef", [0, 10])
+    assert (run.seconds(10), run.seconds(4)) == (15.0, 6.0)
+
+
+def test_an_arm_is_held_against_channel_a_at_equal_steps_and_at_equal_time(tmp_path: Path) -> None:
+    found = experiment(tmp_path)
+    run, alone = found["clean", 0], found["a_alone", 0]
+    row = at_equal_steps(run, alone, 10)
+    assert (row.against["F1@mIoU"].first, row.against["F1@mIoU"].second) == (0.8, 1.0)
+    assert not row.above, "three scenes, one of which has no difference"
+    later = at_equal_time(run, alone, 10)  # 15 seconds: channel A has had 20 steps by then
+    assert (later.against["F1@mIoU"].first, later.against["F1@mIoU"].difference) == (1.0, 0.0)
+
+
+def test_an_arm_that_takes_longer_than_channel_a_ever_did_meets_its_last_evaluation(
+    tmp_path: Path,
+) -> None:
+    run_folder(tmp_path, "a_alone", 0, {0: NOTHING, 10: TWICE}, step_s=1.0)
+    run_folder(tmp_path, "b_75", 0, {0: NOTHING, 10: SCENES}, step_s=9.0)
+    alone, run = read_runs(tmp_path, ("a_alone", "b_75"))
+    assert at_equal_time(run, alone, 10).against["F1@mIoU"].first == 0.8
+
+
+def test_the_tables_have_the_scores_of_all_seeds_and_what_an_arm_has_over_channel_a(
+    tmp_path: Path,
+) -> None:
+    found = experiment(tmp_path)
+    by_arm: dict[str, list[Row]] = {"channel A alone": [], "cleaned": []}
+    for (arm, seed), run in found.items():
+        title = "cleaned" if arm == "clean" else "channel A alone"
+        by_arm[title].append(at_equal_steps(run, found["a_alone", seed], 10))
+    table = score_table(by_arm, "channel A alone")
+    alone, cleaned = rows(table, "channel A alone"), rows(table, "cleaned")
+    assert alone[1:6] == ["0.800", "0.800", "0.667", "1.000", "2.0"]
+    assert alone[6] == "0.67"
+    assert alone[-3:] == ["", "", ""]
+    assert cleaned[1:7] == ["1.000", "1.000", "1.000", "1.000", "1.3", "0.00"]
+    assert cleaned[-4:] == ["15", "+0.200", "0 of 2", "0.00"]
+    timed = {"cleaned": [at_equal_time(found["clean", s], found["a_alone", s], 10) for s in (0, 1)]}
+    assert rows(time_table(timed), "cleaned")[1:4] == ["1.000", "1.000", "+0.000"]
 
 
 def test_a_figure_is_the_mean_of_the_seeds_with_the_least_and_the_most() -> None:
@@ -234,70 +308,52 @@ def test_a_figure_is_the_mean_of_the_seeds_with_the_least_and_the_most() -> None
     assert spread([2.0, 2.0], "{:.0f}".format) == "2"
 
 
-def test_the_scores_are_those_at_the_end_and_differences_are_taken_seed_by_seed() -> None:
-    records = [
-        record("mixed", 0, 0.4, 0.5),
-        record("mixed", 1, 0.5, 0.7),
-        record("a_alone", 1, 0.5, 0.6),
-        record("a_alone", 0, 0.4, 0.8),
-    ]
-    table = tables(records, TITLES, BASE)
-    alone, _ = rows(table, TITLES["a_alone"])
-    before, *_ = rows(table, "before, after the warm-up")
-    assert alone[3] == "0.700 (0.600 .. 0.800)"
-    assert alone[5] == "+0.100 (-0.100 .. +0.300)"
-    assert before[3] == "0.450 (0.400 .. 0.500)"
+def test_curves_hold_one_line_of_scores_for_each_seed(tmp_path: Path) -> None:
+    runs = list(experiment(tmp_path).values())
+    assert curves(runs, "clean", "f1_miou") == ([0, 10], [[0.0, 1.0]] * 2)
+    assert curves(runs, "a_alone", "duplicates") == ([0, 10, 20], [[0.0, 2 / 3, 0.0]] * 2)
+    assert curves(runs, "no_guard", "f1_miou") == ([], [])
 
 
-def test_an_arm_that_has_not_ended_has_no_row_and_a_seed_without_its_base_no_difference() -> None:
-    table = tables([record("mixed", 0, 0.4, 0.5), record("a_alone", 1, 0.4, 0.8)], TITLES, BASE)
-    assert rows(table, TITLES["no_guard"]) == []
-    alone, _ = rows(table, TITLES["a_alone"])
-    assert alone[5:] == [""]
-
-
-def test_what_was_generated_is_summed_and_an_arm_that_trains_on_no_answer_says_so() -> None:
-    trained = [
-        record("mixed", seed, 0.4, 0.5, training=Counts(100, tokens, 5, 0, 7))
-        for seed, tokens in enumerate((4000, 6000))
-    ]
-    table = tables([*trained, record("a_alone", 0, 0.4, 0.5)], TITLES, BASE)
-    _, mixed = rows(table, TITLES["mixed"])
-    _, alone = rows(table, TITLES["a_alone"])
-    evaluated = rows(table, "")
-    assert mixed[1:] == [
-        "training",
-        "100",
-        "5,000 (4,000 .. 6,000)",
-        "50.0 (40.0 .. 60.0)",
-        "5",
-        "0",
-        "7",
-    ]
-    assert alone[1:3] == ["training", "0"]
-    assert [cells[1:] for cells in evaluated] == 2 * [
-        ["evaluations", "20", "800", "40.0", "4", "2", "6"]
-    ]
-
-
-def test_curves_hold_one_line_of_scores_for_each_seed() -> None:
-    records = [record("mixed", 0, 0.4, 0.5, 0.6), record("mixed", 1, 0.3, 0.2, 0.1)]
-    steps, scores = curves(records, "mixed", "f1")
-    assert (steps, scores) == ([0, 20, 40], [[0.4, 0.5, 0.6], [0.3, 0.2, 0.1]])
-    assert curves(records, "no_guard", "f1") == ([], [])
-
-
-def test_the_picture_is_a_small_png_in_which_dashes_alone_tell_the_arms_apart() -> None:
-    rng = random.Random(0)
-    records = [
-        record(arm.key, seed, *(rng.random() for _ in range(7)))
-        for arm in ARMS
-        for seed in range(3)
-    ]
-    png = curves_png(records, TITLES)
+def test_the_pictures_are_small_pngs_in_which_dashes_alone_tell_the_arms_apart(
+    tmp_path: Path,
+) -> None:
+    runs = experiment(tmp_path)
+    drawn = {key: TITLES[key] for key in DRAWN}
+    png = curves_png([*runs.values()], drawn)
     assert png.startswith(b"\x89PNG")
     assert len(png) < 150_000
-    assert len({dashes for _, dashes in LINES}) == len(ARMS)
+    assert len({dashes for _, dashes in LINES}) == len(LINES) == len(DRAWN)
+
+
+def test_the_picture_of_scenes_marks_hits_repetitions_and_what_was_missed(tmp_path: Path) -> None:
+    image = tmp_path / "1.png"
+    Image.new("RGB", (64, 64)).save(image)
+    asked = eval_sample(1, [CAT, DOG], image=image)
+    found = Scored.of([answered(asked, [CAT, CAT, GHOST])], DATA, polygons=False)
+    write_evaluation(tmp_path / "evaluation", found, {})
+    png = scenes_png({"an arm, cleaned": tmp_path / "evaluation"}, [0])
+    shown = Image.open(io.BytesIO(png)).convert("RGB")
+    pixels = np.asarray(shown, dtype=int).reshape(-1, 3)
+    for colour, meaning in MEANINGS.items():
+        wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+        assert abs(pixels - wanted).sum(axis=1).min() < 24, f"what is {meaning} is drawn"
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.key)
+def test_every_arm_is_a_valid_run_that_changes_what_it_says(arm: Arm, tmp_path: Path) -> None:
+    train, val, model, out = (tmp_path / name for name in ("train", "val", "model", "out"))
+    place = Place(train, val, model, out, "http://a:1", 2)
+    config = arm_config(arm, FULL, 3, place)
+    rollout = config.rollout_matching
+    names = [module.name for module in config.pipeline.objective]
+    assert float(config.b_ratio) == arm.b_ratio
+    assert (config.duplicate_iou is not None) == arm.clean
+    assert ("duplicate_ul" in names) == arm.unlikelihood
+    assert (rollout.decoding.temperature > 0) == arm.sampled
+    assert rollout.repeat_terminate.enabled == arm.guard
+    assert rollout.eval_detection.greedy
+    assert config.training.seed == 3
 
 
 @pytest.fixture(scope="module")
@@ -346,32 +402,14 @@ def test_without_the_append_matches_are_corrected_and_what_was_missed_is_left_ou
 
 
 def ended(toy: LoadedModel, text: str) -> bool:
-    keys = object_key_token_ids(lambda text: encode(toy.tokenizer, text))
-    guard = RepeatGuard(RepeatTerminateConfig.model_validate(GUARD), keys)
-    return any(guard.push(token_id) for token_id in encode(toy.tokenizer, text))
+    guard = load_config(CONFIGS / "crowded_two_channel.yaml").rollout_matching.repeat_terminate
+    running = RepeatGuard(guard, [])
+    return any(running.push(token_id) for token_id in encode(toy.tokenizer, text))
 
 
-def test_the_guard_of_the_ablation_leaves_every_right_answer_alone(
-    toy: LoadedModel, toy_data: ToyData
-) -> None:
-    flat = GroundTruthObject("red triangle", Shape("bbox_2d", (7, 7, 7, 7)))
-    answers = [
-        serialize_objects(sample.objects, "desc_first")
-        for path in (toy_data.train_jsonl, toy_data.val_jsonl)
-        for sample in read_samples(path, allow_poly=False)
-    ]
-    assert not any(ended(toy, answer) for answer in [*answers, written(flat, flat)])
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        written(CAT, DOG, GHOST),
-        "{" + ", ".join(entry(1) for _ in range(3)),
-        '{"object_1": {"desc": "red triangle", "bbox_2d": ' + coords(*[7] * 6),
-        '{"object_1": {"desc": "red red red red red red',
-    ],
-    ids=["three objects", "an object again", "one coordinate", "one word"],
-)
-def test_the_guard_of_the_ablation_ends_answers_that_run_on(toy: LoadedModel, answer: str) -> None:
-    assert ended(toy, answer)
+def test_the_guard_of_the_experiment_ends_the_same_line_alone(toy: LoadedModel) -> None:
+    cat, dog = (COMPACT.write([item], "desc_first").removesuffix(".") for item in (CAT, DOG))
+    assert ended(toy, cat * 3)
+    assert ended(toy, dog + cat * 3)
+    assert not ended(toy, (cat + dog) * 5)
+    assert not ended(toy, cat * 2 + dog)

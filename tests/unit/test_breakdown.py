@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from learner.analysis.evaluation.breakdown import Breakdown, Confused
 from learner.analysis.evaluation.detections import CocoFiles, detect
-from learner.analysis.evaluation.scores import Breakdown, Confused, ScoredAnswer, Scores
+from learner.analysis.evaluation.scores import ScoredAnswer, Scores
 from learner.types import GroundTruthObject
 from tests.unit.eval_answers import DATA, answers, box, poly
 
@@ -50,6 +51,23 @@ def test_the_confusion_takes_hits_out_first_and_pairs_the_rest_by_place() -> Non
         Confused("dog", None, 1),
         Confused("dog", "dog", 1),
     )
+
+
+@pytest.mark.req("EVAL-02")
+def test_each_description_has_the_mean_of_its_f1_at_all_thresholds() -> None:
+    """IoU 0.9 and 0.7 with the cats, 0.5 and less with the dog; all of them add up to F1@mIoU."""
+    there = box("cat", 0, 0, 100, 100)
+    found = answers(
+        ([there], [box("cat", 0, 0, 90, 100)]),
+        ([there, DOG], [box("cat", 0, 0, 70, 100), box("dog", 600, 600, 900, 740)]),
+    )
+    cat, dog = breakdown(found).descriptions
+    assert [cat.f1_miou, dog.f1_miou] == pytest.approx([(5 * 2 + 4 * 1) / 2 / 10, 0.0])
+    assert (cat.f1_95, dog.f1_95) == (0.0, 0.0)
+    scores = Scores.of(found)
+    both = [2 * each.predicted for each in (cat, dog)]
+    mean = (cat.f1_miou * both[0] + dog.f1_miou * both[1]) / sum(both)
+    assert scores.f1_miou == pytest.approx(mean)
 
 
 @pytest.mark.req("EVAL-01")

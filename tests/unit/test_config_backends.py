@@ -85,6 +85,24 @@ def test_a_backend_without_log_probabilities_is_refused_by_name() -> None:
     assert "hf gives none" in error.found
 
 
+@pytest.mark.req("CFG-05", "LOGP-01")
+def test_a_bound_of_what_nobody_compares_is_refused() -> None:
+    error = only_error({"max_logprob_mismatch": 0.5})
+    assert error.where == "rollout_matching.max_logprob_mismatch"
+    assert error.found == "0.5, and logprobs is false: nothing is compared"
+    assert "rollout_matching.logprobs to true" in error.do
+    bounded = parse_config(mapping({"logprobs": True, "max_logprob_mismatch": 0.5}))
+    assert bounded.rollout_matching.max_logprob_mismatch == 0.5
+    assert parse_config(mapping({})).rollout_matching.max_logprob_mismatch is None
+
+
+@pytest.mark.req("CFG-05", "LOGP-01")
+@pytest.mark.parametrize("bound", [0.0, -1.0])
+def test_a_bound_that_every_step_exceeds_is_refused(bound: float) -> None:
+    error = only_error({"logprobs": True, "max_logprob_mismatch": bound})
+    assert error.where == "rollout_matching.max_logprob_mismatch"
+
+
 @pytest.mark.req("CFG-05", "ROLL-02")
 @pytest.mark.parametrize(
     ("rollout", "where"),

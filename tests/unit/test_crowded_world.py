@@ -17,9 +17,11 @@ from learner.data.toy_scenes import (
     MOST,
     MOST_KINDS,
     SMALLEST,
+    SPARSE_MOST,
     Box,
     Scene,
     make_crowded_scene,
+    make_sparse_scene,
 )
 from shared_contracts.errors import ContractError
 
@@ -65,6 +67,14 @@ def test_the_order_says_nothing_of_the_place(scenes: list[Scene]) -> None:
         for axis in (0, 1)
     ]
     assert abs(np.concatenate(steps).mean()) < 0.1
+
+
+def test_a_sparse_scene_has_few_of_these_objects_from_left_to_right() -> None:
+    sparse = [make_sparse_scene(np.random.default_rng(seed)) for seed in range(50)]
+    assert {len(objects) for _, objects in sparse} == {*range(1, SPARSE_MOST + 1)}
+    for image, objects in sparse:
+        assert image.size == (CROWDED_SIDE, CROWDED_SIDE)
+        assert [o.box for o in objects] == sorted(o.box for o in objects)
 
 
 def test_a_box_is_that_of_what_is_seen(scenes: list[Scene]) -> None:

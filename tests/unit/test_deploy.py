@@ -64,6 +64,18 @@ def test_there_are_a_server_on_three_gpus_a_learner_on_the_fourth_and_both_on_a_
     assert profiles["server-cpu"] == profiles["learner-cpu"] == ["cpu"]
 
 
+@pytest.mark.req("FULL-07")
+@pytest.mark.parametrize("name", ["server", "learner"])
+def test_both_ends_of_a_push_between_containers_use_several_sockets(name: str) -> None:
+    """As one socket does not fill a fast network; both ends have the same number of them."""
+    (service,) = [service for service in services_of(COMPOSE) if service.name == name]
+    threads, each = (
+        int(service.raw["environment"][variable])
+        for variable in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
+    )
+    assert (threads, each) == (4, 2)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "found"),
     [

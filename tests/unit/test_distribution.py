@@ -1,5 +1,6 @@
 """Requests over servers (section 7 of the contract)."""
 
+from collections import deque
 from fractions import Fraction
 from itertools import product
 
@@ -8,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from learner.rollout.distribution import (
+    cut,
     most_at_once,
     next_call,
     plan_chunks,
@@ -181,11 +183,21 @@ def test_as_many_answers_as_may_be_in_flight_are_asked_for_and_one_request_at_le
 @pytest.mark.req("DIST-03", "FULL-06")
 def test_places_are_split_over_calls_only_where_requests_wait_for_them() -> None:
     assert next_call(64, 64, 64, 1) == 64
-    assert next_call(65, 64, 64, 1) == 8
-    assert next_call(65, 5, 64, 1) == 5
+    assert next_call(65, 64, 64, 1) == 2
+    assert next_call(65, 64, 64, 4) == 8
+    assert next_call(65, 5, 64, 4) == 5
     assert next_call(3, 5, 64, 1) == 3
     assert next_call(65, 64, 64, 16) == 32, "of each of 16 ranks two calls"
     assert next_call(65, 64, 64, 100) == 64
+
+
+@pytest.mark.req("DIST-03", "FULL-06")
+def test_what_small_calls_leave_of_the_places_is_put_together() -> None:
+    assert next_call(65, 3, 64, 4, running=8) == 3
+    assert next_call(65, 3, 64, 4, running=9) == 0
+    assert next_call(2, 3, 64, 4, running=9) == 0
+    assert next_call(65, 0, 64, 4, running=1) == 0
+    assert next_call(65, -1, 64, 4, running=1) == 0, "a server that has become smaller"
 
 
 @pytest.mark.req("DIST-03", "FULL-06")
@@ -197,8 +209,37 @@ def test_calls_fill_the_places_and_are_few(waiting: int, most: int, ranks: int) 
         assert 1 <= count <= min(waiting, free)
         waiting, free, calls = waiting - count, free - count, calls + 1
     assert waiting == 0 or free == 0
-    assert calls <= 9
     assert ranks * (calls - 1) <= 32
+
+
+@pytest.mark.req("DIST-03", "FULL-06")
+@given(st.lists(st.integers(1, 9), min_size=1), st.integers(1, 40), st.integers(1, 64), st.data())
+def test_however_parts_and_calls_end_the_places_are_kept_and_the_calls_are_few(
+    parts: list[int], most: int, ranks: int, data: st.DataObject
+) -> None:
+    """A call has requests of one part only."""
+    left, running = deque(parts), list[int]()
+    while left or running:
+        free = most - sum(running)
+        if left and (count := next_call(sum(left), free, most, ranks, len(running))):
+            running.append(min(count, left[0]))
+            left[0] -= running[-1]
+            if not left[0]:
+                left.popleft()
+        else:
+            assert running, "something is always under way"
+            running.pop(data.draw(st.integers(0, len(running) - 1)))
+        assert sum(running) <= most
+        assert len(running) <= 1 + max(1, 32 // ranks)
+
+
+@pytest.mark.req("DIST-01", "STEP-03")
+@given(st.integers(0, 60), st.integers(1, 20))
+def test_requests_are_cut_into_chunks_in_order(n: int, size: int) -> None:
+    chunks = cut(n, size)
+    assert [i for chunk in chunks for i in chunk] == list(range(n))
+    assert all(len(chunk) == size for chunk in chunks[:-1])
+    assert all(chunks)
 
 
 @pytest.mark.req("DIST-04")

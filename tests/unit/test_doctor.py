@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from learner.config.schema import Config
+from learner.config.schema import Config, LoraTuner
 from learner.data.toy import ToyData
 from learner.operate.doctor import inputs, memory
 from learner.operate.doctor.findings import Finding, as_json, of_error, ok, skipped, summary, tables
@@ -221,6 +221,23 @@ def test_logins_of_trackers_are_looked_for_here(config: Config, tmp_path: Path) 
         assert worst(inputs.trackers(reporting, environment, tmp_path)) == "ok"
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
     assert worst(inputs.trackers(reporting, {}, tmp_path)) == "ok"
+
+
+@pytest.mark.req("FULL-03")
+def test_a_host_on_which_the_processes_cannot_load_the_model_is_told(config: Config) -> None:
+    """Each has it whole in float32, under LoRA in 16 bits, also where FSDP2 will split it."""
+    counted = read_sizes(config)
+    lora = LoraTuner(train_type="lora", lora_rank=4, lora_alpha=8)
+    low = config.model.model_copy(update={"torch_dtype": "bfloat16"})
+    frozen = config.model_copy(update={"tuner": lora, "model": low})
+    for of, size in ((config, 4), (frozen, 2)):
+        needed = 4 * size * counted.parameters
+        assert memory.judge_loading(of, counted, 4, needed) is None
+        finding = memory.judge_loading(of, counted, 4, needed - 1)
+        assert finding is not None
+        assert finding.status == "fail"
+        assert finding.found.startswith("4 learner processes load ")
+    assert memory.judge_loading(config, counted, 4, None) is None
 
 
 def test_checkpoints_that_do_not_fit_on_the_disk_are_told(

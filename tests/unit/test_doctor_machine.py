@@ -188,7 +188,9 @@ MODEL = sizes.Sizes(shapes={"a": (1000, 1000)}, trained=10**6, cache=1000)
         (3 * GIB, "fail", "fsdp2"),
     ],
 )
-def test_an_estimate_beside_what_there_is(there: float | None, status: str, do: str) -> None:
+def test_an_estimate_beside_what_there_is(
+    config: Config, there: float | None, status: str, do: str
+) -> None:
     needed = StepCost(
         channel="A",
         tokens=100,
@@ -202,7 +204,7 @@ def test_an_estimate_beside_what_there_is(there: float | None, status: str, do: 
         update=Work({}),
         shapes=frozenset(),
     )
-    finding = memory.judge_training(needed, there, "a GPU")
+    finding = memory.judge_training(config, needed, there, "a GPU")
     assert finding.status == status
     assert do in finding.do
     assert finding.found.startswith("12 GiB for each process: 4 GiB of weights")

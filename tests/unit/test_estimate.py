@@ -276,6 +276,57 @@ def test_what_does_not_fit_is_refused_with_the_numbers(changed: Changed) -> None
     assert "22.1 GiB of the RTX4090 can be used" in learner.found
 
 
+SERVER = {"base_url": "http://here:8000", "group_port": 51216}
+SERVERS = {"vllm": {"mode": "server", "server": {"servers": [SERVER]}}}
+COLOCATED = {"vllm": {"mode": "colocate", "server": None}}
+IN_PROCESS = {"rollout_backend": "hf"}
+ROOM = 20 * 2**30
+LARGE_STATES = StepCost("A", 1, 1, 10 * 2**30, 2**34, 0, 0, [], IDLE, IDLE, frozenset())
+LARGE_FROZEN = StepCost("A", 1, 1, 30 * 2**30, 0, 0, 0, [], IDLE, IDLE, frozenset())
+LARGE_WORKING = StepCost("A", 1, 1, 2**30, 0, 0, 30 * 2**30, [], IDLE, IDLE, frozenset())
+FSDP2, CHECKPOINTING = "training.data_parallel: fsdp2", "model.gradient_checkpointing: true"
+LENGTH, ADAPTERS, RANK = "global_max_length", "tuner.train_type: lora", "tuner.lora_rank"
+AUTO, MODE = "model.attn_implementation: auto", "vllm.mode: server"
+
+
+@pytest.mark.parametrize(
+    ("cost", "sections", "offered"),
+    [
+        (LARGE_STATES, {}, {FSDP2, ADAPTERS}),
+        (LARGE_STATES, {"training": {"data_parallel": "fsdp2"}}, {FSDP2, ADAPTERS}),
+        (LARGE_STATES, {"rollout_matching": COLOCATED}, {MODE, ADAPTERS}),
+        (LARGE_STATES, {"rollout_matching": IN_PROCESS}, {ADAPTERS}),
+        (LARGE_STATES, {"tuner": LORA}, {RANK}),
+        (LARGE_FROZEN, {"tuner": LORA}, set()),
+        (LARGE_FROZEN, {"tuner": LORA, "rollout_matching": COLOCATED}, {MODE}),
+        (LARGE_WORKING, {}, {CHECKPOINTING, LENGTH, FSDP2, ADAPTERS}),
+        (LARGE_WORKING, {"tuner": LORA}, {CHECKPOINTING, LENGTH}),
+        (LARGE_WORKING, {"model": {"gradient_checkpointing": True}}, {LENGTH, FSDP2, ADAPTERS}),
+        (
+            LARGE_WORKING,
+            {"tuner": LORA, "model": {"gradient_checkpointing": True}},
+            {LENGTH},
+        ),
+        (
+            LARGE_WORKING,
+            {"tuner": LORA, "model": {"attn_implementation": "sdpa"}},
+            {AUTO, CHECKPOINTING, LENGTH},
+        ),
+        (LARGE_WORKING, {"tuner": LORA, "training": {"packing": False}}, {CHECKPOINTING}),
+    ],
+)
+def test_a_remedy_names_only_what_the_run_can_change(
+    changed: Changed, cost: StepCost, sections: dict[str, Any], offered: set[str]
+) -> None:
+    generating = {"stage2_ab": {"schedule": {"b_ratio": 0.5}}, "rollout_matching": SERVERS}
+    config = changed(**{**generating, **sections})
+    said = cost.remedy(config, ROOM)
+    known = {FSDP2, CHECKPOINTING, LENGTH, ADAPTERS, RANK, AUTO, MODE}
+    assert {key for key in known if key in said} == offered
+    assert said.endswith("se a device with more memory")
+    assert said[0].isupper()
+
+
 def cost_of(weights: int, gradients: int, moments: int, working: int) -> dict[Channel, StepCost]:
     """In GiB."""
     w, g, m, beside = (part * 2**30 for part in (weights, gradients, moments, working))
@@ -388,3 +439,16 @@ def test_the_command_prints_tables_or_json_and_refuses_a_run_that_does_not_fit(
     assert "effective_batch_size" in str(uneven.exception)
     unknown = CliRunner().invoke(app, ["estimate", str(file), "--gpu", "T4"])
     assert "Use one of" in str(unknown.exception)
+
+
+@pytest.mark.req("FULL-02", "FULL-05")
+def test_logits_are_widened_in_the_chunks_of_the_device_that_is_estimated(
+    changed: Changed, samples: list[Sample]
+) -> None:
+    """64 MiB in float32 on a GPU, 4 MiB on a CPU: there 781 rows of a vocabulary of 1342."""
+    config = changed(global_max_length=12_000)
+    for device, split in (("cpu", True), ("cuda", False)):
+        cost = step_cost(config, samples[:32] * 4, "A", device=device)
+        rows = {shape[0] for shape in cost.shapes if shape[1:] == (1342,)}
+        assert max(rows) > 2 * 781
+        assert (781 in rows) == split

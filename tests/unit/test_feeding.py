@@ -25,6 +25,7 @@ from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.logged_runs import opened
 from tests.unit.push_worker import wait_until
 from tests.unit.small_run import small_config
+from tests.unit.streams import in_chunks
 from tests.unit.test_step import Parts, Scripted
 from tests.unit.watched_processor import WatchedProcessor
 
@@ -94,7 +95,10 @@ class Assessing(ChannelB):
 
 
 class Feeding:
-    """Channel B's packs of one step, chunk by chunk. round_size: None without overlap."""
+    """Channel B's packs of one step, chunk by chunk.
+
+    round_size: of asynchronous rollouts, and as many as a chunk; None without overlap.
+    """
 
     def __init__(
         self,
@@ -107,7 +111,9 @@ class Feeding:
         self.watched = WatchedProcessor(parts.loaded.processor)
         self.servers = Servers(samples, parts)
         self.channel_b = Assessing(encoding(parts, config, self.watched))
-        self.policy = Policy(OpenBackend(self.servers, round_size=round_size), asking_of(config))
+        stream = None if round_size is None else in_chunks(self.servers, round_size)
+        opened = OpenBackend(self.servers, stream=stream, round_size=round_size)
+        self.policy = Policy(opened, asking_of(config))
         self.packer = Packer(config.training, config.global_max_length)
 
     def chunks(self, step: int = 0) -> Iterator[list[str]]:

@@ -1,10 +1,12 @@
 """The chunks of a head make one gradient of its weight, equal to that of `nn.Linear` (FULL-02)."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 from torch.utils.checkpoint import checkpoint
@@ -114,12 +116,10 @@ def test_under_autocast_products_in_16_bits_are_added_in_32() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_a_head_that_is_no_plain_product_is_called_as_it_is() -> None:
-    biased, patched = nn.Linear(4, 6), nn.Linear(4, 6, bias=False)
-    own: Any = patched
-    own.forward = lambda hidden: hidden
-    assert chunked(biased) == biased.forward
-    assert chunked(patched) is own.forward
+def test_a_head_that_peft_wraps_is_called_as_it_is() -> None:
+    model: Any = nn.Sequential(OrderedDict(lm_head=nn.Linear(4, 6, bias=False)))
+    wrapped: Any = get_peft_model(model, LoraConfig(target_modules=["lm_head"])).base_model.model[0]
+    assert chunked(wrapped) == wrapped.forward
 
 
 @pytest.mark.usefixtures("one_thread")

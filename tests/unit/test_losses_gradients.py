@@ -128,6 +128,10 @@ def small_selection(text: Sequence[int], slots: Sequence[int]) -> Selection:
         boxes=torch.zeros(0, 4, dtype=torch.long),
         departure_rows=torch.zeros(0, dtype=torch.long),
         departure_tokens=torch.zeros(0, dtype=torch.long),
+        kept_rows=torch.zeros(0, dtype=torch.long),
+        kept_tokens=torch.zeros(0, dtype=torch.long),
+        kept_roles=torch.zeros(0, dtype=torch.int8),
+        kept_logprobs=torch.zeros(0),
         totals=Totals(one, one, 1, 1, 1),
     )
 

@@ -19,11 +19,11 @@ from learner.distributed.peers import StorePeers, Timing
 from learner.rollout.backend import Journal, PushNeeded
 from learner.rollout.client import RolloutClient
 from learner.rollout.parallel_calls import Calls, in_parallel
-from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.rollout.policy import Ask, Asking, OpenBackend, Policy
 from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
-from shared_contracts.infer import InferCall, RequestConfig
+from shared_contracts.infer import InferCall, RequestConfig, RolloutInferRequest
 from tests.unit.fleets import differences
 from tests.unit.scripted_rollouts import Fault, ScriptedChannel, ScriptedRollouts, bodies
 from tests.unit.scripted_server import Reply, problem, scripted_server
@@ -51,9 +51,15 @@ class Rank:
     def first(self) -> int:
         return 1000 * self.peers.rank
 
-    def ask(self, count: int, version: int = 1, beside: bool = False) -> None:
+    def ask(
+        self, count: int, version: int = 1, beside: bool = False, streamed: bool = False
+    ) -> None:
         """Roll out, and hold every output against its request."""
-        rollout = self.backend.rollout_asynchronous if beside else self.backend.rollout
+        rollout: Ask = self.backend.rollout
+        if beside:
+            rollout = self.backend.rollout_asynchronous
+        elif streamed:
+            rollout = self._streamed
         numbers = range(self.first, self.first + count)
         samples = [Sample(str(number), (), 64, 64, ()) for number in numbers]
         requests = [build_request(sample, "Detect.", None) for sample in samples]
@@ -61,6 +67,11 @@ class Rank:
         assert [output.response_token_ids for output in outputs] == [[n] for n in numbers]
         assert [output.seed for output in outputs] == [7 + number for number in numbers]
         assert {output.weights_version for output in outputs} == {(version, version)}
+
+    def _streamed(
+        self, requests: Sequence[RolloutInferRequest], config: RequestConfig
+    ) -> list[RolloutOutput]:
+        return [o for chunk in self.backend.stream(requests, config) for o in chunk]
 
     def ask_in_turn(self, count: int) -> None:
         """`ask`, and then wait for the others as a step does, whoever needs what meanwhile."""
@@ -272,7 +283,7 @@ def test_a_server_that_did_not_take_the_push_is_asked_by_nobody_until_it_has() -
 # --- Shares of the servers --------------------------------------------------------------
 
 
-@pytest.mark.req("DIST-03", "DIST-04", "RES-04")
+@pytest.mark.req("DIST-03", "DIST-04", "RES-04", "FULL-06")
 @pytest.mark.parametrize("world_sizes", [[1, 1], [1, 2]])
 @pytest.mark.parametrize("count", [2, 3])
 def test_together_the_processes_fill_a_server_to_its_bound_and_not_beyond(
@@ -297,6 +308,7 @@ def test_together_the_processes_fill_a_server_to_its_bound_and_not_beyond(
             size = rank.backend.round_size()
             rank.ask(size)
             rank.ask(3 * size)
+            rank.ask(5 * size, streamed=True)
             return size
 
         for one in run.rollouts:

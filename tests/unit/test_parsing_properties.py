@@ -405,7 +405,7 @@ class CountedTokenText(TokenText):
 def test_twice_the_tokens_have_twice_the_characters_taken_from_them(
     toy_tokenizer: PreTrainedTokenizerFast, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("learner.stages.formats.coord_json.TokenText", CountedTokenText)
+    monkeypatch.setattr("learner.stages.formats.json_objects.TokenText", CountedTokenText)
     taken = []
     for n in (150, 300):
         CountedText.taken = 0

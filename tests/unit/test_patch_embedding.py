@@ -9,11 +9,13 @@ from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
 from learner.data.toy import ToyData
-from learner.models.patch_embedding import PatchProduct, use_product
+from learner.models.patch_embedding import PatchProduct, check_patch_embedding, use_product
 from shared_contracts.errors import ContractError
 from tests.unit.loaded_models import load_small
 
 pytestmark = pytest.mark.req("FULL-04")
+
+NAME = "patch_embed.proj"
 
 
 def plain(checkpoint: Path) -> Qwen3VLForConditionalGeneration:
@@ -30,7 +32,7 @@ def test_values_and_gradients_are_those_of_the_convolution(
     product = copy.deepcopy(conv)
     holder = nn.Module()
     holder.patch_embed = product
-    use_product(holder)
+    use_product(holder, NAME)
     assert isinstance(product.proj, PatchProduct)
     patches = torch.randn(50, 3 * 2 * 8 * 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     wanted, found = conv(patches), product(patches)
@@ -63,4 +65,28 @@ def test_patches_that_overlap_are_refused(changes: dict[str, object]) -> None:
     model.patch_embed = nn.Module()
     model.patch_embed.proj = nn.Conv3d(3, 8, **shape)  # type: ignore[arg-type]
     with pytest.raises(ContractError, match=r"patch_embed\.proj is Conv3d.*overlap or are padded"):
-        use_product(model)
+        use_product(model, NAME)
+
+
+def test_a_patch_embedding_that_is_no_convolution_and_a_model_without_one_are_refused() -> None:
+    model = nn.Module()
+    with pytest.raises(ContractError, match=r"model\.model: its vision tower has no patch_embed"):
+        check_patch_embedding(model, NAME)
+    model.patch_embed = nn.Module()
+    model.patch_embed.proj = nn.Linear(3, 8)
+    with pytest.raises(ContractError, match=r"patch_embed\.proj is Linear.*, and no Conv3d"):
+        use_product(model, NAME)
+
+
+def test_a_family_may_have_no_patch_embedding_of_that_kind() -> None:
+    use_product(nn.Module(), None)
+
+
+def test_a_product_stays_where_it_is() -> None:
+    model = nn.Module()
+    model.patch_embed = nn.Module()
+    model.patch_embed.proj = nn.Conv3d(3, 8, kernel_size=(2, 8, 8), stride=(2, 8, 8))
+    use_product(model, NAME)
+    product = model.patch_embed.proj
+    use_product(model, NAME)
+    assert model.patch_embed.proj is product

@@ -1,7 +1,7 @@
 """What comes next is made while what is there is used, one ahead."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 
@@ -17,7 +17,7 @@ class Counted:
         self._changed = threading.Condition()
         self.thread: threading.Thread | None = None
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Generator[int, None, None]:
         self.thread = threading.current_thread()
         for number in range(self.count):
             with self._changed:
@@ -33,7 +33,7 @@ class Counted:
 @pytest.mark.req("STEP-03")
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_all_items_come_in_order(count: int) -> None:
-    with prefetch(iter(range(count))) as items:
+    with prefetch(number for number in range(count)) as items:
         assert list(items) == list(range(count))
         assert list(items) == []
 
@@ -60,7 +60,7 @@ def test_the_queue_holds_one_and_the_maker_waits() -> None:
 
 @pytest.mark.req("STEP-03", "DDP-01")
 def test_an_error_is_raised_in_the_place_of_the_item() -> None:
-    def failing() -> Iterator[int]:
+    def failing() -> Generator[int, None, None]:
         yield 0
         yield 1
         raise ValueError("no server")

@@ -172,6 +172,24 @@ def test_a_run_of_two_channels_has_a_curve_for_each_thing(tmp_path: Path) -> Non
     assert limit.highest == "16"
 
 
+@pytest.mark.req("REPORT-01", "LOGP-01")
+def test_the_mismatch_of_engine_and_trainer_has_curves_where_it_is_logged(tmp_path: Path) -> None:
+    def drawn(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
+        charts = curves(RunView.of(MadeRun(tmp_path, lines).write()))
+        own = (chart for chart in charts if chart.slug.startswith("mismatch"))
+        return {chart.slug: [row.name for row in chart.table] for chart in own}
+
+    keys = [
+        f"mismatch/{kind}_{end}" for kind in ("all", "false_positive") for end in ("mean", "p99")
+    ]
+    values: dict[str, Any] = dict.fromkeys(["mismatch/tokens", *keys], 0.5)
+    assert drawn([step_line(1), step_line(2)]) == {}
+    assert drawn([step_line(1) | values, step_line(2, "A")]) == {
+        "mismatch-mean": ["all", "false positive"],
+        "mismatch-p99": ["all", "false positive"],
+    }
+
+
 def test_a_loss_that_was_no_number_is_a_gap_and_forbids_no_axis(tmp_path: Path) -> None:
     lines = [step_line(1), step_line(2, loss=None, grad_norm=None), step_line(3)]
     drawn = {chart.slug: chart for chart in curves(RunView.of(MadeRun(tmp_path, lines).write()))}

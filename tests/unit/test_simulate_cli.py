@@ -148,3 +148,12 @@ def test_it_loads_neither_torch_nor_transformers(files: Path) -> None:
         "finally:\n    sys.exit(bool({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.req("FULL-05")
+def test_speeds_that_were_not_measured_are_named_as_such(files: Path) -> None:
+    said = "note: the speeds are round numbers that were not measured"
+    assert said in with_lengths(files, "--steps", "2")
+    speeds = files / "speeds.yaml"
+    speeds.write_text("engine: {step_s: 0.5}\n")
+    assert said not in with_lengths(files, "--steps", "2", "--speeds", str(speeds))

@@ -23,6 +23,7 @@ class Llava:
     placeholder = "<|image_pad|>"
     inputs = ("pixel_values",)
     language_linear = r".*language_model.*\.(q|v)_proj"
+    patch_embedding = None
 
     def image_rule(self, folder: Path) -> SquareImages:
         return SquareImages(per_image=16)
@@ -35,6 +36,16 @@ class Llava:
         if "vision_tower" in name:
             return "vision"
         return "aligner" if "multi_modal_projector" in name else "language"
+
+    def vision_tower(self, inner: Any) -> torch.nn.Module:
+        found: torch.nn.Module = inner.vision_tower
+        return found
+
+    def patches(self, inner: Multimodal, grid: Tensor | None) -> None:
+        return None
+
+    def smallest_image(self, inner: Multimodal) -> None:
+        return None
 
     def positions(
         self, inner: Multimodal, ids: Tensor, types: Tensor, grid: Tensor | None

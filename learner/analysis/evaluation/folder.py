@@ -22,6 +22,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from learner.analysis.evaluation.breakdown import Breakdown
 from learner.analysis.evaluation.detections import (
     CocoFiles,
     Detected,
@@ -30,7 +31,7 @@ from learner.analysis.evaluation.detections import (
     detect,
     precision_payload,
 )
-from learner.analysis.evaluation.scores import IOU_THRESHOLD, Breakdown, ScoredAnswer, Scores
+from learner.analysis.evaluation.scores import IOU_THRESHOLD, ScoredAnswer, Scores
 from learner.analysis.report import write_gallery
 from learner.analysis.report.run_page import told
 from learner.analysis.report.run_view import REPORT, SCORES

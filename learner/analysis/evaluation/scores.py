@@ -1,6 +1,6 @@
 """Score a policy by its rollouts: generate, parse strictly, match, count (EVAL-01, -02, RES-20).
 
-Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> ScoredAnswer -> Scores, Breakdown
+Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> ScoredAnswer -> Scores
 
 A hit is a prediction and a ground truth of the same description (in Unicode NFC) with an IoU of at
 least 0.5. The IoU of two boxes is exact; where one of the pair is a polygon, it is that of both
@@ -13,16 +13,15 @@ boxes are masks too.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from math import inf
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from learner.analysis.evaluation.detections import CategoryPrecision, confidence
+from learner.analysis.evaluation.detections import confidence
 from learner.data.coco import pixel_area
 from learner.distributed.waiting import waiting_for
 from learner.rollout.policy import Policy
@@ -62,7 +61,8 @@ class ScoredAnswer(LoggedAnswer):
 
     match: the hits, and of what they leave the most pairs by place alone.
     hits: matched objects of the right description. hits_at: the most hits at each of
-    `IOU_THRESHOLDS`. located: the most pairs, if descriptions are ignored from the start.
+    `IOU_THRESHOLDS`. hits_of: the same by description, in Unicode NFC, of those that have any.
+    located: the most pairs, if descriptions are ignored from the start.
     duplicates: predictions that repeat an earlier one. oversized: those of the whole image that
     are no hit.
     precision: hits / predicted; recall: hits / ground truths; None where that divides by nothing.
@@ -71,6 +71,7 @@ class ScoredAnswer(LoggedAnswer):
 
     hits: int
     hits_at: list[int]
+    hits_of: dict[str, list[int]]
     located: int
     duplicates: int
     oversized: int
@@ -93,12 +94,14 @@ class ScoredAnswer(LoggedAnswer):
             item.model_copy(update={"confidence": confidence(found, answer.logprobs)})
             for item, found in zip(said, assessed.parsed.objects, strict=True)
         ]
+        pairs_at = [most_pairs(iou, named & (iou >= least)) for least in IOU_THRESHOLDS]
         parse = answer.parse.model_copy(update={"objects": objects})
         match = answer.match.model_copy(update={"ious": ious})
         return cls(
             **{**dict(answer), "parse": parse, "match": match},
             hits=hits,
-            hits_at=[len(most_pairs(iou, named & (iou >= least))) for least in IOU_THRESHOLDS],
+            hits_at=[len(pairs) for pairs in pairs_at],
+            hits_of=_by_description(pairs_at, answer.ground_truth),
             located=len(most_pairs(iou, iou >= IOU_THRESHOLD)),
             duplicates=_duplicates(assessed.parsed.objects, resolution),
             oversized=_oversized(answer),
@@ -288,6 +291,15 @@ def match_named(
     )
 
 
+def _by_description(
+    pairs_at: Sequence[Pairs], truths: Sequence[LoggedObject]
+) -> dict[str, list[int]]:
+    """How many hits each description has at each threshold; one without any is left out."""
+    counts = [Counter(normalized(truths[g].desc) for _, g in pairs) for pairs in pairs_at]
+    names = sorted(set().union(*counts))
+    return {name: [count[name] for count in counts] for name in names}
+
+
 def _duplicates(said: Sequence[ParsedObject], resolution: int) -> int:
     """Objects that have the description of an earlier one and nearly its place (EVAL-02)."""
     return len(repeats(said, DUPLICATE_IOU, resolution))
@@ -308,186 +320,3 @@ def most_pairs(iou: FloatArray, allowed: BoolArray) -> Pairs:
     """
     alone = float(sum(iou.shape))  # more than all pairs together can differ in IoU
     return assign(np.where(allowed, 1.0 - iou, np.inf), alone, alone)
-
-
-SizeName = Literal["small", "medium", "large"]
-
-# Square pixels of the image, from and to; COCO's areas.
-SIZES: dict[SizeName, tuple[float, float]] = {
-    "small": (0, 32**2),
-    "medium": (32**2, 96**2),
-    "large": (96**2, inf),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Some of the objects. A score is None where it would divide by nothing."""
-
-    hits: int
-    predicted: int
-    ground_truths: int
-
-    @property
-    def precision(self) -> float | None:
-        return self.hits / self.predicted if self.predicted else None
-
-    @property
-    def recall(self) -> float | None:
-        return self.hits / self.ground_truths if self.ground_truths else None
-
-    @property
-    def f1(self) -> float | None:
-        both = self.predicted + self.ground_truths
-        return 2 * self.hits / both if both else None
-
-    def numbers(self) -> dict[str, Any]:
-        """Counts and scores, for JSON."""
-        scores = {name: getattr(self, name) for name in ("precision", "recall", "f1")}
-        return {**asdict(self), **scores}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfDescription(Counts):
-    """ap, ap50: COCO's of its boxes; None where it is no ground truth's."""
-
-    name: str
-    ap: float | None
-    ap50: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class AtThreshold(Counts):
-    """All objects, where a hit needs this IoU."""
-
-    iou: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfSize(Counts):
-    """Ground truths of a size. Predicted are those that hit them, and others of this size.
-
-    So every prediction is counted once, and a hit of another size than its truth is no error.
-    """
-
-    size: SizeName
-
-
-@dataclass(frozen=True)
-class Confused:
-    """How many objects of one description were answered as another.
-
-    truth: None for predictions at whose place no object is. predicted: None for missed objects.
-    """
-
-    truth: str | None
-    predicted: str | None
-    count: int
-
-
-@dataclass(frozen=True)
-class Breakdown:
-    """descriptions: by name. thresholds: 0.50 to 0.95. sizes: small, medium, large.
-
-    confusion: every pair that occurs, the most frequent first. Hits are taken out first, and what
-    is left is paired by place alone; so the pairs of equal names are the hits, the counts of one
-    truth are its ground truths, and those of one predicted name its predictions.
-    """
-
-    descriptions: tuple[OfDescription, ...]
-    thresholds: tuple[AtThreshold, ...]
-    sizes: tuple[OfSize, ...]
-    confusion: tuple[Confused, ...]
-
-    @classmethod
-    def of(
-        cls, answers: Sequence[ScoredAnswer], categories: Iterable[CategoryPrecision]
-    ) -> "Breakdown":
-        """categories: with the AP of each description, as `Detected` has them of boxes."""
-        confusion = Counter(pair for answer in answers for pair in _named_pairs(answer))
-        return cls(
-            tuple(_descriptions(confusion, categories)),
-            tuple(_thresholds(answers)),
-            tuple(_sizes(answers)),
-            tuple(Confused(*pair, count) for pair, count in sorted(confusion.items(), key=_rank)),
-        )
-
-    def worst(self, count: int) -> list[OfDescription]:
-        """Descriptions of the lowest F1 that are a ground truth's, the frequent ones first."""
-        there = [each for each in self.descriptions if each.ground_truths]
-        return sorted(there, key=lambda each: (each.f1, -each.ground_truths, each.name))[:count]
-
-    def numbers(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        return {
-            "descriptions": [each.numbers() for each in self.descriptions],
-            "thresholds": [each.numbers() for each in self.thresholds],
-            "sizes": [each.numbers() for each in self.sizes],
-            "confusion": [asdict(each) for each in self.confusion],
-        }
-
-
-NamedPair = tuple[str | None, str | None]
-
-
-def _named_pairs(answer: LoggedAnswer) -> Iterator[NamedPair]:
-    """(truth, predicted) of every object, paired or alone."""
-    truths = [normalized(item.desc) for item in answer.ground_truth]
-    said = [normalized(item.desc) for item in answer.parse.objects]
-    yield from ((truths[g], said[p]) for p, g in answer.match.pairs)
-    yield from ((truths[g], None) for g in answer.match.false_negatives)
-    yield from ((None, said[p]) for p in answer.match.false_positives)
-
-
-def _rank(counted: tuple[NamedPair, int]) -> tuple[int, str, str]:
-    (truth, predicted), count = counted
-    return -count, truth or "", predicted or ""
-
-
-def _descriptions(
-    confusion: Counter[NamedPair], categories: Iterable[CategoryPrecision]
-) -> Iterator[OfDescription]:
-    precise = {category.name: category for category in categories}
-    truths, said, hits = Counter[str](), Counter[str](), Counter[str]()
-    for (truth, predicted), count in confusion.items():
-        if truth is not None:
-            truths[truth] += count
-        if predicted is not None:
-            said[predicted] += count
-        if truth is not None and truth == predicted:
-            hits[truth] += count
-    for name in sorted({*truths, *said}):
-        yield OfDescription(
-            name=name,
-            hits=hits[name],
-            predicted=said[name],
-            ground_truths=truths[name],
-            ap=precise[name].ap,
-            ap50=precise[name].ap50,
-        )
-
-
-def _thresholds(answers: Sequence[ScoredAnswer]) -> Iterator[AtThreshold]:
-    predicted = sum(len(answer.parse.objects) for answer in answers)
-    truths = sum(len(answer.ground_truth) for answer in answers)
-    for place, iou in enumerate(IOU_THRESHOLDS):
-        hits = sum(answer.hits_at[place] for answer in answers)
-        yield AtThreshold(iou=iou, hits=hits, predicted=predicted, ground_truths=truths)
-
-
-def _sizes(answers: Iterable[LoggedAnswer]) -> Iterator[OfSize]:
-    truths, said, hits = Counter[SizeName](), Counter[SizeName](), Counter[SizeName]()
-    for answer in answers:
-        sizes = [_size(item, answer) for item in answer.ground_truth]
-        truths.update(sizes)
-        hit = {p: sizes[g] for p, g in answer.hit_pairs}
-        hits.update(hit.values())
-        said.update(hit.get(p) or _size(o, answer) for p, o in enumerate(answer.parse.objects))
-    for size in SIZES:
-        yield OfSize(size=size, hits=hits[size], predicted=said[size], ground_truths=truths[size])
-
-
-def _size(item: LoggedObject, answer: LoggedAnswer) -> SizeName:
-    """Areas on a border are of the smaller size."""
-    area = pixel_area(item.shape, answer.width, answer.height)
-    return next(size for size, (_, most) in SIZES.items() if area <= most)

@@ -389,10 +389,22 @@ def curves(run: RunView) -> list[Chart]:
             shares=True,
             from_zero=False,
         ),
+        _mismatch(run, "mean", "Mismatch of engine and trainer, mean"),
+        _mismatch(run, "p99", "Mismatch of engine and trainer, 99th percentile"),
         curve("queue", "Asynchronous rollouts", "packs, versions", named(_QUEUE)),
         curve("learning-rate", "Learning rate", "rate", rate, smooth=False),
         curve("grad-norm", "Gradient norm", clipped, norm, log=log),
     )
+
+
+def _mismatch(run: RunView, which: str, title: str) -> Chart | None:
+    """How far engine and trainer are apart, by the kind of the token."""
+    series = {
+        key.removeprefix("mismatch/").removesuffix(f"_{which}").replace("_", " "): run.series(key)
+        for key in keys_below(run.steps, "mismatch/")
+        if key.endswith(which)
+    }
+    return curve(f"mismatch-{which}", title, "nats", series, log=_of_many_sizes(series))
 
 
 def _parts_of_the_loss(run: RunView, channel: str) -> Chart | None:

@@ -13,6 +13,8 @@ from learner.data.lengths import ImageRule
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from learner.models.patches import Patches, SmallestImage
+
 # What has a learning rate of its own.
 Part = Literal["language", "vision", "aligner"]
 
@@ -35,6 +37,8 @@ class Family(Protocol):
     placeholder: token of the chat template that stands for an image.
     inputs: those of `mm_token_type_ids`, `pixel_values` and `image_grid_thw` that the model takes.
     language_linear: pattern of the linear layers that `target_modules: all-linear` adapts.
+    patch_embedding: end of the name of the convolution that `patch_embedding.py` makes a product;
+        None: the vision tower is left as it is.
     """
 
     @property
@@ -43,6 +47,8 @@ class Family(Protocol):
     def inputs(self) -> tuple[str, ...]: ...
     @property
     def language_linear(self) -> str: ...
+    @property
+    def patch_embedding(self) -> str | None: ...
 
     def image_rule(self, folder: Path) -> ImageRule:
         """How many tokens an image takes, by the processor in a folder. Imports no torch."""
@@ -52,6 +58,18 @@ class Family(Protocol):
 
     def part_of(self, name: str) -> Part:
         """The part of the model that a parameter belongs to."""
+
+    def vision_tower(self, inner: Multimodal) -> "nn.Module":
+        """The module that sees the patches of images."""
+
+    def patches(self, inner: Multimodal, grid: "Tensor | None") -> "Patches | None":
+        """What the vision tower needs to know of the patches of (images, 3) grids on the host.
+
+        None where there are no images, or where the tower computes it itself.
+        """
+
+    def smallest_image(self, inner: Multimodal) -> "SmallestImage | None":
+        """An image that the model can be shown without a processor; None where there is none."""
 
     def positions(
         self, inner: Multimodal, ids: "Tensor", types: "Tensor", grid: "Tensor | None"

@@ -6,6 +6,7 @@ become block-diagonal causal attention. With fewer rows segments leak into each 
 """
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,8 @@ from shared_contracts.errors import ContractError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from learner.models.patches import Patches, SmallestImage
 
 # The processor refuses images that are longer than this many times their other side.
 MAX_ASPECT = 200
@@ -107,6 +110,7 @@ class QwenVL:
     placeholder = "<|image_pad|>"
     inputs = ("mm_token_type_ids", "pixel_values", "image_grid_thw")
     language_linear = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    patch_embedding = "patch_embed.proj"
 
     def image_rule(self, folder: Path) -> QwenImageRule:
         return QwenImageRule.of_checkpoint(folder)
@@ -122,6 +126,25 @@ class QwenVL:
         if "visual" not in parts:
             return "language"
         return "aligner" if any("merger" in part for part in parts) else "vision"
+
+    def vision_tower(self, inner: Any) -> "nn.Module":
+        found: nn.Module = inner.visual
+        return found
+
+    def patches(self, inner: Any, grid: "Tensor | None") -> "Patches | None":
+        """None: towers of Qwen2-VL and Qwen2.5-VL, which has windows, compute it themselves."""
+        return None
+
+    def smallest_image(self, inner: Any) -> "SmallestImage":
+        import torch
+
+        from learner.models.patches import SmallestImage
+
+        tower = inner.visual
+        side, patch = tower.spatial_merge_size, tower.patch_embed
+        values = patch.in_channels * patch.temporal_patch_size * patch.patch_size**2
+        pixels, grid = torch.ones(side * side, values), torch.tensor([[1, side, side]])
+        return SmallestImage(inner.config.image_token_id, pixels, grid)
 
     def positions(
         self, inner: Any, ids: "Tensor", types: "Tensor", grid: "Tensor | None"
@@ -141,4 +164,36 @@ class QwenVL:
         return positions[:, None]
 
 
+class Qwen3VL(QwenVL):
+    """Qwen3-VL, whose patches see all patches of their frame in every layer."""
+
+    def patches(self, inner: Any, grid: "Tensor | None") -> "Patches | None":
+        """By transformers' own functions, as its tower calls them; one group for each frame."""
+        from transformers.vision_utils import (
+            get_vision_interpolation_indices_and_weights,
+            get_vision_position_ids,
+        )
+
+        from learner.models.patches import Patches
+
+        if grid is None:
+            return None
+        tower = inner.visual
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=tower.spatial_merge_size,
+        )
+        rows = {
+            "interp_indices": indices,
+            "interp_weights": weights,
+            "position_ids": get_vision_position_ids(grid, tower.spatial_merge_size),
+        }
+        frames = ((height * width,) * time for time, height, width in grid.tolist())
+        return Patches(rows, tuple(chain.from_iterable(frames)))
+
+
 QWEN_VL = QwenVL()
+QWEN3_VL = Qwen3VL()

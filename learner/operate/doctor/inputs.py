@@ -11,11 +11,10 @@ from learner.data.images import UnreadableImage, look_at_all
 from learner.data.jsonl import read_samples
 from learner.operate.doctor.findings import Finding, of_error, ok, skipped
 from learner.runs.resume import require_run_folder
-from learner.stages.formats import answer_format
 from learner.training.start_checks import (
     RunInputs,
-    check_checkpoint,
     check_inputs,
+    check_model,
     generates,
     longest_prompt,
 )
@@ -57,7 +56,7 @@ def look(config: Config) -> Looked:
     has_checkpoint, model = True, config.model.model
     try:
         if whole is None:
-            check_checkpoint(model, answer_format(config).end_marker)
+            check_model(config)
         findings.append(ok(CHECKPOINT, "has a tokenizer with every coordinate token", str(model)))
     except ContractError as error:
         findings += of_error(CHECKPOINT, error)

@@ -18,6 +18,7 @@ from torch import Tensor
 from learner.config.rollout_matching import OffloadConfig
 from learner.config.schema import Config, LoraTuner
 from learner.models.coord_tokens import untrained
+from learner.models.load import weight_dtype
 from learner.operate.doctor import machine
 from learner.operate.doctor.findings import Finding, Status, of_error, ok, skipped
 from learner.operate.doctor.inputs import CHECKPOINT, DATA, IMAGES, Looked, spread
@@ -95,9 +96,10 @@ def stored_rows(folder: Path, ids: Sequence[int]) -> Iterator[Tensor]:
 
 LEARNER, SERVER = "memory (estimate)", "server memory (estimate)"
 BESIDE = "memory beside the server (estimate)"
+LOADING = "host memory while the model is loaded (estimate)"
 
 
-def judge_training(needed: StepCost, there: float | None, where: str) -> Finding:
+def judge_training(config: Config, needed: StepCost, there: float | None, where: str) -> Finding:
     """there: bytes for this process; None where nobody tells."""
     if there is None:
         return ok(LEARNER, f"{needed}; how much there is nobody tells", where)
@@ -105,7 +107,24 @@ def judge_training(needed: StepCost, there: float | None, where: str) -> Finding
     if needed.total <= there * USABLE:
         return ok(LEARNER, found, where)
     status: Status = "fail" if needed.states > there else "warn"
-    return Finding(LEARNER, where, status, found, needed.remedy(there * USABLE))
+    return Finding(LEARNER, where, status, found, needed.remedy(config, there * USABLE))
+
+
+def judge_loading(
+    config: Config, sizes: Sizes, processes: int, there: float | None
+) -> Finding | None:
+    """None where the processes of a host can load the model, or nobody tells how much there is.
+
+    Each process has the whole model on the host, then whole on its GPU; FSDP2 splits it after that.
+
+    processes: of the learner on this host. there: bytes of the host's memory.
+    """
+    whole = sizes.parameters * weight_dtype(config).itemsize
+    if there is None or processes * whole <= there:
+        return None
+    found = f"{processes} learner processes load {gib(whole)} each; there are {gib(there)}"
+    do = "Start fewer learner processes on this host, use more hosts, or tuner.train_type: lora"
+    return Finding(LOADING, "RAM", "fail", found, do)
 
 
 def judge_beside(needed: StepCost, offload: OffloadConfig, left: float, where: str) -> Finding:
@@ -283,15 +302,21 @@ def _memory_findings(
     device = "cuda" if visible else "cpu"
     needed = step_cost(config, chosen, "A", processes=processes, device=device)
     here, where = _own_room(visible, use)
+    on_host = None if not visible else judge_loading(config, sizes, _sharing(), available_ram())
+    loading = [] if on_host is None else [on_host]
     if looked.longest_prompt is None:
-        return [judge_training(needed, here, where)]
+        return [*loading, judge_training(config, needed, here, where)]
     devices = placement.tensor_parallel_size if placement is not None else 1
     served = serving(config, sizes, looked.longest_prompt, devices)
     if placement is None:
-        return [judge_training(needed, here, where), judge_serving(served, None, "")]
+        return [
+            *loading,
+            judge_training(config, needed, here, where),
+            judge_serving(served, None, ""),
+        ]
     if not placement.gpus:
         return [
-            judge_training(needed, here, where),
+            judge_training(config, needed, here, where),
             judge_serving(served, here, "a colocated server", "this machine"),
         ]
     budget = None if here is None else here * placement.gpu_memory_utilization
@@ -301,7 +326,7 @@ def _memory_findings(
         offload = config.rollout_matching.offload
         findings.append(judge_beside(needed, offload, USABLE * here - budget, where))
         here, where = here - ENGINE_BYTES, f"{where} beside the server, which sleeps"
-    return [judge_training(needed, here, where), *findings]
+    return [*loading, judge_training(config, needed, here, where), *findings]
 
 
 def _own_room(visible: Sequence[int], use: GpuUse | None) -> tuple[float | None, str]:
@@ -309,10 +334,14 @@ def _own_room(visible: Sequence[int], use: GpuUse | None) -> tuple[float | None,
     if visible:
         totals = [gpu.total_mib for gpu in use.gpus if gpu.index in visible] if use else []
         return (min(totals) * 2.0**20 if totals else None), "a GPU"
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    sharing = max(int(local), 1) if local.isdecimal() else 1
     available = available_ram()
-    return (None if available is None else available / sharing), "RAM"
+    return (None if available is None else available / _sharing()), "RAM"
+
+
+def _sharing() -> int:
+    """Learner processes of this host."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(int(local), 1) if local.isdecimal() else 1
 
 
 def _millions(parameters: int) -> str:

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from learner.models.attention import as_on_cuda
 from learner.models.gpus import Gpu
+from learner.objectives.numerics import as_on_cuda
 
 _aten = torch.ops.aten
 # Backward of attention computes the scores once more: 5 products instead of 2 (Dao,
@@ -248,9 +248,9 @@ def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> float
     """By torch's formulas; packed attention by the lengths of its segments."""
     name = func._schema.name
     if name == "torch_attn::_varlen_attn":
-        return _attention(args[0], args[3])
+        return _attention(args[0], args[3], causal=args[7])
     if name == "torch_attn::_varlen_attn_backward":
-        return _BACKWARD * _attention(args[1], args[6])
+        return _BACKWARD * _attention(args[1], args[6], causal=args[10])
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
         return _dense_attention(args[0], args[1], args[4] if len(args) > 4 else False)
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
@@ -259,14 +259,14 @@ def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> float
     return float(formula(*args, **kwargs, out_val=found)) if formula is not None else 0.0
 
 
-def _attention(query: Tensor, bounds: Tensor) -> float:
-    """Causal: two products over half of each segment's square.
+def _attention(query: Tensor, bounds: Tensor, *, causal: bool) -> float:
+    """Two products over each segment's square, or half of it.
 
     query: (L, heads, width). bounds: (segments + 1,).
     """
     with unset_fake_temporarily():
         squares = float(bounds.diff().double().square().sum())
-    return 2 * query.shape[1] * query.shape[2] * squares
+    return (2 if causal else 4) * query.shape[1] * query.shape[2] * squares
 
 
 def _dense_attention(query: Tensor, key: Tensor, causal: bool) -> float:
@@ -278,7 +278,7 @@ def _dense_attention(query: Tensor, key: Tensor, causal: bool) -> float:
 def faked(costs: Costs, images: Tensor, device: str = "cuda") -> Iterator[FakeTensorMode]:
     """Within the block floats are fake.
 
-    images: of `HostValues`. device: whose way attention takes.
+    images: of `HostValues`. device: whose way attention and the chunks of logits take.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, HostValues(images):

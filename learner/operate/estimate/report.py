@@ -9,6 +9,7 @@ from rich.table import Table
 from learner.config.schema import Config
 from learner.data.show import new_table
 from learner.models.gpus import Gpu
+from learner.models.load import on_meta
 from learner.operate.estimate.fake import ring_bytes
 from learner.operate.estimate.sizes import (
     ENGINE_BYTES,
@@ -16,7 +17,6 @@ from learner.operate.estimate.sizes import (
     Serving,
     Sizes,
     gib,
-    on_meta,
     served_bytes,
     serving,
     sizes_of,
@@ -147,7 +147,7 @@ class Estimate:
         cost = self.largest
         if cost.total > self.room:
             found = f"a learner needs {cost}; {gib(self.room)} of the {self.gpu.name} can be used"
-            yield ContractError("--gpu", found, cost.remedy(self.room))
+            yield ContractError("--gpu", found, cost.remedy(self.config, self.room))
         if self.colocated and self.kept > self.left:
             found = (
                 f"while its server works, a learner keeps {gib(self.kept)} of weights and "

@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import PreTrainedModel
 
 from learner.config.schema import Config
-from learner.models.attention import attention_of
-from learner.models.load import tuned, weight_dtype
-from shared_contracts.adapters import checkpoint_chain
-from shared_contracts.errors import ContractError
+from learner.models.load import on_meta, tuned
 from shared_contracts.footprint import GIB, cache_elements, run_context
 
 Shape = tuple[int, ...]
@@ -27,26 +24,6 @@ ENGINE_BYTES = 4 * GIB
 
 def gib(count: float) -> str:
     return f"{count / GIB:.3g} GiB"
-
-
-def on_meta(config: Config) -> PreTrainedModel:
-    """The model that a run trains, without its tuner, on the meta device.
-
-    Raises ContractError where the folder's config describes no model that is known.
-    """
-    *_, folder = checkpoint_chain(config.model.model, "model.model")
-    try:
-        described = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForImageTextToText.from_config(
-                described,
-                dtype=weight_dtype(config),
-                attn_implementation=attention_of(config.model.attn_implementation),
-            )
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        do = "Give the folder of a Qwen3-VL checkpoint"
-        raise ContractError(f"{folder}/config.json", f"describes no model ({error})", do) from error
-    return model
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from learner.config.rollout_matching import OffloadConfig
 from learner.config.schema import Config, LoraTuner
 from learner.models.families import family_of
-from learner.models.load import LoadedModel, read_processor, tuned
+from learner.models.load import LoadedModel, on_meta, read_processor, tuned
 from learner.models.packed_forward import IMAGE, Pack, PromptEncoder, make_pack
 from learner.models.patch_embedding import use_product
+from learner.models.precision import compute_in, sharded_policy
 from learner.operate.estimate.fake import (
     Costs,
     Work,
@@ -33,13 +34,14 @@ from learner.operate.estimate.fake import (
     put_on_fakes,
     ring_bytes,
 )
-from learner.operate.estimate.sizes import gib, on_meta
+from learner.operate.estimate.sizes import gib
 from learner.stages.formats import answer_format
 from learner.stages.packing import StepPacker
 from learner.stages.tokens import CoordVocab
 from learner.training.channels import Encoding
 from learner.training.recipes import Recipe, recipe_class
-from learner.training.trainer import AUTOCAST, build_optimizer
+from learner.training.start_checks import generates
+from learner.training.trainer import build_optimizer
 from learner.types import Channel, Sample
 
 Tensors = list[tuple[tuple[int, ...], str, int]]
@@ -94,16 +96,33 @@ class StepCost:
         moved = (offload.offload_model, self.weights), (offload.offload_optimizer, self.moments)
         return sum(size for away, size in moved if not (offload.enabled and away))
 
-    def remedy(self, room: float) -> str:
-        """What makes it smaller, where `room` bytes are too few."""
-        if self.states > room:
-            return (
-                "Use training.data_parallel: fsdp2 over more processes, or tuner.train_type: lora"
-            )
-        return (
-            "Set model.gradient_checkpointing: true, lower global_max_length, or use "
-            "training.data_parallel: fsdp2 over more processes"
-        )
+    def remedy(self, config: Config, room: float) -> str:
+        """What makes it smaller, where `room` bytes are too few and the config has left a choice.
+
+        FSDP2 is refused beside LoRA and beside a learner that generates in its own process. Beside
+        a colocated server there is one process.
+        """
+        model, lora = config.model, config.tuner.train_type == "lora"
+        backend = config.rollout_matching.backend if generates(config) else "server"
+        choices = []
+        if self.states <= room:
+            if model.attn_implementation in ("eager", "sdpa"):
+                choices.append("set model.attn_implementation: auto")
+            if not model.gradient_checkpointing:
+                choices.append("set model.gradient_checkpointing: true")
+            if config.training.packing:
+                choices.append("lower global_max_length")
+        if backend == "colocate":
+            choices.append("use rollout_matching.vllm.mode: server with GPUs of its own")
+        if not lora and backend == "server":
+            choices.append("use training.data_parallel: fsdp2 over more processes")
+        if not lora:
+            choices.append("use tuner.train_type: lora")
+        elif self.states > room >= self.weights:
+            choices.append("lower tuner.lora_rank")
+        *others, last = [*choices, "use a device with more memory"]
+        found = f"{', '.join(others)}, or {last}" if others else last
+        return found[0].upper() + found[1:]
 
     def __str__(self) -> str:
         return (
@@ -126,8 +145,8 @@ def meta_model(config: Config, model: PreTrainedModel | None = None) -> LoadedMo
     vocab = CoordVocab.from_tokenizer(processor.tokenizer, answer_format(config).end_marker)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    use_product(model)
     family = family_of(model)
+    use_product(model, family.patch_embedding)
     inner, rows = family.inner(model), list[int]()
     tuner = config.tuner
     if isinstance(tuner, LoraTuner) and not tuner.adapts_rows:
@@ -185,6 +204,20 @@ def step_costs(
     samples: of this process's step. device: `cpu` takes the way that a CPU takes.
     """
     pack, packs = longest_pack(config, recipe, samples)
+    return pack_costs(config, loaded, recipe, pack, packs, channels, processes, device)
+
+
+def pack_costs(
+    config: Config,
+    loaded: LoadedModel,
+    recipe: Recipe,
+    pack: Pack,
+    packs: int,
+    channels: Iterable[Channel],
+    processes: int = 1,
+    device: str = "cuda",
+) -> dict[Channel, StepCost]:
+    """`step_costs` of a step whose longest pack is `pack`, one of `packs`."""
     costs, found = Costs(), dict[Channel, StepCost]()
     sharded = config.training.data_parallel == "fsdp2"
     images = pack.mm_token_types == IMAGE
@@ -194,7 +227,7 @@ def step_costs(
         put_on_fakes(model)
         if sharded:
             _shard(config, model, processes)
-        fakes = Pack(**{**vars(pack), "pixel_values": _on_fake(mode, pack.pixel_values)})
+        fakes = replace(pack, pixel_values=_on_fake(mode, pack.pixel_values))
         optimizer = build_optimizer(model, config.training, loaded.family)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         for weight in trained:
@@ -212,9 +245,7 @@ def step_costs(
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.ndim
         )
-        if config.model.torch_dtype == "bfloat16":
-            autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=AUTOCAST.cache_enabled)
-            model.forward = autocast(model.forward)  # as accelerate does
+        compute_in(model, config.model.torch_dtype)
         for channel in channels:
             costs.begin()
             recipe.loss(model, fakes, channel).total.backward()
@@ -240,9 +271,7 @@ def step_costs(
 
 def _shard(config: Config, model: nn.Module, processes: int) -> None:
     """As accelerate does: each layer alone, and the rest with the whole."""
-    policy = MixedPrecisionPolicy()
-    if config.model.torch_dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = sharded_policy(config.model.torch_dtype)
     mesh = init_device_mesh("cpu", (processes,))
     layers: Any = model._no_split_modules
     for module in list(model.modules()):

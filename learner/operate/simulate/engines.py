@@ -2,9 +2,10 @@
 
 Continuous    vLLM: a sequence enters as soon as a place is free, and leaves when it ends
 Batches       transformers' `generate`: a batch waits for its longest answer
+Dispatch      which requests of a rank a server has, and when
 
-Both prefill the prompts of what enters, beside which nothing else runs, and then take steps of
-`step_s + step_per_sequence_s * running` seconds. The first token comes with the prefill: an
+The engines prefill the prompts of what enters, beside which nothing else runs, and then take steps
+of `step_s + step_per_sequence_s * running` seconds. The first token comes with the prefill: an
 answer of n tokens and its end takes n steps.
 """
 
@@ -18,6 +19,8 @@ from simpy import Environment, Event
 
 from learner.operate.simulate.inputs import EngineSpeed, Setting, Tokens
 from learner.rollout.distribution import (
+    CHUNKS_AHEAD,
+    cut,
     most_at_once,
     next_call,
     plan_chunks,
@@ -27,6 +30,9 @@ from learner.rollout.distribution import (
 
 # What a process of the simulation yields, and how it ends.
 Wait = Generator[Event, Any, None]
+
+# Samples that are asked for, and the wait for their answers.
+Answers = tuple[Sequence[Tokens], Wait]
 
 _ROUNDING = 1e-9
 
@@ -225,49 +231,109 @@ class Machines:
         setting = self.setting
         return [setting.lengths.of(batch, i) for i in setting.order.rank_batch(batch, rank)]
 
-    def rounds(self, samples: Sequence[Tokens]) -> list[Sequence[Tokens]]:
-        """Parts that a rank asks at once (STEP-03); a learner that generates asks for all."""
-        size = len(samples)
-        if self._rollout.backend == "server":
-            setting = self.setting
-            batch = self._rollout.decode_batch_size
-            size = rank_chunk_size(batch, setting.world_sizes, setting.ranks)
-        return [samples[start : start + size] for start in range(0, len(samples), size)]
-
     def push(self) -> Wait:
         """The newest weights to the servers."""
         if self.servers:
             yield self.env.timeout(self.setting.speeds.push.seconds)
 
-    def answer(self, rank: int, samples: Sequence[Tokens]) -> Wait:
-        """One rollout of a rank: each request once, as `learner.rollout` distributes them."""
-        limit = self._rollout.max_new_tokens
-        asked = [Asked(tokens.prompt, min(tokens.answer, limit), limit) for tokens in samples]
+    def chunks(self, rank: int, samples: Sequence[Tokens]) -> list[Answers]:
+        """What a rank asks for in a step, in order (STEP-03); one that generates has one chunk."""
+        asked = self._asked(samples)
         if self._own:
-            yield from self._own[rank].answer(asked)
-            return
+            return [(samples, self._own[rank].answer(asked))]
+        dispatch = self._dispatch(rank, asked, self._size(samples))
+        return [
+            (samples[chunk.start : chunk.stop], dispatch.wait_for(chunk))
+            for chunk in dispatch.chunks
+        ]
+
+    def rounds(self, rank: int, samples: Sequence[Tokens]) -> list[Answers]:
+        """The same beside training, where a round is asked for when the one before is there."""
+        made = []
+        for part in cut(len(samples), self._size(samples)):
+            asked = self._asked(of_round := samples[part.start : part.stop])
+            dispatch = self._dispatch(rank, asked, len(asked))
+            made.append((of_round, dispatch.wait_for(*dispatch.chunks)))
+        return made
+
+    def _size(self, samples: Sequence[Tokens]) -> int:
+        """Of a chunk of `samples`, where servers answer; one server of the learner has them all."""
+        setting, rollout = self.setting, self._rollout
+        if rollout.backend != "server":
+            return len(samples)
+        return rank_chunk_size(rollout.decode_batch_size, setting.world_sizes, setting.ranks)
+
+    def _asked(self, samples: Sequence[Tokens]) -> list[Asked]:
+        limit = self._rollout.max_new_tokens
+        return [Asked(tokens.prompt, min(tokens.answer, limit), limit) for tokens in samples]
+
+    def _dispatch(self, rank: int, asked: Sequence[Asked], size: int) -> "Dispatch":
         setting = self.setting
         batch = self._rollout.decode_batch_size
         caps = rank_caps(batch, setting.world_sizes, setting.ranks, rank)
-        chunks = plan_chunks(len(asked), caps)
-        yield self.env.all_of(
-            [
-                self.env.process(self._serve(server, asked[chunk.start : chunk.stop], cap))
-                for server, chunk, cap in zip(self.servers, chunks, caps, strict=True)
-                if chunk
-            ]
-        )
+        return Dispatch(self.env, self.servers, caps, setting.ranks, asked, size)
 
-    def _serve(self, server: Server, requests: Sequence[Asked], cap: int) -> Wait:
-        """A server's chunk, in calls that have places together (DIST-04)."""
-        most = free = most_at_once(cap)
-        running: dict[Event, int] = {}
-        begun = 0
-        while begun < len(requests) or running:
-            while begun < len(requests) and free:
-                count = next_call(len(requests) - begun, free, most, self.setting.ranks)
-                call = self.env.process(server.answer(requests[begun : begun + count]))
-                running[call] = count
-                begun, free = begun + count, free - count
-            ended = yield self.env.any_of(running)
-            free += sum(running.pop(call) for call in ended)
+
+class Dispatch:
+    """One rollout of a rank over the servers, as `learner.rollout.dispatch` makes it.
+
+    chunks: of the requests `asked`, `size` in each.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        servers: Sequence[Server],
+        caps: Sequence[int],
+        ranks: int,
+        asked: Sequence[Asked],
+        size: int,
+    ) -> None:
+        self.chunks = cut(len(asked), size)
+        self._env = env
+        self._servers = servers
+        self._caps = caps
+        self._ranks = ranks
+        self._asked = asked
+        self._later = deque(self.chunks)
+        self._queues = [deque[range]() for _ in servers]
+        self._unanswered = set(range(len(asked)))
+        self._calls: dict[Event, tuple[int, range]] = {}  # that run: server and requests
+
+    def wait_for(self, chunk: range) -> Wait:
+        """Until a chunk is answered; chunks are waited for in order, and no calls begin between."""
+        ahead = CHUNKS_AHEAD * len(self.chunks[0])
+        while self._later and self._later[0].start <= chunk.start + ahead:
+            opened = self._later.popleft()
+            parts = plan_chunks(len(opened), self._caps)
+            for queue, part in zip(self._queues, parts, strict=True):
+                queue.append(opened[part.start : part.stop])
+        self._send()
+        while not self._unanswered.isdisjoint(chunk):
+            ended = yield self._env.any_of(self._calls)
+            for call in ended:
+                self._unanswered.difference_update(self._calls.pop(call)[1])
+            self._send()
+
+    def _send(self) -> None:
+        for at in range(len(self._servers)):
+            while (requests := self._next_part(at)) is not None:
+                asked = self._asked[requests.start : requests.stop]
+                call = self._env.process(self._servers[at].answer(asked))
+                self._calls[call] = at, requests
+
+    def _next_part(self, at: int) -> range | None:
+        """The requests of the next call of server `at`; None without a free place."""
+        queue = self._queues[at]
+        while queue and not queue[0]:
+            queue.popleft()
+        running = [requests for server, requests in self._calls.values() if server == at]
+        most = most_at_once(self._caps[at])
+        free = most - sum(map(len, running))
+        waiting = sum(map(len, [*queue, *self._later]))
+        count = next_call(waiting, free, most, self._ranks, len(running))
+        if not queue or count == 0:
+            return None
+        requests = queue.popleft()
+        queue.appendleft(requests[count:])
+        return requests[:count]

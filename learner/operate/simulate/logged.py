@@ -15,6 +15,7 @@ that every call has equally many of, stays near the fractions in `_FRACTIONS`.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import mean, median
 
@@ -24,7 +25,7 @@ from scipy.optimize import least_squares
 
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
-from learner.operate.simulate.engines import Machines, Wait
+from learner.operate.simulate.engines import Machines
 from learner.operate.simulate.inputs import (
     ChannelSpeeds,
     EngineSpeed,
@@ -38,6 +39,8 @@ from learner.operate.simulate.inputs import (
     Tokens,
     declared_servers,
 )
+from learner.operate.simulate.outcome import SimulatedStep
+from learner.operate.simulate.run import Clock, Rank
 from learner.runs.rollout_log import unfolded
 from learner.runs.run_folder import METRICS, RunFolder, json_lines
 from learner.types import Channel
@@ -216,12 +219,8 @@ def fit(run: LoggedRun, server: ServerShape) -> Fitted:
     learner = LearnerSpeed(
         a=_channel(run, "A", sources), b=_channel(run, "B", sources), update_s=_update(run, sources)
     )
-    speeds = Speeds(
-        engine=_engine(run, server, sources),
-        server=server,
-        learner=learner,
-        push=_push(run, sources),
-    )
+    known = Speeds(server=server, learner=learner, push=_push(run, sources))
+    speeds = known.model_copy(update={"engine": _engine(run, known, sources)})
     return Fitted(speeds, sources)
 
 
@@ -296,7 +295,8 @@ def _push(run: LoggedRun, sources: dict[str, str]) -> PushSpeed:
     return PushSpeed(fixed_s=fixed, gigabytes=gigabytes, gb_per_s=gb_per_s)
 
 
-def _engine(run: LoggedRun, server: ServerShape, sources: dict[str, str]) -> EngineSpeed:
+def _engine(run: LoggedRun, known: Speeds, sources: dict[str, str]) -> EngineSpeed:
+    """known: the speeds of all else; a slow learner waits less for the answers."""
     steps = run.answered[-_MOST_STEPS:]
     if not steps or run.asynchronous:
         why = "no answers are logged" if not steps else "answers were made beside the steps"
@@ -306,8 +306,8 @@ def _engine(run: LoggedRun, server: ServerShape, sources: dict[str, str]) -> Eng
     seconds = np.array([step.seconds("rollout") for step in steps])
 
     def simulated(speeds: Array) -> Array:
-        engine = _engine_of(speeds)
-        return np.array([_rollout_seconds(run, step, engine, server) for step in steps])
+        given = known.model_copy(update={"engine": _engine_of(speeds)})
+        return np.array([_rollout_seconds(run, step, given) for step in steps])
 
     units = [np.median(simulated(np.eye(4)[k] + _LEAST)) for k in range(4)]
     start = np.median(seconds) * np.array(_FRACTIONS) / np.maximum(units, _LEAST)
@@ -325,24 +325,20 @@ def _engine_of(speeds: Array) -> EngineSpeed:
     )
 
 
-def _rollout_seconds(
-    run: LoggedRun, step: LoggedStep, engine: EngineSpeed, server: ServerShape
-) -> float:
-    """The phase `rollout` of a logged step, on simulated engines."""
-    speeds = Speeds(engine=engine, server=server)
-    machines = Machines(setting_of(run, speeds))
-    ends: list[float] = []
-
-    def asking(rank: int, samples: list[Tokens]) -> Wait:
-        for asked in machines.rounds(samples):
-            yield from machines.answer(rank, asked)
-        ends.append(machines.env.now)
-
-    for rank, rollouts in enumerate(step.rollouts):
-        tokens = [Tokens(prompt, answer, 1, 1) for prompt, answer in rollouts]
-        machines.env.process(asking(rank, tokens))
+def _rollout_seconds(run: LoggedRun, step: LoggedStep, speeds: Speeds) -> float:
+    """The phase `rollout` of a logged step, on simulated machines."""
+    machines, capacity = Machines(setting_of(run, speeds)), run.config.global_max_length
+    tokens = iter(_tokens(step))
+    clocks = [Clock(machines.env) for _ in step.rollouts]
+    for rank, (rollouts, clock) in enumerate(zip(step.rollouts, clocks, strict=True)):
+        own = [
+            each._replace(corrected=max(1, min(each.corrected, capacity - each.prompt)))
+            for each in islice(tokens, len(rollouts))
+        ]
+        record = SimulatedStep(0, "B")
+        machines.env.process(Rank(machines, rank, [record]).channel_b(own, record, clock))
     machines.env.run()
-    return max(ends)
+    return max(clock.seconds["rollout"] for clock in clocks)
 
 
 def setting_of(run: LoggedRun, speeds: Speeds) -> Setting:

@@ -1,7 +1,7 @@
 """The first steps of a run on simulated machines: `training.step` and `training.rollout_buffer`,
 with lengths in the place of packs.
 
-Rank         step mode: rounds of rollouts -> segments -> packs -> forwards, at the same time
+Rank         step mode: chunks of rollouts -> segments -> packs -> forwards, at the same time
 AsyncRank    rollouts of later batches beside training, through the `RolloutBuffer` of a run
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from simpy import Environment, Event, Store
 
-from learner.operate.simulate.engines import Machines, Wait
+from learner.operate.simulate.engines import Answers, Machines, Wait
 from learner.operate.simulate.inputs import Setting, Tokens
 from learner.operate.simulate.outcome import Outcome, ServerUse, SimulatedStep
 from learner.stages.packing import Chunk, Parts, StepPacker, forwards_due
@@ -68,7 +68,10 @@ Packs = list[list[Length]]
 
 
 class Answered(NamedTuple):
-    """A round whose answers are there. version: of the weights, where several answer a batch."""
+    """A chunk or a round whose answers are there.
+
+    version: of the weights, where several answer a batch.
+    """
 
     samples: Sequence[Tokens]
     last: bool
@@ -181,20 +184,25 @@ class Rank:
             yield from self._peers.all_gather(self._rank)
             yield from self._machines.push()
         samples = self._machines.samples(record.step, self._rank)
-        bench, left = Bench(self._machines, clock, record), deque(self._machines.rounds(samples))
+        yield from self.channel_b(samples, record, clock)
+
+    def channel_b(self, samples: Sequence[Tokens], record: SimulatedStep, clock: Clock) -> Wait:
+        """A step of channel B from its first request to its last backward."""
+        bench = Bench(self._machines, clock, record)
+        left = deque(self._machines.chunks(self._rank, samples))
 
         def answer() -> Answering:
-            asked = left.popleft()
+            asked, answers = left.popleft()
             with clock.phase("rollout"):
-                yield from self._machines.answer(self._rank, asked)
+                yield from answers
             return Answered(asked, not left)
 
         answered = prefetched(self._env, answer)
 
         def make() -> Making:
-            of_round = yield answered.get()
-            segments = yield from bench.segments(of_round.samples)
-            return Chunk(bench.chunk(segments, last=of_round.last), of_round.last)
+            samples, last, _ = yield answered.get()
+            segments = yield from bench.segments(samples)
+            return Chunk(bench.chunk(segments, last=last), last)
 
         yield from self._learn(prefetched(self._env, make), samples, record, clock)
 
@@ -327,7 +335,8 @@ class AsyncRank(Rank):
             counts = SimulatedStep(batch, "B")
             bench = Bench(self._machines, Clock(self._env), counts)
             parts, over = Parts[list[Length]](bench), False
-            rounds = self._machines.rounds(self._machines.samples(batch, self._rank))
+            samples = self._machines.samples(batch, self._rank)
+            rounds = self._machines.rounds(self._rank, samples)
             answered = prefetched(self._env, partial(self._answer, deque(rounds)))
             while not over:
                 samples, over, version = yield answered.get()
@@ -335,13 +344,13 @@ class AsyncRank(Rank):
             self._buffer.put(MadeBatch(batch, parts.finished(), counts))
             self._notify()
 
-    def _answer(self, left: deque[Sequence[Tokens]]) -> Answering:
+    def _answer(self, left: deque[Answers]) -> Answering:
         """The first of the rounds that are left, once no push is made."""
-        asked = left.popleft()
+        asked, answers = left.popleft()
         while not self._open:
             yield self._changed
         self._asking, version = True, self._version
-        yield from self._machines.answer(self._rank, asked)
+        yield from answers
         self._asking = False
         self._notify()
         return Answered(asked, not left, version)

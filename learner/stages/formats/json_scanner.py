@@ -1,10 +1,10 @@
 r"""Scanner over the text of an answer: where its entries begin and end.
 
-An answer is one JSON object, `{"object_1": {...}, "object_2": {...}}`. The scanner reads
-its text once and keeps the place of everything it finds, as an offset into that text
-(`learner.stages.tokens.TokenText` knows the token of each offset). It goes from lexeme to lexeme: a
-string, a brace, a bracket, a comma, a colon, or a run of anything else; what an entry
-holds is for the format to judge.
+An answer is one JSON object, `{"object_1": {...}, "object_2": {...}}` (`Scanner`), or the list in
+one, `{"objects": [{...}, {...}]}` (`ListScanner`). A scanner reads its text once and keeps the
+place of everything it finds, as an offset into that text (`learner.stages.tokens.TokenText` knows
+the token of each offset). It goes from lexeme to lexeme: a string, a brace, a bracket, a comma, a
+colon, or a run of anything else; what an entry holds is for the format to judge.
 
     {"object_1": {"desc": "cat", ...}, "object_2": {...}}
     ^            ^                  ^                   ^
@@ -12,6 +12,12 @@ holds is for the format to judge.
 
 An entry lasts from the end of the one before it to the last character of its own value,
 so the comma, the key and any garbage between two values belong to the later one.
+
+    {"objects": [{"desc": "cat", ...}, {...}]}
+                ^^                   ^       ^
+          open_at value_start        end     close_at
+
+The entries of a list have no key, and begin with their value.
 """
 
 import re
@@ -29,22 +35,25 @@ NOWHERE = -1
 # All repeats are possessive, so no lexeme is read twice. Group 1 is the closing quote: a
 # string without an end reaches to the end of the text, or to a last backslash.
 _STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+(")?'
-_FIRST_BRACE = re.compile(rf"[{WHITE_SPACE}]*+\{{")
+_WS = f"[{WHITE_SPACE}]*+"
+_FIRST_BRACE = re.compile(rf"{_WS}\{{")
+_LIST_HEAD = re.compile(rf'{_WS}\{{{_WS}"objects"{_WS}:{_WS}\[')
+_LIST_END = re.compile(rf"\]{_WS}(?:(\}})|(.))?", re.DOTALL)
 _BETWEEN_OBJECTS = re.compile(rf'{_STRING}|[{{}}\[\],:]|[^"{{}}\[\],:{WHITE_SPACE}]++', re.DOTALL)
 _IN_OBJECT = re.compile(rf"{_STRING}|[{{}}\[\]]", re.DOTALL)
 
 
 @dataclass(slots=True)
 class Entry:
-    """One entry of the outermost object; places are offsets into the text.
+    """One entry of the outermost object or list; places are offsets into the text.
 
     key: as written between its quotes, "" where there is none.
     start: the opening quote of the key, or the first character of a value without one.
     value_start: the opening brace of a value that is an object, else `NOWHERE`.
     end: last character of the value, or of what stands in its place before the comma.
     is_object: the value is `{...}`.
-    well_led: exactly one comma (none for the first entry), a key and a colon came before
-        the value.
+    well_led: exactly one comma (none for the first entry), and in an object a key and a colon,
+        came before the value.
     strings, nested: of a well-led object only: [start, end) of each string in it with its
         quotes, and whether braces open inside it or brackets more than `MAX_BRACKETS` deep.
     """
@@ -76,14 +85,18 @@ class Scanner:
     entries: those that have ended, in order.
     """
 
+    _head = _FIRST_BRACE
+    _first = _Next.KEY
+
     def __init__(self, text: str) -> None:
         self.open_at: int | None = None
         self.close_at: int | None = None
         self.entries: list[Entry] = []
         self._text = text
         self._brackets = 0  # open ones between objects
-        self._next = _Next.KEY
+        self._next = self._first
         self._draft = Entry()
+        self._stopped = False
 
     @property
     def unfinished_key(self) -> str | None:
@@ -92,12 +105,12 @@ class Scanner:
 
     def scan(self) -> "Scanner":
         """Read the text up to the end of the outermost object."""
-        opening = _FIRST_BRACE.match(self._text)
+        opening = self._head.match(self._text)
         if opening is None:
             return self
         position = opening.end()
         self.open_at = position - 1
-        while self.close_at is None:
+        while not self._stopped:
             lexeme = _BETWEEN_OBJECTS.search(self._text, position)
             if lexeme is None:
                 break
@@ -115,8 +128,8 @@ class Scanner:
                 self._end_outer_string(start, end)
         elif char == "{":
             return self._read_object(start)
-        elif char == "}":
-            self.close_at = start
+        elif self._closes(char, start):
+            self._stopped = True
         elif char == "," and self._brackets == 0:
             self._read_comma()
         elif char == ":" and self._next is _Next.COLON:
@@ -125,8 +138,14 @@ class Scanner:
         else:
             if char in "[]":
                 self._brackets = max(self._brackets + (1 if char == "[" else -1), 0)
-            self._take_plain_value(end)
+            self._take_plain_value(start, end)
         return end
+
+    def _closes(self, char: str, place: int) -> bool:
+        """Whether the reading stops at this lexeme."""
+        if char == "}":
+            self.close_at = place
+        return char == "}"
 
     def _read_object(self, start: int) -> int:
         """Read an object, of an entry or inside of brackets; the place after it."""
@@ -169,7 +188,7 @@ class Scanner:
     def _end_outer_string(self, start: int, end: int) -> None:
         """A string between objects ended: a key, or a value that is no object."""
         if self._next in (_Next.VALUE, _Next.REST_OF_VALUE):
-            self._take_plain_value(end)
+            self._take_plain_value(start, end)
             return
         self._draft.well_led &= self._next is _Next.KEY
         self._draft.key = self._text[start + 1 : end - 1]
@@ -177,7 +196,7 @@ class Scanner:
         self._draft.end = end - 1
         self._next = _Next.COLON
 
-    def _take_plain_value(self, end: int) -> None:
+    def _take_plain_value(self, start: int, end: int) -> None:
         """A part of a value that is no object, or garbage where no value can be."""
         self._draft.end = end - 1
         if self._next in (_Next.VALUE, _Next.REST_OF_VALUE):
@@ -190,9 +209,45 @@ class Scanner:
             self._end_entry(self._draft.end)
         elif self._next is not _Next.COMMA:
             self._draft.well_led = False
-        self._next = _Next.KEY
+        self._next = self._first
 
     def _end_entry(self, end: int) -> None:
         self._draft.end = end
         self.entries.append(self._draft)
         self._draft = Entry()
+
+
+class ListScanner(Scanner):
+    """Reads an answer whose entries are the items of `{"objects": [...]}`.
+
+    open_at: the opening bracket; None where the text does not begin like that.
+    close_at: the outermost closing brace, right behind the list.
+    garbage: something else stands behind the list, or a brace in place of the bracket that ends
+        it. Nothing is read behind it.
+    """
+
+    _head = _LIST_HEAD
+    _first = _Next.VALUE
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.garbage = False
+
+    def _closes(self, char: str, place: int) -> bool:
+        if char == "]" and self._brackets == 0:
+            ending = _LIST_END.match(self._text, place)
+            assert ending is not None, "it begins with this bracket"
+            if ending[1]:
+                self.close_at = ending.start(1)
+            self.garbage = bool(ending[2])
+            return True
+        self.garbage = char == "}"
+        return self.garbage
+
+    def _end_outer_string(self, start: int, end: int) -> None:
+        self._take_plain_value(start, end)
+
+    def _take_plain_value(self, start: int, end: int) -> None:
+        if self._next is _Next.VALUE and self._draft.start == NOWHERE:
+            self._draft.start = start
+        super()._take_plain_value(start, end)

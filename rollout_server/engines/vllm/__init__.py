@@ -4,10 +4,13 @@ Here is what stands before that: the environment variables that are set for vLLM
 reason.
 """
 
+import os
+
 from rollout_server.engines.engine_protocol import Engine
 from rollout_server.runtime.logs import JSON_LOGGING_FILE
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import repeat_environment
+from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 
 
 def environment(settings: ServerSettings) -> dict[str, str]:
@@ -72,6 +75,20 @@ def _gpu(settings: ServerSettings) -> dict[str, str]:
     return {
         # vLLM would choose V2, which has not run here on a GPU. A logits processor fits one runner.
         "VLLM_USE_V2_MODEL_RUNNER": "1" if settings.model_runner == "v2" else "0",
+    } | _gpu_ids(settings)
+
+
+def _gpu_ids(settings: ServerSettings) -> dict[str, str]:
+    if CUDA_VISIBLE not in os.environ or settings.distributed_executor_backend == "ray":
+        return {}
+    visible = visible_gpus(os.environ)
+    if not visible:  # of a machine whose driver does not tell its GPUs
+        return {}
+    return {
+        # CUDA takes the beginning of a UUID and blanks between names; vLLM takes ids and whole
+        # UUIDs. Ids mean the same to both: `run_program` sets CUDA_DEVICE_ORDER, and
+        # `check_gpus` refuses other names than those of the first GPUs in their order.
+        CUDA_VISIBLE: ",".join(map(str, visible)),
     }
 
 

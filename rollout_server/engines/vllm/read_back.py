@@ -98,13 +98,11 @@ def _add(part: _Part, chunk: Sequence[int], values: Tensor) -> None:
     """Add what `values` (all rows of the target's columns `chunk`) has of `part`."""
     box, source = part.placement.box, part.placement.source
     chosen = [i for i, column in enumerate(chunk) if column in part.wanted]
-    rows = values[box.row : box.row + box.rows]
-    if len(chosen) < len(chunk):
-        rows = rows[:, chosen]
     if not chosen:
         return
+    rows = _columns_of(values[box.row : box.row + box.rows], chosen)
     shift = source.column - box.column
-    columns = torch.tensor([chunk[i] + shift for i in chosen], device=values.device)
+    columns = _numbers([chunk[i] + shift for i in chosen], values.device)
     width = matrix_shape(part.parameter.shape)[1]
     at_once = max(ELEMENTS_AT_ONCE[values.device.type] // len(chosen), 1)
     for start in range(0, box.rows, at_once):
@@ -135,9 +133,21 @@ def _may_multiply_with_a_copy(module: nn.Module, target: Target) -> bool:
 
 
 def _columns_of(matrix: Tensor, columns: Sequence[int]) -> Tensor:
-    if columns[-1] - columns[0] == len(columns) - 1:
+    if _contiguous(columns):
         return matrix[:, columns[0] : columns[-1] + 1]
-    return matrix[:, torch.tensor(columns, device=matrix.device)]
+    return matrix[:, _numbers(columns, matrix.device)]
+
+
+def _numbers(columns: Sequence[int], device: torch.device) -> Tensor:
+    """Ascending `columns` as a tensor on `device`, made without waiting for the device."""
+    if _contiguous(columns):
+        return torch.arange(columns[0], columns[-1] + 1, device=device)
+    numbers = torch.tensor(columns, pin_memory=device.type == "cuda")
+    return numbers.to(device, non_blocking=True)
+
+
+def _contiguous(columns: Sequence[int]) -> bool:
+    return columns[-1] - columns[0] == len(columns) - 1
 
 
 def _through(module: nn.Module, target: Target) -> Read:

@@ -256,8 +256,7 @@ class RepeatProcessorV2(_Guarding, LogitsProcessorV2):
         slots, device = req_states.max_num_reqs, req_states.device
         self._requests = req_states
         self._rows = GuardRows(slots, req_states.all_token_ids.gpu, self._object_key)
-        self._last_ids = torch.zeros(slots, dtype=torch.int64, device=device)
-        self._hides = torch.zeros(slots, dtype=torch.bool, device=device)
+        self._last_ids = torch.zeros(slots, 1, dtype=torch.int64, device=device)
         # What `apply_staged_writes` writes: last ids, by slot.
         self._begun: dict[int, int] = {}
 
@@ -276,16 +275,16 @@ class RepeatProcessorV2(_Guarding, LogitsProcessorV2):
         self._rows.flush()
         if self._begun:
             slots, last_ids = self._rows.to_device([list(self._begun), list(self._begun.values())])
-            self._last_ids[slots] = last_ids
-            self._hides[slots] = last_ids == (-1 if self.sentinel is None else self.sentinel)
+            self._last_ids[slots, 0] = last_ids
             self._begun.clear()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """logits: rows x vocabulary, changed in place, in one column of each row."""
         slots = ctx.expanded_idx_mapping
         triggered = self._rows.take(slots, ctx.pos)[:, None]
-        last_ids = self._last_ids[slots][:, None]
-        kept = logits.gather(1, last_ids).masked_fill_(self._hides[slots][:, None], -torch.inf)
+        last_ids = self._last_ids.index_select(0, slots)
+        hidden = last_ids == (-1 if self.sentinel is None else self.sentinel)
+        kept = logits.gather(1, last_ids).masked_fill_(hidden, -torch.inf)
         return logits.scatter_(1, last_ids, kept.masked_fill_(triggered, FORCED))
 
 

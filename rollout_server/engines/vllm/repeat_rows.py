@@ -6,6 +6,7 @@ V2 keeps them: a row for each slot of the batch, prompt first.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,26 @@ from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig
 
 # A limit that nothing reaches.
 NEVER = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A sequence that takes a slot.
+
+    prompt, last, first: the positions of the first generated id, of the first id to take and of the
+    first that may trigger. limits: of the three counts. block: ids of one.
+    """
+
+    prompt: int
+    last: int
+    first: int
+    limits: list[int]
+    block: int
+
+    def since(self, key: int) -> list[int]:
+        """The first positions of the counts, whose ids all were generated, and of a trigger."""
+        back = self.prompt + 1, self.prompt + self.block, self.prompt + max(key, 1) - 1, self.first
+        return [max(position, self.last) for position in back]
 
 
 class GuardRows:
@@ -31,16 +52,20 @@ class GuardRows:
         self._key = tuple(object_key_token_ids)
         device = ids.device
         self._pattern = torch.tensor(self._key, dtype=ids.dtype, device=device)
-        # One row for each slot: the positions of the first generated id, of the first id to take
-        # and of the first that may trigger; the limits; how far back from the newest id the ids
-        # are that it is compared with: itself, its neighbour, one block, the key.
+        # One row for each slot, in one table, so that a step gathers once: how many neighbours are
+        # equal, ids equal the one a block before, keys are there; triggered | the limits | the
+        # positions since which each of the three is counted, and since which it may trigger | where
+        # in all ids position 0 is, shifted back by what the newest id is compared with: itself, its
+        # neighbour, one block, the key.
         back = [0, 1, 1, *reversed(range(len(self._key)))]
-        told = [0, 0, NEVER, *[NEVER] * 3, *back]
-        self._told = torch.tensor([told], device=device).repeat(slots, 1)
-        # Neighbours that are equal, ids that equal the one a block before, keys; triggered.
-        self._state = torch.zeros(slots, 4, dtype=torch.int64, device=device)
-        # What `flush` writes, by slot: the three positions, the three limits, the block.
-        self._begun: dict[int, list[int]] = {}
+        self._parts = [4, 3, 4, len(back)]
+        empty = [0] * 4 + [NEVER] * 7
+        begins = torch.arange(slots, device=device)[:, None] * ids.shape[1]
+        told = torch.tensor([empty], device=device).expand(slots, -1)
+        self._table = torch.cat((told, begins - torch.tensor([back], device=device)), dim=1)
+        self._state = self._table[:, :4]
+        # What `flush` writes, by slot.
+        self._begun: dict[int, _Begun] = {}
 
     def begin(self, slot: int, config: RepeatTerminateConfig, prompt: int, known: int) -> None:
         """A sequence takes `slot`; of its `known` ids the first `prompt` were not generated.
@@ -53,21 +78,33 @@ class GuardRows:
             rules = config.run_limit - 1, config.block_limit, config.max_object_keys or NEVER
             limits = [min(limit, NEVER) for limit in rules]
         first = prompt + max(config.min_new_tokens, 1) - 1
-        block = max(config.ngram_size, 1)
-        self._begun[slot] = [prompt, known - 1, first, *limits, block]
+        block = min(max(config.ngram_size, 1), self._ids.shape[1])
+        self._begun[slot] = _Begun(prompt, known - 1, first, limits, block)
 
     def flush(self) -> None:
         """Write what was begun to the device, and read ids that were generated before."""
         if not self._begun:
             return
-        slots = self.to_device(list(self._begun))
-        told = self.to_device(list(self._begun.values()))
-        self._told[slots, :6] = told[:, :6]
-        self._told[slots, 8] = told[:, 6]
-        self._state[slots] = 0
-        for slot, (prompt, last, first, *_, block) in self._begun.items():
-            if last > prompt:
-                self._read(slot, block, first - prompt, self._ids[slot, prompt:last])
+        width = self._ids.shape[1]
+        written = self.to_device(
+            [
+                [
+                    slot,
+                    *[0] * 4,
+                    *begun.limits,
+                    *begun.since(len(self._key)),
+                    slot * width - begun.block,
+                ]
+                for slot, begun in self._begun.items()
+            ]
+        )
+        slots = written[:, 0]
+        self._table[slots, :11] = written[:, 1:12]
+        self._table[slots, 13] = written[:, 12]
+        for slot, begun in self._begun.items():
+            if begun.last > begun.prompt:
+                generated = self._ids[slot, begun.prompt : begun.last]
+                self._read(slot, begun.block, begun.first - begun.prompt, generated)
         self._begun.clear()
 
     def to_device(self, numbers: list[Any]) -> torch.Tensor:
@@ -82,7 +119,7 @@ class GuardRows:
         counts = torch.stack(
             (_run(ids, 1, places), _run(ids, block, places), self._keys(ids)), dim=1
         )
-        over = (counts >= self._told[slot, 3:6]).any(dim=1) & (places >= first)
+        over = (counts >= self._table[slot, 4:7]).any(dim=1) & (places >= first)
         self._state[slot, :3] = counts[-1]
         self._state[slot, 3] = over.any()
 
@@ -100,23 +137,21 @@ class GuardRows:
         positions: of the newest ids. One of the prompt, and one that was read, is left out.
         """
         slots = slots.long()
-        told, state = self._told.index_select(0, slots), self._state.index_select(0, slots)
-        counts, limits = state[:, :3], told[:, 3:6]
-        places = positions[:, None] - told[:, 6:]
-        generated = places >= told[:, :1]
-        ids = self._ids.take(slots[:, None] * self._ids.shape[1] + places.clamp_(min=0))
-        equal = (ids[:, 1:3] == ids[:, :1]) & generated[:, 1:3]
-        new = torch.zeros_like(counts)
-        torch.mul(counts[:, :2] + 1, equal, out=new[:, :2])
-        if self._key:
-            found = ((ids[:, 3:] == self._pattern) & generated[:, 3:]).all(dim=1)
-            torch.add(counts[:, 2], found, out=new[:, 2])
-        due = positions[:, None] >= told[:, 1:3]
-        counts.copy_(torch.where(due[:, :1], new, counts))
-        over = (counts >= limits).any(dim=1) & due.all(dim=1)
+        state, limits, since, begins = self._table.index_select(0, slots).split(self._parts, dim=1)
+        now = positions[:, None]
+        due = now >= since
+        # What is before the first id of a slot belongs to another one, and nothing of it is due.
+        ids = self._ids.take(now + begins)
+        same = ids[:, 1:3] == ids[:, :1]
+        key = (ids[:, 3:] == self._pattern).all(dim=1, keepdim=True)
+        counts = state[:, :3]
+        counts += torch.cat((same, key), dim=1) & due[:, :3]
+        counts[:, :2].masked_fill_(due[:, :2] > same, 0)
+        over = ((counts >= limits) & due[:, 3:]).any(dim=1)
         state[:, 3] |= over
         self._state.index_copy_(0, slots, state)
-        return state[:, 3] > 0
+        triggered: torch.Tensor = state[:, 3] > 0
+        return triggered
 
 
 def _run(ids: torch.Tensor, back: int, places: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from learner.training.trainer import BatchLoader
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.small_run import small_config
+from tests.unit.streams import in_chunks
 from tests.unit.test_step import Parts, Scripted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,9 +79,10 @@ class World:
         self.channel_b = Watched(self.parts.encoding, matching, allow_poly=False)
         self.channel_b.before = lambda: None
 
-    def step(self, samples: Sequence[Sample], round_size: int | None) -> StepReport:
+    def step(self, samples: Sequence[Sample], size: int | None) -> StepReport:
         asking = Asking("Detect.", None, RequestConfig())
-        policy = Policy(OpenBackend(self.servers, round_size=round_size), asking)
+        stream = None if size is None else in_chunks(self.servers, size)
+        policy = Policy(OpenBackend(self.servers, stream=stream), asking)
         parts = self.parts
         recipe = Recipe(self.config, parts.channel_a, self.channel_b, parts.pipeline)
         runner = StepRunner(self.config, recipe, policy)
@@ -101,7 +103,7 @@ def test_rollout_and_learner_overlap_within_a_step(
         asked_at_forwards.append(len(world.servers.asked))
 
     world.channel_b.before = wait_for_the_next_chunks
-    report = world.step(world.samples[: CHUNK * CHUNKS], round_size=CHUNK)
+    report = world.step(world.samples[: CHUNK * CHUNKS], size=CHUNK)
     assert world.servers.asked == [CHUNK] * CHUNKS
     assert asked_at_forwards == [5, 5, 6, 6] + [7] * 10
     assert report.metrics["packing/post_rollout_packs"] == CHUNK * CHUNKS
@@ -114,7 +116,7 @@ def test_without_servers_of_their_own_gpus_rollouts_and_learning_take_turns(
     world = World(toy_checkpoint, toy_data, tmp_path, packing=False)
     asked_at_forwards: list[list[int]] = []
     world.channel_b.before = lambda: asked_at_forwards.append(list(world.servers.asked))
-    world.step(world.samples[:4], round_size=None)
+    world.step(world.samples[:4], size=None)
     assert asked_at_forwards == [[4]] * 4
 
 
@@ -134,5 +136,5 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
     assert world.config.training.resolve_accumulation(world_size=2) == 8
     order = order_of(world.config, len(world.samples), processes=2)
     (share,) = BatchLoader(world.samples, order, rank=1)
-    world.step(share, round_size=None)
+    world.step(share, size=None)
     assert world.servers.asked == [8]

@@ -1,0 +1,311 @@
+"""Log-probabilities of kept tokens by the trainer, held against those of the engine (LOGP-01)."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.step_parts.engines import samples as fixed_samples
+from learner.config import merge, parse_config
+from learner.config.rollout_matching import MatchingConfig
+from learner.config.schema import Config
+from learner.data.toy import ToyData
+from learner.distributed.peers import SINGLE_PROCESS, Peers
+from learner.models.packed_forward import Pack, Segment, make_pack
+from learner.objectives import logit_stats
+from learner.objectives.mismatch import Mismatch
+from learner.objectives.pipeline import PackLoss
+from learner.rollout.policy import Asking, OpenBackend, Policy
+from learner.runs.metrics import Payload, PhaseClock, StepReport, mismatch_payload
+from learner.stages.packing import Chunk
+from learner.stages.targets import kept_logprobs
+from learner.stages.tokens import decode_exactly
+from learner.training.channels import ChannelB
+from learner.training.step import PlainEngine, StepRunner
+from learner.training.synchronous_rollouts import PackFeed, SynchronousRollouts
+from learner.types import Channel, Role, RolloutOutput, Sample
+from shared_contracts.errors import RunError
+from shared_contracts.infer import RequestConfig
+from tests.unit.answers import entry
+from tests.unit.loaded_models import load_small
+from tests.unit.mixed_samples import box, mixed_samples
+from tests.unit.packed_logits import packed_logits
+from tests.unit.ranks_in_threads import in_ranks
+from tests.unit.small_run import written
+from tests.unit.test_forwards import CONFIG, Given, Nobody, Ran, pack
+from tests.unit.test_head import CHUNK, VOCABULARY, Products
+from tests.unit.toy_learner import ToyLearner, sharpened
+
+pytestmark = [pytest.mark.req("LOGP-01"), pytest.mark.usefixtures("one_thread")]
+
+GHOST = box("ghost", 900, 900, 999, 999)
+
+
+@pytest.fixture(scope="module")
+def learner(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
+) -> ToyLearner:
+    out = tmp_path_factory.mktemp("out")
+    return ToyLearner(sharpened(load_small(toy_checkpoint, toy_data, out), 8))
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
+    return mixed_samples(tmp_path_factory.mktemp("images"))
+
+
+def texts(samples: Sequence[Sample]) -> list[str]:
+    """A right object and a ghost; one with a corner missing; garbage; one that was cut."""
+    first = samples[0].objects[0]
+    return [
+        written(first, GHOST),
+        f"{{{entry(1, 'kite', (0, 31, 62))}}}",
+        "garbage",
+        written(GHOST)[:-6],
+    ]
+
+
+def answers(
+    learner: ToyLearner, samples: Sequence[Sample], texts: Sequence[str], asked: bool = True
+) -> list[RolloutOutput]:
+    """asked: with numbers that an engine might have given each token."""
+    draw = np.random.default_rng(3)
+    said = [learner.answer(*pair) for pair in zip(samples, texts, strict=True)]
+    return [
+        replace(each, logprobs=(-draw.exponential(3, len(each.response_token_ids))).tolist())
+        if asked
+        else each
+        for each in said
+    ]
+
+
+def plain_mismatch(
+    learner: ToyLearner, segments: Sequence[Segment], said: Sequence[RolloutOutput]
+) -> Mismatch:
+    """By the log-softmax, in float64, of all logits of the row."""
+    logits = packed_logits(learner.model, make_pack(segments)).detach().double().log_softmax(-1)
+    roles, nats = list[int](), list[float]()
+    start = 0
+    for segment, answer in zip(segments, said, strict=True):
+        assert answer.logprobs is not None
+        target, first = segment.target, start + len(segment.prompt.ids)
+        for place, token in enumerate(target.token_ids[: target.prefix_len]):
+            if answer.response_token_ids[place : place + 1] != [token]:
+                break
+            roles.append(int(target.role[place]))
+            nats.append(abs(logits[first + place - 1, token].item() - answer.logprobs[place]))
+        start += len(segment)
+    return Mismatch(np.array(roles, np.int8), np.array(nats))
+
+
+def compared(learner: ToyLearner, segments: Sequence[Segment]) -> Mismatch:
+    found = learner.loss(make_pack(segments), "B").mismatch
+    assert found is not None
+    return found
+
+
+@pytest.mark.req("PACK-04")
+@pytest.mark.parametrize("rows", [None, CHUNK], ids=["one chunk", "chunks"])
+def test_kept_tokens_of_a_pack_are_held_against_a_log_softmax_of_whole_logits(
+    learner: ToyLearner,
+    samples: list[Sample],
+    rows: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if rows is not None:
+        monkeypatch.setattr(logit_stats, "HEAD_ELEMENTS", rows * VOCABULARY)
+    said = answers(learner, samples, texts(samples))
+    segments, _ = learner.channel_b.segments(samples, said)
+    found, plain = compared(learner, segments), plain_mismatch(learner, segments, said)
+    assert found.roles.tolist() == plain.roles.tolist()
+    assert found.nats == pytest.approx(plain.nats, abs=1e-5)
+    kept = [len(segment.kept_logprobs) for segment in segments]
+    assert kept[0] == segments[0].target.prefix_len
+    assert 0 < kept[1] <= segments[1].target.prefix_len
+    assert kept[2:] == [0, 0]  # of `{"` the target has `{`
+
+    metrics = mismatch_payload(found).metrics()
+    of_kind = {
+        "all": list(Role),
+        "structure": [Role.MATCHED_STRUCTURE, Role.APPENDED_STRUCTURE, Role.CLOSURE],
+        "description": [Role.MATCHED_DESC],
+        "coordinate": [Role.COORD],
+        "false_positive": [Role.FALSE_POSITIVE],
+    }
+    assert metrics.keys() == {"mismatch/tokens"} | {
+        f"mismatch/{kind}_{which}" for kind in of_kind for which in ("mean", "p99")
+    }
+    assert metrics["mismatch/tokens"] == sum(kept)
+    for kind, roles in of_kind.items():
+        own = plain.nats[np.isin(plain.roles, roles)]
+        assert metrics[f"mismatch/{kind}_mean"] == pytest.approx(own.mean(), abs=1e-5)
+        assert metrics[f"mismatch/{kind}_p99"] == pytest.approx(np.percentile(own, 99), abs=1e-5)
+
+
+@pytest.mark.req("CLEAN-01")
+def test_a_clean_prefix_is_compared_up_to_its_first_edit(
+    learner: ToyLearner, samples: list[Sample]
+) -> None:
+    cat, dog = samples[0].objects
+    channel = ChannelB(learner.encoding, MatchingConfig(), allow_poly=False, duplicate_iou=0.9)
+    said = answers(learner, [samples[0]] * 2, [written(cat, cat, dog), written(cat, dog)])
+    (edited, whole), _ = channel.segments([samples[0]] * 2, said)
+    kept = edited.target.token_ids[: len(edited.kept_logprobs)]
+    assert decode_exactly(learner.tokenizer, kept).endswith(', "object_2": {"desc": "')
+    assert len(whole.kept_logprobs) == whole.target.prefix_len
+    assert edited.target.token_ids == whole.target.token_ids
+    found = compared(learner, [edited, whole])
+    plain = plain_mismatch(learner, [edited, whole], said)
+    assert found.nats == pytest.approx(plain.nats, abs=1e-5)
+
+
+@pytest.mark.req("RES-02")
+def test_polygons_are_compared_too(learner: ToyLearner, samples: list[Sample]) -> None:
+    roof = '{"object_1": {"desc": "roof", "poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", '
+    roof += '"<|coord_4|>", "<|coord_5|>", "<|coord_6|>"]}}'
+    channel = ChannelB(learner.encoding, MatchingConfig(), allow_poly=True)
+    said = answers(learner, samples[:1], [roof])
+    segments, _ = channel.segments(samples[:1], said)
+    plain = plain_mismatch(learner, segments, said)
+    assert len(plain.nats) == segments[0].target.prefix_len
+    assert compared(learner, segments).nats == pytest.approx(plain.nats, abs=1e-5)
+
+
+@pytest.mark.req("FULL-02")
+def test_log_probabilities_cost_rows_only_where_there_are_some_and_change_no_gradient(
+    learner: ToyLearner, samples: list[Sample]
+) -> None:
+    def step(asked: bool) -> tuple[PackLoss, dict[str, torch.Tensor], int, int]:
+        said = answers(learner, samples, texts(samples), asked)
+        packed = make_pack(learner.channel_b.segments(samples, said)[0])
+        selection = learner.pipeline.select(packed.supervision, "B")
+        products = Products()
+        with products:
+            loss = learner.loss(packed, "B")
+        rows = sum(products.rows) - selection.head_rows
+        return loss, learner.gradients(loss), rows, len(packed.supervision.kept_positions)
+
+    loss, gradients, more, kept = step(asked=False)
+    assert (loss.mismatch, more, kept) == (None, 0, 0)
+    with_them, same, more, kept = step(asked=True)
+    assert with_them.mismatch is not None
+    assert more == kept == len(with_them.mismatch.nats) > 0
+    assert torch.equal(with_them.total, loss.total)
+    assert all(torch.equal(same[name], gradient) for name, gradient in gradients.items())
+
+
+def test_an_answer_of_which_nothing_is_kept_has_no_kept_tokens(
+    learner: ToyLearner, samples: list[Sample]
+) -> None:
+    (said,) = answers(learner, samples[:1], ["garbage"])
+    target = learner.channel_b.assess(samples[0], said).target
+    assert target is not None
+    assert kept_logprobs(said, target) == []
+    assert kept_logprobs(replace(said, logprobs=None), target) == []
+
+
+# --- steps: packs whose mismatch is given
+
+
+def config(bound: float | None = None, logprobs: bool = True) -> Config:
+    rollout = {"logprobs": logprobs, "max_logprob_mismatch": bound}
+    return parse_config(merge(CONFIG.model_dump(mode="json"), {"rollout_matching": rollout}))
+
+
+class Apart(Given):
+    """Every pack has two kept tokens, which are so far apart."""
+
+    def __init__(self, config: Config, nats: tuple[float, float]) -> None:
+        super().__init__(config, Ran())
+        roles = np.array([Role.MATCHED_STRUCTURE, Role.COORD], np.int8)
+        self._mismatch = Mismatch(roles, np.array(nats))
+
+    def loss(self, model: nn.Module, pack: Pack, channel: Channel) -> PackLoss:
+        return replace(super().loss(model, pack, channel), mismatch=self._mismatch)
+
+
+class Packs(SynchronousRollouts):
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    @contextmanager
+    def feed(self, step: int, own: Sequence[Sample], clock: PhaseClock) -> Iterator[PackFeed]:
+        yield PackFeed(0, iter([Chunk([pack(1)] * self._count, last=True)]), Payload)
+
+
+def step(
+    config: Config, nats: tuple[float, float], peers: Peers = SINGLE_PROCESS, packs: int = 1
+) -> StepReport:
+    policy = Policy(OpenBackend(Nobody()), Asking("", None, RequestConfig()))
+    recipe = Apart(config, nats)
+    runner = StepRunner(config, recipe, policy, peers=peers, source=Packs(packs))
+    model = nn.Linear(1, 1, bias=False)
+    return runner.run(model, fixed_samples(packs), 11, PlainEngine())[1]
+
+
+def mismatches(report: StepReport) -> dict[str, float]:
+    return {key: v for key, v in report.metrics.items() if key.startswith("mismatch/")}
+
+
+def test_a_step_logs_the_mismatch_of_its_packs() -> None:
+    assert mismatches(step(config(), (0.25, 0.75), packs=3)) == pytest.approx(
+        {
+            "mismatch/tokens": 6,
+            "mismatch/all_mean": 0.5,
+            "mismatch/all_p99": 0.75,
+            "mismatch/structure_mean": 0.25,
+            "mismatch/structure_p99": 0.25,
+            "mismatch/coordinate_mean": 0.75,
+            "mismatch/coordinate_p99": 0.75,
+        }
+    )
+
+
+def test_a_step_without_packs_has_compared_no_token() -> None:
+    assert mismatches(step(config(bound=0.1), (1.0, 1.0), packs=0)) == {"mismatch/tokens": 0}
+
+
+@pytest.mark.req("DDP-02")
+def test_a_replay_is_not_counted() -> None:
+    found = in_ranks(
+        2, lambda peers: step(config(), (0.5, 0.5), peers, packs=3 if peers.rank else 1)
+    )
+    one, three = (each.result() for each in found)
+    assert one.metrics["step/replays"] == 2
+    assert one.metrics["mismatch/tokens"] == 2
+    assert three.metrics["mismatch/tokens"] == 6
+
+
+def test_a_step_within_the_bound_goes_on() -> None:
+    assert mismatches(step(config(bound=0.5), (0.25, 0.75)))["mismatch/all_mean"] == 0.5
+
+
+def test_a_step_above_the_bound_ends_the_run_and_says_what_to_do() -> None:
+    with pytest.raises(RunError) as caught:
+        step(config(bound=0.4), (0.25, 0.75))
+    said = str(caught.value)
+    assert "step 12" in said
+    assert "0.5 nats in the mean of 2 tokens (structure 0.25, coordinate 0.75)" in said
+    assert "rollout_matching.max_logprob_mismatch, 0.4" in said
+    for cause in ("model.torch_dtype", "sync.verify: full", "version_lag"):
+        assert cause in said
+
+
+@pytest.mark.req("DDP-01")
+def test_a_step_above_the_bound_ends_all_processes() -> None:
+    """Threads have no all-reduce, so only one of them sees a mean above the bound."""
+    found = in_ranks(
+        2, lambda peers: step(config(bound=0.4), (0.5, 0.5) if peers.rank else (0.1, 0.1), peers)
+    )
+    zero, one = (str(each.exception()) for each in found)
+    assert one.startswith("step 12: ")
+    assert zero == f"learner process 1 failed: {one}"
+
+
+def test_a_run_without_log_probabilities_has_no_such_metrics() -> None:
+    assert mismatches(step(config(logprobs=False), (0.5, 0.5))) == {}

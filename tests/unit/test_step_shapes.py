@@ -1,0 +1,166 @@
+"""No step of a shipped profile makes a tensor of L x L, of L x V, or of more logits than a chunk.
+
+Each profile with the widths of the 4B model and 2 layers, on fake tensors. L: tokens of a pack.
+V: the vocabulary.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.config import load_mapping, merge, parse_config
+from learner.config.schema import Config
+from learner.models.load import LoadedModel
+from learner.models.packed_forward import Pack, make_pack
+from learner.operate.estimate.step import (
+    StepCost,
+    longest_pack,
+    meta_model,
+    pack_costs,
+    recipe_of,
+)
+from learner.stages.formats.coord_json import serialize_objects
+from learner.training.recipes import Recipe
+from learner.types import Channel, Sample
+from tests.unit.full_size_models import (
+    CHUNK,
+    VOCABULARY,
+    WIDTHS,
+    large,
+    make_full_size,
+    make_samples,
+)
+from tests.unit.small_run import rollout
+
+pytestmark = [pytest.mark.slow, pytest.mark.req("FULL-01", "FULL-02")]
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PROFILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.name != "base.yaml")
+WIDTH = WIDTHS["4b"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_full_size(tmp_path_factory.mktemp("models") / "4b", "4b", layers=2)
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
+    return make_samples(tmp_path_factory.mktemp("samples"), 8, side=256)
+
+
+def profile(path: Path, model: Path, /, **changes: Any) -> Config:
+    return parse_config(merge(merge(load_mapping(path), {"model": {"model": str(model)}}), changes))
+
+
+Counted = Callable[[Config, Channel], StepCost]
+
+
+@pytest.fixture(scope="module")
+def counted(samples: list[Sample]) -> Counted:
+    """`cost_of` of `samples`. Profiles whose steps are the same share a count."""
+    known: dict[str, StepCost] = {}
+
+    def of(config: Config, channel: Channel) -> StepCost:
+        step = {
+            "channel": channel,
+            "model": config.model.model_dump(mode="json"),
+            "template": config.template.model_dump(mode="json"),
+            "tuner": config.tuner.model_dump(mode="json"),
+            "custom": config.custom.model_dump(mode="json"),
+            "stage2_ab": config.stage2_ab
+            and config.stage2_ab.model_dump(mode="json", exclude={"schedule"}),
+            "pipeline": config.pipeline.model_dump(mode="json"),
+            "training": (config.training.packing, config.training.data_parallel),
+            "length": config.global_max_length,
+        }
+        key = json.dumps(step, sort_keys=True)
+        if key not in known:
+            known[key] = cost_of(config, channel, samples)
+        return known[key]
+
+    return of
+
+
+def cost_of(config: Config, channel: Channel, samples: list[Sample]) -> StepCost:
+    loaded = meta_model(config)
+    recipe = recipe_of(config, loaded)
+    if channel == "A":
+        pack, _ = longest_pack(config, recipe, samples)
+    else:
+        pack = corrected(config, loaded, recipe, samples)
+    processes = 2 if config.training.data_parallel == "fsdp2" else 1
+    return pack_costs(config, loaded, recipe, pack, 1, [channel], processes)[channel]
+
+
+def corrected(config: Config, loaded: LoadedModel, recipe: Recipe, samples: list[Sample]) -> Pack:
+    """As many answers as fit, each with all objects but one; the first one comes twice."""
+    segments, length = [], 0
+    for sample in samples:
+        _, *most = sample.objects
+        answer = loaded.tokenizer.encode(
+            serialize_objects((*most, most[0]), config.custom.object_field_order),
+            add_special_tokens=False,
+        )
+        prompt = recipe.channel_a.segments([sample])[0].prompt.ids.tolist()
+        made, _ = recipe.channel_b.segments([sample], [rollout(prompt, answer)])
+        if length + sum(map(len, made)) <= config.global_max_length:
+            segments += made
+            length += sum(map(len, made))
+    return make_pack(segments)
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_no_tensor_of_a_step_is_as_large_as_a_mask_or_as_whole_logits(
+    path: Path, model: Path, counted: Counted
+) -> None:
+    config = profile(path, model)
+    for channel in _channels(config):
+        cost = counted(config, channel)
+        assert cost.tokens > CHUNK
+        assert any(cost.tokens in shape for shape in cost.shapes)
+        assert any(shape[-1] == VOCABULARY and shape[-2] > 1 for shape in cost.shapes if shape[1:])
+        assert list(large(cost.shapes, cost.tokens, WIDTH)) == []
+
+
+def _channels(config: Config) -> list[Channel]:
+    """Those that steps of the profile run."""
+    possible: list[tuple[Channel, bool]] = [("A", config.b_ratio < 1), ("B", config.b_ratio > 0)]
+    return [channel for channel, runs in possible if runs]
+
+
+@pytest.mark.req("CLEAN-02")
+def test_answers_that_repeat_an_object_have_departures_with_a_clean_prefix(
+    model: Path, samples: list[Sample]
+) -> None:
+    config = profile(CONFIGS / "stage2_two_channel" / "prod" / "clean_prefix.yaml", model)
+    loaded = meta_model(config)
+    recipe = recipe_of(config, loaded)
+    pack = corrected(config, loaded, recipe, samples)
+    assert recipe.objective.select(pack.supervision, "B").totals.departures == len(samples)
+
+
+def test_a_mask_of_sdpa_is_found(model: Path, samples: list[Sample]) -> None:
+    own = {"model": str(model), "attn_implementation": "sdpa"}
+    config = profile(CONFIGS / "stage2_two_channel" / "gpu" / "4b_lora.yaml", model, model=own)
+    cost = cost_of(config, "A", samples)
+    found = {shape[-2:] for shape in large(cost.shapes, cost.tokens, WIDTH)}
+    assert found == {(cost.tokens, cost.tokens)}
+
+
+def test_logits_and_masks_are_found_on_either_side() -> None:
+    length = 5000
+    allowed = [(CHUNK, VOCABULARY), (VOCABULARY, WIDTH), (VOCABULARY,), (1, length, WIDTH)]
+    assert list(large(allowed, length, WIDTH)) == []
+    refused = [
+        (length, VOCABULARY),
+        (VOCABULARY, length),
+        (1, CHUNK + 1, VOCABULARY),
+        (VOCABULARY, 1, CHUNK + 1),
+        (1, 1, length, length),
+        (length, 32, length),
+    ]
+    assert list(large(refused, length, WIDTH)) == refused
