@@ -16,16 +16,8 @@ from pathlib import Path
 from PIL import Image
 
 from benchmarks.results import Result, median_of
-from learner.data.coco import (
-    CocoFile,
-    Wanted,
-    convert,
-    read_coco,
-    to_coco,
-    to_lvis,
-    write_document,
-    write_records,
-)
+from learner.data.coco import CocoFile, read_coco, to_coco, to_lvis, write_document
+from learner.data.conversion import Wanted, convert, write_records
 from learner.data.export import name_faults, names_of_images, samples_to_export
 from learner.data.images import Looks
 from learner.data.jsonl import DataProblem, read_samples

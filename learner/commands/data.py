@@ -180,7 +180,7 @@ class _Arguments(NamedTuple):
 
 def _to_jsonl(arguments: _Arguments, form: Format) -> None:
     from learner.config.rollout_matching import MatchingConfig
-    from learner.data.coco import Wanted, convert, write_left_out, write_records
+    from learner.data.conversion import Wanted, convert, write_left_out, write_records
     from learner.data.show import conversion_table, print_tables, watch
     from learner.runs.atomic_files import require_new_file
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from learner.data.check import FileReport, kinds
-from learner.data.coco import Conversion, Rule
+from learner.data.conversion import Conversion, Rule
 from learner.data.export import Exported
 from learner.data.images import Looks
 from learner.data.jsonl import DataProblem

@@ -10,7 +10,8 @@ from PIL import Image
 
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
-from learner.data.coco import CocoAnnotation, Conversion, LeftOut, Rule, write_left_out
+from learner.data.coco import CocoAnnotation
+from learner.data.conversion import Conversion, LeftOut, Rule, write_left_out
 from learner.data.jsonl import read_samples
 from learner.operate.simulate.inputs import Drawn, LengthsFile, Speeds, read_strict
 from rollout_server.settings.options import ServerSettings, load_settings

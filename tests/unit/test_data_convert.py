@@ -1,6 +1,5 @@
 """`learner data convert`: COCO, LVIS, YOLO and Pascal VOC, to a data file and back."""
 
-import itertools
 import json
 import shutil
 import unicodedata
@@ -70,11 +69,9 @@ POLYGONS = (
 NAMES = st.sampled_from(["cat", "no", "0", "bow_(weapon)", "a: b, 'c' #d", "猫 🐈", "café", "<&>"])
 OBJECTS = st.builds(lambda desc, coords: box(desc, *coords), NAMES, BOXES)
 SIZES = st.tuples(st.integers(1, 1500), st.integers(1, 1500))
-_places = itertools.count()
 
 
 def data_file(folder: Path, drawn: list[tuple[tuple[int, int], list[dict[str, Any]]]]) -> Path:
-    folder.mkdir()
     lines = []
     for number, (size, objects) in enumerate(drawn):
         Image.new("1", size).save(folder / f"{number}.png")
@@ -94,7 +91,7 @@ def test_boxes_come_back_bin_for_bin(
     form: str,
     drawn: list[tuple[tuple[int, int], list[dict[str, Any]]]],
 ) -> None:
-    folder = tmp_path_factory.getbasetemp() / f"{form}{next(_places)}"
+    folder = tmp_path_factory.mktemp("boxes")
     source = data_file(folder, drawn)
     back = there_and_back(source, form, folder)
     read = [read_samples(file, allow_poly=False) for file in (source, back)]
@@ -107,7 +104,7 @@ def test_boxes_come_back_bin_for_bin(
 def test_polygons_come_back_bin_for_bin(
     tmp_path_factory: pytest.TempPathFactory, form: str, polygons: list[list[int]]
 ) -> None:
-    folder = tmp_path_factory.getbasetemp() / f"poly-{form}{next(_places)}"
+    folder = tmp_path_factory.mktemp("polygons")
     source = data_file(folder, [((640, 480), [{"desc": "cat", "poly": p} for p in polygons])])
     back = there_and_back(source, form, folder, geometry="poly")
     read = [read_samples(file, allow_poly=True) for file in (source, back)]
