@@ -230,7 +230,7 @@ def _read_other(arguments: _Arguments, form: Format) -> tuple["CocoFile", Path]:
 def _from_jsonl(
     source: Path, out: Path, form: Format, images: Path | None, geometry: GeometryKind
 ) -> None:
-    from learner.data.coco import lvis_faults, to_coco, to_lvis, write_document
+    from learner.data.coco import to_coco, to_lvis, write_document
     from learner.data.export import name_faults, names_of_images, samples_to_export
     from learner.data.show import export_table, print_tables, watch
     from learner.data.voc import voc_faults, write_voc
@@ -246,8 +246,6 @@ def _from_jsonl(
         _require_folder("--images", images)
 
     def faults(samples: Sequence["Sample"]) -> Iterable["DataProblem"]:
-        if form == "lvis":
-            yield from lvis_faults(samples)
         if form == "voc":
             yield from voc_faults(samples)
         if form in ("yolo", "voc"):

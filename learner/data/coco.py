@@ -19,16 +19,20 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from learner.data.jsonl import (
     REPEATED_KEY,
     BadLine,
-    DataProblem,
     bounding_box,
-    brief,
     capped,
     is_description,
     strict_json,
 )
 from learner.runs.atomic_files import publish_text
 from learner.stages.coords import decode_bin
-from learner.types import Sample, Shape, normalized
+from learner.types import (
+    NEG_CATEGORIES,
+    NOT_EXHAUSTIVE_CATEGORIES,
+    Sample,
+    Shape,
+    normalized,
+)
 from shared_contracts.errors import ContractError
 from shared_contracts.strict_model import contract_errors
 
@@ -164,18 +168,23 @@ def write_document(document: dict[str, Any], path: Path) -> None:
 
 
 def to_coco(
-    samples: Sequence[Sample], image_root: Path, more_names: Iterable[str] = ()
+    samples: Sequence[Sample],
+    image_root: Path,
+    *,
+    listed: Iterable[str] = (),
+    behind: Iterable[str] = (),
 ) -> dict[str, Any]:
     """COCO detection ground truth of samples with one image each.
 
-    more_names: of categories that no object has.
+    listed, behind: more categories, which have their places among the others or behind them.
 
     Ids count from 1; image i is sample i - 1. Categories are the descriptions, sorted.
     `bbox` is x, y, width, height in pixels (k/999 times the image side), of a polygon those
     of the box around it; a polygon has a `segmentation`, and its own area. File names are
     relative to `image_root` where the image lies under it.
     """
-    descriptions = sorted({*more_names, *(o.desc for s in samples for o in s.objects)})
+    descriptions = sorted({*listed, *(o.desc for s in samples for o in s.objects)})
+    descriptions += sorted({*behind}.difference(descriptions))
     category_ids = {desc: i for i, desc in enumerate(descriptions, start=1)}
     annotations: list[dict[str, Any]] = []
     root = image_root.absolute()
@@ -207,56 +216,40 @@ def to_coco(
     }
 
 
-# Of `metadata`, and of LVIS: the categories whose absence was verified in an image, and those of
-# which not every object was annotated.
+# Keys of LVIS for those of `metadata`.
 LVIS_LISTS = {
-    "neg_categories": "neg_category_ids",
-    "not_exhaustive_categories": "not_exhaustive_category_ids",
+    NEG_CATEGORIES: "neg_category_ids",
+    NOT_EXHAUSTIVE_CATEGORIES: "not_exhaustive_category_ids",
 }
 # LVIS's classes of frequency: up to so many images.
 _RARE, _COMMON = 10, 100
 
 
-def lvis_faults(samples: Iterable[Sample]) -> Iterator[DataProblem]:
-    """Lists in `metadata` that name no categories."""
-    for sample in samples:
-        for key in LVIS_LISTS:
-            names = sample.metadata.get(key, [])
-            if not isinstance(names, list) or not all(is_description(name) for name in names):
-                yield DataProblem(
-                    "metadata",
-                    sample.sample_id,
-                    f"metadata.{key} is {brief(names)}",
-                    "Make it a list of descriptions, or leave it out.",
-                )
-
-
-def to_lvis(samples: Sequence[Sample], image_root: Path) -> dict[str, Any]:
+def to_lvis(
+    samples: Sequence[Sample], image_root: Path, *, behind: Iterable[str] = ()
+) -> dict[str, Any]:
     """Like `to_coco`, with what LVIS's evaluation reads in addition.
 
     The lists of an image are those of its `metadata`. Without `neg_categories`, the image is taken
     as annotated with every category: all that it does not show are negative. How frequent a
     category is follows from the images of this file.
     """
-    listed = [
-        {key: [normalized(name) for name in s.metadata.get(key, [])] for key in LVIS_LISTS}
-        for s in samples
+    lists_of = [
+        {key: sample.category_lists.get(key, []) for key in LVIS_LISTS} for sample in samples
     ]
-    more_names = (name for lists in listed for names in lists.values() for name in names)
-    lvis = to_coco(samples, image_root, more_names)
+    listed = (name for lists in lists_of for names in lists.values() for name in names)
+    lvis = to_coco(samples, image_root, listed=listed, behind=behind)
     ids = {category["name"]: category["id"] for category in lvis["categories"]}
     instances, images = Counter[str](), Counter[str]()
-    for image, sample, lists in zip(lvis["images"], samples, listed, strict=True):
+    for image, sample, lists in zip(lvis["images"], samples, lists_of, strict=True):
         shown = Counter(o.desc for o in sample.objects)
         instances += shown
         images.update(shown.keys())
-        if "neg_categories" not in sample.metadata:
-            partly = lists["not_exhaustive_categories"]
-            lists["neg_categories"] = [n for n in ids if n not in shown and n not in partly]
+        if NEG_CATEGORIES not in sample.metadata:
+            partly = lists[NOT_EXHAUSTIVE_CATEGORIES]
+            lists[NEG_CATEGORIES] = [n for n in ids if n not in shown and n not in partly]
         for key, names in lists.items():
             image[LVIS_LISTS[key]] = [ids[name] for name in names]
-    for annotation in lvis["annotations"]:
-        del annotation["iscrowd"]
     for category in lvis["categories"]:
         count = images[category["name"]]
         category["image_count"], category["instance_count"] = count, instances[category["name"]]
