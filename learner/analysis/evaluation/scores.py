@@ -91,28 +91,29 @@ class ScoredAnswer(LoggedAnswer):
         resolution: of the canvas for pairs with a polygon.
         """
         answer = LoggedAnswer.of(assessed)
-        said, truths = answer.parse.objects, answer.ground_truth
-        hits, iou = len(answer.hit_pairs), assessed.match.mask_iou
-        unjudged = _unjudged(assessed.match, len(said))
-        judged = ~np.isin(np.arange(len(said)), unjudged)[:, None]
-        named = judged & same_description(assessed.parsed.objects, assessed.sample.objects)
-        ious = [float(iou[pair]) for pair in answer.match.pairs]
+        said, truths = assessed.parsed.objects, assessed.sample.objects
+        iou, parse, match = assessed.match.mask_iou, answer.parse, answer.match
         objects = [
             item.model_copy(update={"confidence": confidence(found, answer.logprobs)})
-            for item, found in zip(said, assessed.parsed.objects, strict=True)
+            for item, found in zip(parse.objects, said, strict=True)
         ]
+        ious, unjudged = [float(iou[pair]) for pair in match.pairs], _unjudged(assessed)
+        parse = parse.model_copy(update={"objects": objects})
+        match = match.model_copy(update={"ious": ious, "unjudged": unjudged})
+        answer = answer.model_copy(update={"parse": parse, "match": match})
+        judged = ~np.isin(np.arange(len(said)), unjudged)[:, None]
+        named = judged & same_description(said, truths)
         pairs_at = [most_pairs(iou, named & (iou >= least)) for least in IOU_THRESHOLDS]
-        parse = answer.parse.model_copy(update={"objects": objects})
-        match = answer.match.model_copy(update={"ious": ious, "unjudged": unjudged})
+        hits = len(answer.hit_pairs)
         return cls(
-            **{**dict(answer), "parse": parse, "match": match},
+            **dict(answer),
             hits=hits,
             hits_at=[len(pairs) for pairs in pairs_at],
             hits_of=_by_description(pairs_at, answer.ground_truth),
             located=len(most_pairs(iou, judged & (iou >= IOU_THRESHOLD))),
-            duplicates=_duplicates(assessed.parsed.objects, resolution),
-            oversized=_oversized(answer, unjudged),
-            precision=hits / (len(said) - len(unjudged)) if len(said) > len(unjudged) else None,
+            duplicates=_duplicates(said, resolution),
+            oversized=_oversized(answer),
+            precision=hits / answer.judged if answer.judged else None,
             recall=hits / len(truths) if truths else None,
             f1=f1_of(answer),
         )
@@ -322,10 +323,11 @@ def _left_open(
     return name not in lists[NEG_CATEGORIES] and all(normalized(o.desc) != name for o in truths)
 
 
-def _unjudged(match: MatchResult, said: int) -> list[int]:
-    """Of so many predictions, those that are neither paired nor false."""
+def _unjudged(assessed: AssessedRollout) -> list[int]:
+    """The predictions that are neither paired nor false."""
+    match = assessed.match
     judged = {p for p, _ in match.pairs} | {*match.false_positives}
-    return [p for p in range(said) if p not in judged]
+    return [p for p in range(len(assessed.parsed.objects)) if p not in judged]
 
 
 def _by_description(
@@ -342,9 +344,9 @@ def _duplicates(said: Sequence[ParsedObject], resolution: int) -> int:
     return len(repeats(said, DUPLICATE_IOU, resolution))
 
 
-def _oversized(answer: LoggedAnswer, unjudged: Iterable[int]) -> int:
+def _oversized(answer: LoggedAnswer) -> int:
     """Objects of nearly the whole image, where they hit nothing (EVAL-02)."""
-    right = {p for p, _ in answer.hit_pairs} | {*unjudged}
+    right = {p for p, _ in answer.hit_pairs} | {*answer.match.unjudged}
     most = OVERSIZED_SHARE * answer.width * answer.height
     areas = (pixel_area(o.shape, answer.width, answer.height) for o in answer.parse.objects)
     return sum(area >= most and p not in right for p, area in enumerate(areas))
