@@ -78,7 +78,7 @@ def test_a_false_detection_counts_where_its_category_was_looked_for(
     """The false dog of the first image is before the right one: precision 1/2 at recall 1."""
     found = answers(([CAT], [CAT, OTHER_DOG], metadata), ([DOG], [DOG], lists([])))
     aps = ap_of(found)
-    assert (aps["cat"], aps["dog"]) == (pytest.approx(1), pytest.approx(ap))
+    assert [aps["cat"], aps["dog"]] == pytest.approx([1, ap])
     scores = Scores.of(found)
     assert (scores.hits, scores.predicted, scores.ground_truths) == (2, predicted, 2)
     assert scores.precision == pytest.approx(2 / predicted)

@@ -67,7 +67,7 @@ class CocoFiles:
     """Ground truth and detections in pixels, as `pycocotools` reads them.
 
     ground_truth: for `COCO`; image i is the i-th answer in the order of the data file.
-    detections: for its `loadRes`.
+    detections: for its `loadRes`; they have ids, as FiftyOne documents.
     polygons: every object has a `segmentation`, a box its four corners.
     ranked: detections have the confidences of their boxes for scores; else all have the score 1.
     federated: an image has lists of LVIS, so that `ground_truth` has them for all.
@@ -98,6 +98,7 @@ class CocoFiles:
         scores = sure if ranked else [SCORE] * len(sure)
         detections = [
             {
+                "id": found["id"],
                 "image_id": found["image_id"],
                 "category_id": ids[names[found["category_id"]]],
                 "score": score,
