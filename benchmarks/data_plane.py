@@ -10,7 +10,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.command import run
-from benchmarks.data_plane_parts import configs, formats, matching, packing, parser, stages
+from benchmarks.data_plane_parts import (
+    configs,
+    conversions,
+    formats,
+    matching,
+    packing,
+    parser,
+    stages,
+)
 from shared_contracts.errors import ContractError
 
 PARTS = {
@@ -20,6 +28,7 @@ PARTS = {
     "stages": stages.measure,
     "packing": packing.measure,
     "configs": configs.measure,
+    "conversions": conversions.measure,
 }
 
 

@@ -58,6 +58,13 @@ class Shape(NamedTuple):
     coords: tuple[int, ...]
 
 
+# In `Sample.metadata`: LVIS's categories whose absence from the image was verified, and those of
+# which not every object was annotated. Without the first one, every category was looked for.
+NEG_CATEGORIES = "neg_categories"
+NOT_EXHAUSTIVE_CATEGORIES = "not_exhaustive_categories"
+CATEGORY_LISTS = (NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES)
+
+
 def normalized(desc: str) -> str:
     """A description in Unicode's form NFC, in which descriptions are compared (RES-20).
 
@@ -91,6 +98,12 @@ class Sample:
     height: int
     objects: tuple[GroundTruthObject, ...]
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def category_lists(self) -> dict[str, list[str]]:
+        """LVIS's lists of the image, by their keys in `metadata`; descriptions are in NFC."""
+        lists = {key: self.metadata[key] for key in CATEGORY_LISTS if key in self.metadata}
+        return {key: [normalized(name) for name in names] for key, names in lists.items()}
 
 
 @dataclass(frozen=True)

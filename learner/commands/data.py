@@ -1,8 +1,8 @@
 """`learner data`: look at data files and make them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -10,13 +10,18 @@ from shared_contracts.errors import ContractError
 
 if TYPE_CHECKING:
     from learner.config.schema import Config
-    from learner.data.jsonl import CoversAPixel
+    from learner.data.coco import CocoFile
+    from learner.data.jsonl import CoversAPixel, DataProblem
     from learner.data.lengths import SampleLengths
     from learner.data.stats import DataStats
+    from learner.types import Sample
 
 data_app = typer.Typer(help="Check, convert, count and draw data files.", no_args_is_help=True)
 
 Variant = Literal["stage2_two_channel", "stage2_rollout_aligned"]
+Format = Literal["jsonl", "coco", "lvis", "yolo", "voc"]
+GeometryKind = Literal["bbox_2d", "poly"]
+Order = Literal["file", "left-to-right", "top-to-bottom"]
 Files = Annotated[list[Path] | None, typer.Argument(help="JSONL files, one sample a line.")]
 
 
@@ -74,18 +79,32 @@ def check(
 
 
 @data_app.command()
-def from_coco(
-    annotations: Annotated[Path, typer.Argument(help="JSON file of COCO instances.")],
-    images: Annotated[
-        Path, typer.Option(help="Folder of the images. File names in the JSON are relative to it.")
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="JSONL or JSON file, or folder of the data set.")
     ],
-    out: Annotated[Path, typer.Option(help="New data file.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New file; of yolo and voc a folder.")],
+    from_format: Annotated[Format, typer.Option("--from", help="Format of IN.")] = "jsonl",
+    to_format: Annotated[Format, typer.Option("--to", help="Format of OUT.")] = "jsonl",
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that the image names of coco, lvis and voc start at. (that of the JSON "
+            "file; JPEGImages)"
+        ),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(help="Part of a data set to read: a key of yolo's YAML, a list of voc."),
+    ] = None,
     geometry: Annotated[
-        Literal["bbox_2d", "poly"],
-        typer.Option(help="Boxes, or the polygon of each object that has exactly one."),
+        GeometryKind,
+        typer.Option(
+            help="Boxes, or the polygon of each object that has exactly one; to yolo: of each."
+        ),
     ] = "bbox_2d",
     order: Annotated[
-        Literal["file", "left-to-right", "top-to-bottom"],
+        Order,
         typer.Option(help="Order of an image's objects: as in the file, or by their boxes."),
     ] = "file",
     skip_empty: Annotated[
@@ -96,28 +115,162 @@ def from_coco(
         typer.Option(help="New file with one JSON line for each annotation that was left out."),
     ] = None,
 ) -> None:
-    """Convert COCO instances, and count what was changed or left out."""
+    """Convert a data file to COCO, LVIS, YOLO or Pascal VOC, or one of these to a data file.
+
+    What was changed or left out is counted.
+    """
+    if (from_format == "jsonl") == (to_format == "jsonl"):
+        raise ContractError(
+            "--from, --to",
+            f"{from_format} to {to_format}",
+            "One of both is jsonl, the default: name the other one.",
+        )
+    given = {
+        "--images": images is not None,
+        "--split": split is not None,
+        "--geometry": geometry != "bbox_2d",
+        "--order": order != "file",
+        "--skip-empty": skip_empty,
+        "--left-out": left_out is not None,
+    }
+    takes = (_TO if from_format == "jsonl" else _FROM)[
+        to_format if from_format == "jsonl" else from_format
+    ]
+    if unused := [option for option, one in given.items() if one and option not in takes]:
+        raise ContractError(
+            ", ".join(unused),
+            f"given from {from_format} to {to_format}",
+            f"Leave it out; this conversion takes {', '.join(sorted(takes)) or 'no option'}.",
+        )
+    if from_format == "jsonl":
+        _from_jsonl(source, out, to_format, images, geometry)
+        return
+    arguments = _Arguments(source, out, images, split, geometry, order, skip_empty, left_out)
+    _to_jsonl(arguments, from_format)
+
+
+# Options beside --from and --to, of a conversion to and from JSONL.
+_TO_JSONL = {"--order", "--skip-empty", "--left-out"}
+_FROM: dict[str, set[str]] = {
+    "coco": {"--images", "--geometry", *_TO_JSONL},
+    "lvis": {"--images", "--geometry", *_TO_JSONL},
+    "yolo": {"--split", "--geometry", *_TO_JSONL},
+    "voc": {"--images", "--split", *_TO_JSONL},
+}
+_TO: dict[str, set[str]] = {
+    "coco": {"--images"},
+    "lvis": {"--images"},
+    "yolo": {"--geometry"},
+    "voc": set(),
+}
+
+
+class _Arguments(NamedTuple):
+    """The arguments of a conversion to JSONL."""
+
+    source: Path
+    out: Path
+    images: Path | None
+    split: str | None
+    geometry: GeometryKind
+    order: Order
+    skip_empty: bool
+    left_out: Path | None
+
+
+def _to_jsonl(arguments: _Arguments, form: Format) -> None:
     from learner.config.rollout_matching import MatchingConfig
-    from learner.data.coco import Wanted, convert, read_coco, write_left_out, write_records
+    from learner.data.conversion import Wanted, convert, write_left_out, write_records
     from learner.data.show import conversion_table, print_tables, watch
     from learner.runs.atomic_files import require_new_file
 
-    require_new_file("--out", out)
+    source, out, left_out = arguments.source, arguments.out, arguments.left_out
+    require_new_file("OUT", out)
     if left_out is not None:
         require_new_file("--left-out", left_out)
-    if not images.is_dir():
-        raise ContractError("--images", f"{images} is no folder", "Name the folder of the images.")
-    coco = read_coco(annotations)
-    covers_a_pixel = _covers_a_pixel(MatchingConfig().maskiou_resolution)
-    wanted = Wanted(images, out, geometry, order, skip_empty, covers_a_pixel)
+    if arguments.images is not None:
+        _require_folder("--images", arguments.images)
+    coco, images = _read_other(arguments, form)
+    wanted = Wanted(
+        images,
+        out,
+        arguments.geometry,
+        arguments.order,
+        arguments.skip_empty,
+        _covers_a_pixel(MatchingConfig().maskiou_resolution),
+    )
     conversion = convert(coco, wanted, watch)
     table = conversion_table(conversion, len(coco.images), len(coco.annotations))
     print_tables([("", table)])
     if left_out is not None:
-        write_left_out(conversion, annotations, left_out)
+        write_left_out(conversion, source, left_out)
         typer.echo(f"Left out: {left_out}")
     write_records(conversion, len(coco.annotations), out)
     typer.echo(f"Data file: {out}")
+
+
+def _read_other(arguments: _Arguments, form: Format) -> tuple["CocoFile", Path]:
+    """What a data set of another format holds, and the folder that its file names start at."""
+    from learner.data.coco import read_coco
+    from learner.data.show import watch
+    from learner.data.voc import images_of, read_voc
+    from learner.data.yolo import read_yolo
+
+    source = arguments.source
+    if form == "yolo":
+        coco = read_yolo(source, arguments.split, watch)
+        return coco, source if source.is_dir() else source.parent
+    if form == "voc":
+        _require_folder("IN", source)
+        images = arguments.images or images_of(source)
+        return read_voc(source, arguments.split, images), images
+    return read_coco(source, lvis=form == "lvis"), arguments.images or source.parent
+
+
+def _from_jsonl(
+    source: Path, out: Path, form: Format, images: Path | None, geometry: GeometryKind
+) -> None:
+    from learner.data.coco import to_coco, to_lvis, write_document
+    from learner.data.export import name_faults, names_of_images, samples_to_export
+    from learner.data.show import export_table, print_tables, watch
+    from learner.data.voc import voc_faults, write_voc
+    from learner.data.yolo import write_yolo
+    from learner.runs.atomic_files import require_free, require_new_file
+
+    flat = form == "voc"
+    if form in ("coco", "lvis"):
+        require_new_file("OUT", out)
+    else:
+        require_free(out)
+    if images is not None:
+        _require_folder("--images", images)
+
+    def faults(samples: Sequence["Sample"]) -> Iterable["DataProblem"]:
+        if form == "voc":
+            yield from voc_faults(samples)
+        if form in ("yolo", "voc"):
+            yield from name_faults(samples, flat=flat)
+
+    export = samples_to_export(source, watch, faults)
+    samples = export.samples
+    if form in ("coco", "lvis"):
+        to_form = to_lvis if form == "lvis" else to_coco
+        write_document(to_form(samples, images or out.parent), out)
+    elif form == "yolo":
+        names = names_of_images(samples, flat=flat)
+        write_yolo(samples, names, out, polygons=geometry == "poly")
+    else:
+        write_voc(samples, names_of_images(samples, flat=flat), out)
+    changed: GeometryKind | None = None
+    if form in ("yolo", "voc"):
+        changed = "poly" if geometry == "bbox_2d" else "bbox_2d"
+    print_tables([("", export_table(export, changed))])
+    typer.echo(f"Data set: {out}")
+
+
+def _require_folder(option: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ContractError(option, f"{folder} is no folder", "Name a folder.")
 
 
 @data_app.command()
@@ -226,9 +379,9 @@ def _files_of(config: "Config") -> list[Path]:
 
 def _covers_a_pixel(resolution: int) -> "CoversAPixel":
     """Whether a shape covers a pixel of a mask canvas of this side, as matching draws it."""
-    from learner.stages.matching import mask_iou
+    from learner.stages.matching import covers_a_pixel
 
-    return lambda shape: mask_iou(shape, shape, resolution) > 0
+    return lambda shape: covers_a_pixel(shape, resolution)
 
 
 def _lengths_if_there(config: "Config") -> "SampleLengths | None":

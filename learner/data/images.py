@@ -23,6 +23,7 @@ from shared_contracts.images import FORMATS, ModeRefused, as_rgb, require_mode
 
 # EXIF orientations that exchange width and height.
 _ON_ITS_SIDE = (5, 6, 7, 8)
+_NOT_AS_STORED = (2, 3, 4, *_ON_ITS_SIDE)
 # Parts of a PNG that may hold an orientation.
 _TELLING_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 
@@ -44,11 +45,13 @@ class Look(NamedTuple):
     turned: the file holds it lying on its side (EXIF orientation).
     digest: of the file's bytes; the same for copies under other names; empty where only the
         header was read.
+    reoriented: its EXIF orientation turns or mirrors it; only the header says so.
     """
 
     size: tuple[int, int]
     turned: bool
     digest: bytes = b""
+    reoriented: bool = False
 
 
 # What was seen of an image, and images with what was seen of each.
@@ -83,8 +86,10 @@ def look_at_header(path: Path) -> Look:
         # Pillow decodes a PNG before it gives its EXIF, which may stand behind the pixels.
         all_at_head = image.format == "PNG" and not _tells_more_behind_pixels(path)
         exif = Image.Image.getexif(image) if all_at_head else image.getexif()
-        turned = exif.get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
-        return Look((image.height, image.width) if turned else image.size, turned)
+        orientation = exif.get(ExifTags.Base.Orientation, 1)
+        turned = orientation in _ON_ITS_SIDE
+        size = (image.height, image.width) if turned else image.size
+        return Look(size, turned, reoriented=orientation in _NOT_AS_STORED)
 
 
 def _tells_more_behind_pixels(png: Path) -> bool:

@@ -6,7 +6,8 @@
 
 `images` are paths, absolute or relative to the file; coordinates are norm1000 bins: coordinate
 tokens, or numbers and numeric strings (rounded); `objects` may be empty; `metadata` may be left
-out. Nothing else is allowed, so that a misspelt key is not lost in silence. Descriptions become
+out; of it, evaluations read `CATEGORY_LISTS`. Nothing else is allowed, so that a misspelt key is
+not lost in silence. Descriptions become
 Unicode NFC (RES-20).
 
     scan           every line, with its sample or with all that is wrong with it
@@ -29,7 +30,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from learner.stages.tokens import IM_END
-from learner.types import GeometryKind, GroundTruthObject, Sample, Shape, normalized
+from learner.types import (
+    CATEGORY_LISTS,
+    GeometryKind,
+    GroundTruthObject,
+    Sample,
+    Shape,
+    normalized,
+)
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.infer import ContentPart, ImagePart, Message, RolloutInferRequest, TextPart
 
@@ -260,12 +268,7 @@ class _LineReader:
         height = self._side(record, "height")
         objects = tuple(self._objects(record))
         metadata = record.get("metadata", {})
-        if not isinstance(metadata, dict):
-            self._wrong(
-                "metadata",
-                f"metadata is {brief(metadata)}",
-                "Make it a JSON object or leave it out.",
-            )
+        self._check_metadata(metadata)
         if self.problems:
             return None
         return Sample(self.sample_id, images, width, height, objects, metadata)
@@ -277,6 +280,20 @@ class _LineReader:
                 f"unknown keys {', '.join(map(brief, unknown))}",
                 'Use images, width, height and objects; anything else goes under "metadata".',
             )
+
+    def _check_metadata(self, metadata: Any) -> None:
+        if not isinstance(metadata, dict):
+            self._wrong(
+                "metadata",
+                f"metadata is {brief(metadata)}",
+                "Make it a JSON object or leave it out.",
+            )
+            return
+        for key in CATEGORY_LISTS:
+            names = metadata.get(key, [])
+            if not isinstance(names, list) or not all(map(is_description, names)):
+                found = f"metadata.{key} is {brief(names)}"
+                self._wrong("metadata", found, "Make it a list of descriptions or leave it out.")
 
     def _images(self, record: dict[str, Any]) -> Iterator[Path]:
         value = record.get("images")

@@ -10,10 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from learner.data.check import FileReport, kinds
-from learner.data.coco import Conversion, Rule
+from learner.data.conversion import Conversion, Rule
+from learner.data.export import Exported
 from learner.data.images import Looks
 from learner.data.jsonl import DataProblem
 from learner.runs.console import tell
+from learner.types import GeometryKind
 from shared_contracts.cli import describe, printable
 
 # Columns of a table that no terminal bounds.
@@ -96,11 +98,25 @@ def check_tables(reports: Sequence[FileReport]) -> Iterator[tuple[str, Table]]:
 
 
 def conversion_table(conversion: Conversion, images: int, annotations: int) -> Table:
-    """What became of every image and annotation of a COCO file with so many."""
+    """What became of every image and annotation of a data set with so many."""
     table = new_table("#count", "what", "became", "the first")
-    table.add_row(str(images), "images in the COCO file", f"{len(conversion.records)} lines")
-    table.add_row(str(annotations), "annotations in it", f"{conversion.objects} objects")
+    table.add_row(str(images), "images", f"{len(conversion.records)} lines")
+    table.add_row(str(annotations), "annotations", f"{conversion.objects} objects")
     for rule in Rule:
         if count := conversion.counts[rule]:
             table.add_row(str(count), rule.what, rule.done, plain(conversion.first[rule]))
+    return table
+
+
+def export_table(export: Exported, changed: GeometryKind | None) -> Table:
+    """What was written. changed: the kind of shapes that were written as the other kind."""
+    table = new_table("#count", "what", "the first")
+    table.add_row(str(len(export.samples)), "images", "")
+    table.add_row(str(export.objects), "objects", "")
+    if changed is not None and (count := export.count(changed)):
+        what = "polygons, as their boxes" if changed == "poly" else "boxes, as polygons"
+        table.add_row(str(count), what, "")
+    if export.reoriented:
+        what = "images that EXIF turns or mirrors: other readers may ignore it"
+        table.add_row(str(len(export.reoriented)), what, plain(export.reoriented[0].sample_id))
     return table

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from learner.data.coco import write_coco
+from learner.data.coco import to_coco, write_document
 from learner.data.jsonl import read_samples
 from learner.data.toy_scenes import WORLDS, SceneObject, World, WorldName
 from learner.runs.atomic_files import publish_directory
@@ -85,8 +85,11 @@ def make_data(
         files = ToyData.under(part)
         drawing.write_split(part, files.train_jsonl, "train", train, unlabelled)
         drawing.write_split(part, files.val_jsonl, "val", val, 0.0)
-        write_coco(read_samples(files.train_jsonl, allow_poly=polygons), part, files.coco_train)
-        write_coco(read_samples(files.val_jsonl, allow_poly=polygons), part, files.coco_val)
+        for jsonl, coco in (
+            (files.train_jsonl, files.coco_train),
+            (files.val_jsonl, files.coco_val),
+        ):
+            write_document(to_coco(read_samples(jsonl, allow_poly=polygons), part), coco)
     return ToyData.under(out)
 
 

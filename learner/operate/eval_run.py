@@ -21,6 +21,7 @@ from learner.analysis.evaluation.detections import AveragePrecision, Overlap
 from learner.analysis.evaluation.folder import Scored, write_evaluation
 from learner.analysis.evaluation.scores import ScoredAnswer, Scores
 from learner.analysis.report.answers import badness
+from learner.analysis.report.gallery import precision_title
 from learner.analysis.report.run_page import told
 from learner.config.schema import Config
 from learner.data.show import new_table, plain
@@ -93,7 +94,7 @@ def tables(scored: Scored) -> list[tuple[str, Table]]:
     found = [
         (f"{len(scored.answers)} answers, a hit has an IoU of 0.5", _scores(scored)),
         ("F1 by the IoU of a hit, and objects that are faults", _places(scored.scores)),
-        ("COCO's average precision; every detection has the score 1", _precisions(scored)),
+        (precision_title(scored.files.protocol, scored.files.ranked_by), _precisions(scored)),
         (f"Descriptions of the lowest F1, at most {_WORST}", _descriptions(scored)),
     ]
     if worst := worst_answers(scored.answers, _WORST):
@@ -154,7 +155,7 @@ def _descriptions(scored: Scored) -> Table:
 def _samples(worst: Sequence[ScoredAnswer]) -> Table:
     table = new_table("sample", "#F1", "#hits", "#predicted", "#ground truths", "#dropped", "ended")
     for answer in worst:
-        numbers = (answer.hits, len(answer.parse.objects), len(answer.ground_truth))
+        numbers = (answer.hits, answer.judged, len(answer.ground_truth))
         table.add_row(
             plain(answer.sample_id),
             score(answer.f1),

@@ -349,10 +349,10 @@ def _evaluation() -> Iterator[Metric]:
     yield metric("duplicates", "rate", "objects/answer", repeats)
     whole = "predicted on 95 % of the image or more, and no hit"
     yield metric("oversized", "rate", "objects/answer", whole)
-    yield metric("predicted", "counter", "objects", "predicted and valid")
+    yield metric("predicted", "counter", "objects", "predicted and valid; by LVIS, judged")
     yield metric("ground_truths", "counter", "objects", "annotated")
     yield metric("dropped", "counter", "objects", "predicted and dropped as invalid")
-    yield precision("ap", "COCO's average precision of boxes, IoU 0.50 to 0.95")
+    yield precision("ap", "COCO's or LVIS's average precision of boxes, IoU 0.50 to 0.95")
     yield precision("ap50", "the same at IoU 0.50")
     yield precision("ap75", "the same at IoU 0.75")
     for size, area in _AREAS.items():

@@ -109,6 +109,7 @@ class LoggedMatch(_Record):
     """pairs: (predicted, ground truth), places in the two lists of objects.
 
     ious: of each pair, as an evaluation measured it; not in the log of a run.
+    unjudged: predictions that are neither right nor false, as an evaluation found (LVIS).
     """
 
     pairs: list[tuple[int, int]]
@@ -116,6 +117,7 @@ class LoggedMatch(_Record):
     false_negatives: list[int]
     gated: int
     ious: Annotated[list[float] | None, Field(exclude_if=lambda value: value is None)] = None
+    unjudged: Annotated[list[int], Field(exclude_if=lambda value: not value)] = []
 
 
 class LoggedTarget(_Record):
@@ -158,6 +160,7 @@ class LoggedAnswer(_Record):
 
     images: absolute paths. width, height: pixels of the first. weights_version: when it was
     begun and when it was ended. target: where it is supervised; left_out: else, why.
+    category_lists: as `Sample` has them.
     logprobs: of each of `response_token_ids`, where they were requested.
     """
 
@@ -166,6 +169,7 @@ class LoggedAnswer(_Record):
     width: int
     height: int
     ground_truth: list[LoggedObject]
+    category_lists: Annotated[dict[str, list[str]], Field(exclude_if=lambda value: not value)] = {}
     seed: int | None
     weights_version: tuple[int, int]
     finish_reason: str | None
@@ -194,6 +198,7 @@ class LoggedAnswer(_Record):
                 LoggedObject(desc=o.desc, kind=o.shape.kind, coords=list(o.shape.coords))
                 for o in sample.objects
             ],
+            category_lists=sample.category_lists,
             supervised=target is not None,
             parse=LoggedParse(
                 truncated=parsed.truncated,
@@ -206,6 +211,11 @@ class LoggedAnswer(_Record):
             target=LoggedTarget.of(target, rollout.response_token_ids) if target else None,
             left_out=left_out,
         )
+
+    @property
+    def judged(self) -> int:
+        """How many predictions are right or false."""
+        return len(self.parse.objects) - len(self.match.unjudged)
 
     @property
     def hit_pairs(self) -> list[tuple[int, int]]:
@@ -221,7 +231,8 @@ class LoggedAnswer(_Record):
     def sample(self) -> Sample:
         """What was asked, as the data file had it."""
         objects = tuple(GroundTruthObject(o.desc, o.shape) for o in self.ground_truth)
-        return Sample(self.sample_id, tuple(self.images), self.width, self.height, objects)
+        lists = dict(self.category_lists)
+        return Sample(self.sample_id, tuple(self.images), self.width, self.height, objects, lists)
 
     @property
     def rollout(self) -> RolloutOutput:
@@ -233,7 +244,7 @@ class LoggedAnswer(_Record):
 
 def f1_of(answer: LoggedAnswer) -> float:
     """2 hits / (predicted objects + ground truths); 1 where there are none of either."""
-    predicted = len(answer.parse.objects) + len(answer.parse.duplicates)
+    predicted = answer.judged + len(answer.parse.duplicates)
     both = predicted + len(answer.ground_truth)
     return 2 * len(answer.hit_pairs) / both if both else 1.0
 

@@ -116,6 +116,16 @@ def mask_iou(a: AnyShape, b: AnyShape, resolution: int) -> float:
     return float(mask_ious(_shapes([a]), _shapes([b]), np.full((1, 1), True), resolution)[0, 0])
 
 
+def covers_a_pixel(shape: AnyShape, resolution: int) -> bool:
+    """Whether `mask_iou` of a shape and itself is above 0; of a box this is computed at once."""
+    kind, coords = shape if isinstance(shape, tuple) else shape.shape
+    if kind != "bbox_2d":
+        return mask_iou(shape, shape, resolution) > 0
+    scale = _scale(resolution)
+    x1, y1, x2, y2 = (round(k * scale) for k in coords)
+    return x1 != x2 and y1 != y2
+
+
 def exact_iou(
     predicted: Sequence[AnyShape], ground_truth: Sequence[AnyShape], resolution: int
 ) -> FloatArray:

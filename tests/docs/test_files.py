@@ -10,7 +10,8 @@ from PIL import Image
 
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
-from learner.data.coco import CocoAnnotation, Conversion, LeftOut, Rule, write_left_out
+from learner.data.coco import CocoAnnotation
+from learner.data.conversion import Conversion, LeftOut, Rule, write_left_out
 from learner.data.jsonl import read_samples
 from learner.operate.simulate.inputs import Drawn, LengthsFile, Speeds, read_strict
 from rollout_server.settings.options import ServerSettings, load_settings
@@ -84,7 +85,7 @@ def read_json(text: str, folder: Path) -> object:
 
 
 def _read_left_out(value: dict[str, Any], folder: Path) -> Rule:
-    """A line of `from-coco --left-out`: its keys, and a reason that there is."""
+    """A line of `convert --left-out`: its keys, and a reason that there is."""
     annotation = CocoAnnotation(image_id=1, category_id=1, bbox=(0, 0, 1, 1))
     conversion = Conversion(left_out=[LeftOut(annotation, None, Rule.CROWD)])
     write_left_out(conversion, folder / "instances.json", folder / "left_out.jsonl")

@@ -33,6 +33,7 @@ MADE = {
     "adapter_config.json",
     "args.json",
     "config.json",
+    "data.yaml",
     "coco_gt.json",
     "coco_preds.json",
     "gt_vs_pred.jsonl",

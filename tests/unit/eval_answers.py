@@ -42,7 +42,7 @@ def answered(asked: Sample, said: Sequence[GroundTruthObject], text: str = "{}")
         for n, o in enumerate(said, start=1)
     ]
     parsed = ParsedRollout(objects, [], [], len(objects), False, False, [])
-    match = match_named(objects, asked.objects, RESOLUTION)
+    match = match_named(objects, asked.objects, RESOLUTION, asked.category_lists)
     output = replace(rollout([], []), text=text)
     return ScoredAnswer.scored(AssessedRollout(asked, output, parsed, match), RESOLUTION)
 

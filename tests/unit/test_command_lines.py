@@ -66,7 +66,7 @@ def test_commands_are_told_by_what_they_are_for(capsys: pytest.CaptureFixture[st
     ("name", "typed", "offered"),
     [
         ("learner", "learner tr", {"train"}),
-        ("learner", "learner data ", {"check", "from-coco", "stats", "preview"}),
+        ("learner", "learner data ", {"check", "convert", "stats", "preview"}),
         ("learner", "learner train --con", {"--config"}),
         ("rollout-server", "rollout-server serve --max-num", {"--max-num-seqs"}),
     ],

@@ -73,7 +73,7 @@ def run_yaml(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Path:
 
 
 @pytest.mark.req("ARCH-01")
-@pytest.mark.parametrize("name", ["check", "from-coco", "stats", "preview"])
+@pytest.mark.parametrize("name", ["check", "convert", "stats", "preview"])
 def test_help_loads_nothing_heavy(name: str) -> None:
     ended = command("learner.cli", "data", name, "--help")
     assert ended.code == 0, ended.stderr
@@ -190,7 +190,7 @@ def test_a_config_says_the_variant_and_the_model_itself(terminal: Terminal, run_
         ("check", "none.jsonl"),
         ("stats", "none.jsonl", "--png", "s.png"),
         ("preview", "none.jsonl", "--out", "pictures"),
-        ("from-coco", "none.jsonl", "--images", ".", "--out", "o.jsonl"),
+        ("convert", "--from", "coco", "none.jsonl", "o.jsonl"),
     ],
 )
 def test_a_file_that_is_not_there_is_refused_and_nothing_written(
@@ -230,11 +230,11 @@ def test_a_coco_file_is_converted_with_a_table_of_what_became_of_it(
     }
     (tmp_path / "coco.json").write_text(json.dumps(document))
     out = tmp_path / "lists" / "d.jsonl"
-    ended = terminal.data("from-coco", tmp_path / "coco.json", "--images", tmp_path, "--out", out)
+    ended = terminal.data("convert", "--from", "coco", tmp_path / "coco.json", out)
     assert (ended.code, ended.err) == (0, "")
     assert words(ended.out)[1:] == [
-        ["2", "images", "in", "the", "COCO", "file", "1", "lines"],
-        ["2", "annotations", "in", "it", "1", "objects"],
+        ["2", "images", "1", "lines"],
+        ["2", "annotations", "1", "objects"],
         ["1", "images", "without", "a", "file", "left", "out", "gone.png"],
         ["1", "annotations", "of", "a", "crowd", "left", "out", "annotation", "6"],
         ["Data", "file:", str(out)],
@@ -260,7 +260,7 @@ def test_every_annotation_left_out_is_named_on_request(terminal: Terminal, tmp_p
     }
     coco, out, left_out = (tmp_path / name for name in ("coco.json", "d.jsonl", "left/out.jsonl"))
     coco.write_text(json.dumps(document))
-    command = ("from-coco", coco, "--images", tmp_path, "--out", out, "--left-out", left_out)
+    command = ("convert", "--from", "coco", coco, out, "--left-out", left_out)
     ended = terminal.data(*command)
     assert (ended.code, ended.err) == (0, "")
     assert f"Left out: {left_out}\n" in ended.out
@@ -284,25 +284,24 @@ TWICE = "annotations like another in every bin"
 GONE = "images without a file"
 
 
-def test_from_coco_overwrites_nothing_and_needs_a_folder_of_images(
+def test_a_conversion_overwrites_nothing_and_needs_a_folder_of_images(
     terminal: Terminal, toy_data: ToyData, tmp_path: Path
 ) -> None:
     out = tmp_path / "d.jsonl"
     images = toy_data.train_jsonl.parent
-    refused = terminal.refused("from-coco", toy_data.coco_val, "--images", out, "--out", out)
-    assert refused == ("--images", f"{out} is no folder")
+    command = ("convert", "--from", "coco", toy_data.coco_val, out, "--images")
+    assert terminal.refused(*command, out) == ("--images", f"{out} is no folder")
     out.write_text("kept")
-    refused = terminal.refused("from-coco", toy_data.coco_val, "--images", images, "--out", out)
-    assert refused == ("--out", f"{out} exists already")
+    assert terminal.refused(*command, images) == ("OUT", f"{out} exists already")
     assert out.read_text() == "kept"
 
 
-def test_from_coco_writes_nothing_where_no_image_is_left(
+def test_a_conversion_writes_nothing_where_no_image_is_left(
     terminal: Terminal, toy_data: ToyData, tmp_path: Path
 ) -> None:
     out = tmp_path / "d.jsonl"
     where, found = terminal.refused(
-        "from-coco", toy_data.coco_val, "--images", tmp_path, "--out", out
+        "convert", "--from", "coco", toy_data.coco_val, out, "--images", tmp_path
     )
     assert (where, found) == (str(out), "no image is left to write")
     assert not out.exists()
@@ -316,7 +315,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(
     out = tmp_path / path
     for option, arguments in (
         ("--png", ("stats", broken, "--png", out)),
-        ("--out", ("from-coco", broken, "--images", tmp_path, "--out", out)),
+        ("OUT", ("convert", "--from", "coco", broken, out)),
         (str(out), ("preview", broken, "--out", out)),
     ):
         where, found = terminal.refused(*arguments)

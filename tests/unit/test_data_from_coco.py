@@ -12,17 +12,8 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 from learner.data.check import check_files
-from learner.data.coco import (
-    CocoFile,
-    Conversion,
-    Order,
-    Rule,
-    Wanted,
-    convert,
-    read_coco,
-    to_coco,
-    write_records,
-)
+from learner.data.coco import CocoFile, read_coco, to_coco
+from learner.data.conversion import Conversion, Order, Rule, Wanted, convert, write_records
 from learner.data.images import Looks
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data

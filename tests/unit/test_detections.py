@@ -191,6 +191,7 @@ def test_detections_are_in_pixels_and_all_have_the_same_score() -> None:
     files = files_of(answers(([CAT], [box("cat", 0, 111, 999, 999)]), side=90))
     (detection,) = files.detections
     assert detection == {
+        "id": 1,
         "image_id": 1,
         "category_id": 1,
         "bbox": [0.0, pytest.approx(10), 90.0, pytest.approx(80)],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from pycocotools.coco import COCO
 
 from learner.analysis.evaluation.folder import (
     ANSWERS,
@@ -17,12 +18,16 @@ from learner.analysis.evaluation.folder import (
     write_evaluation,
 )
 from learner.analysis.evaluation.scores import ScoredAnswer
+from learner.commands.data import data_app
 from learner.data.coco import read_coco
+from learner.data.jsonl import read_samples
 from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.runs.atomic_files import require_free
 from learner.runs.resume import truncate_logs
 from learner.runs.rollout_log import LoggedAnswer
 from shared_contracts.errors import ContractError, RunError
+from tests.unit.data_files import box as box_of_a_line
+from tests.unit.data_files import line, paint_all, write_lines
 from tests.unit.eval_answers import answered, box, sample
 from tests.unit.ranks_in_threads import in_ranks
 
@@ -69,6 +74,62 @@ def test_a_folder_has_all_of_it_and_is_read_back(found: list[ScoredAnswer], tmp_
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "checkpoint-3" in page
     assert found[2].sample_id in page
+
+
+@pytest.mark.req("EVAL-01", "IO-01")
+@pytest.mark.parametrize("form", ["coco", "lvis"])
+@pytest.mark.parametrize("sure", [True, False])
+def test_predictions_are_results_for_the_converted_data_file(
+    form: str, sure: bool, tmp_path: Path
+) -> None:
+    """`sure`: there are log-probabilities."""
+    paint_all(tmp_path, ["a.png", "b.png"])
+    lists = {"metadata": {"neg_categories": ["bird"]}} if form == "lvis" else {}
+    objects = [box_of_a_line(o.desc, *o.shape.coords) for o in (DOG, CAT)]
+    lines = [line("b.png", *objects), line("a.png", objects[0]) | lists]
+    data = write_lines(tmp_path / "val.jsonl", *lines)
+    data_app(["convert", "--to", form, str(data), str(tmp_path / "gt.json")], standalone_mode=False)
+    cow = box("a cow", 5, 5, 400, 400)
+    answers = [
+        answered(asked, said)
+        for asked, said in zip(
+            read_samples(data, allow_poly=False), ([CAT], [cow, DOG]), strict=True
+        )
+    ]
+    for number, item in enumerate(o for answer in answers for o in answer.parse.objects):
+        item.confidence = 0.25 * (number + 1) if sure else None
+    out = tmp_path / "out"
+    write_evaluation(out, Scored.of(answers, data, polygons=False), {})
+
+    truth = COCO(str(tmp_path / "gt.json"))
+    results = truth.loadRes(str(out / "coco_preds.json"))
+    found = [
+        (truth.imgs[one["image_id"]]["file_name"], truth.cats[one["category_id"]]["name"])
+        for one in results.anns.values()
+        if one["category_id"] in truth.cats
+    ]
+    assert found == [("b.png", "cat"), ("a.png", "dog")]
+    scores = [one["score"] for one in results.anns.values()]
+    assert scores == ([0.25, 0.5, 0.75] if sure else [1, 1, 1])
+    own = json.loads((out / "coco_gt.json").read_text())
+    assert own["categories"][:-1] == truth.dataset["categories"]
+    assert own["categories"][-1]["name"] == "a cow"
+    assert [image["id"] for image in own["images"]] == [i["id"] for i in truth.dataset["images"]]
+
+
+@pytest.mark.req("IO-01")
+def test_predictions_have_the_fields_that_fiftyone_documents(
+    found: list[ScoredAnswer], tmp_path: Path
+) -> None:
+    """Of the labels that `fiftyone.utils.coco.add_coco_labels` takes."""
+    files = scored(found, tmp_path).files
+    assert [label["id"] for label in files.detections] == list(range(1, 10))
+    for label in files.detections:
+        assert label.keys() == {"id", "image_id", "category_id", "bbox", "score"}
+        assert [type(value) for value in label["bbox"]] == [float] * 4
+    assert {category["id"] for category in files.ground_truth["categories"]} == {1, 2}
+    images = files.ground_truth["images"]
+    assert [image.keys() for image in images] == [{"id", "file_name", "width", "height"}] * 6
 
 
 @pytest.mark.req("EVAL-01")

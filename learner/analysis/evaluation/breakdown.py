@@ -143,7 +143,7 @@ NamedPair = tuple[str | None, str | None]
 
 
 def _named_pairs(answer: LoggedAnswer) -> Iterator[NamedPair]:
-    """(truth, predicted) of every object, paired or alone."""
+    """(truth, predicted) of every object that is judged, paired or alone."""
     truths = [normalized(item.desc) for item in answer.ground_truth]
     said = [normalized(item.desc) for item in answer.parse.objects]
     yield from ((truths[g], said[p]) for p, g in answer.match.pairs)
@@ -196,7 +196,7 @@ def _descriptions(
 
 
 def _thresholds(answers: Sequence[ScoredAnswer]) -> Iterator[AtThreshold]:
-    predicted = sum(len(answer.parse.objects) for answer in answers)
+    predicted = sum(answer.judged for answer in answers)
     truths = sum(len(answer.ground_truth) for answer in answers)
     for place, iou in enumerate(IOU_THRESHOLDS):
         hits = sum(answer.hits_at[place] for answer in answers)
@@ -210,7 +210,9 @@ def _sizes(answers: Iterable[LoggedAnswer]) -> Iterator[OfSize]:
         truths.update(sizes)
         hit = {p: sizes[g] for p, g in answer.hit_pairs}
         hits.update(hit.values())
-        said.update(hit.get(p) or _size(o, answer) for p, o in enumerate(answer.parse.objects))
+        unjudged = {*answer.match.unjudged}
+        judged = (each for each in enumerate(answer.parse.objects) if each[0] not in unjudged)
+        said.update(hit.get(p) or _size(o, answer) for p, o in judged)
     for size in SIZES:
         yield OfSize(size=size, hits=hits[size], predicted=said[size], ground_truths=truths[size])
 

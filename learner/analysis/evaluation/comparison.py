@@ -141,7 +141,7 @@ def _counts(answers: Sequence[ScoredAnswer]) -> Totals:
     rows = [
         (
             1,
-            len(answer.parse.objects),
+            answer.judged,
             len(answer.ground_truth),
             answer.duplicates,
             answer.oversized,

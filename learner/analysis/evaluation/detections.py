@@ -15,8 +15,13 @@ that are scored like this. Precision, recall and F1 depend on no order.
 Categories are descriptions in Unicode NFC, of ground truths and of predictions. One that
 only predictions have counts nowhere in AP: it has no ground truth to find, and COCO averages over
 categories that have. What it costs is the recall of the object it should have been.
+
+Where the data has LVIS's lists, the protocol is that of LVIS (Gupta, Dollar and Girshick, CVPR
+2019): detections of a category count in the images that show it or where its absence was verified;
+without an object, they are no errors where it was not annotated exhaustively.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from copy import deepcopy
@@ -31,12 +36,14 @@ import numpy as np
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from learner.data.coco import to_coco
+from learner.data.coco import to_coco, to_lvis
 from learner.runs.metrics import Payload
 from learner.runs.rollout_log import LoggedAnswer, LoggedObject
 from learner.types import GroundTruthObject, ParsedObject, Sample, normalized
 
 SCORE = 1.0
+# LVIS's limit of detections, of all categories.
+_OF_AN_IMAGE = 300
 
 # What overlaps: boxes, or masks.
 Overlap = Literal["bbox", "segm"]
@@ -60,15 +67,17 @@ class CocoFiles:
     """Ground truth and detections in pixels, as `pycocotools` reads them.
 
     ground_truth: for `COCO`; image i is the i-th answer in the order of the data file.
-    detections: for its `loadRes`.
+    detections: for its `loadRes`; they have ids, as FiftyOne documents.
     polygons: every object has a `segmentation`, a box its four corners.
     ranked: detections have the confidences of their boxes for scores; else all have the score 1.
+    federated: an image has lists of LVIS, so that `ground_truth` has them for all.
     """
 
     ground_truth: dict[str, Any]
     detections: list[dict[str, Any]]
     polygons: bool
     ranked: bool
+    federated: bool
 
     @classmethod
     def of(
@@ -78,15 +87,18 @@ class CocoFiles:
         in_order = sorted(answers, key=data_order)
         samples = [_with_objects(answer, answer.ground_truth) for answer in in_order]
         said = [_with_objects(answer, answer.parse.objects) for answer in in_order]
-        truth, predicted = to_coco(samples, image_root), to_coco(said, image_root)
-        ids = _with_false_descriptions(truth, predicted)
+        predicted = to_coco(said, image_root)
         names = {category["id"]: category["name"] for category in predicted["categories"]}
+        federated = any(answer.category_lists for answer in in_order)
+        truth = (to_lvis if federated else to_coco)(samples, image_root, behind=names.values())
+        ids = {category["name"]: category["id"] for category in truth["categories"]}
         sure = [item.confidence for answer in in_order for item in answer.parse.objects]
         # Confidences and the score 1 in one list would rank what is not known first.
         ranked = bool(sure) and None not in sure
         scores = sure if ranked else [SCORE] * len(sure)
         detections = [
             {
+                "id": found["id"],
                 "image_id": found["image_id"],
                 "category_id": ids[names[found["category_id"]]],
                 "score": score,
@@ -97,7 +109,15 @@ class CocoFiles:
         if polygons:
             for item in [*truth["annotations"], *detections]:
                 item.setdefault("segmentation", [_corners(item["bbox"])])
-        return cls(truth, detections, polygons, ranked)
+        return cls(truth, detections, polygons, ranked, federated)
+
+    @property
+    def ranked_by(self) -> str:
+        return "confidence" if self.ranked else "constant"
+
+    @property
+    def protocol(self) -> str:
+        return "lvis" if self.federated else "coco"
 
 
 def data_order(answer: LoggedAnswer) -> tuple[str, int]:
@@ -112,16 +132,6 @@ def _with_objects(answer: LoggedAnswer, objects: Sequence[LoggedObject]) -> Samp
     return replace(answer.sample, objects=named)
 
 
-def _with_false_descriptions(truth: dict[str, Any], predicted: dict[str, Any]) -> dict[str, int]:
-    """Add the categories that only predictions have, behind the others; ids of all by name."""
-    ids = {category["name"]: category["id"] for category in truth["categories"]}
-    for category in predicted["categories"]:
-        if category["name"] not in ids:
-            ids[category["name"]] = len(ids) + 1
-            truth["categories"].append({"id": len(ids), "name": category["name"]})
-    return ids
-
-
 def _corners(bbox: Sequence[float]) -> list[float]:
     x, y, width, height = bbox
     return [x, y, x + width, y, x + width, y + height, x, y + height]
@@ -129,7 +139,7 @@ def _corners(bbox: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class AveragePrecision:
-    """COCO's summary, of at most 100 detections a category and image.
+    """COCO's summary, of at most 100 detections a category and image; of LVIS 300 an image.
 
     ap: over IoU 0.50 to 0.95. ap_small, ap_medium, ap_large: of areas to 32^2, to 96^2 and above,
     in pixels. ar: recall, averaged over the same IoUs. None: there is no such ground truth.
@@ -145,8 +155,11 @@ class AveragePrecision:
 
 
 class Curves(NamedTuple):
-    """Arrays of pycocotools. precision: (IoU, recall, category, area, detections); recall has no
-    second axis."""
+    """Arrays of pycocotools, -1 where there is no ground truth.
+
+    precision: (IoU, recall, category, area, detections); recall has no second axis. Areas are any,
+    small, medium, large; the last number of detections is the largest one.
+    """
 
     precision: Any
     recall: Any
@@ -182,7 +195,8 @@ def detect(files: CocoFiles) -> dict[Overlap, Detected]:
     kinds: tuple[Overlap, ...] = ("bbox", "segm") if files.polygons else ("bbox",)
     with redirect_stdout(StringIO()):  # pycocotools prints whatever it does
         truth, found = _loaded(files)
-        return {kind: _detected(truth, found, kind) for kind in kinds}
+        most = [_OF_AN_IMAGE] if files.federated else [1, 10, 100]
+        return {kind: _detected(truth, found, kind, most) for kind in kinds}
 
 
 def precision_payload(detected: dict[Overlap, Detected]) -> Payload:
@@ -202,9 +216,22 @@ def precision_payload(detected: dict[Overlap, Detected]) -> Payload:
 def _loaded(files: CocoFiles) -> tuple[COCO, COCO]:
     """pycocotools writes into what it is given."""
     truth = _coco(deepcopy(files.ground_truth))
-    if files.detections:
-        return truth, truth.loadRes(deepcopy(files.detections))
+    found = list(_judged(files, truth)) if files.federated else files.detections
+    if found:
+        return truth, truth.loadRes(deepcopy(found))
     return truth, _coco({**truth.dataset, "annotations": []})  # loadRes fails on an empty list
+
+
+def _judged(files: CocoFiles, truth: COCO) -> Iterator[dict[str, Any]]:
+    """LVIS: the first detections of an image, and of these the categories that it decides on."""
+    of_image = defaultdict(list)
+    for found in files.detections:
+        of_image[found["image_id"]].append(found)
+    for image, detections in of_image.items():
+        decided = {*truth.imgs[image]["neg_category_ids"]}
+        decided |= {shown["category_id"] for shown in truth.imgToAnns[image]}
+        ranked = sorted(detections, key=lambda found: -found["score"])
+        yield from (one for one in ranked[:_OF_AN_IMAGE] if one["category_id"] in decided)
 
 
 def _coco(dataset: dict[str, Any]) -> COCO:
@@ -214,51 +241,60 @@ def _coco(dataset: dict[str, Any]) -> COCO:
     return coco
 
 
-def _detected(truth: COCO, found: COCO, kind: Overlap) -> Detected:
-    alone = COCOeval(truth, found, kind)
-    alone.params.useCats = 0
-    alone.evaluate()
-    alone.accumulate()
-    alone.summarize()
-    of_each = {c: _of_category(truth, found, kind, c) for c in truth.cats if truth.catToImgs.get(c)}
-    means = _means(COCOeval(truth, found, kind), list(of_each.values()))
-    return Detected(means, _summary(alone), tuple(_by_category(truth, found, of_each)))
+def _detected(truth: COCO, found: COCO, kind: Overlap, most: list[int]) -> Detected:
+    """most: numbers of detections of a category and image, ascending."""
+    scored = COCOeval(truth, found, kind)
+    scored.params.maxDets, scored.params.useCats = most, 0
+    alone = _means([_curves(scored)])
+    scored.params.useCats = 1
+    of_each = {c: _of_category(scored, c) for c in truth.cats if truth.catToImgs.get(c)}
+    categories = tuple(_by_category(truth, found, of_each))
+    return Detected(_means(list(of_each.values())), alone, categories)
 
 
-def _of_category(truth: COCO, found: COCO, kind: Overlap, category: int) -> Curves:
+def _of_category(scored: COCOeval, category: int) -> Curves:
     """Of one description, over the images that have it: with thousands of descriptions,
     pycocotools would look for each of them in every image."""
-    scored = COCOeval(truth, found, kind)
-    images = {*truth.catToImgs[category], *found.catToImgs.get(category, ())}
+    truth, found = scored.cocoGt.catToImgs, scored.cocoDt.catToImgs
+    images = {*truth[category], *found.get(category, ())}
     scored.params.catIds, scored.params.imgIds = [category], sorted(images)
+    return _curves(scored)
+
+
+def _curves(scored: COCOeval) -> Curves:
+    """Evaluate what its parameters choose.
+
+    By LVIS's protocol, a detection without an object is no error in an image where its category was
+    not annotated exhaustively.
+    """
     scored.evaluate()
+    for found in scored.evalImgs:
+        if found is None:
+            continue
+        partly = scored.cocoGt.imgs[found["image_id"]].get("not_exhaustive_category_ids")
+        if partly:
+            categories = [scored.cocoDt.anns[one]["category_id"] for one in found["dtIds"]]
+            found["dtIgnore"] |= (found["dtMatches"] == 0) & np.isin(categories, partly)
     scored.accumulate()
     return Curves(scored.eval["precision"], scored.eval["recall"])
 
 
-def _means(scored: COCOeval, of_each: Sequence[Curves]) -> AveragePrecision:
+def _means(of_each: Sequence[Curves]) -> AveragePrecision:
     """Over the categories, as pycocotools takes them: those with ground truth."""
     if not of_each:
         return AveragePrecision(*[None] * 7)
-    scored.eval = {
-        "precision": np.concatenate([each.precision for each in of_each], axis=2),
-        "recall": np.concatenate([each.recall for each in of_each], axis=1),
-    }
-    scored.summarize()
-    return _summary(scored)
-
-
-def _summary(scored: COCOeval) -> AveragePrecision:
-    """Of its twelve numbers: six of precision, then recall of 1, 10 and 100 detections."""
-    values = [None if value < 0 else float(value) for value in scored.stats]
-    return AveragePrecision(*(values[place] for place in (0, 1, 2, 3, 4, 5, 8)))
+    precision = np.concatenate([each.precision for each in of_each], axis=2)[..., -1]
+    recall = np.concatenate([each.recall for each in of_each], axis=1)[..., -1]
+    whole = precision[..., 0]
+    at_50, at_75 = whole[:1], whole[5:6]
+    by_size = (precision[..., size] for size in (1, 2, 3))
+    return AveragePrecision(*map(_mean, (whole, at_50, at_75, *by_size, recall[..., 0])))
 
 
 def _by_category(
     truth: COCO, found: COCO, of_each: Mapping[int, Curves]
 ) -> Iterator[CategoryPrecision]:
-    """Area 0 is any, the last number of detections is 100; `catToImgs` has an entry for each
-    object."""
+    """`catToImgs` has an entry for each object."""
     for category, named in truth.cats.items():
         precision = recall = np.empty(0)
         if curves := of_each.get(category):

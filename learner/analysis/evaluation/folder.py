@@ -84,7 +84,8 @@ class Scored:
                 **{name: getattr(self.scores, name) for name in _DERIVED},
                 **asdict(self.scores),
             },
-            "ranked_by": "confidence" if self.files.ranked else "constant",
+            "ranked_by": self.files.ranked_by,
+            "protocol": self.files.protocol,
             "coco": {kind: asdict(detected) for kind, detected in self.detected.items()},
             "breakdown": self.breakdown.numbers(),
         }

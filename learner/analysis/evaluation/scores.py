@@ -8,12 +8,15 @@ masks on the canvas of `matching.maskiou_resolution`. Each object is in one hit 
 ways to pair them that with the most hits holds; of several, the one of the largest sum of IoUs.
 F1@mIoU is the mean of the F1 at `IOU_THRESHOLDS` (Rex-Omni, arXiv 2510.12798).
 
+Where LVIS's lists leave open whether an object is there (Gupta, Dollar and Girshick, CVPR 2019), a
+prediction of it that is no hit at an IoU of 0.5 is unjudged: precision and F1 do not count it.
+
 Training matches otherwise (`learner.stages.matching`): there the description does not matter, and
 boxes are masks too.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +37,8 @@ from learner.stages.matching import assign, exact_iou, same_description
 from learner.stages.targets import assess
 from learner.stages.tokens import Tokenizer
 from learner.types import (
+    NEG_CATEGORIES,
+    NOT_EXHAUSTIVE_CATEGORIES,
     AssessedRollout,
     GroundTruthObject,
     MatchResult,
@@ -64,9 +69,9 @@ class ScoredAnswer(LoggedAnswer):
     `IOU_THRESHOLDS`. hits_of: the same by description, in Unicode NFC, of those that have any.
     located: the most pairs, if descriptions are ignored from the start.
     duplicates: predictions that repeat an earlier one. oversized: those of the whole image that
-    are no hit.
-    precision: hits / predicted; recall: hits / ground truths; None where that divides by nothing.
-    f1: as `f1_of` has it.
+    are judged and no hit.
+    precision: hits / judged predictions; recall: hits / ground truths; None where that divides by
+    nothing. f1: as `f1_of` has it.
     """
 
     hits: int
@@ -86,26 +91,29 @@ class ScoredAnswer(LoggedAnswer):
         resolution: of the canvas for pairs with a polygon.
         """
         answer = LoggedAnswer.of(assessed)
-        said, truths = answer.parse.objects, answer.ground_truth
-        hits, iou = len(answer.hit_pairs), assessed.match.mask_iou
-        named = same_description(assessed.parsed.objects, assessed.sample.objects)
-        ious = [float(iou[pair]) for pair in answer.match.pairs]
+        said, truths = assessed.parsed.objects, assessed.sample.objects
+        iou, parse, match = assessed.match.mask_iou, answer.parse, answer.match
         objects = [
             item.model_copy(update={"confidence": confidence(found, answer.logprobs)})
-            for item, found in zip(said, assessed.parsed.objects, strict=True)
+            for item, found in zip(parse.objects, said, strict=True)
         ]
+        ious, unjudged = [float(iou[pair]) for pair in match.pairs], _unjudged(assessed)
+        parse = parse.model_copy(update={"objects": objects})
+        match = match.model_copy(update={"ious": ious, "unjudged": unjudged})
+        answer = answer.model_copy(update={"parse": parse, "match": match})
+        judged = ~np.isin(np.arange(len(said)), unjudged)[:, None]
+        named = judged & same_description(said, truths)
         pairs_at = [most_pairs(iou, named & (iou >= least)) for least in IOU_THRESHOLDS]
-        parse = answer.parse.model_copy(update={"objects": objects})
-        match = answer.match.model_copy(update={"ious": ious})
+        hits = len(answer.hit_pairs)
         return cls(
-            **{**dict(answer), "parse": parse, "match": match},
+            **dict(answer),
             hits=hits,
             hits_at=[len(pairs) for pairs in pairs_at],
             hits_of=_by_description(pairs_at, answer.ground_truth),
-            located=len(most_pairs(iou, iou >= IOU_THRESHOLD)),
-            duplicates=_duplicates(assessed.parsed.objects, resolution),
+            located=len(most_pairs(iou, judged & (iou >= IOU_THRESHOLD))),
+            duplicates=_duplicates(said, resolution),
             oversized=_oversized(answer),
-            precision=hits / len(said) if said else None,
+            precision=hits / answer.judged if answer.judged else None,
             recall=hits / len(truths) if truths else None,
             f1=f1_of(answer),
         )
@@ -114,6 +122,8 @@ class ScoredAnswer(LoggedAnswer):
 @dataclass(frozen=True)
 class Scores:
     """Micro-averaged over all objects of all answers; the fields are sums of `ScoredAnswer`'s.
+
+    predicted: those that are judged.
 
     hits_at: for each of `IOU_THRESHOLDS`. A hit without an IoU has one of at least 0.5.
     """
@@ -133,7 +143,7 @@ class Scores:
         places = range(len(IOU_THRESHOLDS))
         return cls(
             answers=len(answers),
-            predicted=sum(len(answer.parse.objects) for answer in answers),
+            predicted=sum(answer.judged for answer in answers),
             ground_truths=sum(len(answer.ground_truth) for answer in answers),
             hits_at=tuple(sum(answer.hits_at[place] for answer in answers) for place in places),
             located=sum(answer.located for answer in answers),
@@ -267,28 +277,57 @@ def assess_by_name(
     answers: AnswerFormat = COORD_JSON,
 ) -> AssessedRollout:
     """Parse an answer and match it by `match_named`; nothing is trained on it."""
-    match = partial(match_named, resolution=resolution)
+    match = partial(match_named, resolution=resolution, lists=sample.category_lists)
     return assess(sample, output, tokenizer, match, allow_poly=allow_poly, answers=answers)
 
 
 def match_named(
-    said: Sequence[ParsedObject], truths: Sequence[GroundTruthObject], resolution: int
+    said: Sequence[ParsedObject],
+    truths: Sequence[GroundTruthObject],
+    resolution: int,
+    lists: Mapping[str, Sequence[str]] | None = None,
 ) -> MatchResult:
-    """The most hits at IoU 0.5; then, of what they leave, the most pairs by place alone."""
+    """The most hits at IoU 0.5; then, of what they leave, the most pairs by place alone.
+
+    lists: of LVIS, as `Sample` has them. A prediction that is no hit is not paired, and is no false
+    positive, where they leave open whether such an object is there.
+    """
     iou = exact_iou(said, truths, resolution)
     near = iou >= IOU_THRESHOLD
     hits = most_pairs(iou, near & same_description(said, truths))
+    hit = {p for p, _ in hits}
+    unjudged = {p for p, o in enumerate(said) if _left_open(o.desc, truths, lists or {})} - hit
+    near[[*unjudged], :] = False
     for p, g in hits:
         near[p, :] = near[:, g] = False
     pairs = sorted(hits + most_pairs(iou, near))
     paired, found = {p for p, _ in pairs}, {g for _, g in pairs}
     return MatchResult(
         pairs=pairs,
-        false_positives=[p for p in range(len(said)) if p not in paired],
+        false_positives=[p for p in range(len(said)) if p not in paired | unjudged],
         false_negatives=[g for g in range(len(truths)) if g not in found],
         gated=int(np.count_nonzero(iou < IOU_THRESHOLD)),
         mask_iou=iou,
     )
+
+
+def _left_open(
+    desc: str, truths: Iterable[GroundTruthObject], lists: Mapping[str, Sequence[str]]
+) -> bool:
+    """Whether such an object may be in the image without an annotation (LVIS)."""
+    name = normalized(desc)
+    if name in lists.get(NOT_EXHAUSTIVE_CATEGORIES, ()):
+        return True
+    if NEG_CATEGORIES not in lists:
+        return False
+    return name not in lists[NEG_CATEGORIES] and all(normalized(o.desc) != name for o in truths)
+
+
+def _unjudged(assessed: AssessedRollout) -> list[int]:
+    """The predictions that are neither paired nor false."""
+    match = assessed.match
+    judged = {p for p, _ in match.pairs} | {*match.false_positives}
+    return [p for p in range(len(assessed.parsed.objects)) if p not in judged]
 
 
 def _by_description(
@@ -307,10 +346,10 @@ def _duplicates(said: Sequence[ParsedObject], resolution: int) -> int:
 
 def _oversized(answer: LoggedAnswer) -> int:
     """Objects of nearly the whole image, where they hit nothing (EVAL-02)."""
-    hit = {p for p, _ in answer.hit_pairs}
+    right = {p for p, _ in answer.hit_pairs} | {*answer.match.unjudged}
     most = OVERSIZED_SHARE * answer.width * answer.height
     areas = (pixel_area(o.shape, answer.width, answer.height) for o in answer.parse.objects)
-    return sum(area >= most and p not in hit for p, area in enumerate(areas))
+    return sum(area >= most and p not in right for p, area in enumerate(areas))
 
 
 def most_pairs(iou: FloatArray, allowed: BoolArray) -> Pairs:

@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,15 +68,17 @@ def embed(path: Path) -> Picture:
 #   truth       a ground truth that a prediction is matched to
 #   match       a prediction that is matched to a ground truth
 #   stray       a prediction that is not
+#   unjudged    one that LVIS's lists do not judge
 #   removed     one that repeats another, and was removed before the match
 #   missed      a ground truth that no prediction is matched to
 #   appended    a missed one that the answer was trained to append
-Role = Literal["truth", "match", "stray", "removed", "missed", "appended"]
+Role = Literal["truth", "match", "stray", "unjudged", "removed", "missed", "appended"]
 
 ROLES: dict[Role, tuple[str, str]] = {
     "truth": ("ground truth, matched", "a prediction is matched to it"),
     "match": ("prediction, matched", "matched to a ground truth"),
     "stray": ("false positive", "a prediction without a match"),
+    "unjudged": ("not judged", "LVIS's lists leave open whether such an object is there"),
     "removed": ("duplicate, removed", "it repeats another prediction; a clean prefix has one"),
     "missed": ("missed", "a ground truth without a match"),
     "appended": ("missed, appended", "a missed ground truth, appended to what is trained on"),
@@ -143,7 +145,7 @@ def _card(answer: LoggedAnswer, slug: str, picture: int, resolution: int) -> Car
         "f1": round(f1_of(answer), 4),
         "faults": faults_of(answer),
         "truths": len(answer.ground_truth),
-        "predicted": len(answer.parse.objects) + len(answer.parse.duplicates),
+        "predicted": answer.judged + len(answer.parse.duplicates),
         "hits": len(answer.hit_pairs),
         "missed": len(answer.match.false_negatives),
         "objects": [asdict(each) for each in shown_objects(answer, resolution)],
@@ -168,8 +170,11 @@ def shown_objects(answer: LoggedAnswer, resolution: int) -> list[ShownObject]:
     of_prediction = {p: (g, iou) for (p, g), iou in overlap.items()}
     of_truth = {g: (p, iou) for (p, g), iou in overlap.items()}
     unmatched: Role = "appended" if answer.supervised else "missed"
+    shown = list(_shown(predictions, of_prediction, ("match", "stray"), len(predictions)))
+    for place in answer.match.unjudged:
+        shown[place] = replace(shown[place], role="unjudged")
     return [
-        *_shown(predictions, of_prediction, ("match", "stray"), len(predictions)),
+        *shown,
         *_shown(truths, of_truth, ("truth", unmatched), 0),
         *_shown(answer.parse.duplicates, {}, ("removed", "removed"), 0),
     ]
@@ -314,10 +319,17 @@ class Mistake:
     share: str
 
 
+def precision_title(protocol: str, ranked_by: str) -> str:
+    """Title of a table of average precision. protocol, ranked_by: as `scores.json` has them."""
+    by = "ranked by confidence" if ranked_by == "confidence" else "every detection has the score 1"
+    return f"{protocol.upper()}'s average precision; {by}"
+
+
 def evaluation_values(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows of the numbers of `scores.json`."""
     parts, scores = numbers["breakdown"], numbers["scores"]
     truths, boxes = scores["ground_truths"], numbers["coco"]["bbox"]["objects"]
+    protocol = numbers["protocol"].upper()
     # By F1, the frequent ones first where it is equal; every description has a truth or more.
     descriptions = sorted(
         parts["descriptions"], key=lambda each: (each["f1"], -each["ground_truths"])
@@ -330,8 +342,8 @@ def evaluation_values(numbers: Mapping[str, Any]) -> dict[str, Any]:
             Tile("Precision", score(scores["precision"]), f"of {scores['predicted']:,} predicted"),
             Tile("Recall", score(scores["recall"]), f"of {truths:,} ground truths"),
             Tile("F1 of boxes alone", score(scores["box_f1"]), "descriptions are ignored"),
-            Tile("AP", score(boxes["ap"]), "COCO's, IoU 0.50 to 0.95"),
-            Tile("AP50", score(boxes["ap50"]), "COCO's, IoU 0.50"),
+            Tile("AP", score(boxes["ap"]), f"{protocol}'s, IoU 0.50 to 0.95"),
+            Tile("AP50", score(boxes["ap50"]), f"{protocol}'s, IoU 0.50"),
             Tile("Duplicates", f"{scores['duplicates']:,}", "same description, IoU of 0.9 or more"),
             Tile("Oversized", f"{scores['oversized']:,}", "as large as the image, and no hit"),
         ],
@@ -343,6 +355,7 @@ def evaluation_values(numbers: Mapping[str, Any]) -> dict[str, Any]:
         "mistakes": _mistakes(parts["confusion"], descriptions),
         "thresholds": parts["thresholds"],
         "sizes": parts["sizes"],
+        "precision_title": precision_title(numbers["protocol"], numbers["ranked_by"]),
         "coco": [
             ({"bbox": "boxes", "segm": "masks"}[kind] + beside, detected[part])
             for kind, detected in numbers["coco"].items()

@@ -81,7 +81,7 @@
     const element = make("span", { class: `tag ${item.role}${twin}`, dir: "auto" }, item.desc);
     if (left + right < 100) Object.assign(element.style, { left: `${left}%`, maxWidth: `${100 - left}%` });
     else Object.assign(element.style, { right: `${100 - right}%`, maxWidth: `${right}%` });
-    const below = !["match", "stray", "removed"].includes(item.role);
+    const below = !["match", "stray", "unjudged", "removed"].includes(item.role);
     element.style.top = below
       ? `min(${Math.max(...ys)}%, 100% - 1.3em)`
       : `max(0px, ${Math.min(...ys)}% - 1.3em)`;
