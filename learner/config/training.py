@@ -101,13 +101,13 @@ class TrainingConfig(StrictModel):
     vit_lr: float = Field(
         default_factory=lambda data: float(data["learning_rate"]),
         ge=0,
-        description="peak learning rate of the vision tower; 0: it is not trained; "
-        "null: `learning_rate`",
+        description="peak learning rate of the vision tower; 0: it is frozen, without "
+        "gradients; null: `learning_rate`",
     )
     aligner_lr: float = Field(
         default_factory=lambda data: float(data["learning_rate"]),
         ge=0,
-        description="peak learning rate of the aligner; 0: it is not trained; null: "
+        description="peak learning rate of the aligner; 0: it is frozen; null: "
         "`learning_rate`",
     )
     lr_scheduler_type: SchedulerName = Field(

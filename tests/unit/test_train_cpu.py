@@ -201,6 +201,21 @@ def test_a_learning_rate_of_zero_freezes_the_part(
     assert changed == {"language"}
 
 
+def test_a_frozen_part_has_no_gradient_and_no_optimizer_state(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    training = {"vit_lr": 0.0, "aligner_lr": 1e-4}
+    config = small_config(toy_checkpoint, toy_data, tmp_path / "run", training=training)
+    model = load_model(config).model
+    optimized = {
+        id(p) for g in build_optimizer(model, config.training).param_groups for p in g["params"]
+    }
+    for name, parameter in model.named_parameters():
+        trained = QWEN_VL.part_of(name) != "vision"
+        assert parameter.requires_grad is trained, name
+        assert (id(parameter) in optimized) is trained, name
+
+
 def test_every_parameter_is_in_one_group_with_the_rate_of_its_part(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
