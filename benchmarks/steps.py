@@ -7,6 +7,8 @@ pipelined    a channel-B step whose chunks are rolled out while others are learn
 assessed     the same where a chunk takes as long to assess as to answer and to learn
 async        channel-B steps per second with answers that are asked for beside training, over
              those of steps that ask and then learn, both sides of equal length
+formats      a channel-B step of the toy model in `compact` over one in `object_keys`, on the same
+             objects: decoded and trained on for real
 servers      requests per second of 8, 4 and 2 servers over those of one, and of as many as there
              are; CPU time of the learner per request
 
@@ -33,6 +35,7 @@ from benchmarks.step_parts.engines import (
     fixed_servers,
     samples,
 )
+from benchmarks.step_parts.formats import SCENES, FormatStep
 from learner.config import load_mapping, merge, parse_config
 from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
@@ -52,6 +55,7 @@ ASSESSED_GOAL = 1.15
 ASYNC_GOAL = 1.8
 LINEAR_GOAL = 0.95
 CPU_MS_GOAL = 1.0
+FORMATS_GOAL = 0.5
 # A step of the pipeline: so many chunks, each of them so long on either side.
 CHUNKS, CHUNK_SAMPLES, CHUNK_S = 16, 8, 0.5
 # Steps of as many samples as one server decodes at once.
@@ -191,7 +195,28 @@ def _rollout(bench: Bench, count: int) -> tuple[float, float]:
     return len(asked) / seconds, 1000 * spent / len(asked)
 
 
-PARTS = {"pipelined": pipelined, "assessed": assessed, "async": asynchronous, "servers": servers}
+def formats(bench: Bench) -> list[Result]:
+    """The formats take turns, so that both meet the same load of the machine."""
+    short, long = (FormatStep(bench.folder, name) for name in ("compact", "object_keys"))
+    measured = [(short.measure(), long.measure()) for _ in range(bench.rounds + 1)][1:]
+    ratios = [sum(one) / sum(other) for one, other in measured]
+    (decode, learn), (long_decode, long_learn) = measured[-1]
+    detail = (
+        f"{long.objects} objects in {SCENES} scenes, {short.answer_tokens} and "
+        f"{long.answer_tokens} tokens of answers; answers {decode:.2f} and {long_decode:.2f} s, "
+        f"the rest {learn:.2f} and {long_learn:.2f} s"
+    )
+    name = "channel-B step of the toy in `compact` over `object_keys`"
+    return [median_of(name, ratios, FORMATS_GOAL, at_least=False, detail=detail)]
+
+
+PARTS = {
+    "pipelined": pipelined,
+    "assessed": assessed,
+    "async": asynchronous,
+    "formats": formats,
+    "servers": servers,
+}
 
 
 def main() -> None:
