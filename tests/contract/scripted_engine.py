@@ -17,6 +17,7 @@ from rollout_server.engines.engine_protocol import (
     ChatMessage,
     Completion,
     Engine,
+    Generated,
     Load,
     Prompt,
 )
@@ -73,6 +74,19 @@ class ScriptedEngine:
             Completion(i, text, list(text.encode()), "stop", False, (version, version))
             for i in range(config.n)
         ]
+
+    async def chat_models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": "scripted"}]}
+
+    def read_chat(self, fields: dict[str, Any]) -> Any:
+        return fields
+
+    async def chat(
+        self, prompt: Prompt, request: Any, turn: int, send: Callable[[str], None]
+    ) -> Generated:
+        await self._running.wait()
+        send(prompt.engine_input)
+        return Generated(len(prompt.token_ids), 0)
 
     async def pause(self) -> None:
         self._running.clear()
