@@ -49,11 +49,11 @@ def add_chat_completions(app: FastAPI, pool: Pool, places: Places) -> None:
                         yield piece
 
         answer = pieces()
-        first = await cancel_when(disconnected(request), _first(answer), ClientDisconnect())
+        begun = _first(answer) if call.stream else _whole(answer)
+        first = await cancel_when(disconnected(request), begun, ClientDisconnect())
         assert record.weights_version is not None
         headers = {WEIGHTS_VERSION: str(record.weights_version[0])}
         if not call.stream:
-            await answer.aclose()
             return Response(first, media_type="application/json", headers=headers)
         events = _events(first, answer, record)
 
@@ -80,6 +80,10 @@ def _add(app: FastAPI, method: str, path: str, handler: Callable[..., Awaitable[
 
 async def _first(answer: AsyncGenerator[str, None]) -> str:
     return await anext(answer)
+
+
+async def _whole(answer: AsyncGenerator[str, None]) -> str:
+    return "".join([piece async for piece in answer])
 
 
 async def _events(

@@ -82,8 +82,8 @@ class ChatCall(Wire):
     n: int = Field(default=1, ge=1)
     temperature: float | None = Field(default=None, ge=0.0)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: int | None = Field(default=None, ge=0, le=2**62)
     logprobs: bool = False
@@ -190,6 +190,5 @@ class Chats:
 
 
 def _refused(error: ChatRefused) -> ProblemError:
-    kinds = {404: "not-found", 503: "not-ready"}
-    kind = kinds.get(error.status, "invalid-request" if error.status < 500 else "internal")
-    return refusal(kind, str(error), error.where or "body")
+    kind = "not-found" if error.status == 404 else "invalid-request"
+    return refusal("internal" if error.status >= 500 else kind, str(error), error.where or "body")

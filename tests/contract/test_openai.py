@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import yaml
@@ -31,7 +31,7 @@ from tests.contract.running_server import (
     wait_until_gone,
 )
 from tests.contract.toy_checkpoints import read_weights
-from tests.contract.weight_sender import finish, load, push, weight_group
+from tests.contract.weight_sender import Sender, finish, load, push, weight_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.req("OAI-01")]
 
@@ -88,7 +88,7 @@ def client_of(server: RunningServer, token: str = TOKEN) -> openai.OpenAI:
         api_key=token,
         max_retries=0,
         timeout=120,
-        http_client=httpx.Client(trust_env=False),
+        http_client=openai.DefaultHttpxClient(trust_env=False),
     )
 
 
@@ -102,9 +102,8 @@ class Asked:
     """An answer with its header."""
 
     def __init__(self, client: openai.OpenAI, model: Path, messages: Any, **options: Any) -> None:
-        raw = client.chat.completions.with_raw_response.create(
-            model=str(model), messages=messages, **({"temperature": 0.0} | options)
-        )
+        create: Any = client.chat.completions.with_raw_response.create
+        raw = create(model=str(model), messages=messages, **({"temperature": 0.0} | options))
         self.version = int(raw.headers[VERSION])
         self.completion = raw.parse()
 
@@ -147,10 +146,10 @@ def test_a_stream_has_the_same_text_in_pieces_and_its_header_first(
 ) -> None:
     messages = with_images(data_url(served.media / "scene.png"))
     whole = Asked(client, served.checkpoint, messages, max_tokens=24)
-    create = client.chat.completions.with_streaming_response.create
+    create: Any = client.chat.completions.with_streaming_response.create
     with create(
         model=str(served.checkpoint),
-        messages=messages,  # type: ignore[arg-type]
+        messages=messages,
         temperature=0.0,
         max_tokens=24,
         stream=True,
@@ -237,8 +236,7 @@ def test_a_wrong_token_a_wrong_path_and_a_wrong_method_are_told_in_openais_form(
 def unserved() -> dict[str, tuple[dict[str, Any], str]]:
     """Options of a call, and the place that its refusal names."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,bm8="}}
-    content = "messages[0].content[0]"
-    url = f"{content}.image_url.url"
+    url = "messages[0].content[0].image_url.url"
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
     def said(*parts: Any, role: str = "user") -> dict[str, Any]:
@@ -258,7 +256,7 @@ def unserved() -> dict[str, tuple[dict[str, Any], str]]:
         "a template": ({"extra_body": {"chat_template": "x"}}, "chat_template"),
         "priority": ({"extra_body": {"priority": -5}}, "priority"),
         "role": (said({"type": "text", "text": "a"}, role="developer"), "messages[0].role"),
-        "video": (said(video), content),
+        "video": (said(video), "messages[0].content"),
         "no messages": ({"messages": []}, "messages"),
         "no image": (said(image), url),
         "a path outside": (image_of("/etc/hostname"), url),
@@ -301,14 +299,9 @@ def test_a_body_that_is_no_json_is_refused_in_openais_form(served: RunningServer
 @contextmanager
 def streaming(client: openai.OpenAI, model: Path, **options: Any) -> Iterator[Any]:
     """A long stream that has begun."""
-    with client.chat.completions.create(
-        model=str(model),
-        messages=USER,  # type: ignore[arg-type]
-        temperature=1.0,
-        max_tokens=480,
-        stream=True,
-        **options,
-    ) as stream:
+    create: Any = client.chat.completions.create
+    given = {"temperature": 1.0, "max_tokens": 480, "stream": True} | options
+    with create(model=str(model), messages=USER, **given) as stream:
         next(stream)
         yield stream
 
@@ -329,13 +322,30 @@ def test_calls_of_both_routes_share_the_places_and_a_client_that_leaves_frees_it
     assert _metric(served, 'rollout_calls_total{outcome="gone"}') >= CALLS
 
 
+@contextmanager
+def learner_of(server: RunningServer) -> Iterator[Sender]:
+    """A weight group, and the heartbeats of its learner."""
+    (port,) = free_ports(1)
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(1.0):
+            server.http.post("/keep_communicator/", json={"attempt": "sender"})
+
+    with weight_group(server.http, port, timeout_s=120) as sender, ThreadPoolExecutor() as threads:
+        threads.submit(beat)
+        try:
+            yield sender
+        finally:
+            over.set()
+
+
 def test_a_push_waits_for_a_stream_and_answers_after_it_have_the_new_version(
     client: openai.OpenAI, served: RunningServer, tied: Path, other_tied: Path
 ) -> None:
-    (port,) = free_ports(1)
     before = Asked(client, served.checkpoint, USER, max_tokens=24)
-    with weight_group(served.http, port) as sender, ThreadPoolExecutor() as threads:
-        with streaming(client, served.checkpoint) as stream:
+    with learner_of(served) as sender, ThreadPoolExecutor() as threads:
+        with streaming(client, served.checkpoint, max_tokens=64) as stream:
             pushing = threads.submit(push, served.http, sender, read_weights(other_tied), 1)
             while served.http.get("/info/").json()["weights_state"] != "UPDATING":
                 time.sleep(0.01)
@@ -356,10 +366,9 @@ def test_a_push_waits_for_a_stream_and_answers_after_it_have_the_new_version(
 def test_poisoned_weights_answer_nothing(
     client: openai.OpenAI, served: RunningServer, tied: Path
 ) -> None:
-    (port,) = free_ports(1)
     version = served.http.get("/info/").json()["weights_version"] + 1
     weights = read_weights(tied)
-    with weight_group(served.http, port) as sender:
+    with learner_of(served) as sender:
         load(served.http, sender, weights, version)
         wrong = [{"name": next(iter(weights)), "digest": "0" * 16}]
         assert finish(served.http, version, wrong).status_code == 502

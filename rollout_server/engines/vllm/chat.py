@@ -98,16 +98,19 @@ class ChatHandlers:
         client = _Client(self._llm, self._adapter, self._sentinel)
         request.priority = priority
         chat = self._chat.over(client, engine_input)
-        answer = await chat.create_chat_completion(request)
-        client.raise_failure()
-        if isinstance(answer, ErrorResponse):
-            raise _refused(answer)
-        if isinstance(answer, ChatCompletionResponse):
-            send(answer.model_dump_json())
-        else:
-            async for event in answer:
-                client.raise_failure()  # which vLLM would write into the stream
-                send(event)
+        try:
+            answer = await chat.create_chat_completion(request)
+            client.raise_failure()
+            if isinstance(answer, ErrorResponse):
+                raise _refused(answer)
+            if isinstance(answer, ChatCompletionResponse):
+                send(answer.model_dump_json())
+            else:
+                async for event in answer:
+                    client.raise_failure()
+                    send(event)
+        except VLLMClientError as error:
+            raise _refused(create_error_response(error)) from error
         return client.generated
 
 
@@ -132,8 +135,8 @@ class _RenderedChat(OpenAIServingChat):
 class _Client:
     """What the handler needs of vLLM's `EngineClient`, for one request.
 
-    The handler turns every error into an answer, also the end of the call: `raise_failure` raises
-    the error itself.
+    The handler makes an answer, or an event, of what `generate` raises, also of a cancellation.
+    `raise_failure` raises it again.
     """
 
     def __init__(self, llm: AsyncLLM, adapter: LoRARequest | None, sentinel: int | None) -> None:
@@ -166,8 +169,8 @@ class _Client:
     def _count(self, output: RequestOutput) -> None:
         for choice in output.outputs:
             self._tokens += len(choice.token_ids)
-            if choice.finish_reason == "abort":
-                raise Aborted("the engine ended a sequence: abort")
+            if choice.finish_reason not in (None, "stop", "length"):
+                raise Aborted(f"the engine ended a sequence: {choice.finish_reason}")
             if self._sentinel is not None and choice.stop_reason == self._sentinel:
                 self._guard_triggers += 1
 
@@ -176,8 +179,6 @@ class _Client:
         return Generated(self._tokens, self._guard_triggers)
 
     def raise_failure(self) -> None:
-        if isinstance(self._failure, VLLMClientError):
-            raise _refused(create_error_response(self._failure)) from self._failure
         if self._failure is not None:
             raise self._failure
 
