@@ -206,7 +206,7 @@ class VllmEngine:
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         chat = None
         if settings.openai:
-            from rollout_server.engines.vllm.chat import ChatHandlers  # two seconds
+            from rollout_server.engines.vllm.chat import ChatHandlers  # two seconds of imports
 
             sentinel = None if guard is None else guard.sentinel
             chat = ChatHandlers(llm, str(settings.model), adapter, sentinel)
