@@ -76,7 +76,7 @@ class ChatCall(Wire):
     """
 
     messages: Annotated[list[ChatTurn], Field(fail_fast=True)] = Field(min_length=1)
-    model: str | None = None
+    model: str | None = Field(default=None, max_length=4096)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     n: int = Field(default=1, ge=1)
