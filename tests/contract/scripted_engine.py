@@ -4,6 +4,7 @@ Only `engine_protocol` and the wire format were used to write it.
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -84,9 +85,14 @@ class ScriptedEngine:
     async def chat(
         self, prompt: Prompt, request: Any, turn: int, send: Callable[[str], None]
     ) -> Generated:
+        """A word is an event of a stream; what has the word `forever` does not end."""
         await self._running.wait()
-        send(prompt.engine_input)
-        return Generated(len(prompt.token_ids), 0)
+        words = prompt.engine_input.split()
+        for piece in words if request["stream"] else [json.dumps(prompt.engine_input)]:
+            send(f"data: {piece}\n\n" if request["stream"] else piece)
+        if "forever" in words:
+            await asyncio.Event().wait()
+        return Generated(len(words), 0)
 
     async def pause(self) -> None:
         self._running.clear()
