@@ -387,7 +387,8 @@ def test_the_access_log_and_the_metrics_count_chat_completions(
     names = ("rollout_requests_total", "rollout_images_total", "rollout_generated_tokens_total")
     before = [_metric(served, name) for name in names]
     scene = data_url(served.media / "scene.png")
-    asked = Asked(client, served.checkpoint, with_images(scene, scene), max_tokens=5, n=2)
+    options = {"max_tokens": 5, "n": 2, "temperature": 1.0}
+    asked = Asked(client, served.checkpoint, with_images(scene, scene), **options)
     grown = [_metric(served, name) - b for name, b in zip(names, before, strict=True)]
     assert grown == [1, 2, asked.completion.usage.completion_tokens]
     line = [
