@@ -1,6 +1,7 @@
 """One HTTP client for every side: bodies posted at once, answers read as JSON."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +29,7 @@ class HttpClient:
         self._loop.close()
 
     def post(self, url: str, bodies: Sequence[Any]) -> list[Any]:
-        """The answers, in order; raises for any that is not 200."""
+        """The answers, in order; of a stream its last event. Raises for any that is not 200."""
         return self._loop.run(self._post_all(url, bodies))
 
     async def _post_all(self, url: str, bodies: Sequence[Any]) -> list[Any]:
@@ -38,6 +39,9 @@ class HttpClient:
         async with self._session.post(url, json=body) as answer:
             if answer.status != 200:
                 raise RuntimeError(f"{url} answered {answer.status}: {await answer.text()}")
+            if answer.content_type == "text/event-stream":
+                *_, last, _ = (await answer.text()).split("data: ")  # behind it: [DONE]
+                return json.loads(last)
             return await answer.json()
 
 

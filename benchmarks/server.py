@@ -5,6 +5,7 @@
 in-process   tokens/s of /infer/ over AsyncLLM in a program of its own, text and images
 swift        tokens/s of four concurrent clients over ms-swift's `swift rollout`
 openai       tokens/s of /infer/ over vLLM's own OpenAI server, text and images
+chat         tokens/s of chat completions of both, text, images and streams
 guard        time the repeat guard adds to a decode step of 256 sequences
 live         how long /live/ takes while 64 sequences decode
 calls        memory, open files and threads after 1,000 calls
@@ -44,6 +45,7 @@ from shared_contracts.errors import ContractError
 IN_PROCESS_GOAL = 0.97
 SWIFT_GOAL = 2.0
 OPENAI_GOAL = 1.1
+CHAT_GOAL = 0.97
 SERVER_TIMEOUT_S = 600.0
 KINDS = (("text", False), ("image", True))
 
@@ -70,7 +72,8 @@ class Bench:
     @cached_property
     def server(self) -> ServerProcess:
         config = self._folder / "server.yaml"
-        settings = engine_settings(self.checkpoint).model_dump(mode="json", exclude_unset=True)
+        served = engine_settings(self.checkpoint).model_copy(update={"openai": True})
+        settings = served.model_dump(mode="json", exclude_unset=True)
         config.write_text(yaml.safe_dump(settings), encoding="utf-8")
         process = ServerProcess(["--config", str(config)], self._folder / "server.log")
         self._stack.enter_context(process)
@@ -148,6 +151,25 @@ def openai(bench: Bench) -> list[Result]:
         ]
 
 
+def chat(bench: Bench) -> list[Result]:
+    model = str(bench.checkpoint)
+    with bench.peer("openai_server", "/health") as url:
+        kinds = [("text", False, False), ("image", True, False), ("text, streamed", False, True)]
+        return [
+            compare(
+                f"chat completions over vLLM's OpenAI server, {kind}",
+                (
+                    openai_side(bench.client, bench.server.base_url, model, stream),
+                    openai_side(bench.client, url, model, stream),
+                ),
+                bench.rounds,
+                CHAT_GOAL,
+                with_image,
+            )
+            for kind, with_image, stream in kinds
+        ]
+
+
 def guard(bench: Bench) -> list[Result]:
     settings = guarded_settings(bench.checkpoint)
     with bench.piped_peer("guard_steps", settings) as peer:
@@ -166,6 +188,7 @@ PARTS = {
     "in-process": in_process,
     "swift": swift,
     "openai": openai,
+    "chat": chat,
     "guard": guard,
     "live": live,
     "calls": calls,

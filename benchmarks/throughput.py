@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.http_client import HttpClient
 from benchmarks.processes import Peer
@@ -97,11 +98,13 @@ def rollout_side(client: HttpClient, base_url: str, calls: int = 1) -> Side:
     return run
 
 
-def openai_side(client: HttpClient, base_url: str, model: str) -> Side:
+def openai_side(client: HttpClient, base_url: str, model: str, stream: bool = False) -> Side:
     """The batch as one concurrent `POST /v1/chat/completions` per prompt."""
+    fixed: dict[str, Any] = {"model": model, "max_tokens": ANSWER_TOKENS, "temperature": 0.0}
+    if stream:
+        fixed |= {"stream": True, "stream_options": {"include_usage": True}}
 
     def run(scenes: list[Scene]) -> Work:
-        fixed = {"model": model, "max_tokens": ANSWER_TOKENS, "temperature": 0.0}
         bodies = [fixed | {"messages": openai_messages(scene)} for scene in scenes]
         began = time.perf_counter()
         answers = client.post(f"{base_url}/v1/chat/completions", bodies)

@@ -20,7 +20,9 @@ _Count = Annotated[int, Field(ge=0, le=2**62)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
-class _Wire(BaseModel):
+class Wire(BaseModel):
+    """A body, or a part of one: bounded, and no field more than its own."""
+
     # The bound makes pydantic look at the characters: half of a surrogate pair is no text.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, str_max_length=2**30)
 
@@ -32,14 +34,14 @@ class _Wire(BaseModel):
         return value
 
 
-class TextPart(_Wire):
+class TextPart(Wire):
     """A piece of text in a message."""
 
     type: Literal["text"]
     text: str
 
 
-class ImagePart(_Wire):
+class ImagePart(Wire):
     """The place of an image in a message; null: the next one of `images` fills it."""
 
     type: Literal["image"]
@@ -49,7 +51,7 @@ class ImagePart(_Wire):
 ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
-class Message(_Wire):
+class Message(Wire):
     """One turn of a conversation: text with `<image>` marks, or parts."""
 
     role: Role
@@ -63,7 +65,7 @@ def _refuse_unserved(model: BaseModel, names: tuple[str, ...]) -> None:
             raise ValueError(f"field '{name}' is not served; leave it out, null or empty")
 
 
-class RolloutInferRequest(_Wire):
+class RolloutInferRequest(Wire):
     """One conversation to continue.
 
     images: in the order of the image parts of `messages`; each an http(s) URL, a data
@@ -99,7 +101,7 @@ class RolloutInferRequest(_Wire):
         return self
 
 
-class RequestConfig(_Wire):
+class RequestConfig(Wire):
     """How to decode. `temperature` 0 (or null) is greedy.
 
     max_tokens: null fills up to the model's context.
@@ -147,7 +149,7 @@ class RequestConfig(_Wire):
         return self
 
 
-class InferCall(_Wire):
+class InferCall(Wire):
     """Body of `POST /infer/`.
 
     request_id: the caller's id of this call; a second call with the same id and the same
@@ -165,7 +167,7 @@ class InferCall(_Wire):
     adapter_request: None = None
 
 
-class ChatMessage(_Wire):
+class ChatMessage(Wire):
     """The answer's text, in the words of chat completions."""
 
     role: Literal["assistant"] = "assistant"
@@ -178,7 +180,7 @@ class ChatMessage(_Wire):
 LEAST_LOGPROB = -9999.0
 
 
-class TokenLogprob(_Wire):
+class TokenLogprob(Wire):
     """logprob: of one token, in nats, by the model's logits alone.
 
     Neither temperature nor penalties, top-k, top-p or the repeat guard change it.
@@ -187,7 +189,7 @@ class TokenLogprob(_Wire):
     logprob: float = Field(ge=LEAST_LOGPROB, le=0.0)
 
 
-class ChoiceLogprobs(_Wire):
+class ChoiceLogprobs(Wire):
     """content: one for each of `token_ids`, as ms-swift's client reads them."""
 
     content: Annotated[list[TokenLogprob], Field(fail_fast=True)]
@@ -199,7 +201,7 @@ class ChoiceLogprobs(_Wire):
         return cls(content=[TokenLogprob(logprob=value) for value in bounded])
 
 
-class Choice(_Wire):
+class Choice(Wire):
     """One of the `n` continuations of a request.
 
     token_ids: response ids without the token that stopped, with `return_details` only.
@@ -214,7 +216,7 @@ class Choice(_Wire):
     token_ids: _TokenIds | None = None
 
 
-class Usage(_Wire):
+class Usage(Wire):
     """Tokens of one request; completion_tokens: of all its choices."""
 
     prompt_tokens: _Count
@@ -222,7 +224,7 @@ class Usage(_Wire):
     total_tokens: _Count
 
 
-class ChatCompletionResponse(_Wire):
+class ChatCompletionResponse(Wire):
     """The answer to one request.
 
     prompt_token_ids: image placeholders expanded, with `return_details` only.
@@ -239,7 +241,7 @@ class ChatCompletionResponse(_Wire):
     images_size: Annotated[list[tuple[int, int]], Field(fail_fast=True)] | None = None
 
 
-class RolloutStamp(_Wire):
+class RolloutStamp(Wire):
     """What our envelope adds about one rollout (WIRE-03).
 
     repeat_terminate_triggered: 1 when the repeat guard ended any choice of the rollout.
@@ -256,7 +258,7 @@ class RolloutStamp(_Wire):
     finish: str
 
 
-class RolloutEnvelope(_Wire):
+class RolloutEnvelope(Wire):
     """One element of the answer of `POST /infer/`: the response, and what we know of it."""
 
     response: ChatCompletionResponse

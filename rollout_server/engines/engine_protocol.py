@@ -24,6 +24,18 @@ class EngineDead(Exception):
     """The engine process is gone."""
 
 
+class ChatRefused(Exception):
+    """The engine does not serve this chat completion.
+
+    status: of HTTP. where: the field at fault, such as `model`, if it is known.
+    """
+
+    def __init__(self, status: int, found: str, where: str | None) -> None:
+        super().__init__(found)
+        self.status = status
+        self.where = where
+
+
 class GuardInactive(Exception):
     """The repeat guard is asked for and does not work inside the engine."""
 
@@ -90,6 +102,17 @@ class Completion:
     logprobs: list[float] | None = None
 
 
+@dataclass(frozen=True)
+class Generated:
+    """What a chat completion took.
+
+    tokens: of all choices. guard_triggers: choices that the repeat guard ended.
+    """
+
+    tokens: int
+    guard_triggers: int
+
+
 # The version of the weights a server starts with; the learner's pushes count from 1.
 FIRST_VERSION = 0
 
@@ -154,6 +177,28 @@ class RolloutEngine(Protocol):
         """
 
 
+class ChatEngine(RolloutEngine, Protocol):
+    """What chat completions need of an engine (`serving.chat`), where they are served."""
+
+    async def chat_models(self) -> dict[str, Any]:
+        """The body of `GET /v1/models`."""
+
+    def read_chat(self, fields: dict[str, Any]) -> Any:
+        """Read a chat completion without its messages, in a form for any engine of the model.
+
+        Raises ChatRefused.
+        """
+
+    async def chat(
+        self, prompt: Prompt, request: Any, turn: int, send: Callable[[str], None]
+    ) -> Generated:
+        """Continue `prompt`; cancelling the call aborts its sequences.
+
+        request: of `read_chat`. turn: as in `generate`. send: takes the answer, or every event of
+        it where it is streamed. Raises ChatRefused, EngineDead and Aborted.
+        """
+
+
 class UpdatableEngine(Protocol):
     """What a weight update needs of an engine (`weights`)."""
 
@@ -209,7 +254,7 @@ class UpdatableEngine(Protocol):
     def declare_dead(self) -> None: ...
 
 
-class Engine(WatchedEngine, RolloutEngine, UpdatableEngine, Protocol):
+class Engine(WatchedEngine, ChatEngine, UpdatableEngine, Protocol):
     """One replica, whatever engine it is of."""
 
     @property

@@ -15,7 +15,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 from starlette.types import Lifespan
 
-from rollout_server.http.bodies import PIECE_REQUESTS, StrictRoute, declare_body, read_infer_call
+from rollout_server.http.bodies import (
+    PIECE_REQUESTS,
+    StrictRoute,
+    declare_body,
+    disconnected,
+    read_infer_call,
+)
+from rollout_server.http.chat_completions import OpenAIErrors, add_chat_completions
 from rollout_server.http.idempotency import IdempotentCalls
 from rollout_server.http.middleware import (
     AccessLog,
@@ -35,7 +42,12 @@ from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.preflight import is_loopback, read_token
 from shared_contracts.cli import DISTRIBUTION
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, PROBLEM_TITLES, Problem
-from shared_contracts.infer import ChatCompletionResponse, InferCall, RolloutEnvelope
+from shared_contracts.infer import (
+    ChatCompletionResponse,
+    InferCall,
+    RequestConfig,
+    RolloutEnvelope,
+)
 from shared_contracts.server_info import Health, Info, Live, WorldSize
 from shared_contracts.weights import (
     CloseCommunicator,
@@ -104,12 +116,17 @@ def create_app(pool: Pool, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI
     install_problem_handlers(app)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     _add_probes(app, pool)
-    _add_infer(app, pool, IdempotentCalls(), Places(pool.settings.max_concurrent_calls))
+    places = Places(pool.settings.max_concurrent_calls)
+    _add_infer(app, pool, IdempotentCalls(), places)
+    if pool.settings.openai:
+        add_chat_completions(app, pool, places)
     _add_weight_updates(app, pool)
     _add_docs(app)
     declare_body(app.openapi(), "/infer/", InferCall)
     _guard(app, pool.settings)
     app.add_middleware(AccessLog, telemetry=pool.telemetry)
+    if pool.settings.openai:
+        app.add_middleware(OpenAIErrors)
     app.add_middleware(PlainPaths)
     return app
 
@@ -174,7 +191,8 @@ def _add_infer(app: FastAPI, pool: Pool, calls: IdempotentCalls, places: Places)
             call = await read_infer_call(sent, pool.settings.max_requests_per_call)
             record: CallRecord = request.state.call_record
             record.request_id, record.requests = call.request_id, len(call.infer_requests)
-            check_size(call, pool.settings)
+            n = (call.request_config or RequestConfig()).n
+            check_size(record.requests, n, pool.settings, "request_config.n")
 
             async def generate() -> bytes:
                 envelopes = await pool.infer(call, record)
@@ -182,7 +200,7 @@ def _add_infer(app: FastAPI, pool: Pool, calls: IdempotentCalls, places: Places)
                 return await _in_lines(map(RolloutEnvelope.model_dump_json, envelopes))
 
             body, record.repeated = await cancel_when(
-                _disconnected(request),
+                disconnected(request),
                 calls.give(call.request_id, sent, generate),
                 ClientDisconnect(),
             )
@@ -324,12 +342,6 @@ async def _in_lines(answers: Iterable[str]) -> bytes:
 
 def _without_envelope(line: bytes) -> str:
     return RolloutEnvelope.model_validate_json(line).response.model_dump_json()
-
-
-async def _disconnected(request: Request) -> None:
-    """Wait for the end of the connection (SRV-07): its body has been read already."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _answer_nobody(_: Request, error: Exception) -> Response:

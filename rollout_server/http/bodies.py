@@ -27,6 +27,7 @@ from pydantic.json_schema import models_json_schema
 
 from rollout_server.http.problems import NOT_SENT_AS_JSON, NoJson, sent_as_json
 from rollout_server.runtime.refusals import refusal
+from rollout_server.serving.chat import ChatCall
 from shared_contracts.infer import InferCall, RolloutInferRequest
 
 MAX_FAULTS = 20
@@ -74,6 +75,24 @@ class _StrictRequest(Request):
             return parse_json(await self.body())
         except NoJson as error:  # what FastAPI expects of a body that is none
             raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+async def disconnected(request: Request) -> None:
+    """Wait for the end of the connection (SRV-07): its body has been read already."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def read_chat_call(body: bytes) -> ChatCall:
+    """Parse and validate the body of `/v1/chat/completions`, in one piece.
+
+    Raises NoJson, and RequestValidationError with the first MAX_FAULTS faults.
+    """
+    sent = parse_json(body)
+    try:
+        return ChatCall.model_validate(sent)
+    except ValidationError as error:
+        raise RequestValidationError(_faults(error)[:MAX_FAULTS], body=sent) from None
 
 
 async def read_infer_call(body: bytes, most: int) -> InferCall:

@@ -5,7 +5,7 @@
     OwnSite       403 and 421 for what a page of another site sends through a browser
     BearerToken   401 where the token is missing or wrong
     BodyLimit     413 for a larger body; 503 where all that are held are too large together
-    Places        429 for one `/infer/` call too many
+    Places        429 for one call too many of those that generate
     check_size    422 for a call of too many sequences
 
 A browser sends a page's calls from the machine it runs on, so every page that is open there can
@@ -30,10 +30,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_server.http.problems import problem_response
 from rollout_server.runtime.refusals import refusal
-from rollout_server.serving.telemetry import CallRecord, Telemetry
+from rollout_server.serving.telemetry import GENERATING, CallRecord, Telemetry
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_TITLES, Problem
-from shared_contracts.infer import InferCall, RequestConfig
 
 # --- paths
 
@@ -67,7 +66,6 @@ class PlainPaths:
 
 logger = logging.getLogger("rollout_server.access")
 
-INFER = "/infer/"
 KEEP = "/keep_communicator/"
 WEIGHT_ROUTES = (
     "/init_communicator/",
@@ -93,7 +91,7 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = route_of(scope)
-        if route == INFER:
+        if route in GENERATING:
             with self._telemetry.in_flight():
                 await self._noted(CallRecord(route), scope, receive, send)
         elif route in WEIGHT_ROUTES:
@@ -140,10 +138,10 @@ def _fields(record: CallRecord) -> dict[str, object]:
     }
     if record.problem is not None:
         fields["problem"] = record.problem
-    return fields | _infer_fields(record) if record.route == INFER else fields
+    return fields | _generating_fields(record) if record.route in GENERATING else fields
 
 
-def _infer_fields(record: CallRecord) -> dict[str, object]:
+def _generating_fields(record: CallRecord) -> dict[str, object]:
     fields: dict[str, object] = {
         f"{phase}_seconds": round(seconds, 4) for phase, seconds in record.seconds.items()
     }
@@ -298,14 +296,14 @@ def declare_token(document: dict[str, Any], response: dict[str, Any]) -> None:
 _TOO_LARGE, _ = PROBLEM_TITLES["body-too-large"]
 _OVERLOADED, _ = PROBLEM_TITLES["overloaded"]
 
-# Of every call but `/infer/`, which brings images: some 100,000 parameters and their digests.
+# Of a call that brings no images: some 100,000 parameters and their digests.
 MOST_OTHER_BYTES = 16 * 2**20
 
 
 class BodyLimit:
     """Middleware that refuses a body of more than `max_bytes`.
 
-    Of other routes than `/infer/` no more than MOST_OTHER_BYTES either.
+    Of routes that generate nothing no more than MOST_OTHER_BYTES either.
     max_held: bytes of all bodies together; a body counts from its first piece until its call
         has been answered.
     """
@@ -318,8 +316,8 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         most, named = self._max_bytes, "max_body_mib"
-        if route_of(scope) != "/infer/" and most > MOST_OTHER_BYTES:
-            most, named = MOST_OTHER_BYTES, "only /infer/ takes more"
+        if route_of(scope) not in GENERATING and most > MOST_OTHER_BYTES:
+            most, named = MOST_OTHER_BYTES, "only a call that generates takes more"
         detail = f"the body is larger than {most / 2**20:g} MiB ({named})"
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -362,7 +360,7 @@ def _announces_more(scope: Scope, most: int) -> bool:
 
 
 class Places:
-    """The places for calls of `/infer/` that run at once.
+    """The places for calls that generate at the same time.
 
     A call takes its place when its body has arrived, so a slow sender takes none.
     """
@@ -375,7 +373,7 @@ class Places:
         """Raise the `too-many-calls` problem if there is none, before the body is read."""
         if self._taken >= self._most:
             detail = f"{self._most} calls are running (max_concurrent_calls); try again"
-            raise refusal("too-many-calls", detail, "POST /infer/")
+            raise refusal("too-many-calls", detail, "max_concurrent_calls")
 
     @contextmanager
     def take(self) -> Iterator[None]:
@@ -387,10 +385,13 @@ class Places:
             self._taken -= 1
 
 
-def check_size(call: InferCall, settings: ServerSettings) -> None:
-    """Raise the `invalid-request` problem for too many sequences."""
-    requests, most = len(call.infer_requests), settings.max_requests_per_call
-    if requests * (call.request_config or RequestConfig()).n > most:
+def check_size(requests: int, n: int, settings: ServerSettings, where: str) -> None:
+    """Raise the `invalid-request` problem for too many sequences.
+
+    n: of each request, given at `where`.
+    """
+    most = settings.max_requests_per_call
+    if requests * n > most:
         bound = f"{most} (max_requests_per_call)"
         detail = f"{requests} requests of n sequences each make more than {bound}"
-        raise refusal("invalid-request", detail, "request_config.n")
+        raise refusal("invalid-request", detail, where)

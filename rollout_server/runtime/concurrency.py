@@ -2,7 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -28,6 +37,24 @@ async def cancel_when(
         raise error
     finally:
         ending.cancel()
+        task.cancel()
+
+
+async def handed_over(
+    work: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]],
+) -> AsyncGenerator[T, None]:
+    """What `work` gives to the function it is called with, as it comes.
+
+    Raises what `work` raises, after the last item. Closing the generator cancels the work.
+    """
+    items: asyncio.Queue[tuple[T] | None] = asyncio.Queue()
+    task = asyncio.ensure_future(work(lambda item: items.put_nowait((item,))))
+    task.add_done_callback(lambda _: items.put_nowait(None))
+    try:
+        while (item := await items.get()) is not None:
+            yield item[0]
+        task.result()
+    finally:
         task.cancel()
 
 

@@ -24,8 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from PIL.Image import Image
-
 from rollout_server.engines.engine_protocol import (
     Aborted,
     ChatMessage,
@@ -38,7 +36,8 @@ from rollout_server.engines.engine_protocol import (
 )
 from rollout_server.runtime.concurrency import all_or_cancel, cancel_when
 from rollout_server.runtime.refusals import BadRequest, refusal, refuse_requests
-from rollout_server.serving.media import ImageSource, MediaLoader
+from rollout_server.serving.media import ImageSource
+from rollout_server.serving.prompts import Conversation, Prompts, Renderers
 from rollout_server.serving.telemetry import CallRecord
 from shared_contracts import infer as wire
 from shared_contracts.infer import ImagePart, Message, RolloutInferRequest
@@ -47,14 +46,6 @@ from shared_contracts.infer import ImagePart, Message, RolloutInferRequest
 
 
 IMAGE_MARK = "<image>"
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """sources: one image string per None in the messages' parts, in order."""
-
-    messages: list[ChatMessage]
-    sources: list[ImageSource]
 
 
 def read_conversation(request: RolloutInferRequest) -> Conversation:
@@ -142,16 +133,6 @@ class Turns:
 
 
 @contextmanager
-def rendering(load: Load, work: int) -> Iterator[None]:
-    """Count `work` as left to render for as long as the block runs."""
-    load.rendering += work
-    try:
-        yield
-    finally:
-        load.rendering -= work
-
-
-@contextmanager
 def charged(load: Load, tokens: int, sequences: int, turn: int = 0) -> Iterator[None]:
     """Count a request as outstanding for as long as the block runs; an error is no answer."""
     load.tokens += tokens
@@ -164,14 +145,6 @@ def charged(load: Load, tokens: int, sequences: int, turn: int = 0) -> Iterator[
         load.sequences -= sequences
 
 
-# Requests whose images are held decoded at the same time, over all calls.
-MOST_PREPARED = 64
-# Of one call, so that it never keeps all others waiting.
-MOST_PREPARED_OF_CALL = 32
-# Far more than any language has; only what cannot fit is refused for it.
-CHARACTERS_PER_TOKEN = 16
-
-
 class _Withdrawn(Exception):
     """A sequence has ended because its call is refused."""
 
@@ -180,38 +153,20 @@ class _Withdrawn(Exception):
 class _RunningCall:
     """One call while it is answered.
 
-    renderers: engines that render for it; one that is lost is taken out.
-    places: of the call, among MOST_PREPARED.
     faults: by index. Nothing is generated for a call that has one.
     """
 
     call: wire.InferCall
     config: wire.RequestConfig
     record: CallRecord
-    renderers: list[RolloutEngine]
-    max_model_len: int
+    renderers: Renderers
     turns: Turns = field(default_factory=Turns)
-    places: asyncio.Semaphore = field(
-        default_factory=lambda: asyncio.Semaphore(MOST_PREPARED_OF_CALL)
-    )
     faults: dict[int, BadRequest] = field(default_factory=dict)
     _faulty: asyncio.Event = field(default_factory=asyncio.Event)
 
     def refuse(self, index: int, fault: BadRequest) -> None:
         self.faults[index] = fault.with_traceback(None)  # which holds the request
         self._faulty.set()
-
-    async def rendered(self, messages: list[ChatMessage], images: list[Image]) -> Prompt:
-        """Have the renderer with the least to do render, and another one if it is lost."""
-        work = 1 + sum(image.width * image.height for image in images)
-        while self.renderers:
-            engine = min(self.renderers, key=lambda engine: engine.load.rendering)
-            try:
-                with rendering(engine.load, work):
-                    return await engine.render(messages, images)
-            except EngineDead:
-                self.renderers = [left for left in self.renderers if left is not engine]
-        raise refusal("not-ready", "the replicas that rendered for it are lost", "replicas")
 
     async def unless_refused(
         self, generation: Coroutine[Any, Any, wire.RolloutEnvelope]
@@ -229,21 +184,19 @@ class Rollouts:
     serving: the engines with the current weights, once no update of them runs; raises the
         problem that says why there are none.
     model: the name the answers carry.
-    media: loads the images of a conversation.
     """
 
     def __init__(
         self,
         serving: Callable[[], Awaitable[Sequence[RolloutEngine]]],
         model: str,
-        media: MediaLoader,
+        prompts: Prompts,
         server_epoch: Callable[[], str],
     ) -> None:
         self._serving = serving
         self._model = model
-        self._media = media
+        self._prompts = prompts
         self._server_epoch = server_epoch
-        self._preparing = asyncio.Semaphore(MOST_PREPARED)
 
     async def answer(self, call: wire.InferCall, record: CallRecord) -> list[wire.RolloutEnvelope]:
         """One envelope per request, in order; `record` is told what the call amounts to.
@@ -255,11 +208,11 @@ class Rollouts:
         """
         config = call.request_config or wire.RequestConfig()
         with record.phase("wait"):
-            renderers = list(await self._serving())
-        require_weights(call, renderers[0].weights_version)
-        running = _RunningCall(call, config, record, renderers, renderers[0].max_model_len)
+            engines = await self._serving()
+        require_weights(call, engines[0].weights_version)
+        running = _RunningCall(call, config, record, Renderers(engines))
         with record.phase("prepare"):
-            self._check_sampling(renderers[0], config)
+            self._check_sampling(engines[0], config)
             conversations = await all_or_cancel(
                 self._read(running, i, request) for i, request in enumerate(call.infer_requests)
             )
@@ -288,8 +241,7 @@ class Rollouts:
         """What is cheap to find is found before anything is generated; None if it is bad."""
         try:
             conversation = read_conversation(request)
-            _check_text(conversation, running.max_model_len)
-            await self._media.check(conversation.sources)
+            await self._prompts.check(conversation, running.renderers.max_model_len)
         except BadRequest as fault:
             running.refuse(index, fault)
             return None
@@ -301,7 +253,7 @@ class Rollouts:
         """None in a call that is refused."""
         try:
             with running.record.phase("prepare"):
-                prompt = await self._render(running, conversation)
+                prompt = await self._prompts.render(conversation, running.renderers, running.record)
         except BadRequest as fault:
             running.refuse(index, fault)
             return None
@@ -309,31 +261,6 @@ class Rollouts:
             return None
         with running.record.phase("generate"):
             return await running.unless_refused(self._roll_out(running, index, prompt))
-
-    async def _render(self, running: _RunningCall, conversation: Conversation) -> Prompt:
-        running.record.images += len(conversation.sources)
-        try:
-            async with (
-                running.places,
-                self._preparing,
-                self._media.load(conversation.sources) as images,
-            ):
-                prompt = await running.rendered(conversation.messages, images)
-        except PromptRefused as error:
-            raise BadRequest("messages", str(error)) from error
-        except (MemoryError, TimeoutError) as error:
-            found = "memory" if isinstance(error, MemoryError) else "time"
-            detail = f"it ran out of {found} while it prepared a request; try again"
-            raise refusal("overloaded", detail, "infer_requests") from error
-        length = len(prompt.token_ids)
-        if length + 1 > running.max_model_len:
-            raise BadRequest(
-                "messages",
-                f"the prompt has {length} tokens, which leaves no room for an answer in a "
-                f"context of {running.max_model_len} (max_model_len)",
-            )
-        running.record.prompt_tokens += length
-        return prompt
 
     async def _roll_out(
         self, running: _RunningCall, index: int, prompt: Prompt
@@ -392,18 +319,6 @@ class Rollouts:
             finish=completions[0].finish,
         )
         return wire.RolloutEnvelope(response=response, coordexp=stamp)
-
-
-def _check_text(conversation: Conversation, max_model_len: int) -> None:
-    """Raises BadRequest for text that no context holds, before anything is made of it."""
-    parts = [part for message in conversation.messages for part in message.parts]
-    length, most = sum(len(part or "") for part in parts), CHARACTERS_PER_TOKEN * max_model_len
-    if length > most:
-        raise BadRequest(
-            "messages",
-            f"{length} characters are more than {most}, which is {CHARACTERS_PER_TOKEN} for each "
-            f"token of a context of {max_model_len} (max_model_len)",
-        )
 
 
 def _choice(completion: Completion, details: bool) -> wire.Choice:

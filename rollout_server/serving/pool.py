@@ -2,21 +2,25 @@
 
 start()  builds every engine, in threads         close()  ends their processes
 infer()  answers a call (`Rollouts`)             weights  the updates (`WeightUpdates`)
+chat()   answers a chat completion (`Chats`)
 health(), live(), info(), world_size()           the probes
 """
 
 import asyncio
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
 
 from rollout_server.engines import DEFAULT_ENGINE, engine_package
 from rollout_server.engines.engine_protocol import Engine
-from rollout_server.runtime.concurrency import cancel_when
+from rollout_server.runtime.concurrency import cancel_when, handed_over
 from rollout_server.runtime.refusals import refusal
+from rollout_server.serving.chat import ChatCall, Chats
 from rollout_server.serving.infer import Rollouts
 from rollout_server.serving.media import MediaLoader
+from rollout_server.serving.prompts import Prompts
 from rollout_server.serving.replicas import Replicas, not_serving
 from rollout_server.serving.telemetry import CallRecord, ReplicaLoad, Telemetry
 from rollout_server.settings.options import ServerSettings
@@ -32,6 +36,8 @@ from shared_contracts.server_info import (
     WorldSize,
 )
 from shared_contracts.weights import WeightStatus
+
+T = TypeVar("T")
 
 
 class Pool:
@@ -57,9 +63,11 @@ class Pool:
             lambda: self.server_epoch,
             settings.max_weight_timeout_seconds,
         )
+        prompts = Prompts(self._media)
         self._rollouts = Rollouts(
-            self._serving, str(settings.checkpoint), self._media, lambda: self.server_epoch
+            self._serving, str(settings.checkpoint), prompts, lambda: self.server_epoch
         )
+        self._chats = Chats(self._serving, prompts)
         self.telemetry.watch(self)
         self._started = False
         self._gpu_uuids: list[str] = []
@@ -93,11 +101,30 @@ class Pool:
     async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
         """Answer a call; one that comes during a weight update waits for its end."""
         self._require_started()
-        return await cancel_when(
-            self._stopping.wait(),
-            self._rollouts.answer(call, record),
-            refusal("not-ready", "the server is stopping", "server"),
-        )
+        return await self._until_stopped(self._rollouts.answer(call, record))
+
+    def chat(self, call: ChatCall, record: CallRecord) -> AsyncGenerator[str, None]:
+        """The answer to a chat completion in one piece, or each event of one that is streamed.
+
+        Once there is a piece, `record` has the version of the weights. Closing the generator
+        aborts the call.
+        """
+
+        async def answer(send: Callable[[str], None]) -> None:
+            self._require_started()
+            await self._until_stopped(self._chats.answer(call, record, send))
+            self.telemetry.count_answers(record)
+
+        return handed_over(answer)
+
+    async def chat_models(self) -> tuple[dict[str, Any], int]:
+        """The body of `GET /v1/models`, and the version of the weights."""
+        self._require_started()
+        return await self._until_stopped(self._chats.models())
+
+    async def _until_stopped(self, answer: Coroutine[Any, Any, T]) -> T:
+        stopping = refusal("not-ready", "the server is stopping", "server")
+        return await cancel_when(self._stopping.wait(), answer, stopping)
 
     @property
     def server_epoch(self) -> str:

@@ -27,9 +27,13 @@ Phase = Literal["wait", "prepare", "generate"]
 # answered    200, generated for this call
 # repeated    200, what was generated for an earlier call with the same request id
 # refused     4xx
-# failed      5xx
+# failed      5xx, or a stream that ended with an error
 # gone        the client closed the connection
 Outcome = Literal["answered", "repeated", "refused", "failed", "gone"]
+
+INFER, CHAT = "/infer/", "/v1/chat/completions/"
+# The routes that generate.
+GENERATING = (INFER, CHAT)
 
 # What a call ends with that nobody waits for any more; it is never sent.
 CLIENT_GONE = 499
@@ -40,7 +44,7 @@ class CallRecord:
     """route: with its trailing slash; began: of `time.monotonic`.
 
     weights_version: (lowest, highest) the answers are stamped with.
-    seconds: by phase. problem: the kind it was refused with.
+    seconds: by phase. problem: the kind it was refused with, or that ended its stream.
     """
 
     route: str
@@ -88,6 +92,8 @@ class CallRecord:
     def outcome(self) -> Outcome:
         if self.status == CLIENT_GONE:
             return "gone"
+        if self.status < 400 and self.problem is not None:
+            return "failed"
         if self.status < 400:
             return "repeated" if self.repeated else "answered"
         return "refused" if self.status < 500 else "failed"
@@ -120,12 +126,15 @@ class Telemetry:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self._calls = Counter(
-            "rollout_calls", "Calls of /infer/ by how they ended.", ["outcome"], registry=registry
+            "rollout_calls",
+            "Calls of /infer/ and of chat completions by how they ended.",
+            ["outcome"],
+            registry=registry,
         )
         for outcome in get_args(Outcome):
             self._calls.labels(outcome)
         self._in_flight = Gauge(
-            "rollout_calls_in_flight", "Calls of /infer/ that are running.", registry=registry
+            "rollout_calls_in_flight", "Those that are running.", registry=registry
         )
         self._requests = Counter("rollout_requests", "Conversations answered.", registry=registry)
         self._images = Counter("rollout_images", "Images in them.", registry=registry)
@@ -148,7 +157,7 @@ class Telemetry:
         )
         self._phase_seconds = Histogram(
             "rollout_phase_seconds",
-            "Seconds a call of /infer/ spends in each phase.",
+            "Seconds such a call spends in each phase.",
             ["phase"],
             buckets=SECONDS,
             registry=registry,
@@ -180,7 +189,7 @@ class Telemetry:
         """Count a call that has ended, and what it was refused with."""
         if record.problem is not None:
             self._refused.labels(record.route, record.problem).inc()
-        if record.route == "/infer/":
+        if record.route in GENERATING:
             self._calls.labels(record.outcome).inc()
             for phase, seconds in record.seconds.items():
                 self._phase_seconds.labels(phase).observe(seconds)

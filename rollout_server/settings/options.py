@@ -157,7 +157,8 @@ class ServerSettings(StrictModel):
     token_file: file of the token calls must carry; ROLLOUT_SERVER_TOKEN says it as well.
     max_body_mib, max_bodies_mib: bounds of one HTTP body, and of those of all running calls.
     max_connections: open connections; beyond it the one that has been silent longest is closed.
-    max_requests_per_call, max_concurrent_calls: bounds of `/infer/`.
+    max_requests_per_call, max_concurrent_calls: bounds of `/infer/` and of chat completions.
+    openai: also answer `/v1/models` and `/v1/chat/completions`.
     model_runner: of vLLM; auto is v1, and the repeat guard has a processor for either.
     repeat_terminate: when a sequence that repeats itself is ended.
     enable_lora: a LoRA adapter may be pushed instead of full weights; answers take longer
@@ -203,6 +204,7 @@ class ServerSettings(StrictModel):
     max_connections: int = Field(default=512, ge=1)
     max_requests_per_call: int = Field(default=4096, ge=1, le=MAX_REQUESTS)
     max_concurrent_calls: int = Field(default=64, ge=1)
+    openai: bool = False
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     repeat_terminate: RepeatTerminate = RepeatTerminateConfig()
     enable_lora: bool = False

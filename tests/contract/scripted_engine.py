@@ -4,6 +4,7 @@ Only `engine_protocol` and the wire format were used to write it.
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from rollout_server.engines.engine_protocol import (
     ChatMessage,
     Completion,
     Engine,
+    Generated,
     Load,
     Prompt,
 )
@@ -73,6 +75,24 @@ class ScriptedEngine:
             Completion(i, text, list(text.encode()), "stop", False, (version, version))
             for i in range(config.n)
         ]
+
+    async def chat_models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": "scripted"}]}
+
+    def read_chat(self, fields: dict[str, Any]) -> Any:
+        return fields
+
+    async def chat(
+        self, prompt: Prompt, request: Any, turn: int, send: Callable[[str], None]
+    ) -> Generated:
+        """A word is an event of a stream; what has the word `forever` does not end."""
+        await self._running.wait()
+        words = prompt.engine_input.split()
+        for piece in words if request["stream"] else [json.dumps(prompt.engine_input)]:
+            send(f"data: {piece}\n\n" if request["stream"] else piece)
+        if "forever" in words:
+            await asyncio.Event().wait()
+        return Generated(len(words), 0)
 
     async def pause(self) -> None:
         self._running.clear()

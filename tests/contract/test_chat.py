@@ -6,8 +6,9 @@ import pytest
 
 from rollout_server.engines.engine_protocol import ChatMessage
 from rollout_server.runtime.refusals import BadRequest
-from rollout_server.serving.infer import Conversation, read_conversation
+from rollout_server.serving.infer import read_conversation
 from rollout_server.serving.media import ImageSource
+from rollout_server.serving.prompts import Conversation
 from shared_contracts.infer import RolloutInferRequest
 
 

@@ -19,8 +19,9 @@ from rollout_server.engines.engine_protocol import (
     Prompt,
     PromptRefused,
 )
-from rollout_server.serving.infer import CHARACTERS_PER_TOKEN, MOST_PREPARED, Rollouts
+from rollout_server.serving.infer import Rollouts
 from rollout_server.serving.media import MediaLoader
+from rollout_server.serving.prompts import CHARACTERS_PER_TOKEN, MOST_PREPARED, Prompts
 from rollout_server.serving.telemetry import CallRecord
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import ProblemError
@@ -91,15 +92,15 @@ class EchoEngine:
         return [Completion(0, "x" * max_tokens, ids, "length", False, versions)]
 
 
-def media() -> MediaLoader:
-    return MediaLoader(ServerSettings(model=Path("/m"), device="cpu"))
+def prompts() -> Prompts:
+    return Prompts(MediaLoader(ServerSettings(model=Path("/m"), device="cpu")))
 
 
 def rollouts(*engines: EchoEngine) -> Rollouts:
     async def serving() -> Sequence[EchoEngine]:
         return engines
 
-    return Rollouts(serving, "model", media(), lambda: "epoch")
+    return Rollouts(serving, "model", prompts(), lambda: "epoch")
 
 
 def answer(
@@ -468,7 +469,7 @@ def test_another_replica_renders_for_one_that_is_lost() -> None:
     async def serving_first() -> Sequence[EchoEngine]:
         return [left] if lost.rendered else [lost, left]
 
-    work = Rollouts(serving_first, "model", media(), lambda: "epoch")
+    work = Rollouts(serving_first, "model", prompts(), lambda: "epoch")
     envelopes = run(work.answer(call("a", "b", "c"), CallRecord("/infer/")))
     assert len(envelopes) == 3
     assert sorted(left.rendered) == ["a", "b", "c"]

@@ -14,6 +14,7 @@ from learner.data.coco import CocoAnnotation
 from learner.data.conversion import Conversion, LeftOut, Rule, write_left_out
 from learner.data.jsonl import read_samples
 from learner.operate.simulate.inputs import Drawn, LengthsFile, Speeds, read_strict
+from rollout_server.http.chat_completions import openai_error
 from rollout_server.settings.options import ServerSettings, load_settings
 from shared_contracts.errors import PROBLEM_TITLES, ContractErrors, Problem
 from tests.docs import documents
@@ -72,6 +73,8 @@ def read_json(text: str, folder: Path) -> object:
             Image.new("RGB", size).save(folder / name)
         (folder / "data.jsonl").write_text(json.dumps(value) + "\n")
         return read_samples(folder / "data.jsonl", allow_poly=True)
+    if isinstance(value, dict) and value.keys() == {"error"}:
+        return _read_openai_error(value)
     if isinstance(value, dict) and "type" in value:
         problem = Problem.model_validate(value)
         if PROBLEM_TITLES.get(problem.kind) != (problem.status, problem.title):
@@ -82,6 +85,15 @@ def read_json(text: str, folder: Path) -> object:
     if isinstance(value, list) and all(ANSWERS in element for element in value):
         return value
     raise Unreadable(f"nobody reads or writes {text[:60]}")
+
+
+def _read_openai_error(value: dict[str, Any]) -> Problem:
+    """The body of an error below `/v1/`, which is one of the server's problems."""
+    error = value["error"]
+    problem = Problem.of(error["code"], error["message"].partition(": ")[2], error["param"])
+    if openai_error(problem) != value:
+        raise Unreadable(f"the server writes {openai_error(problem)}")
+    return problem
 
 
 def _read_left_out(value: dict[str, Any], folder: Path) -> Rule:
@@ -117,6 +129,7 @@ def test_every_language_has_a_test() -> None:
     here = {"yaml", "yml", "json", "jsonl"}
     elsewhere = {"", "text", "console", "sh", "bash"}
     drawn, of_others = {"mermaid"}, {"nginx"}  # tests/unit/test_architecture.py; no program of ours
+    elsewhere.add("python")  # tests/contract/test_openai.py runs it
     assert languages - here - elsewhere <= drawn | of_others
 
 
@@ -141,6 +154,7 @@ def test_yaml_with_a_fault_is_caught(text: str, tmp_path: Path) -> None:
         '{"images": ["a.png"], "width": 64, "height": 64, "objects": [{"desc": "a"}]}',
         '{"type": "urn:rollmatch:not-ready", "title": "?", "status": 5, "detail": "", "where": ""}',
         '{"nobody": 1}',
+        '{"error": {"message": "a: b", "type": "?", "param": "a", "code": "not-ready"}}',
         "{1}",
     ],
 )

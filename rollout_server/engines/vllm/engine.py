@@ -8,10 +8,10 @@ must end, and a control, which it must not (REP-06).
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from PIL import Image
 from pydantic import TypeAdapter
@@ -33,6 +33,7 @@ from rollout_server.engines.engine_protocol import (
     Completion,
     EngineDead,
     Finish,
+    Generated,
     GuardInactive,
     Load,
     Prompt,
@@ -52,6 +53,9 @@ from rollout_server.settings.repeat_config import EXTRA_ARG
 from shared_contracts.infer import RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.weights import DtypeName
+
+if TYPE_CHECKING:
+    from rollout_server.engines.vllm.chat import ChatHandlers
 
 
 def sampling_params(
@@ -177,7 +181,10 @@ _FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 
 class VllmEngine:
-    """adapter: what every sequence names, whatever the weights are; None where none is served."""
+    """adapter: what every sequence names, whatever the weights are; None where none is served.
+
+    chat: None where no chat completions are served.
+    """
 
     def __init__(
         self,
@@ -185,10 +192,12 @@ class VllmEngine:
         index: int,
         guard: EngineGuard | None,
         adapter: LoRARequest | None = None,
+        chat: "ChatHandlers | None" = None,
     ) -> None:
         self._llm = llm
         self._guard = guard
         self._adapter = adapter
+        self._chat = chat
         self.index = index
         self.load = Load()
         self.weights_version = FIRST_VERSION
@@ -207,7 +216,13 @@ class VllmEngine:
         guard = EngineGuard.of(settings.repeat_terminate, config.model_config)
         adapter = SERVED if settings.enable_lora else None
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-        return cls(llm, index, guard, adapter)
+        chat = None
+        if settings.openai:
+            from rollout_server.engines.vllm.chat import ChatHandlers  # two seconds of imports
+
+            sentinel = None if guard is None else guard.sentinel
+            chat = ChatHandlers(llm, str(settings.model), adapter, sentinel)
+        return cls(llm, index, guard, adapter, chat)
 
     @property
     def max_model_len(self) -> int:
@@ -305,6 +320,24 @@ class VllmEngine:
         except VLLMClientError as error:
             raise PromptRefused(str(error)) from error
         return final
+
+    async def chat_models(self) -> dict[str, Any]:
+        return await self._handlers.models()
+
+    def read_chat(self, fields: dict[str, Any]) -> Any:
+        """Raises ChatRefused."""
+        return self._handlers.read(fields)
+
+    async def chat(
+        self, prompt: Prompt, request: Any, turn: int, send: Callable[[str], None]
+    ) -> Generated:
+        """Raises ChatRefused, EngineDead and Aborted."""
+        return await self._reached(self._handlers.answer(prompt.engine_input, request, turn, send))
+
+    @property
+    def _handlers(self) -> "ChatHandlers":
+        assert self._chat is not None, "chat completions are not served"
+        return self._chat
 
     @property
     def _sentinel(self) -> int | None:

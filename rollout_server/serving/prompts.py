@@ -1,0 +1,131 @@
+"""From a conversation to a prompt: its images loaded, rendered by the replicas' renderers.
+
+`/infer/` and chat completions share this, so that both follow the same rules.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from PIL.Image import Image
+
+from rollout_server.engines.engine_protocol import (
+    ChatMessage,
+    EngineDead,
+    Load,
+    Prompt,
+    PromptRefused,
+    RolloutEngine,
+)
+from rollout_server.runtime.refusals import BadRequest, refusal
+from rollout_server.serving.media import ImageSource, MediaLoader
+from rollout_server.serving.telemetry import CallRecord
+
+# Requests whose images are held decoded at the same time, over all calls.
+MOST_PREPARED = 64
+# Of one call, so that it never keeps all others waiting.
+MOST_PREPARED_OF_CALL = 32
+# Far more than any language has; only what cannot fit is refused for it.
+CHARACTERS_PER_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """sources: one image string per None in the messages' parts, in order."""
+
+    messages: list[ChatMessage]
+    sources: list[ImageSource]
+
+
+class Renderers:
+    """The engines that render for one call; one that is lost is taken out.
+
+    places: of the call, among MOST_PREPARED.
+    """
+
+    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
+        self.max_model_len = engines[0].max_model_len
+        self.places = asyncio.Semaphore(MOST_PREPARED_OF_CALL)
+        self._engines = list(engines)
+
+    async def render(self, messages: list[ChatMessage], images: list[Image]) -> Prompt:
+        """Have the renderer with the least to do render, and another one if it is lost."""
+        work = 1 + sum(image.width * image.height for image in images)
+        while self._engines:
+            engine = min(self._engines, key=lambda engine: engine.load.rendering)
+            try:
+                with _rendering(engine.load, work):
+                    return await engine.render(messages, images)
+            except EngineDead:
+                self._engines = [left for left in self._engines if left is not engine]
+        raise refusal("not-ready", "the replicas that rendered for it are lost", "replicas")
+
+
+class Prompts:
+    """Makes the prompts of all calls.
+
+    media: loads the images of a conversation.
+    """
+
+    def __init__(self, media: MediaLoader) -> None:
+        self._media = media
+        self._preparing = asyncio.Semaphore(MOST_PREPARED)
+
+    async def check(self, conversation: Conversation, max_model_len: int) -> None:
+        """Raises BadRequest for what is cheap to find, before anything is made of it."""
+        _check_text(conversation, max_model_len)
+        await self._media.check(conversation.sources)
+
+    async def render(
+        self, conversation: Conversation, renderers: Renderers, record: CallRecord
+    ) -> Prompt:
+        """Load the images and render; `record` counts both.
+
+        Raises BadRequest, and the `overloaded` and `not-ready` problems.
+        """
+        record.images += len(conversation.sources)
+        try:
+            async with (
+                renderers.places,
+                self._preparing,
+                self._media.load(conversation.sources) as images,
+            ):
+                prompt = await renderers.render(conversation.messages, images)
+        except PromptRefused as error:
+            raise BadRequest("messages", str(error)) from error
+        except (MemoryError, TimeoutError) as error:
+            found = "memory" if isinstance(error, MemoryError) else "time"
+            detail = f"it ran out of {found} while it prepared a request; try again"
+            raise refusal("overloaded", detail, "messages") from error
+        length = len(prompt.token_ids)
+        if length + 1 > renderers.max_model_len:
+            raise BadRequest(
+                "messages",
+                f"the prompt has {length} tokens, which leaves no room for an answer in a "
+                f"context of {renderers.max_model_len} (max_model_len)",
+            )
+        record.prompt_tokens += length
+        return prompt
+
+
+@contextmanager
+def _rendering(load: Load, work: int) -> Iterator[None]:
+    """Count `work` as left to render for as long as the block runs."""
+    load.rendering += work
+    try:
+        yield
+    finally:
+        load.rendering -= work
+
+
+def _check_text(conversation: Conversation, max_model_len: int) -> None:
+    """Raises BadRequest for text that no context holds, before anything is made of it."""
+    parts = [part for message in conversation.messages for part in message.parts]
+    length, most = sum(len(part or "") for part in parts), CHARACTERS_PER_TOKEN * max_model_len
+    if length > most:
+        raise BadRequest(
+            "messages",
+            f"{length} characters are more than {most}, which is {CHARACTERS_PER_TOKEN} for each "
+            f"token of a context of {max_model_len} (max_model_len)",
+        )
