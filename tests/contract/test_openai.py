@@ -440,7 +440,7 @@ def test_a_lost_engine_and_a_server_that_stops_end_a_stream_with_an_error(
 ) -> None:
     """Both after the first event; a call of one piece gets the status."""
     with (
-        openai_server(tied, tmp_path / "ending", grace_seconds=0.5) as server,
+        openai_server(tied, tmp_path / "ending", grace_seconds=0.1) as server,
         client_of(server) as client,
     ):
         (engine,) = [pid for role, pid in server.processes().items() if role != "server"]
@@ -454,13 +454,14 @@ def test_a_lost_engine_and_a_server_that_stops_end_a_stream_with_an_error(
         assert (unready.value.status_code, unready.value.code) == (503, "not-ready")
         server.process.wait_until_healthy(280)
         everything = [server.process.pid, *children(server.process.pid)]
-        with ThreadPoolExecutor() as threads, streaming(client, tied) as stream:
+        with ThreadPoolExecutor() as threads:
             options = {"temperature": 1.0, "max_tokens": 480, "n": 8}
             whole = threads.submit(Asked, client, tied, USER, **options)
-            server.wait_for_sequences(lambda sequences: sequences == 9)
-            os.kill(server.process.pid, signal.SIGTERM)
-            with pytest.raises(openai.APIError) as stopped:
-                list(stream)
+            server.wait_for_sequences(lambda sequences: sequences == 8)
+            with streaming(client, tied) as stream:
+                os.kill(server.process.pid, signal.SIGTERM)
+                with pytest.raises(openai.APIError) as stopped:
+                    list(stream)
             with pytest.raises(openai.InternalServerError) as ended:
                 whole.result(timeout=60)
         assert "the server is stopping" in stopped.value.message
