@@ -14,7 +14,7 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from learner.config import load_config
 from learner.config.json_schema import schema_text
@@ -65,6 +66,7 @@ LARGEST_SHARE = 0.7
 _LENGTH_STEP = 64
 
 Offload = Literal["", "optimizer", "model"]
+Count = Callable[[Config, Sequence[Sample], Gpu, int], Estimate]
 OFFLOADS: tuple[Offload, ...] = ("", "optimizer", "model")
 
 
@@ -150,6 +152,7 @@ def init(asked: Asked, console: Console) -> None:
     left then.
     """
     require_free(asked.out)
+    disable_progress_bar()
     has_tokens = _has_coordinate_tokens(asked.model)
     samples = check_data(asked)
     with publish_directory(asked.out) as part:
@@ -160,7 +163,7 @@ def init(asked: Asked, console: Console) -> None:
         why = _why_warmup(model) if has_tokens else "they are new"
         if why is None:
             tell(console, f"Coordinate tokens: {asked.model} has them, and they look trained")
-        writer = _Writer(asked, part, model, len(samples), warmup=why is not None)
+        writer = Writer(asked, part, model, len(samples), warmup=why is not None)
         samples, lengths = measure(writer.draft(), samples)
         choice = choose(writer, samples, lengths, console)
         if not has_tokens:
@@ -196,6 +199,9 @@ def _has_coordinate_tokens(model: Path) -> bool:
         if not (model / "config.json").is_file() or not (model / "tokenizer.json").is_file():
             check_checkpoint(model)
         checkpoint_family(model)
+        if not any(model.glob("*.safetensors")):
+            do = "Copy the checkpoint again, with its weights as safetensors"
+            raise ContractError("--model", f"{model} holds no *.safetensors file", do)
         if read_tokenizer(model / "tokenizer.json").token_to_id(coord_token(0)) is None:
             return False
         check_checkpoint(model)
@@ -275,9 +281,15 @@ def shapes(asked: Asked, lengths: Lengths, batch: int) -> Iterator[Shape]:
 
 
 def choose(
-    writer: "_Writer", samples: Sequence[Sample], lengths: Lengths, console: Console
+    writer: "Writer",
+    samples: Sequence[Sample],
+    lengths: Lengths,
+    console: Console,
+    count: Count = estimate,
 ) -> Choice:
     """The first shape that fits, by the estimate of a step on its longest samples.
+
+    samples: the longest first. count: makes an estimate, as `learner estimate` does.
 
     Raises ContractError, with what each shape lacks, where none fits.
     """
@@ -290,7 +302,7 @@ def choose(
     lacks = ""
     for shape in shapes(asked, lengths, writer.batch):
         tell(console, f"Estimate for {asked.gpu.name}: {shape}")
-        found = _fit(writer, shape, samples, lengths, asked.gpu)
+        found = _fit(writer, shape, samples, lengths, asked.gpu, count)
         if isinstance(found, Choice):
             table.add_row(str(shape), found.estimate, "yes", "")
             chosen = found
@@ -305,7 +317,12 @@ def choose(
 
 
 def _fit(
-    writer: "_Writer", shape: Shape, samples: Sequence[Sample], lengths: Lengths, gpu: Gpu
+    writer: "Writer",
+    shape: Shape,
+    samples: Sequence[Sample],
+    lengths: Lengths,
+    gpu: Gpu,
+    count: Count,
 ) -> Choice | str:
     """The shape with what follows from its estimate, or why it does not fit."""
     config = writer.config(Choice(shape, ""), lengths)
@@ -313,7 +330,7 @@ def _fit(
     states = TRAINED_BYTES * sizes_of(on_meta(config)).parameters / shape.learner_gpus
     if not shape.lora and states > room:  # no need to count the rest
         return f"weights, gradients and moments alone are {gib(states)} of {gib(room)}"
-    found = estimate(config, samples, gpu, shape.learner_gpus)
+    found = count(config, samples, gpu, shape.learner_gpus)
     needs = (
         f"Estimate for {gpu.name}: the learner needs {gib(found.largest.total)} of "
         f"{gib(found.room)}."
@@ -338,7 +355,7 @@ def _at_once(found: Estimate) -> int:
     return min(ANSWERS_AT_ONCE, found.sequences or 1)
 
 
-class _Writer:
+class Writer:
     """The YAMLs of a folder that is being made.
 
     folder: to write into. model: the checkpoint to measure with, which may have no weights yet.

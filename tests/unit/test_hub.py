@@ -23,7 +23,7 @@ from shared_contracts.errors import ContractError
 from tests.unit.hub_server import READER, WRITER, Hub, hub_server
 from tests.unit.small_run import small_mapping
 
-pytestmark = pytest.mark.req("IO-01")
+pytestmark = pytest.mark.req("HUB-01")
 
 REPOSITORY = "ada/shapes"
 
