@@ -270,7 +270,7 @@ class TrainingConfig(StrictModel):
             )
         else:
             from huggingface_hub.errors import HFValidationError  # the config is loaded without it
-            from huggingface_hub.utils import validate_repo_id
+            from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
             try:
                 validate_repo_id(self.hub_model_id)

@@ -29,7 +29,7 @@ from learner.config import load_config
 from learner.config.json_schema import schema_text
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
-from learner.data.check import FileReport, check_files
+from learner.data.check import check_files
 from learner.data.jsonl import capped, read_samples
 from learner.data.lengths import checkpoint_family, read_tokenizer
 from learner.data.show import check_tables, new_table, print_tables, watch
@@ -154,7 +154,7 @@ def init(asked: Asked, console: Console) -> None:
     require_free(asked.out)
     disable_progress_bar()
     has_tokens = _has_coordinate_tokens(asked.model)
-    samples = check_data(asked)
+    samples = check_data(asked, console)
     with publish_directory(asked.out) as part:
         model = asked.model
         if not has_tokens:
@@ -216,7 +216,7 @@ def _why_warmup(model: Path) -> str | None:
     return next(filter(None, map(untrained, rows)), None)
 
 
-def check_data(asked: Asked) -> list[Sample]:
+def check_data(asked: Asked, console: Console) -> list[Sample]:
     """The samples to train on; prints counts, and raises ContractErrors for every problem."""
     files = [file for file in (asked.data, asked.val) if file is not None]
     resolution = MatchingConfig().maskiou_resolution
@@ -228,14 +228,13 @@ def check_data(asked: Asked) -> list[Sample]:
         watch=watch,
     )
     print_tables(check_tables(reports))
-    _require_no_problem(reports)
-    return read_samples(asked.data, allow_poly=False)
-
-
-def _require_no_problem(reports: Sequence[FileReport]) -> None:
-    problems = [each for report in reports for each in report.findings if not each.warning]
-    if problems:
+    findings = [each for report in reports for each in report.findings]
+    if problems := [each for each in findings if not each.warning]:
         raise capped("--data", problems)
+    if findings:
+        named = shlex.join(map(str, files))
+        tell(console, f"`learner data check {named}` lists the warnings")
+    return read_samples(asked.data, allow_poly=False)
 
 
 def measure(draft: Config, samples: Sequence[Sample]) -> tuple[list[Sample], Lengths]:
@@ -269,8 +268,8 @@ def shapes(asked: Asked, lengths: Lengths, batch: int) -> Iterator[Shape]:
     """Those that the options allow, in the order in which they change the shipped profile least:
     all weights on a GPU, then over more of them, then LoRA; long packs before short ones.
     """
-    packs = CPU_PACKS if asked.gpu is None else PACKS
-    packs = tuple(sorted({max(pack, lengths.longest) for pack in packs}, reverse=True))
+    usual = CPU_PACKS if asked.gpu is None else PACKS
+    packs = sorted({max(pack, lengths.longest) for pack in usual}, reverse=True)
     for lora in (True,) if asked.lora else (False, True):
         learners = [1]
         while not lora and (more := 2 * learners[-1]) < asked.gpus and more <= batch:
@@ -297,18 +296,18 @@ def choose(
     if asked.gpu is None:
         (shape, *_) = shapes(asked, lengths, writer.batch)
         return Choice(shape, "Memory was not estimated; `learner doctor` counts that of a CPU.")
-    table = new_table("tried", "learner needs", "fits", "why not")
+    table = new_table("tried", "fits", "why")
     chosen: Choice | None = None
     lacks = ""
     for shape in shapes(asked, lengths, writer.batch):
         tell(console, f"Estimate for {asked.gpu.name}: {shape}")
         found = _fit(writer, shape, samples, lengths, asked.gpu, count)
         if isinstance(found, Choice):
-            table.add_row(str(shape), found.estimate, "yes", "")
+            table.add_row(str(shape), "yes", found.estimate)
             chosen = found
             break
         lacks = found
-        table.add_row(str(shape), "", "no", found)
+        table.add_row(str(shape), "no", found)
     print_tables([("", table)])
     if chosen is None:
         do = "Name a GPU with more memory, more of them (--gpus), or a smaller model"
@@ -332,8 +331,8 @@ def _fit(
         return f"weights, gradients and moments alone are {gib(states)} of {gib(room)}"
     found = count(config, samples, gpu, shape.learner_gpus)
     needs = (
-        f"Estimate for {gpu.name}: the learner needs {gib(found.largest.total)} of "
-        f"{gib(found.room)}."
+        f"Estimate for {gpu.name}, on the longest samples: the learner needs "
+        f"{gib(found.largest.total)} of {gib(found.room)}."
     )
     if shape.servers:
         refused = list(found.refusals())
@@ -367,7 +366,7 @@ class Writer:
     ) -> None:
         self.asked = asked
         most = CPU_BATCH if asked.gpu is None else BATCH
-        self.batch = 2 ** int(math.log2(min(most, samples)))
+        self.batch = 1 << int(math.log2(min(most, samples)))
         self._folder = folder
         self._model = model
         self._samples = samples

@@ -27,7 +27,7 @@ def require_hub_access(where: str, repository: str) -> None:
     import httpx
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repository)

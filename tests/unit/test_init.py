@@ -42,9 +42,9 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_stock(tmp_path_factory.mktemp("stock") / "model", tie=True)
 
 
-def asked(model: Path, data: ToyData, out: Path, **options: Any) -> Asked:
+def asked(model: Path, scenes: ToyData, out: Path, **options: Any) -> Asked:
     """On the CPU, with a file to evaluate on, unless the options say otherwise."""
-    of_cpu = Asked(model, data.train_jsonl, data.val_jsonl, out, gpu=None, gpus=0, lora=False)
+    of_cpu = Asked(model, scenes.train_jsonl, scenes.val_jsonl, out, gpu=None, gpus=0, lora=False)
     return replace(of_cpu, **options)
 
 
@@ -58,7 +58,7 @@ def start(given: Asked) -> str:
 def run(path: Path, **sections: Any) -> Path:
     """Two steps by a YAML, whose sections are changed; the checkpoint."""
     short = path.with_name(f"short_{path.name}")
-    training = {"max_steps": 2, "save_steps": 2}
+    training = {"max_steps": 2, "save_steps": 2, "eval_steps": 2}
     short.write_text(dump_mapping({"extends": path.name, "training": training, **sections}))
     config = load_config(short)
     train(config, check_inputs(config), [], Console(file=io.StringIO()))
@@ -120,7 +120,10 @@ def test_a_checkpoint_with_untrained_tokens_is_used_as_it_is_after_a_warm_up(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    said = start(asked(toy_checkpoint, toy_data, out, val=None))
+    twice = tmp_path / "train.jsonl"
+    twice.write_text(line(toy_data) * 2)
+    said = start(asked(toy_checkpoint, toy_data, out, data=twice, val=None))
+    assert f"`learner data check {twice}` lists the warnings" in said
     assert not (out / "model").exists()
     assert load_config(out / "warmup.yaml").model.model == toy_checkpoint
     assert "A warm-up comes first, because of the coordinate tokens: they are as" in said
@@ -158,7 +161,10 @@ def test_a_gpu_that_everything_fits_is_shared_with_the_server(
     assert config.rollout_matching.backend == "colocate"
     assert config.rollout_matching.vllm.gpu_memory_utilization == 0.7
     assert config.model.gradient_checkpointing
-    assert "# Estimate for H100: the learner needs " in (out / "two_channel.yaml").read_text()
+    assert (
+        "# Estimate for H100, on the longest samples: the learner needs "
+        in (out / "two_channel.yaml").read_text()
+    )
     described = config.model_copy(
         update={"model": config.model.model_copy(update={"model": out / "model"})}
     )
@@ -247,8 +253,10 @@ def test_what_the_learner_keeps_is_moved_away_where_the_server_needs_the_room(
     assert served is not None
 
     def count(config: Config, _: Sequence[Sample], gpu: Gpu, processes: int) -> Estimate:
-        size = {"weights": 15 * GIB, "gradients": 0, "moments": 30 * GIB, "working": 0}
-        costs = {channel: replace(cost, **size) for channel, cost in counted.costs.items()}
+        costs = {
+            channel: replace(cost, weights=15 * GIB, gradients=0, moments=30 * GIB, working=0)
+            for channel, cost in counted.costs.items()
+        }
         return replace(
             counted, config=config, costs=costs, served=replace(served, weights=40 * GIB)
         )
