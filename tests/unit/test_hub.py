@@ -86,7 +86,7 @@ def test_a_run_is_pushed_when_it_has_ended(
     assert not list((tmp_path / "run").glob(".push-*"))
 
     card = files["README.md"].decode()
-    assert ModelCard(card).data.to_dict()["library_name"] == "transformers"
+    assert ModelCard(card).data["library_name"] == "transformers"
     assert "checkpoint-3` of the run `small`" in card
     objects = sum(len(json.loads(line)["objects"]) for line in toy_data.train_jsonl.open())
     assert f"| train.jsonl | training | 24 | {objects} |" in card
