@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from learner.commands import check, look, prepare, run
+from learner.commands import check, init, look, prepare, run
 from learner.commands.config import config_app
 from learner.commands.data import data_app
 from learner.commands.toy import toy_app
@@ -36,6 +36,7 @@ app.command(rich_help_panel=_LOOK)(look.watch)
 app.command(rich_help_panel=_LOOK)(look.report)
 app.command(rich_help_panel=_LOOK)(look.replay)
 app.command(rich_help_panel=_LOOK)(look.compare)
+app.command(rich_help_panel=_PREPARE)(init.init)
 app.command(rich_help_panel=_PREPARE)(prepare.export)
 app.command(rich_help_panel=_PREPARE)(prepare.estimate)
 app.command(rich_help_panel=_PREPARE)(prepare.simulate)

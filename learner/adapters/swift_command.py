@@ -108,6 +108,12 @@ def _unsupported(config: Config, environment: Mapping[str, str]) -> Iterator[Con
             "colocate, and ms-swift has taken the GPUs before the learner can share them out",
             "Use vllm.mode: server, or `learner train` with the same YAML",
         )
+    if config.training.push_to_hub:
+        yield ContractError(
+            "training.push_to_hub",
+            "true, and a run of ms-swift pushes nothing",
+            "Set it to false, and push with `learner export CHECKPOINT --push-to-hub`",
+        )
 
 
 def _told(values: Sequence[str] | None) -> str:

@@ -30,16 +30,35 @@ def export(
         Literal["all", "transformers"],
         typer.Option(help="Compare in transformers and in vLLM, or only in transformers."),
     ] = "all",
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(help="Repository of the Hugging Face Hub, e.g. my-name/my-detector."),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Make a new repository public. (private)")
+    ] = False,
 ) -> None:
-    """Write a checkpoint as a plain model with merged adapters, and check the result."""
+    """Write a checkpoint as a plain model with merged adapters, and check the result.
+
+    The folder has a model card, README.md. The token for a push is that of HF_TOKEN, or of
+    `hf auth login`.
+    """
+    from learner.runs.hub import require_hub_access
+
+    if public and push_to_hub is None:
+        raise ContractError("--public", "given without --push-to-hub", "Name the repository")
     use_passive_wait()
     from learner.operate.export import export as run  # torch: seconds
-    from learner.operate.export import require_exportable
+    from learner.operate.export import push_export, require_exportable
 
     require_exportable(checkpoint, out, verify)
+    if push_to_hub is not None:
+        require_hub_access("--push-to-hub", push_to_hub)
     for proof in run(checkpoint.absolute(), out.absolute(), dtype, verify):
         typer.echo(proof)
     typer.echo(f"Model: {out}")
+    if push_to_hub is not None:
+        typer.echo(f"Pushed: {push_export(out, push_to_hub, private=not public)}")
 
 
 def preflight(file: ConfigFile = None, config: ConfigOption = None) -> None:

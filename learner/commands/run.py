@@ -48,6 +48,10 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
         expect_full_disks_in_threads()
         folder = run(parsed, inputs, clients, console)
     tell(console, f"Run folder: {folder}")
+    if parsed.training.push_to_hub and first:
+        from learner.operate.export import push_run
+
+        tell(console, f"Pushed: {push_run(parsed)}")
 
 
 def launch(

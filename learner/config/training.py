@@ -193,6 +193,18 @@ class TrainingConfig(StrictModel):
     log_rollouts: FreeOnResume[bool] = Field(
         default=True, description="log the answers of channel B and how they were used"
     )
+    push_to_hub: FreeOnResume[bool] = Field(
+        default=False,
+        description="when training has ended, push the model of the last checkpoint, with merged "
+        "adapters and a model card, to the Hugging Face Hub; the token is that of `HF_TOKEN` or "
+        "of `hf auth login`",
+    )
+    hub_model_id: FreeOnResume[str | None] = Field(
+        default=None, description="repository on the Hub, such as `my-name/my-detector`"
+    )
+    hub_private_repo: FreeOnResume[bool] = Field(
+        default=True, description="a repository that a push creates is private"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -245,6 +257,30 @@ class TrainingConfig(StrictModel):
                 "auto, and save_strategy is no: there would be nothing to go on from",
                 "Set save_strategy to steps, or resume to never",
                 "resume",
+            )
+        if self.push_to_hub:
+            yield from self._of_hub()
+
+    def _of_hub(self) -> Iterator[Refusal]:
+        if self.hub_model_id is None:
+            yield Refusal(
+                "is missing with push_to_hub: true",
+                "Name the repository, such as my-name/my-detector",
+                "hub_model_id",
+            )
+        else:
+            from huggingface_hub.errors import HFValidationError  # the config is loaded without it
+            from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+            try:
+                validate_repo_id(self.hub_model_id)
+            except HFValidationError as error:
+                yield Refusal(str(error), "Write it like my-name/my-detector", "hub_model_id")
+        if self.save_strategy == "no":
+            yield Refusal(
+                "true, and save_strategy is no: there would be no checkpoint to push",
+                "Set save_strategy to steps, or push_to_hub to false",
+                "push_to_hub",
             )
 
     def _of_steps(self) -> Iterator[Refusal]:

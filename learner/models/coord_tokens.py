@@ -4,7 +4,8 @@ and whether training has touched them.
 `expand_vocab`: the new rows of the embedding, and of an untied head, are the mean of the old rows
 plus small noise: a coordinate starts as likely as an average token, and the noise is smooth in the
 bin (`smooth_rows`), so neighbours start alike. A checkpoint with more rows than its tokenizer has
-tokens stays padded, to the largest power of two that divided its rows.
+tokens stays padded, to the largest power of two that divided its rows. `describe_expanded` writes
+the same without weights, for an estimate.
 """
 
 import math
@@ -119,29 +120,18 @@ def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
             `<|im_end|>`, or has a head of its own where `tie` is true; `out` not empty.
     """
     require_free(out)
-    if not (source / "config.json").is_file():
-        raise ContractError(
-            str(source),
-            "there is no config.json in it" if source.is_dir() else "there is no such folder",
-            "Name the folder of a Hugging Face checkpoint: config, weights and tokenizer.",
-        )
-    with _loading(source, "config"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    config, processor = _read_expandable(source)
     if tie and not config.tie_word_embeddings:
         raise ContractError(
             str(source),
             "its output head has weights of its own, which tying would lose",
             "Leave --tie out.",
         )
-    with _loading(source, "tokenizer"):
-        processor: Processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
-    tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-    _require_expandable(source, tokenizer)
     is_vlm = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
     with _loading(source, "weights"):  # in their own dtype
         model: PreTrainedModel = auto.from_pretrained(source, dtype="auto", trust_remote_code=False)
-    _expand(model, tokenizer, torch.Generator().manual_seed(seed))
+    _expand(model, _tokenizer(processor), torch.Generator().manual_seed(seed))
     embedding, head = vocab_modules(model)
     if tie is False and head.weight is embedding.weight:
         head.weight = nn.Parameter(embedding.weight.detach().clone())
@@ -150,6 +140,47 @@ def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
     with publish_directory(out) as part:
         model.save_pretrained(part)
         processor.save_pretrained(part)
+
+
+def describe_expanded(source: Path, out: Path) -> None:
+    """Write what `expand_vocab` would, without the weights: config and processor.
+
+    Raises ContractError as `expand_vocab` does.
+    """
+    config, processor = _read_expandable(source)
+    text, tokenizer = config.get_text_config(), _tokenizer(processor)
+    old_tokens = len(tokenizer)
+    add_coord_tokens(tokenizer)
+    text.vocab_size = _rows(text.vocab_size, old_tokens, len(tokenizer))
+    with publish_directory(out) as part:
+        config.save_pretrained(part)
+        processor.save_pretrained(part)
+
+
+def _read_expandable(source: Path) -> tuple[PreTrainedConfig, Processor]:
+    """The config and the processor of a checkpoint without coordinate tokens."""
+    if not (source / "config.json").is_file():
+        raise ContractError(
+            str(source),
+            "there is no config.json in it" if source.is_dir() else "there is no such folder",
+            "Name the folder of a Hugging Face checkpoint: config, weights and tokenizer.",
+        )
+    with _loading(source, "config"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    with _loading(source, "tokenizer"):
+        processor: Processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
+    _require_expandable(source, _tokenizer(processor))
+    return config, processor
+
+
+def _tokenizer(processor: Processor) -> PreTrainedTokenizerBase:
+    return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+
+
+def _rows(old_rows: int, old_tokens: int, tokens: int) -> int:
+    """Rows of an embedding for `tokens`, padded as the one with `old_rows` for `old_tokens` was."""
+    multiple = old_rows & -old_rows if old_rows > old_tokens else 1
+    return math.ceil(tokens / multiple) * multiple
 
 
 def _loading(source: Path, what: str) -> AbstractContextManager[None]:
@@ -179,8 +210,8 @@ def _expand(
     old_tokens, old_rows = len(tokenizer), embedding.num_embeddings
     is_tied = head.weight is embedding.weight
     first = add_coord_tokens(tokenizer)
-    multiple = old_rows & -old_rows if old_rows > old_tokens else 1
-    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple, mean_resizing=False)
+    rows = _rows(old_rows, old_tokens, len(tokenizer))
+    model.resize_token_embeddings(rows, mean_resizing=False)
     embedding, head = vocab_modules(model)
     _start_rows(embedding.weight, old_tokens, first, generator)
     if not is_tied:

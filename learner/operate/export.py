@@ -3,7 +3,8 @@
     checkpoint (full, or an adapter over one) -> merged weights and processor -> a new folder
         -> loaded again by transformers: the same logits
         -> served by vLLM: the model's own greedy answers
-        -> published
+        -> published, with a model card
+        -> pushed to the Hub, where that was asked for
 
 Optimizer, schedule and what else a run goes on with stay behind.
 """
@@ -20,16 +21,19 @@ from torch import Tensor
 from transformers import PreTrainedModel, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
 
+from learner.config.schema import Config
 from learner.models.families import family_of, vision_inputs
 from learner.models.load import LoadedModel, read_model, read_processor
 from learner.models.loading import loading
 from learner.models.packed_forward import encode_request
+from learner.operate.model_card import write_model_card
 from learner.rollout.client import RolloutClient
 from learner.rollout.hf import evaluating
 from learner.rollout.server_process import ServerProcess
 from learner.rollout.sync.probe import MARGINS, Probe, prompts
 from learner.runs.atomic_files import publish_directory, require_free
-from learner.runs.checkpoint import MANIFEST, BrokenCheckpoint, read_checkpoint
+from learner.runs.checkpoint import MANIFEST, BrokenCheckpoint, newest_whole, read_checkpoint
+from learner.runs.hub import push_folder
 from learner.stages.tokens import CoordVocab
 from shared_contracts.adapters import ADAPTER
 from shared_contracts.errors import ContractError, RunError
@@ -84,10 +88,49 @@ def export(checkpoint: Path, out: Path, dtype: Dtype, verify: Proof) -> list[str
         model.name_or_path = model.config.name_or_path = ""  # no path of this machine
         model.save_pretrained(part)
         processor.save_pretrained(part)
+        write_model_card(checkpoint, part)
         proofs = [_prove_by_transformers(model, processor, part)]
         if verify == "all":
             proofs.append(_prove_by_vllm(model, processor, part))
     return proofs
+
+
+def push_export(out: Path, repository: str, *, private: bool) -> str:
+    """Push what `export` has written; returns the address of the commit.
+
+    Raises RunError, which says how to push it again.
+    """
+    try:
+        return push_folder(out, repository, private=private, message="Export of Rollmatch")
+    except RunError as error:
+        raise RunError(
+            f"export: {error}. The model is in {out}; push it with `hf upload {repository} {out} .`"
+        ) from error
+
+
+def push_run(config: Config) -> str:
+    """Push the model of a run's newest checkpoint as `training` says; the address of the commit.
+
+    The model has the data type of `model.torch_dtype`.
+
+    Raises RunError, which says how to push it again; the run folder is as it was.
+    """
+    training = config.training
+    repository, folder = training.hub_model_id, Path(training.output_dir)
+    found, _ = newest_whole(folder)
+    assert repository is not None, "checked with the config"
+    assert found is not None, "a run saves at its last step"
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".push-") as place:
+            out = Path(place) / "model"
+            export(found.path, out, config.model.torch_dtype, "transformers")
+            message = f"{training.run_name}, step {found.manifest.step}"
+            return push_folder(out, repository, private=training.hub_private_repo, message=message)
+    except (ContractError, RunError, OSError) as error:
+        raise RunError(
+            f"the run has ended well, and its model was not pushed: {error}. Push it with `learner "
+            f"export {found.path} --out NEW --push-to-hub {repository}`"
+        ) from error
 
 
 def _prove_by_transformers(model: PreTrainedModel, processor: ProcessorMixin, part: Path) -> str:

@@ -37,6 +37,7 @@ from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import Placement, place
 from learner.rollout.distribution import rank_chunk_size
 from learner.rollout.exclusive_lease import require_exclusive_lease
+from learner.runs.hub import require_hub_access
 from learner.runs.resume import BEGINNING, Start, find_start, require_run_folder
 from learner.runs.run_folder import RESOLVED
 from learner.stages.coords import COORD_BINS, coord_token
@@ -91,6 +92,9 @@ def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) ->
     check_processes(config, processes)
     check_launcher(environment)
     require_trackers(config.training.report_to, environment)
+    if config.training.push_to_hub and environment.get("RANK", "0") == "0":
+        assert config.training.hub_model_id is not None, "checked with the config"
+        require_hub_access("training.push_to_hub", config.training.hub_model_id)
     start = find_start(config, processes)
     check_target_modules(config)
     inputs = read_inputs(config, environment)

@@ -46,6 +46,8 @@ NOT_RUN = (
     (r"^deploy/train_stage2.sh .*-gpus", "needs GPUs"),
     (r"^learner demo", "takes minutes; tests/integration/test_demo.py runs it"),
     (r"^learner launch", "starts engines of its own, as its own tests do"),
+    (r"^learner init", "needs a published checkpoint; tests/unit/test_init.py runs it"),
+    (r"^learner (doctor|train) my_run/", "needs what `learner init` writes"),
     (r"^learner compare", "needs two evaluations; tests/unit/test_comparison.py has them"),
     (r"^learner eval", "loads the model once more; its own tests run it"),
     (r"^learner \w+ --config configs/", "needs the checkpoint named there"),

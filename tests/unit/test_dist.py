@@ -136,3 +136,10 @@ def test_the_configs_of_the_demo_load_where_the_wheel_has_them(
     # It extends the other one.
     file = folder / "two_channel.yaml"
     said(tmp_path, installed / "learner", "config", "check", "--keys-only", file)
+
+
+@pytest.mark.req("INIT-01")
+def test_the_template_of_init_is_in_the_wheel(installed: Path) -> None:
+    name = "learner/operate/templates/init.yaml.jinja"
+    (shipped,) = installed.parent.glob(f"lib/python*/site-packages/{name}")
+    assert shipped.read_bytes() == (ROOT / name).read_bytes()

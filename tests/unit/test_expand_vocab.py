@@ -16,36 +16,24 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3VLForConditionalGeneration,
 )
 
-from learner.models.coord_tokens import NOISE, expand_vocab, vocab_modules
-from learner.models.toy import make_model, make_text_tokenizer, toy_config, toy_processor
+from learner.models.coord_tokens import NOISE, describe_expanded, expand_vocab, vocab_modules
+from learner.models.toy import make_model, make_text_tokenizer
 from learner.stages.coords import COORD_BINS
 from learner.stages.tokens import CoordVocab
 from shared_contracts.errors import ContractError
-
-
-def make_plain(path: Path, *, tie: bool, rows: int | None = None) -> Path:
-    """A tiny bfloat16 Qwen3-VL without coordinate tokens; `rows` above its vocabulary pads it."""
-    tokenizer = make_text_tokenizer()
-    config = toy_config(tokenizer, tie)
-    config.get_text_config().vocab_size = rows or len(tokenizer)
-    torch.manual_seed(0)
-    model: PreTrainedModel = Qwen3VLForConditionalGeneration(config)
-    model.bfloat16().save_pretrained(path)
-    toy_processor(tokenizer).save_pretrained(path)
-    return path
+from tests.unit.stock_checkpoints import make_stock
 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_plain(tmp_path_factory.mktemp("plain") / "tied", tie=True)
+    return make_stock(tmp_path_factory.mktemp("plain") / "tied", tie=True)
 
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_plain(tmp_path_factory.mktemp("plain") / "untied", tie=False)
+    return make_stock(tmp_path_factory.mktemp("plain") / "untied", tie=False)
 
 
 def load(path: Path) -> tuple[PreTrainedModel, Any]:
@@ -128,7 +116,7 @@ def test_tying_an_untied_checkpoint_is_refused(untied: Path, tmp_path: Path) -> 
 
 
 def test_padding_beyond_the_tokenizer_is_kept(tmp_path: Path) -> None:
-    plain = make_plain(tmp_path / "plain", tie=True, rows=384)
+    plain = make_stock(tmp_path / "plain", tie=True, rows=384)
     expand_vocab(plain, tmp_path / "out", seed=0, tie=None)
     model, tokenizer = load(tmp_path / "out")
     rows = vocab_modules(model)[0].num_embeddings
@@ -137,6 +125,22 @@ def test_padding_beyond_the_tokenizer_is_kept(tmp_path: Path) -> None:
     assert model.config.get_text_config().vocab_size == rows
     weight = vocab_modules(model)[0].weight.detach().float()
     assert weight[len(tokenizer) :].std(dim=0).max() == 0
+
+
+@pytest.mark.parametrize("rows", [None, 384], ids=["exact", "padded"])
+def test_a_description_is_that_of_the_expanded_checkpoint(tmp_path: Path, rows: int | None) -> None:
+    plain = make_stock(tmp_path / "plain", tie=True, rows=rows)
+    expand_vocab(plain, tmp_path / "out", seed=0, tie=None)
+    describe_expanded(plain, tmp_path / "described")
+    assert not list((tmp_path / "described").glob("*.safetensors"))
+    whole, described = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "described")
+    )
+    assert described["text_config"]["vocab_size"] == whole["text_config"]["vocab_size"]
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (
+            tmp_path / "described" / name
+        ).read_bytes()
 
 
 def test_a_text_model_is_expanded_too(tmp_path: Path) -> None:

@@ -111,3 +111,11 @@ def test_a_colocated_server_is_for_learner_train(tmp_path: Path) -> None:
     data = ToyData.under(tmp_path / "data")
     colocated = small_config(tmp_path / "model", data, tmp_path / "run", **sections)
     assert list(refused(colocated, command(colocated))) == ["rollout_matching.vllm.mode"]
+
+
+@pytest.mark.req("HUB-01")
+def test_a_run_that_is_to_be_pushed_is_refused(tmp_path: Path) -> None:
+    training = {"push_to_hub": True, "hub_model_id": "ada/shapes"}
+    data = ToyData.under(tmp_path / "data")
+    config = small_config(tmp_path / "model", data, tmp_path / "run", training=training)
+    assert refused(config, command(config)).keys() == {"training.push_to_hub"}

@@ -1,0 +1,447 @@
+"""`learner init`: a checkpoint and a data file become a folder with the YAMLs of a training.
+
+    check_data()      every line and image; what a run would refuse ends it here
+    describe_expanded the config and the tokenizer with coordinate tokens, as yet without weights
+    measure()         the longest sample, from which lengths and steps follow
+    choose()          the first shape that fits the GPU by `learner estimate`
+    expand_vocab      the weights, and the YAMLs beside them: the folder appears whole
+
+A checkpoint whose coordinate tokens are new, or look untrained, gets a warm-up before its run.
+"""
+
+import json
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
+
+from learner.config import load_config
+from learner.config.json_schema import schema_text
+from learner.config.rollout_matching import MatchingConfig
+from learner.config.schema import Config
+from learner.data.check import check_files
+from learner.data.jsonl import capped, read_samples
+from learner.data.lengths import checkpoint_family, read_tokenizer
+from learner.data.show import check_tables, new_table, print_tables, watch
+from learner.models.coord_tokens import describe_expanded, expand_vocab, untrained
+from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
+from learner.models.load import on_meta
+from learner.operate.doctor.memory import stored_rows
+from learner.operate.estimate.report import Estimate, estimate
+from learner.operate.estimate.sizes import USABLE, gib, sizes_of
+from learner.runs.atomic_files import publish_directory, publish_text, require_free
+from learner.runs.console import tell
+from learner.stages.coords import coord_token
+from learner.stages.matching import mask_iou
+from learner.training.start_checks import check_checkpoint, coordinate_ids, lengths_of_run
+from learner.types import Sample
+from shared_contracts.adapters import ADAPTER
+from shared_contracts.errors import ContractError
+from shared_contracts.footprint import text_config
+from shared_contracts.machine import visible_gpus
+
+CPU = "cpu"
+TEMPLATE = "init.yaml.jinja"
+WARMUP, TWO_CHANNEL, MODEL, SCHEMA = "warmup", "two_channel", "model", "schema.json"
+# Tokens of a pack: what the shipped profiles for GPUs have. The CPU gets shorter ones.
+PACKS, CPU_PACKS = (12_000, 6_000), (2_048,)
+BATCH, CPU_BATCH = 32, 8
+# Two passes over the data, and so many steps at least.
+PASSES, WARMUP_STEPS, RUN_STEPS = 2, 300, 200
+ANSWERS_AT_ONCE = 64
+# Master weight, gradient and two moments of a parameter that is trained, in float32.
+TRAINED_BYTES = 16
+# Of a shared GPU, what the server takes at most; the rest is for what the learner keeps.
+LARGEST_SHARE = 0.7
+_LENGTH_STEP = 64
+
+Offload = Literal["", "optimizer", "model"]
+Count = Callable[[Config, Sequence[Sample], Gpu, int], Estimate]
+OFFLOADS: tuple[Offload, ...] = ("", "optimizer", "model")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options. gpu: None on the CPU; gpus: of the learner and its servers together."""
+
+    model: Path
+    data: Path
+    val: Path | None
+    out: Path
+    gpu: Gpu | None
+    gpus: int
+    lora: bool
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a run uses its devices.
+
+    servers: GPUs of the rollout server; 0: it shares the device of the learner. pack: tokens.
+    """
+
+    lora: bool
+    learner_gpus: int
+    servers: int
+    pack: int
+
+    def __str__(self) -> str:
+        weights = "LoRA" if self.lora else "all weights"
+        split = "" if self.learner_gpus == 1 else f" split over {self.learner_gpus} GPUs (FSDP2)"
+        server = f"a server on {self.servers}" if self.servers else "a server on the same device"
+        return f"{weights}{split}, {server}, packs of {self.pack:,} tokens"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of the samples, in tokens. answer: `max_new_tokens`. longest: of one sample in a pack."""
+
+    target: int
+    answer: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A shape that fits, and what follows from its estimate.
+
+    share: of a GPU that learner and server share. at_once: `decode_batch_size`.
+    """
+
+    shape: Shape
+    estimate: str
+    share: float | None = None
+    offload: Offload = ""
+    at_once: int = ANSWERS_AT_ONCE
+
+
+def device_named(name: str | None, gpus: int | None) -> tuple[Gpu | None, int]:
+    """The kind of GPU, None for the CPU, and how many; by default those that are visible.
+
+    Raises ContractError where that is not known.
+    """
+    if name is not None and name.lower() == CPU:
+        if gpus is not None:
+            raise ContractError("--gpus", f"{gpus}, and --gpu is cpu", "Give one of the two")
+        return None, 0
+    if name is not None:
+        return gpu_named(name), gpus or 1
+    known = f"{', '.join(GPUS)}, or {CPU}"
+    if not (visible := visible_gpus(os.environ)):
+        raise ContractError("--gpu", "not given, and no GPU is visible here", f"Name {known}")
+    found = torch.cuda.get_device_properties(0)
+    if (gpu := gpu_of_device(found.name, found.total_memory)) is None:
+        raise ContractError("--gpu", f"not given, and {found.name} is not known", f"Name {known}")
+    return gpu, gpus or len(visible)
+
+
+def init(asked: Asked, console: Console) -> None:
+    """Write the folder `asked.out`; says what was found, what was chosen and what to run next.
+
+    Raises ContractError for a checkpoint, data or a GPU with which no run can train; nothing is
+    left then.
+    """
+    require_free(asked.out)
+    disable_progress_bar()
+    has_tokens = _has_coordinate_tokens(asked.model)
+    samples = check_data(asked, console)
+    with publish_directory(asked.out) as part:
+        model = asked.model
+        if not has_tokens:
+            model = part / MODEL
+            describe_expanded(asked.model, model)
+        why = _why_warmup(model) if has_tokens else "they are new"
+        if why is None:
+            tell(console, f"Coordinate tokens: {asked.model} has them, and they look trained")
+        writer = Writer(asked, part, model, len(samples), warmup=why is not None)
+        samples, lengths = measure(writer.draft(), samples)
+        choice = choose(writer, samples, lengths, console)
+        if not has_tokens:
+            shutil.rmtree(model)
+            expand_vocab(asked.model, model, seed=0, tie=None)
+            tell(
+                console,
+                f"Coordinate tokens: added to {asked.out / MODEL}; their rows start as the mean "
+                "of all rows plus noise of mean zero that is smooth in the coordinate",
+            )
+        names = writer.write(choice, lengths)
+        publish_text(part / SCHEMA, schema_text())
+    if why is not None:
+        tell(console, f"A warm-up comes first, because of the coordinate tokens: {why}")
+    if asked.val is None:
+        tell(console, "No --val: the run is not evaluated. Keep samples apart to know its scores")
+    for name in names:
+        tell(console, f"Written: {asked.out / f'{name}.yaml'}")
+    first = shlex.quote(str(asked.out / f"{names[0]}.yaml"))
+    commands = [command_of(name, asked.out, choice.shape) for name in names]
+    tell(console, "\n  ".join(["Next:", f"learner doctor {first}", *commands]))
+
+
+def _has_coordinate_tokens(model: Path) -> bool:
+    """Whether the tokenizer has all of them.
+
+    Raises ContractError, about --model, for a folder that is no checkpoint of a known family.
+    """
+    try:
+        if not model.is_dir() or (model / ADAPTER).is_file():
+            check_checkpoint(model)
+            return True
+        if not (model / "config.json").is_file() or not (model / "tokenizer.json").is_file():
+            check_checkpoint(model)
+        checkpoint_family(model)
+        if not any(model.glob("*.safetensors")):
+            do = "Copy the checkpoint again, with its weights as safetensors"
+            raise ContractError("--model", f"{model} holds no *.safetensors file", do)
+        if read_tokenizer(model / "tokenizer.json").token_to_id(coord_token(0)) is None:
+            return False
+        check_checkpoint(model)
+    except ContractError as error:
+        raise ContractError("--model", error.found, error.do) from error
+    return True
+
+
+def _why_warmup(model: Path) -> str | None:
+    """Why the coordinate tokens of a checkpoint look untrained; None where they do not."""
+    rows = stored_rows(model, coordinate_ids(model))
+    return next(filter(None, map(untrained, rows)), None)
+
+
+def check_data(asked: Asked, console: Console) -> list[Sample]:
+    """The samples to train on; prints counts, and raises ContractErrors for every problem."""
+    files = [file for file in (asked.data, asked.val) if file is not None]
+    resolution = MatchingConfig().maskiou_resolution
+    reports = check_files(
+        files,
+        allow_poly=False,
+        lengths=None,
+        covers_a_pixel=lambda shape: mask_iou(shape, shape, resolution) > 0,
+        watch=watch,
+    )
+    print_tables(check_tables(reports))
+    findings = [each for report in reports for each in report.findings]
+    if problems := [each for each in findings if not each.warning]:
+        raise capped("--data", problems)
+    if findings:
+        named = shlex.join(map(str, files))
+        tell(console, f"`learner data check {named}` lists the warnings")
+    return read_samples(asked.data, allow_poly=False)
+
+
+def measure(draft: Config, samples: Sequence[Sample]) -> tuple[list[Sample], Lengths]:
+    """The samples, the longest first, and their lengths for the tokenizer of the draft.
+
+    Raises ContractError for samples that leave no room for an answer.
+    """
+    lengths = lengths_of_run(draft)
+    prompts = [lengths.prompt(sample) for sample in samples]
+    targets = [lengths.target(sample) for sample in samples]
+    prompt, target = max(prompts), max(targets)
+    context = text_config(draft.model.model).get("max_position_embeddings", math.inf)
+    answer = min(_round_up(2 * target), context - prompt)
+    if answer < target:
+        raise ContractError(
+            "--data",
+            f"its longest prompt has {prompt} tokens and its longest answer {target}, and the "
+            f"model has a context of {context}",
+            "Make images smaller, or leave samples with most objects out",
+        )
+    order = sorted(range(len(samples)), key=lambda place: -prompts[place] - targets[place])
+    longest = Lengths(target, answer, _round_up(prompt + answer + target))
+    return [samples[place] for place in order], longest
+
+
+def _round_up(tokens: int) -> int:
+    return math.ceil(tokens / _LENGTH_STEP) * _LENGTH_STEP
+
+
+def shapes(asked: Asked, lengths: Lengths, batch: int) -> Iterator[Shape]:
+    """Those that the options allow, in the order in which they change the shipped profile least:
+    all weights on a GPU, then over more of them, then LoRA; long packs before short ones.
+    """
+    usual = CPU_PACKS if asked.gpu is None else PACKS
+    packs = sorted({max(pack, lengths.longest) for pack in usual}, reverse=True)
+    for lora in (True,) if asked.lora else (False, True):
+        learners = [1]
+        while not lora and (more := 2 * learners[-1]) < asked.gpus and more <= batch:
+            learners.append(more)
+        for learner in learners:
+            servers = asked.gpus - learner if asked.gpus > 1 else 0
+            yield from (Shape(lora, learner, servers, pack) for pack in packs)
+
+
+def choose(
+    writer: "Writer",
+    samples: Sequence[Sample],
+    lengths: Lengths,
+    console: Console,
+    count: Count = estimate,
+) -> Choice:
+    """The first shape that fits, by the estimate of a step on its longest samples.
+
+    samples: the longest first. count: makes an estimate, as `learner estimate` does.
+
+    Raises ContractError, with what each shape lacks, where none fits.
+    """
+    asked = writer.asked
+    if asked.gpu is None:
+        (shape, *_) = shapes(asked, lengths, writer.batch)
+        return Choice(shape, "Memory was not estimated; `learner doctor` counts that of a CPU.")
+    table = new_table("tried", "fits", "why")
+    chosen: Choice | None = None
+    lacks = ""
+    for shape in shapes(asked, lengths, writer.batch):
+        tell(console, f"Estimate for {asked.gpu.name}: {shape}")
+        found = _fit(writer, shape, samples, lengths, asked.gpu, count)
+        if isinstance(found, Choice):
+            table.add_row(str(shape), "yes", found.estimate)
+            chosen = found
+            break
+        lacks = found
+        table.add_row(str(shape), "no", found)
+    print_tables([("", table)])
+    if chosen is None:
+        do = "Name a GPU with more memory, more of them (--gpus), or a smaller model"
+        raise ContractError("--gpu", f"nothing fits {asked.gpus} x {asked.gpu.name}: {lacks}", do)
+    return chosen
+
+
+def _fit(
+    writer: "Writer",
+    shape: Shape,
+    samples: Sequence[Sample],
+    lengths: Lengths,
+    gpu: Gpu,
+    count: Count,
+) -> Choice | str:
+    """The shape with what follows from its estimate, or why it does not fit."""
+    config = writer.config(Choice(shape, ""), lengths)
+    room = gpu.memory * USABLE
+    states = TRAINED_BYTES * sizes_of(on_meta(config)).parameters / shape.learner_gpus
+    if not shape.lora and states > room:  # no need to count the rest
+        return f"weights, gradients and moments alone are {gib(states)} of {gib(room)}"
+    found = count(config, samples, gpu, shape.learner_gpus)
+    needs = (
+        f"Estimate for {gpu.name}, on the longest samples: the learner needs "
+        f"{gib(found.largest.total)} of {gib(found.room)}."
+    )
+    if shape.servers:
+        refused = list(found.refusals())
+        return refused[0].found if refused else Choice(shape, needs, at_once=_at_once(found))
+    refused = []
+    for offload in OFFLOADS:
+        kept = replace(found, config=writer.config(Choice(shape, "", 0.1, offload), lengths)).kept
+        share = min(LARGEST_SHARE, math.floor(20 * (USABLE - kept / gpu.memory)) / 20)
+        if share > 0:
+            choice = Choice(shape, needs, share, offload)
+            shared = replace(found, config=writer.config(choice, lengths))
+            refused = list(shared.refusals())
+            if not refused:
+                return replace(choice, at_once=_at_once(shared))
+    return refused[0].found if refused else "the learner keeps all of it beside its server"
+
+
+def _at_once(found: Estimate) -> int:
+    return min(ANSWERS_AT_ONCE, found.sequences or 1)
+
+
+class Writer:
+    """The YAMLs of a folder that is being made.
+
+    folder: to write into. model: the checkpoint to measure with, which may have no weights yet.
+    samples: of the training file. warmup: whether one comes before the run.
+    """
+
+    def __init__(
+        self, asked: Asked, folder: Path, model: Path, samples: int, *, warmup: bool
+    ) -> None:
+        self.asked = asked
+        most = CPU_BATCH if asked.gpu is None else BATCH
+        self.batch = 1 << int(math.log2(min(most, samples)))
+        self._folder = folder
+        self._model = model
+        self._samples = samples
+        self._warmup = warmup
+        self._steps = PASSES * (samples // self.batch)
+        loader = PackageLoader("learner.operate", "templates")
+        jinja = Environment(loader=loader, undefined=StrictUndefined, autoescape=False)
+        jinja.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
+        self._template = jinja.get_template(TEMPLATE)
+
+    def draft(self) -> Config:
+        """A config to measure samples with; nothing in it fits them yet."""
+        shape = Shape(self.asked.lora, 1, 0, PACKS[0])
+        return self.config(Choice(shape, ""), Lengths(1, 1, 1))
+
+    def config(self, choice: Choice, lengths: Lengths) -> Config:
+        """The run's, of the model to measure with."""
+        config = self._write(TWO_CHANNEL, choice, lengths)
+        model = config.model.model_copy(update={"model": self._model})
+        return config.model_copy(update={"model": model})
+
+    def write(self, choice: Choice, lengths: Lengths) -> list[str]:
+        """Write the YAMLs, and return their names in the order in which they are run."""
+        names = [WARMUP, TWO_CHANNEL] if self._warmup else [TWO_CHANNEL]
+        for name in names:
+            self._write(name, choice, lengths)
+        return names
+
+    def _write(self, name: str, choice: Choice, lengths: Lengths) -> Config:
+        path = self._folder / f"{name}.yaml"
+        publish_text(path, self._template.render(self._values(name, choice, lengths)) + "\n")
+        return load_config(path)
+
+    def _values(self, name: str, choice: Choice, lengths: Lengths) -> dict[str, Any]:
+        asked, shape, warmup = self.asked, choice.shape, name == WARMUP
+        folder = asked.out.absolute()
+        steps = self.steps(name)
+        model = folder / MODEL if self._model != asked.model else asked.model.absolute()
+        if self._warmup and not warmup:
+            model = folder / WARMUP / f"checkpoint-{self.steps(WARMUP)}"
+        return {
+            "warmup": warmup,
+            "after_warmup": self._warmup,
+            "command": command_of(name, asked.out, shape),
+            "model": str(model),
+            "train": str(asked.data.absolute()),
+            "val": None if asked.val is None else str(asked.val.absolute()),
+            "evaluate": asked.val is not None and not warmup,
+            "name": f"{asked.out.name}_{name}",
+            "output_dir": str(folder / name),
+            "on_cpu": asked.gpu is None,
+            "samples": f"{self._samples:,}",
+            "batch": self.batch,
+            "steps": steps,
+            "epochs": steps * self.batch / self._samples,
+            "save_steps": max(1, steps // 10),
+            **asdict(shape),
+            **asdict(lengths),
+            **asdict(choice),
+        }
+
+    def steps(self, name: str) -> int:
+        return max(WARMUP_STEPS if name == WARMUP else RUN_STEPS, self._steps)
+
+
+def command_of(name: str, out: Path, shape: Shape) -> str:
+    """What trains by a YAML of the folder; GPUs count from 0, those of the learner first."""
+    file = shlex.quote(str(out / f"{name}.yaml"))
+    learner = ",".join(map(str, range(shape.learner_gpus)))
+    servers = range(shape.learner_gpus, shape.learner_gpus + shape.servers)
+    if name == TWO_CHANNEL and shape.servers:
+        gpus = ",".join(map(str, servers))
+        return f"learner launch {file} --server-gpus {gpus} --train-gpus {learner}"
+    if shape.learner_gpus > 1:
+        processes = f"torchrun --nproc-per-node {shape.learner_gpus} --no-python"
+        return f"CUDA_VISIBLE_DEVICES={learner} {processes} learner train --config {file}"
+    visible = "CUDA_VISIBLE_DEVICES=0 " if shape.servers else ""
+    return f"{visible}learner train {file}"

@@ -1,0 +1,149 @@
+"""The model card of an exported checkpoint: what its run was, read from the files of the run."""
+
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from learner.config.yaml12 import dump_mapping, read_mapping
+from learner.data.jsonl import read_samples
+from learner.runs.checkpoint import MANIFEST, Manifest, read_checkpoint
+from learner.runs.resume import data_digest
+from learner.runs.run_folder import RESOLVED, RUN, RunFolder
+from shared_contracts.errors import ContractError
+
+_CARD = "README.md"
+# Of the config, what is about a person's machines, and what may be of anything.
+_PRIVATE = (("rollout_matching", "vllm", "server"), ("custom", "extra"))
+
+
+def write_model_card(checkpoint: Path, folder: Path) -> None:
+    """Write `README.md` into the folder of the model that was exported from a checkpoint."""
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="image-text-to-text",
+        tags=["object-detection", "rollmatch"],
+    )
+    text = "\n".join(_sections(checkpoint))
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / _CARD)
+
+
+def _sections(checkpoint: Path) -> Iterator[str]:
+    run = checkpoint.absolute().parent
+    if not all((run / name).is_file() for name in (RUN, RESOLVED)):
+        yield f"# {checkpoint.name}\n"
+        yield "A vision-language detector. It was exported by Rollmatch from a folder that is in "
+        yield "no run, so that its data, config and scores are not known.\n"
+        yield from _versions({"versions": {"rollmatch": version("rollmatch")}})
+        return
+    config, folder = read_mapping(run / RESOLVED), RunFolder(run)
+    name = config["training"]["run_name"]
+    yield f"# {name}\n"
+    yield (
+        "A vision-language detector, trained with Rollmatch. This is the model of "
+        f"`{checkpoint.name}` of the run `{name}`.\n"
+    )
+    has_manifest = (checkpoint / MANIFEST).is_file()
+    manifest = read_checkpoint(checkpoint).manifest if has_manifest else None
+    yield from _use(config)
+    yield from _data(config, manifest)
+    yield from _scores(folder, manifest)
+    yield "## Config\n"
+    yield "Paths have their last part alone. Addresses of servers are left out.\n"
+    yield f"```yaml\n{dump_mapping(_public(config))}```\n"
+    yield from _versions(folder.facts())
+
+
+def _use(config: Mapping[str, Any]) -> Iterator[str]:
+    template, custom = config["template"], config["custom"]
+    yield "## Use\n"
+    yield (
+        "Give the image, then this prompt. A coordinate `<|coord_k|>` is k/999 of the width or "
+        f"the height. Answers have the format `{custom.get('answer_format', 'object_keys')}`.\n"
+    )
+    for part in ("system", "prompt"):
+        if template.get(part):
+            yield f"{part}:\n\n```text\n{template[part].rstrip()}\n```\n"
+
+
+def _data(config: Mapping[str, Any], manifest: Manifest | None) -> Iterator[str]:
+    """Each file with its counts, if it is still the file that the run read."""
+    yield "## Data\n"
+    yield "| file | used for | samples | objects | SHA-256 |"
+    yield "| --- | --- | --- | --- | --- |"
+    known = manifest.data_sha256 if manifest is not None else None
+    for key, use in (("train_jsonl", "training"), ("val_jsonl", "evaluation")):
+        if config["data"].get(key) is None:
+            continue
+        file = Path(config["data"][key])
+        digest = data_digest(file) if file.is_file() else None
+        if digest is None or (use == "training" and known not in (None, digest)):
+            counts, digest = ("not known", "not known"), known or ""
+        else:
+            counts = _counts(file)
+        yield f"| {file.name} | {use} | {' | '.join(counts)} | {digest} |"
+    yield ""
+
+
+def _counts(file: Path) -> tuple[str, str]:
+    """Samples and objects."""
+    try:
+        samples = read_samples(file, allow_poly=True, find_images=False)
+    except ContractError:  # a run that skips bad samples may have trained on the others
+        return "not known", "not known"
+    return f"{len(samples):,}", f"{sum(len(sample.objects) for sample in samples):,}"
+
+
+def _scores(run: RunFolder, manifest: Manifest | None) -> Iterator[str]:
+    """Of the last evaluation of the run up to the checkpoint."""
+    yield "## Scores\n"
+    lines = [line for line in run.metrics() if "eval/f1" in line]
+    if manifest is not None:
+        lines = [line for line in lines if line["step"] <= manifest.step]
+    if not lines:
+        yield "The run has not evaluated this model.\n"
+        return
+    yield f"The last evaluation of the run, after step {lines[-1]['step']}:\n"
+    yield "| metric | value |"
+    yield "| --- | --- |"
+    scores = ((key, value) for key, value in lines[-1].items() if key in _SCORES)
+    for key, value in sorted(scores, key=lambda item: _SCORES.index(item[0])):
+        yield f"| {key.removeprefix('eval/')} | {'none' if value is None else f'{value:.4g}'} |"
+    yield ""
+
+
+_SCORES = [
+    f"eval/{name}"
+    for name in (
+        *("f1", "precision", "recall", "f1_95", "f1_miou", "box_f1", "ap", "ap50", "ap75", "ar"),
+        *("box_ap", "segm_ap", "duplicates", "oversized", "predicted", "ground_truths", "dropped"),
+    )
+]
+
+
+def _versions(facts: Mapping[str, Any]) -> Iterator[str]:
+    yield "## Versions\n"
+    versions = {"python": facts.get("python", platform.python_version()), **facts["versions"]}
+    yield from (f"- {name} {number}" for name, number in versions.items())
+    if facts.get("commit"):
+        yield f"- commit {facts['commit']} of Rollmatch"
+    yield ""
+
+
+def _public(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without what is private, and with the names of files in place of their paths."""
+
+    def public(value: Any, at: tuple[str, ...]) -> Any:
+        if isinstance(value, dict):
+            below = {key: public(each, (*at, key)) for key, each in value.items()}
+            return {key: each for key, each in below.items() if (*at, key) not in _PRIVATE}
+        if isinstance(value, list):
+            return [public(each, at) for each in value]
+        is_path = isinstance(value, str) and value.startswith("/") and "\n" not in value
+        return Path(value).name if is_path else value
+
+    found: dict[str, Any] = public(config, ())
+    return found

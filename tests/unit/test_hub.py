@@ -1,0 +1,208 @@
+"""Models out to a Hub on loopback, by the real client: runs, exports, and what is refused.
+
+The Hub there takes weights by git-LFS, which the client uses where Xet is off.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+from safetensors.torch import load
+
+from learner.config import dump_mapping, merge, parse_config
+from learner.data.toy import ToyData
+from learner.runs.checkpoint import newest_whole
+from learner.stages.coords import COORD_BINS
+from shared_contracts.errors import ContractError
+from tests.unit.hub_server import READER, WRITER, Hub, hub_server
+from tests.unit.small_run import small_mapping
+
+pytestmark = pytest.mark.req("HUB-01")
+
+REPOSITORY = "ada/shapes"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with hub_server() as server:
+        yield server
+
+
+def learner(hub: Hub, token: str | None, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The program, with the Hub and the token of the test."""
+    return python(hub, token, "from learner.cli import main; main()", *map(str, words))
+
+
+def python(
+    hub: Hub, token: str | None, program: str, *words: str
+) -> subprocess.CompletedProcess[str]:
+    own = {"HF_ENDPOINT": hub.url, "HF_TOKEN": token or "", "OMP_NUM_THREADS": "1"}
+    own |= {"HF_TOKEN_PATH": os.devnull, "HF_HUB_DISABLE_XET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | own,
+        check=False,
+    )
+
+
+def write_run(folder: Path, model: Path, data: ToyData, **training: Any) -> Path:
+    """The YAML of three steps with an evaluation, whose answers come from the learner itself."""
+    sections = {
+        "training": {"eval_strategy": "steps", "eval_steps": 3, "push_to_hub": True, **training},
+        "rollout_matching": {"rollout_backend": "hf", "decode_batch_size": 4},
+        "custom": {"extra": {"note": "a secret of the team"}},
+    }
+    mapping = merge(small_mapping(model, data, folder / "run"), sections)
+    path = folder / "my_run.yaml"
+    path.write_text(dump_mapping(mapping))
+    return path
+
+
+@pytest.mark.timeout(600)
+def test_a_run_is_pushed_when_it_has_ended(
+    hub: Hub, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    lora = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
+    path = write_run(tmp_path, toy_checkpoint, toy_data, hub_model_id=REPOSITORY)
+    path.write_text(path.read_text() + dump_mapping({"tuner": lora}))
+    done = learner(hub, WRITER, "train", path)
+    assert done.returncode == 0, done.stderr
+    assert f"Pushed: {hub.url}/{REPOSITORY}/commit/" in done.stdout.replace("\n", "")
+    assert hub.private == {REPOSITORY: True}
+    assert hub.messages == ["small, step 3"]
+    files = hub.files[REPOSITORY]
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(files)
+    assert "adapter_config.json" not in files  # merged
+    rows = load(files["model.safetensors"])["model.language_model.embed_tokens.weight"]
+    assert len(rows) > COORD_BINS
+    assert not list((tmp_path / "run").glob(".push-*"))
+
+    card = files["README.md"].decode()
+    assert ModelCard(card).data["library_name"] == "transformers"
+    assert "checkpoint-3` of the run `small`" in card
+    objects = sum(len(json.loads(line)["objects"]) for line in toy_data.train_jsonl.open())
+    assert f"| train.jsonl | training | 24 | {objects} |" in card
+    assert "| val.jsonl | evaluation | 4 |" in card
+    assert "after step 3:" in card
+    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-2])
+    assert f"| predicted | {last['eval/predicted']:.4g} |" in card
+    facts = json.loads((tmp_path / "run/run.json").read_text())
+    assert f"transformers {facts['versions']['transformers']}" in card
+    assert facts["commit"] is None or facts["commit"] in card
+    assert "lora_rank: 2" in card
+    assert "Detect every object in the image." in card
+    for private in ("a secret of the team", str(tmp_path), str(toy_checkpoint.parent)):
+        assert private not in card
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_push_fails_keeps_its_model_and_an_export_pushes_it_later(
+    hub: Hub, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    hub.full = True
+    own = {"hub_model_id": REPOSITORY, "eval_strategy": "no", "eval_steps": None}
+    done = learner(hub, WRITER, "train", write_run(tmp_path, toy_checkpoint, toy_data, **own))
+    assert done.returncode == 1, done.stdout
+    whole, _ = newest_whole(tmp_path / "run")
+    assert whole is not None
+    assert whole.manifest.step == 3
+    assert "Storage quota exceeded" in done.stderr
+    assert f"learner export {whole.path} --out NEW --push-to-hub {REPOSITORY}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+    hub.full, out = False, tmp_path / "detector"
+    asked = ("export", whole.path, "--out", out, "--verify", "transformers", "--public")
+    done = learner(hub, WRITER, *asked, "--push-to-hub", "lab/public")
+    assert done.returncode == 0, done.stderr
+    assert hub.private["lab/public"] is False
+    names = {path.name for path in out.iterdir()}
+    assert names == set(hub.files["lab/public"])
+    card = (out / "README.md").read_text()
+    assert hub.files["lab/public"]["README.md"].decode() == card
+    assert "The run has not evaluated this model." in card
+
+
+def test_a_run_without_a_token_is_refused_before_training(
+    hub: Hub, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    path = write_run(tmp_path, toy_checkpoint, toy_data, hub_model_id=REPOSITORY)
+    done = learner(hub, None, "train", path)
+    assert done.returncode == 2
+    assert "error: training.push_to_hub" in done.stderr
+    assert "there is no token of the Hub" in done.stderr
+    assert "Set HF_TOKEN to a token that may write" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+ASK = """
+import sys
+from learner.runs.hub import require_hub_access
+require_hub_access("--push-to-hub", sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("token", "repository", "found"),
+    [
+        ("hf_of_nobody", REPOSITORY, "refuses the token"),
+        (READER, REPOSITORY, "the token of ada may only read"),
+        (WRITER, "bob/shapes", "may write to repositories of ada, lab"),
+        (WRITER, "a/b/c", "a/b/c"),
+        (WRITER, REPOSITORY, None),
+        (WRITER, "shapes", None),
+    ],
+)
+def test_who_may_push_is_what_the_hub_says_of_the_token(
+    hub: Hub, token: str, repository: str, found: str | None
+) -> None:
+    done = python(hub, token, ASK, repository)
+    if found is None:
+        assert done.returncode == 0, done.stderr
+    else:
+        (said,) = [line for line in done.stderr.splitlines() if "ContractError: " in line]
+        assert said.partition("ContractError: ")[2].startswith("--push-to-hub: ")
+        assert found in said
+        assert token not in said
+    assert hub.files == {}
+
+
+def test_a_hub_that_is_not_there_is_refused_before_an_export(
+    toy_checkpoint: Path, tmp_path: Path
+) -> None:
+    asked = ("export", toy_checkpoint, "--out", tmp_path / "out", "--push-to-hub", REPOSITORY)
+    done = learner(Hub(url="http://127.0.0.1:9"), WRITER, *asked)
+    assert done.returncode == 2
+    assert "http://127.0.0.1:9 does not say whose the token is" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("training", "where", "found"),
+    [
+        ({}, "hub_model_id", "is missing with push_to_hub: true"),
+        ({"hub_model_id": "a/b/c"}, "hub_model_id", "a/b/c"),
+        ({"hub_model_id": "a/b", "save_strategy": "no"}, "push_to_hub", "no checkpoint to push"),
+    ],
+)
+def test_a_config_that_cannot_push_is_refused(
+    toy_checkpoint: Path,
+    toy_data: ToyData,
+    tmp_path: Path,
+    training: dict[str, Any],
+    where: str,
+    found: str,
+) -> None:
+    own = {"training": {"push_to_hub": True, **training}}
+    with pytest.raises(ContractError) as error:
+        parse_config(small_mapping(toy_checkpoint, toy_data, tmp_path, **own))
+    (told,) = error.value.errors
+    assert told.where == f"training.{where}"
+    assert found in told.found
