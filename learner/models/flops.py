@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from learner.models.gpus import Gpu, gpu_of_device
 from learner.models.packed_forward import Pack
@@ -87,7 +87,7 @@ class Arithmetic:
         )
 
 
-def _products(model: nn.Module, text: Any) -> Iterator[tuple[str, float, nn.Parameter]]:
+def _products(model: nn.Module, text: Any) -> Iterator[tuple[str, float, Tensor]]:
     """(name of the module, elements that a row is multiplied with, weight) of each product.
 
     text: config of the language model, which says how many experts a token has.

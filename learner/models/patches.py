@@ -26,11 +26,11 @@ class SmallestImage(NamedTuple):
 class Windows(NamedTuple):
     """Windows of the images of a segment, which some layers attend within.
 
-    index: (tokens,) of the merged patches, in the order in which each window is a run.
+    order: (tokens,), which merged patches follow each other so that each window is a run.
     lengths: patches of each window.
     """
 
-    index: Tensor
+    order: Tensor
     lengths: tuple[int, ...]
 
 
@@ -98,7 +98,7 @@ def pack_patches(segments: Sequence[Patches]) -> PackedPatches:
     windows = [each.windows for each in segments if each.windows is not None]
     if not windows:
         return PackedPatches(rows, frames)
-    before = accumulate((len(each.index) for each in windows), initial=0)
-    index = torch.cat([each.index + start for each, start in zip(windows, before, strict=False)])
+    before = accumulate((len(each.order) for each in windows), initial=0)
+    index = torch.cat([each.order + start for each, start in zip(windows, before, strict=False)])
     lengths = [length for each in windows for length in each.lengths]
     return PackedPatches(rows, frames, index, Runs.of(lengths))

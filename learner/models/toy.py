@@ -43,6 +43,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.video_processing_utils import BaseVideoProcessor
 
 from learner.data.toy import PROMPT
 from learner.data.toy_scenes import DESCRIPTIONS, IMAGE_SIDE
@@ -73,7 +74,7 @@ class _Toy:
 
     architecture: str
     processor: type[ProcessorMixin] = Qwen3VLProcessor
-    video_processor: type[Qwen2VLVideoProcessor] = Qwen3VLVideoProcessor
+    video_processor: type[BaseVideoProcessor] = Qwen3VLVideoProcessor
     patch_size: int = 8
     smallest: int = 16
     text: dict[str, Any] = field(default_factory=dict)
@@ -129,7 +130,8 @@ def build_toy_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config)
+        model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        model: PreTrainedModel = model_class(config)
     rows = INITIAL_STD * smooth_rows(TEXT_WIDTH, torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for module in vocab_modules(model):

@@ -46,7 +46,7 @@ Load = Callable[..., LoadedModel]
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("toys") / request.param
+    path: Path = tmp_path_factory.mktemp("toys") / request.param
     make_model(path, seed=0, family=request.param)
     return path
 
@@ -153,7 +153,8 @@ def test_a_gpu_is_not_waited_for_by_windows_or_experts(
         some.sum().backward()
     deep = {"_deepstack_process": 2, "backward": 3} if "qwen3" in checkpoint.name else {}
     assert found.asked == {"torch_compilable_check": 1, **deep}
-    assert not found.mixed
+    # Integers that are made on the device are the host's here; transformers sorts tokens with them.
+    assert found.mixed == ({"aten.index_put_.default"} if "moe" in checkpoint.name else set())
 
 
 @pytest.mark.req("PACK-04")

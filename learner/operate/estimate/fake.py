@@ -268,7 +268,7 @@ def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> float
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         return _BACKWARD * _dense_attention(args[1], args[2], args[7])
     if name == "aten::_grouped_mm":
-        return 2.0 * args[0].numel() * args[1].shape[-1]
+        return float(2 * args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(func._overloadpacket)
     return float(formula(*args, **kwargs, out_val=found)) if formula is not None else 0.0
 
