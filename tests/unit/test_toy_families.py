@@ -1,6 +1,7 @@
 """Toys of the model families: how a pack, its images and its cost differ from Qwen3-VL's."""
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
@@ -35,7 +37,8 @@ from tests.unit.device_waits import counting_waits, on_device
 from tests.unit.loaded_models import load_small
 from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import packed_logits
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import small_config, small_mapping
+from tests.unit.test_train_cpu import run
 from tests.unit.toy_learner import PROMPT, ToyLearner
 
 pytestmark = pytest.mark.req("FAM-01")
@@ -223,6 +226,41 @@ def test_a_pack_is_as_much_as_its_operations(
     pack, _ = longest_pack(config, recipe, samples)
     counted = step_cost(config, samples, "A").flops
     assert recipe.flops(loaded.model, pack, "A") == pytest.approx(counted, rel=0.05)
+
+
+# --- checkpoints
+
+
+@pytest.mark.req("RUN-01")
+def test_a_run_goes_on_from_its_checkpoint(
+    checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    """With the same bits, though names or layout of the file are not those of the model."""
+    training = {"save_steps": 2, "max_steps": 3, "resume": "auto"}
+    config = small_config(checkpoint, toy_data, tmp_path / "run", training=training)
+    last = run(config) / "checkpoint-3"
+    wanted = load_file(last / "model.safetensors")
+    shutil.rmtree(last)
+    run(config)
+    found = load_file(last / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.req("RUN-02")
+def test_experts_are_saved_as_engines_read_them(checkpoint: Path, tmp_path: Path) -> None:
+    if checkpoint.name != "qwen3_vl_moe":
+        pytest.skip("it has no experts")
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    stored = load_file(checkpoint / "model.safetensors")
+    model.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    held = dict(model.named_parameters())
+    fused = [name for name in stored if ".mlp.experts." in name]
+    assert len(fused) == 2 * 4
+    for name in fused:
+        assert torch.equal(stored[name], held[name].transpose(1, 2))
+        assert torch.equal(stored[name], again[name])
 
 
 # --- the command, and families that are not known
