@@ -239,9 +239,10 @@ class StepTrainer(Trainer):
         if self.is_fsdp_enabled or not isinstance(whole, PreTrainedModel):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        stored, found = type(whole).from_pretrained(
+        loaded: Any = type(whole).from_pretrained(
             resume_from_checkpoint, dtype=whole.dtype, output_loading_info=True
         )
+        stored, found = loaded
         known = {n: w for n, w in stored.state_dict().items() if n not in found["missing_keys"]}
         self._issue_warnings_after_load(whole.load_state_dict(known, strict=False))
 
