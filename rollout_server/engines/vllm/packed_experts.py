@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -53,6 +52,8 @@ def _order(packing: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     bits = _BITS[dtype.itemsize]
     for shift in range(0, numbers.numel().bit_length(), _AT_ONCE):
         part = (numbers >> shift) & (2**_AT_ONCE - 1)
-        packed = cpu_prepack_moe_weight(part.to(bits).view(dtype).view(1, rows, columns), packing)
+        plain = part.to(bits).view(dtype).view(1, rows, columns)
+        packed = torch.empty_like(plain)
+        torch.ops._C.prepack_moe_weight(plain, packed, packing)
         order |= packed.view(bits).flatten().long() << shift
     return order
