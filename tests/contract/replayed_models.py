@@ -6,23 +6,20 @@ One rank of a tensor-parallel group, which meets in FOLDER. Makes tiny models, l
 worker does, and prints a line for each:
 
     {"name", "faults": of the plan, "copies", "constants": how many the plan has,
-     "unlike_fresh": TENSORS, "unequal": TENSORS, "unchanged": TENSORS}
+     "unequal": TENSORS, "unchanged": TENSORS}
 
-`unlike_fresh`: what is not the same in every bit after a push by vLLM's loaders and in a model that
-has read the weights from a checkpoint. `unequal`: what is not the same in every bit after a push by
-the plan and after one of the same weights by the loaders. `unchanged`: what the push by the plan
-has left as it was.
+`unequal`: what is not the same in every bit after a push by the plan and after one of the same
+weights by the loaders. `unchanged`: what the push by the plan has left as it was.
 """
 
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -37,7 +34,6 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from rollout_server.engines.vllm.load_plan import LoadableModel, Plan, shared_parameters, trace
-from rollout_server.engines.vllm.packed_experts import set_up_anew
 from rollout_server.engines.vllm.replay import Replay
 from rollout_server.engines.vllm.weight_engines import rebuild_packed_heads
 from shared_contracts.weights import DtypeName, plan_buckets
@@ -92,14 +88,6 @@ def weights_of(checkpoint: Path, dtype: DtypeName, seed: int) -> Weights:
     }
 
 
-def with_weights(checkpoint: Path, weights: Weights) -> Path:
-    """A checkpoint with other values."""
-    other = checkpoint.with_name(f"{checkpoint.name}_other")
-    shutil.copytree(checkpoint, other, ignore=shutil.ignore_patterns("*.safetensors*"))
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    return other
-
-
 def engine_config(checkpoint: Path, dtype: DtypeName, ranks: int) -> VllmConfig:
     return EngineArgs(
         model=str(checkpoint),
@@ -130,7 +118,6 @@ class Engine:
         with set_current_vllm_config(self.config):
             initialize_layerwise_reload(self.model)
             self.plan = trace(self.model, manifest(weights), self._dtype, ties)
-            set_up_anew(self.model)
             _send(weights, cast(LoadableModel, self.model))
             finalize_layerwise_reload(self.model, self.config.model_config)
             rebuild_packed_heads(self.model)
@@ -140,7 +127,6 @@ class Engine:
         """Push by the plan."""
         assert self._replay is not None
         assert self._replay.begin()
-        set_up_anew(self.model)
         with set_current_vllm_config(self.config):
             _send(weights, self._replay)
             self._replay.finish()
@@ -184,7 +170,6 @@ def compared(checkpoint: Path, name: str, ranks: int) -> dict[str, Any]:
     engine = Engine(checkpoint, dtype, ranks)
     engine.load(second)
     expected = engine.snapshot()
-    fresh = Engine(with_weights(checkpoint, second), dtype, ranks).snapshot()
     engine.load(third)
     before = engine.snapshot()
     engine.replay(first)
@@ -196,7 +181,6 @@ def compared(checkpoint: Path, name: str, ranks: int) -> dict[str, Any]:
         "faults": [str(fault) for fault in engine.plan.faults],
         "copies": sum(map(len, engine.plan.placements.values())),
         "constants": sum(map(len, engine.plan.constants.values())),
-        "unlike_fresh": [key for key in fresh if not torch.equal(expected[key], fresh[key])],
         "unequal": [key for key in found if not torch.equal(expected[key], found[key])],
         "unchanged": [
             key
