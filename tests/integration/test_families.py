@@ -21,7 +21,7 @@ from tests.integration.recorded_run import Recorder, greedy_answers, run_recorde
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES: tuple[ToyFamily, ...] = ("qwen2_5_vl", "qwen3_vl_moe")
 
-pytestmark = [pytest.mark.req("FAM-01"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.req("FAM-01"), pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
