@@ -2,7 +2,12 @@
 
 from pathlib import Path
 
-from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from learner.models.toy import make_toy_tokenizer, toy_config, toy_processor
 from learner.runs.atomic_files import publish_directory
@@ -32,7 +37,7 @@ def _make(out: Path, width: int, inner: int, layers: int, heads: int) -> Path:
 
 
 def _widened(
-    config: Qwen3VLConfig, width: int, inner: int, layers: int, heads: int
+    config: PreTrainedConfig, width: int, inner: int, layers: int, heads: int
 ) -> Qwen3VLConfig:
     """The toy architecture with another language model; the vision tower stays."""
     whole = config.to_dict()

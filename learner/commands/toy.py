@@ -5,8 +5,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from shared_contracts.errors import ContractError
+
 toy_app = typer.Typer(
-    help="Make toy data and a toy model: coloured shapes, a tiny Qwen3-VL.", no_args_is_help=True
+    help="Make toy data and a toy model: coloured shapes, a tiny Qwen-VL.", no_args_is_help=True
 )
 
 Out = Annotated[Path, typer.Option(help="New folder. It must not exist, or must be empty.")]
@@ -55,6 +57,10 @@ def make_model(
     expand_vocab: Annotated[
         Path | None, typer.Option(help="Add the coordinate tokens to this checkpoint instead.")
     ] = None,
+    family: Annotated[
+        Literal["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"] | None,
+        typer.Option(help="Model family of the toy. (qwen3_vl)", show_default=False),
+    ] = None,
     tie: Annotated[
         bool | None,
         typer.Option(
@@ -64,14 +70,18 @@ def make_model(
         ),
     ] = None,
 ) -> None:
-    """Make a tiny random Qwen3-VL with 1000 coordinate tokens."""
+    """Make a tiny random model with 1000 coordinate tokens."""
     from learner.runs.atomic_files import require_free
 
+    if expand_vocab is not None and family is not None:
+        raise ContractError(
+            "--family", f"is {family}, beside --expand-vocab", "Leave out one of the two"
+        )
     require_free(out)
     if expand_vocab is None:
         from learner.models import toy
 
-        toy.make_model(out, seed, tie is not False)
+        toy.make_model(out, seed, tie is not False, family or "qwen3_vl")
     else:
         from learner.models import coord_tokens as expansion
 

@@ -20,7 +20,7 @@ ANSWER_FORMATS = {
 # By `model_type` of a checkpoint's config.json; each is a `learner.models.families.Family`.
 MODEL_FAMILIES = {
     "qwen2_vl": "learner.models.families.qwen_vl:QWEN_VL",
-    "qwen2_5_vl": "learner.models.families.qwen_vl:QWEN_VL",
+    "qwen2_5_vl": "learner.models.families.qwen_vl:QWEN2_5_VL",
     "qwen3_vl": "learner.models.families.qwen_vl:QWEN3_VL",
     "qwen3_vl_moe": "learner.models.families.qwen_vl:QWEN3_VL",
 }

@@ -1,7 +1,8 @@
 """Attention in a packed row: each token sees the tokens of its own segment that come before it.
 
     Pack.bounds  --> packed_bounds --> packed_attention   text, causal
-    Pack.patches --> image_bounds  --> image_attention    the patches of an image see each other
+    Pack.patches --> image_bounds  --> image_attention    the patches of an image see each other, or
+                                                          in some layers those of a window
                                          CUDA: torch's varlen_attn, one kernel for all segments
                                          else: a padded batch, or one call for each segment
 
@@ -14,6 +15,7 @@ images in every layer of the vision tower, of text from the positions. `without_
 `image_bounds` say what is known on the host already.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from learner.config.schema import AttentionChoice
+from learner.models.patches import PackedPatches, Runs
 from learner.objectives.numerics import counts_as_cuda
 from shared_contracts.errors import ContractError
 
@@ -105,11 +108,12 @@ def image_attention(
     scaling: float | None = None,
     patch_bounds: Tensor | None = None,
     longest_image: int | None = None,
+    windowed: "Windowed | None" = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention among the patches of each image; (1, heads, N, width) -> (1, N, heads, width).
 
-    patch_bounds, longest_image: of `image_bounds`.
+    patch_bounds, longest_image, windowed: of `image_bounds`.
     """
     if patch_bounds is None:
         return sdpa_attention_forward(
@@ -117,7 +121,16 @@ def image_attention(
         )
     assert longest_image is not None
     bounds = _Bounds(patch_bounds, longest_image, causal=False)
+    if windowed is not None and module in windowed.layers:
+        bounds = _Bounds(windowed.windows.bounds, windowed.windows.longest, causal=False)
     return _within(bounds, query, key, value, scaling), None
+
+
+class Windowed(NamedTuple):
+    """The attention of layers that attend within windows, and the windows of a pack."""
+
+    layers: Collection[nn.Module]
+    windows: Runs
 
 
 class _Bounds(NamedTuple):
@@ -190,20 +203,32 @@ def without_search(text_config: Any, bounds: Tensor) -> dict[str, Any]:
 
 
 def image_bounds(
-    vision_config: Any, bounds: Tensor, on_host: Tensor, longest: int
+    vision_config: Any, patches: PackedPatches, windowed: Collection[nn.Module] = ()
 ) -> dict[str, Any]:
-    """Arguments of a vision tower whose layers attend within segments of the row of patches.
+    """Arguments of a vision tower whose layers attend within frames of the row of patches.
 
-    bounds: (segments + 1,) int32, on the device; on_host: the same, there. longest: patches of the
-    longest.
+    windowed: the attention of the layers that attend within windows.
     """
     chosen = vision_config._attn_implementation
+    frames, windows = patches.frames, patches.windows
     if chosen == PACKED_IMAGES:  # for transformers, all patches are one image: one call
-        whole = on_host[[0, -1]]
-        return {"cu_seqlens": whole, "patch_bounds": bounds, "longest_image": longest}
-    if "flash" in chosen:
-        return {"cu_seqlens": bounds, "max_seqlen": longest}
-    return {"cu_seqlens": on_host}
+        whole = frames.on_host[[0, -1]]
+        found = {
+            "cu_seqlens": whole,
+            "patch_bounds": frames.bounds,
+            "longest_image": frames.longest,
+        }
+        if windows is not None:
+            found |= {"cu_window_seqlens": whole, "windowed": Windowed(windowed, windows)}
+    elif "flash" in chosen:
+        found = {"cu_seqlens": frames.bounds, "max_seqlen": frames.longest}
+        if windows is not None:
+            found |= {"cu_window_seqlens": windows.bounds, "max_window_seqlen": windows.longest}
+    else:
+        found = {"cu_seqlens": frames.on_host}
+        if windows is not None:
+            found |= {"cu_window_seqlens": windows.on_host}
+    return found if windows is None else found | {"window_index": patches.window_index}
 
 
 def _mask(

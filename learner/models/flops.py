@@ -1,11 +1,12 @@
 """How much arithmetic a step is, and how well it uses the device (FULL-09)."""
 
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from learner.models.gpus import Gpu, gpu_of_device
 from learner.models.packed_forward import Pack
@@ -34,33 +35,34 @@ class Arithmetic:
     merged: tuple[float, float]
     text_square: tuple[float, float]
     vision_square: tuple[float, float]
+    window_square: tuple[float, float]
 
     @classmethod
     def of(cls, model: nn.Module, config: Any) -> "Arithmetic":
         """config: transformers' config of the model."""
         rows = dict.fromkeys(("text", "head", "vision", "merged"), (0.0, 0.0))
         sees = any(w.requires_grad for name, w in model.named_parameters() if "visual" in name)
-        for name, module in model.named_modules():
-            if not isinstance(module, nn.Linear | nn.Conv3d):
-                continue
+        text, vision = config.get_text_config(), config.vision_config
+        for name, used, weight in _products(model, text):
             kind = "text"
             if "lm_head" in name:
                 kind = "head"
             elif "visual" in name:
                 kind = "merged" if "merger" in name else "vision"
-            size = 2.0 * module.weight.numel()
             passed = kind in ("text", "head") or (sees and not name.endswith("patch_embed.proj"))
-            both = size * (1 + passed + module.weight.requires_grad)
+            both = 2 * used * (1 + passed + weight.requires_grad)
             forward, whole = rows[kind]
-            rows[kind] = (forward + size, whole + both)
-        text, vision = config.get_text_config(), config.vision_config
+            rows[kind] = (forward + 2 * used, whole + both)
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         causal = 2.0 * text.num_attention_heads * width * text.num_hidden_layers
-        images = 4.0 * vision.hidden_size * vision.depth
+        layer, backward = 4.0 * vision.hidden_size, _ATTENTION if sees else 1
+        full = len(getattr(vision, "fullatt_block_indexes", range(vision.depth)))
+        frames, windows = layer * full, layer * (vision.depth - full)
         return cls(
             **rows,
             text_square=(causal, _ATTENTION * causal),
-            vision_square=(images, (_ATTENTION if sees else 1) * images),
+            vision_square=(frames, backward * frames),
+            window_square=(windows, backward * windows),
         )
 
     def of_pack(self, pack: Pack, head_rows: int) -> tuple[float, float]:
@@ -69,6 +71,10 @@ class Arithmetic:
         grids = [] if pack.image_grid_thw is None else pack.image_grid_thw.tolist()
         patches = [float(t * h * w) for t, h, w in grids]
         image_tokens = float((pack.mm_token_types == 1).sum())
+        windowed = None if pack.patches is None else pack.patches.windows
+        windows = (
+            0.0 if windowed is None else float(windowed.on_host.diff().double().square().sum())
+        )
         return tuple(  # type: ignore[return-value]  # two
             self.text[way] * len(pack)
             + self.head[way] * head_rows
@@ -76,8 +82,23 @@ class Arithmetic:
             + self.merged[way] * image_tokens
             + self.text_square[way] * squares
             + self.vision_square[way] * sum(count**2 for count in patches)
+            + self.window_square[way] * windows
             for way in (0, 1)
         )
+
+
+def _products(model: nn.Module, text: Any) -> Iterator[tuple[str, float, Tensor]]:
+    """(name of the module, elements that a row is multiplied with, weight) of each product.
+
+    text: config of the language model, which says how many experts a token has.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv3d):
+            yield name, module.weight.numel(), module.weight
+        elif name.endswith((".mlp.experts", ".mlp.gate")):  # of a mixture of experts
+            for weight in module.parameters(recurse=False):
+                used = text.num_experts_per_tok / text.num_experts if weight.ndim == 3 else 1
+                yield name, used * weight.numel(), weight
 
 
 class DeviceUse:

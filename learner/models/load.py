@@ -19,6 +19,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from learner.config.registry import model_family
 from learner.config.schema import AttentionChoice, Config, LoraTuner, TunerConfig
 from learner.config.training import TrainingConfig
 from learner.models.attention import attention_of
@@ -67,9 +68,11 @@ def on_meta(config: Config) -> PreTrainedModel:
 
 def _described(config: Config, folder: Path) -> PreTrainedModel:
     """The model that a folder's config describes, on the meta device, with known parts."""
+    described = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    model_family(described.model_type)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForImageTextToText.from_config(
-            AutoConfig.from_pretrained(folder, trust_remote_code=False),
+            described,
             dtype=weight_dtype(config),
             attn_implementation=attention_of(config.model.attn_implementation),
         )

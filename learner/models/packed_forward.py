@@ -293,9 +293,7 @@ def _known_on_host(
         of_inner["image_grid_thw"] = grids
         of_tower = {
             **patches.rows,
-            **image_bounds(
-                inner.config.vision_config, patches.bounds, patches.on_host, patches.longest
-            ),
+            **image_bounds(inner.config.vision_config, patches, family.windowed(inner)),
         }
         hooks.append(_adding(family.vision_tower(inner), of_tower))
     hooks.append(_adding(inner, of_inner))

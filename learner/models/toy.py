@@ -1,16 +1,23 @@
-"""The toy model: a Qwen3-VL of about two million random parameters.
+"""The toy model of a family: a checkpoint of about two million random parameters.
 
-It has every part of the real architecture (3-d patch embedding, deepstack, interleaved
-mRoPE, chat template, image processor), at a size two CPU cores train in minutes.
+It has every part of the real architecture (3-d patch embedding, multimodal RoPE, chat template,
+image processor), at a size two CPU cores train in minutes:
 
-Its tokenizer is a byte-level BPE of Qwen3-VL's layout, trained on the spot on the assistant format
+    qwen3_vl       patches of 8 pixels, deepstack, interleaved RoPE
+    qwen2_5_vl     patches of 14 pixels, of which each sees a window of 4 x 4 but in the last layer
+    qwen3_vl_moe   qwen3_vl with 4 experts in each layer, 2 of them for a token
+
+An image of 64 x 64 pixels has 16 tokens in all of them.
+
+The tokenizer is a byte-level BPE of Qwen3-VL's layout, trained on the spot on the assistant format
 around the toy descriptions, so that a word or a run of punctuation is one token. Unlike Qwen's it
 keeps `}` apart: cutting a rollout at an object's end never leaves a piece of a token.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tokenizers import (
@@ -23,14 +30,20 @@ from tokenizers import (
     trainers,
 )
 from transformers import (
+    AutoConfig,
     GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
+    Qwen2VLVideoProcessor,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.video_processing_utils import BaseVideoProcessor
 
 from learner.data.toy import PROMPT
 from learner.data.toy_scenes import DESCRIPTIONS, IMAGE_SIDE
@@ -40,7 +53,8 @@ from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.formats.coord_json import serialize_objects
 from learner.types import FieldOrder, GroundTruthObject, Shape
 
-PATCH_SIZE = 8
+ToyFamily = Literal["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"]
+
 MERGE_SIZE = 2
 CONTEXT = 1024
 TEXT_WIDTH = 128
@@ -50,7 +64,47 @@ INITIAL_STD = 0.05
 POSITION_STD = 0.5
 
 
-def make_model(out: Path, seed: int, tie: bool = True) -> None:
+@dataclass(frozen=True)
+class _Toy:
+    """What the toy of a family has of its own.
+
+    patch_size: in pixels. smallest: pixels of an image's side at least, others are enlarged.
+    text, vision, rope: of its config, beside what all have.
+    """
+
+    architecture: str
+    processor: type[ProcessorMixin] = Qwen3VLProcessor
+    video_processor: type[BaseVideoProcessor] = Qwen3VLVideoProcessor
+    patch_size: int = 8
+    smallest: int = 16
+    text: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] = field(default_factory=dict)
+    rope: dict[str, Any] = field(default_factory=lambda: {"mrope_interleaved": True})
+
+
+_DEEPSTACK = {"num_position_embeddings": (IMAGE_SIDE // 8) ** 2, "deepstack_visual_indexes": [1]}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,  # vLLM reads it
+}
+_TOYS: dict[ToyFamily, _Toy] = {
+    "qwen3_vl": _Toy("Qwen3VLForConditionalGeneration", vision=_DEEPSTACK),
+    "qwen2_5_vl": _Toy(
+        "Qwen2_5_VLForConditionalGeneration",
+        processor=Qwen2_5_VLProcessor,
+        video_processor=Qwen2VLVideoProcessor,
+        patch_size=14,
+        smallest=112,
+        vision={"window_size": 56, "fullatt_block_indexes": [2]},
+        rope={},
+    ),
+    "qwen3_vl_moe": _Toy("Qwen3VLMoeForConditionalGeneration", text=_EXPERTS, vision=_DEEPSTACK),
+}
+
+
+def make_model(out: Path, seed: int, tie: bool = True, family: ToyFamily = "qwen3_vl") -> None:
     """Write the checkpoint: weights (float32), config, tokenizer, processors.
 
     tie: whether the output head shares the input embedding's weights.
@@ -60,38 +114,43 @@ def make_model(out: Path, seed: int, tie: bool = True) -> None:
     """
     with publish_directory(out) as part:
         tokenizer = make_toy_tokenizer()
-        model = build_toy_model(toy_config(tokenizer, tie), seed)
+        model = build_toy_model(toy_config(tokenizer, tie, family), seed)
         model.generation_config = GenerationConfig(
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
         )
         model.save_pretrained(part)
-        toy_processor(tokenizer).save_pretrained(part)
+        toy_processor(tokenizer, family).save_pretrained(part)
 
 
-def build_toy_model(config: Qwen3VLConfig, seed: int) -> Qwen3VLForConditionalGeneration:
+def build_toy_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """Random float32 weights from `seed`; the global generator is left as it was.
 
     The rows of the coordinate tokens, the last of the vocabulary, are smooth in the bin.
-    The vision tower's position embeddings have a standard deviation of `POSITION_STD`.
+    A vision tower's position embeddings have a standard deviation of `POSITION_STD`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3VLForConditionalGeneration(config)
+        model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        model: PreTrainedModel = model_class(config)
     rows = INITIAL_STD * smooth_rows(TEXT_WIDTH, torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for module in vocab_modules(model):
             module.weight[-COORD_BINS:] = rows
-        positions = model.model.visual.pos_embed.weight
-        positions.mul_(POSITION_STD / positions.std())
+        for name, positions in model.named_parameters():
+            if name.endswith("visual.pos_embed.weight"):
+                positions.mul_(POSITION_STD / positions.std())
     return model
 
 
-def toy_config(tokenizer: PreTrainedTokenizerFast, tie: bool) -> Qwen3VLConfig:
+def toy_config(
+    tokenizer: PreTrainedTokenizerFast, tie: bool, family: ToyFamily = "qwen3_vl"
+) -> PreTrainedConfig:
     """The architecture, with the tokenizer's vocabulary and image ids."""
     token_id = tokenizer.get_vocab().__getitem__
-    grid_side = IMAGE_SIDE // PATCH_SIZE
-    return Qwen3VLConfig(
-        architectures=["Qwen3VLForConditionalGeneration"],
+    toy = _TOYS[family]
+    config: PreTrainedConfig = AutoConfig.for_model(
+        family,
+        architectures=[toy.architecture],
         dtype="float32",
         tie_word_embeddings=tie,
         image_token_id=token_id("<|image_pad|>"),
@@ -113,43 +172,47 @@ def toy_config(tokenizer: PreTrainedTokenizerFast, tie: bool) -> Qwen3VLConfig:
                 "rope_type": "default",
                 "rope_theta": 10000.0,
                 "mrope_section": [6, 5, 5],
-                "mrope_interleaved": True,
+                **toy.rope,
             },
             "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
+            **toy.text,
         },
         vision_config={
             "depth": 3,
             "hidden_size": 96,
             "intermediate_size": 256,
             "num_heads": 3,
-            "patch_size": PATCH_SIZE,
+            "patch_size": toy.patch_size,
             "spatial_merge_size": MERGE_SIZE,
             "temporal_patch_size": 2,
             "out_hidden_size": TEXT_WIDTH,
-            "num_position_embeddings": grid_side**2,
-            "deepstack_visual_indexes": [1],
             "initializer_range": INITIAL_STD,
+            **toy.vision,
         },
     )
+    return config
 
 
-def toy_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
-    """Image, video and text processing; an image of 16 to 128 pixels keeps its size."""
-    cell = PATCH_SIZE * MERGE_SIZE
-    pixels = {"shortest_edge": cell**2, "longest_edge": (8 * cell) ** 2}
+def toy_processor(
+    tokenizer: PreTrainedTokenizerFast, family: ToyFamily = "qwen3_vl"
+) -> ProcessorMixin:
+    """Image, video and text processing; an image of at most 8 x 8 tokens keeps its size."""
+    toy = _TOYS[family]
+    largest = 8 * toy.patch_size * MERGE_SIZE
+    pixels = {"shortest_edge": toy.smallest**2, "longest_edge": largest**2}
     geometry = {
-        "patch_size": PATCH_SIZE,
+        "patch_size": toy.patch_size,
         "merge_size": MERGE_SIZE,
         "temporal_patch_size": 2,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    return Qwen3VLProcessor(
+    return toy.processor(
         image_processor=Qwen2VLImageProcessor(size=pixels, **geometry),
         tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(size=pixels, **geometry),
+        video_processor=toy.video_processor(size=pixels, **geometry),
         chat_template=tokenizer.chat_template,
     )
 

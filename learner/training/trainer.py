@@ -19,7 +19,14 @@ from accelerate import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from learner.config.load import dump_resolved
 from learner.config.schema import Config
@@ -221,14 +228,23 @@ class StepTrainer(Trainer):
         write = partial(super()._save_checkpoint, model, trial)
         self._checkpoints.save(self.state.global_step, write)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Trainer's, without keys whose weight was loaded under a name that it is tied to."""
-        assert self.model is not None
-        missing = set(load_result.missing_keys)
-        weights = dict(self.model.named_parameters(remove_duplicate=False))
-        loaded = {id(weight) for name, weight in weights.items() if name not in missing}
-        lost = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=lost))
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Trainer's; but whole weights as transformers loads a model.
+
+        Files of some families have other names and another layout than the model.
+        """
+        whole = self.model
+        if self.is_fsdp_enabled or not isinstance(whole, PreTrainedModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        loaded: Any = type(whole).from_pretrained(
+            resume_from_checkpoint, dtype=whole.dtype, output_loading_info=True
+        )
+        stored, found = loaded
+        known = {n: w for n, w in stored.state_dict().items() if n not in found["missing_keys"]}
+        self._issue_warnings_after_load(whole.load_state_dict(known, strict=False))
 
 
 class StepsOfThisConfig(TrainerCallback):

@@ -5,14 +5,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.models.toy import make_model
+from learner.models.toy import ToyFamily, make_model
 
 WEIGHTS = "model.safetensors"
 
 
-def make_checkpoint(out: Path, seed: int, tie: bool = True) -> Path:
+def make_checkpoint(out: Path, seed: int, tie: bool = True, family: ToyFamily = "qwen3_vl") -> Path:
     """The toy model with larger random weights, which makes it say different things."""
-    make_model(out, seed, tie)
+    make_model(out, seed, tie, family)
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(out / WEIGHTS)
     for name, weight in weights.items():

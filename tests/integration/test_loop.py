@@ -3,39 +3,26 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-from learner.config import Config, dump_mapping, load_config, load_mapping, merge, parse_config
+from learner.config import dump_mapping, load_config, load_mapping, merge, parse_config
 from learner.data.toy import ToyData, make_data
-from learner.models.load import LoadedModel, load_model
 from learner.models.toy import make_model
-from learner.rollout.backend import RolloutBackend
-from learner.rollout.policy import Policy, asking_of
 from learner.rollout.server_process import free_ports
-from learner.training.backends import open_backend
-from learner.training.run_log import CallLog, ProgressDisplay
-from learner.training.start_checks import reach_servers, read_inputs
-from learner.training.train import RunParts, build_runner, build_scorer, build_trainer
-from learner.training.trainer import build_optimizer
-from learner.types import RolloutOutput
-from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.contract.running_server import (
     START_TIMEOUT_S,
     RunningServer,
-    image_request,
-    response_ids,
     start_server,
     stop_server,
-    text_request,
 )
 from tests.integration.alignment import check_alignment, logged_answers
+from tests.integration.recorded_run import greedy_answers, run_recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 WARMUP_STEPS = 80
@@ -229,40 +216,6 @@ def without_clock(line: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if not key.startswith(timed)}
 
 
-@dataclass
-class Recorder:
-    """A backend that, after every push, keeps the checkpoint and what the server says."""
-
-    backend: RolloutBackend
-    loaded: LoadedModel
-    server: RunningServer
-    folder: Path
-    said: dict[Path, list[list[int]]] = field(default_factory=dict)
-
-    def rollout(
-        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
-    ) -> list[RolloutOutput]:
-        return self.backend.rollout(requests, request_config)
-
-    def push_weights(self, version: int) -> None:
-        self.backend.push_weights(version)
-        checkpoint = self.folder / f"pushed-{version}"
-        assert isinstance(self.loaded.model, Qwen3VLForConditionalGeneration)
-        self.loaded.model.save_pretrained(checkpoint)
-        self.loaded.processor.save_pretrained(checkpoint)
-        self.said[checkpoint] = probe(self.server, self.server.media / "toy")
-
-    def close(self) -> None:
-        self.backend.close()
-
-
-def probe(server: RunningServer, toy: Path) -> list[list[int]]:
-    """Greedy ids of two text and two image prompts."""
-    requests = [text_request("Detect every object in the image."), text_request("red")]
-    requests += [image_request(str(toy / "images" / "val" / f"0000{i}.png")) for i in (0, 1)]
-    return [response_ids(envelope) for envelope in server.infer(requests, max_tokens=48)]
-
-
 @pytest.mark.req("SYNC-02", "SYNC-03")
 @pytest.mark.timeout(600)
 def test_after_every_push_the_server_answers_like_a_fresh_engine(loop: Loop, warm: Path) -> None:
@@ -273,35 +226,20 @@ def test_after_every_push_the_server_answers_like_a_fresh_engine(loop: Loop, war
         "rollout_matching": {"vllm": {"sync": {"verify": "full"}}},
     }
     config = parse_config(merge(mapping, always))
-    recorder = run_recorded(loop, config)
+    recorder = run_recorded(loop.server, config)
     assert len(recorder.said) == 2
     answers = list(recorder.said.values())
     assert answers[0] != answers[1]
+    assert not any(result.difference for result in recorder.probed)
     for checkpoint, said in recorder.said.items():
         readable = ("--allowed-media-dir", str(loop.server.media))
         guarded = guarded_as_the_run(checkpoint)
         fresh = start_server(checkpoint, checkpoint / "server", *readable, *guarded)
         try:
             fresh.process.wait_until_healthy(START_TIMEOUT_S)
-            assert probe(fresh, loop.server.media / "toy") == said
+            assert greedy_answers(fresh, loop.server.media / "toy") == said
         finally:
             stop_server(fresh)
-
-
-def run_recorded(loop: Loop, config: Config) -> Recorder:
-    """Train in this process with a recording backend."""
-    folder = Path(config.training.output_dir)
-    folder.mkdir()
-    loaded, inputs = load_model(config), read_inputs(config)
-    opened = open_backend(config, loaded, reach_servers(config), folder, inputs.train)
-    recorder = Recorder(opened.backend, loaded, loop.server, folder)
-    policy = Policy(replace(opened, backend=recorder), asking_of(config))
-    optimizer = build_optimizer(loaded.model, config.training)
-    display = ProgressDisplay(Console(quiet=True), config.training.run_name)
-    parts = RunParts(config, inputs, loaded, optimizer, policy, CallLog(folder))
-    build_trainer(parts, build_runner(parts), build_scorer(parts), display).train()
-    policy.close()
-    return recorder
 
 
 @pytest.mark.req("RUN-02")

@@ -92,8 +92,14 @@ def on_device(mode: FakeTensorMode, pack: Pack) -> Pack:
         elif isinstance(part, Supervision):
             values[name] = moved(own)
         elif isinstance(part, PackedPatches):
-            rows = {k: mode.from_tensor(row) for k, row in own.rows.items()}
-            values[name] = replace(own, rows=rows, bounds=mode.from_tensor(own.bounds))
+            values[name] = replace(
+                own,
+                rows={k: mode.from_tensor(row) for k, row in own.rows.items()},
+                frames=replace(own.frames, bounds=mode.from_tensor(own.frames.bounds)),
+                window_index=None if own.windows is None else mode.from_tensor(own.window_index),
+                windows=own.windows
+                and replace(own.windows, bounds=mode.from_tensor(own.windows.bounds)),
+            )
     return replace(pack, **values)
 
 

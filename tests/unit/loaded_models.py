@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner.config import merge, parse_config
 from learner.data.toy import ToyData
+from learner.models.families import family_of
 from learner.models.load import LoadedModel, load_model
 from learner.stages.tokens import CoordVocab
 from tests.unit.small_run import small_mapping
@@ -16,12 +17,17 @@ from tests.unit.toy_learner import with_awake_adapters
 
 def loaded_from(checkpoint: Path) -> LoadedModel:
     """A model in training whose weights are those of the checkpoint."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+    model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(checkpoint)
     tokenizer = processor.tokenizer
     model.train()
     return LoadedModel(
-        model, model.model, processor, tokenizer, CoordVocab.from_tokenizer(tokenizer)
+        model,
+        model.model,
+        processor,
+        tokenizer,
+        CoordVocab.from_tokenizer(tokenizer),
+        family=family_of(model),
     )
 
 

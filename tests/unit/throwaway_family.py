@@ -44,6 +44,9 @@ class Llava:
     def patches(self, inner: Multimodal, grid: Tensor | None) -> None:
         return None
 
+    def windowed(self, inner: Multimodal) -> tuple[torch.nn.Module, ...]:
+        return ()
+
     def smallest_image(self, inner: Multimodal) -> None:
         return None
 

@@ -4,6 +4,7 @@ A family knows how its models place tokens and images, which modules are trained
 row keeps its segments apart. `CONTRIBUTING.md` says how another one is added.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -67,6 +68,9 @@ class Family(Protocol):
 
         None where there are no images, or where the tower computes it itself.
         """
+
+    def windowed(self, inner: Multimodal) -> "Collection[nn.Module]":
+        """The attention modules of the vision tower that attend within windows of an image."""
 
     def smallest_image(self, inner: Multimodal) -> "SmallestImage | None":
         """An image that the model can be shown without a processor; None where there is none."""

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and its mixture of experts.
 
 Four rows of positions, those of the text and the three of multimodal RoPE, keep the segments of a
 packed row apart: each restarts per segment, and without a mask and a cache the text row's restarts
@@ -6,6 +6,8 @@ become block-diagonal causal attention. With fewer rows segments leak into each 
 """
 
 import math
+from collections.abc import Collection
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -105,7 +107,7 @@ def _not_of_qwen(where: Path, found: str) -> ContractError:
 
 
 class QwenVL:
-    """The family; see the module's docstring."""
+    """Qwen2-VL, and what all of them have in common; see the module's docstring."""
 
     placeholder = "<|image_pad|>"
     inputs = ("mm_token_type_ids", "pixel_values", "image_grid_thw")
@@ -132,8 +134,19 @@ class QwenVL:
         return found
 
     def patches(self, inner: Any, grid: "Tensor | None") -> "Patches | None":
-        """None: towers of Qwen2-VL and Qwen2.5-VL, which has windows, compute it themselves."""
-        return None
+        """By transformers' own functions, as its towers call them."""
+        from transformers.vision_utils import get_vision_position_ids
+
+        from learner.models.patches import Patches
+
+        if grid is None:
+            return None
+        rows = {"position_ids": get_vision_position_ids(grid, inner.visual.spatial_merge_size)}
+        frames = ((height * width,) * time for time, height, width in grid.tolist())
+        return Patches(rows, tuple(chain.from_iterable(frames)))
+
+    def windowed(self, inner: Any) -> "Collection[nn.Module]":
+        return ()
 
     def smallest_image(self, inner: Any) -> "SmallestImage":
         import torch
@@ -164,19 +177,38 @@ class QwenVL:
         return positions[:, None]
 
 
-class Qwen3VL(QwenVL):
-    """Qwen3-VL, whose patches see all patches of their frame in every layer."""
+class Qwen25VL(QwenVL):
+    """Qwen2.5-VL, most of whose layers attend within windows of an image."""
 
     def patches(self, inner: Any, grid: "Tensor | None") -> "Patches | None":
-        """By transformers' own functions, as its tower calls them; one group for each frame."""
-        from transformers.vision_utils import (
-            get_vision_interpolation_indices_and_weights,
-            get_vision_position_ids,
+        from transformers.vision_utils import get_vision_window_index
+
+        from learner.models.patches import Windows
+
+        if grid is None or (found := super().patches(inner, grid)) is None:
+            return None
+        tower = inner.visual
+        index, bounds = get_vision_window_index(
+            grid,
+            spatial_merge_size=tower.spatial_merge_size,
+            window_size=tower.window_size,
+            patch_size=tower.patch_size,
         )
+        return replace(found, windows=Windows(index, tuple(bounds.diff().tolist())))
 
-        from learner.models.patches import Patches
+    def windowed(self, inner: Any) -> "Collection[nn.Module]":
+        tower = inner.visual
+        whole = set(tower.fullatt_block_indexes)
+        return frozenset(block.attn for at, block in enumerate(tower.blocks) if at not in whole)
 
-        if grid is None:
+
+class Qwen3VL(QwenVL):
+    """Qwen3-VL, dense and with experts. It interpolates the position embeddings of patches."""
+
+    def patches(self, inner: Any, grid: "Tensor | None") -> "Patches | None":
+        from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
+        if grid is None or (found := super().patches(inner, grid)) is None:
             return None
         tower = inner.visual
         indices, weights = get_vision_interpolation_indices_and_weights(
@@ -186,14 +218,10 @@ class Qwen3VL(QwenVL):
             align_corners=tower.interpolation_align_corners,
             spatial_merge_size=tower.spatial_merge_size,
         )
-        rows = {
-            "interp_indices": indices,
-            "interp_weights": weights,
-            "position_ids": get_vision_position_ids(grid, tower.spatial_merge_size),
-        }
-        frames = ((height * width,) * time for time, height, width in grid.tolist())
-        return Patches(rows, tuple(chain.from_iterable(frames)))
+        rows = {**found.rows, "interp_indices": indices, "interp_weights": weights}
+        return replace(found, rows=rows)
 
 
 QWEN_VL = QwenVL()
+QWEN2_5_VL = Qwen25VL()
 QWEN3_VL = Qwen3VL()

@@ -63,6 +63,8 @@ class HostValues(TorchDispatchMode):
         fake = any(isinstance(each, FakeTensor) for each in tensors)
         if func is _aten._local_scalar_dense.default and fake:
             return True if args[0].dtype == torch.bool else 1.0
+        if func is _aten._grouped_mm.default and fake:
+            return _grouped_product(*args, **kwargs)
         if fake:
             return func(*map(self._counted, args), **kwargs)
         if tensors or not _is_float(kwargs.get("dtype"), args):
@@ -84,6 +86,16 @@ class HostValues(TorchDispatchMode):
             else:
                 found.append(each)
         return found
+
+
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *_: Any) -> Tensor:
+    """Rows in groups times a matrix for each: (S, K), (E, K, N) -> (S, N).
+
+    Or the gradient of these matrices: (K, S), (S, N) -> (E, K, N). torch's own shapes are for
+    bfloat16 alone, though the operation computes in other types, too.
+    """
+    shape = (len(a), b.shape[-1]) if b.ndim == 3 else (len(offs), len(a), b.shape[-1])
+    return a.new_empty(shape)
 
 
 def _is_float(dtype: torch.dtype | None, args: Any) -> bool:
@@ -255,6 +267,8 @@ def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> float
         return _dense_attention(args[0], args[1], args[4] if len(args) > 4 else False)
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         return _BACKWARD * _dense_attention(args[1], args[2], args[7])
+    if name == "aten::_grouped_mm":
+        return float(2 * args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(func._overloadpacket)
     return float(formula(*args, **kwargs, out_val=found)) if formula is not None else 0.0
 

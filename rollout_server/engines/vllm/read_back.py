@@ -2,7 +2,8 @@
 
 On the CPU a linear layer may give its weight away for a packed form, and a language-model head
 may multiply with a packed copy of its weight; the processor decides (AVX-512: both, AVX2:
-neither). Such a matrix is read through the layer: times unit vectors it gives its columns.
+neither). Such a matrix is read through the layer: times unit vectors it gives its columns. Packed
+experts are unpacked.
 """
 
 from collections import defaultdict
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from rollout_server.engines.verification import RawPart
 from rollout_server.engines.vllm.load_plan import Placement, Plan, Target
+from rollout_server.engines.vllm.packed_experts import unpacked
 from shared_contracts.digests import countable_bits, matrix_shape, multipliers
 from shared_contracts.weights import DtypeName, ParameterMeta
 
@@ -124,7 +126,7 @@ def _reader(module: nn.Module, held: nn.Parameter, target: Target) -> Read:
     packed = held.numel() == 0
     if not held.is_cuda and (packed or _may_multiply_with_a_copy(module, target)):
         return _through(module, target)
-    matrix = held.data.reshape(target.rows, target.columns)
+    matrix = unpacked(module, held.data).reshape(target.rows, target.columns)
     return lambda columns: _columns_of(matrix, columns)
 
 

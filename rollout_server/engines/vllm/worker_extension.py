@@ -23,6 +23,7 @@ from vllm.lora.model_manager import LoRAModelManager
 
 from rollout_server.engines.verification import RawPart
 from rollout_server.engines.vllm.load_plan import Plan, shared_parameters, trace
+from rollout_server.engines.vllm.packed_experts import set_up_anew
 from rollout_server.engines.vllm.read_back import Asked, subtotals
 from rollout_server.engines.vllm.repeat_processor import RepeatProcessor, RepeatProcessorV2
 from rollout_server.engines.vllm.replay import Replay
@@ -200,6 +201,7 @@ class WorkerExtension(Worker):
         """
         if self._arriving is None and self._tried is None:
             self._base_replaced = True
+            set_up_anew(self.model_runner.get_model())
         began = time.monotonic()
         self.update_weights(update_info(transport, parameters))
         if isinstance(self.weight_transfer_engine, GlooWeightTransferEngine):
