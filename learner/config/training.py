@@ -107,8 +107,7 @@ class TrainingConfig(StrictModel):
     aligner_lr: float = Field(
         default_factory=lambda data: float(data["learning_rate"]),
         ge=0,
-        description="peak learning rate of the aligner; 0: it is frozen; null: "
-        "`learning_rate`",
+        description="peak learning rate of the aligner; 0: it is frozen; null: `learning_rate`",
     )
     lr_scheduler_type: SchedulerName = Field(
         default="cosine", description="schedule of the learning rate, by transformers' name"

@@ -207,7 +207,7 @@ def test_an_answer_in_compact_is_ended_at_the_bound_of_lines(
     endless_lines: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     """By a server that reads the format in `custom` of a training YAML."""
-    guard = {"enabled": True, "max_object_keys": LINES}
+    guard: dict[str, Any] = {"enabled": True, "max_object_keys": LINES}
     run = {
         "custom": {"answer_format": "compact"},
         "rollout_matching": {"decode_batch_size": 8, "repeat_terminate": guard},
