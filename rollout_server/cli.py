@@ -102,10 +102,7 @@ def serve(
         int | None, Option(help="Most requests in one /infer/ call (4096).")
     ] = None,
     max_concurrent_calls: Annotated[int | None, Option(help="Most calls at once (64).")] = None,
-    openai: Annotated[
-        bool | None,
-        Option("--openai/--no-openai", help="Also answer OpenAI's chat completions (no)."),
-    ] = None,
+    openai: Annotated[bool | None, Option(help="Also OpenAI's chat completions (no).")] = None,
     model_runner: Annotated[str | None, Option(help="Of vLLM: auto (v1), v1, v2 (GPUs).")] = None,
     enable_lora: Annotated[
         bool | None,

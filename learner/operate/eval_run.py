@@ -155,7 +155,7 @@ def _descriptions(scored: Scored) -> Table:
 def _samples(worst: Sequence[ScoredAnswer]) -> Table:
     table = new_table("sample", "#F1", "#hits", "#predicted", "#ground truths", "#dropped", "ended")
     for answer in worst:
-        numbers = (answer.hits, answer.judged, len(answer.ground_truth))
+        numbers = (answer.hits, answer.counted, len(answer.ground_truth))
         table.add_row(
             plain(answer.sample_id),
             score(answer.f1),

@@ -213,7 +213,7 @@ class LoggedAnswer(_Record):
         )
 
     @property
-    def judged(self) -> int:
+    def counted(self) -> int:
         """How many predictions are right or false."""
         return len(self.parse.objects) - len(self.match.unjudged)
 
@@ -244,7 +244,7 @@ class LoggedAnswer(_Record):
 
 def f1_of(answer: LoggedAnswer) -> float:
     """2 hits / (predicted objects + ground truths); 1 where there are none of either."""
-    predicted = answer.judged + len(answer.parse.duplicates)
+    predicted = answer.counted + len(answer.parse.duplicates)
     both = predicted + len(answer.ground_truth)
     return 2 * len(answer.hit_pairs) / both if both else 1.0
 

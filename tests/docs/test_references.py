@@ -33,6 +33,7 @@ MADE = {
     "adapter_config.json",
     "args.json",
     "config.json",
+    "generation_config.json",
     "data.yaml",
     "coco_gt.json",
     "coco_preds.json",

@@ -230,6 +230,7 @@ def test_the_repeat_guard_is_off_until_it_is_configured() -> None:
         "ngram_size": 0,
         "ngram_repeats": 0,
         "max_object_keys": None,
+        "answer_format": "object_keys",
     }
 
 

@@ -23,10 +23,6 @@ def torn(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
 
 
-def of_another_kind(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-
-
 def without_processor(folder: Path) -> None:
     for file in folder.glob("*processor*"):
         file.unlink()
@@ -38,7 +34,14 @@ def config(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Config:
     return small_config(copy, toy_data, tmp_path / "run")
 
 
-@pytest.mark.parametrize("spoil", [without_weights, torn, of_another_kind, without_processor])
+def test_a_model_of_another_family_is_told_with_those_that_are_known(config: Config) -> None:
+    (config.model.model / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ContractError, match=r"its model_type is llama.*qwen3_vl") as caught:
+        load_model(config)
+    assert caught.value.where == "model.model"
+
+
+@pytest.mark.parametrize("spoil", [without_weights, torn, without_processor])
 def test_a_checkpoint_that_is_not_whole_is_told(
     config: Config, spoil: Callable[[Path], None]
 ) -> None:

@@ -131,7 +131,7 @@ def test_every_part_of_an_evaluation_leaves_the_unjudged_out() -> None:
     whole = box("sky", 0, 0, 999, 999)
     found = answers(([CAT], [CAT, whole, DOG], lists(["dog"])))
     (answer,) = found
-    assert (answer.judged, answer.match.unjudged, answer.oversized) == (2, [1], 0)
+    assert (answer.counted, answer.match.unjudged, answer.oversized) == (2, [1], 0)
     parts = Breakdown.of(found, detected(found).categories)
     assert [each.predicted for each in parts.thresholds] == [2] * 10
     assert sum(each.predicted for each in parts.sizes) == 2

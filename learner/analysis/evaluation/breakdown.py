@@ -196,7 +196,7 @@ def _descriptions(
 
 
 def _thresholds(answers: Sequence[ScoredAnswer]) -> Iterator[AtThreshold]:
-    predicted = sum(answer.judged for answer in answers)
+    predicted = sum(answer.counted for answer in answers)
     truths = sum(len(answer.ground_truth) for answer in answers)
     for place, iou in enumerate(IOU_THRESHOLDS):
         hits = sum(answer.hits_at[place] for answer in answers)

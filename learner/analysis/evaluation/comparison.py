@@ -141,7 +141,7 @@ def _counts(answers: Sequence[ScoredAnswer]) -> Totals:
     rows = [
         (
             1,
-            answer.judged,
+            answer.counted,
             len(answer.ground_truth),
             answer.duplicates,
             answer.oversized,

@@ -216,13 +216,13 @@ def precision_payload(detected: dict[Overlap, Detected]) -> Payload:
 def _loaded(files: CocoFiles) -> tuple[COCO, COCO]:
     """pycocotools writes into what it is given."""
     truth = _coco(deepcopy(files.ground_truth))
-    found = list(_judged(files, truth)) if files.federated else files.detections
+    found = list(_decided(files, truth)) if files.federated else files.detections
     if found:
         return truth, truth.loadRes(deepcopy(found))
     return truth, _coco({**truth.dataset, "annotations": []})  # loadRes fails on an empty list
 
 
-def _judged(files: CocoFiles, truth: COCO) -> Iterator[dict[str, Any]]:
+def _decided(files: CocoFiles, truth: COCO) -> Iterator[dict[str, Any]]:
     """LVIS: the first detections of an image, and of these the categories that it decides on."""
     of_image = defaultdict(list)
     for found in files.detections:

@@ -113,7 +113,7 @@ class ScoredAnswer(LoggedAnswer):
             located=len(most_pairs(iou, judged & (iou >= IOU_THRESHOLD))),
             duplicates=_duplicates(said, resolution),
             oversized=_oversized(answer),
-            precision=hits / answer.judged if answer.judged else None,
+            precision=hits / answer.counted if answer.counted else None,
             recall=hits / len(truths) if truths else None,
             f1=f1_of(answer),
         )
@@ -143,7 +143,7 @@ class Scores:
         places = range(len(IOU_THRESHOLDS))
         return cls(
             answers=len(answers),
-            predicted=sum(answer.judged for answer in answers),
+            predicted=sum(answer.counted for answer in answers),
             ground_truths=sum(len(answer.ground_truth) for answer in answers),
             hits_at=tuple(sum(answer.hits_at[place] for answer in answers) for place in places),
             located=sum(answer.located for answer in answers),

@@ -145,7 +145,7 @@ def _card(answer: LoggedAnswer, slug: str, picture: int, resolution: int) -> Car
         "f1": round(f1_of(answer), 4),
         "faults": faults_of(answer),
         "truths": len(answer.ground_truth),
-        "predicted": answer.judged + len(answer.parse.duplicates),
+        "predicted": answer.counted + len(answer.parse.duplicates),
         "hits": len(answer.hit_pairs),
         "missed": len(answer.match.false_negatives),
         "objects": [asdict(each) for each in shown_objects(answer, resolution)],
