@@ -53,7 +53,7 @@ class FormatStep:
     def __init__(self, folder: Path, name: str) -> None:
         config = _config(folder, name)
         loaded = load_model(config)
-        self._config, self._model, self._inner = config, loaded.model, loaded.inner
+        self._config, self._model = config, loaded.model
         self._samples = read_samples(config.data.train_jsonl, allow_poly=False)
         answers, order = answer_format(config), config.custom.object_field_order
         prompt = PromptEncoder(loaded.processor, config.template.prompt, None)

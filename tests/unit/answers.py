@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from learner.stages.coords import coord_token
 from learner.stages.formats.coord_json import parse_rollout
 from learner.stages.tokens import IM_END, PLACEHOLDERS, Tokenizer, decode_exactly, token_table
-from learner.types import GroundTruthObject, ParsedRollout, Shape
+from learner.types import GroundTruthObject, ParsedRollout, Role, Shape, Target
 
 CAT = GroundTruthObject("cat", Shape("bbox_2d", (10, 20, 300, 400)))
 DOG = GroundTruthObject("red dog", Shape("bbox_2d", (500, 510, 700, 710)))
@@ -45,6 +45,11 @@ def pieces(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
 
 def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return decode_exactly(tokenizer, token_ids)
+
+
+def text_in_role(tokenizer: Tokenizer, target: Target, role: Role) -> str:
+    pairs = zip(target.token_ids, target.role, strict=True)
+    return text_of(tokenizer, [token for token, own in pairs if own == role])
 
 
 def parse(

@@ -22,7 +22,7 @@ from learner.stages.targets import (
 )
 from learner.stages.tokens import IM_END, Tokenizer, token_table
 from learner.types import GroundTruthObject, ParsedRollout, Role, Sample, Shape
-from tests.unit.answers import CAT, DOG, ROOF, encode, text_of
+from tests.unit.answers import CAT, DOG, ROOF, encode, text_in_role, text_of
 from tests.unit.config_faults import changed
 from tests.unit.small_run import rollout
 
@@ -179,10 +179,7 @@ def test_an_answer_is_corrected_continued_and_closed(tokenizer: PreTrainedTokeni
     assert text_of(tokenizer, target.token_ids[:position]).endswith("<|coord_2|>\n")
     assert "cat".startswith(text_of(tokenizer, [token]))
 
-    def in_role(role: Role) -> str:
-        pairs = zip(target.token_ids, target.role, strict=True)
-        return text_of(tokenizer, [token for token, own in pairs if own == role])
-
+    in_role = partial(text_in_role, tokenizer, target)
     assert in_role(Role.MATCHED_DESC) == "cat"
     assert in_role(Role.APPENDED_DESC) == "red dog"
     assert in_role(Role.MATCHED_STRUCTURE) == "\n"

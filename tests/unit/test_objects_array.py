@@ -25,6 +25,7 @@ from tests.unit.answers import (
     FRAGMENTS,
     ROOF,
     encode,
+    text_in_role,
     text_of,
     with_placeholders,
 )
@@ -133,10 +134,7 @@ def test_an_answer_is_corrected_continued_and_closed(tokenizer: PreTrainedTokeni
     assert text_of(tokenizer, target.token_ids[:position]).endswith('"desc":"')
     assert "cat".startswith(text_of(tokenizer, [token]))
 
-    def in_role(role: Role) -> str:
-        pairs = zip(target.token_ids, target.role, strict=True)
-        return text_of(tokenizer, [token for token, own in pairs if own == role])
-
+    in_role = partial(text_in_role, tokenizer, target)
     assert in_role(Role.MATCHED_DESC) == "cat"
     assert in_role(Role.APPENDED_DESC) == "red dog"
     assert in_role(Role.CLOSURE).endswith("}" + IM_END)
