@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import (
+    AutoConfig,
     AutoProcessor,
     BaseImageProcessor,
     Qwen3VLForConditionalGeneration,
@@ -30,6 +31,7 @@ from learner.stages.coords import COORD_BINS
 from learner.types import GroundTruthObject, Sample
 from shared_contracts.errors import ContractError
 
+FAMILY = "qwen3_vl"
 BATCH = 16
 LEARNING_RATE = 1.5e-3
 WARMUP_STEPS = 100
@@ -63,8 +65,10 @@ def pretrain_vision(
     tell: is given the number of the step and the losses since it was called last.
 
     Raises:
-        ContractError: the images differ in size, or `out` is not empty.
+        ContractError: a model of another family, a sample that has not one image, images that
+            differ in size, or `out` is not empty.
     """
+    _check(model, samples)
     with publish_directory(out) as part, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         whole = Qwen3VLForConditionalGeneration.from_pretrained(model)
@@ -74,6 +78,23 @@ def pretrain_vision(
         _train(_Detector(whole, len(scenes.descriptions)), scenes, steps, tell)
         whole.save_pretrained(part)
         processor.save_pretrained(part)
+
+
+def _check(model: Path, samples: Sequence[Sample]) -> None:
+    found = AutoConfig.from_pretrained(model).model_type
+    if found != FAMILY:
+        raise ContractError(
+            "toy pretrain-vision --model",
+            f"{model} is a {found}",
+            f"Give a {FAMILY}, as learner toy make-model makes it without --family",
+        )
+    for sample in samples:
+        if len(sample.images) != 1:
+            raise ContractError(
+                sample.sample_id,
+                f"{len(sample.images)} images, where the vision tower learns from one",
+                "Give scenes of one toy world",
+            )
 
 
 class _Scenes(NamedTuple):
@@ -100,7 +121,7 @@ class _Scenes(NamedTuple):
             patches.append(seen["pixel_values"].half())
             grids.append(seen["image_grid_thw"])
         if len({tuple(grid.flatten().tolist()) for grid in grids}) > 1:
-            do = "Give scenes of one toy world."
+            do = "Give scenes of one toy world"
             raise ContractError("toy pretrain-vision --data", "images of different sizes", do)
         side = int(grids[0][0, 1]) // merge
         descriptions = sorted({each.desc for sample in samples for each in sample.objects})
