@@ -1,12 +1,12 @@
 """Does channel B pay? Every part of the method against channel A alone, on the crowded world.
 
-    .venv/bin/python -m benchmarks.method --out FOLDER [--seeds 0 1] [--arms a_alone clean_ul]
+    .venv/bin/python -m benchmarks.method --out FOLDER [--plan small] [--seeds 0 1] [--arms clean]
 
-One model learns to see (`learner toy pretrain-vision`) and to find what it names (distinct scenes).
-From there each seed learns crowded scenes in channel A until its scores stand still. From this
-checkpoint every arm (`method_parts/arms.py`) makes the same number of
-optimizer steps on the same samples, and is evaluated on scenes that nothing was tuned on. Each arm
-is held against channel A alone of its seed, at equal steps and at equal time.
+One model learns to see (`learner toy pretrain-vision`), to find what it names (distinct scenes) and
+crowded scenes, in channel A. From there each seed goes on while the learning rate falls to zero.
+From its checkpoint every arm (`method_parts/arms.py`) makes the same number of optimizer steps on
+the same samples, and is evaluated on scenes that nothing was tuned on. Each arm is held against
+channel A alone of its seed, at equal steps and at equal time.
 
 What has ended is not run again: give the same folder to go on after an interruption. Two commands
 with other seeds may share a folder, if the first one has made the worlds and the first model.
@@ -31,8 +31,7 @@ from benchmarks.method_parts.arms import (
     ARMS,
     BASE,
     DRAWN,
-    FULL,
-    QUICK,
+    PLANS,
     TITLES,
     Arm,
     Place,
@@ -60,6 +59,7 @@ from learner.models.toy import make_model
 from learner.models.toy_vision import pretrain_vision
 from learner.rollout.server_process import ServerProcess, free_ports
 from learner.runs.atomic_files import publish_directory, publish_text
+from learner.runs.run_folder import RUN
 from learner.training.channels import ChannelB
 from learner.training.start_checks import check_inputs, generates, reach_servers
 from learner.training.train import train
@@ -70,6 +70,7 @@ SERVER_START_S = 600.0
 TUNED_SEED, DECIDING_SEED = 0, 1
 # Scenes of the picture.
 SHOWN_PLACES = (0, 1, 2, 3)
+CONSTANT = "constant_with_warmup"
 NOWHERE = "http://127.0.0.1:1"
 
 
@@ -88,7 +89,7 @@ class Experiment:
             return
         self._make_worlds()
         self._pretrain()
-        self._learn_distinct()
+        self._learn_in_common()
         with ExitStack() as stack:
             servers = self._start({arm.guard for _, arm in left}, stack)
             for seed, arm in left:
@@ -139,26 +140,32 @@ class Experiment:
             random, samples, model, steps, 0, lambda step, lost: print(lost.told(step, steps))
         )
 
-    def _learn_distinct(self) -> None:
-        config = partial(base_config, "crowded_distinct", self._plan.distinct_steps, 0)
-        self._train_once("distinct scenes", self._out / "distinct_run", "distinct", config)
+    def _learn_in_common(self) -> None:
+        distinct, crowded = self._out / "distinct_run", self._out / "crowded_run"
+        plan, name = self._plan, "crowded_distinct"
+        config = partial(base_config, name, plan.distinct_steps, 0, CONSTANT)
+        self._train_once("distinct scenes", distinct, "distinct", self._out / "model", config)
+        name = "crowded_warmup"
+        config = partial(base_config, name, plan.crowded_steps, 0, CONSTANT)
+        self._train_once("crowded scenes", crowded, "crowded", distinct, config)
 
     def _converge(self, seed: int) -> None:
-        config = partial(base_config, "crowded_warmup", self._plan.base_steps, seed)
-        self._train_once(
-            f"seed {seed}, channel A until it stands still",
-            self._folder("base", seed),
-            "crowded",
-            config,
-        )
+        what = f"seed {seed}, learning rate falls to zero"
+        folder, before = self._folder("base", seed), self._out / "crowded_run"
+        config = partial(base_config, "crowded_warmup", self._plan.base_steps, seed, "cosine")
+        self._train_once(what, folder, "crowded", before, config)
 
-    def _train_once(self, what: str, folder: Path, world: str, config: "partial[Config]") -> None:
-        """A run without answers, from the model of the run before it, unless it has ended."""
+    def _train_once(
+        self, what: str, folder: Path, world: str, before: Path, config: "partial[Config]"
+    ) -> None:
+        """A run without answers, unless it has ended.
+
+        before: the run, or the model, that it starts from.
+        """
         if folder.exists():
             return
         self._console.print(f"[bold]{what}[/]")
-        distinct = self._out / "distinct_run"
-        model = self._out / "model" if folder == distinct else _last_checkpoint(distinct)
+        model = _last_checkpoint(before) if (before / RUN).exists() else before
         with publish_directory(folder) as part:
             self._train(config(self._place(model, part, world, NOWHERE)))
 
@@ -259,7 +266,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="everything goes there")
     parser.add_argument("--seeds", type=int, nargs="+", help="of the arms (default: all)")
     parser.add_argument("--arms", nargs="+", choices=TITLES, help="(default: all)")
-    parser.add_argument("--quick", action="store_true", help="one seed and few steps: a trial")
+    parser.add_argument(
+        "--plan",
+        choices=PLANS,
+        default="full",
+        help="small: one seed, in 20 minutes with one arm; trial: whether everything runs",
+    )
     parser.add_argument("--report-only", action="store_true", help="of what has ended; run nothing")
     parser.add_argument("--images", type=Path, help="folder of the pictures (default: OUT)")
     options = parser.parse_args()
@@ -267,7 +279,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     disable_progress_bar()
-    out, plan = options.out.resolve(), QUICK if options.quick else FULL
+    out, plan = options.out.resolve(), PLANS[options.plan]
     seeds = options.seeds or plan.seeds
     arms = [arm for arm in ARMS if not options.arms or arm.key in options.arms]
     try:

@@ -82,10 +82,11 @@ DRAWN = ("a_alone", "b_25", "b_75", "clean", "clean_ul")
 class Plan:
     """How much is run.
 
-    pretraining_steps: of the vision tower; distinct_steps: of channel A on distinct scenes; both
-    for all seeds. base_steps: of channel A on crowded scenes, after which a model has converged.
-    steps: of an arm. every: steps between two evaluations on `held_out` scenes. longest: steps of
-    channel A alone, whose evaluations are also compared with arms that took as much time.
+    pretraining_steps: of the vision tower; distinct_steps, crowded_steps: of channel A on distinct
+    and on crowded scenes; all for all seeds. base_steps: of channel A on crowded scenes, in which
+    the learning rate falls to zero; of each seed. steps: of an arm. every: steps between two
+    evaluations on `held_out` scenes. longest: steps of channel A alone, whose evaluations are also
+    compared with arms that took as much time.
     """
 
     seeds: tuple[int, ...]
@@ -93,14 +94,17 @@ class Plan:
     held_out: int
     pretraining_steps: int
     distinct_steps: int
+    crowded_steps: int
     base_steps: int
     steps: int
     longest: int
     every: int
 
 
-FULL = Plan((0, 1, 2, 3, 4), 4096, 256, 2400, 3000, 4000, steps=160, longest=320, every=80)
-QUICK = Plan((0,), 256, 32, 20, 20, 20, steps=8, longest=16, every=4)
+FULL = Plan((0, 1, 2, 3, 4), 4096, 256, 2400, 3000, 9000, 2000, steps=160, longest=320, every=80)
+SMALL = Plan((0,), 2048, 128, 1200, 2000, 1000, 1000, steps=60, longest=60, every=60)
+TRIAL = Plan((0,), 256, 32, 20, 20, 20, 20, steps=8, longest=16, every=4)
+PLANS = {"full": FULL, "small": SMALL, "trial": TRIAL}
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,13 @@ class Place:
     group_port: int
 
 
-def base_config(name: str, steps: int, seed: int, place: Place) -> Config:
-    """A part of the crowded demo that comes before its channel B, for a number of steps."""
-    return _config(name, seed, place, {"training": {"max_steps": steps, "save_steps": steps}})
+def base_config(name: str, steps: int, seed: int, schedule: str, place: Place) -> Config:
+    """A part of the crowded demo that comes before its channel B, for a number of steps.
+
+    schedule: of the learning rate, as in `training.lr_scheduler_type`.
+    """
+    own = {"max_steps": steps, "save_steps": steps, "lr_scheduler_type": schedule}
+    return _config(name, seed, place, {"training": own})
 
 
 def arm_config(arm: Arm, plan: Plan, seed: int, place: Place) -> Config:
