@@ -101,7 +101,7 @@ class Plan:
     every: int
 
 
-FULL = Plan((0, 1, 2, 3, 4), 4096, 256, 2400, 3000, 9000, 2000, steps=160, longest=320, every=80)
+FULL = Plan((0, 1, 2, 3, 4), 4096, 256, 2400, 3000, 9000, 2000, steps=120, longest=240, every=60)
 SMALL = Plan((0,), 2048, 128, 1200, 2000, 1000, 1000, steps=60, longest=60, every=60)
 TRIAL = Plan((0,), 256, 32, 20, 20, 20, 20, steps=8, longest=16, every=4)
 PLANS = {"full": FULL, "small": SMALL, "trial": TRIAL}

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from learner.objectives.objective import LossMetrics, Objective, Term
-from shared_contracts.strict_model import EmptySection, Refusal
+from learner.types import COORD_BINS
+from shared_contracts.strict_model import Refusal, StrictModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,18 +20,32 @@ if TYPE_CHECKING:
 LEAST_NLL = 1e-6
 
 
+class DuplicateULConfig(StrictModel):
+    radius: int | None = Field(
+        default=None,
+        ge=0,
+        lt=COORD_BINS,
+        description="only of coordinates, and with the bins within this distance counted as one "
+        "token; null: of the one token, of any kind",
+    )
+
+
 class DuplicateULModule(Objective):
     """Mean of `-log(1 - p)` over the tokens with which removed duplicates depart."""
 
     name: Literal["duplicate_ul"] = Field(
         description="unlikelihood of duplicates; needs `stage2_ab.channel_b.prefix: clean`"
     )
-    config: EmptySection = Field(description="empty")
+    config: DuplicateULConfig = Field(description="all its keys")
 
     metrics: ClassVar[LossMetrics] = {
         "departure": {"duplicate_ul": "unlikelihood of tokens that begin a duplicate"}
     }
     reads_departures: ClassVar[bool] = True
+
+    @property
+    def departure_radius(self) -> int | None:
+        return self.config.radius
 
     def terms(self, stats: ForwardStats, selection: Selection) -> Iterator[Term]:
         nll = stats.anchor.departure_nll

@@ -8,7 +8,7 @@ so the logits of more than one chunk never exist.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -82,7 +82,8 @@ class Selection:
     text_weights: (T,) cross-entropy weights, > 0.
     slot_rows: (K,); slot_bins: (K,) in [0, 999], fractions between bins allowed.
     boxes: (N, 4) indices into K, in x1, y1, x2, y2 order.
-    departure_rows: (U,); departure_tokens: (U,) token ids that removed duplicates have there.
+    departure_rows: (U,); departure_tokens, departure_targets: (U,) token ids that a removed
+        duplicate and the target have there.
     kept_rows: (R,); kept_tokens: (R,) token ids; kept_roles: (R,) `Role` values; kept_logprobs:
         (R,) by the engine. These are compared and not trained on.
     """
@@ -96,6 +97,7 @@ class Selection:
     boxes: Tensor
     departure_rows: Tensor
     departure_tokens: Tensor
+    departure_targets: Tensor
     kept_rows: Tensor
     kept_tokens: Tensor
     kept_roles: Tensor
@@ -108,15 +110,14 @@ class Selection:
         return len(self.text_rows) + len(self.slot_rows) + len(self.departure_rows)
 
 
-def select(row: Supervision, weights: Tensor, *, departures: bool = False) -> Selection:
+def select(row: Supervision, weights: Tensor, departures: Tensor) -> Selection:
     """The supervised tokens of a row.
 
-    weights: (L,) of its text tokens, 0 where none is taught. departures: those of removed
-    duplicates are read, too.
+    weights: (L,) of its text tokens, 0 where none is taught. departures: those of the row that
+    are read, (U, 2).
     """
     positions = weights.nonzero().squeeze(1)
     text_weights, roles = weights[positions], row.roles[positions]
-    left = row.departures if departures else row.departures[:0]
     return Selection(
         text_rows=positions - 1,
         text_targets=row.input_ids[positions],
@@ -125,8 +126,9 @@ def select(row: Supervision, weights: Tensor, *, departures: bool = False) -> Se
         slot_rows=row.coord_positions - 1,
         slot_bins=row.coord_bins,
         boxes=row.boxes,
-        departure_rows=left[:, 0] - 1,
-        departure_tokens=left[:, 1],
+        departure_rows=departures[:, 0] - 1,
+        departure_tokens=departures[:, 1],
+        departure_targets=row.input_ids[departures[:, 0]],
         kept_rows=row.kept_positions - 1,
         kept_tokens=row.input_ids[row.kept_positions],
         kept_roles=row.roles[row.kept_positions],
@@ -137,7 +139,7 @@ def select(row: Supervision, weights: Tensor, *, departures: bool = False) -> Se
             text=len(positions),
             slots=len(row.coord_positions),
             boxes=len(row.boxes),
-            departures=len(left),
+            departures=len(departures),
         ),
     )
 
@@ -178,8 +180,8 @@ class LogitStats(NamedTuple):
     text_mass: (T,) share of the tokens that are no coordinates in the vocabulary, in [0, 1].
     slot_lse: (K,) logsumexp over the vocabulary. Both are at the gates' temperature.
     slot_coord_logits: (K, 1000) logits as they came.
-    departure_nll: (U,) `-log p(token)` over the vocabulary, in nats.
-    kept_nll: (R,) the same of kept tokens, without gradient.
+    departure_nll: (U,) `-log p` over the vocabulary, in nats, of the token with its neighbours.
+    kept_nll: (R,) `-log p(token)` of kept tokens, without gradient.
     """
 
     text_nll: Tensor
@@ -207,12 +209,15 @@ class Reader:
 
     coord_ids: (1000,) on the device of the logits. temperature: of the gates.
     final_text: an objective looks at the text of the last of several forwards.
+    radius: of the neighbours of a coordinate with which a duplicate departs, in bins; None: a
+        duplicate may depart with any token, and none has neighbours.
     """
 
     selection: Selection
     coord_ids: Tensor
     temperature: float
     final_text: bool
+    radius: int | None
 
     def anchor(self, given: HeadInput) -> LogitStats:
         chosen = self.selection
@@ -237,10 +242,29 @@ class Reader:
         """The statistics of the text rows, of all slots, departures and kept tokens."""
         chosen = self.selection
         text, mass, slots, coord = self._read(given, text_rows, targets, chosen.slot_rows)
-        departing = self._nll(given, chosen.departure_rows, chosen.departure_tokens)
+        departing = self._departing(given)
         with torch.no_grad():
             kept = self._nll(given, chosen.kept_rows, chosen.kept_tokens)
         return LogitStats(text, mass, slots, coord, departing, kept)
+
+    def _departing(self, given: HeadInput) -> Tensor:
+        """`departure_nll` of a `LogitStats`.
+
+        The neighbours of a coordinate are the bins within the radius that are nearer to it than
+        to a coordinate that the target has in its place.
+        """
+        chosen, rows = self.selection, self.selection.departure_rows
+        if self.radius is None or not len(rows):
+            return self._nll(given, rows, chosen.departure_tokens)
+        nothing = rows[:0]
+        _, _, lse, logits = replace(self, temperature=1.0)._read(given, nothing, nothing, rows)
+        grid = torch.arange(len(self.coord_ids), device=rows.device)
+        own = chosen.departure_tokens[:, None] == self.coord_ids
+        aim = chosen.departure_targets[:, None] == self.coord_ids
+        away = (grid - own.int().argmax(1, keepdim=True)).abs()
+        nearer = away < (grid - aim.int().argmax(1, keepdim=True)).abs()
+        near = (away <= self.radius) & (nearer | ~aim.any(1, keepdim=True))
+        return lse - bounded(logits).masked_fill(~near, -torch.inf).logsumexp(-1)
 
     def _nll(self, given: HeadInput, rows: Tensor, tokens: Tensor) -> Tensor:
         """`-log p(token)` of each of (R,) rows, which may be rows of text or of slots, too."""

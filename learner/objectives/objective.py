@@ -113,6 +113,11 @@ class Objective(Entry):
         """What divides the logits of the gates; None: it has none."""
         return None
 
+    @property
+    def departure_radius(self) -> int | None:
+        """Bins around a departing coordinate that count as it; None: any token may depart."""
+        return None
+
     def conflicts(self, modules: Sequence[Objective]) -> Iterator[Refusal]:
         """Faults of its config beside the enabled modules; keys are relative to the entry."""
         return iter(())

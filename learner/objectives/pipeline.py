@@ -54,20 +54,27 @@ class Pipeline:
         self._reads_last_text = any(m.reads_last_text for m in enabled)
         of_gates = (m.gate_temperature for m in enabled)
         self._temperature = next((t for t in of_gates if t is not None), 1.0)
+        of_departures = (m.departure_radius for m in enabled)
+        self._radius = next((radius for radius in of_departures if radius is not None), None)
 
     def select(self, row: Supervision, channel: Channel) -> Selection:
         """What the declared modules are trained on in a row; no text without `token_ce`."""
-        departures = any(m.reads_departures and m.counts_in(channel) for m in self._modules)
+        departures = row.departures
+        if not any(m.reads_departures and m.counts_in(channel) for m in self._modules):
+            departures = departures[:0]
+        elif self._radius is not None:
+            coordinates = self._coord_ids.to(departures.device)
+            departures = departures[torch.isin(departures[:, 1], coordinates)]
         if self._text is None or channel not in self._text.channels:
             weights = torch.zeros(row.roles.shape, device=row.roles.device)
         else:
             weights = self._text.text_weights(row, channel)
-        return select(row, weights, departures=departures)
+        return select(row, weights, departures)
 
     def reader(self, selection: Selection) -> Reader:
         """Reads logits, (L, V), of a row for the declared modules."""
         ids = self._coord_ids.to(selection.slot_rows.device)
-        return Reader(selection, ids, self._temperature, final_text=self._reads_last_text)
+        return Reader(selection, ids, self._temperature, self._reads_last_text, radius=self._radius)
 
     def __call__(self, stats: ForwardStats, selection: Selection, channel: Channel) -> PackLoss:
         """Loss of one pack over `selection.totals`."""

@@ -14,7 +14,7 @@ from learner.objectives.bbox_geo import BboxGeoConfig, BboxGeoModule
 from learner.objectives.config import ObjectiveModule, PipelineConfig
 from learner.objectives.coord_diag import CoordDiagModule
 from learner.objectives.coord_reg import CoordRegConfig, CoordRegModule
-from learner.objectives.duplicate_ul import DuplicateULModule
+from learner.objectives.duplicate_ul import DuplicateULConfig, DuplicateULModule
 from learner.objectives.logit_stats import ForwardStats, Selection, Supervision
 from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.objectives.token_ce import TokenCEConfig, TokenCEModule
@@ -71,9 +71,10 @@ def coord_reg(
     return CoordRegModule(name="coord_reg", weight=weight, config=config, **keys)
 
 
-def duplicate_ul(weight: float = 0.6, **entry: Any) -> DuplicateULModule:
+def duplicate_ul(weight: float = 0.6, radius: int | None = None, **entry: Any) -> DuplicateULModule:
     keys = {"enabled": True, "channels": ("B",), **entry}
-    return DuplicateULModule(name="duplicate_ul", weight=weight, config=EmptySection(), **keys)
+    config = DuplicateULConfig(radius=radius)
+    return DuplicateULModule(name="duplicate_ul", weight=weight, config=config, **keys)
 
 
 def coord_diag(weight: float = 1.0, **entry: Any) -> CoordDiagModule:
@@ -88,7 +89,7 @@ def declared(
 
 
 EVERYTHING = declared(
-    token_ce(), bbox_geo(), coord_reg(), duplicate_ul(), diagnostics=[coord_diag()]
+    token_ce(), bbox_geo(), coord_reg(), duplicate_ul(radius=20), diagnostics=[coord_diag()]
 )
 # All but CIoU, whose alpha is a constant for the gradient and whose slope jumps at points.
 SMOOTH = declared(
@@ -272,7 +273,8 @@ def random_config(draw: Random) -> PipelineConfig:
         reg = reg.model_copy(update={"text_gate_weight": 0.0})
     modules: list[ObjectiveModule] = [geometry, coord_reg(reg, **entry)]
     modules += [text] if gated or draw.random() < 0.5 else []
-    modules += [duplicate_ul(**{**random_entry(draw), "channels": ("B",)})]
+    radius = draw.choice([None, None, 0, draw.randint(1, 40), 999])
+    modules += [duplicate_ul(radius=radius, **{**random_entry(draw), "channels": ("B",)})]
     return declared(*draw.sample(modules, len(modules)), diagnostics=[coord_diag()])
 
 

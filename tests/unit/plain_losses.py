@@ -14,6 +14,7 @@ from torch import Tensor
 from learner.objectives.bbox_geo import BboxGeoConfig
 from learner.objectives.config import ObjectiveModule, PipelineConfig
 from learner.objectives.coord_reg import CoordRegConfig
+from learner.objectives.duplicate_ul import DuplicateULConfig
 from learner.objectives.logit_stats import Supervision
 from learner.objectives.token_ce import TokenCEConfig
 from learner.types import Channel, Role
@@ -159,7 +160,7 @@ class Plain:
     ) -> Iterator[tuple[str, float]]:
         coord = "loss/A2_coord" if self.channel == "A" else "loss/B_coord"
         if module.name == "duplicate_ul":
-            yield "loss/B_rollout_text/duplicate_ul", self._duplicate_ul(first)
+            yield "loss/B_rollout_text/duplicate_ul", self._duplicate_ul(module.config, first)
         elif module.name == "token_ce":
             yield from self._token_ce(module.config, first, last)
         elif module.name == "bbox_geo":
@@ -207,17 +208,30 @@ class Plain:
         """(position, token) of each duplicate that unlikelihood is declared for."""
         for module in self.config.objective:
             if module.name == "duplicate_ul" and module.enabled and self.channel in module.channels:
-                return [(position, token) for position, token in self.row.departures.tolist()]
+                found = [(position, token) for position, token in self.row.departures.tolist()]
+                anything = module.config.radius is None
+                return [pair for pair in found if anything or pair[1] in self.coord_ids]
         return []
 
-    def _duplicate_ul(self, logits: Tensor) -> float:
+    def _duplicate_ul(self, config: DuplicateULConfig, logits: Tensor) -> float:
         """Mean of `-log(1 - p)`; 1 - p is the probability of all other tokens."""
-        total = 0.0
-        for position, token in self.departures():
+        total, departures = 0.0, self.departures()
+        for position, token in departures:
             log_p = log_softmax([bounded(logit) for logit in logits[position - 1].tolist()])
-            others = [value for index, value in enumerate(log_p) if index != token]
-            total -= logsumexp(others)
-        return total / max(len(self.row.departures), 1)
+            off = self._counted_as(token, int(self.row.input_ids[position]), config.radius)
+            total -= logsumexp([value for index, value in enumerate(log_p) if index not in off])
+        return total / max(len(departures), 1)
+
+    def _counted_as(self, token: int, target: int, radius: int | None) -> set[int]:
+        """The ids that are one with a departing token."""
+        if radius is None:
+            return {token}
+        own = self.coord_ids.index(token)
+        near = set(range(own - radius, own + radius + 1)) & set(range(BINS))
+        if target in self.coord_ids:
+            aim = self.coord_ids.index(target)
+            near = {bin_ for bin_ in near if abs(bin_ - own) < abs(bin_ - aim)}
+        return {self.coord_ids[bin_] for bin_ in near}
 
     # Coordinates
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from learner.config import load_mapping, parse_config
 from learner.config.rollout_matching import MatchingConfig
 from learner.objectives.duplicate_ul import LEAST_NLL, unlikelihood
+from learner.objectives.pipeline import PackLoss
 from learner.stages.clean_prefix import repeats
 from learner.stages.formats.coord_json import CoordJson, parse_rollout
 from learner.stages.matching import match_objects
@@ -24,6 +26,15 @@ from learner.stages.targets import assess, with_target
 from learner.types import AssessedRollout, Duplicate, GroundTruthObject, Role, Sample, Target
 from tests.unit.answers import CAT, DOG, coords, encode, entry, pieces, text_of
 from tests.unit.config_faults import changed, errors_of, only_error
+from tests.unit.loss_rows import (
+    COORD_IDS,
+    TEXT_IDS,
+    VOCAB,
+    Case,
+    declared,
+    duplicate_ul,
+    make_row,
+)
 from tests.unit.small_run import rollout
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -328,6 +339,43 @@ def test_unlikelihood_is_finite_however_sure_the_model_is(nll: float) -> None:
         assert given.grad.item() == pytest.approx(-1 / LEAST_NLL, rel=0.01)
 
 
+def loss_of_departure(token: int, target: int, radius: int | None) -> PackLoss:
+    """Where all tokens of a vocabulary of `VOCAB` are equally likely, in the place of `target`."""
+    row = make_row([Role.PROMPT, Role.FALSE_POSITIVE, Role.CLOSURE], [False] * 3, [], [])
+    row.input_ids[1] = target
+    row = replace(row, departures=torch.tensor([[1, token]]))
+    case = Case(declared(duplicate_ul(weight=1.0, radius=radius)), row, "B")
+    return case.loss([torch.zeros(3, VOCAB, dtype=torch.float64)])
+
+
+@pytest.mark.req("CLEAN-02")
+@pytest.mark.parametrize(
+    ("bin_", "target", "radius", "together"),
+    [
+        (300, COORD_IDS[310], None, 1),
+        (300, COORD_IDS[310], 0, 1),
+        (300, COORD_IDS[310], 4, 9),
+        (300, COORD_IDS[310], 16, 21),  # 284 to 304
+        (300, COORD_IDS[299], 16, 17),  # 300 to 316
+        (300, TEXT_IDS[0], 16, 33),
+        (998, TEXT_IDS[0], 16, 18),  # 982 to 999
+    ],
+)
+def test_bins_within_the_radius_and_nearer_than_the_target_are_one_with_a_coordinate(
+    bin_: int, target: int, radius: int | None, together: int
+) -> None:
+    loss = loss_of_departure(COORD_IDS[bin_], target, radius)
+    assert loss.total.item() == pytest.approx(-math.log(1 - together / VOCAB))
+
+
+@pytest.mark.req("CLEAN-02")
+def test_with_a_radius_a_word_is_no_departure() -> None:
+    assert loss_of_departure(TEXT_IDS[1], TEXT_IDS[0], None).total.item() > 0
+    with_radius = loss_of_departure(TEXT_IDS[1], TEXT_IDS[0], 16)
+    assert with_radius.total.item() == 0
+    assert not with_radius.atoms
+
+
 # ---- the config ----------------------------------------------------------------------
 
 DUPLICATE_UL = {
@@ -361,6 +409,15 @@ def test_unlikelihood_without_a_clean_prefix_is_refused() -> None:
     assert "prefix is verbatim: no duplicate is removed" in error.found
     assert "prefix to clean" in error.do
     parse_config(with_unlikelihood(TWO_CHANNEL, enabled=False))
+
+
+@pytest.mark.req("CLEAN-02")
+@pytest.mark.parametrize("radius", [-1, 1000, 2.5])
+def test_a_radius_that_is_no_number_of_bins_is_refused(radius: float) -> None:
+    clean = changed("stage2_ab.channel_b.prefix", "clean", TWO_CHANNEL)
+    parse_config(with_unlikelihood(clean, config={"radius": 16}))
+    error = only_error(with_unlikelihood(clean, config={"radius": radius}))
+    assert error.where.endswith(".config.radius")
 
 
 @pytest.mark.req("CLEAN-02")

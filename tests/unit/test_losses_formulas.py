@@ -185,6 +185,7 @@ def part(
         boxes=renumbered[selection.boxes[boxes]],
         departure_rows=selection.departure_rows[departures],
         departure_tokens=selection.departure_tokens[departures],
+        departure_targets=selection.departure_targets[departures],
     )
 
 
@@ -238,7 +239,9 @@ def test_a_wide_vocabulary_is_read_as_one_plain_expression(
     logits = (4 * torch.randn(len(row.roles), width, generator=draw)).to(dtype).requires_grad_()
     selection = Case(EVERYTHING, row, "A").select()
     ids = torch.tensor(COORD_IDS)
-    reading = Reader(selection, ids, temperature, final_text=True).anchor(as_given(logits))
+    reading = Reader(selection, ids, temperature, final_text=True, radius=None).anchor(
+        as_given(logits)
+    )
 
     wide = logits.detach().double().requires_grad_()
     text, slots = wide[selection.text_rows], wide[selection.slot_rows]

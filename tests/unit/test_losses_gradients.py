@@ -116,7 +116,7 @@ def test_the_pipeline_with_ciou_has_the_slope_of_the_plain_loss_in_many_directio
 
 
 def small_selection(text: Sequence[int], slots: Sequence[int]) -> Selection:
-    """Of ten rows over a vocabulary of twelve."""
+    """Of ten rows over a vocabulary of twelve. Two coordinates depart."""
     one = torch.ones(())
     return Selection(
         text_rows=torch.tensor(text, dtype=torch.long),
@@ -126,8 +126,9 @@ def small_selection(text: Sequence[int], slots: Sequence[int]) -> Selection:
         slot_rows=torch.tensor(slots, dtype=torch.long),
         slot_bins=torch.zeros(len(slots)),
         boxes=torch.zeros(0, 4, dtype=torch.long),
-        departure_rows=torch.zeros(0, dtype=torch.long),
-        departure_tokens=torch.zeros(0, dtype=torch.long),
+        departure_rows=torch.tensor(text[:2], dtype=torch.long),
+        departure_tokens=torch.tensor([11, 2][: len(text)]),
+        departure_targets=torch.tensor([3, 9][: len(text)]),
         kept_rows=torch.zeros(0, dtype=torch.long),
         kept_tokens=torch.zeros(0, dtype=torch.long),
         kept_roles=torch.zeros(0, dtype=torch.int8),
@@ -146,7 +147,8 @@ def test_a_reading_passes_gradcheck_entry_by_entry(
     temperature: float, text: list[int], slots: list[int]
 ) -> None:
     selection = small_selection(text, slots)
-    reader = Reader(selection, torch.tensor([9, 2, 11, 5, 3]), temperature, final_text=False)
+    ids = torch.tensor([9, 2, 11, 5, 3])
+    reader = Reader(selection, ids, temperature, final_text=False, radius=1)
     logits = logits_for_reading(seed=len(text)).requires_grad_()
     ways: list[Callable[[Tensor], tuple[Tensor, ...]]] = [
         lambda z: tuple(reader.anchor(as_given(z))),
