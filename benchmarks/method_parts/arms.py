@@ -84,7 +84,8 @@ class Plan:
 
     pretraining_steps: of the vision tower; distinct_steps, crowded_steps: of channel A on distinct
     and on crowded scenes; all for all seeds. base_steps: of channel A on crowded scenes, in which
-    the learning rate falls to zero; of each seed. steps: of an arm. every: steps between two
+    the learning rate falls to zero; of each seed. unlabelled: share of the objects that the
+    annotations of the seeds' own training lack. steps: of an arm. every: steps between two
     evaluations on `held_out` scenes. longest: steps of channel A alone, whose evaluations are also
     compared with arms that took as much time.
     """
@@ -99,12 +100,14 @@ class Plan:
     steps: int
     longest: int
     every: int
+    unlabelled: float = 0.0
 
 
 FULL = Plan((0, 1, 2, 3, 4), 4096, 256, 2400, 3000, 9000, 2000, steps=120, longest=240, every=60)
+UNLABELLED = replace(FULL, longest=120, unlabelled=0.3)
 SMALL = Plan((0,), 2048, 128, 1200, 2000, 1000, 1000, steps=60, longest=60, every=60)
 TRIAL = Plan((0,), 256, 32, 20, 20, 20, 20, steps=8, longest=16, every=4)
-PLANS = {"full": FULL, "small": SMALL, "trial": TRIAL}
+PLANS = {"full": FULL, "unlabelled": UNLABELLED, "small": SMALL, "trial": TRIAL}
 
 
 @dataclass(frozen=True)
