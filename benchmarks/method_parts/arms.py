@@ -61,6 +61,7 @@ ARMS = (
     Arm("b_75", "A and B, b_ratio 0.75", 0.75),
     Arm("b_25_sampled", "0.25, sampled", 0.25, sampled=True),
     Arm("clean", "0.25, clean prefix", 0.25, clean=True),
+    Arm("clean_75", "0.75, clean prefix", 0.75, clean=True),
     Arm("clean_ul", "0.25, clean prefix, unlikelihood", 0.25, clean=True, unlikelihood=True),
     Arm(
         "clean_ul_sampled",
@@ -75,7 +76,7 @@ ARMS = (
 )
 TITLES = {arm.key: arm.title for arm in ARMS}
 # Those of the picture of curves.
-DRAWN = ("a_alone", "b_25", "b_75", "clean", "clean_ul")
+DRAWN = ("a_alone", "b_25", "clean", "clean_75", "clean_ul")
 
 
 @dataclass(frozen=True)
