@@ -16,7 +16,7 @@ with other seeds may share a folder, if the first one has made the worlds and th
 import argparse
 import signal
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -258,7 +258,7 @@ def report(out: Path, images: Path) -> None:
 
 def _draw(images: Path, runs: Sequence[Run], steps: int) -> None:
     images.mkdir(parents=True, exist_ok=True)
-    seed = runs[0].seed
+    (seed, _), *_ = Counter(run.seed for run in runs).most_common()  # with the most arms
     shown = {TITLES[run.arm]: run.evaluation(steps) for run in runs if run.seed == seed}
     drawn = {key: TITLES[key] for key in DRAWN}
     (images / "method.png").write_bytes(curves_png(runs, drawn))
