@@ -148,12 +148,10 @@ class Experiment:
         )
 
     def _learn_in_common(self) -> None:
-        distinct, crowded = self._out / "distinct_run", self._out / "crowded_run"
-        plan, name = self._plan, "crowded_distinct"
-        config = partial(base_config, name, plan.distinct_steps, 0, CONSTANT)
+        distinct, crowded, plan = self._out / "distinct_run", self._out / "crowded_run", self._plan
+        config = partial(base_config, "crowded_distinct", plan.distinct_steps, 0, CONSTANT)
         self._train_once("distinct scenes", distinct, "distinct", self._out / "model", config)
-        name = "crowded_warmup"
-        config = partial(base_config, name, plan.crowded_steps, 0, CONSTANT)
+        config = partial(base_config, "crowded_warmup", plan.crowded_steps, 0, CONSTANT)
         self._train_once("crowded scenes", crowded, "crowded", distinct, config)
 
     def _converge(self, seed: int) -> None:
