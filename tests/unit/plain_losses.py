@@ -214,12 +214,13 @@ class Plain:
         return []
 
     def _duplicate_ul(self, config: DuplicateULConfig, logits: Tensor) -> float:
-        """Mean of `-log(1 - p)`; 1 - p is the probability of all other tokens."""
+        """Mean of `-log(1 - p)`; 1 - p, the probability of all other tokens, is at least 1e-6."""
         total, departures = 0.0, self.departures()
         for position, token in departures:
             log_p = log_softmax([bounded(logit) for logit in logits[position - 1].tolist()])
             off = self._counted_as(token, int(self.row.input_ids[position]), config.radius)
-            total -= logsumexp([value for index, value in enumerate(log_p) if index not in off])
+            others = logsumexp([value for index, value in enumerate(log_p) if index not in off])
+            total -= max(others, math.log(1e-6))
         return total / max(len(departures), 1)
 
     def _counted_as(self, token: int, target: int, radius: int | None) -> set[int]:
