@@ -105,7 +105,7 @@ class Plan:
 
 
 FULL = Plan((0, 1, 2, 3, 4), 4096, 256, 2400, 3000, 9000, 2000, steps=120, longest=240, every=60)
-UNLABELLED = replace(FULL, longest=120, unlabelled=0.3)
+UNLABELLED = replace(FULL, unlabelled=0.3)
 SMALL = Plan((0,), 2048, 128, 1200, 2000, 1000, 1000, steps=60, longest=60, every=60)
 TRIAL = Plan((0,), 256, 32, 20, 20, 20, 20, steps=8, longest=16, every=4)
 PLANS = {"full": FULL, "unlabelled": UNLABELLED, "small": SMALL, "trial": TRIAL}
