@@ -233,8 +233,11 @@ def _last_checkpoint(run: Path) -> Path:
     return Path(found)
 
 
-def report(out: Path, images: Path) -> None:
-    """Print the tables of docs/benchmarks.md and draw the pictures of what has ended."""
+def report(out: Path, images: Path, name: str) -> None:
+    """Print the tables of docs/benchmarks.md and draw the pictures of what has ended.
+
+    name: begins the names of the pictures.
+    """
     runs = read_runs(out, TITLES)
     alone = {run.seed: run for run in runs if run.arm == BASE.key}
     if not alone:
@@ -251,17 +254,18 @@ def report(out: Path, images: Path) -> None:
     print(f"\n{len(runs)} runs, {steps} steps, commit {', '.join(commits)}\n")
     print(score_table(equal, BASE.title), "\n")
     print(time_table(timed), "\n")
-    _draw(images, beside, steps)
+    _draw(images, name, beside, steps)
 
 
-def _draw(images: Path, runs: Sequence[Run], steps: int) -> None:
+def _draw(images: Path, name: str, runs: Sequence[Run], steps: int) -> None:
     images.mkdir(parents=True, exist_ok=True)
+    of_curves, of_scenes = images / f"{name}.png", images / f"{name}-scenes.png"
     (seed, _), *_ = Counter(run.seed for run in runs).most_common()  # with the most arms
     shown = {TITLES[run.arm]: run.evaluation(steps) for run in runs if run.seed == seed}
     drawn = {key: TITLES[key] for key in DRAWN}
-    (images / "method.png").write_bytes(curves_png(runs, drawn))
-    (images / "method-scenes.png").write_bytes(scenes_png(shown, SHOWN_PLACES))
-    print(f"{images / 'method.png'}\n{images / 'method-scenes.png'}")
+    of_curves.write_bytes(curves_png(runs, drawn))
+    of_scenes.write_bytes(scenes_png(shown, SHOWN_PLACES))
+    print(f"{of_curves}\n{of_scenes}")
 
 
 def main() -> None:
@@ -291,7 +295,8 @@ def main() -> None:
     try:
         if not options.report_only:
             Experiment(out, plan, seeds, arms).run()
-        report(out, options.images or out)
+        name = "method" if options.plan == "full" else f"method-{options.plan}"
+        report(out, options.images or out, name)
     except (ContractError, RunError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
