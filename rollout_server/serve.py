@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
+from types import FrameType
 from typing import NoReturn
 
 import uvicorn
@@ -31,7 +32,7 @@ from rollout_server.runtime.logs import take_over_torch
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import ACTIVATION
-from shared_contracts.cli import describe, exit_code
+from shared_contracts.cli import describe, exit_code, ignores_interrupts
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
@@ -44,6 +45,8 @@ ANSWERS_S = 3
 def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
     """Serve on `listener` until SIGTERM or SIGINT, then end the process.
 
+    A SIGINT that the process inherited as ignored stays ignored.
+
     Logging must be set up (`set_up_logging`), and the engine's environment be in place
     (`EnginePackage.environment`). When an engine cannot start, the process says so and ends with
     exit code 1 or 2.
@@ -52,7 +55,7 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
         take_over_torch()
     # Before uvicorn listens to signals nothing is started yet; it hands one on when it is done,
     # and by then everything is stopped.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM,) if ignores_interrupts() else (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _leave(0))
     engines = EngineLife(Pool(settings), settings.grace_seconds)
     app = create_app(engines.pool, engines.lifespan)
@@ -114,12 +117,18 @@ def _leave(code: int) -> NoReturn:
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends the calls that still run `grace_seconds` after the server was told to stop."""
+    """Ends the calls that still run `grace_seconds` after the signal to stop."""
 
     def __init__(self, config: uvicorn.Config, pool: Pool, grace_seconds: float) -> None:
         super().__init__(config)
         self._pool = pool
         self._grace_seconds = grace_seconds
+        self._ignores_interrupts = ignores_interrupts()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; uvicorn's handler of SIGTERM and SIGINT."""
+        if sig != signal.SIGINT or not self._ignores_interrupts:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()

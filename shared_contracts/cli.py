@@ -4,7 +4,6 @@ import atexit
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -15,8 +14,6 @@ from shared_contracts.machine import BY_BUS, CUDA_ORDER
 DISTRIBUTION = "rollmatch"
 BAD_INPUT = 2
 RUN_FAILED = 1
-# Until an interrupt that was lost is sent again; by then the callback that lost it has ended.
-INTERRUPT_AGAIN_S = 0.1
 # For typer: `-h` wherever `--help` is.
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
@@ -49,9 +46,11 @@ def run_program(app: Callable[[], object]) -> None:
     daemon thread that still computes would otherwise abort or block the end of the interpreter:
     it needs the interpreter's lock, and native code cannot lose its thread.
 
-    CUDA counts GPUs as nvidia-smi and the driver's folder do. An interrupt (Ctrl-C) is not lost.
+    CUDA counts GPUs as nvidia-smi and the driver's folder do. SIGTERM ends the process. SIGINT
+    (Ctrl-C) does too, unless the process inherited it as ignored (see `ignores_interrupts`).
     """
     os.environ[CUDA_ORDER] = BY_BUS
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also if it was inherited as ignored
     sys.unraisablehook = _report_unraisable
     code = RUN_FAILED
 
@@ -70,17 +69,21 @@ def run_program(app: Callable[[], object]) -> None:
 
 
 def _report_unraisable(lost: "sys.UnraisableHookArgs") -> None:
-    """Report an exception that nothing can catch, and send an interrupt again.
+    """Report an exception that no code can catch; a KeyboardInterrupt ends the process at once.
 
-    The interpreter drops what is raised in a finalizer or in a callback of a weak reference, also
-    the KeyboardInterrupt of a signal that comes meanwhile.
+    Python drops an exception that is raised in a finalizer or in a callback of a weak reference.
+    Children end with the process: each one has a parent-death signal.
     """
     if not issubclass(lost.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(lost)
         return
-    again = threading.Timer(INTERRUPT_AGAIN_S, os.kill, [os.getpid(), signal.SIGINT])
-    again.daemon = True
-    again.start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGINT)
+
+
+def ignores_interrupts() -> bool:
+    """Whether this process ignores SIGINT, as `nohup` and a script's `&` make a child do."""
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def run_cli(app: Callable[[], object]) -> None:

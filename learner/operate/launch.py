@@ -52,7 +52,7 @@ class StopAsked(Exception):
 class StopSignals:
     """Notes SIGINT, SIGTERM and SIGHUP while entered, in the main thread.
 
-    A SIGHUP that the process was started to ignore, as by nohup, stays ignored.
+    A SIGINT or SIGHUP that the process inherited as ignored, as from nohup, stays ignored.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
