@@ -1,7 +1,7 @@
 """How an answer is written: one module for each format, chosen by `custom.answer_format`.
 
 A format reads an answer strictly, continues and closes a kept prefix, and reads a finished target
-back. `docs/architecture.md` says how another one is added.
+back. CONTRIBUTING.md explains how to add another one.
 """
 
 from collections.abc import Collection, Iterable, Sequence

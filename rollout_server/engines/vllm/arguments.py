@@ -27,7 +27,7 @@ def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
         "seed": settings.seed,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
-        # What waits is taken by its turn (`routing.Turns`), not as it came.
+        # What waits is taken by its turn (`serving.infer.Turns`), not as it came.
         "scheduling_policy": "priority",
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enable_prefix_caching": settings.enable_prefix_caching,
