@@ -1,12 +1,12 @@
 # make demo    set up, then watch a toy detector being trained by rollout matching
-# make test    set up, then run all tests but the slow ones: 10 to 20 minutes on two cores
-# make test-slow  the slow ones: kills, several processes or hosts, the demo, documents' commands
-# make nightly the properties of the pure stages, each with 20,000 new examples, and random kills
+# make test    set up, then run the quick tests: minutes on two cores
+# make test-slow  tests that start engines or processes, kill them, or run the documents' commands
+# make nightly tests of hours: 20,000 new examples of each property, random kills, two hosts
 # make mutants changes the pure stages in small ways, one at a time: which do their tests not see?
 # make reliability  what docs/reliability.md tells of: hours of generated calls, fuzzing and load
 # make bench   every benchmark, hours on a quiet machine, and its table in docs/benchmarks.md
-# make lint    style, types, import contracts, private names, requirement table
-# make check   what CI runs: make lint, make test, make test-slow
+# make lint    style, types, import contracts, room budgets, requirement table, links of documents
+# make check   what CI runs: make test, make lint, make test-slow
 # make format  let ruff rewrite what it can
 # make dist    the wheel and the sdist, in dist/
 # make setup   the environment alone
@@ -19,8 +19,8 @@
 EXTRA ?= cpu
 ARGS ?=
 BIN := .venv/bin
-# Two processes run the tests, a file in one of them; each has a server that its files share.
-WORKERS ?= --numprocesses=2 --dist=loadscope --no-loadscope-reorder
+# Two processes run the tests, each file in one of them (tests/conftest.py).
+WORKERS ?= --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(WORKERS) --durations=25
 
 .PHONY: demo test test-slow nightly reliability bench check mutants lint format setup setup-dev dist
@@ -29,12 +29,13 @@ demo: setup
 	$(BIN)/learner demo $(ARGS)
 
 test: setup-dev
-	$(PYTEST) -m 'not slow' $(ARGS)
+	$(PYTEST) -m 'not slow and not nightly' $(ARGS)
 
 test-slow: setup-dev
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m 'slow and not nightly' $(ARGS)
 
 nightly: setup-dev
+	$(BIN)/python -m pytest -m nightly --timeout=0 $(ARGS)
 	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=nightly --timeout=0 $(ARGS)
 	$(BIN)/python -m pytest tests/integration/test_kills_and_resumes.py tests/integration/test_kills.py -k "random or killed or only_server" --hypothesis-profile=nightly --timeout=0
 
@@ -47,7 +48,7 @@ reliability: setup-dev
 bench: setup-dev
 	$(BIN)/python -m benchmarks $(ARGS)
 
-check: lint test test-slow
+check: test lint test-slow
 
 lint: setup-dev
 	$(BIN)/ruff check
@@ -56,6 +57,7 @@ lint: setup-dev
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/private_imports
 	$(BIN)/python scripts/req_table
+	$(BIN)/python scripts/house --check
 
 mutants: setup-dev
 	$(BIN)/mutmut run $(ARGS)

@@ -1,7 +1,4 @@
-"""Fixtures that several folders share, how hypothesis runs, and which tests stay together.
-
-A started server serves all tests of a process.
-"""
+"""Fixtures that several folders share, how hypothesis runs, and which tests one process runs."""
 
 import os
 from collections.abc import Iterator
@@ -9,18 +6,16 @@ from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 from learner.data.toy import ToyData, make_data
 from tests.contract.running_server import RunningServer, draw_scene, running_server
 from tests.contract.toy_checkpoints import make_checkpoint
 
-# How many examples a property is tried with: the same 100 in every run, the same 500 in CI, new
-# ones in every run of `pytest --hypothesis-profile=nightly`, and few for each mutant of `make
-# mutants`, of which it is enough to know that one of them fails. No deadlines: machines differ.
-settings.register_profile("local", deadline=None, derandomize=True, max_examples=100)
-settings.register_profile("ci", settings.get_profile("local"), max_examples=500)
+# How many examples a property is tried with: the same 25 in every run, the same 100 in CI, new
+# ones with `--hypothesis-profile=nightly`, and for `make mutants` enough to see one fail. No
+# deadlines: machines differ.
+settings.register_profile("local", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("ci", settings.get_profile("local"), max_examples=100)
 settings.register_profile("nightly", deadline=None, max_examples=20_000)
 settings.register_profile(
     "mutants",
@@ -37,57 +32,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-
-# Files that use one fixture which takes long to make.
-TOGETHER = {
-    "integration/test_network_cut": "hosts",
-    "integration/test_two_hosts": "hosts",
-    "docs/test_commands": "docs",
-    "docs/test_outputs": "docs",
-}
-# Files whose tests share nothing, and take a minute or more each.
-APART = ("integration/test_demo", "integration/test_launch")
-# What takes longest is started first, so that both processes end at the same time.
-FIRST = (
-    "integration/test_demo",
-    "docs",
-    "integration/test_loop",
-    "contract/test_replicas",
-    "contract/test_adapter",
-    "integration/test_backends",
-    "contract/test_repeat_terminate",
-    "integration/test_processes",
-    "integration/test_kills_and_resumes",
-    "integration/test_kills",
-    "hosts",
-    "contract/test_learner_killed",
-    "integration/test_sharded_push",
-    "integration/test_adapter_serving",
-    "integration/test_launch",
-)
+# Fixtures that take long to make. All tests that use one of them run in the same process.
+SHARED = ("server", "far", "world")
 
 
-def _group(nodeid: str) -> str:
-    file = nodeid.partition(".py::")[0].removeprefix("tests/")
-    # Two tests on the same GPUs at once would be in each other's way.
-    return "gpu" if file.startswith("gpu/") else TOGETHER.get(file, file)
-
-
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {group: place for place, group in enumerate(FIRST)}
-    items.sort(key=lambda item: order.get(_group(item.nodeid), len(order)))
-
-
-class _Together(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """The tests of a file run in one process, and so do files that share what takes long."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        group = _group(nodeid)
-        return nodeid if group in APART else group
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    return _Together(config, log)
+    """Keep the tests of a file in one process, and those of `SHARED` or `tests/gpu`, too."""
+    folder = Path(__file__).parent
+    for item in items:
+        file = item.path.relative_to(folder)
+        used = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+        # Two tests on the same GPUs at once would disturb each other.
+        group = "gpu" if file.parts[0] == "gpu" else (used or [str(file)])[0]
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
@@ -108,7 +66,7 @@ def other_tied(checkpoints: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def server(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """One server on the CPU with one replica, for every test of a process that does not stop it.
+    """One server on the CPU with one replica, for every test of a run that does not stop it.
 
     A test that pushes weights leaves it READY with those of `tied` (see `pushing`).
     """
