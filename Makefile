@@ -43,7 +43,6 @@ reliability: setup-dev
 	$(BIN)/python -m benchmarks.reliability.calls
 	$(BIN)/python -m benchmarks.reliability.parser
 	$(BIN)/python -m benchmarks.reliability.load --image docs/images/load-hour.png
-	$(BIN)/python -m benchmarks.reliability.suites
 
 bench: setup-dev
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -58,6 +57,7 @@ lint: setup-dev
 	$(BIN)/python scripts/private_imports
 	$(BIN)/python scripts/req_table
 	$(BIN)/python scripts/house --check
+	$(BIN)/python scripts/doc_links
 
 mutants: setup-dev
 	$(BIN)/mutmut run $(ARGS)

@@ -1,107 +1,136 @@
-"""The documents as a program sees them: fenced blocks, inline code, links, headings."""
+"""The fenced blocks of the documents, and a folder with a server in which their commands run."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
+from PIL import Image
+
+from learner.config import dump_mapping
+from learner.data.toy import make_data
+from learner.rollout.server_process import ServerProcess, free_ports
+from learner.runs.run_folder import RunFolder
+from tests.contract.running_server import START_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
+# The short run of `my_run.yaml`. The documents' steps and samples are replaced by its own.
+RUN = "runs/my_run"
+LAST_STEP = 4
+SAMPLE = "train.jsonl:7"
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. document: path from the root; line: of its fence; language: may be ""."""
+    """document: its path from the root. language: of the fence, perhaps ""."""
 
     document: str
-    line: int
     language: str
     text: str
 
-    def __str__(self) -> str:
-        return f"{self.document}:{self.line}"
-
     @property
-    def start(self) -> str:
-        """Its first line that is not empty: what tables name it by, since lines move."""
-        return next((line.strip() for line in self.text.splitlines() if line.strip()), "")
-
-
-@dataclass(frozen=True)
-class Inline:
-    """Inline code or the target of a link. line: where its paragraph begins."""
-
-    document: str
-    line: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.document}:{self.line}: {self.text}"
-
-
-@dataclass(frozen=True)
-class Document:
-    """anchors: of its headings, as GitHub names them. generated: by a script, from code."""
-
-    path: str
-    blocks: list[Block]
-    codes: list[Inline]
-    links: list[Inline]
-    anchors: set[str]
-    generated: bool
-
-
-def paths(root: Path = ROOT) -> list[str]:
-    """Every document, from `root`."""
-    found = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "deploy").rglob("*.md")]
-    return sorted(str(path.relative_to(root)) for path in found)
-
-
-@cache
-def read(path: str, root: Path = ROOT) -> Document:
-    return parse(path, (root / path).read_text())
-
-
-def parse(path: str, text: str) -> Document:
-    """The document of a Markdown text."""
-    document = Document(path, [], [], [], set(), "*Written by `scripts/" in text)
-    tokens = MarkdownIt("commonmark").enable("table").parse(text)
-    for place, token in enumerate(tokens):
-        line = token.map[0] + 1 if token.map else 0
-        if token.type == "fence":
-            document.blocks.append(Block(path, line, token.info.strip(), token.content))
-        elif token.type == "inline":
-            _read_inline(document, token, line)
-            if tokens[place - 1].type == "heading_open":
-                document.anchors.add(_anchor(token.content, document.anchors))
-    return document
-
-
-def documents() -> list[Document]:
-    return [read(path) for path in paths()]
+    def commands(self) -> list[str]:
+        """The commands of a shell block, without comments."""
+        commands, pending = [], ""
+        for line in self.text.replace("\\\n", " ").splitlines():
+            pending += line
+            try:
+                words = shlex.split(pending, comments=True)
+            except ValueError:  # a quote is open
+                pending += "\n"
+                continue
+            commands += [re.sub(r"\s+# .*", "", pending)] if words else []
+            pending = ""
+        return commands
 
 
 def blocks(*languages: str) -> list[Block]:
-    """The fenced blocks of all documents in these languages."""
-    return [b for document in documents() for b in document.blocks if b.language in languages]
+    """The blocks of all documents in these languages."""
+    paths = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").glob("*.md")]
+    fenced = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [
+        Block(str(path.relative_to(ROOT)), found[1], found[2])
+        for path in sorted(paths)
+        for found in fenced.finditer(path.read_text(encoding="utf-8"))
+        if found[1] in languages
+    ]
 
 
-def _read_inline(document: Document, token: Token, line: int) -> None:
-    for child in token.children or ():
-        if child.type == "code_inline":
-            document.codes.append(Inline(document.path, line, child.content))
-        elif child.type in ("link_open", "image"):
-            target = child.attrGet("href" if child.type == "link_open" else "src")
-            document.links.append(Inline(document.path, line, str(target)))
+@dataclass(frozen=True)
+class World:
+    """A folder with a model, data, YAMLs and a server."""
+
+    folder: Path
+    base_url: str
+
+    def run(self, text: str) -> "subprocess.CompletedProcess[str]":
+        """Run a command of a document, its placeholders replaced."""
+        text = text.replace("http://127.0.0.1:8000", self.base_url)
+        text = text.replace("/data/images", str(self.folder))
+        text = re.sub(r"--step \d+", f"--step {LAST_STEP}", text)
+        if SAMPLE in text:
+            (answer, *_) = RunFolder(self.folder / RUN).answers(LAST_STEP)
+            text = text.replace(SAMPLE, Path(answer.sample_id).name)
+        inherited = {k: v for k, v in os.environ.items() if k != "ROLLOUT_SERVER_TOKEN"}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.run(
+            ["bash", "-c", text],
+            cwd=self.folder,
+            env=inherited | {"PATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+
+    def write_config(self, name: str, **sections: object) -> None:
+        """A YAML that extends my_run.yaml."""
+        mapping = {"extends": str(self.folder / "my_run.yaml"), **sections}
+        (self.folder / name).write_text(dump_mapping(mapping))
 
 
-def _anchor(heading: str, taken: set[str]) -> str:
-    """How GitHub names a heading: lower case, hyphens, and a number where it comes again."""
-    words = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-    name, again = words, 0
-    while name in taken:
-        again += 1
-        name = f"{words}-{again}"
-    return name
+@contextmanager
+def open_world(folder: Path, model: Path, serve: str) -> Iterator[World]:
+    """serve: the documented command of the server."""
+    (folder / "CHECKPOINT").symlink_to(model)
+    (folder / "configs").symlink_to(ROOT / "configs")
+    Image.new("RGB", (64, 64), (90, 120, 30)).save(folder / "cat.png")
+    make_data(folder / "toy", train=200, val=20, seed=0)
+    options = serve.replace("CHECKPOINT", str(model)).replace("/data/images", str(folder)).split()
+    server = ServerProcess([*options[2:], "--kv-cache-gib", "0.125"], folder / "server.log")
+    world = World(folder, server.base_url)
+    try:
+        (folder / "my_run.yaml").write_text(dump_mapping(training(server.base_url)))
+        world.write_config("train.yaml", rollout_matching={"max_new_tokens": 80})
+        (folder / "runs" / "first").mkdir(parents=True)
+        world.write_config("runs/first/two_channel.yaml")
+        (folder / "runs" / "first" / "two_channel").symlink_to(folder / RUN)
+        server.wait_until_healthy(START_TIMEOUT_S)
+        yield world
+    finally:
+        server.stop()
+
+
+def training(base_url: str) -> dict[str, object]:
+    """The demo's warm-up with both channels and a few small steps."""
+    (group_port,) = free_ports(1)
+    servers = [{"base_url": base_url, "group_port": group_port}]
+    return {
+        "extends": "configs/demo/warmup.yaml",
+        "model": {"model": "CHECKPOINT"},
+        "data": {"train_jsonl": "toy/train.jsonl", "val_jsonl": "toy/val.jsonl"},
+        "training": {
+            "run_name": "my_run",
+            "output_dir": RUN,
+            "max_steps": LAST_STEP,
+            "save_steps": LAST_STEP,
+            "effective_batch_size": 4,
+            "resume": "auto",
+        },
+        "stage2_ab": {"schedule": {"b_ratio": 0.5}},
+        "rollout_matching": {"max_new_tokens": 16, "vllm": {"server": {"servers": servers}}},
+    }

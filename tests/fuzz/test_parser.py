@@ -1,4 +1,4 @@
-"""The fuzz target runs, and would tell of a fault."""
+"""The fuzz target runs, and finds a planted fault."""
 
 import subprocess
 import sys
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("atheris", reason="atheris has no wheel for this platform")
+
+pytestmark = pytest.mark.slow
 
 TARGET = Path(__file__).with_name("parser.py")
 
@@ -33,9 +35,9 @@ def fuzz(command: list[str], folder: Path, runs: int) -> "subprocess.CompletedPr
 
 @pytest.mark.req("PARSE-07", "APPEND-02")
 def test_the_fuzzer_finds_nothing(tmp_path: Path) -> None:
-    done = fuzz([str(TARGET)], tmp_path, runs=2000)
+    done = fuzz([str(TARGET)], tmp_path, runs=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Done 2000 runs" in done.stderr
+    assert "Done 500 runs" in done.stderr
     assert "INFO: Instrumenting learner.stages.formats.coord_json" in done.stderr
 
 

@@ -1,404 +1,468 @@
-"""deploy/ without an engine: the compose file, the image's recipe, examples, README (DEP-01).
+"""The files of deploy/ without an engine: schemas, lint, and what a deployment relies on."""
 
-Every check is seen to fail: each test of a file has one beside it in which one thing is broken.
-"""
-
+import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from learner.config import load_config
-from learner.training.run_log import software
+from rollout_server.serve import ANSWERS_S
 from rollout_server.settings.options import load_settings
+from shared_contracts.cli import BAD_INPUT
 from shared_contracts.errors import Problem
-from tests.unit.deployment import (
-    DEPLOY,
-    ROOT,
-    VARIABLES,
-    MissingVariable,
-    Service,
-    command_fault,
-    commands_in,
-    compose_faults,
-    interpolated,
-    parsed,
-    required_variables,
-    services_of,
-    shell_of,
-)
-from tests.unit.scripted_server import HangUp, Route, problem, scripted_server
+from tests.unit.deployment import DEPLOY, ROOT, Service, parsed, services_of
+from tests.unit.scripted_server import HangUp, Reply, problem, scripted_server
 
-COMPOSE = (DEPLOY / "docker-compose.yaml").read_text(encoding="utf-8")
+COMPOSE = DEPLOY / "docker-compose.yaml"
 DOCKERFILE = DEPLOY / "Dockerfile"
-README = (DEPLOY / "README.md").read_text(encoding="utf-8")
+SYSTEMD = DEPLOY / "systemd"
+SBATCH = DEPLOY / "slurm" / "train.sbatch"
+PROD = ROOT / "configs/stage2_two_channel/prod/default.yaml"
+SERVER_UNIT = SYSTEMD / "rollout-server.service"
+LEARNER_UNIT = SYSTEMD / "rollmatch-learner.service"
 EXAMPLES = sorted((DEPLOY / "config").glob("*.yaml"))
-PROGRAMS = Path(sys.executable).parent
+SCRIPTS = [
+    *(ROOT / name for name in (".ci/run", "scripts/dist", "scripts/lock", "scripts/setup")),
+    DEPLOY / "train_stage2.sh",
+    SBATCH,
+]
 
 pytestmark = pytest.mark.req("DEP-01")
 
 
-# --- docker-compose.yaml ----------------------------------------------------------------
+# --- Schema and lint ----------------------------------------------------------------------
 
-
-def servers() -> list[Service]:
-    return [service for service in services_of(COMPOSE) if service.serves]
-
-
-def test_the_compose_file_is_sound() -> None:
-    assert compose_faults(COMPOSE) == []
-
-
-def test_there_are_a_server_on_three_gpus_a_learner_on_the_fourth_and_both_on_a_cpu() -> None:
-    gpus = {service.name: service.gpu_ids for service in services_of(COMPOSE)}
-    assert gpus["server"] == ["0", "1", "2"]
-    assert gpus["learner"] == ["3"]
-    assert gpus["server-cpu"] == gpus["learner-cpu"] == []
-    profiles = {service.name: service.raw["profiles"] for service in services_of(COMPOSE)}
-    assert profiles["server"] == profiles["learner"] == ["gpu"]
-    assert profiles["server-cpu"] == profiles["learner-cpu"] == ["cpu"]
-
-
-@pytest.mark.req("FULL-07")
-@pytest.mark.parametrize("name", ["server", "learner"])
-def test_both_ends_of_a_push_between_containers_use_several_sockets(name: str) -> None:
-    """As one socket does not fill a fast network; both ends have the same number of them."""
-    (service,) = [service for service in services_of(COMPOSE) if service.name == name]
-    threads, each = (
-        int(service.raw["environment"][variable])
-        for variable in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
-    )
-    assert (threads, each) == (4, 2)
+COMPOSE_SCHEMA = "check-jsonschema --builtin-schema vendor.compose-spec"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "found"),
-    [
-        ("stop_grace_period: 60s", "stop_grace_perod: 60s", "schema"),
-        ("stop_grace_period: 60s", "stop_grace_period: 20s", "no time after --grace-seconds"),
-        ("prom/prometheus:v3.5.0", "prom/prometheus:latest", "not pinned"),
-        ("grafana/grafana:12.1.1", "grafana/grafana", "not pinned"),
-        ("${RUN_UID:-10001}:${RUN_GID:-10001}", "0:0", "runs as root"),
-        ("127.0.0.1:${HTTP_PORT:-8000}:8000", "8000:8000", "beyond the loopback"),
-        ("ROLLOUT_SERVER_TOKEN_FILE: /run/secrets/rollout_server_token", "ROLLOUT_SERVER_TOKEN: x",
-         "the environment holds ROLLOUT_SERVER_TOKEN"),
-        ("TOKEN_FILE: /run/secrets/rollout_server_token", "TOKEN_FILE: /run/secrets/other",
-         "is not told the token's file"),
-        ("--token-file=/run/secrets/rollout_server_token", "--token-file=/token", "no secret"),
-        ("--grace-seconds=30", "--grace-second=30", "No such option"),
-        ("--gpus=0,1,2", "--gpus=0,1,3", "--gpus"),
-        ("--device=cpu", "--device=gpu", "neither GPUs nor the CPU"),
-        ('device_ids: ["3"]', 'device_ids: ["2"]', "shares GPUs ['2']"),
-        ("--port=8000", "--port=8001", "listens on 8001"),
-        ("server_healthy.py\", \"http", "server_is_fine.py\", \"http", "no health check"),
-        ("start_period: 60m", "start_period: 30s", "start_period"),
-        ("condition: service_healthy", "condition: service_started", "does not wait"),
-        ("--allowed-media-dir=${IMAGES}", "--allowed-media-dir=/data", "/data is not mounted"),
-        ("target: ${IMAGES}\n    read_only: true", "target: ${IMAGES}", "not mounted read-only"),
-        ("restart: on-failure:5", "restart: always", "started again when it has finished"),
-        ("restart: on-failure:5", "restart: on-failure", "for ever after bad input"),
-        ("restart: on-failure\n", "restart: on-failure:5\n", "not started again for ever"),
-        ('entrypoint: [/usr/bin/tini, -e, "2", --]', "entrypoint: [/usr/bin/tini, --]",
-         "is started again after bad input"),
-        ("cap_drop: [ALL]", "cap_drop: [NET_RAW]", "keeps privileges"),
-        ("  read_only: true\n  # Kernels", "  # Kernels", "the image may be written"),
-    ],
-)  # fmt: skip
-def test_a_broken_compose_file_is_caught(old: str, new: str, found: str) -> None:
-    assert old in COMPOSE
-    faults = compose_faults(COMPOSE.replace(old, new))
-    assert any(found in fault for fault in faults), faults
-
-
-def test_a_variable_that_is_not_set_is_told_by_name() -> None:
-    assert required_variables(COMPOSE) == set(VARIABLES)
-    for name in VARIABLES:
-        rest = {key: value for key, value in VARIABLES.items() if key != name}
-        with pytest.raises(MissingVariable, match=f"{name}: the "):
-            interpolated(COMPOSE, rest)
-
-
-def test_every_variable_is_explained_at_the_top_of_the_file() -> None:
-    head, _, body = COMPOSE.partition("\nname: ")
-    for name in set(re.findall(r"\$\{(\w+)", body)):
-        assert re.search(rf"\b{name}\b", head), name
-
-
-def test_prometheus_and_grafana_get_files_that_name_services_and_mounts_of_compose() -> None:
-    by_name = {service.name: service.raw for service in services_of(COMPOSE)}
-    mounts = dict(
-        m.split(":")[:2] for n in ("prometheus", "grafana") for m in by_name[n]["volumes"]
+    ("linter", "file"),
+    [(COMPOSE_SCHEMA, COMPOSE), ("hadolint", DOCKERFILE), *(("shellcheck", s) for s in SCRIPTS)],
+    ids=lambda value: value.name if isinstance(value, Path) else value.split()[0],
+)
+def test_a_deployment_file_passes_its_linter(linter: str, file: Path) -> None:
+    program, *options = linter.split()
+    done = subprocess.run(
+        [Path(sys.executable).parent / program, *options, file], capture_output=True, text=True
     )
-    inside = {path: DEPLOY / source for source, path in mounts.items() if source[0] == "."}
-    scraping = yaml.safe_load((inside["/etc/prometheus"] / "prometheus.yml").read_text())
-    (job,) = scraping["scrape_configs"]
-    (target,) = job["static_configs"][0]["targets"]
-    for service in servers():
-        port = parsed(service.command)["port"]
-        assert target in [f"{name}:{port}" for name in service.host_names]
-    secret = Path(job["authorization"]["credentials_file"])
-    assert secret.name in by_name["prometheus"]["secrets"]
-    provisioning = inside["/etc/grafana/provisioning"]
-    (source,) = _yaml_of(provisioning / "datasources")["datasources"]
-    assert source["url"] == "http://prometheus:9090"
-    (provider,) = _yaml_of(provisioning / "dashboards")["providers"]
-    assert list(inside[provider["options"]["path"]].glob("*.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _yaml_of(folder: Path) -> dict[str, Any]:
-    (file,) = folder.glob("*.yaml")
-    content: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return content
+# --- Containers ---------------------------------------------------------------------------
 
 
-# --- The examples -----------------------------------------------------------------------
+def services() -> dict[str, Service]:
+    return {s.name: s for s in services_of(COMPOSE.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("name", services())
+def test_a_container_has_no_privileges_no_open_port_and_no_secret_in_its_environment(
+    name: str,
+) -> None:
+    raw = services()[name].raw
+    assert raw["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in raw["security_opt"]
+    assert re.search(r":(gpu|cpu|v?\d[\d.]+)$", raw["image"]), "the image is pinned"
+    assert all(port.startswith("127.0.0.1:") for port in raw.get("ports", []))
+    variables = raw.get("environment", {})
+    assert not [n for n in variables if "TOKEN" in n and not n.endswith("_FILE")]
+    if "user" in raw:
+        assert re.match(r"[1-9]\d*:[1-9]\d*$", raw["user"])
+    if name.startswith(("server", "learner")):
+        assert "user" in raw
+        assert raw["read_only"]
+
+
+@pytest.mark.parametrize("name", ["server", "server-cpu"])
+def test_a_server_container_has_its_token_gpus_data_and_time_to_stop(name: str) -> None:
+    service = services()[name]
+    options = parsed(service.raw["command"])
+    assert str(options["token_file"]) in service.secret_files
+    gpus = options["gpus"].split(",") if options["gpus"] else []
+    assert gpus == [str(number) for number in range(len(service.gpu_ids))]
+    assert (options["device"] == "cpu") == (gpus == [])
+    for path in map(str, [options["model"], *options["allowed_media_dir"]]):
+        assert service.binds[path]["source"] == path
+        assert service.binds[path]["read_only"]
+    stop_s = int(service.raw["stop_grace_period"].removesuffix("s"))
+    assert stop_s >= options["grace_seconds"] + ANSWERS_S + 10
+    # Restarted after a failure, but not after bad input.
+    assert service.raw["restart"] == "on-failure"
+    assert service.raw["entrypoint"] == ["/usr/bin/tini", "-e", str(BAD_INPUT), "--"]
+    _, program, url = service.raw["healthcheck"]["test"]
+    assert os.access(DEPLOY / program, os.X_OK)
+    assert program in DOCKERFILE.read_text(encoding="utf-8")
+    assert url == f"http://127.0.0.1:{options['port']}"
+
+
+@pytest.mark.parametrize(
+    ("name", "server_name"), [("learner", "server"), ("learner-cpu", "server-cpu")]
+)
+def test_a_learner_container_waits_for_its_server_and_shares_its_data_but_no_gpu(
+    name: str, server_name: str
+) -> None:
+    learner, server = services()[name], services()[server_name]
+    assert learner.raw["depends_on"] == {server_name: {"condition": "service_healthy"}}
+    assert learner.raw["profiles"] == server.raw["profiles"]
+    assert learner.raw["user"] == server.raw["user"]
+    assert bool(learner.gpu_ids) == bool(server.gpu_ids)
+    assert not set(learner.gpu_ids) & set(server.gpu_ids)
+    assert learner.raw["environment"]["ROLLOUT_SERVER_TOKEN_FILE"] in learner.secret_files
+    assert {path: learner.binds.get(path) for path in server.binds} == server.binds
+    assert re.fullmatch(r"on-failure:\d+", learner.raw["restart"])
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_reaches_the_server_of_every_profile(example: Path) -> None:
+@pytest.mark.parametrize("name", ["server", "server-cpu"])
+def test_an_example_yaml_reaches_and_configures_the_server_container(
+    name: str, example: Path
+) -> None:
+    service = services()[name]
+    options = parsed(service.raw["command"])
     config = load_config(example)
-    assert config.training.resume == "auto", "else a container that starts again is refused"
+    assert config.training.resume == "auto", "a restarted container continues the run"
     assert config.rollout_matching.vllm.server is not None
     (address,) = config.rollout_matching.vllm.server.servers
-    for service in servers():
-        options = parsed(service.command)
-        urls = [f"http://{name}:{options['port']}" for name in service.host_names]
-        assert address.base_url in urls
-        assert str(address.group_port) in service.raw["expose"]
-        assert not any(str(address.group_port) in port for port in service.published)
+    assert address.base_url in {f"http://{n}:{options['port']}" for n in service.host_names}
+    assert str(address.group_port) in service.raw["expose"]
+    given = {key: options[key] for key in ("model", "device", "grace_seconds")}
+    given["gpus"] = [int(gpu) for gpu in (options["gpus"] or "").split(",") if gpu]
+    settings = load_settings(None, given, example, {})
+    assert settings.max_num_seqs == config.rollout_matching.decode_batch_size
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_a_server_of_the_compose_file_starts_with_the_settings_of_an_example(example: Path) -> None:
-    for service in servers():
-        given = parsed(service.command)
-        options = {
-            "model": given["model"],
-            "device": given["device"],
-            "gpus": [int(gpu) for gpu in (given["gpus"] or "").split(",") if gpu],
-            "grace_seconds": given["grace_seconds"],
-        }
-        settings = load_settings(None, options, example, {})
-        assert settings.max_num_seqs == load_config(example).rollout_matching.decode_batch_size
-
-
-# --- The Dockerfile ---------------------------------------------------------------------
-
-
-def lint(dockerfile: Path) -> str:
-    done = subprocess.run([PROGRAMS / "hadolint", dockerfile], capture_output=True, text=True)
-    assert bool(done.returncode) == bool(done.stdout), done.stderr
-    return done.stdout
-
-
-def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
-    assert lint(DOCKERFILE) == ""
-
-
-def test_what_hadolint_is_told_to_ignore_is_explained() -> None:
-    lines = DOCKERFILE.read_text(encoding="utf-8").splitlines()
-    ignores = [number for number, line in enumerate(lines) if "hadolint ignore" in line]
-    assert len(ignores) == 3
-    for number in ignores:
-        assert lines[number - 1].startswith("# ")
-        assert not lines[number - 1].startswith("# ---") or "  # " in lines[number]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "rule"),
-    [
-        ("FROM ${PYTHON_IMAGE} AS system-cpu", "FROM python:latest AS system-cpu", "DL3007"),
-        ("install -y --no-install", "install --no-install", "DL3014"),
-        ('ENTRYPOINT ["/usr/bin/tini", "--"]', "ENTRYPOINT /usr/bin/tini --", "DL3025"),
-        ("WORKDIR /var", "WORKDIR var", "DL3000"),
-        ("USER ${UID}:${UID}", "USER root", "DL3002"),
-        ("# hadolint ignore=DL3008\n", "", "DL3008"),
-    ],
-)
-def test_hadolint_catches_a_broken_dockerfile(
-    tmp_path: Path, old: str, new: str, rule: str
-) -> None:
+def test_the_image_installs_hashed_packages_from_files_in_the_build_context() -> None:
     text = DOCKERFILE.read_text(encoding="utf-8")
-    assert old in text
-    (tmp_path / "Dockerfile").write_text(text.replace(old, new))
-    assert rule in lint(tmp_path / "Dockerfile")
-
-
-def recipe_faults(text: str) -> list[str]:
-    """What hadolint does not know: hashes, the stages of EXTRA, what the context has, secrets."""
-    faults = []
-    for words in re.findall(r"pip (?:(?!pip ).)*?(?= \.\n|&&|\n\n|\n[A-Z#]|\Z)", text, re.DOTALL):
-        if "install" in words and "--require-hashes" not in words and "--no-index" not in words:
-            faults.append(f"unhashed: {words}")
-    for extra in ("cpu", "gpu"):
-        if not re.search(rf"^FROM \S+ AS system-{extra}$", text, re.MULTILINE):
-            faults.append(f"no stage for {extra}")
+    installs = re.findall(r"-m pip \S+ \S+ (?:install|wheel)(?:[^\n]*\\\n)*[^\n]*", text)
+    assert len(installs) == 3
+    assert all("--require-hashes" in words or "--no-index" in words for words in installs)
     allowed = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    for line in re.findall(r"^COPY (?!--from)(?:--\S+ )*(.*) \S+$", text, re.MULTILINE):
-        for source in line.split():
-            for name in {source.replace("${EXTRA}", extra) for extra in ("cpu", "gpu")}:
-                if f"!{name}" not in allowed or not (ROOT / name).exists():
-                    faults.append(f"not in the context: {name}")
-    faults += re.findall(r"^(?:ENV|ARG).*(?:TOKEN|PASSWORD|SECRET|INDEX_URL).*", text, re.MULTILINE)
-    last = text.rpartition("\nFROM ")[2]
-    users = re.findall(r"^USER (.*)", last, re.MULTILINE)
-    if users != ["${UID}:${UID}"] or not re.search(r"^ARG UID=[1-9]\d+$", last, re.MULTILINE):
-        faults.append(f"the image's user is {users}")
-    return faults
+    copied = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.*) \S+$", text, re.MULTILINE)
+    names = [name for line in copied for name in line.replace("${EXTRA}", "cpu").split()]
+    assert "requirements/cpu.txt" in names
+    assert [n for n in names if f"!{n}" not in allowed or not (ROOT / n).exists()] == []
+    assert "*" in allowed
+    assert re.search(r"^ARG UID=[1-9]\d+$", text, re.MULTILINE)
 
 
-def test_the_image_takes_hashed_packages_known_files_and_no_secret() -> None:
-    assert recipe_faults(DOCKERFILE.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "found"),
-    [
-        (" --require-hashes", "", "unhashed"),
-        ("AS system-cpu", "AS plain", "no stage for cpu"),
-        ("COPY learner learner", "COPY runs runs", "not in the context: runs"),
-        ("ARG UID=10001", "ARG UID=0", "the image's user"),
-        ("USER ${UID}:${UID}", "", "the image's user"),
-        ("ARG EXTRA=gpu", "ARG PIP_INDEX_URL=x", "ARG PIP_INDEX_URL"),
-    ],
-)
-def test_a_recipe_that_would_not_do_is_caught(old: str, new: str, found: str) -> None:
-    text = DOCKERFILE.read_text(encoding="utf-8")
-    assert old in text
-    faults = recipe_faults(text.replace(old, new))
-    assert any(found in fault for fault in faults), faults
-
-
-def test_nothing_but_what_is_named_goes_into_the_context() -> None:
-    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    rules = [line for line in lines if line and not line.startswith("#")]
-    assert rules[0] == "*"
-    assert {rule for rule in rules[1:] if not rule.startswith("!")} == {"**/__pycache__"}
-
-
-# --- The health check -------------------------------------------------------------------
+# --- The health check ---------------------------------------------------------------------
 
 
 def healthy(base_url: str) -> tuple[int, str]:
     program = [sys.executable, str(DEPLOY / "server_healthy.py"), base_url]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stderr.strip()
-
-
-def constant(answer: object) -> Route:
-    return lambda _: answer
-
-
-def test_the_health_check_takes_a_ready_server_and_one_that_waits_for_a_push() -> None:
-    with scripted_server() as server:
-        assert healthy(server.base_url) == (0, "")
-        for kind in ("push-needed", "weights-poisoned"):
-            answer = problem(kind, "push", "replica 0")
-            server.routes["GET /health/"] = constant(answer)
-            assert healthy(f"{server.base_url}/") == (0, "")
-        assert {route for route, _ in server.calls} == {"GET /health/"}
-        assert set(server.authorizations) == {None}
-
-
-def test_the_health_check_says_what_is_wrong() -> None:
-    with scripted_server() as server:
-        server.routes["GET /health/"] = lambda _: problem("not-ready", "it starts", "replica 0")
-        code, told = healthy(server.base_url)
-        assert (code, "503" in told, "it starts" in told) == (1, True, True)
-        # Another server's problem that only speaks of one of ours.
-        other = Problem.of("internal", "urn:rollmatch:push-needed", "GET /health/")
-        server.routes["GET /health/"] = lambda _: (500, other)
-        assert healthy(server.base_url)[0] == 1
-        server.routes["GET /health/"] = lambda _: (502, "<html>")
-        assert healthy(server.base_url) == (1, "502: <html>")
-        server.routes["GET /health/"] = lambda _: HangUp()
-        assert healthy(server.base_url)[0] == 1
-        gone = server.base_url
-    assert healthy(gone)[0] == 1
-    assert "refused" in healthy(gone)[1]
-
-
-@pytest.mark.req("DEP-01", "MET-03")
-def test_a_run_needs_no_git_which_the_image_does_not_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert shutil.which("git") is None
-    assert software()["commit"] is None
-
-
-@pytest.mark.req("MET-03")
-def test_a_package_within_another_checkout_has_none_of_its_commits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for command in (
-        ["init", "-q"],
-        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x"],
-    ):
-        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
-    installed = tmp_path / ".venv" / "runlog.py"
-    installed.parent.mkdir()
-    installed.touch()
-    monkeypatch.setattr("learner.training.run_log.__file__", str(installed))
-    assert software()["commit"] is None
-
-
-# --- README and scripts -----------------------------------------------------------------
-
-
-def test_the_programs_take_every_command_of_the_readme() -> None:
-    commands = list(commands_in(shell_of(README)))
-    assert {words[1] for words in commands} == {"launch", "toy"}
-    assert [fault for words in commands if (fault := command_fault(words))] == []
+    done = subprocess.run(program, capture_output=True, text=True)
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("reply", "code", "message"),
     [
-        "rollout-server serve --modell /m",
-        "A=1 learner train --config",
-        "cd /x && /opt/bin/learner tran --config y.yaml",
-        "torchrun --no-python learner train --config a.yaml --epochs 3",
+        pytest.param(None, 0, "", id="ready"),
+        pytest.param(problem("push-needed", "push", "replica 0"), 0, "", id="push-needed"),
+        pytest.param(problem("not-ready", "it starts", "replica 0"), 1, "it starts", id="starting"),
+        pytest.param(
+            (500, Problem.of("internal", "urn:rollmatch:push-needed", "GET /health/")),
+            1,
+            "500",
+            id="another problem that quotes push-needed",
+        ),
+        pytest.param(HangUp(), 1, "", id="closed connection"),
     ],
 )
-def test_a_command_that_the_programs_do_not_take_is_caught(line: str) -> None:
-    (words,) = commands_in(line)
-    assert command_fault(words) is not None
+def test_the_health_check_accepts_a_server_that_is_ready_or_lacks_only_a_push(
+    reply: Reply, code: int, message: str
+) -> None:
+    with scripted_server() as server:
+        if reply is not None:
+            server.routes["GET /health/"] = lambda _: reply
+        found, text = healthy(server.base_url)
+        assert server.authorizations == [None]
+    assert found == code
+    assert message in text
 
 
-def test_the_readme_names_files_and_profiles_that_are_there() -> None:
-    for name in re.findall(r"deploy/[\w./-]+\w", README):
-        assert (ROOT / name).exists(), name
-    used = set(re.findall(r"--profile (\w+)", README + COMPOSE.partition("\nname: ")[0]))
-    there = {p for service in services_of(COMPOSE) for p in service.raw["profiles"]}
-    assert used == there
+# --- systemd ------------------------------------------------------------------------------
 
 
-SCRIPTS = [".ci/run", "scripts/setup", "scripts/lock", "scripts/system_packages"] + [
-    str(path.relative_to(ROOT)) for path in sorted(DEPLOY.rglob("*.s[hb]*"))
-]
+def settings_of(unit: Path) -> dict[str, list[str]]:
+    """Each key of a unit with its values in order. Continued lines are joined."""
+    lines = unit.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    pairs = [line.split("=", 1) for line in lines if re.match(r"[A-Za-z]+=", line)]
+    return {key: [value for k, value in pairs if k == key] for key, _ in pairs}
 
 
-def shell_faults(script: Path) -> str:
-    """What bash and shellcheck say of a script."""
-    done = [
-        subprocess.run([*program, script], capture_output=True, text=True)
-        for program in (["bash", "-n"], [str(PROGRAMS / "shellcheck")])
+def start_words(unit: Path) -> list[str]:
+    """ExecStart with the variables of run.env and systemd's %d filled in."""
+    (line,) = settings_of(unit)["ExecStart"]
+    text = (SYSTEMD / "run.env").read_text(encoding="utf-8")
+    values = dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
+    filled = re.sub(r"\$\{(\w+)\}", lambda match: values[match[1]], line)
+    return shlex.split(filled.replace("%d", "/run/credentials"))
+
+
+@pytest.mark.parametrize("unit", [SERVER_UNIT, LEARNER_UNIT], ids=lambda unit: unit.stem)
+def test_a_unit_is_unprivileged_and_not_restarted_after_bad_input(unit: Path) -> None:
+    settings = settings_of(unit)
+    wanted = {
+        "User": "rollmatch",
+        "Restart": "on-failure",
+        "RestartPreventExitStatus": str(BAD_INPUT),
+        "KillMode": "mixed",
+        "NoNewPrivileges": "yes",
+        "CapabilityBoundingSet": "",
+        "LoadCredential": "rollout_server_token:/etc/rollmatch/token",
+    }
+    assert {key: settings[key] for key in wanted} == {k: [v] for k, v in wanted.items()}
+    assert settings["Type"] == ["exec"], "the programs do not notify systemd"
+
+
+def test_the_units_start_a_server_and_a_learner_on_different_gpus() -> None:
+    server = parsed(start_words(SERVER_UNIT))
+    script, option, gpus, config = start_words(LEARNER_UNIT)
+    assert (option, config) == ("--train-gpus", str(server["run_config"]))
+    assert ROOT / script.removeprefix("/opt/rollmatch/") == DEPLOY / "train_stage2.sh"
+    assert not set(server["gpus"].split(",")) & set(gpus.split(","))
+    assert str(server["token_file"]) == "/run/credentials/rollout_server_token"
+    environment = settings_of(LEARNER_UNIT)["Environment"]
+    assert "ROLLOUT_SERVER_TOKEN_FILE=%d/rollout_server_token" in environment
+    stop_s = int(settings_of(SERVER_UNIT)["TimeoutStopSec"][0].removesuffix("s"))
+    assert stop_s >= server["grace_seconds"] + ANSWERS_S + 10
+    environment_file = (SYSTEMD / "run.env").read_text(encoding="utf-8")
+    assert "\nSERVER_GPUS=" not in environment_file, "the learner would start servers itself"
+
+
+@pytest.mark.skipif(
+    "CI" not in os.environ and shutil.which("systemd-analyze") is None,
+    reason="systemd-analyze is not there (Debian: apt-get install systemd)",
+)
+def test_systemd_verifies_both_units(tmp_path: Path) -> None:
+    """In a root with the targets and programs that the units name."""
+    units = tmp_path / "etc/systemd/system"
+    units.mkdir(parents=True)
+    for target in ("basic", "multi-user", "network-online", "shutdown", "sysinit", "umount"):
+        (units / f"{target}.target").write_text("[Unit]\nDescription=stub\n")
+    for name in (".venv/bin/rollout-server", "deploy/train_stage2.sh"):
+        program = tmp_path / "opt/rollmatch" / name
+        program.parent.mkdir(parents=True)
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    for unit in (SERVER_UNIT, LEARNER_UNIT):
+        shutil.copy(unit, units)
+    command = ["systemd-analyze", "verify", "--man=no", f"--root={tmp_path}"]
+    done = subprocess.run(
+        [*command, SERVER_UNIT.name, LEARNER_UNIT.name], capture_output=True, text=True
+    )
+    assert done.stdout + done.stderr == ""
+
+
+# --- Slurm: the job with substitutes for Slurm's commands and both programs ---------------
+
+SUBSTITUTES = {
+    "srun": """
+echo "srun $*" >>"$JOB_LOG"
+echo $$ >>"$JOB_TASKS"
+while [[ $1 == --* ]]; do shift; done
+SLURM_PROCID=0 exec "$@"
+""",
+    # Signals the tasks of all steps; some of them may have ended.
+    "scancel": """
+for task in $(<"$JOB_TASKS"); do kill -TERM "$task" 2>/dev/null; done
+""",
+    "scontrol": """
+if [[ $1 == show ]]; then printf 'node%s\\n' 1 2 3; else echo "scontrol $*" >>"$JOB_LOG"; fi
+""",
+    "rollout-server": """
+echo "rollout-server $*" >>"$JOB_LOG"
+trap 'echo "server stopped" >>"$JOB_LOG"; exit 0' TERM
+[[ ${SERVER_FAILS-} ]] && exit 1
+touch "$JOB_HEALTHY"
+while true; do sleep 0.1; [[ -e ${SERVER_DIES:-/nowhere} ]] && exit 1; done
+""",
+    "python3": f"""
+[[ $1 == -m ]] || exec {sys.executable} "$@"
+[[ "$2 $3" == "learner.operate.torchrun -" ]] || exit 9
+shift 3
+"""
+    + """
+trap 'echo "learner stopped" >>"$JOB_LOG"; exit 143' TERM
+echo "torchrun $*" >>"$JOB_LOG"
+cp -p "$ROLLOUT_SERVER_TOKEN_FILE" "$JOB_TOKEN"; cp "${@: -1}" "$JOB_YAML"
+echo "umask $(umask), folder $(stat -c %a "$(dirname "${@: -1}")")" >>"$JOB_LOG"
+while [[ ${LEARNER_STAYS-} ]]; do sleep 0.1; done
+exit "${LEARNER_EXIT:-0}"
+""",
+}
+
+
+@dataclass
+class Job:
+    """A job on three nodes, in its own folder."""
+
+    folder: Path
+    process: "subprocess.Popen[str]"
+
+    @property
+    def log(self) -> list[str]:
+        log = self.folder / "log"
+        return log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+
+    def logged(self, program: str) -> list[str]:
+        """The words of the one call of `program`."""
+        (line,) = (line for line in self.log if line.startswith(f"{program} "))
+        return line.split()
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and standard error of a job that left nothing behind."""
+        _, err = self.process.communicate(timeout=120)
+        assert list(self.folder.glob(".rollmatch-*")) == []
+        return self.process.returncode, err
+
+    def wait_for_the_learner(self) -> None:
+        deadline = time.monotonic() + 120
+        while not any(line.startswith("umask") for line in self.log):
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.05)
+
+
+Submit = Callable[..., Job]
+
+
+@pytest.fixture
+def submit(tmp_path: Path) -> Iterator[Submit]:
+    bin_folder = tmp_path / "checkout" / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    for name, body in SUBSTITUTES.items():
+        (bin_folder / name).write_text(f"#!/usr/bin/env bash\n{body.lstrip()}")
+        (bin_folder / name).chmod(0o755)
+    (bin_folder / "learner").symlink_to(Path(sys.executable).parent / "learner")
+    health = tmp_path / "checkout" / "deploy" / "server_healthy.py"
+    health.parent.mkdir()
+    health.write_text("import os, sys; sys.exit(not os.path.exists(os.environ['JOB_HEALTHY']))\n")
+    jobs: list[Job] = []
+
+    def start(**environment: str) -> Job:
+        given = {
+            "ROLLMATCH": str(tmp_path / "checkout"),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node[1-3]",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_GPUS_ON_NODE": "8",
+            "CHECKPOINT": "/data/model",
+            "IMAGES": "/data/images",
+            "JOB_LOG": str(tmp_path / "log"),
+            "JOB_HEALTHY": str(tmp_path / "healthy"),
+            "JOB_TASKS": str(tmp_path / "tasks"),
+            "JOB_TOKEN": str(tmp_path / "token"),
+            "JOB_YAML": str(tmp_path / "yaml"),
+        }
+        process = subprocess.Popen(
+            ["bash", SBATCH, environment.pop("YAML", PROD)],
+            env={**os.environ, **given, **environment},
+            cwd=tmp_path,
+            umask=0o022,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        jobs.append(Job(tmp_path, process))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.process.poll() is None:
+            job.process.terminate()
+            job.process.wait(timeout=60)
+
+
+@pytest.mark.slow
+def test_a_job_starts_servers_and_a_learner_and_stops_the_servers_at_its_end(
+    submit: Submit, tmp_path: Path
+) -> None:
+    job = submit(SERVER_NODES="2")
+    assert job.end() == (0, "")
+    assert "server stopped" in job.log
+    serve, learn = (line for line in job.log if line.startswith("srun"))
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=node1,node2" in serve
+    assert "--nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=node3" in learn
+    torchrun = job.logged("torchrun")
+    at = torchrun.index("--")
+    assert " ".join(torchrun[1:at]) == (
+        "--node-rank 0 --nnodes 1 --nproc-per-node 8 --master-addr node3 --master-port 29500"
+    )
+    options = parsed(job.logged("rollout-server"))
+    assert (options["gpus"], options["host"]) == ("0,1,2,3,4,5,6,7", "0.0.0.0")
+    assert options["run_config"] == parsed(torchrun[at + 1 :])["config"]
+    # The token is in a file of the user alone, and the umask of the run is unchanged.
+    token = tmp_path / "token"
+    assert len(token.read_text()) == 64
+    assert token.read_text() not in "\n".join(job.log)
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert "umask 0022, folder 700" in job.log
+    # The YAML names the nodes of the job, and a requeued job continues.
+    config, given = load_config(tmp_path / "yaml"), load_config(PROD)
+    assert config.rollout_matching.vllm.server is not None
+    servers = config.rollout_matching.vllm.server.servers
+    assert [(server.base_url, server.group_port) for server in servers] == [
+        ("http://node1:8000", 51216),
+        ("http://node2:8000", 51216),
     ]
-    return "".join(each.stdout + each.stderr for each in done)
+    assert config.training.resume == "auto"
+    assert config.stage2_ab == given.stage2_ab
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_shellcheck_finds_nothing(name: str) -> None:
-    assert shell_faults(ROOT / name) == ""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [(signal.SIGUSR1, 0), (signal.SIGTERM, 143), (None, 1)],
+    ids=["time is up", "cancelled", "servers end"],
+)
+def test_an_event_during_training_stops_both_and_only_the_end_of_the_time_requeues_the_job(
+    submit: Submit, tmp_path: Path, event: signal.Signals | None, code: int
+) -> None:
+    job = submit(LEARNER_STAYS="1", SERVER_DIES=str(tmp_path / "die"), SLURM_GPUS_ON_NODE="")
+    job.wait_for_the_learner()
+    if event is None:
+        (tmp_path / "die").touch()
+    else:
+        job.process.send_signal(event)
+    found, err = job.end()
+    assert found == code
+    assert parsed(job.logged("rollout-server"))["device"] == "cpu"
+    assert "learner stopped" in job.log
+    assert ("servers ended before the learner" in err) == (event is None)
+    assert ("server stopped" in job.log) == (event is not None)
+    assert (job.log[-1] == "scontrol requeue 7") == (event == signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("broken", ["if true; then\n", "rm -rf $1/$2\n"])
-def test_shellcheck_catches_a_broken_script(tmp_path: Path, broken: str) -> None:
-    (tmp_path / "script").write_text(f"#!/usr/bin/env bash\n{broken}")
-    assert shell_faults(tmp_path / "script") != ""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "code", "message", "log"),
+    [
+        ({"SERVER_NODES": "3"}, 2, "SERVER_NODES is 3 of 3 nodes", set()),
+        ({"CHECKPOINT": ""}, 1, "CHECKPOINT", set()),
+        ({"YAML": "gone.yaml"}, 2, "the YAML has faults", set()),
+        ({"SERVER_FAILS": "1"}, 1, "the servers did not start", {"srun", "rollout-server"}),
+    ],
+    ids=["nodes", "no checkpoint", "no YAML", "servers fail"],
+)
+def test_a_job_that_cannot_work_ends_before_the_learner(
+    submit: Submit, environment: dict[str, str], code: int, message: str, log: set[str]
+) -> None:
+    job = submit(**environment)
+    found, err = job.end()
+    assert (found, message in err) == (code, True)
+    assert {line.split()[0] for line in job.log} == log
+
+
+@pytest.mark.slow
+def test_a_job_ends_with_the_code_of_its_learner(submit: Submit) -> None:
+    assert submit(LEARNER_EXIT="3").end()[0] == 3

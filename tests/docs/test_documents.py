@@ -1,0 +1,121 @@
+"""The documents' commands run, print what the documents show, and their YAML is valid."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from learner.config import load_mapping, merge, parse_config
+from learner.config.schema import Config
+from rollout_server.settings.options import ServerSettings, load_settings
+from tests.docs.documents import ROOT, Block, World, blocks, open_world
+
+SHELL = [block for block in blocks("sh") if block.document != "docs/gpu-checklist.md"]
+SERVE, TRAIN = (
+    next(c for block in SHELL for c in block.commands if all(word in c for word in words))
+    for words in (("rollout-server serve", "--device cpu"), ("learner train my_run.yaml",))
+)
+# The rest needs GPUs, docker, root, a published checkpoint, several nodes, or minutes.
+# scripts/doc_links checks its commands and options.
+RUNS = re.compile(r"(?!.*(my_run/|configs/))(curl|learner (config check|doctor|report|replay)) ")
+COMMANDS = sorted(
+    {c.replace("--config ", "") for block in SHELL for c in block.commands if RUNS.match(c)}
+)
+TRANSCRIPTS = [
+    block
+    for block in blocks("")
+    if re.match(r"\$ .*( --config train.yaml| toy/(val|train).jsonl )", block.text)
+]
+
+
+@pytest.fixture(scope="session")
+def world(toy_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """With the run of the documented training."""
+    folder = tmp_path_factory.mktemp("docs").resolve()
+    with open_world(folder, toy_checkpoint, SERVE) as world:
+        done = world.run(TRAIN)
+        assert done.returncode == 0, done.stderr
+        yield world
+
+
+@pytest.mark.slow
+@pytest.mark.req("CFG-01", "SRV-01")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_documented_command_succeeds(command: str, world: World) -> None:
+    done = world.run(command)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    if command.startswith("curl"):
+        assert "urn:rollmatch:" not in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+def test_an_answer_of_the_server_has_the_documented_fields(world: World) -> None:
+    (command,) = [c for c in COMMANDS if "/infer/" in c and '"temperature": 0' in c]
+    (shown,) = [block.text for block in blocks("json") if '"choices": [{' in block.text]
+    assert fields(json.loads(shown)) <= fields(json.loads(world.run(command).stdout))
+
+
+def fields(value: Any, path: str = "") -> set[str]:
+    """The path and type of each value in JSON."""
+    if isinstance(value, dict):
+        return {name for key in value for name in fields(value[key], f"{path}.{key}")}
+    if isinstance(value, list):
+        return {f"{path}[]", *(name for item in value for name in fields(item, f"{path}[]"))}
+    return {f"{path}: {type(value).__name__}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", TRANSCRIPTS, ids=lambda block: block.text.splitlines()[0])
+def test_a_command_prints_what_the_document_shows(block: Block, world: World) -> None:
+    """`...` stands for any lines."""
+    (command, *shown) = block.text.splitlines()
+    done = world.run(command.removeprefix("$ "))
+    lines = ("(?:.*\n)*?" if s == "..." else re.escape(s.rstrip()) + "\n" for s in shown)
+    printed = re.sub(r" +\n", "\n", done.stderr + done.stdout)
+    assert re.fullmatch("".join(lines), printed), printed
+
+
+# Text of the quoted message, command, changes of the section `training`.
+MISTAKES: list[tuple[str, str, dict[str, Any]]] = [
+    ("samples a step", TRAIN, {"effective_batch_size": 4096, "output_dir": "runs/new"}),
+    ("holds another run", TRAIN, {"resume": "never"}),
+    ("the port is in use", "rollout-server serve --model CHECKPOINT --device cpu --port 8000", {}),
+    ("is no token", "rollout-server serve --model CHECKPOINT --device cpu --host 0.0.0.0", {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.req("CFG-02")
+@pytest.mark.parametrize(("text", "command", "changes"), MISTAKES)
+def test_a_mistake_is_reported_as_the_troubleshooting_page_shows(
+    text: str, command: str, changes: dict[str, Any], world: World
+) -> None:
+    (block,) = [block for block in blocks("text") if text in block.text]
+    world.write_config("mistake.yaml", training=changes)
+    command = command.replace("my_run", "mistake")
+    done = world.run(command.replace("8000", world.base_url.rpartition(":")[2]))
+    assert done.returncode == 2
+    printed = done.stderr.replace(f"{world.folder}/", "")
+    shown, printed = (re.sub(r"\d+(?:\.\d+)*", "N", each) for each in (block.text, printed))
+    assert shown in printed, printed
+
+
+@pytest.mark.req("CFG-02")
+@pytest.mark.parametrize(
+    "block", blocks("yaml"), ids=lambda block: f"{block.document}-{block.text.splitlines()[0]}"
+)
+def test_yaml_of_a_document_is_valid(block: Block, tmp_path: Path) -> None:
+    """A part of a training YAML, or settings of a server."""
+    mapping = yaml.safe_load(block.text)
+    if mapping.keys() & {*Config.model_fields, "extends"}:
+        base = ROOT / mapping.pop("extends", "configs/demo/warmup.yaml")
+        parse_config(merge(load_mapping(base), mapping))
+    elif mapping.keys() & ServerSettings.model_fields.keys():
+        (tmp_path / "server.yaml").write_text(block.text)
+        load_settings(tmp_path / "server.yaml", {"model": str(tmp_path)}, environ={})

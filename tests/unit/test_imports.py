@@ -1,0 +1,78 @@
+"""What imports what: heavy packages are loaded late, and the import contracts find violations."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("shared_contracts", "rollout_server", "learner")
+HEAVY = {"torch", "vllm", "transformers", "fastapi"}
+
+WITHOUT_TORCH = [
+    "learner.config",
+    "learner.types",
+    "learner.rollout.distribution",
+    "learner.rollout.seeds",
+    "learner.stages.coords",
+    "learner.stages.formats.coord_json",
+    "learner.stages.matching",
+    "learner.stages.packing",
+    "learner.stages.schedule",
+    "learner.stages.targets",
+    "learner.stages.tokens",
+    "learner.stages.transport_plan",
+]
+
+
+def loaded_by(modules: list[str], packages: set[str] = HEAVY) -> set[str]:
+    """Those of `packages` that a fresh interpreter has loaded after it imported `modules`."""
+    program = f"import sys, {', '.join(modules)}\nprint(*{packages!r} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.req("ARCH-01")
+def test_shared_contracts_loads_pydantic_alone() -> None:
+    files = (ROOT / "shared_contracts").glob("*.py")
+    modules = [f"shared_contracts.{path.stem}" for path in files if path.stem != "__init__"]
+    assert "shared_contracts.errors" in modules
+    packages = HEAVY | {"httpx", "learner", "numpy", "pydantic", "rollout_server", "yaml"}
+    assert loaded_by(modules, packages) == {"pydantic"}
+
+
+@pytest.mark.req("ARCH-02")
+def test_the_stages_load_without_torch() -> None:
+    assert loaded_by(WITHOUT_TORCH) == set()
+
+
+@pytest.mark.req("ARCH-01")
+def test_the_command_lines_load_nothing_heavy() -> None:
+    assert loaded_by(["learner.cli", "rollout_server.cli"], HEAVY | {"numpy", "peft"}) == set()
+
+
+@pytest.mark.req("ARCH-01")
+def test_lint_imports_finds_violations_of_the_contracts(tmp_path: Path) -> None:
+    violations = {
+        "shared_contracts needs pydantic alone": ("shared_contracts/errors.py", "import numpy"),
+        "The two programs meet": ("learner/types.py", "import rollout_server.settings.options"),
+        "The rooms of the learner": ("learner/stages/targets.py", "import learner.training.train"),
+        "The stages of a sample": ("learner/stages/stray.py", ""),
+        "vLLM stays inside": ("rollout_server/serving/infer.py", "import vllm"),
+    }
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=lambda *_: ["__pycache__"])
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for module, statement in violations.values():
+        with (tmp_path / module).open("a") as source:
+            source.write(f"\ndef late():\n    {statement or 'pass'}\n")
+    program = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run([program, "--no-cache"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    broken = [line for line in done.stdout.splitlines() if " BROKEN" in line]
+    for contract in violations:
+        assert any(line.startswith(contract) for line in broken), done.stdout
