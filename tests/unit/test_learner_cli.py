@@ -3,33 +3,35 @@
 import inspect
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import learner.cli
 import learner.commands.run
 import learner.training.start_checks
 from learner.config import Config, dump_mapping
 from learner.data.toy import ToyData
 from learner.training.start_checks import RunInputs
+from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import Info
+from tests.unit.config_faults import changed
 from tests.unit.scripted_server import info, problem, scripted_server
 from tests.unit.small_run import small_mapping
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "vllm", "transformers", "fastapi", "numpy", "peft")
-HELP_SECONDS = 1.0
+SERVER = "rollout_matching.vllm.server"
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,47 @@ finally:
 
 
 class Run:
-    """A config file in a folder of its own, and what `learner train` says to it."""
+    """A config file in a folder of its own, and the errors of `learner train`."""
 
     def __init__(self, mapping: dict[str, Any], folder: Path) -> None:
         self.mapping = mapping
         self.folder = folder
         self.output = Path(mapping["training"]["output_dir"])
 
+    def set(self, **values: Any) -> None:
+        """Set dotted keys; `__` stands for a dot."""
+        for key, value in values.items():
+            self.mapping = changed(key.replace("__", "."), value, self.mapping)
+
+    def use_servers(self, *base_urls: str, timeout_s: float = 60.0) -> None:
+        servers = [{"base_url": url, "group_port": 51216 + i} for i, url in enumerate(base_urls)]
+        self.mapping = changed(SERVER, {"servers": servers, "timeout_s": timeout_s}, self.mapping)
+        self.set(stage2_ab__schedule__b_ratio=0.5)
+
+    def colocate(self, **vllm: Any) -> None:
+        self.set(stage2_ab__schedule__b_ratio=0.5, rollout_matching__vllm=vllm)
+
+    @property
+    def file(self) -> Path:
+        path = self.folder / "run.yaml"
+        path.write_text(dump_mapping(self.mapping))
+        return path
+
+    def errors(self) -> list[ContractError]:
+        """The errors of training in this process, before a run folder is made."""
+        with pytest.raises(ContractError) as caught:
+            learner.commands.run.train(self.file)
+        assert not self.output.exists()
+        return caught.value.errors
+
+    def error(self) -> ContractError:
+        (error,) = self.errors()
+        return error
+
     def train(self) -> Ended:
-        file = self.folder / "run.yaml"
-        file.write_text(dump_mapping(self.mapping))
-        ended = command("learner.cli", "train", "--config", str(file))
-        assert not self.output.exists(), "no run folder before the input is known to be good"
+        """Training in a process of its own."""
+        ended = command("learner.cli", "train", "--config", str(self.file))
+        assert not self.output.exists()
         return ended
 
 
@@ -92,108 +123,87 @@ def run(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Run:
     return Run(small_mapping(toy_checkpoint, toy_data, tmp_path / "out"), tmp_path)
 
 
-@pytest.fixture
-def lines(run: Run, toy_data: ToyData) -> list[dict[str, Any]]:
-    """Lines of the training file, with absolute image paths, for `write`."""
-    records = [json.loads(line) for line in toy_data.train_jsonl.read_text().splitlines()]
-    for record in records:
-        record["images"] = [str(toy_data.train_jsonl.parent / name) for name in record["images"]]
-    run.mapping["data"]["train_jsonl"] = str(run.folder / "train.jsonl")
-    return records
-
-
-def write(run: Run, lines: list[dict[str, Any]]) -> Path:
-    path = Path(run.mapping["data"]["train_jsonl"])
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+# --- Programs ---------------------------------------------------------------------------
 
 
 @pytest.mark.req("CFG-02")
-def test_unknown_keys_are_told_all_at_once(run: Run) -> None:
-    run.mapping["training"]["learning_rat"] = 1
-    run.mapping["rollout_matching"]["vllm"]["server"]["servers"][0]["unknown_flag"] = 1
+def test_bad_keys_end_training_with_all_errors_before_anything_heavy_is_loaded(run: Run) -> None:
+    run.set(training__learning_rat=1, rollout_matching__vllm__server__servers__0__unknown_flag=1)
     ended = run.train()
     assert ended.code == 2
     assert "error: training.learning_rat\n  found: unknown key (" in ended.stderr
     assert "'learning_rate'" in ended.stderr
-    assert "error: rollout_matching.vllm.server.servers[0].unknown_flag\n" in ended.stderr
+    assert f"error: {SERVER}.servers[0].unknown_flag\n" in ended.stderr
     assert ended.heavy == set()
 
 
-@pytest.mark.req("CFG-09", "CFG-10")
+@pytest.mark.req("CFG-05", "SYNC-04")
+def test_a_missing_server_ends_training_before_torch_is_loaded(run: Run) -> None:
+    with socket.socket() as taken:  # no other program can listen there
+        taken.bind(("127.0.0.1", 0))
+        base_url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        run.use_servers(base_url, timeout_s=0.5)
+        ended = run.train()
+    where, found, do = ended.parts
+    assert (ended.code, where) == (2, f"GET {base_url}/health/")
+    assert "Connection refused" in found
+    assert "rollout-server serve" in do
+    assert not ended.heavy & {"torch", "transformers"}
+
+
+@pytest.mark.req("ARCH-01", "CFG-09", "CFG-10")
 @pytest.mark.parametrize(
-    "words",
-    [("config", "show"), ("config", "check", "--keys-only"), ("preflight", "--config")],
-    ids=" ".join,
+    ("module", "words"),
+    [
+        ("learner.cli", ["train", "--help"]),
+        ("learner.cli", ["config", "schema"]),
+        ("learner.cli", ["config", "show", "configs/demo/warmup.yaml"]),
+        ("learner.cli", ["config", "check", "--keys-only", "configs/demo/warmup.yaml"]),
+        ("learner.cli", ["preflight", "--config", "configs/demo/warmup.yaml"]),
+        ("rollout_server.cli", ["serve", "--help"]),
+    ],
 )
-def test_looking_at_a_config_loads_nothing_heavy(words: tuple[str, ...]) -> None:
-    good = command("learner.cli", *words, "configs/demo/warmup.yaml")
-    assert (good.code, good.stderr, good.heavy) == (0, "", set())
-    bad = command("learner.cli", *words, "configs/none.yaml")
-    assert (bad.code, bad.heavy) == (2, set())
-    assert "error: configs/none.yaml" in bad.stderr
-
-
-@pytest.mark.req("CFG-10")
-def test_the_schema_is_made_without_anything_heavy() -> None:
-    ended = command("learner.cli", "config", "schema")
+def test_help_and_commands_about_a_config_load_nothing_heavy(module: str, words: list[str]) -> None:
+    ended = command(module, *words)
     assert (ended.code, ended.stderr, ended.heavy) == (0, "", set())
 
 
-def test_a_missing_config_is_named(tmp_path: Path) -> None:
-    ended = command("learner.cli", "train", "--config", str(tmp_path / "none.yaml"))
+@pytest.mark.req("CFG-01")
+def test_training_takes_a_file_and_no_hyperparameters() -> None:
+    assert list(inspect.signature(learner.commands.run.train).parameters) == ["file", "config"]
+    ended = command("learner.cli", "train", "--config", "x.yaml", "--learning-rate", "1")
     assert ended.code == 2
-    assert ended.parts[0] == str(tmp_path / "none.yaml")
-    assert ended.heavy == set()
+    assert "No such option" in ended.stderr
+
+
+# --- Data and model ---------------------------------------------------------------------
 
 
 @pytest.mark.req("DATA-01")
-def test_a_missing_data_file_is_named(run: Run) -> None:
-    run.mapping["data"]["train_jsonl"] = str(run.folder / "none.jsonl")
-    ended = run.train()
-    assert ended.code == 2
-    where, found, _ = ended.parts
-    assert (where, found) == (str(run.folder / "none.jsonl"), "there is no such file")
-    assert "torch" not in ended.heavy
-
-
-@pytest.mark.req("DATA-01")
-def test_a_malformed_line_is_named_by_file_and_number(
-    run: Run, lines: list[dict[str, Any]]
+@pytest.mark.parametrize(
+    ("line", "change", "found"),
+    [
+        (25, lambda lines: lines.append("{not json"), "not JSON"),
+        (2, lambda lines: lines[1].update(images=["gone.png"]), "gone.png"),
+        (3, lambda lines: lines[2]["objects"][0].update(desc="a <|im_end|> sign"), "<|im_end|>"),
+    ],
+    ids=["no JSON", "no image", "a word that ends the answer"],
+)
+def test_a_bad_line_is_refused_by_file_and_number(
+    run: Run, toy_data: ToyData, line: int, change: Callable[[list[Any]], None], found: str
 ) -> None:
-    path = write(run, lines)
-    path.write_text(path.read_text() + "{not json\n")
-    ended = run.train()
-    assert ended.code == 2
-    where, found, _ = ended.parts
-    assert where == f"{path}:{len(lines) + 1}"
-    assert found.startswith("not JSON")
-    assert "torch" not in ended.heavy
-
-
-@pytest.mark.req("DATA-01")
-def test_a_missing_image_is_named_with_its_line(run: Run, lines: list[dict[str, Any]]) -> None:
-    lines[1]["images"] = ["gone.png"]
-    path = write(run, lines)
-    ended = run.train()
-    assert ended.code == 2
-    where, found, _ = ended.parts
-    assert where == f"{path}:2"
-    assert "gone.png" in found
-    assert "torch" not in ended.heavy
-
-
-@pytest.mark.req("DATA-01")
-def test_a_description_that_would_end_the_answer_is_refused(
-    run: Run, lines: list[dict[str, Any]]
-) -> None:
-    lines[2]["objects"][0]["desc"] = "a <|im_end|> sign"
-    path = write(run, lines)
-    ended = run.train()
-    assert ended.code == 2
-    where, found, _ = ended.parts
-    assert where == f"{path}:3"
-    assert "<|im_end|>" in found
+    lines = [json.loads(text) for text in toy_data.train_jsonl.read_text().splitlines()]
+    for record in lines:
+        record["images"] = [str(toy_data.train_jsonl.parent / name) for name in record["images"]]
+    change(lines)
+    path = run.folder / "train.jsonl"
+    path.write_text(
+        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    )
+    run.set(data__train_jsonl=str(path))
+    error = run.error()
+    assert error.where == f"{path}:{line}"
+    assert found in error.found
 
 
 def without_tokens(checkpoint: Path, folder: Path, *tokens: str) -> Path:
@@ -207,88 +217,71 @@ def without_tokens(checkpoint: Path, folder: Path, *tokens: str) -> Path:
     return folder
 
 
-def test_a_model_without_coordinate_tokens_is_told_how_to_get_them(
-    run: Run, toy_checkpoint: Path
-) -> None:
+def test_a_model_without_its_special_tokens_is_refused(run: Run, toy_checkpoint: Path) -> None:
     missing = [f"<|coord_{k}|>" for k in range(3, 1000)]
-    run.mapping["model"]["model"] = str(without_tokens(toy_checkpoint, run.folder, *missing))
-    ended = run.train()
-    assert ended.code == 2
-    where, found, do = ended.parts
-    assert where == "model.model"
-    assert "lacks 997 of the 1000 coordinate tokens, first <|coord_3|>" in found
-    assert "--expand-vocab" in do
-    assert not ended.heavy & {"torch", "transformers"}
+    run.set(model__model=str(run.folder))
+    assert "config.json" in run.error().found
+    without_tokens(toy_checkpoint, run.folder, *missing)
+    error = run.error()
+    assert error.where == "model.model"
+    assert "lacks 997 of the 1000 coordinate tokens, first <|coord_3|>" in error.found
+    assert "--expand-vocab" in error.do
+    without_tokens(toy_checkpoint, run.folder, "<|im_end|>")
+    error = run.error()
+    assert (error.where, "<|im_end|>" in error.found) == ("model.model", True)
 
 
-def test_a_model_without_an_end_of_turn_is_refused(run: Run, toy_checkpoint: Path) -> None:
-    run.mapping["model"]["model"] = str(without_tokens(toy_checkpoint, run.folder, "<|im_end|>"))
-    ended = run.train()
-    assert (ended.code, ended.parts[0]) == (2, "model.model")
-    assert "<|im_end|>" in ended.parts[1]
+@pytest.mark.req("CFG-07", "PACK-01")
+def test_a_step_larger_than_the_data_and_a_buffer_smaller_than_a_step_are_refused(run: Run) -> None:
+    run.set(training__packing_buffer=3)
+    assert run.error().where == "training.packing_buffer"
+    run.set(training__packing_buffer=64, training__effective_batch_size=25)
+    error = run.error()
+    assert error.where == "training.effective_batch_size"
+    assert "there are 24" in error.found
 
 
-def test_a_model_folder_that_is_none_is_refused(run: Run) -> None:
-    run.mapping["model"]["model"] = str(run.folder)
-    ended = run.train()
-    assert (ended.code, ended.parts[0]) == (2, "model.model")
-    assert "config.json" in ended.parts[1]
+# --- GPUs and processes -----------------------------------------------------------------
 
 
-@pytest.mark.req("CFG-07")
-def test_a_step_larger_than_the_data_is_refused(run: Run) -> None:
-    run.mapping["training"]["effective_batch_size"] = 25
-    ended = run.train()
-    assert (ended.code, ended.parts[0]) == (2, "training.effective_batch_size")
-    assert "there are 24" in ended.parts[1]
-
-
-@pytest.mark.req("PACK-01")
-def test_a_buffer_smaller_than_a_step_is_refused(run: Run) -> None:
-    run.mapping["training"]["packing_buffer"] = 3
-    ended = run.train()
-    assert (ended.code, ended.parts[0]) == (2, "training.packing_buffer")
-
-
-@pytest.mark.slow
-def test_several_learner_processes_that_torchrun_has_not_started_are_refused(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.req("SYNC-01", "RES-04", "ROLL-03")
+@pytest.mark.parametrize(
+    ("vllm", "environment", "where"),
+    [
+        (None, {"WORLD_SIZE": "2"}, "WORLD_SIZE"),
+        (
+            {"enable_lora": True, "sync": {"mode": "auto"}},
+            {"WORLD_SIZE": "2"},
+            "rollout_matching.vllm.sync.mode",
+        ),
+        (
+            {"tensor_parallel_size": 2},
+            {"CUDA_VISIBLE_DEVICES": ""},
+            "rollout_matching.vllm.tensor_parallel_size",
+        ),
+    ],
+    ids=["processes without torchrun", "adapters of several processes", "more GPUs than there are"],
+)
+def test_processes_and_gpus_that_are_not_there_are_refused(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    vllm: dict[str, Any] | None,
+    environment: dict[str, str],
+    where: str,
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    ended = run.train()
-    assert (ended.code, ended.parts[0]) == (2, "WORLD_SIZE")
-
-
-def with_server(run: Run, base_url: str, timeout_s: float) -> None:
-    run.mapping["stage2_ab"]["schedule"]["b_ratio"] = 0.5
-    run.mapping["rollout_matching"]["vllm"]["server"] = {
-        "servers": [{"base_url": base_url, "group_port": 51216}],
-        "timeout_s": timeout_s,
-    }
-
-
-def colocated(run: Run, **vllm: Any) -> None:
-    run.mapping["stage2_ab"]["schedule"]["b_ratio"] = 0.5
-    run.mapping["rollout_matching"]["vllm"] = vllm
-
-
-@pytest.mark.req("ROLL-03")
-def test_a_colocated_server_on_more_gpus_than_there_are_is_refused(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    colocated(run, tensor_parallel_size=2)
-    ended = run.train()
-    assert ended.code == 2
-    assert ended.parts[0] == "rollout_matching.vllm.tensor_parallel_size"
-    assert not ended.heavy & {"torch", "transformers"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if vllm is not None:
+        run.set(tuner={"train_type": "lora", "lora_rank": 2, "lora_alpha": 4})
+        run.colocate(**vllm)
+    assert run.error().where == where
 
 
 @pytest.mark.req("ROLL-03")
 def test_beside_a_colocated_server_on_several_gpus_the_learner_sees_one(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine with three GPUs, as far as the code before torch can tell."""
+    """On a machine whose code before torch finds three GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,2")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
@@ -301,211 +294,96 @@ def test_beside_a_colocated_server_on_several_gpus_the_learner_sees_one(
         return Path(config.training.output_dir)
 
     monkeypatch.setitem(sys.modules, "learner.training.train", SimpleNamespace(train=train))
-    colocated(run)
-    file = run.folder / "run.yaml"
-    file.write_text(dump_mapping(run.mapping))
-    learner.commands.run.train(file)
+    run.colocate()
+    learner.commands.run.train(run.file)
     assert seen == [("3", (3, 1))]
 
 
-@pytest.mark.req("SYNC-01", "RES-04")
-def test_adapters_of_several_learner_processes_are_refused(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    run.mapping["tuner"] = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
-    colocated(run, enable_lora=True, sync={"mode": "auto"})
-    ended = run.train()
-    assert (ended.code, ended.parts[0]) == (2, "rollout_matching.vllm.sync.mode")
-    assert not ended.heavy & {"torch", "transformers"}
-
-
-@pytest.mark.req("SYNC-04")
-def test_a_server_that_is_not_there_is_named_in_time(run: Run) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        base_url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    with_server(run, base_url, timeout_s=0.5)
-    started = time.monotonic()
-    ended = run.train()
-    assert time.monotonic() - started < 15.0
-    assert ended.code == 2
-    where, found, do = ended.parts
-    assert where == f"GET {base_url}/health/"
-    assert "Connection refused" in found
-    assert "rollout-server serve" in do
-    assert not ended.heavy & {"torch", "transformers"}
-
-
-@pytest.mark.req("SYNC-04")
-def test_a_server_that_is_not_ready_tells_why(run: Run) -> None:
-    with scripted_server() as server:
-        server.routes["GET /health/"] = lambda _: problem(
-            "not-ready", "the engines are starting", "replicas"
-        )
-        with_server(run, server.base_url, timeout_s=0.5)
-        ended = run.train()
-    assert ended.code == 2
-    assert "the engines are starting" in ended.parts[1]
-
+# --- Servers ----------------------------------------------------------------------------
 
 GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=8, max_object_keys=40)
 OTHER_GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=8, max_object_keys=30)
-OF_LINES = GUARD.model_copy(update={"answer_format": "compact"})
+OFF = RepeatTerminateConfig()
 
 
-def against(run: Run, answer: Info) -> tuple[Ended, str]:
-    """What the learner says to a server with this `/info/`, and the server's address."""
-    with scripted_server() as server:
-        server.routes["GET /info/"] = lambda _: answer
-        with_server(run, server.base_url, timeout_s=20.0)
-        return run.train(), server.base_url
+def answer_always(answer: Info, _: Any) -> Info:
+    return answer
+
+
+def errors_against(run: Run, *answers: Info) -> list[tuple[int, str, str]]:
+    """The errors of training against servers with these `/info/`: number, key, what was found."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(scripted_server()) for _ in answers]
+        for server, answer in zip(servers, answers, strict=True):
+            server.routes["GET /info/"] = partial(answer_always, answer)
+        urls = [server.base_url for server in servers]
+        run.use_servers(*urls)
+        errors = run.errors()
+    places = [error.where.removeprefix("GET ").split("/info/ ") for error in errors]
+    return [(urls.index(u), key, e.found) for (u, key), e in zip(places, errors, strict=True)]
 
 
 @pytest.mark.req("REP-06")
+@pytest.mark.scenario("Channel-B startup fails when repeat-aware contract is enabled but inactive")
 @pytest.mark.parametrize(
-    ("ours", "answer", "there"),
+    ("ours", "answer", "theirs"),
     [
         (GUARD, info(), "guard is off"),
         (GUARD, info(GUARD, active=False), "configured but inactive"),
-        (GUARD, info(OTHER_GUARD), '"max_object_keys":30'),
-        (GUARD, info(OF_LINES), '"answer_format":"compact"'),
-        (RepeatTerminateConfig(), info(GUARD), '"max_object_keys":40'),
+        (GUARD, info(GUARD.model_copy(update={"answer_format": "compact"})), '"compact"'),
+        (OFF, info(GUARD), '"max_object_keys":40'),
     ],
-    ids=["without", "inactive", "other settings", "other format", "ours is off"],
+    ids=["without", "inactive", "other format", "ours is off"],
 )
-def test_a_server_whose_repeat_guard_is_not_ours_is_refused(
-    run: Run, ours: RepeatTerminateConfig, answer: Info, there: str
+def test_a_server_with_another_repeat_guard_is_refused(
+    run: Run, ours: RepeatTerminateConfig, answer: Info, theirs: str
 ) -> None:
-    run.mapping["rollout_matching"]["repeat_terminate"] = ours.model_dump()
-    ended, base_url = against(run, answer)
-    assert ended.code == 2
-    where, found, do = ended.parts
-    assert where == f"GET {base_url}/info/ repeat_terminate"
-    assert there in found
+    run.set(rollout_matching__repeat_terminate=ours.model_dump())
+    ((_, key, found),) = errors_against(run, answer)
+    assert (key, theirs in found) == ("repeat_terminate", True)
     assert ("repeat_terminate is off" in found) != ours.enabled
-    assert "--run-config" in do
-    assert not ended.heavy & {"torch", "transformers"}
 
 
-@pytest.mark.req("SRV-03")
-def test_a_server_that_decodes_fewer_than_the_batch_is_refused(run: Run) -> None:
-    run.mapping["rollout_matching"]["decode_batch_size"] = 12
-    ended, base_url = against(run, info(max_num_seqs=11))
-    assert ended.code == 2
-    where, found, do = ended.parts
-    assert where == f"GET {base_url}/info/ max_num_seqs"
-    assert "11" in found
-    assert "decode_batch_size 12" in found
-    assert "--run-config" in do
+@pytest.mark.req("REP-06", "SRV-03")
+def test_every_server_with_other_settings_is_reported_at_once(run: Run) -> None:
+    run.set(rollout_matching__decode_batch_size=12)
+    first, second, third = errors_against(
+        run, info(GUARD), info(OTHER_GUARD, max_num_seqs=11), info()
+    )
+    assert (first[:2], '"max_object_keys":40' in first[2]) == ((0, "repeat_terminate"), True)
+    assert (second[:2], '"max_object_keys":30' in second[2]) == ((1, "repeat_terminate"), True)
+    assert (third[:2], "decode_batch_size 12" in third[2]) == ((1, "max_num_seqs"), True)
 
 
 @pytest.mark.req("SYNC-01")
-def test_a_server_without_adapters_is_refused_only_where_one_is_pushed(run: Run) -> None:
-    run.mapping["tuner"] = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
-    vllm = run.mapping["rollout_matching"]["vllm"]
-    vllm |= {"enable_lora": True, "sync": {"mode": "auto"}}
-    run.mapping["rollout_matching"]["decode_batch_size"] = 12
-    ended, base_url = against(run, info(max_num_seqs=11))
-    told = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    lacks = f"error: GET {base_url}/info/ enable_lora"
-    assert (ended.code, told[-1]) == (2, lacks)
-    assert "auto resolves to adapter" in ended.stderr
-    for answer, mode in (
-        (info(max_num_seqs=11, enable_lora=True), "auto"),
-        (info(max_num_seqs=11), "full"),
-    ):
-        vllm["sync"] = {"mode": mode}
-        ended, _ = against(run, answer)
-        assert ended.code == 2
-        assert "enable_lora" not in ended.stderr
+@pytest.mark.parametrize(("mode", "refused"), [("auto", ["enable_lora"]), ("full", [])])
+def test_a_server_without_adapters_is_refused_only_where_they_are_pushed(
+    run: Run, mode: str, refused: list[str]
+) -> None:
+    run.set(tuner={"train_type": "lora", "lora_rank": 2, "lora_alpha": 4})
+    run.set(rollout_matching__vllm__enable_lora=True, rollout_matching__vllm__sync__mode=mode)
+    run.set(rollout_matching__decode_batch_size=12)
+    errors = errors_against(run, info(max_num_seqs=11))
+    assert [key for _, key, _ in errors] == ["max_num_seqs", *refused]
 
 
-@pytest.mark.req("REP-06")
-def test_every_server_with_other_settings_is_told_at_once(run: Run) -> None:
-    with scripted_server() as first, scripted_server() as second, scripted_server() as same:
-        first.routes["GET /info/"] = lambda _: info(GUARD)
-        second.routes["GET /info/"] = lambda _: info(OTHER_GUARD, max_num_seqs=1)
-        with_server(run, first.base_url, timeout_s=20.0)
-        run.mapping["rollout_matching"]["vllm"]["server"]["servers"] = [
-            {"base_url": server.base_url, "group_port": 51216 + i}
-            for i, server in enumerate([first, second, same])
-        ]
-        ended = run.train()
-    assert ended.code == 2
-    told = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert told == [
-        f"error: GET {first.base_url}/info/ repeat_terminate",
-        f"error: GET {second.base_url}/info/ repeat_terminate",
-        f"error: GET {second.base_url}/info/ max_num_seqs",
-    ]
-
-
-@pytest.mark.req("SRV-06")
-def test_a_server_that_wants_a_token_is_told_before_the_model_is_loaded(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.req("SYNC-04", "SRV-06")
+@pytest.mark.parametrize(
+    ("route", "answer", "message"),
+    [
+        ("GET /health/", ("not-ready", "the engines are starting", "replicas"), "are starting"),
+        ("GET /info/", ("unauthorized", "no token", "header"), "ROLLOUT_SERVER_TOKEN"),
+    ],
+)
+def test_a_server_that_is_not_ready_or_needs_a_token_is_refused(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    route: str,
+    answer: tuple[str, str, str],
+    message: str,
 ) -> None:
     monkeypatch.delenv("ROLLOUT_SERVER_TOKEN", raising=False)
     with scripted_server() as server:
-        server.routes["GET /info/"] = lambda _: problem("unauthorized", "no token", "header")
-        with_server(run, server.base_url, timeout_s=20.0)
-        ended = run.train()
-    assert ended.code == 2
-    assert "ROLLOUT_SERVER_TOKEN" in ended.parts[2]
-    assert not ended.heavy & {"torch", "transformers"}
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://127.0.0.1:port"])
-def test_an_address_with_an_impossible_port_is_refused(run: Run, url: str) -> None:
-    with_server(run, url, timeout_s=0.5)
-    ended = run.train()
-    assert ended.code == 2
-    assert ended.parts[0] == "rollout_matching.vllm.server.servers[0].base_url"
-    assert ended.heavy == set()
-
-
-def test_a_demo_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "kept").touch()
-    ended = command("learner.cli", "demo", "--out", str(tmp_path))
-    assert (ended.code, ended.parts[0]) == (2, str(tmp_path))
-    assert ended.heavy == set()
-
-
-@pytest.mark.req("ARCH-01")
-@pytest.mark.parametrize(
-    ("module", "arguments"),
-    [
-        ("learner.cli", []),
-        ("learner.cli", ["train"]),
-        ("learner.cli", ["demo"]),
-        ("learner.cli", ["toy", "make-data"]),
-        ("rollout_server.cli", []),
-        ("rollout_server.cli", ["serve"]),
-    ],
-)
-def test_help_loads_nothing_heavy(module: str, arguments: list[str]) -> None:
-    ended = command(module, *arguments, "--help")
-    assert ended.code == 0, ended.stderr
-    assert ended.heavy == set()
-
-
-@pytest.mark.parametrize("script", ["learner", "rollout-server"])
-def test_help_is_there_at_once(script: str) -> None:
-    """In processor time: other programs share the machine."""
-    path = Path(sys.executable).parent / script
-    before = processor_seconds_of_children()
-    done = subprocess.run([path, "--help"], capture_output=True, text=True, check=True)
-    assert "Usage" in done.stdout
-    assert processor_seconds_of_children() - before <= HELP_SECONDS
-
-
-def processor_seconds_of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-@pytest.mark.req("CFG-01")
-def test_training_takes_a_file_and_no_hyperparameters() -> None:
-    assert list(inspect.signature(learner.commands.run.train).parameters) == ["file", "config"]
-    ended = command("learner.cli", "train", "--config", "x.yaml", "--learning-rate", "1")
-    assert ended.code == 2
-    assert "No such option" in ended.stderr
+        server.routes[route] = lambda _: problem(*answer)
+        run.use_servers(server.base_url, timeout_s=0.5)
+        assert message in str(run.error())

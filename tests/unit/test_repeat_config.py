@@ -67,7 +67,7 @@ def test_a_wrong_variable_is_refused_by_name(variables: dict[str, str], where: s
 
 
 @pytest.mark.req("REP-04")
-def test_the_engine_never_inherits_a_guard_the_settings_do_not_ask_for(tmp_path: Path) -> None:
+def test_the_engine_inherits_no_guard_of_the_environment(tmp_path: Path) -> None:
     def engine_config(**guard: Any) -> RepeatTerminateConfig | None:
         settings = ServerSettings(
             model=tmp_path, device="cpu", repeat_terminate=RepeatTerminateConfig(**guard)
@@ -81,37 +81,28 @@ def test_the_engine_never_inherits_a_guard_the_settings_do_not_ask_for(tmp_path:
     )
 
 
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    """The toy's: no id is left, and of the reserved tokens it has `<|video_pad|>` alone."""
-    return make_toy_tokenizer()
-
-
-def add_special(tokenizer: PreTrainedTokenizerFast, *tokens: str) -> None:
+def tokenizer_with(*tokens: str) -> PreTrainedTokenizerFast:
+    """The toy's: every id is used, and `<|video_pad|>` is its one reserved token but for these."""
+    tokenizer = make_toy_tokenizer()
     special = [AddedToken(token, special=True) for token in tokens]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
+    return tokenizer
 
 
 @pytest.mark.req("REP-05")
-def test_the_sentinel_is_the_highest_id_no_token_has(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_sentinel_is_the_highest_free_id_or_else_a_reserved_token() -> None:
+    tokenizer = tokenizer_with()
     assert choose_sentinel(tokenizer, len(tokenizer) + 64) == len(tokenizer) + 63
+    video_pad = tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    assert choose_sentinel(tokenizer, len(tokenizer)) == video_pad
+    tokenizer = tokenizer_with("<|file_sep|>", "<|fim_pad|>")
+    fim_pad = tokenizer.convert_tokens_to_ids("<|fim_pad|>")
+    assert choose_sentinel(tokenizer, len(tokenizer)) == fim_pad
 
 
 @pytest.mark.req("REP-05")
-def test_without_a_free_id_the_sentinel_is_a_reserved_token(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    ids = tokenizer.convert_tokens_to_ids
-    assert choose_sentinel(tokenizer, len(tokenizer)) == ids("<|video_pad|>")
-    add_special(tokenizer, "<|file_sep|>", "<|fim_pad|>")
-    assert choose_sentinel(tokenizer, len(tokenizer)) == ids("<|fim_pad|>")
-
-
-@pytest.mark.req("REP-05")
-@pytest.mark.parametrize("use", ["template", "eos_token", "pad_token", "bos_token"])
-def test_a_token_in_use_is_no_sentinel(tokenizer: PreTrainedTokenizerFast, use: str) -> None:
-    if use == "template":
-        tokenizer.chat_template = "{{- '<|video_pad|>' -}}"
-    else:
-        setattr(tokenizer, use, "<|video_pad|>")
+@pytest.mark.parametrize("use", ["chat_template", "eos_token", "pad_token", "bos_token"])
+def test_a_token_in_use_is_no_sentinel(use: str) -> None:
+    tokenizer = tokenizer_with()
+    setattr(tokenizer, use, "<|video_pad|>")
     assert choose_sentinel(tokenizer, len(tokenizer)) is None
