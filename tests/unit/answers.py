@@ -1,6 +1,5 @@
 """Answers and ground truths to test the pure stages with."""
 
-import random
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
@@ -152,15 +151,3 @@ def braces_in(text: str) -> Iterator[tuple[int, str, int]]:
         elif char in "{}":
             depth += 1 if char == "{" else -1
             yield offset, char, depth
-
-
-def random_answer(n_objects: int, seed: int) -> list[GroundTruthObject]:
-    """Boxes with random descriptions and corners."""
-    rng = random.Random(seed)
-    answer = []
-    for _ in range(n_objects):
-        x1, x2 = sorted(rng.randrange(1000) for _ in range(2))
-        y1, y2 = sorted(rng.randrange(1000) for _ in range(2))
-        desc = rng.choice(["cat", "stop!", "toy 🚀", "猫"])
-        answer.append(GroundTruthObject(desc, Shape("bbox_2d", (x1, y1, x2, y2))))
-    return answer

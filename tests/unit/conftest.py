@@ -11,6 +11,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.tokens import IM_END
 from tests.unit.toy_bpe import train_toy_tokenizer
+from tests.unit.trained_run import trained_run as trained_run  # a fixture
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,7 @@
 """What holds of every parsed rollout and of its target, whatever the ids are."""
 
-from collections.abc import Sequence
-
-import numpy as np
-
-from learner.stages.formats.coord_json import parse_rollout
-from learner.stages.targets import build_target
 from learner.stages.tokens import Tokenizer, token_table
 from learner.types import (
-    FieldOrder,
-    GroundTruthObject,
-    MatchResult,
     ParsedObject,
     ParsedRollout,
 )
@@ -100,35 +91,3 @@ def check_object(answer: list[int], found: ParsedObject, tokenizer: Tokenizer) -
     first, last = found.desc_token_indices[0], found.desc_token_indices[-1]
     spoken = [token for token in range(first, last + 1) if text[token]]
     assert found.desc_token_indices == spoken
-
-
-def check_round_trip(
-    parsed: ParsedRollout,
-    truths: Sequence[GroundTruthObject],
-    tokenizer: Tokenizer,
-    order: FieldOrder,
-    allow_poly: bool = True,
-) -> None:
-    """With every ground truth missed, the target reads back as predictions and ground truths.
-
-    allow_poly: as `parsed` was read; without it no ground truth may be a polygon.
-    """
-    missed = MatchResult(
-        pairs=[],
-        false_positives=list(range(len(parsed.objects))),
-        false_negatives=list(range(len(truths))),
-        gated=0,
-        mask_iou=np.full((len(parsed.objects), len(truths)), np.nan),
-    )
-    target = build_target(parsed, truths, missed, tokenizer, order)
-    again = parse_rollout(target.token_ids, tokenizer, allow_poly=allow_poly)
-    n_kept = len(parsed.objects)
-    assert [(o.key, o.desc, o.shape) for o in again.objects[:n_kept]] == [
-        (o.key, o.desc, o.shape) for o in parsed.objects
-    ]
-    appended = again.objects[n_kept:]
-    assert [(o.desc, o.shape) for o in appended] == [(o.desc, o.shape) for o in truths]
-    assert [o.index for o in appended] == [
-        parsed.max_object_index + 1 + i for i in range(len(truths))
-    ]
-    assert not again.truncated

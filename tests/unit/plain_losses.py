@@ -1,7 +1,7 @@
 """The objectives as the contract words them, one token and one slot at a time, in float64.
 
-Numbers and `math`, no tensors, and nothing of `learner.objectives` but the row it is asked about:
-what is tested is held against this. A token at position p is predicted by the logits at p-1.
+The oracle of the losses: numbers and `math`, no tensors, and only the config and row types of
+`learner.objectives`. The logits at p-1 predict the token at position p.
 """
 
 import math

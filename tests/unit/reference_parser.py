@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.tokens import IM_END
+from learner.types import ParsedObject
 
 BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
 WHITE = " \t\n\r"
@@ -46,6 +47,10 @@ class Found(NamedTuple):
     coord_token_indices: list[int]
     token_span: tuple[int, int]
     desc_token_indices: list[int]
+
+
+def as_found(parsed: ParsedObject) -> Found:
+    return Found(*(getattr(parsed, name) for name in Found._fields))
 
 
 @dataclass

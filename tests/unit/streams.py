@@ -10,7 +10,7 @@ from shared_contracts.infer import RequestConfig
 
 
 def in_chunks(backend: RolloutBackend, size: int) -> Stream:
-    """The answers of `backend`, which is asked for a chunk of `size` when that is wanted."""
+    """The answers of `backend`, requested in chunks of `size`, lazily."""
 
     def answers(
         requests: Requests, config: RequestConfig

@@ -6,7 +6,6 @@ import re
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +18,12 @@ from learner.config import load_mapping, parse_config
 from learner.config.rollout_matching import MatchingConfig
 from learner.objectives.duplicate_ul import LEAST_NLL, unlikelihood
 from learner.objectives.pipeline import PackLoss
-from learner.stages.clean_prefix import repeats
-from learner.stages.formats.coord_json import CoordJson, parse_rollout
+from learner.stages.formats.coord_json import CoordJson
 from learner.stages.matching import match_objects
 from learner.stages.targets import assess, with_target
 from learner.types import AssessedRollout, Duplicate, GroundTruthObject, Role, Sample, Target
 from tests.unit.answers import CAT, DOG, coords, encode, entry, pieces, text_of
-from tests.unit.config_faults import changed, errors_of, only_error
+from tests.unit.config_faults import ALIGNED, CONFIGS, changed, errors_of, only_error
 from tests.unit.loss_rows import (
     COORD_IDS,
     TEXT_IDS,
@@ -37,7 +35,6 @@ from tests.unit.loss_rows import (
 )
 from tests.unit.small_run import rollout
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 TWO_CHANNEL = load_mapping(CONFIGS / "stage2_two_channel" / "smoke" / "default.yaml")
 
 MATCHING = MatchingConfig()
@@ -92,19 +89,6 @@ def departing(tokenizer: PreTrainedTokenizerFast, target: Target) -> list[tuple[
 # ---- the prefix ----------------------------------------------------------------------
 
 
-@pytest.mark.req("CLEAN-01")
-def test_a_duplicate_leaves_the_prefix_and_the_objects_behind_it_move_up(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    answer = "{" + ", ".join([entry(1), entry(2), entry(3, "red dog", DOG_BINS)]) + "}"
-    found = assessed_of(tokenizer, answer, [CAT, DOG])
-    assert prefix_text(tokenizer, found) == "{" + entry(1) + ", " + entry(2, "red dog", DOG_BINS)
-    assert found.match.pairs == [(0, 0), (1, 1)]
-    assert [(d.found.key, d.found.desc) for d in removed_of(found)] == [("object_2", "cat")]
-    assert found.target is not None
-    assert found.target.fn_keys == []
-
-
 @pytest.mark.req("CLEAN-01", "CHB-01")
 def test_by_default_an_answer_is_continued_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
     answer = "{" + ", ".join([entry(1), entry(2)]) + "}"
@@ -116,54 +100,28 @@ def test_by_default_an_answer_is_continued_as_it_is(tokenizer: PreTrainedTokeniz
     assert (found.target.role == Role.FALSE_POSITIVE).any()
 
 
-@pytest.mark.req("CLEAN-01")
-def test_missed_objects_are_appended_behind_the_clean_prefix(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    answer = "{" + ", ".join([entry(n) for n in range(1, 6)])  # runs on, and is cut off
-    found = assessed_of(tokenizer, answer + ', "object_6": {"de', [CAT, DOG])
-    assert found.target is not None
-    assert text_of(tokenizer, found.target.token_ids[:-1]) == (
-        "{" + entry(1) + ", " + entry(2, "red dog", DOG_BINS) + "}"
-    )
-    assert found.target.fn_keys == ["object_2"]
-    assert found.parsed.truncated
-    assert found.parsed.dropped == [("object_6", "key_invalid")]
-    assert len(removed_of(found)) == 4
+ROOF_SAID = '"object_%d": {"desc": "roof", "poly": ' + coords(0, 0, 500, 0, 500, 500) + "}"
 
 
 @pytest.mark.req("CLEAN-01", "EVAL-02")
 @pytest.mark.parametrize(
-    ("second", "removed"),
+    ("first", "second", "removed"),
     [
-        (entry(2, "cat", NEAR_CAT), True),
-        (entry(2, "cat", (60, 20, 300, 400)), False),
-        (entry(2, "dog"), False),
+        (entry(1), entry(2, "cat", NEAR_CAT), True),
+        (entry(1), entry(2, "cat", (60, 20, 300, 400)), False),
+        (entry(1), entry(2, "dog"), False),
+        # Another Unicode form of the same description.
+        (entry(1, "caf\u00e9"), entry(2, "cafe\u0301"), True),
+        # A polygon by its mask.
+        (ROOF_SAID % 1, ROOF_SAID % 2, True),
     ],
+    ids=["near", "far", "another description", "another Unicode form", "polygon"],
 )
 def test_a_duplicate_has_the_description_and_nearly_the_place(
-    tokenizer: PreTrainedTokenizerFast, second: str, removed: bool
+    tokenizer: PreTrainedTokenizerFast, first: str, second: str, removed: bool
 ) -> None:
-    found = assessed_of(tokenizer, "{" + entry(1) + ", " + second + "}", [CAT])
+    found = assessed_of(tokenizer, "{" + first + ", " + second + "}", [CAT])
     assert bool(found.duplicates) == removed
-
-
-@pytest.mark.req("CLEAN-01")
-def test_equal_descriptions_in_another_unicode_form_are_equal(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    said = parse_rollout(
-        encode(tokenizer, "{" + entry(1, "caf\u00e9") + ", " + entry(2, "cafe\u0301") + "}"),
-        tokenizer,
-    )
-    assert repeats(said.objects, 0.9, 256) == [1]
-
-
-@pytest.mark.req("CLEAN-01")
-def test_a_polygon_is_a_duplicate_by_its_mask(tokenizer: PreTrainedTokenizerFast) -> None:
-    roof = '"object_%d": {"desc": "roof", "poly": ' + coords(0, 0, 500, 0, 500, 500) + "}"
-    answer = "{" + roof % 1 + ", " + roof % 2 + "}"
-    assert len(removed_of(assessed_of(tokenizer, answer, []))) == 1
 
 
 @pytest.mark.req("CLEAN-01", "PARSE-05")
@@ -209,57 +167,52 @@ def test_what_cannot_be_spelled_without_its_duplicates_is_left_out(
 
 
 @pytest.mark.req("CLEAN-02")
-def test_a_duplicate_departs_with_the_description_that_the_target_has_not(
+@pytest.mark.parametrize(
+    ("said", "truths", "expected"),
+    [
+        # With the description that the target has not.
+        (
+            [entry(1), entry(2), entry(3, "dog", DOG_BINS)],
+            [CAT, DOG],
+            [('{"desc": "', "cat", "dog")],
+        ),
+        # With a coordinate, where the description is the same.
+        (
+            [entry(1), entry(2, "cat", NEAR_CAT), entry(3, "cat", DOG_BINS)],
+            [CAT],
+            [('{"desc": "cat", "bbox_2d": ["', "<|coord_12|>", "<|coord_500|>")],
+        ),
+        # Of duplicates in a row the first; behind the last object where the answer should close.
+        (
+            [entry(1), entry(2), entry(3), entry(4, "red dog", DOG_BINS), entry(5)],
+            [CAT, DOG],
+            [('"object_2": {"desc": "', "cat", "red dog"), ("", None, None)],
+        ),
+        ([entry(1), entry(2)], [CAT], [("", None, None)]),
+        # The target goes on with the same words: the second annotation is appended there.
+        ([entry(1), entry(2)], [CAT, CAT], []),
+    ],
+    ids=["description", "coordinate", "in a row", "at the end", "the same words"],
+)
+def test_a_duplicate_departs_where_the_target_differs(
     tokenizer: PreTrainedTokenizerFast,
+    said: list[str],
+    truths: list[GroundTruthObject],
+    expected: list[tuple[str, str | None, str | None]],
 ) -> None:
-    answer = "{" + ", ".join([entry(1), entry(2), entry(3, "dog", DOG_BINS)]) + "}"
-    target = target_of(tokenizer, answer, [CAT, DOG])
-    ((before, said, taught),) = departing(tokenizer, target)
-    assert before == "{" + entry(1) + ', "object_2": {"desc": "'
-    assert said != taught
-    assert "cat".startswith(said)
-    assert "dog".startswith(taught)
-
-
-@pytest.mark.req("CLEAN-02")
-def test_a_duplicate_departs_with_a_coordinate_where_the_description_is_the_same(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    answer = "{" + ", ".join([entry(1), entry(2, "cat", NEAR_CAT), entry(3, "cat", DOG_BINS)]) + "}"
-    target = target_of(tokenizer, answer, [CAT])
-    ((before, said, taught),) = departing(tokenizer, target)
-    assert before.endswith(', "object_2": {"desc": "cat", "bbox_2d": ["')
-    assert (said, taught) == ("<|coord_12|>", "<|coord_500|>")
-
-
-@pytest.mark.req("CLEAN-02")
-def test_behind_the_last_object_it_departs_where_the_answer_should_close(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    target = target_of(tokenizer, "{" + entry(1) + ", " + entry(2) + "}", [CAT])
-    ((before, said, _),) = departing(tokenizer, target)
-    assert text_of(tokenizer, target.token_ids[:-1]) == "{" + entry(1) + "}"
-    assert (before + said).startswith("{" + entry(1) + ",")
-
-
-@pytest.mark.req("CLEAN-02")
-def test_of_duplicates_in_a_row_the_first_departs(tokenizer: PreTrainedTokenizerFast) -> None:
-    again = [entry(1), entry(2), entry(3), entry(4, "red dog", DOG_BINS), entry(5)]
-    target = target_of(tokenizer, "{" + ", ".join(again) + "}", [CAT, DOG])
-    assert len(target.departures) == 2
-    before = [text for text, _, _ in departing(tokenizer, target)]
-    assert before[0].count("object_") == 2
-    assert before[1].count("red dog") == 1
-
-
-@pytest.mark.req("CLEAN-02")
-def test_a_target_that_goes_on_with_the_same_words_has_no_departure(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    """Two equal annotations: the second one is appended where the duplicate was."""
-    target = target_of(tokenizer, "{" + entry(1) + ", " + entry(2) + "}", [CAT, CAT])
-    assert target.fn_keys == ["object_2"]
-    assert target.departures == []
+    """expected: the end of the text before, and what begins there; None: the answer should end."""
+    target = target_of(tokenizer, "{" + ", ".join(said) + "}", truths)
+    found = departing(tokenizer, target)
+    assert len(found) == len(expected)
+    for (before, token, taught), (end, wrong, right) in zip(found, expected, strict=True):
+        if wrong is None or right is None:
+            whole = text_of(tokenizer, target.token_ids[:-1])
+            assert (before + token).startswith(whole.removesuffix("}") + ",")
+        else:
+            assert before.endswith(end)
+            assert wrong.startswith(token)
+            assert right.startswith(taught)
+            assert token != taught
 
 
 # ---- any answer ----------------------------------------------------------------------
@@ -369,11 +322,9 @@ def test_bins_within_the_radius_and_nearer_than_the_target_are_one_with_a_coordi
 
 
 @pytest.mark.req("CLEAN-02")
-def test_with_a_radius_a_word_is_no_departure() -> None:
+def test_a_word_departs_only_without_a_radius() -> None:
     assert loss_of_departure(TEXT_IDS[1], TEXT_IDS[0], None).total.item() > 0
-    with_radius = loss_of_departure(TEXT_IDS[1], TEXT_IDS[0], 16)
-    assert with_radius.total.item() == 0
-    assert not with_radius.atoms
+    assert not loss_of_departure(TEXT_IDS[1], TEXT_IDS[0], 16).atoms
 
 
 # ---- the config ----------------------------------------------------------------------
@@ -402,45 +353,48 @@ def test_a_clean_prefix_is_declared_and_the_default_is_verbatim() -> None:
     assert parse_config(with_unlikelihood(nearer)).duplicate_iou == 0.7
 
 
-@pytest.mark.req("CLEAN-02")
-def test_unlikelihood_without_a_clean_prefix_is_refused() -> None:
-    error = only_error(with_unlikelihood(TWO_CHANNEL))
-    assert re.fullmatch(r"stage2_ab\.pipeline\.objective\[\d\]", error.where)
-    assert "prefix is verbatim: no duplicate is removed" in error.found
-    assert "prefix to clean" in error.do
-    parse_config(with_unlikelihood(TWO_CHANNEL, enabled=False))
-
-
-@pytest.mark.req("CLEAN-02")
-@pytest.mark.parametrize("radius", [-1, 1000, 2.5])
-def test_a_radius_that_is_no_number_of_bins_is_refused(radius: float) -> None:
-    clean = changed("stage2_ab.channel_b.prefix", "clean", TWO_CHANNEL)
-    parse_config(with_unlikelihood(clean, config={"radius": 16}))
-    error = only_error(with_unlikelihood(clean, config={"radius": radius}))
-    assert error.where.endswith(".config.radius")
-
-
-@pytest.mark.req("CLEAN-02")
-def test_unlikelihood_in_channel_a_is_refused() -> None:
-    clean = changed("stage2_ab.channel_b.prefix", "clean", TWO_CHANNEL)
-    error = only_error(with_unlikelihood(clean, channels=["A", "B"]))
-    assert error.where.endswith(".channels")
-    assert "channel A has no answers" in error.found
+CLEAN = changed("stage2_ab.channel_b.prefix", "clean", TWO_CHANNEL)
+ALIGNED_CLEAN = deepcopy(ALIGNED)
+ALIGNED_CLEAN["rollout_matching"]["pipeline"]["objective"].append(DUPLICATE_UL)
 
 
 @pytest.mark.req("CLEAN-01", "CLEAN-02")
-def test_a_variant_without_the_key_has_no_clean_prefix() -> None:
-    aligned = load_mapping(CONFIGS / "stage2_rollout_aligned" / "smoke" / "default.yaml")
-    error = errors_of({**aligned, "stage2_ab": TWO_CHANNEL["stage2_ab"]})["stage2_ab"]
-    assert "stage2_rollout_aligned" in error.found
-    mapping = deepcopy(aligned)
-    mapping["rollout_matching"]["pipeline"]["objective"].append(DUPLICATE_UL)
+@pytest.mark.parametrize(
+    ("mapping", "where", "found"),
+    [
+        (
+            with_unlikelihood(TWO_CHANNEL),
+            r"stage2_ab\.pipeline\.objective\[\d\]",
+            "prefix is verbatim: no duplicate is removed",
+        ),
+        (
+            with_unlikelihood(CLEAN, channels=["A", "B"]),
+            r".*\.channels",
+            "channel A has no answers",
+        ),
+        *(
+            (with_unlikelihood(CLEAN, config={"radius": radius}), r".*\.config\.radius", "")
+            for radius in (-1, 1000, 2.5)
+        ),
+        (ALIGNED_CLEAN, ".*", "stage2_rollout_aligned keeps the answers as they are"),
+        *(
+            (changed(f"stage2_ab.channel_b.{key}", value, TWO_CHANNEL), rf".*\.{key}", "")
+            for key, value in (("prefix", "tidy"), ("duplicate_iou", 0))
+        ),
+    ],
+    ids=["verbatim", "channel A", "below 0", "too far", "a fraction", "aligned", "prefix", "iou"],
+)
+def test_what_has_no_clean_prefix_is_refused(
+    mapping: dict[str, Any], where: str, found: str
+) -> None:
     error = only_error(mapping)
-    assert "stage2_rollout_aligned keeps the answers as they are" in error.found
+    assert re.fullmatch(where, error.where)
+    assert found in error.found
 
 
-@pytest.mark.req("CLEAN-01")
-@pytest.mark.parametrize(("key", "value"), [("prefix", "tidy"), ("duplicate_iou", 0)])
-def test_other_values_are_refused(key: str, value: object) -> None:
-    where = f"stage2_ab.channel_b.{key}"
-    assert only_error(changed(where, value, TWO_CHANNEL)).where == where
+@pytest.mark.req("CLEAN-01", "CLEAN-02")
+def test_unlikelihood_that_is_off_needs_no_clean_prefix() -> None:
+    parse_config(with_unlikelihood(TWO_CHANNEL, enabled=False))
+    parse_config(with_unlikelihood(CLEAN, config={"radius": 16}))
+    error = errors_of({**ALIGNED, "stage2_ab": TWO_CHANNEL["stage2_ab"]})["stage2_ab"]
+    assert "stage2_rollout_aligned" in error.found

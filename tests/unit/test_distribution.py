@@ -5,7 +5,7 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.rollout.distribution import (
@@ -21,26 +21,14 @@ from shared_contracts.errors import ContractError
 WORLD_SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
 
 
-@pytest.mark.req("DIST-02", "RES-11", "ARCH-02")
-@pytest.mark.parametrize(
-    ("n", "world_sizes", "chunks"),
-    [
-        (7, [1, 1, 1], [range(3), range(3, 6), range(6, 7)]),
-        (4, [2, 2, 2], [range(2), range(2, 4), range(4, 4)]),
-        (1, [1, 1, 1], [range(1), range(1, 1), range(1, 1)]),
-        (5, [4], [range(5)]),
-    ],
-)
-def test_equal_servers_get_chunks_of_the_same_size(
-    n: int, world_sizes: list[int], chunks: list[range]
-) -> None:
-    assert plan_chunks(n, world_sizes) == chunks
-
-
-@pytest.mark.req("DIST-03")
+@pytest.mark.req("DIST-01", "DIST-02", "DIST-03", "RES-11", "ARCH-02")
 @pytest.mark.parametrize(
     ("n", "world_sizes", "sizes"),
     [
+        (7, [1, 1, 1], [3, 3, 1]),
+        (4, [2, 2, 2], [2, 2, 0]),
+        (1, [1, 1, 1], [1, 0, 0]),
+        (5, [4], [5]),
         (8, [1, 3], [2, 6]),
         # 10/4 and 30/4: equal fractions, the lower index.
         (10, [1, 3], [3, 7]),
@@ -49,18 +37,12 @@ def test_equal_servers_get_chunks_of_the_same_size(
         (1, [1, 2, 4], [0, 0, 1]),
     ],
 )
-def test_unequal_servers_get_their_share(n: int, world_sizes: list[int], sizes: list[int]) -> None:
+def test_servers_get_their_share(n: int, world_sizes: list[int], sizes: list[int]) -> None:
     assert [len(chunk) for chunk in plan_chunks(n, world_sizes)] == sizes
 
 
-@pytest.mark.req("DIST-01")
-@pytest.mark.parametrize("world_sizes", [[1], [2, 2], [1, 3]])
-def test_no_requests_are_empty_chunks(world_sizes: list[int]) -> None:
-    assert [len(chunk) for chunk in plan_chunks(0, world_sizes)] == [0] * len(world_sizes)
-
-
 @pytest.mark.parametrize("weights", [[0], [0, 0], [2, -1]])
-def test_requests_are_not_shared_where_nobody_can_have_any(weights: list[int]) -> None:
+def test_weights_that_are_not_positive_are_refused(weights: list[int]) -> None:
     with pytest.raises(AssertionError):
         plan_chunks(4, weights)
 
@@ -75,24 +57,7 @@ def test_chunks_are_contiguous_and_in_order(n: int, world_sizes: list[int]) -> N
     assert chunks == plan_chunks(n, list(world_sizes))
 
 
-@pytest.mark.req("DIST-02")
-@given(st.integers(1, 200), st.integers(1, 6), st.integers(1, 8))
-def test_no_equal_chunk_is_larger_than_its_share_rounded_up(
-    n: int, servers: int, size: int
-) -> None:
-    chunks = plan_chunks(n, [size] * servers)
-    assert len(chunks[0]) == -(-n // servers)
-    assert all(len(chunk) <= len(chunks[0]) for chunk in chunks)
-
-
 UNEQUAL = WORLD_SIZES.filter(lambda sizes: len(set(sizes)) > 1)
-
-
-@pytest.mark.req("DIST-03")
-@given(st.integers(0, 200), UNEQUAL)
-def test_no_unequal_chunk_is_a_whole_request_off_its_share(n: int, world_sizes: list[int]) -> None:
-    for chunk, size in zip(plan_chunks(n, world_sizes), world_sizes, strict=True):
-        assert abs(len(chunk) - Fraction(n * size, sum(world_sizes))) < 1
 
 
 @pytest.mark.req("DIST-03")
@@ -108,16 +73,6 @@ def test_remainders_go_to_the_largest_fractions_then_to_the_lowest_indices(
     best = max(ways, key=lambda up: [up[i] for i in places])
     expected = [int(share) + up for share, up in zip(shares, best, strict=True)]
     assert [len(chunk) for chunk in plan_chunks(n, world_sizes)] == expected
-
-
-@pytest.mark.req("DIST-03", "DIST-04")
-@given(st.integers(1, 8), WORLD_SIZES)
-def test_a_round_of_one_learner_keeps_every_server_within_its_bound(
-    decode_batch_size: int, world_sizes: list[int]
-) -> None:
-    n = rank_chunk_size(decode_batch_size, world_sizes, 1)
-    for chunk, size in zip(plan_chunks(n, world_sizes), world_sizes, strict=True):
-        assert len(chunk) <= decode_batch_size * size
 
 
 @pytest.mark.req("DIST-04", "ARCH-02", "DIST-03", "CFG-05")
@@ -173,7 +128,7 @@ def test_ranks_share_the_places_of_the_servers(
 
 
 @pytest.mark.req("DIST-04")
-def test_as_many_answers_as_may_be_in_flight_are_asked_for_and_one_request_at_least() -> None:
+def test_most_at_once_is_the_places_over_the_answers_of_a_request_and_at_least_1() -> None:
     assert most_at_once(7) == 7
     assert most_at_once(7, n=3) == 2
     assert most_at_once(2, n=3) == 1
@@ -181,40 +136,40 @@ def test_as_many_answers_as_may_be_in_flight_are_asked_for_and_one_request_at_le
 
 
 @pytest.mark.req("DIST-03", "FULL-06")
-def test_places_are_split_over_calls_only_where_requests_wait_for_them() -> None:
-    assert next_call(64, 64, 64, 1) == 64
-    assert next_call(65, 64, 64, 1) == 2
-    assert next_call(65, 64, 64, 4) == 8
-    assert next_call(65, 5, 64, 4) == 5
-    assert next_call(3, 5, 64, 1) == 3
-    assert next_call(65, 64, 64, 16) == 32, "of each of 16 ranks two calls"
-    assert next_call(65, 64, 64, 100) == 64
+@pytest.mark.parametrize(
+    ("waiting", "free", "ranks", "running", "count"),
+    [
+        (64, 64, 1, 0, 64),
+        # Places are split over calls only where requests wait for them.
+        (65, 64, 1, 0, 2),
+        (65, 64, 4, 0, 8),
+        (65, 5, 4, 0, 5),
+        (3, 5, 1, 0, 3),
+        (65, 64, 16, 0, 32),
+        (65, 64, 100, 0, 64),
+        # What small calls leave of the places is put together.
+        (65, 3, 4, 8, 3),
+        (65, 3, 4, 9, 0),
+        (2, 3, 4, 9, 0),
+        (65, 0, 4, 1, 0),
+        # A server that has become smaller.
+        (65, -1, 4, 1, 0),
+    ],
+)
+def test_the_next_call_of_64_places(
+    waiting: int, free: int, ranks: int, running: int, count: int
+) -> None:
+    assert next_call(waiting, free, 64, ranks, running) == count
 
 
 @pytest.mark.req("DIST-03", "FULL-06")
-def test_what_small_calls_leave_of_the_places_is_put_together() -> None:
-    assert next_call(65, 3, 64, 4, running=8) == 3
-    assert next_call(65, 3, 64, 4, running=9) == 0
-    assert next_call(2, 3, 64, 4, running=9) == 0
-    assert next_call(65, 0, 64, 4, running=1) == 0
-    assert next_call(65, -1, 64, 4, running=1) == 0, "a server that has become smaller"
-
-
-@pytest.mark.req("DIST-03", "FULL-06")
-@given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 64))
-def test_calls_fill_the_places_and_are_few(waiting: int, most: int, ranks: int) -> None:
-    free, calls = most, 0
-    while waiting and free:
-        count = next_call(waiting, free, most, ranks)
-        assert 1 <= count <= min(waiting, free)
-        waiting, free, calls = waiting - count, free - count, calls + 1
-    assert waiting == 0 or free == 0
-    assert ranks * (calls - 1) <= 32
-
-
-@pytest.mark.req("DIST-03", "FULL-06")
-@given(st.lists(st.integers(1, 9), min_size=1), st.integers(1, 40), st.integers(1, 64), st.data())
-def test_however_parts_and_calls_end_the_places_are_kept_and_the_calls_are_few(
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.integers(1, 40),
+    st.integers(1, 64),
+    st.data(),
+)
+def test_calls_fill_the_places_and_are_few_however_parts_and_calls_end(
     parts: list[int], most: int, ranks: int, data: st.DataObject
 ) -> None:
     """A call has requests of one part only."""
@@ -242,11 +197,12 @@ def test_requests_are_cut_into_chunks_in_order(n: int, size: int) -> None:
     assert all(chunks)
 
 
-@pytest.mark.req("DIST-04")
-@given(st.integers(1, 8), WORLD_SIZES, st.integers(1, 400))
-def test_a_round_is_refused_exactly_where_not_every_rank_can_have_a_request(
-    decode_batch_size: int, world_sizes: list[int], ranks: int
+@pytest.mark.req("DIST-02", "DIST-03", "DIST-04", "RES-04")
+@given(st.integers(1, 8), WORLD_SIZES, st.one_of(st.integers(1, 9), st.integers(1, 400)), st.data())
+def test_every_rank_has_its_part_of_every_server_and_none_is_overfilled(
+    decode_batch_size: int, world_sizes: list[int], ranks: int, data: st.DataObject
 ) -> None:
+    """Refused exactly where not every rank can have a request. Parts are as equal as can be."""
     places = decode_batch_size * sum(world_sizes)
     if places < ranks:
         with pytest.raises(ContractError):
@@ -255,23 +211,18 @@ def test_a_round_is_refused_exactly_where_not_every_rank_can_have_a_request(
     share = rank_chunk_size(decode_batch_size, world_sizes, ranks)
     assert share >= 1
     assert share * ranks <= places < (share + 1) * ranks
-
-
-@pytest.mark.req("DIST-03", "DIST-04", "RES-04")
-@given(st.integers(1, 8), WORLD_SIZES, st.integers(1, 9), st.data())
-def test_however_many_ranks_there_are_no_server_is_overfilled(
-    decode_batch_size: int, world_sizes: list[int], ranks: int, data: st.DataObject
-) -> None:
-    assume(decode_batch_size * sum(world_sizes) >= ranks)
     caps = [rank_caps(decode_batch_size, world_sizes, ranks, rank) for rank in range(ranks)]
-    share = rank_chunk_size(decode_batch_size, world_sizes, ranks)
     assert [sum(of_rank) for of_rank in caps] == [share] * ranks
     for size, of_server in zip(world_sizes, zip(*caps, strict=True), strict=True):
         assert sum(of_server) <= decode_batch_size * size
-    for of_rank in caps:
+        assert max(of_server) - min(of_server) <= 1
+    for of_rank in caps[:9]:
         round_size = data.draw(st.integers(0, share))
         for chunk, cap in zip(plan_chunks(round_size, of_rank), of_rank, strict=True):
             assert len(chunk) <= cap
+        for size in set(world_sizes):
+            equal = [cap for cap, other in zip(of_rank, world_sizes, strict=True) if other == size]
+            assert max(equal) - min(equal) <= 1
 
 
 @pytest.mark.req("RES-21", "DIST-02", "RES-11")
@@ -303,19 +254,3 @@ def test_where_ranks_share_servers_their_places_decide_before_what_is_rounded_up
     for rank in range(ranks):
         caps = rank_caps(decode_batch_size, world_sizes, ranks, rank)
         assert [len(chunk) for chunk in plan_chunks(n, caps)] == sent[rank]
-
-
-@pytest.mark.req("DIST-02", "DIST-03", "RES-04")
-@given(st.integers(1, 8), WORLD_SIZES, st.integers(1, 9))
-def test_every_rank_has_its_part_of_every_server(
-    decode_batch_size: int, world_sizes: list[int], ranks: int
-) -> None:
-    """As nearly as whole places allow: nobody is left with one server of many equal ones."""
-    assume(decode_batch_size * sum(world_sizes) >= ranks)
-    caps = [rank_caps(decode_batch_size, world_sizes, ranks, rank) for rank in range(ranks)]
-    for of_server in zip(*caps, strict=True):
-        assert max(of_server) - min(of_server) <= 1
-    for of_rank in caps:
-        for size in set(world_sizes):
-            equal = [cap for cap, other in zip(of_rank, world_sizes, strict=True) if other == size]
-            assert max(equal) - min(equal) <= 1

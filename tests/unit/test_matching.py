@@ -1,16 +1,17 @@
-"""Matching by mask IoU (section 9 of the contract)."""
+"""Candidates, the cheapest assignment and matches by mask IoU (section 9 of the contract)."""
 
 from fractions import Fraction
-from random import Random
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
 
 from learner.config.rollout_matching import MatchingConfig
-from learner.stages.matching import Shapes, candidates, mask_iou, match_objects
-from learner.types import GroundTruthObject, MatchResult, Shape
+from learner.stages.matching import Shapes, assign, candidates, mask_iou, match_objects
+from learner.types import GroundTruthObject, Shape
 from tests.unit.shapes import box, boxes, coco_iou, moved, poly
 
 
@@ -20,40 +21,11 @@ def near(predicted: list[Shape], truths: list[Shape], top_k: int) -> list[list[i
     return [np.flatnonzero(row).tolist() for row in chosen]
 
 
-# ---- mask IoU ------------------------------------------------------------------------
-
-
-@pytest.mark.req("MATCH-02", "ARCH-02")
-def test_halves_of_a_box_overlap_by_half() -> None:
-    assert mask_iou(box(0, 0, 999, 999), box(0, 0, 999, 999), 256) == 1.0
-    assert mask_iou(box(0, 0, 999, 999), box(0, 0, 333, 999), 1000) == pytest.approx(1 / 3)
-    assert mask_iou(box(0, 0, 400, 400), box(500, 500, 900, 900), 256) == 0.0
-
-
-@pytest.mark.req("MATCH-02")
-def test_a_triangle_covers_half_of_its_box() -> None:
-    triangle = poly(0, 0, 999, 0, 0, 999)
-    assert mask_iou(triangle, box(0, 0, 999, 999), 256) == pytest.approx(0.5, abs=0.01)
-
-
 @pytest.mark.req("ARCH-02")
 def test_plain_tuples_and_objects_are_shapes_too() -> None:
     cat = GroundTruthObject("cat", box(0, 0, 500, 500))
     assert mask_iou(("bbox_2d", [0, 0, 500, 500]), cat, 256) == 1.0
     assert match_objects([("bbox_2d", [0, 0, 500, 500])], [cat], MatchingConfig()).pairs == [(0, 0)]
-
-
-@pytest.mark.req("MATCH-02")
-def test_coordinates_are_clamped_to_the_canvas() -> None:
-    assert mask_iou(("bbox_2d", (-50, -1, 2000, 1000)), box(0, 0, 999, 999), 256) == 1.0
-
-
-@pytest.mark.req("MATCH-02")
-def test_a_shape_too_thin_for_a_pixel_is_never_matched() -> None:
-    thin = box(10, 10, 12, 12)
-    assert mask_iou(thin, thin, 256) == 0.0
-    result = match_objects([thin], [thin], MatchingConfig())
-    assert (result.pairs, result.gated) == ([], 1)
 
 
 # ---- candidates ----------------------------------------------------------------------
@@ -154,17 +126,97 @@ def test_pairs_that_are_no_candidates_are_never_computed() -> None:
     assert result.false_negatives == [2]
 
 
-# ---- assignment ----------------------------------------------------------------------
+# ---- the cheapest assignment with dummies --------------------------------------------
+
+INF = float("inf")
+# Many equal costs, and sums of two prices that equal a cost to the last bit.
+COSTS = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, INF]), st.floats(0, 1))
+PRICES = st.one_of(st.sampled_from([0.0, 0.125, 0.25, 0.375, 0.5, 1.0, 50.0]), st.floats(0, 2))
+Matrix = npt.NDArray[np.float64]
 
 
-@pytest.mark.req("MATCH-02", "ARCH-02")
-def test_matched_false_and_missed_objects_are_told_apart() -> None:
-    predicted = [box(700, 700, 900, 900), box(10, 10, 200, 200)]
-    truths = [box(0, 0, 200, 200), box(300, 300, 500, 500)]
-    result = match_objects(predicted, truths, MatchingConfig())
-    assert (result.pairs, result.false_positives, result.false_negatives) == ([(1, 0)], [0], [1])
-    assert result.gated == 3
-    assert result.mask_iou.shape == (2, 2)
+@st.composite
+def matrices(draw: st.DrawFn, largest: int = 4) -> Matrix:
+    rows, columns = draw(st.integers(0, largest)), draw(st.integers(0, largest))
+    costs = st.lists(COSTS, min_size=rows * columns, max_size=rows * columns)
+    return np.array(draw(costs), dtype=np.float64).reshape(rows, columns)
+
+
+def total(cost: Matrix, pairs: list[tuple[int, int]], fp_cost: float, fn_cost: float) -> float:
+    n_predicted, n_truth = cost.shape
+    alone: float = fp_cost * (n_predicted - len(pairs)) + fn_cost * (n_truth - len(pairs))
+    return alone + sum(float(cost[pair]) for pair in pairs)
+
+
+def cheapest(cost: Matrix, fp_cost: float, fn_cost: float) -> float:
+    """Over every way to pair some predictions with some truths."""
+    rows: list[list[float]] = cost.tolist()
+
+    def rest(i: int, free: frozenset[int]) -> float:
+        if i == len(rows):
+            return fn_cost * len(free)
+        paired = (rows[i][j] + rest(i + 1, free - {j}) for j in free if rows[i][j] < INF)
+        return min([fp_cost + rest(i + 1, free), *paired])
+
+    return rest(0, frozenset(range(cost.shape[1])))
+
+
+@pytest.mark.req("MATCH-02")
+@given(matrices(), PRICES, PRICES)
+def test_no_assignment_is_cheaper(cost: Matrix, fp_cost: float, fn_cost: float) -> None:
+    pairs = assign(cost, fp_cost, fn_cost)
+    assert pairs == sorted(pairs)
+    assert len({i for i, _ in pairs}) == len({j for _, j in pairs}) == len(pairs)
+    assert all(cost[i, j] < INF for i, j in pairs)
+    best = cheapest(cost, fp_cost, fn_cost)
+    assert total(cost, pairs, fp_cost, fn_cost) == pytest.approx(best, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.req("MATCH-02")
+@given(matrices(largest=6), PRICES, PRICES, st.integers(0, 2**32 - 1))
+def test_the_cost_is_that_of_the_square_matrix_with_dummies_in_any_order_and_on_either_side(
+    cost: Matrix, fp_cost: float, fn_cost: float, seed: int
+) -> None:
+    n_predicted, n_truth = cost.shape
+    square = np.zeros((n_predicted + n_truth, n_truth + n_predicted))
+    square[:n_predicted, :n_truth] = cost
+    square[:n_predicted, n_truth:] = fp_cost
+    square[n_predicted:, :n_truth] = fn_cost
+    expected = float(square[linear_sum_assignment(square)].sum())
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permutation(rng.permutation(cost, axis=0), axis=1)
+    for costs, fp, fn in ((cost, fp_cost, fn_cost), (shuffled, fp_cost, fn_cost)):
+        found = total(costs, assign(costs, fp, fn), fp, fn)
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+        swapped = total(costs.T, assign(costs.T, fn, fp), fn, fp)
+        assert swapped == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.req("MATCH-02")
+@given(matrices(), st.sampled_from([1e15, 1e17, 1e300]), PRICES, st.booleans())
+def test_a_price_beyond_all_bounds_pairs_as_many_as_it_can_and_those_well(
+    cost: Matrix, huge: float, other: float, of_truths: bool
+) -> None:
+    pairs = assign(cost, other, huge) if of_truths else assign(cost, huge, other)
+    best = cheapest(cost, 100.0, 100.0)
+    assert total(cost, pairs, 100.0, 100.0) == pytest.approx(best, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.req("MATCH-02")
+def test_assignments_by_hand() -> None:
+    """A pair that costs more than both alone is none; where nothing is feasible all stay alone."""
+    assert assign(np.array([[0.5]]), 0.25, 0.25 + 1e-12) == [(0, 0)]
+    assert assign(np.array([[0.5]]), 0.25, 0.25 - 1e-12) == []
+    for prices in ((0.0, 0.0), (1.0, 1.0), (1e300, 1e300)):
+        assert assign(np.full((3, 2), INF), *prices) == []
+    for size in ((0, 0), (0, 3), (3, 0)):
+        assert assign(np.zeros(size), 1.0, 1.0) == []
+    equal = np.full((6, 4), 0.5)
+    assert len(assign(equal, 1.0, 1.0)) == 4
+    assert assign(equal, 1.0, 1.0) == assign(equal.copy(), 1.0, 1.0)
+
+
+# ---- matching ------------------------------------------------------------------------
 
 
 @pytest.mark.req("MATCH-02")
@@ -202,17 +254,6 @@ def test_cheap_dummies_leave_poor_pairs_unmatched() -> None:
         assert match_objects(predicted, truths, config).pairs == pairs
 
 
-@pytest.mark.req("MATCH-02")
-@pytest.mark.parametrize(("n_predicted", "n_truth"), [(0, 0), (0, 3), (3, 0)])
-def test_without_predictions_or_truths_nothing_matches(n_predicted: int, n_truth: int) -> None:
-    shape = box(0, 0, 500, 500)
-    result = match_objects([shape] * n_predicted, [shape] * n_truth, MatchingConfig())
-    assert result.pairs == []
-    assert result.false_positives == list(range(n_predicted))
-    assert result.false_negatives == list(range(n_truth))
-    assert result.mask_iou.shape == (n_predicted, n_truth)
-
-
 HOMES = (box(300, 300, 700, 700), poly(250, 250, 720, 280, 690, 740, 500, 500))
 NEAR_HOME = st.lists(st.one_of(*map(moved, HOMES)), max_size=4)
 CONFIGS = st.builds(
@@ -225,78 +266,28 @@ CONFIGS = st.builds(
 )
 
 
-def cheapest(
-    predicted: list[Shape],
-    allowed: list[list[tuple[int, float]]],
-    n_truth: int,
-    config: MatchingConfig,
-) -> float:
-    """Over every way to pair predictions with truths among those allowed, (index, cost)."""
-
-    def rest(i: int, free: frozenset[int]) -> float:
-        if i == len(predicted):
-            return config.fn_cost * len(free)
-        paired = (cost + rest(i + 1, free - {j}) for j, cost in allowed[i] if j in free)
-        return min([config.fp_cost + rest(i + 1, free), *paired])
-
-    return rest(0, frozenset(range(n_truth)))
-
-
-def total_cost(result: MatchResult, config: MatchingConfig) -> float:
-    return (
-        sum(1 - float(result.mask_iou[pair]) for pair in result.pairs)
-        + config.fp_cost * len(result.false_positives)
-        + config.fn_cost * len(result.false_negatives)
-    )
-
-
 @pytest.mark.req("MATCH-01", "MATCH-02")
 @given(NEAR_HOME, NEAR_HOME, CONFIGS)
-def test_no_other_assignment_of_the_candidates_above_the_gate_costs_less(
+def test_every_object_is_matched_once_or_left_alone_as_cheaply_as_the_gate_allows(
     predicted: list[Shape], truths: list[Shape], config: MatchingConfig
 ) -> None:
     result = match_objects(predicted, truths, config)
-    allowed: list[list[tuple[int, float]]] = []
-    for shape, candidate in zip(
-        predicted, near(predicted, truths, config.candidate_top_k), strict=True
-    ):
-        ious = {j: coco_iou(shape, truths[j], config.maskiou_resolution) for j in candidate}
-        allowed.append([(j, 1 - iou) for j, iou in ious.items() if iou >= config.maskiou_gate])
-    best = cheapest(predicted, allowed, len(truths), config)
-    assert total_cost(result, config) == pytest.approx(best, abs=1e-12)
-    assert all(j in dict(allowed[i]) for i, j in result.pairs)
-
-
-@pytest.mark.req("MATCH-01", "MATCH-02")
-@given(NEAR_HOME, NEAR_HOME, CONFIGS)
-def test_every_object_is_matched_once_or_left_alone(
-    predicted: list[Shape], truths: list[Shape], config: MatchingConfig
-) -> None:
-    result = match_objects(predicted, truths, config)
+    wanted = near(predicted, truths, config.candidate_top_k)
+    ious = np.full((len(predicted), len(truths)), np.nan)
+    for i, candidate in enumerate(wanted):
+        for j in candidate:
+            ious[i, j] = coco_iou(predicted[i], truths[j], config.maskiou_resolution)
+    assert np.array_equal(result.mask_iou, ious, equal_nan=True)
+    cost = np.where(ious >= config.maskiou_gate, 1 - ious, INF)
+    best = cheapest(cost, config.fp_cost, config.fn_cost)
+    found = total(cost, result.pairs, config.fp_cost, config.fn_cost)
+    assert found == pytest.approx(best, abs=1e-12)
     assert result.pairs == sorted(result.pairs)
     assert sorted([i for i, _ in result.pairs] + result.false_positives) == [*range(len(predicted))]
     assert sorted([j for _, j in result.pairs] + result.false_negatives) == [*range(len(truths))]
     assert result.false_positives == sorted(result.false_positives)
     assert result.false_negatives == sorted(result.false_negatives)
-    computed = ~np.isnan(result.mask_iou)
-    wanted = near(predicted, truths, config.candidate_top_k)
-    assert [np.flatnonzero(row).tolist() for row in computed] == wanted
-    assert result.gated == np.sum(result.mask_iou[computed] < config.maskiou_gate)
+    assert result.gated == np.sum(ious < config.maskiou_gate)
     again = match_objects(predicted, truths, config)
     assert (again.pairs, again.gated) == (result.pairs, result.gated)
     assert np.array_equal(again.mask_iou, result.mask_iou, equal_nan=True)
-
-
-@pytest.mark.req("MATCH-02")
-@given(NEAR_HOME, NEAR_HOME, st.integers(0), st.sampled_from([0.1, 1.0]))
-def test_neither_order_nor_sides_change_the_total_cost(
-    predicted: list[Shape], truths: list[Shape], seed: int, fp_cost: float
-) -> None:
-    config = MatchingConfig(maskiou_resolution=32, fp_cost=fp_cost, fn_cost=0.5)
-    cost = total_cost(match_objects(predicted, truths, config), config)
-    random = Random(seed)
-    shuffled, others = (random.sample(shapes, len(shapes)) for shapes in (predicted, truths))
-    assert total_cost(match_objects(shuffled, others, config), config) == pytest.approx(cost)
-    swapped = MatchingConfig(maskiou_resolution=32, fp_cost=0.5, fn_cost=fp_cost)
-    other_way = match_objects(truths, predicted, swapped)
-    assert total_cost(other_way, swapped) == pytest.approx(cost)

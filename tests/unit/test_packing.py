@@ -1,31 +1,53 @@
-"""One pack out of a buffer, and the buffer (PACK-01 and PACK-02)."""
+"""Which segments share a forward (PACK-01 to PACK-03, PACK-05, DDP-02)."""
 
+import math
+import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from learner.stages.packing import SegmentBuffer
-from learner.stages.packing.plan import plan_packs, select_segments
+from learner.config.training import TrainingConfig
+from learner.stages.packing import SegmentBuffer, StepPacker, forwards_due
+from learner.stages.packing.plan import (
+    EXACT_POOL,
+    fewest_packs,
+    good_plan,
+    plan_packs,
+    select_segments,
+    subset_of_total,
+)
+from learner.types import Place
 from shared_contracts.errors import ContractError
-from tests.unit.pools import CAPACITY, LENGTHS, subset_totals
+
+CAPACITY = 20
+
+# Many of the same length, and many that fill a pack alone or in halves.
+LENGTHS = st.one_of(st.integers(1, CAPACITY), st.sampled_from([4, 5, 10, CAPACITY]))
+POOLS = st.lists(LENGTHS, min_size=1, max_size=20)
 
 
-def first_come_total(lengths: Sequence[int], go_on: bool) -> int:
-    """FIFO-greedy; go_on: whether segments after one that does not fit have a chance."""
-    total = 0
+def badness(packs: list[list[int]], capacity: int, min_fill: float) -> tuple[int, int, float]:
+    """Number of packs, of underfilled packs, minus the smallest fill; packs hold lengths."""
+    fills = [sum(pack) / capacity for pack in packs]
+    return len(packs), sum(fill < min_fill for fill in fills), -min(fills)
+
+
+def lengths_in(packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    return [[lengths[i] for i in pack] for pack in packs]
+
+
+def subset_totals(lengths: Sequence[int]) -> set[int]:
+    totals = {0}
     for length in lengths:
-        if total + length <= CAPACITY:
-            total += length
-        elif not go_on:
-            break
-    return total
+        totals |= {total + length for total in totals}
+    return totals
 
 
-# ---- length --------------------------------------------------------------------------
+# ---- lengths that are refused --------------------------------------------------------
 
 
 @pytest.mark.req("PACK-01")
@@ -41,10 +63,6 @@ def test_a_segment_longer_than_a_pack_is_refused_with_three_ways_out() -> None:
         "Raise global_max_length, lower rollout_matching.max_new_tokens, "
         "or set training.packing: false"
     )
-
-
-@pytest.mark.req("PACK-01")
-def test_selecting_and_planning_refuse_such_a_segment_too() -> None:
     with pytest.raises(ContractError, match="index 1 of the buffer"):
         select_segments([5, 21], 20)
     with pytest.raises(ContractError, match="index 1 of the pool"):
@@ -73,7 +91,7 @@ def test_a_segment_without_tokens_is_a_mistake_of_the_program(length: int) -> No
             pack()
 
 
-# ---- select_segments -----------------------------------------------------------------
+# ---- one pack out of a buffer --------------------------------------------------------
 
 
 @pytest.mark.req("PACK-02", "ARCH-02")
@@ -101,32 +119,32 @@ def test_the_oldest_goes_with_what_fills_the_pack_best(
     assert select_segments(lengths, 20) == chosen
 
 
+def first_come_total(lengths: Sequence[int]) -> int:
+    """FIFO-greedy; segments after one that does not fit have a chance."""
+    total = 0
+    for length in lengths:
+        total += length if total + length <= CAPACITY else 0
+    return total
+
+
 @pytest.mark.req("PACK-02")
 @pytest.mark.scenario(
-    "Deterministic selection", "Shared packing helper yields deterministic selection"
+    "Deterministic selection",
+    "Shared packing helper yields deterministic selection",
+    "Multiple short segments pack efficiently under the same cap",
 )
-@given(st.lists(LENGTHS, min_size=1, max_size=20))
-def test_a_selection_holds_the_oldest_once_each_in_insertion_order(lengths: list[int]) -> None:
+@given(POOLS)
+def test_a_selection_is_the_oldest_with_others_as_full_as_first_come_at_least(
+    lengths: list[int],
+) -> None:
+    """In insertion order, each once; no older segment of the same length is passed over."""
     chosen = select_segments(lengths, CAPACITY)
     assert chosen[0] == 0
     assert chosen == sorted(set(chosen))
     assert chosen == select_segments(tuple(lengths), CAPACITY)
-
-
-@pytest.mark.req("PACK-02")
-@pytest.mark.scenario("Multiple short segments pack efficiently under the same cap")
-@given(st.lists(LENGTHS, min_size=1, max_size=20))
-def test_a_selection_fits_and_is_as_full_as_first_come_at_least(lengths: list[int]) -> None:
-    total = sum(lengths[i] for i in select_segments(lengths, CAPACITY))
+    total = sum(lengths[i] for i in chosen)
     fullest = max(t for t in subset_totals(lengths[1:]) if t + lengths[0] <= CAPACITY) + lengths[0]
-    first_come = first_come_total(lengths, go_on=True)
-    assert first_come_total(lengths, go_on=False) <= first_come <= total <= fullest <= CAPACITY
-
-
-@pytest.mark.req("PACK-02")
-@given(st.lists(LENGTHS, min_size=1, max_size=20))
-def test_no_older_segment_of_the_same_length_is_passed_over(lengths: list[int]) -> None:
-    chosen = select_segments(lengths, CAPACITY)
+    assert first_come_total(lengths) <= total <= fullest <= CAPACITY
     for length in set(lengths):
         of_length = [i for i, other in enumerate(lengths) if other == length]
         taken = [i for i in chosen if lengths[i] == length]
@@ -146,10 +164,8 @@ def test_without_the_binpacking_module_selecting_fails_fast(
     assert error.value.do == "Install it (pip install binpacking) or set training.packing: false"
 
 
-# ---- the buffer ----------------------------------------------------------------------
-
-
 @pytest.mark.req("PACK-01", "PACK-02")
+@pytest.mark.scenario("Carry buffer preserves segments without splitting")
 def test_what_a_pack_leaves_over_is_carried_whole_and_in_order() -> None:
     buffer: SegmentBuffer[str] = SegmentBuffer(capacity=20, limit=8)
     for name, length in (("a", 8), ("b", 7), ("c", 12), ("d", 6)):
@@ -176,54 +192,348 @@ def test_a_full_buffer_names_the_sample_and_the_ways_out() -> None:
     )
 
 
-class BufferAndList(RuleBasedStateMachine):
-    """A buffer beside a plain list of (name, length) in order of insertion."""
+# ---- a whole pool --------------------------------------------------------------------
 
-    LIMIT = 6
+MIN_FILLS = st.sampled_from([0.0, 0.5, 0.7, 0.9, 1.0])
+PERCENT = [20, 65, 72, 5, 39, 67, 21, 23, 12, 21, 21, 17, 47, 10, 50, 43, 76, 39, 45, 5, 14, 76]
+UNEVEN = [18, 14, 13, 13, 12, 10, 9, 9, 7, 7, 6, 4, 2]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffer: SegmentBuffer[tuple[int, int]] = SegmentBuffer(CAPACITY, self.LIMIT)
-        self.waiting: list[tuple[int, int]] = []
-        self.added = 0
 
-    @rule(length=LENGTHS)
-    def add(self, length: int) -> None:
-        self.added += 1
-        segment = (self.added, length)
-        if len(self.waiting) == self.LIMIT:
-            with pytest.raises(ContractError, match="packing_buffer"):
-                self.buffer.add(segment, length, "a.jsonl:1")
+@pytest.mark.req("PACK-03", "ARCH-02")
+@pytest.mark.parametrize(
+    ("lengths", "min_fill", "totals"),
+    [
+        ([], 0.5, []),
+        ([20, 20], 0.5, [20, 20]),
+        ([5, 5, 5, 5], 0.5, [20]),
+        # 8 + 7 + 5 and 6 + 5 + 5 + 4.
+        ([8, 7, 6, 5, 5, 5, 4], 0.5, [20, 20]),
+        # Two packs either way: 12 and 16 rather than 20 and 8.
+        ([12, 8, 8], 0.5, [12, 16]),
+        # One underfilled pack of 14 rather than two of 17 ...
+        ([10, 10, 7, 7], 0.9, [14, 20]),
+        # ... unless 17 is enough.
+        ([10, 10, 7, 7], 0.8, [17, 17]),
+        # A pack of 11 is filled to 0.55, though 0.55 * 20 is more than 11 in floating point.
+        ([10, 10, 1, 1], 0.55, [11, 11]),
+    ],
+)
+def test_plans_by_hand(lengths: list[int], min_fill: float, totals: list[int]) -> None:
+    packs = plan_packs(lengths, 20, min_fill)
+    assert sorted(sum(lengths[i] for i in pack) for pack in packs) == totals
+    assert packs == sorted(sorted(pack) for pack in packs)
+
+
+@pytest.mark.req("PACK-03")
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "min_fill", "packs", "underfilled", "emptiest"),
+    [
+        # Even packs leave none underfilled, where first-fit-decreasing leaves one.
+        ([10] * 10 + [4] * 6, 20, 0.7, 7, 0, None),
+        # Three of 11 + 3 + 3; the others cannot be filled.
+        ([11] * 13 + [3] * 6, 20, 0.8, 13, 10, None),
+        # A pack that is underfilled takes from one that is not.
+        (UNEVEN, 20, 0.7, 7, 0, 0.8),
+        # A capacity too large to count in tokens: 20 shares of a pack each.
+        ([length * 10**7 for length in UNEVEN], 20 * 10**7, 0.7, 7, 0, 0.8),
+        # Best fit takes a pack more than first fit.
+        (PERCENT, 100, 0.7, 8, None, None),
+        # 32 rollouts whose tokens need this many packs.
+        ([300 + 13 * i for i in range(32)], 12_000, 0.6, 2, 0, None),
+    ],
+)
+def test_plans_of_large_pools_by_hand(
+    lengths: list[int],
+    capacity: int,
+    min_fill: float,
+    packs: int,
+    underfilled: int | None,
+    emptiest: float | None,
+) -> None:
+    found = badness(
+        lengths_in(plan_packs(lengths, capacity, min_fill), lengths), capacity, min_fill
+    )
+    assert found[0] == packs
+    assert underfilled in (None, found[1])
+    assert emptiest in (None, -found[2])
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """Every way to divide items into packs."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for packs in partitions(rest):
+        yield [[first], *packs]
+        for k in range(len(packs)):
+            yield [*packs[:k], [first, *packs[k]], *packs[k + 1 :]]
+
+
+@pytest.mark.req("PACK-03")
+@given(st.lists(LENGTHS, min_size=1, max_size=7), MIN_FILLS)
+def test_no_division_of_a_small_pool_is_better(lengths: list[int], min_fill: float) -> None:
+    best = min(
+        badness(packs, CAPACITY, min_fill)
+        for packs in partitions(lengths)
+        if all(sum(pack) <= CAPACITY for pack in packs)
+    )
+    packs = lengths_in(plan_packs(lengths, CAPACITY, min_fill), lengths)
+    assert badness(packs, CAPACITY, min_fill) == best
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> int:
+    """How many packs it needs."""
+    totals: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        for k, total in enumerate(totals):
+            if total + length <= capacity:
+                totals[k] += length
+                break
         else:
-            self.buffer.add(segment, length, "a.jsonl:1")
-            self.waiting.append(segment)
-
-    @rule(excess=st.integers(1, 3))
-    def add_too_long(self, excess: int) -> None:
-        with pytest.raises(ContractError, match="global_max_length"):
-            self.buffer.add((0, 0), CAPACITY + excess, "a.jsonl:1")
-
-    @rule()
-    def take_pack(self) -> None:
-        pack = self.buffer.take_pack()
-        assert pack[:1] == self.waiting[:1], "the oldest goes first"
-        assert pack == [segment for segment in self.waiting if segment in pack], "in order"
-        assert sum(length for _, length in pack) <= CAPACITY
-        self.waiting = [segment for segment in self.waiting if segment not in pack]
-
-    @rule(min_fill=st.sampled_from([0.0, 0.7]))
-    def take_pool(self, min_fill: float) -> None:
-        packs = self.buffer.take_pool(min_fill)
-        assert all(0 < sum(length for _, length in pack) <= CAPACITY for pack in packs)
-        assert sorted(segment for pack in packs for segment in pack) == self.waiting
-        self.waiting = []
-
-    @invariant()
-    def as_many_wait(self) -> None:
-        assert len(self.buffer) == len(self.waiting)
+            totals.append(length)
+    return len(totals)
 
 
-@pytest.mark.req("PACK-01", "PACK-02")
-@pytest.mark.scenario("Carry buffer preserves segments without splitting")
-def test_a_buffer_loses_doubles_and_reorders_nothing() -> None:
-    run_state_machine_as_test(BufferAndList, settings=settings(stateful_step_count=20))
+def large_pools(capacity: int) -> st.SearchStrategy[tuple[list[int], int]]:
+    """Pools beyond the exact search: any lengths, few different ones, mostly short or long."""
+    lengths = st.sampled_from(
+        [
+            st.integers(1, capacity),
+            st.sampled_from([capacity // 5, capacity // 4, capacity // 2, capacity]),
+            st.integers(1, capacity // 4),
+            st.integers(capacity // 4, 3 * capacity // 4),
+        ]
+    )
+    pools = lengths.flatmap(lambda some: st.lists(some, min_size=EXACT_POOL + 1, max_size=40))
+    return st.tuples(pools, st.just(capacity))
+
+
+@pytest.mark.req("PACK-03")
+@given(st.sampled_from([CAPACITY, 12_000, 1_000_000]).flatmap(large_pools), MIN_FILLS)
+def test_a_plan_holds_every_segment_once_and_is_no_worse_than_first_fit_decreasing(
+    pool: tuple[list[int], int], min_fill: float
+) -> None:
+    lengths, capacity = pool
+    packs = plan_packs(lengths, capacity, min_fill)
+    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
+    assert all(0 < sum(pack) <= capacity for pack in lengths_in(packs, lengths))
+    assert len(packs) <= first_fit_decreasing(lengths, capacity)
+    assert packs == plan_packs(tuple(lengths), capacity, min_fill)
+
+
+@pytest.mark.req("PACK-03")
+@given(st.lists(LENGTHS, max_size=40), st.randoms(use_true_random=False))
+def test_the_order_of_a_pool_does_not_matter_to_its_packs(
+    lengths: list[int], chance: random.Random
+) -> None:
+    shuffled = chance.sample(lengths, len(lengths))
+    plans = [lengths_in(plan_packs(pool, CAPACITY, 0.7), pool) for pool in (lengths, shuffled)]
+    if len(lengths) > EXACT_POOL:
+        packs, others = (sorted(sorted(pack) for pack in plan) for plan in plans)
+        assert packs == others
+    elif lengths:
+        assert len({badness(plan, CAPACITY, 0.7) for plan in plans}) == 1
+
+
+@pytest.mark.req("PACK-03")
+def test_nearly_all_plans_of_drawn_pools_are_as_few_as_can_be_and_even() -> None:
+    chance = random.Random(0)
+    fewest = 0
+    for _ in range(20):
+        drawn = [round(chance.lognormvariate(math.log(1_500), 0.6)) for _ in range(256)]
+        lengths = [min(max(1, length), 12_000) for length in drawn]
+        packs = lengths_in(plan_packs(lengths, 12_000, 0.6), lengths)
+        fewest += len(packs) == -(-sum(lengths) // 12_000)
+        assert min(map(sum, packs)) >= 0.99 * sum(lengths) / len(packs), "packs are even"
+        threes = [round(chance.gauss(4_000, 800)) for _ in range(32)]
+        fewest += len(plan_packs(threes, 12_000, 0.6)) == fewest_packs(threes, 12_000)
+    assert fewest >= 37
+
+
+@pytest.mark.req("PACK-03")
+def test_lengths_rounded_to_units_of_a_pack_do_not_make_a_pack_too_long() -> None:
+    # Beside the first the others share a pack, by a token; their units are too many for one.
+    # 333_340 + 333_341 are fewer tokens than the first and more units: then 1_000_018 remain.
+    lengths = [666_700, 333_341, 333_340, 333_318]
+    packs = good_plan(lengths, 1_000_000, 1_000_000)
+    assert sorted(map(sum, packs)) == [666_700, 999_999]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "packs"),
+    [
+        ([], 0),
+        ([20], 1),
+        ([10, 10, 10], 2),
+        # By their tokens two; but no two of them share a pack.
+        ([11, 11, 11], 3),
+        # No 8 fits beside a 13: two of them need a third pack.
+        ([13, 13, 8, 8], 3),
+        # The 10 fits beside no 11, however much room the 1 leaves there.
+        ([11, 11, 11, 10, 1], 4),
+    ],
+)
+def test_a_lower_bound_by_hand(lengths: list[int], packs: int) -> None:
+    assert fewest_packs(lengths, 20) == packs
+
+
+@given(st.lists(LENGTHS, max_size=9))
+def test_the_lower_bound_is_one_and_no_less_than_the_tokens_need(lengths: list[int]) -> None:
+    bound = fewest_packs(lengths, CAPACITY)
+    assert -(-sum(lengths) // CAPACITY) <= bound <= len(plan_packs(lengths, CAPACITY, 0.5))
+
+
+@given(st.lists(st.integers(1, 30), max_size=10), st.integers(0, 60), st.integers(0, 20))
+def test_a_subset_has_the_smallest_total_that_is_enough_or_the_largest_that_is_not(
+    lengths: list[int], at_least: int, spare: int
+) -> None:
+    indices = subset_of_total(lengths, at_least, at_least + spare)
+    assert indices == sorted(set(indices))
+    reachable = {total for total in subset_totals(lengths) if total <= at_least + spare}
+    enough = {total for total in reachable if total >= at_least}
+    expected = min(enough) if enough else max(reachable)
+    assert sum(lengths[i] for i in indices) == expected
+
+
+# ---- the packs of one step -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Item:
+    sample_id: str
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def items(*lengths: int) -> list[Item]:
+    return [Item(f"train.jsonl:{line}", length) for line, length in enumerate(lengths, start=1)]
+
+
+def lengths_of(packs: list[list[Item]]) -> list[list[int]]:
+    return [[len(item) for item in pack] for pack in packs]
+
+
+def step(
+    *, limit: int = 8, min_fill: float = 0.5, packing: bool = True, fills: list[float] | None = None
+) -> StepPacker[Item, list[Item]]:
+    """fills: takes what the packs are filled to."""
+    training = TrainingConfig.model_validate(
+        {
+            "run_name": "packed",
+            "output_dir": "nowhere",
+            "learning_rate": 1e-3,
+            "effective_batch_size": 4,
+            "max_steps": 1,
+            "packing": packing,
+            "packing_buffer": limit,
+            "packing_min_fill_ratio": min_fill,
+        }
+    )
+    check = None if fills is None else fills.append
+    return StepPacker[Item, list[Item]](training, CAPACITY, list, check)
+
+
+@pytest.mark.req("PACK-01", "ARCH-02")
+def test_a_pack_is_made_as_soon_as_its_tokens_have_come_and_the_rest_waits() -> None:
+    packing = step()
+    assert packing.chunk(items(8, 11), last=False) == []
+    assert lengths_of(packing.chunk(items(1), last=False)) == [[8, 11, 1]]
+    assert lengths_of(packing.chunk(items(8, 7, 12), last=False)) == [[8, 12]]
+    assert lengths_of(packing.chunk(items(20), last=False)) == [[7], [20]], "the oldest goes first"
+    assert packing.chunk([], last=True) == []
+
+
+@pytest.mark.req("PACK-03")
+def test_the_last_segments_share_the_fewest_packs_with_all_that_waits() -> None:
+    packing = step(min_fill=0.9)
+    assert packing.chunk(items(10), last=False) == []
+    # One underfilled pack of 14 rather than two of 17.
+    assert sorted(lengths_of(packing.chunk(items(10, 7, 7), last=True))) == [[7, 7], [10, 10]]
+    assert packing.chunk([], last=True) == []
+
+
+@pytest.mark.req("PACK-01")
+@pytest.mark.parametrize("last", [False, True])
+def test_a_segment_that_no_pack_or_buffer_holds_is_named_by_its_sample(last: bool) -> None:
+    with pytest.raises(ContractError, match=r"sample train\.jsonl:2 takes 21 tokens"):
+        step().chunk(items(1, 21), last=last)
+    with pytest.raises(ContractError, match=r"sample train\.jsonl:3 comes when 2 segments"):
+        step(limit=2).chunk(items(1, 1, 1), last=last)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_without_packing_each_segment_is_a_pack_of_its_own_however_long(last: bool) -> None:
+    packing = step(limit=1, packing=False)
+    coming = items(3, 10 * CAPACITY, 4)
+    assert packing.chunk(coming, last=last) == [[item] for item in coming]
+    assert packing.chunk([], last=True) == []
+
+
+@pytest.mark.req("PACK-01", "PACK-03", "PACK-05", "MET-03")
+@given(
+    st.lists(st.lists(LENGTHS, max_size=4), max_size=3),
+    st.lists(LENGTHS, max_size=4),
+    st.booleans(),
+)
+def test_every_segment_of_a_step_is_in_one_pack_at_the_place_that_is_logged(
+    chunks: list[list[int]], last: list[int], packing: bool
+) -> None:
+    fills: list[float] = []
+    packer = step(limit=16, packing=packing, fills=fills)
+    coming = items(*[length for chunk in [*chunks, last] for length in chunk])
+    expected: dict[Item, Place] = {}
+    packs = come = 0
+    for number, chunk in enumerate([*chunks, last]):
+        come, began = come + len(chunk), come
+        for pack in packer.chunk(coming[began:come], last=number == len(chunks)):
+            assert 0 < sum(map(len, pack)) <= CAPACITY
+            for position, item in enumerate(pack):
+                assert item not in expected
+                expected[item] = Place(len(item), packs, position, come)
+            packs += 1
+    assert packer.places == [expected[item] for item in coming]
+    total = sum(map(len, coming))
+    fill = total / (packs * CAPACITY) if packs else 0.0
+    assert packer.payload().metrics() == {
+        "packing/post_rollout_fill": fill,
+        "packing/post_rollout_segments": come,
+        "packing/post_rollout_packs": packs,
+        "packing/post_rollout_selected_total_len": total,
+    }
+    assert fills == [packer.fill] == [fill]
+
+
+@pytest.mark.req("PACK-05", "MET-03")
+def test_a_place_counts_the_segments_received_when_its_pack_was_made() -> None:
+    packer = step(min_fill=0.7)
+    first, second, third, fourth = items(12, 6, 8, 2)
+    assert packer.chunk([first, second], last=False) == []
+    assert packer.chunk([third], last=False) == [[first, third]]
+    assert packer.chunk([fourth], last=True) == [[second, fourth]]
+    assert packer.places == [
+        Place(12, pack=0, position=0, come=3),
+        Place(6, pack=1, position=0, come=4),
+        Place(8, pack=0, position=1, come=3),
+        Place(2, pack=1, position=1, come=4),
+    ]
+
+
+@pytest.mark.req("DDP-02")
+@pytest.mark.parametrize(
+    ("ready", "over", "unsynced", "due"),
+    [
+        ([3, 1], [False, False], False, 1),
+        ([3, 2], [False, True], True, 2),
+        ([3, 0], [True, False], True, 0),
+        ([3, 0], [True, True], True, 3),
+        ([0, 0], [True, True], True, 1),
+        ([0, 0], [True, True], False, 0),
+    ],
+)
+def test_ranks_run_what_all_have_and_at_the_end_what_one_has_or_what_synchronizes(
+    ready: list[int], over: list[bool], unsynced: bool, due: int
+) -> None:
+    assert forwards_due(ready, over, unsynced=unsynced) == due

@@ -1,16 +1,21 @@
-"""The strict parser: objects and drop reasons (section 8 of the contract)."""
+"""The strict parser: objects, drop reasons, cuts and numbers (section 8 of the contract)."""
 
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
+from tokenizers.normalizers import NFC
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from learner.stages.formats.coord_json import parse_rollout
 from learner.stages.formats.json_scanner import MAX_BRACKETS
-from learner.stages.tokens import PLACEHOLDERS, token_table
+from learner.stages.tokens import HALF_CHARACTER, IM_END, PLACEHOLDERS, token_table
+from learner.types import ParsedRollout
 from tests.unit.answers import (
     coords,
     encode,
@@ -23,6 +28,7 @@ from tests.unit.answers import (
     with_value,
 )
 from tests.unit.dropped_values import BOX, DROPPED
+from tests.unit.toy_bpe import train_toy_tokenizer
 
 # ---- valid answers -------------------------------------------------------------------
 
@@ -65,18 +71,6 @@ def test_ids_may_come_as_an_array_or_a_tensor(
     assert {type(token_id) for token_id in parsed.prefix_token_ids} == {int}
 
 
-@pytest.mark.req("PARSE-03")
-@pytest.mark.parametrize("n_coords", [6, 8, 40])
-def test_a_polygon_has_an_even_number_of_six_or_more_coordinates(
-    tokenizer: PreTrainedTokenizerFast, n_coords: int
-) -> None:
-    bins = list(range(1, n_coords + 1))
-    parsed = parse(tokenizer, with_value(f'{{"desc": "roof", "poly": {coords(*bins)}}}'))
-    (found,) = parsed.objects
-    assert (found.kind, found.coords) == ("poly", bins)
-    assert len(found.coord_token_indices) == n_coords
-
-
 @pytest.mark.req("PARSE-03", "PARSE-01")
 @pytest.mark.scenario("Dict keys are not sorted for matching order")
 def test_objects_keep_the_order_of_their_appearance(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -93,59 +87,20 @@ def test_field_order_does_not_matter(tokenizer: PreTrainedTokenizerFast) -> None
     assert desc_first.objects[0].desc == geometry_first.objects[0].desc == "stop!"
 
 
-@pytest.mark.req("RES-12", "PARSE-04")
+@pytest.mark.req("RES-12", "PARSE-01", "PARSE-04")
+@pytest.mark.parametrize("desc", ["cat", "🧿", "🧿 cat 🧿🧿", "猫🧀"])
 @pytest.mark.parametrize(
     "array",
     [
-        "[<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>]",
+        "[<|coord_1|>, <|coord_2|>,<|coord_3|> , <|coord_4|>]",
         '[<|coord_1|>, "<|coord_2|>", <|coord_3|>,"<|coord_4|>"]',
     ],
 )
 def test_bare_coordinate_tokens_are_accepted(
-    tokenizer: PreTrainedTokenizerFast, array: str
+    tokenizer: PreTrainedTokenizerFast, array: str, desc: str
 ) -> None:
-    parsed = parse(tokenizer, with_value(f'{{"desc": "cat", "bbox_2d": {array}}}'))
-    assert [found.coords for found in parsed.objects] == [[1, 2, 3, 4]]
-
-
-@pytest.mark.req("RES-12", "PARSE-01")
-@pytest.mark.parametrize("desc", ["🧿", "🧿 cat 🧿🧿", "猫🧀"])
-def test_bare_coordinate_tokens_are_found_behind_characters_in_several_tokens(
-    tokenizer: PreTrainedTokenizerFast, desc: str
-) -> None:
-    array = "[<|coord_1|>, <|coord_2|>,<|coord_3|> , <|coord_4|>]"
     parsed = parse(tokenizer, with_value(f'{{"desc": "{desc}", "bbox_2d": {array}}}'))
     assert [(found.desc, found.coords) for found in parsed.objects] == [(desc, [1, 2, 3, 4])]
-
-
-@pytest.mark.req("PARSE-03")
-@pytest.mark.parametrize("order", [0, 1])
-def test_coordinate_tokens_in_a_description_are_no_coordinates(
-    tokenizer: PreTrainedTokenizerFast, order: int
-) -> None:
-    fields = ['"desc": "at <|coord_5|>, [<|coord_6|>]"', f'"bbox_2d": {coords(1, 2, 3, 4)}']
-    parsed = parse(tokenizer, with_value("{" + ", ".join(fields[:: 1 - 2 * order]) + "}"))
-    (found,) = parsed.objects
-    assert found.coords == [1, 2, 3, 4]
-    assert found.desc == "at <|coord_5|>, [<|coord_6|>]"
-
-
-@pytest.mark.req("PARSE-01")
-@pytest.mark.parametrize("desc", ["toy 🚀", "🧿🧿", "a🚀", "é猫", "🚀🧿!"])
-@pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
-def test_characters_in_several_tokens_keep_text_and_positions(
-    tokenizer: PreTrainedTokenizerFast, desc: str, order: str
-) -> None:
-    fields = [f'"desc": "{desc}"', f'"bbox_2d": {coords(1, 2, 3, 4)}']
-    if order == "geometry_first":
-        fields.reverse()
-    text = with_value("{" + ", ".join(fields) + "}")[:-1] + ", " + entry(2) + "}"
-    ids = encode(tokenizer, text)
-    parsed = parse_rollout(ids, tokenizer)
-    assert [found.desc for found in parsed.objects] == [desc, "cat"]
-    for found in parsed.objects:
-        bins = [token_table(tokenizer).vocab.bins[ids[i]] for i in found.coord_token_indices]
-        assert bins == found.coords
 
 
 @pytest.mark.req("PARSE-01")
@@ -170,26 +125,12 @@ def test_escapes_in_a_description_are_read(tokenizer: PreTrainedTokenizerFast) -
     assert parsed.objects[0].desc == 'a "}" \\é'
 
 
-@pytest.mark.req("PARSE-05")
-@pytest.mark.parametrize("text", ["{}", "{ }", " {\n}"])
-def test_an_empty_object_is_a_valid_empty_answer(
-    tokenizer: PreTrainedTokenizerFast, text: str
-) -> None:
-    parsed = parse(tokenizer, text)
-    assert (parsed.objects, parsed.dropped, parsed.max_object_index) == ([], [], 0)
-    assert not parsed.invalid_rollout
-    assert not parsed.truncated
-    assert prefix(tokenizer, parsed) == text[: text.index("{") + 1]
-
-
 @pytest.mark.req("PARSE-02")
 def test_im_end_ends_the_answer(tokenizer: PreTrainedTokenizerFast) -> None:
-    whole = "{" + entry(1) + "}"
-    parsed = parse(tokenizer, whole + "<|im_end|>" + ", " + entry(2) + "}")
-    assert [found.index for found in parsed.objects] == [1]
-    cut_off = parse(tokenizer, "{" + entry(1) + "<|im_end|>, " + entry(2) + "}")
-    assert [found.index for found in cut_off.objects] == [1]
-    assert cut_off.truncated
+    for end, truncated in (("}", False), ("", True)):
+        parsed = parse(tokenizer, "{" + entry(1) + end + "<|im_end|>, " + entry(2) + "}")
+        assert [found.index for found in parsed.objects] == [1]
+        assert parsed.truncated == truncated
 
 
 @pytest.mark.req("PARSE-02", "PARSE-05")
@@ -203,22 +144,11 @@ def test_the_token_of_an_image_ends_the_answer_as_it_is_no_text(
     seeing = with_placeholders(tokenizer)
     parsed = parse(seeing, text)
     assert parsed == parse(seeing, text.replace(placeholder, "<|im_end|>"))
+    assert parsed == parse(seeing, text.replace(placeholder, placeholder + "<|im_end|>"))
     assert parsed.truncated
     assert prefix(seeing, parsed) == kept
     blind = parse(tokenizer, text)
     assert blind.objects[-1].desc == f"a {placeholder}"
-
-
-@pytest.mark.req("PARSE-02")
-def test_the_first_of_the_tokens_that_end_an_answer_counts(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    seeing = with_placeholders(tokenizer)
-    ends = ["<|im_end|>", *PLACEHOLDERS]
-    for first in ends:
-        tail = "".join(f"{end}, {entry(i + 3)}" for i, end in enumerate([first, *ends]))
-        parsed = parse(seeing, "{" + entry(1) + ", " + entry(2) + tail + "}")
-        assert [found.index for found in parsed.objects] == [1, 2]
 
 
 def test_text_after_the_closing_brace_is_trimmed(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -258,12 +188,6 @@ def test_brackets_too_deep_to_be_coordinates_count_as_nested(
     assert [found.index for found in parsed.objects] == [1, 3]
 
 
-@pytest.mark.req("PARSE-04")
-def test_degenerate_boxes_are_valid(tokenizer: PreTrainedTokenizerFast) -> None:
-    parsed = parse(tokenizer, "{" + entry(1, bins=(5, 6, 5, 6)) + "}")
-    assert [found.coords for found in parsed.objects] == [[5, 6, 5, 6]]
-
-
 @pytest.mark.req("PARSE-04", "RES-02")
 def test_a_polygon_is_dropped_in_the_two_channel_variant(
     tokenizer: PreTrainedTokenizerFast,
@@ -292,16 +216,27 @@ def test_text_that_spells_a_coordinate_token_in_other_tokens_is_none(
     assert parse_rollout(ids, tokenizer).dropped == [("object_1", "non_coord_token")]
 
 
+KEYS = ["cat", "object", "object_", "object_x", "Object_2", " object_2", "object_-2", ""]
+COMMAS = [" ", ",,", ", 5,", ", nonsense ", ": ", ', "loose" ', ", 🚀", ", ] "]
+COLONS = ["", " ", "::", ": 5 ", ': "loose" ', ": , ", ", "]
+
+
 @pytest.mark.req("PARSE-04")
 @pytest.mark.parametrize(
-    "key", ["cat", "object", "object_", "object_x", "Object_2", " object_2", "object_-2", ""]
+    ("second", "dropped"),
+    [
+        *((", " + entry(2).replace("object_2", key), key) for key in KEYS),
+        *((comma + entry(2), "object_2") for comma in COMMAS),
+        *((", " + entry(2).replace(": {", colon + "{", 1), "object_2") for colon in COLONS),
+        (", " + entry(2).partition(": ")[2], ""),
+    ],
 )
-def test_a_key_that_is_not_object_n_is_invalid(
-    tokenizer: PreTrainedTokenizerFast, key: str
+def test_an_object_without_one_comma_a_key_object_n_and_one_colon_before_it_is_invalid(
+    tokenizer: PreTrainedTokenizerFast, second: str, dropped: str
 ) -> None:
-    text = "{" + entry(1) + ", " + entry(2).replace("object_2", key) + ", " + entry(3) + "}"
-    parsed = parse(tokenizer, text)
-    assert parsed.dropped == [(key, "key_invalid")]
+    parsed = parse(tokenizer, "{" + entry(1) + second + ", " + entry(3) + "}")
+    assert (dropped, "key_invalid") in parsed.dropped
+    assert {reason for _, reason in parsed.dropped} == {"key_invalid"}
     assert [found.index for found in parsed.objects] == [1, 3]
 
 
@@ -313,30 +248,239 @@ def test_a_repeated_key_is_invalid(tokenizer: PreTrainedTokenizerFast, first: st
     assert [found.desc for found in parsed.objects] == (["cat"] if first == entry(1) else [])
 
 
-@pytest.mark.req("PARSE-04")
+# ---- where an answer is cut ----------------------------------------------------------
+
+# The largest number that counts.
+HUGE = 10**639 - 1
+
+
+@pytest.mark.req("PARSE-05", "PARSE-04")
 @pytest.mark.parametrize(
-    "between", [" ", ",,", ", 5,", ", nonsense ", ": ", ', "loose" ', ", 🚀", ", ] "]
+    "tail",
+    [
+        "",
+        ",",
+        ", ",
+        ', "obj',
+        ', "object_9"',
+        ', "object_9": {"de',
+        ', "object_9": {"desc": "cat", "bbox_2d": ["<|coord_1|>", "',
+        ', "object_9": [{"desc": "cat"}',
+        ', "object_9": {"desc": "cat", "bbox_2d": [' + "[" * 50,
+        " nonsense",
+    ],
 )
-def test_an_object_that_is_not_led_up_to_by_one_comma_and_a_key_is_invalid(
-    tokenizer: PreTrainedTokenizerFast, between: str
+def test_an_unfinished_end_is_cut_after_the_last_complete_object(
+    tokenizer: PreTrainedTokenizerFast, tail: str
 ) -> None:
-    parsed = parse(tokenizer, "{" + entry(1) + between + entry(2) + ", " + entry(3) + "}")
+    kept = "{" + entry(1) + ", " + entry(2)
+    parsed = parse(tokenizer, kept + tail)
+    assert parsed.truncated
+    assert prefix(tokenizer, parsed) == kept
+    assert [found.index for found in parsed.objects] == [1, 2]
+    assert parsed.max_object_index == 2
+    unfinished = [("object_9", "key_invalid")] if '"object_9"' in tail else []
+    assert parsed.dropped == unfinished
+
+
+@pytest.mark.req("PARSE-05")
+@pytest.mark.parametrize(
+    ("tail", "of_toy", "of_qwen"),
+    [("}", '"]}}', "}}"), (', "object_2": {"desc', '"]},', "},")],
+)
+def test_only_the_token_the_cut_falls_into_is_replaced(
+    toy_tokenizer: PreTrainedTokenizerFast,
+    qwen_tokenizer: PreTrainedTokenizerFast,
+    tail: str,
+    of_toy: str,
+    of_qwen: str,
+) -> None:
+    for tokenizer, fused in ((toy_tokenizer, of_toy), (qwen_tokenizer, of_qwen)):
+        ids = encode(tokenizer, "{" + entry(1) + tail)
+        at = pieces(tokenizer, ids).index(fused)
+        kept = parse_rollout(ids, tokenizer).prefix_token_ids
+        assert kept[:at] == ids[:at]
+        assert "".join(pieces(tokenizer, kept[at:])) == fused[:-1]
+
+
+@pytest.mark.req("PARSE-05")
+@pytest.mark.parametrize(
+    "text",
+    ["{", "{ ", "{}", "{ }", '{"', '{"object_1', '{"object_1": {"desc": "ca', '{"object_1": 5}'],
+)
+def test_without_a_complete_object_the_first_brace_is_kept(
+    tokenizer: PreTrainedTokenizerFast, text: str
+) -> None:
+    parsed = parse(tokenizer, text)
+    assert prefix(tokenizer, parsed) == "{"
+    assert (parsed.objects, parsed.entry_ends, parsed.max_object_index) == ([], [], 0)
+    assert not parsed.invalid_rollout
+    assert parsed.truncated == (not text.endswith("}"))
+
+
+@pytest.mark.req("PARSE-05")
+@pytest.mark.parametrize("space", [" ", "\n", " \t\r\n  "])
+def test_white_space_before_the_first_brace_is_kept(
+    tokenizer: PreTrainedTokenizerFast, space: str
+) -> None:
+    ids = encode(tokenizer, space) + encode(tokenizer, "{" + entry(1) + "}")
+    parsed = parse_rollout(ids, tokenizer)
+    assert prefix(tokenizer, parsed) == space + "{" + entry(1)
+    assert not parsed.invalid_rollout
+
+
+@pytest.mark.req("PARSE-05")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " \n",
+        "no brace",
+        "[]",
+        "<|coord_1|>",
+        "<|im_end|>{}",
+        "Sure: {" + entry(1) + "}",
+        '"{' + entry(1) + "}",
+        "\u00a0{" + entry(1) + "}",
+        "\ufeff{" + entry(1) + "}",
+    ],
+)
+def test_an_answer_that_does_not_start_with_a_brace_is_invalid_and_becomes_a_brace(
+    tokenizer: PreTrainedTokenizerFast, text: str
+) -> None:
+    assert parse(tokenizer, text) == ParsedRollout(
+        objects=[],
+        dropped=[],
+        prefix_token_ids=encode(tokenizer, "{"),
+        max_object_index=0,
+        truncated=False,
+        invalid_rollout=True,
+        entry_ends=[],
+    )
+
+
+@pytest.mark.req("PARSE-05")
+@pytest.mark.parametrize(
+    ("text", "kept"), [("no brace", "{"), ('{"object_1": {}}', '{"object_1": {}')]
+)
+def test_a_tokenizer_that_opens_each_text_with_a_token_puts_none_in_the_prefix(
+    text: str, kept: str
+) -> None:
+    toy_tokenizer = train_toy_tokenizer()
+    ids = encode(toy_tokenizer, text)
+    (opening,) = encode(toy_tokenizer, IM_END)
+    toy_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{IM_END} $A", special_tokens=[(IM_END, opening)]
+    )
+    assert toy_tokenizer.encode("{")[0] == opening
+    parsed = parse_rollout(ids, toy_tokenizer)
+    assert prefix(toy_tokenizer, parsed) == kept
+
+
+@pytest.mark.req("PARSE-05", "PARSE-01")
+@pytest.mark.parametrize("extra", [[], [HALF_CHARACTER]])
+def test_a_cut_inside_a_token_with_part_of_a_character_keeps_the_bytes_of_that_part(
+    extra: list[str],
+) -> None:
+    # Where the replacement character is a token, ids could spell the broken text.
+    toy_tokenizer = train_toy_tokenizer()
+    toy_tokenizer.add_tokens(extra)
+    last = f'"object_2": {{"bbox_2d": {BOX}, "desc": "toy 🧀"}}'
+    ids = encode(toy_tokenizer, "{" + entry(1) + ", " + last + "}")
+    fused = pieces(toy_tokenizer, ids)[-1]
+    assert HALF_CHARACTER in fused
+    assert fused.endswith("}}")
+    parsed = parse_rollout(ids, toy_tokenizer)
+    assert parsed.prefix_token_ids[: len(ids) - 1] == ids[:-1]
+    assert prefix(toy_tokenizer, parsed) == "{" + entry(1) + ", " + last
+    assert [found.desc for found in parsed.objects] == ["cat", "toy 🧀"]
+    assert parsed.dropped == []
+
+
+@pytest.mark.req("PARSE-05", "PARSE-01")
+def test_a_leading_piece_of_whole_characters_may_need_ids_of_half_ones(
+    toy_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    text = f'{{"object_1": {{"bbox_2d": {BOX}, "desc": "toy 🚀"}}'
+    ids = encode(toy_tokenizer, text + ",")
+    assert pieces(toy_tokenizer, ids)[-1] == ' 🚀"},'
+    parsed = parse_rollout(ids, toy_tokenizer)
+    assert parsed.prefix_token_ids[: len(ids) - 1] == ids[:-1]
+    assert HALF_CHARACTER in pieces(toy_tokenizer, parsed.prefix_token_ids)[len(ids) - 1]
+    assert prefix(toy_tokenizer, parsed) == text
+
+
+@pytest.mark.req("PARSE-05", "PARSE-04")
+def test_where_no_ids_spell_a_leading_piece_the_cut_falls_back_to_the_object_before() -> None:
+    toy_tokenizer = train_toy_tokenizer()
+    toy_tokenizer.backend_tokenizer.normalizer = NFC()
+    decomposed = unicodedata.normalize("NFD", 'é"}}')
+    toy_tokenizer.add_tokens([AddedToken(decomposed, normalized=False)])
+    last = f'"object_2": {{"bbox_2d": {BOX}, "desc": "caf{decomposed}'
+    ids = encode(toy_tokenizer, "{" + entry(1) + ", " + last)
+    assert pieces(toy_tokenizer, ids)[-1] == decomposed
+    parsed = parse_rollout(ids, toy_tokenizer)
+    assert prefix(toy_tokenizer, parsed) == "{" + entry(1)
+    assert [found.index for found in parsed.objects] == [1]
     assert parsed.dropped == [("object_2", "key_invalid")]
-    assert [found.index for found in parsed.objects] == [1, 3]
+    assert not parsed.truncated
 
 
-@pytest.mark.req("PARSE-04")
-@pytest.mark.parametrize("between", ["", " ", "::", ": 5 ", ': "loose" ', ": , ", ", "])
-def test_an_object_that_does_not_follow_its_key_and_one_colon_is_invalid(
-    tokenizer: PreTrainedTokenizerFast, between: str
+# ---- where entries end ---------------------------------------------------------------
+
+
+@pytest.mark.req("PARSE-04", "LOSS-01")
+@pytest.mark.parametrize(
+    "invalid",
+    [
+        '"object_1"',
+        '"object_1":',
+        '"object_1" : ',
+        '"object_1" none',
+        '"object_1": [5] 6',
+        '"object_1": 5 "loose"',
+    ],
+)
+def test_all_there_is_before_the_comma_belongs_to_an_entry_without_an_object(
+    tokenizer: PreTrainedTokenizerFast, invalid: str
 ) -> None:
-    apart = f'"object_2"{between}{{"desc": "cat", "bbox_2d": {BOX}}}'
-    parsed = parse(tokenizer, "{" + entry(1) + ", " + apart + ", " + entry(3) + "}")
-    assert ("object_2", "key_invalid") in parsed.dropped
-    assert [found.index for found in parsed.objects] == [1, 3]
+    ids = encode(tokenizer, "{" + invalid)
+    written = len(ids)
+    ids += encode(tokenizer, " ") + encode(tokenizer, ",") + encode(tokenizer, entry(2) + "}")
+    parsed = parse_rollout(ids, tokenizer)
+    last = pieces(tokenizer, ids[:written])[-1].isspace()
+    assert [end for end, i in parsed.entry_ends if i is None] == [written - 1 - last]
+    assert parsed.dropped == [("object_1", "key_invalid")]
+    assert [found.index for found in parsed.objects] == [2]
 
 
-@pytest.mark.req("PARSE-04")
-def test_an_object_without_a_key_is_invalid(tokenizer: PreTrainedTokenizerFast) -> None:
-    parsed = parse(tokenizer, "{" + entry(1) + f', {{"desc": "cat", "bbox_2d": {BOX}}}' + "}")
-    assert parsed.dropped == [("", "key_invalid")]
+# ---- numbering -----------------------------------------------------------------------
+
+
+@pytest.mark.req("PARSE-06")
+@pytest.mark.parametrize(
+    ("text", "largest"),
+    [
+        ("{" + entry(2) + ', "object_9": {"desc": "broken"}}', 9),
+        ("{" + entry(9) + ", " + entry(2) + "}", 9),
+        ("{" + entry(2) + ', "object_9": {"desc": "unfinished', 2),
+        ('{"object_9": 5, ' + entry(2) + "}", 9),
+        ("{" + entry(2) + ', "object_9": 5}', 2),
+        ('{"object_1": {"object_9": {}}, ' + entry(2) + "}", 9),
+        ('{"object_x": {}, "object_": {}, "thing_7": {}}', 0),
+        ("{" + entry(1, r"\"object_9\": ") + "}", 1),
+        ("{" + entry(10**18) + ", " + entry(2) + "}", 10**18),
+        pytest.param("{" + entry(HUGE) + ", " + entry(2) + "}", HUGE, id="639 digits"),
+        pytest.param("{" + entry(HUGE + 1) + ", " + entry(2) + "}", 2, id="640 digits"),
+        ('{"object_' + "9" * 5000 + '": {}, ' + entry(2) + "}", 2),
+        ('{"object_5" \n: {}}', 5),
+        ('{"object_5" {}, ' + entry(2) + "}", 5),
+        ('{"object_5" 7, ' + entry(2) + "}", 5),
+        ("{" + entry(2) + ', "object_5" 7}', 2),
+        ('{"object_' + "9" * 640 + '" {}, ' + entry(2) + "}", 2),
+    ],
+)
+def test_the_largest_number_of_any_key_in_the_prefix_counts(
+    tokenizer: PreTrainedTokenizerFast, text: str, largest: int
+) -> None:
+    assert parse(tokenizer, text).max_object_index == largest

@@ -4,7 +4,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from learner.rollout.answers import check_prompt_ids
-from learner.stages.tokens import decode_exactly
 from shared_contracts.errors import ContractError
 from tests.unit.answers import encode
 
@@ -16,41 +15,32 @@ def test_equal_ids_pass(toy_tokenizer: PreTrainedTokenizerFast) -> None:
     check_prompt_ids("a:1", ids, list(ids), toy_tokenizer)
 
 
-@pytest.mark.parametrize("missing", [1, 2, None], ids=["the last id", "two ids", "all ids"])
-def test_a_server_prompt_that_is_shorter_is_a_difference(
-    toy_tokenizer: PreTrainedTokenizerFast, missing: int | None
-) -> None:
-    ids = encode(toy_tokenizer, "cat<|coord_7|><|coord_8|>")
-    theirs = ids[: -missing if missing else 0]
-    with pytest.raises(ContractError) as caught:
-        check_prompt_ids("a:1", ids, theirs, toy_tokenizer)
-    assert caught.value.where == f"prompt of a:1, position {len(theirs)}"
-    token = ids[len(theirs)]
-    text = decode_exactly(toy_tokenizer, [token])
-    assert f"the learner has {token} {text!r}, the server no token" in caught.value.found
-    assert f"lengths {len(ids)} and {len(theirs)}" in caught.value.found
-
-
+@pytest.mark.parametrize(
+    ("ours", "theirs", "mine", "other"),
+    [
+        ("<|coord_7|><|coord_8|>", "<|coord_7|>", "<|coord_8|>", None),
+        ("<|coord_7|><|coord_8|>", "", "<|coord_7|>", None),
+        ("<|coord_7|>", "<|coord_7|><|coord_8|>", None, "<|coord_8|>"),
+        ("<|coord_7|><|coord_8|>dog", "<|coord_7|><|coord_9|>cat", "<|coord_8|>", "<|coord_9|>"),
+    ],
+    ids=["shorter", "empty", "longer", "another token"],
+)
 def test_the_first_difference_is_shown_with_both_tokens(
     toy_tokenizer: PreTrainedTokenizerFast,
+    ours: str,
+    theirs: str,
+    mine: str | None,
+    other: str | None,
 ) -> None:
-    ours = encode(toy_tokenizer, "cat<|coord_7|><|coord_8|>dog")
-    theirs = encode(toy_tokenizer, "cat<|coord_7|><|coord_9|>cat")
-    position = len(encode(toy_tokenizer, "cat")) + 1
+    a, b = (encode(toy_tokenizer, text) for text in (ours, theirs))
+    position = next(i for i in range(9) if a[i : i + 1] != b[i : i + 1])
     with pytest.raises(ContractError) as caught:
-        check_prompt_ids("train.jsonl:3", ours, theirs, toy_tokenizer)
+        check_prompt_ids("train.jsonl:3", a, b, toy_tokenizer)
     assert caught.value.where == f"prompt of train.jsonl:3, position {position}"
-    eight, nine = ours[position], theirs[position]
-    assert f"learner has {eight} '<|coord_8|>'" in caught.value.found
-    assert f"server {nine} '<|coord_9|>'" in caught.value.found
-    assert f"lengths {len(ours)} and {len(theirs)}" in caught.value.found
+    left, right = (
+        "no token" if text is None else f"{ids[position]} {text!r}"
+        for ids, text in ((a, mine), (b, other))
+    )
+    assert f"the learner has {left}, the server {right}" in caught.value.found
+    assert f"lengths {len(a)} and {len(b)}" in caught.value.found
     assert "chat template" in caught.value.do
-
-
-def test_ours_that_ends_early_has_no_token_there(toy_tokenizer: PreTrainedTokenizerFast) -> None:
-    theirs = encode(toy_tokenizer, "cat<|coord_7|>")
-    with pytest.raises(ContractError) as caught:
-        check_prompt_ids("a:1", theirs[:-1], theirs, toy_tokenizer)
-    assert caught.value.where == f"prompt of a:1, position {len(theirs) - 1}"
-    assert "the learner has no token" in caught.value.found
-    assert "'<|coord_7|>'" in caught.value.found

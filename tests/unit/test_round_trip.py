@@ -1,4 +1,4 @@
-"""From any answer to its target and back, and who owns each of the target's tokens.
+"""The objects and the token roles of a target, for any answer.
 
 The roles are worked out a second time here, byte by byte, from how an answer was put together
 and not from reading it again (APPEND-02, LOSS-01's roles, LOSS-02).
@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from learner.stages.coords import COORD_BINS, coord_token
-from learner.stages.formats.coord_json import parse_rollout, serialize_append
-from learner.stages.targets import build_ground_truth_target, build_target
+from learner.stages.formats.coord_json import parse_rollout
+from learner.stages.targets import build_target
 from learner.stages.tokens import IM_END, token_table
 from learner.types import (
     CoordGroup,
@@ -40,9 +40,7 @@ from tests.unit.answers import (
     DESCRIPTIONS,
     DOG,
     ROOF,
-    braces_in,
     encode,
-    pieces,
     rollouts,
     text_of,
 )
@@ -62,7 +60,7 @@ TRUTHS = st.lists(OBJECTS, max_size=4)
 
 @st.composite
 def any_match(draw: st.DrawFn, n_predicted: int, n_truth: int) -> MatchResult:
-    """Any pairs at all: what the shapes have in common is the matching's business."""
+    """Any pairs, whatever their shapes."""
     n_pairs = draw(st.integers(0, min(n_predicted, n_truth)))
     predicted = sorted(draw(st.permutations(range(n_predicted)))[:n_pairs])
     truths = draw(st.permutations(range(n_truth)))[:n_pairs]
@@ -75,104 +73,30 @@ def any_match(draw: st.DrawFn, n_predicted: int, n_truth: int) -> MatchResult:
     )
 
 
-class Case(NamedTuple):
-    """One rollout, as far as its target."""
-
-    rollout: list[int]
-    parsed: ParsedRollout
-    truths: list[GroundTruthObject]
-    match: MatchResult
-    order: FieldOrder
-    target: Target
-
-    @property
-    def missed(self) -> list[GroundTruthObject]:
-        return [self.truths[j] for j in self.match.false_negatives]
-
-
-@st.composite
-def cases(draw: st.DrawFn, tokenizer: PreTrainedTokenizerFast) -> Case:
-    rollout = draw(rollouts(tokenizer))
-    parsed = parse_rollout(rollout, tokenizer)
-    truths = draw(TRUTHS)
-    match = draw(any_match(len(parsed.objects), len(truths)))
-    order = draw(ORDERS)
-    target = build_target(parsed, truths, match, tokenizer, order)
-    return Case(rollout, parsed, truths, match, order, target)
-
-
-# ---- there and back ------------------------------------------------------------------
-
-
-@pytest.mark.req("APPEND-01", "APPEND-02", "PARSE-05", "PARSE-06")
-@FUZZ
-@given(data=st.data())
-def test_a_target_reads_back_as_the_kept_predictions_and_the_appended_objects(
-    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
-) -> None:
-    case = data.draw(cases(tokenizer))
-    parsed, target = case.parsed, case.target
-    again = parse_rollout(target.token_ids, tokenizer)
-    assert [(o.key, o.desc, o.shape) for o in again.objects] == [
-        *((o.key, o.desc, o.shape) for o in parsed.objects),
-        *((key, o.desc, o.shape) for key, o in zip(target.fn_keys, case.missed, strict=True)),
-    ]
-    assert not again.truncated
-    assert target.fn_keys == [
-        f"object_{parsed.max_object_index + 1 + i}" for i in range(len(case.missed))
-    ]
-    assert {o.key for o in parsed.objects}.isdisjoint(target.fn_keys)
-    text = "".join(pieces(tokenizer, target.token_ids)).removesuffix(IM_END)
-    assert [offset for offset, _, depth in braces_in(text) if depth == 0] == [len(text) - 1]
-    check_prefix(tokenizer, case)
-
-
-def check_prefix(tokenizer: PreTrainedTokenizerFast, case: Case) -> None:
-    """The ids of the rollout up to the cut, append-ready, and JSON where they were JSON."""
-    prefix_ids = case.target.token_ids[: case.target.prefix_len]
-    assert prefix_ids == case.parsed.prefix_token_ids
-    if not case.parsed.invalid_rollout:
-        same = 0
-        while same < len(prefix_ids) and prefix_ids[same] == case.rollout[same]:
-            same += 1
-        rest = text_of(tokenizer, prefix_ids[same:])
-        assert rest == "" or pieces(tokenizer, case.rollout)[same].startswith(rest)
-    prefix = text_of(tokenizer, prefix_ids)
-    serialize_append(prefix, [CAT], 1, case.order)
-    if is_json(prefix + "}"):
-        text = text_of(tokenizer, case.target.token_ids).removesuffix(IM_END)
-        keys = [key for key, _ in json.loads(text, object_pairs_hook=list)]
-        n_kept = len(case.parsed.entry_ends)
-        assert keys[n_kept:] == case.target.fn_keys
-        assert set(keys[:n_kept]).isdisjoint(case.target.fn_keys)
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text, parse_constant=lambda name: json.loads(""))
-    except ValueError:
-        return False
-    return True
-
-
 @pytest.mark.req("APPEND-02", "APPEND-03", "LOSS-03", "OT-01")
 @FUZZ
 @given(data=st.data())
 def test_every_ground_truth_is_taught_exactly_once_where_its_object_stands(
     tokenizer: PreTrainedTokenizerFast, data: st.DataObject
 ) -> None:
-    case = data.draw(cases(tokenizer))
-    target, n_pairs = case.target, len(case.match.pairs)
+    parsed = parse_rollout(data.draw(rollouts(tokenizer)), tokenizer)
+    truths, order = data.draw(TRUTHS), data.draw(ORDERS)
+    match = data.draw(any_match(len(parsed.objects), len(truths)))
+    target = build_target(parsed, truths, match, tokenizer, order)
+    assert target.token_ids[: target.prefix_len] == parsed.prefix_token_ids
+    missed, n_pairs = [truths[j] for j in match.false_negatives], len(match.pairs)
+    first = parsed.max_object_index + 1
+    assert target.fn_keys == [f"object_{first + n}" for n in range(len(missed))]
     assert [group.matched for group in target.coord_groups] == (
-        [True] * n_pairs + [False] * len(case.missed)
+        [True] * n_pairs + [False] * len(missed)
     )
-    for group, (i, j) in zip(target.coord_groups, case.match.pairs, strict=False):
-        found, truth = case.parsed.objects[i], case.truths[j]
+    for group, (i, j) in zip(target.coord_groups, match.pairs, strict=False):
+        found, truth = parsed.objects[i], truths[j]
         check_group(tokenizer, target, group, tuple(found.coords))
         assert group.positions == tuple(found.coord_token_indices)
         assert group.is_box == (found.kind == truth.shape.kind == "bbox_2d")
         assert group.bins == truth.shape.coords or not group.is_box
-    for group, truth in zip(target.coord_groups[n_pairs:], case.missed, strict=True):
+    for group, truth in zip(target.coord_groups[n_pairs:], missed, strict=True):
         check_group(tokenizer, target, group, truth.shape.coords)
         assert min(group.positions) >= target.prefix_len
         assert group.bins == truth.shape.coords
@@ -193,27 +117,15 @@ def check_group(
     assert {int(target.role[p]) for p in group.positions} == {Role.COORD}
 
 
-@pytest.mark.req("APPEND-01", "CHA-01")
-@FUZZ
-@given(truths=TRUTHS, order=ORDERS)
-def test_the_ground_truth_survives_its_own_target(
-    tokenizer: PreTrainedTokenizerFast, truths: list[GroundTruthObject], order: FieldOrder
-) -> None:
-    target = build_ground_truth_target(truths, tokenizer, order)
-    again = parse_rollout(target.token_ids, tokenizer)
-    assert [GroundTruthObject(o.desc, o.shape) for o in again.objects] == truths
-    assert [group.bins for group in target.coord_groups] == [o.shape.coords for o in truths]
-
-
-# ---- who owns a token ----------------------------------------------------------------
+# ---- the role of each token ----------------------------------------------------------
 
 
 @dataclass
 class Owned:
     """A text with the owner of each of its bytes.
 
-    An owner is a role of structure, of a description, FALSE_POSITIVE or CLOSURE. Which tokens
-    are coordinates, their ids say.
+    An owner is a role of structure, of a description, FALSE_POSITIVE or CLOSURE. COORD follows
+    from the token ids.
     """
 
     text: str = ""

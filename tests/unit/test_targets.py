@@ -1,35 +1,29 @@
-"""`Y_train` and the role of each of its tokens (APPEND-02, LOSS-01's roles, LOSS-02)."""
+"""`Y_train` and the role of each of its tokens (APPEND-02, LOSS-01's roles, LOSS-02).
+
+`test_round_trip` holds both against a second derivation, of any answers.
+"""
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from copy import deepcopy
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import numpy as np
 import pytest
-import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from learner.config import parse_config
 from learner.config.rollout_matching import MatchingConfig
-from learner.objectives.coord_reg import soft_targets
 from learner.stages.formats.coord_json import COORD_JSON, parse_rollout, serialize_objects
-from learner.stages.targets import (
-    TargetUnreadable,
-    build_ground_truth_target,
-    build_target,
-)
+from learner.stages.matching import match_objects
+from learner.stages.targets import TargetUnreadable, build_ground_truth_target, build_target
 from learner.stages.tokens import HALF_CHARACTER, IM_END, token_table
 from learner.stages.transport_plan import projected_bins
-from learner.types import (
-    FieldOrder,
-    GroundTruthObject,
-    MatchResult,
-    Role,
-    Shape,
-    Target,
-)
+from learner.types import FieldOrder, GroundTruthObject, MatchResult, Role, Shape, Target
 from tests.unit.answers import (
     BIRD,
     CAT,
@@ -41,6 +35,10 @@ from tests.unit.answers import (
     pieces,
     text_of,
 )
+from tests.unit.config_faults import WARMUP
+
+GHOST = entry(2, "ghost", (900, 900, 999, 999))
+DOG_BINS = DOG.shape.coords
 
 
 def matched(pairs: list[tuple[int, int]], n_predicted: int, n_truth: int) -> MatchResult:
@@ -56,16 +54,23 @@ def matched(pairs: list[tuple[int, int]], n_predicted: int, n_truth: int) -> Mat
 
 def target_of(
     tokenizer: PreTrainedTokenizerFast,
-    rollout: str,
+    rollout: str | list[int],
     truths: Sequence[GroundTruthObject],
-    pairs: list[tuple[int, int]],
+    pairs: list[tuple[int, int]] | None = None,
     order: FieldOrder = "desc_first",
     *,
     allow_poly: bool = True,
+    config: MatchingConfig | None = None,
 ) -> Target:
-    parsed = parse_rollout(encode(tokenizer, rollout), tokenizer, allow_poly=allow_poly)
-    match = matched(pairs, len(parsed.objects), len(truths))
-    return build_target(parsed, truths, match, tokenizer, order)
+    """pairs: None where the matching decides."""
+    ids = encode(tokenizer, rollout) if isinstance(rollout, str) else rollout
+    parsed = parse_rollout(ids, tokenizer, allow_poly=allow_poly)
+    settings = config or MatchingConfig()
+    if pairs is None:
+        match = match_objects(parsed.objects, truths, settings)
+    else:
+        match = matched(pairs, len(parsed.objects), len(truths))
+    return build_target(parsed, truths, match, tokenizer, order, matching=settings)
 
 
 def runs(tokenizer: PreTrainedTokenizerFast, target: Target) -> list[tuple[str, str]]:
@@ -85,95 +90,170 @@ def text_in(tokenizer: PreTrainedTokenizerFast, target: Target, *roles: Role) ->
     )
 
 
-def assistant_text(tokenizer: PreTrainedTokenizerFast, target: Target) -> str:
-    return text_of(tokenizer, target.token_ids).removesuffix(IM_END)
+def answer_of(tokenizer: PreTrainedTokenizerFast, target: Target) -> dict[str, dict[str, object]]:
+    """The text of a target as JSON; its last token is the EOS."""
+    assert target.token_ids[-1] == token_table(tokenizer).vocab.end_id
+    answer: dict[str, dict[str, object]] = json.loads(text_of(tokenizer, target.token_ids[:-1]))
+    return answer
 
 
 # ---- what is taught ------------------------------------------------------------------
 
 
-@pytest.mark.req("APPEND-02", "ARCH-02", "CHB-01")
-def test_prefix_then_every_unmatched_truth_then_eos(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.req("APPEND-02", "ARCH-02", "CHB-01", "PARSE-05")
+@pytest.mark.scenario("Rollout prefix + FN append produces a valid teacher-forced target")
+def test_a_target_is_the_prefix_then_every_unmatched_truth_then_eos(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     target = target_of(tokenizer, "{" + entry(1) + "}", [CAT, DOG], [(0, 0)])
-    answer = json.loads(assistant_text(tokenizer, target))
-    assert [(key, value["desc"]) for key, value in answer.items()] == [
-        ("object_1", "cat"),
-        ("object_2", "red dog"),
-    ]
-    assert target.token_ids[-1] == token_table(tokenizer).vocab.end_id
+    assert answer_of(tokenizer, target).keys() == {"object_1", "object_2"}
     assert target.fn_keys == ["object_2"]
-    prefix = text_of(tokenizer, target.token_ids[: target.prefix_len])
-    assert prefix == "{" + entry(1)
+    prefix, appended = (
+        text_of(tokenizer, ids)
+        for ids in (target.token_ids[: target.prefix_len], target.token_ids[target.prefix_len : -1])
+    )
+    assert (prefix, appended) == ("{" + entry(1), ", " + entry(2, "red dog", DOG_BINS) + "}")
 
 
-@pytest.mark.req("APPEND-02", "MATCH-02")
-@pytest.mark.scenario("All GT is appended when no valid matches exist")
-def test_all_truths_are_appended_when_nothing_matches(tokenizer: PreTrainedTokenizerFast) -> None:
-    target = target_of(tokenizer, "{" + entry(1) + "}", [CAT, DOG, BIRD], [])
-    assert target.fn_keys == ["object_2", "object_3", "object_4"]
-
-
-@pytest.mark.req("APPEND-02", "PARSE-05")
+@pytest.mark.req("APPEND-02", "PARSE-04", "PARSE-05")
+@pytest.mark.scenario("No valid predictions fall back to canonical GT order")
 @pytest.mark.parametrize("rollout", ["", "no brace", "{}", "{", '{"object_1": {"desc": "c'])
-def test_a_rollout_without_objects_trains_on_all_truths(
+def test_a_rollout_without_objects_trains_on_all_truths_in_their_order(
     tokenizer: PreTrainedTokenizerFast, rollout: str
 ) -> None:
     target = target_of(tokenizer, rollout, [CAT, DOG], [])
-    assert assistant_text(tokenizer, target) == (
-        "{" + entry(1) + ", " + entry(2, "red dog", DOG.shape.coords) + "}"
+    assert text_of(tokenizer, target.token_ids[:-1]) == (
+        "{" + entry(1) + ", " + entry(2, "red dog", DOG_BINS) + "}"
     )
     assert target.prefix_len == 1
 
 
-@pytest.mark.req("PARSE-06", "APPEND-01")
+@pytest.mark.req("PARSE-06", "APPEND-01", "APPEND-02", "MATCH-02")
 @pytest.mark.scenario(
+    "All GT is appended when no valid matches exist",
     "Highest retained object key controls FN start even when object is invalid",
     "Start key avoids collision even when highest key object is invalid",
 )
-def test_new_keys_follow_the_largest_key_even_of_an_invalid_object(
-    tokenizer: PreTrainedTokenizerFast,
+@pytest.mark.parametrize(
+    ("rollout", "first"),
+    [
+        ("{" + entry(1) + "}", 2),
+        ("{" + entry(2) + ', "object_9": {"desc": "no box"}}', 10),
+        # The name of an entry without a colon is not given again.
+        ('{"object_1" {"desc": "no box"}}', 2),
+        *((f'{{"object_{10**n - 1}": {{"desc": "no box"}}}}', 10**n) for n in (18, 19, 639)),
+        (f'{{"object_{10**639 - 1}": {{}}}}', 10**639),
+        ("{" + entry(10**639 - 1) + "}", 10**639),
+    ],
+    ids=range(8),
+)
+def test_new_keys_follow_the_largest_key_even_of_an_invalid_object_and_can_be_read_back(
+    tokenizer: PreTrainedTokenizerFast, rollout: str, first: int
 ) -> None:
-    rollout = "{" + entry(2) + ', "object_9": {"desc": "no box"}}'
-    target = target_of(tokenizer, rollout, [CAT, DOG], [(0, 0)])
-    assert target.fn_keys == ["object_10"]
+    target = target_of(tokenizer, rollout, [CAT, DOG, BIRD], [])
+    assert target.fn_keys == [f"object_{first + i}" for i in range(3)]
+    assert [group.bins for group in target.coord_groups] == [
+        item.shape.coords for item in (CAT, DOG, BIRD)
+    ]
 
 
-@pytest.mark.req("PARSE-06", "APPEND-02")
-def test_the_name_of_an_entry_without_a_colon_is_not_given_again(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    target = target_of(tokenizer, '{"object_1" {"desc": "no box"}}', [CAT], [])
-    assert target.fn_keys == ["object_2"]
-    assert [group.bins for group in target.coord_groups] == [CAT.shape.coords]
-
-
-@pytest.mark.req("APPEND-01")
+@pytest.mark.req("APPEND-01", "PARSE-03")
+@pytest.mark.scenario(
+    "Channel-B uses geometry-first for FN append when configured",
+    "Default desc-first behavior is preserved in both channels",
+    "geometry-first does not change rollout appearance order handling",
+)
 def test_the_field_order_holds_for_what_is_appended_and_leaves_the_prefix_alone(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    target = target_of(tokenizer, "{" + entry(1) + "}", [CAT, DOG], [(0, 0)], "geometry_first")
-    answer = json.loads(assistant_text(tokenizer, target))
-    assert list(answer["object_1"]) == ["desc", "bbox_2d"]
-    assert list(answer["object_2"]) == ["bbox_2d", "desc"]
+    default = parse_config(WARMUP).custom.object_field_order
+    assert default == "desc_first"
+    rollout = "{" + entry(9, "red dog", DOG_BINS) + ", " + entry(2) + "}"
+    before, target = (
+        target_of(tokenizer, rollout, [CAT, BIRD, DOG], None, order)
+        for order in (default, "geometry_first")
+    )
+    desc_first, geometry_first = ["desc", "bbox_2d"], ["bbox_2d", "desc"]
+    for each, appended in ((before, desc_first), (target, geometry_first)):
+        answer = answer_of(tokenizer, each)
+        assert list(answer) == ["object_9", "object_2", "object_10"]
+        assert [list(item) for item in answer.values()] == [desc_first, desc_first, appended]
+    same = slice(target.prefix_len)
+    assert target.token_ids[same] == before.token_ids[same]
+    assert target.role[same].tolist() == before.role[same].tolist()
+    taught = [[(group.bins, group.matched) for group in t.coord_groups] for t in (before, target)]
+    assert taught[0] == taught[1]
 
 
 @pytest.mark.req("APPEND-01")
 def test_a_tokenizer_that_begins_every_text_with_a_token_of_its_own_adds_none_to_a_target(
-    qwen_tokenizer: PreTrainedTokenizerFast,
+    toy_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    greeting = deepcopy(qwen_tokenizer)
-    special = [(IM_END, token_table(qwen_tokenizer).vocab.end_id)]
+    greeting = deepcopy(toy_tokenizer)
+    special = [(IM_END, token_table(toy_tokenizer).vocab.end_id)]
     greeting.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{IM_END} $A", special_tokens=special
     )
     assert greeting.encode("{}") != encode(greeting, "{}")
-    answers = [
-        build_ground_truth_target([CAT], each, "desc_first") for each in (greeting, qwen_tokenizer)
-    ]
-    assert answers[0].token_ids == answers[1].token_ids
-    said = "{" + entry(1) + "}"
-    appended = [target_of(each, said, [CAT, DOG], [(0, 0)]) for each in (greeting, qwen_tokenizer)]
-    assert appended[0].token_ids == appended[1].token_ids
+    whole, appended = (
+        [
+            build_ground_truth_target([CAT], each, "desc_first").token_ids,
+            target_of(each, "{" + entry(1) + "}", [CAT, DOG], [(0, 0)]).token_ids,
+        ]
+        for each in (greeting, toy_tokenizer)
+    )
+    assert whole == appended
+
+
+@pytest.mark.req("MATCH-02", "APPEND-02")
+def test_pre_assignment_gating_prevents_wrong_matches_and_triggers_fn_append(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    rollout = "{" + entry(1, "cat", (200, 300, 640, 650)) + "}"
+    parsed = parse_rollout(encode(tokenizer, rollout), tokenizer)
+    # Leaving objects alone costs so much that only the gate keeps the pair apart.
+    config = MatchingConfig(maskiou_gate=0.3, fp_cost=50.0, fn_cost=50.0)
+    match = match_objects(parsed.objects, [CAT, DOG], config)
+    assert (match.mask_iou > 0).any()
+    assert (match.mask_iou < config.maskiou_gate).all()
+    assert (match.pairs, match.false_positives, match.gated) == ([], [0], 2)
+    target = build_target(parsed, [CAT, DOG], match, tokenizer, "desc_first")
+    assert target.fn_keys == ["object_2", "object_3"]
+
+
+@pytest.mark.req("PARSE-05", "APPEND-02")
+def test_truncated_rollout_tail_is_trimmed_suffix_only_and_training_proceeds(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    whole = encode(tokenizer, "{" + entry(1) + ", " + entry(3, "red dog", DOG_BINS) + "}")
+    for length in range(len(whole)):
+        parsed = parse_rollout(whole[:length], tokenizer)
+        cut = parsed.entry_ends[-1][0] if parsed.entry_ends else 0
+        assert parsed.prefix_token_ids[:cut] == whole[:cut], "only the token of the cut is replaced"
+        target = target_of(tokenizer, whole[:length], [CAT, DOG])
+        assert len(answer_of(tokenizer, target)) == 2
+        assert len(target.fn_keys) == 2 - len(parsed.objects)
+
+
+@pytest.mark.req("PARSE-07", "APPEND-02")
+def test_parse_failures_are_visible_without_crashing(tokenizer: PreTrainedTokenizerFast) -> None:
+    rollout = '{"object_1": {"desc": 5}, "object_2": [1, 2], "cat": {}, "object_3": {"de'
+    parsed = parse_rollout(encode(tokenizer, rollout), tokenizer)
+    assert [reason for _, reason in parsed.dropped] == ["missing_desc"] + ["key_invalid"] * 3
+    assert parsed.truncated
+    assert len(target_of(tokenizer, rollout, [CAT, DOG]).fn_keys) == 2
+
+
+@pytest.mark.req("ARCH-02")
+def test_shared_parsing_contract_is_importable_without_trainer_class_dependency() -> None:
+    check = (
+        "import sys, learner.stages.formats.coord_json, learner.stages.targets;"
+        "import learner.stages.matching;"
+        "import learner.stages.packing;"
+        "assert not {'torch', 'transformers', 'learner.training.train', 'learner.training.step'}"
+        " & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)
 
 
 # ---- roles ---------------------------------------------------------------------------
@@ -186,70 +266,35 @@ def test_a_tokenizer_that_begins_every_text_with_a_token_of_its_own_adds_none_to
 def test_roles_of_a_matched_a_false_and_an_appended_object(
     qwen_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    rollout = "{" + entry(1) + ", " + entry(2, "ghost", (1, 2, 3, 4)) + "}"
-    target = target_of(qwen_tokenizer, rollout, [CAT, DOG], [(0, 0)])
+    ghost = entry(2, "ghost", (1, 2, 3, 4))
+    target = target_of(qwen_tokenizer, f"{{{entry(1)}, {ghost}}}", [CAT, DOG], [(0, 0)])
+
+    def box(role: str, bins: tuple[int, ...]) -> list[tuple[str, str]]:
+        tokens = [("COORD", f"<|coord_{k}|>") for k in bins]
+        between = [(role, '", "')] * 3 + [(role, '"]')]
+        return [run for pair in zip(tokens, between, strict=True) for run in pair]
+
     assert runs(qwen_tokenizer, target) == [
         ("MATCHED_STRUCTURE", '{"object_1": {"desc": "'),
         ("MATCHED_DESC", "cat"),
         ("MATCHED_STRUCTURE", '", "bbox_2d": ["'),
-        ("COORD", "<|coord_10|>"),
-        ("MATCHED_STRUCTURE", '", "'),
-        ("COORD", "<|coord_20|>"),
-        ("MATCHED_STRUCTURE", '", "'),
-        ("COORD", "<|coord_300|>"),
-        ("MATCHED_STRUCTURE", '", "'),
-        ("COORD", "<|coord_400|>"),
-        ("MATCHED_STRUCTURE", '"]'),
+        *box("MATCHED_STRUCTURE", CAT.shape.coords),
         # `},` is one token of both objects.
-        ("FALSE_POSITIVE", "}, " + entry(2, "ghost", (1, 2, 3, 4))),
+        ("FALSE_POSITIVE", "}, " + ghost),
         ("APPENDED_STRUCTURE", ', "object_3": {"desc": "'),
         ("APPENDED_DESC", "red dog"),
         ("APPENDED_STRUCTURE", '", "bbox_2d": ["'),
-        ("COORD", "<|coord_500|>"),
-        ("APPENDED_STRUCTURE", '", "'),
-        ("COORD", "<|coord_510|>"),
-        ("APPENDED_STRUCTURE", '", "'),
-        ("COORD", "<|coord_700|>"),
-        ("APPENDED_STRUCTURE", '", "'),
-        ("COORD", "<|coord_710|>"),
-        ("APPENDED_STRUCTURE", '"]'),
+        *box("APPENDED_STRUCTURE", DOG_BINS),
         ("CLOSURE", "}}<|im_end|>"),
     ]
 
 
 @pytest.mark.req("LOSS-01")
-def test_a_token_between_two_matched_objects_is_structure(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    rollout = "{" + entry(1) + ", " + entry(2, "red dog", DOG.shape.coords) + "}"
-    target = target_of(tokenizer, rollout, [CAT, DOG], [(0, 0), (1, 1)])
-    assert text_in(tokenizer, target, Role.FALSE_POSITIVE) == ""
-    assert text_in(tokenizer, target, Role.CLOSURE) == "}" + IM_END
-    kept = text_in(
-        tokenizer, target, Role.MATCHED_STRUCTURE, Role.MATCHED_DESC, Role.COORD, Role.CLOSURE
-    )
-    assert kept == assistant_text(tokenizer, target) + IM_END
-
-
-@pytest.mark.req("LOSS-01")
-def test_a_token_that_ends_an_object_and_holds_no_more_stays_with_it(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    ghost = " , " + entry(2, "ghost", (1, 2, 3, 4))
-    rollout = "{" + entry(1) + ghost + "}"
-    before = text_of(tokenizer, encode(tokenizer, rollout)).index(ghost)
-    ends = list(accumulate(map(len, pieces(tokenizer, encode(tokenizer, rollout)))))
-    assert before in ends
-    target = target_of(tokenizer, rollout, [CAT], [(0, 0)])
-    assert text_in(tokenizer, target, Role.FALSE_POSITIVE) == ghost
-
-
-@pytest.mark.req("LOSS-01")
 @pytest.mark.parametrize("fused", ["},{}", '},"}'])
 def test_a_token_that_goes_on_into_the_next_entry_with_a_brace_of_it_is_of_both(
-    tokenizer: PreTrainedTokenizerFast, fused: str
+    toy_tokenizer: PreTrainedTokenizerFast, fused: str
 ) -> None:
-    fusing = deepcopy(tokenizer)
+    fusing = deepcopy(toy_tokenizer)
     fusing.add_tokens([fused])
     rest = '{"x": 1}' if fused == "},{}" else '": {"x": 1}'
     first, rollout = entry(1)[:-1], "{" + entry(1)[:-1] + fused + rest + "}"
@@ -260,73 +305,34 @@ def test_a_token_that_goes_on_into_the_next_entry_with_a_brace_of_it_is_of_both(
     assert kept == "{" + re.sub(r"<\|coord_[0-9]+\|>", "", first)
 
 
-@pytest.mark.req("LOSS-01", "PARSE-04")
+@pytest.mark.req("LOSS-01", "PARSE-03", "PARSE-04", "APPEND-02")
+@pytest.mark.scenario(
+    "One malformed object does not block training",
+    "Ambiguous coord-slot alignment excludes object from self-context supervision",
+)
 @pytest.mark.parametrize(
-    "invalid",
+    ("invalid", "reason"),
     [
-        '"object_1": {"desc": "no box"}',
-        '"object_1": {"desc": "cat", "bbox_2d": ["<|coord_1|>"]}',
-        '"object_1": 5',
-        '"thing": {"desc": "cat"}',
+        ('"object_1": {"desc": "no box"}', "missing_geom"),
+        ('"object_1": {"desc": "cat", "bbox_2d": ["<|coord_1|>"]}', "wrong_arity"),
+        ('"object_1": 5', "key_invalid"),
+        ('"thing": {"desc": "cat"}', "key_invalid"),
+        # A coordinate that is spelled with an escape is JSON text, but no coordinate token.
+        (entry(1).replace("<|coord_10|>", "<|c\\u006ford_10|>"), "non_coord_token"),
     ],
 )
 def test_a_dropped_object_is_taught_nothing_and_the_opening_brace_goes_with_it(
-    tokenizer: PreTrainedTokenizerFast, invalid: str
+    tokenizer: PreTrainedTokenizerFast, invalid: str, reason: str
 ) -> None:
-    target = target_of(tokenizer, "{" + invalid + ", " + entry(2) + "}", [CAT, DOG], [(0, 0)])
+    rollout = "{" + invalid + ", " + entry(2) + "}"
+    assert parse_rollout(encode(tokenizer, rollout), tokenizer).dropped[0][1] == reason
+    target = target_of(tokenizer, rollout, [CAT, DOG], [(0, 0)])
     false_text = text_in(tokenizer, target, Role.FALSE_POSITIVE)
     assert false_text.startswith("{" + invalid)
     # At most the punctuation that shares a token with the dropped entry.
     assert false_text.removeprefix("{" + invalid).strip(', "') == ""
     assert text_in(tokenizer, target, Role.MATCHED_DESC).strip(' "') == "cat"
-
-
-@pytest.mark.req("LOSS-01")
-@pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
-def test_every_token_with_a_character_of_a_description_is_description(
-    tokenizer: PreTrainedTokenizerFast, order: FieldOrder
-) -> None:
-    truths = [
-        GroundTruthObject(desc, CAT.shape) for desc in ("stop!", "toy 🚀", "a", "(car)", "🧿", "猫")
-    ]
-    target = build_ground_truth_target(truths, tokenizer, order)
-    ids = np.array(target.token_ids)
-    described = ids[target.role == Role.APPENDED_DESC].tolist()
-    # The last description of geometry_first may share its token with the closing brace.
-    described += ids[np.isin(target.role, [Role.CLOSURE])].tolist()
-    text = text_of(tokenizer, described)
-    for item in truths:
-        assert item.desc in text
-        text = text.replace(item.desc, "", 1)
-    assert not any(char.isalnum() for char in text.replace(IM_END, ""))
-
-
-@pytest.mark.req("LOSS-02", "RES-05")
-def test_the_closing_brace_and_the_eos_are_closure_even_when_fused(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    fused = build_ground_truth_target([CAT], tokenizer, "desc_first")
-    closing = pieces(tokenizer, fused.token_ids)[-2]
-    assert closing.endswith("}}")
-    assert fused.role[-2:].tolist() == [Role.CLOSURE, Role.CLOSURE]
-    assert np.count_nonzero(fused.role == Role.CLOSURE) == 2
-    alone = target_of(tokenizer, "{" + entry(1) + "}", [CAT], [(0, 0)])
-    assert pieces(tokenizer, alone.token_ids)[-2] == "}"
-    assert alone.role[-2:].tolist() == [Role.CLOSURE, Role.CLOSURE]
-    assert np.count_nonzero(alone.role == Role.CLOSURE) == 2
-
-
-@pytest.mark.req("LOSS-01", "PARSE-05")
-def test_roles_hold_where_the_cut_replaced_a_token_by_several(
-    toy_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    rollout = f'{{"object_1": {{"bbox_2d": {coords(*CAT.shape.coords)}, "desc": "stop!"}}}}'
-    ids = encode(toy_tokenizer, rollout)
-    assert pieces(toy_tokenizer, ids)[-1] == '!"}}'
-    target = target_of(toy_tokenizer, rollout, [CAT, DOG], [(0, 0)])
-    assert text_in(toy_tokenizer, target, Role.MATCHED_DESC).startswith("stop!")
-    assert target.coord_groups[0].bins == CAT.shape.coords
-    assert text_in(toy_tokenizer, target, Role.CLOSURE).endswith("}" + IM_END)
+    assert [group.matched for group in target.coord_groups] == [True, False]
 
 
 @pytest.mark.req("PARSE-04", "LOSS-01")
@@ -341,23 +347,8 @@ def test_a_polygon_that_the_two_channel_variant_drops_is_taught_nothing(
 
 # ---- coordinates ---------------------------------------------------------------------
 
-
-@pytest.mark.req("LOSS-03", "CHB-01")
-def test_matched_boxes_are_taught_the_truth_at_the_positions_of_the_prediction(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    predicted = (11, 22, 305, 390)
-    ghost = entry(2, "ghost", (1, 2, 3, 4))
-    rollout = "{" + entry(1, "cat", predicted) + ", " + ghost + "}"
-    target = target_of(tokenizer, rollout, [DOG, CAT], [(0, 1)])
-    first, second = target.coord_groups
-    vocab = token_table(tokenizer).vocab
-    assert (first.bins, first.matched, first.is_box) == (CAT.shape.coords, True, True)
-    assert tuple(vocab.bins[target.token_ids[p]] for p in first.positions) == predicted
-    assert (second.bins, second.matched, second.is_box) == (DOG.shape.coords, False, True)
-    assert tuple(vocab.bins[target.token_ids[p]] for p in second.positions) == second.bins
-    supervised = set(first.positions) | set(second.positions)
-    assert set(np.flatnonzero(target.role == Role.COORD).tolist()) == supervised
+POLYGON = Shape("poly", (10, 5, 480, 9, 512, 490, 30, 470))
+POLYGON_SAID = f'"object_2": {{"desc": "roof", "poly": {coords(*POLYGON.coords)}}}'
 
 
 @pytest.mark.req("LOSS-01")
@@ -372,91 +363,31 @@ def test_a_coordinate_token_in_a_description_is_no_text_to_teach_and_no_coordina
     assert all(said not in group.positions for group in target.coord_groups)
 
 
-def test_an_appended_polygon_is_taught_its_own_vertices(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    target = target_of(tokenizer, "{}", [ROOF], [])
-    (group,) = target.coord_groups
-    assert (group.bins, group.matched, group.is_box) == (ROOF.shape.coords, False, False)
-
-
 @pytest.mark.req("OT-01", "LOSS-03")
-@pytest.mark.parametrize("truth", [ROOF, BIRD])
-def test_a_matched_polygon_is_taught_its_projection_at_the_positions_of_the_prediction(
-    tokenizer: PreTrainedTokenizerFast, truth: GroundTruthObject
-) -> None:
-    predicted = Shape("poly", (10, 5, 480, 9, 512, 490, 30, 470))
-    roof = f'{{"object_1": {{"desc": "roof", "poly": {coords(*predicted.coords)}}}}}'
-    target = target_of(tokenizer, roof, [truth], [(0, 0)])
-    (group,) = target.coord_groups
-    bins = token_table(tokenizer).vocab.bins
-    assert tuple(bins[target.token_ids[p]] for p in group.positions) == predicted.coords
-    assert [group.bins] == projected_bins([(predicted, truth.shape)], "l2", 0.5, 30)
-    assert (group.matched, group.is_box) == (True, False)
-    assert set(np.flatnonzero(target.role == Role.COORD).tolist()) == set(group.positions)
-
-
-@pytest.mark.req("OT-01")
-def test_a_box_matched_to_a_polygon_is_taught_no_decoded_box(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    target = target_of(tokenizer, "{" + entry(1) + "}", [ROOF], [(0, 0)])
-    (group,) = target.coord_groups
-    assert [group.bins] == projected_bins([(CAT.shape, ROOF.shape)], "l2", 0.5, 30)
-    assert (group.matched, group.is_box) == (True, False)
-
-
-@pytest.mark.req("OT-01", "LOSS-03")
-def test_each_matched_pair_of_an_answer_has_its_own_target(
-    tokenizer: PreTrainedTokenizerFast,
+@pytest.mark.scenario("Poly prediction is supervised by barycentric-projected targets")
+@pytest.mark.parametrize(
+    "config", [MatchingConfig(), MatchingConfig(ot_cost="l1", ot_epsilon=70.0, ot_iters=3)]
+)
+def test_each_pair_with_a_polygon_is_taught_its_own_projection_by_the_matching_section(
+    tokenizer: PreTrainedTokenizerFast, config: MatchingConfig
 ) -> None:
     """A polygon between two boxes, the second of which is a polygon in truth."""
-    said = Shape("poly", (10, 5, 480, 9, 512, 490, 30, 470))
-    roof = f'"object_2": {{"desc": "roof", "poly": {coords(*said.coords)}}}'
-    text = "{" + ", ".join([entry(1), roof, entry(3)]) + "}"
-    target = target_of(tokenizer, text, [ROOF, CAT, BIRD], [(0, 1), (1, 2), (2, 0)])
+    text = "{" + ", ".join([entry(1), POLYGON_SAID, entry(3)]) + "}"
+    pairs = [(0, 1), (1, 2), (2, 0)]
+    target = target_of(tokenizer, text, [ROOF, CAT, BIRD], pairs, config=config)
+    plan = config.ot_cost, config.ot_epsilon, config.ot_iters
+    of_polygon, of_box = projected_bins(
+        [(POLYGON, BIRD.shape), (CAT.shape, ROOF.shape)], config.ot_cost, *plan[1:]
+    )
     assert [(group.bins, group.is_box) for group in target.coord_groups] == [
         (CAT.shape.coords, True),
-        (projected_bins([(said, BIRD.shape)], "l2", 0.5, 30)[0], False),
-        (projected_bins([(CAT.shape, ROOF.shape)], "l2", 0.5, 30)[0], False),
+        (pytest.approx(of_polygon), False),
+        (pytest.approx(of_box), False),
     ]
-
-
-@pytest.mark.req("OT-01")
-def test_the_plan_is_made_as_the_matching_section_says(
-    qwen_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    parsed = parse_rollout(encode(qwen_tokenizer, "{" + entry(1) + "}"), qwen_tokenizer)
-    config = MatchingConfig(ot_cost="l1", ot_epsilon=70.0, ot_iters=3)
-    target = build_target(
-        parsed, [ROOF], matched([(0, 0)], 1, 1), qwen_tokenizer, "desc_first", matching=config
-    )
-    (group,) = target.coord_groups
-    assert [group.bins] == projected_bins([(CAT.shape, ROOF.shape)], "l1", 70.0, 3)
-    assert [group.bins] != projected_bins([(CAT.shape, ROOF.shape)], "l2", 0.5, 30)
-
-
-@pytest.mark.req("OT-01")
-@pytest.mark.parametrize("truncate", [None, 12])
-def test_the_labels_of_a_matched_polygon_are_gaussians_about_its_projected_points(
-    qwen_tokenizer: PreTrainedTokenizerFast, truncate: int | None
-) -> None:
-    truth = GroundTruthObject("roof", Shape("poly", (60, 70, 480, 90, 500, 520, 260, 610, 90, 480)))
-    roof = f'{{"object_1": {{"desc": "roof", "poly": {coords(70, 75, 490, 80, 470, 555)}}}}}'
-    (group,) = target_of(qwen_tokenizer, roof, [truth], [(0, 0)]).coord_groups
-    assert any(k != round(k) for k in group.bins)
-    labels = soft_targets(torch.tensor(group.bins), sigma=2.0, truncate=truncate).double().numpy()
-    grid = np.arange(1000)
-    assert labels.sum(axis=1) == pytest.approx(np.ones(6))
-    means = labels @ grid
-    assert means == pytest.approx(group.bins, abs=1e-3)
-    widths = np.sqrt((labels * (grid - means[:, None]) ** 2).sum(axis=1))
-    assert widths == pytest.approx([2.0] * 6, rel=1e-3)
-    for label, k in zip(labels, group.bins, strict=True):
-        peak = int(label.argmax())
-        assert peak == round(k)
-        assert (np.diff(label)[:peak] >= 0).all()
-        assert (np.diff(label)[peak:] <= 0).all()
+    assert [group.matched for group in target.coord_groups] == [True] * 3
+    bins = token_table(tokenizer).vocab.bins
+    said = [[bins[target.token_ids[p]] for p in group.positions] for group in target.coord_groups]
+    assert said == [list(s.coords) for s in (CAT.shape, POLYGON, CAT.shape)]
 
 
 # ---- the whole answer from the ground truth ------------------------------------------
@@ -469,7 +400,7 @@ def test_the_ground_truth_target_is_the_whole_answer_in_order(
     tokenizer: PreTrainedTokenizerFast, order: FieldOrder
 ) -> None:
     target = build_ground_truth_target([DOG, CAT], tokenizer, order)
-    answer = json.loads(assistant_text(tokenizer, target))
+    answer = answer_of(tokenizer, target)
     assert {key: list(value) for key, value in answer.items()} == dict.fromkeys(
         ("object_1", "object_2"),
         ["desc", "bbox_2d"] if order == "desc_first" else ["bbox_2d", "desc"],
@@ -493,7 +424,7 @@ def test_a_scene_without_objects_teaches_the_empty_answer(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     target = build_ground_truth_target([], tokenizer, "desc_first")
-    assert assistant_text(tokenizer, target) == "{}"
+    assert text_of(tokenizer, target.token_ids) == "{}" + IM_END
     assert target.role[-2:].tolist() == [Role.CLOSURE, Role.CLOSURE]
     after_rollout = target_of(tokenizer, "nothing here", [], [])
     assert runs(tokenizer, after_rollout) == [
@@ -505,17 +436,44 @@ def test_a_scene_without_objects_teaches_the_empty_answer(
 # ---- closure -------------------------------------------------------------------------
 
 
-@pytest.mark.req("LOSS-02")
+@pytest.mark.req("LOSS-02", "RES-05")
+@pytest.mark.scenario(
+    "Closure-supervision brace target is the same brace used for injection",
+    "Channel-B supervises top-level closure and `<|im_end|>`",
+)
 @pytest.mark.parametrize(
-    ("text", "closing"),
+    "rollout",
     [
-        ("{}", "}"),
-        ("{" + entry(1, "brace } in text") + "}", "}"),
-        ('{"a": {"b": {}}, "c": "}"} } }', "}"),
+        "{" + entry(1, '}} {\\" }') + "}",
+        "{" + entry(1, '}} {\\" }'),
+        f"{{{entry(1)}, {GHOST}}}",
+        "{}",
+        "nothing",
+        None,
     ],
 )
+@pytest.mark.parametrize("missed", [True, False])
+def test_the_closing_brace_and_the_eos_are_closure_even_when_fused(
+    tokenizer: PreTrainedTokenizerFast, rollout: str | None, missed: bool
+) -> None:
+    """It closes the outermost `{`, as the whole is JSON. rollout: None for the whole answer."""
+    if rollout is None:
+        target = build_ground_truth_target([CAT, DOG][: 1 + missed], tokenizer, "desc_first")
+        assert pieces(tokenizer, target.token_ids)[-2].endswith("}}")
+    else:
+        target = target_of(tokenizer, rollout, [CAT, DOG][: 1 + missed])
+    answer_of(tokenizer, target)
+    assert text_of(tokenizer, target.token_ids).endswith("}" + IM_END)
+    length = len(target.token_ids)
+    assert np.flatnonzero(target.role == Role.CLOSURE).tolist() == [length - 2, length - 1]
+
+
+@pytest.mark.req("LOSS-02")
+@pytest.mark.parametrize(
+    "text", ["{}", "{" + entry(1, "brace } in text") + "}", '{"a": {"b": {}}, "c": "}"} } }']
+)
 def test_the_outermost_brace_is_found_by_depth(
-    tokenizer: PreTrainedTokenizerFast, text: str, closing: str
+    tokenizer: PreTrainedTokenizerFast, text: str
 ) -> None:
     ids = [*encode(tokenizer, text), token_table(tokenizer).vocab.end_id]
     found = COORD_JSON.read_back(ids, tokenizer)
@@ -525,37 +483,8 @@ def test_the_outermost_brace_is_found_by_depth(
     up_to_brace = "".join(pieces(tokenizer, ids[: brace + 1]))
     whole = text[: text.index("} }") + 1] if "} }" in text else text
     assert up_to_brace.rstrip(" }") == whole.rstrip(" }")
-    assert closing in pieces(tokenizer, ids)[brace]
+    assert "}" in pieces(tokenizer, ids)[brace]
     assert json.loads(up_to_brace[: len(whole)]) is not None
-
-
-@pytest.mark.req("LOSS-02")
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{" + entry(1),
-        "{" + entry(1) + "}",
-        "{" + entry(1) + IM_END,
-        '{"object_1": {"desc": "}}' + IM_END,
-        IM_END + "{}",
-    ],
-)
-def test_a_closure_that_is_not_there_is_not_found(
-    tokenizer: PreTrainedTokenizerFast, text: str
-) -> None:
-    assert COORD_JSON.read_back(encode(tokenizer, text), tokenizer) is None
-
-
-@pytest.mark.req("LOSS-02")
-def test_a_target_whose_closure_cannot_be_located_is_refused(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    cursed = GroundTruthObject("ends <|im_end|> early", CAT.shape)
-    with pytest.raises(TargetUnreadable, match="no closing brace before the EOS"):
-        target_of(tokenizer, "{}", [cursed], [])
-    with pytest.raises(TargetUnreadable, match="no closing brace"):
-        build_ground_truth_target([cursed], tokenizer, "desc_first")
 
 
 @pytest.mark.req("APPEND-02", "LOSS-02")
@@ -571,30 +500,22 @@ def test_an_object_is_taught_whose_last_character_shares_a_token_with_the_closin
         target = build_ground_truth_target([rocket], toy_tokenizer, "geometry_first")
     else:
         target = target_of(toy_tokenizer, rollout, [rocket], [], "geometry_first")
-    again = parse_rollout(target.token_ids, toy_tokenizer)
-    assert [(o.desc, o.shape) for o in again.objects] == [(rocket.desc, rocket.shape)]
-    assert assistant_text(toy_tokenizer, target) == text
+    assert text_of(toy_tokenizer, target.token_ids) == text + IM_END
     assert pieces(toy_tokenizer, target.token_ids)[-2:] == [fused, IM_END]
     assert target.role[-2:].tolist() == [Role.CLOSURE, Role.CLOSURE]
     assert [group.bins for group in target.coord_groups] == [rocket.shape.coords]
 
 
-@pytest.mark.req("APPEND-02", "PARSE-06")
-def test_a_target_whose_appended_object_the_parser_refuses_is_not_taught(
-    tokenizer: PreTrainedTokenizerFast,
+@pytest.mark.req("APPEND-02", "LOSS-02", "PARSE-06")
+@pytest.mark.parametrize(
+    ("desc", "said"),
+    [("ends <|im_end|> early", "no closing brace before the EOS"), (" ", "missing_desc")],
+)
+def test_a_target_that_does_not_read_back_is_refused(
+    tokenizer: PreTrainedTokenizerFast, desc: str, said: str
 ) -> None:
-    blank = GroundTruthObject(" ", CAT.shape)
-    with pytest.raises(TargetUnreadable, match="missing_desc"):
-        target_of(tokenizer, "{}", [DOG, blank], [])
-
-
-@pytest.mark.req("APPEND-02", "PARSE-05", "PARSE-06")
-@pytest.mark.parametrize("digits", [18, 19, 639])
-@pytest.mark.parametrize("value", ['{"desc": "no box"}', "{}", entry(1).partition(": ")[2]])
-def test_however_large_a_number_is_that_counts_the_keys_after_it_can_be_read_back(
-    tokenizer: PreTrainedTokenizerFast, digits: int, value: str
-) -> None:
-    last = 10**digits - 1
-    target = target_of(tokenizer, f'{{"object_{last}": {value}}}', [DOG, CAT], [])
-    assert target.fn_keys == [f"object_{last + 1}", f"object_{last + 2}"]
-    assert [group.bins for group in target.coord_groups] == [DOG.shape.coords, CAT.shape.coords]
+    cursed = GroundTruthObject(desc, CAT.shape)
+    with pytest.raises(TargetUnreadable, match=said):
+        target_of(tokenizer, "{}", [DOG, cursed], [])
+    with pytest.raises(TargetUnreadable, match=said):
+        build_ground_truth_target([cursed], tokenizer, "desc_first")

@@ -1,10 +1,12 @@
-"""What the pure stages know about a tokenizer."""
+"""What the pure stages know about a tokenizer, and bins of coordinates."""
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from learner.stages.coords import coord_token
+from learner.stages.coords import COORD_BINS, coord_token, decode_bin, encode_bin
 from learner.stages.tokens import (
     HALF_CHARACTER,
     IM_END,
@@ -12,7 +14,6 @@ from learner.stages.tokens import (
     CoordVocab,
     TokenText,
     spell_leading,
-    token_table,
 )
 from shared_contracts.errors import ContractError
 from tests.unit.answers import encode, pieces, text_of, with_placeholders
@@ -126,8 +127,35 @@ def test_a_text_that_no_ids_spell_has_none() -> None:
     assert spell_leading(tokenizer, fused, "\ufffd}") is None
 
 
-def test_each_tokenizer_has_one_table(
-    toy_tokenizer: PreTrainedTokenizerFast, qwen_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    assert token_table(toy_tokenizer) is token_table(toy_tokenizer)
-    assert token_table(toy_tokenizer) is not token_table(qwen_tokenizer)
+# ---- bins ----------------------------------------------------------------------------
+
+
+@pytest.mark.req("DATA-02", "ARCH-02")
+@pytest.mark.scenario(
+    "Upper bound is 999 and decodes to 1.0", "Lower bound is 0 and decodes to 0.0"
+)
+def test_the_edges_of_the_image_are_bins_0_and_999() -> None:
+    assert (encode_bin(0.0), encode_bin(1.0)) == (0, 999)
+    assert (decode_bin(0), decode_bin(999)) == (0.0, 1.0)
+
+
+@pytest.mark.req("DATA-02")
+@pytest.mark.parametrize("k", [1, 333, 500, 998])
+def test_a_bin_is_k_over_999(k: int) -> None:
+    assert decode_bin(k) == k / 999
+
+
+@pytest.mark.req("DATA-02")
+def test_every_bin_survives_decoding_and_encoding() -> None:
+    assert [encode_bin(decode_bin(k)) for k in range(COORD_BINS)] == list(range(COORD_BINS))
+
+
+@pytest.mark.req("DATA-02")
+@given(st.floats(allow_nan=False) | st.floats(0, 1))
+@example(0.5 / 999)
+@example(1.5 / 999)
+def test_a_coordinate_goes_to_its_nearest_bin_and_never_beyond_the_edges(c: float) -> None:
+    k = encode_bin(c)
+    assert 0 <= k <= 999
+    assert k == round(999 * min(max(c, 0.0), 1.0))
+    assert abs(decode_bin(k) - min(max(c, 0.0), 1.0)) <= 0.5 / 999 + 1e-12

@@ -1,11 +1,10 @@
 """Barycentric projection of the Sinkhorn plan (section 9 of the contract).
 
-Three references, none of them in the log domain: the textbook's scaling in float64, the same
-in decimals of any magnitude, and the linear program that entropy blurs.
+Two references, neither of them in the log domain: the textbook's scaling in float64, and the same
+in decimals of any magnitude.
 """
 
 import decimal
-import itertools
 import sys
 from collections.abc import Sequence
 from decimal import Decimal
@@ -16,7 +15,6 @@ import numpy.typing as npt
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.stages.matching import mask_iou
@@ -46,20 +44,11 @@ BINS = st.lists(
 SHAPES = ground_truths(allow_poly=True).map(lambda item: item.shape)
 
 
-def shares_of(
-    pred: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
-) -> FloatArray:
-    """The plan of one pair."""
-    pair = np.array(pred, dtype=np.float64), np.array(truth, dtype=np.float64)
-    (shares,) = transport_shares([pair], cost, epsilon, iters)
-    return shares
-
-
 def bins_of(
     predicted: Shape, truth: Shape, cost: TransportCost, epsilon: float, iters: int
 ) -> tuple[float, ...]:
-    """What one pair is taught."""
-    (bins,) = projected_bins([(predicted, truth)], cost, epsilon, iters)
+    """What one pair is taught, beside another."""
+    _, bins = projected_bins([(truth, predicted), (predicted, truth)], cost, epsilon, iters)
     return bins
 
 
@@ -82,44 +71,6 @@ def textbook_projection(
     plan = u[:, None] * kernel * v[None]
     projected: FloatArray = (plan / plan.sum(axis=1, keepdims=True)) @ truth
     return projected
-
-
-@pytest.mark.req("ARCH-02", "OT-01")
-@pytest.mark.parametrize("cost", ["l1", "l2"])
-@pytest.mark.parametrize("iters", [1, 3, 200])
-@pytest.mark.parametrize("epsilon", [50.0, 200.0, 5000.0])
-def test_it_agrees_with_the_textbook(cost: TransportCost, iters: int, epsilon: float) -> None:
-    pred, truth = np.array(SQUARE), np.array(TRIANGLE)
-    expected = textbook_projection(pred, truth, distances(SQUARE, TRIANGLE, cost), epsilon, iters)
-    found = sinkhorn_barycentric(pred, truth, cost, epsilon, iters)
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
-
-
-@pytest.mark.req("OT-01")
-@pytest.mark.parametrize("cost", ["l1", "l2"])
-@pytest.mark.parametrize("epsilon", [1e-300, 1e-6, 1.0])
-def test_equal_sets_stay_where_they_are_when_epsilon_is_small(
-    cost: TransportCost, epsilon: float
-) -> None:
-    shuffled = [SQUARE[i] for i in (2, 0, 3, 1)]
-    found = sinkhorn_barycentric(SQUARE, shuffled, cost, epsilon, 50)
-    np.testing.assert_allclose(found, SQUARE)
-
-
-@pytest.mark.req("OT-01")
-@pytest.mark.parametrize("epsilon", [1e12, 1e300, sys.float_info.max])
-def test_every_point_goes_to_the_mean_when_epsilon_is_huge(epsilon: float) -> None:
-    found = sinkhorn_barycentric(SQUARE, TRIANGLE, "l2", epsilon, 50)
-    np.testing.assert_allclose(found, np.tile(np.mean(TRIANGLE, axis=0), (4, 1)), rtol=1e-6)
-
-
-@pytest.mark.req("OT-01")
-def test_the_marginals_part_points_that_share_a_nearest_neighbour() -> None:
-    """Costs 0 + 201 as paired below, 200 + 92 the other way round."""
-    pred = [[100.0, 0.0], [120.0, 90.0]]
-    truth = [[100.0, 0.0], [300.0, 0.0]]
-    found = sinkhorn_barycentric(pred, truth, "l2", 5.0, 500)
-    np.testing.assert_allclose(found, truth, atol=0.5)
 
 
 @pytest.mark.req("OT-01")
@@ -180,49 +131,6 @@ def test_it_agrees_with_decimals_of_any_magnitude(
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def optimal_cost(costs: FloatArray) -> float:
-    """Least cost of a plan with marginals 1/P and 1/G, by linear programming."""
-    n_pred, n_truth = costs.shape
-    rows = np.kron(np.eye(n_pred), np.ones(n_truth))
-    columns = np.kron(np.ones(n_pred), np.eye(n_truth))
-    marginals = [1 / n_pred] * n_pred + [1 / n_truth] * n_truth
-    best = linprog(costs.ravel(), A_eq=np.vstack([rows, columns]), b_eq=marginals)
-    return float(best.fun)
-
-
-@pytest.mark.req("OT-01")
-@given(pred=BINS, truth=BINS, cost=COSTS)
-def test_the_marginals_converge_and_entropy_costs_no_more_than_it_may(
-    pred: Points, truth: Points, cost: TransportCost
-) -> None:
-    """A plan of least `cost - epsilon * entropy` costs at most `epsilon * log(min(P, G))` more
-    than the optimum: both entropies lie between log(max(P, G)) and log(P * G)."""
-    costs = distances(pred, truth, cost)
-    epsilon = max(costs.max(), 1.0) / 2  # at which 30 rounds converge, whatever the points
-    plan = shares_of(pred, truth, cost, epsilon, 30) / len(pred)
-    np.testing.assert_allclose(plan.sum(axis=0), 1 / len(truth), atol=1e-6)
-    np.testing.assert_allclose(plan.sum(axis=1), 1 / len(pred), atol=1e-12)
-    spent, least = float((plan * costs).sum()), optimal_cost(costs)
-    assert least - 1e-3 <= spent <= least + epsilon * np.log(min(plan.shape)) + 1e-3
-
-
-@pytest.mark.req("OT-01")
-@pytest.mark.parametrize("cost", ["l1", "l2"])
-@pytest.mark.parametrize("seed", range(4))
-def test_as_epsilon_goes_to_0_the_plan_goes_to_that_of_the_linear_program(
-    seed: int, cost: TransportCost
-) -> None:
-    rng = np.random.default_rng(seed)
-    pred, truth = rng.integers(0, 1000, (4, 2)).tolist(), rng.integers(0, 1000, (3, 2)).tolist()
-    costs = distances(pred, truth, cost)
-    spent = [
-        float((shares_of(pred, truth, cost, epsilon, 1000) * costs).sum()) / len(pred)
-        for epsilon in (300.0, 100.0, 30.0, 10.0, 3.0)
-    ]
-    assert all(more > less for more, less in itertools.pairwise(spent))
-    assert spent[-1] == pytest.approx(optimal_cost(costs), abs=0.1)
-
-
 @pytest.mark.req("OT-01")
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 14), st.integers(1, 14)), max_size=12),
@@ -247,30 +155,7 @@ def test_pairs_of_any_sizes_together_agree_with_the_textbook_one_by_one(
         np.testing.assert_allclose(shares @ truth, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.req("OT-01")
-@given(pairs=st.lists(st.tuples(SHAPES, SHAPES), max_size=8), cost=COSTS, epsilon=MILD_EPSILONS)
-def test_shapes_together_are_taught_what_each_is_taught_alone(
-    pairs: list[tuple[Shape, Shape]], cost: TransportCost, epsilon: float
-) -> None:
-    together = projected_bins(pairs, cost, epsilon, 10)
-    assert len(together) == len(pairs)
-    for bins, (predicted, truth) in zip(together, pairs, strict=True):
-        assert bins == pytest.approx(bins_of(predicted, truth, cost, epsilon, 10), abs=1e-9)
-
-
 # ---- what must not matter ------------------------------------------------------------
-
-
-@pytest.mark.req("OT-01")
-@given(pred=BINS, truth=BINS, cost=COSTS, epsilon=MILD_EPSILONS, iters=st.integers(1, 20))
-def test_no_round_takes_the_marginals_further_away(
-    pred: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
-) -> None:
-    before, after = (
-        np.abs(shares_of(pred, truth, cost, epsilon, n).mean(axis=0) - 1 / len(truth)).sum()
-        for n in (iters, iters + 1)
-    )
-    assert after <= before + 1e-9
 
 
 @pytest.mark.req("OT-01")
@@ -280,61 +165,25 @@ def test_no_round_takes_the_marginals_further_away(
     cost=COSTS,
     epsilon=MILD_EPSILONS,
     iters=st.integers(1, 10),
+    move=st.tuples(st.integers(-2000, 2000), st.integers(-2000, 2000)),
     data=st.data(),
 )
-def test_the_order_of_the_points_changes_nothing(
-    pred: Points,
-    truth: Points,
-    cost: TransportCost,
-    epsilon: float,
-    iters: int,
-    data: st.DataObject,
-) -> None:
-    order = data.draw(st.permutations(range(len(pred))))
-    other_truth = data.draw(st.permutations(truth))
-    straight = sinkhorn_barycentric(pred, truth, cost, epsilon, iters)
-    turned = sinkhorn_barycentric([pred[i] for i in order], other_truth, cost, epsilon, iters)
-    np.testing.assert_allclose(turned, straight[order], atol=1e-6)
-
-
-@pytest.mark.req("OT-01")
-@given(
-    pred=BINS,
-    truth=BINS,
-    cost=COSTS,
-    epsilon=EPSILONS,
-    iters=st.integers(1, 10),
-    move=st.tuples(st.integers(-2000, 2000), st.integers(-2000, 2000)),
-)
-def test_moving_both_sets_moves_the_projection(
+def test_neither_the_order_of_the_points_nor_their_place_matters(
     pred: Points,
     truth: Points,
     cost: TransportCost,
     epsilon: float,
     iters: int,
     move: tuple[int, int],
+    data: st.DataObject,
 ) -> None:
+    order = data.draw(st.permutations(range(len(pred))))
+    other_truth = data.draw(st.permutations(truth))
     here = sinkhorn_barycentric(pred, truth, cost, epsilon, iters)
+    turned = sinkhorn_barycentric([pred[i] for i in order], other_truth, cost, epsilon, iters)
+    np.testing.assert_allclose(turned, here[order], atol=1e-6)
     there = sinkhorn_barycentric(np.add(pred, move), np.add(truth, move), cost, epsilon, iters)
     np.testing.assert_allclose(there, here + move, atol=1e-9)
-
-
-@pytest.mark.req("OT-01")
-@given(point=BINS, truth=BINS, cost=COSTS, epsilon=EPSILONS, iters=st.integers(1, 10))
-def test_points_in_one_place_go_to_one_place(
-    point: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
-) -> None:
-    found = sinkhorn_barycentric([*point, point[0]], truth, cost, epsilon, iters)
-    assert found[0].tolist() == found[-1].tolist()
-    shares = shares_of(point, [*truth, truth[0]], cost, epsilon, iters)
-    assert shares[:, 0].tolist() == shares[:, -1].tolist()
-
-
-@pytest.mark.req("OT-01")
-@pytest.mark.parametrize("epsilon", [1e-300, 1e-3, 1.0, 1e300])
-def test_any_number_of_rounds_stays_finite(epsilon: float) -> None:
-    found = sinkhorn_barycentric([*SQUARE, SQUARE[0]], TRIANGLE, "l2", epsilon, 10_000)
-    assert np.isfinite(found).all()
 
 
 @pytest.mark.req("OT-01")
@@ -346,46 +195,38 @@ def test_points_of_lower_precision_are_projected_in_float64() -> None:
     assert found.tolist() == wide.tolist()
 
 
-GIVE_POINTS = "Give (N, 2) with N >= 1"
-NOT_FINITE = "a coordinate is NaN or infinite"
-USE_FINITE = "Use a finite number above 0"
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    ("wrong", "where", "found", "do"),
+    ("where", "wrong", "found"),
     [
-        ({"pred_points": []}, "pred_points", "an array of shape (0,)", GIVE_POINTS),
-        ({"pred_points": np.zeros((0, 2))}, "pred_points", "an array of shape (0, 2)", GIVE_POINTS),
-        ({"gt_points": [[1.0, 2.0, 3.0]]}, "gt_points", "an array of shape (1, 3)", GIVE_POINTS),
-        ({"gt_points": [1.0, 2.0]}, "gt_points", "an array of shape (2,)", GIVE_POINTS),
-        (
-            {"pred_points": [[float("nan"), 1.0]]},
-            "pred_points",
-            NOT_FINITE,
-            "Give finite coordinates",
-        ),
-        ({"gt_points": [[1.0, float("inf")]]}, "gt_points", NOT_FINITE, "Give finite coordinates"),
-        ({"cost": "l3"}, "cost", "'l3' is not known", "Use 'l1' or 'l2'"),
-        ({"epsilon": 0.0}, "epsilon", "0.0 is not accepted", USE_FINITE),
-        ({"epsilon": float("nan")}, "epsilon", "nan is not accepted", USE_FINITE),
-        ({"epsilon": float("inf")}, "epsilon", "inf is not accepted", USE_FINITE),
-        ({"iters": 0}, "iters", "0 is not accepted", "Use 1 or more"),
+        ("pred_points", [], "an array of shape (0,)"),
+        ("pred_points", np.zeros((0, 2)), "an array of shape (0, 2)"),
+        ("gt_points", [[1.0, 2.0, 3.0]], "an array of shape (1, 3)"),
+        ("gt_points", [1.0, 2.0], "an array of shape (2,)"),
+        ("pred_points", [[NAN, 1.0]], "a coordinate is NaN or infinite"),
+        ("gt_points", [[1.0, INF]], "a coordinate is NaN or infinite"),
+        ("cost", "l3", "'l3' is not known"),
+        ("epsilon", 0.0, "0.0 is not accepted"),
+        ("epsilon", NAN, "nan is not accepted"),
+        ("epsilon", INF, "inf is not accepted"),
+        ("iters", 0, "0 is not accepted"),
     ],
 )
-def test_what_cannot_be_transported_is_refused_by_name(
-    wrong: dict[str, Any], where: str, found: str, do: str
-) -> None:
-    given = {
-        "pred_points": SQUARE,
-        "gt_points": TRIANGLE,
-        "cost": "l1",
-        "epsilon": 1.0,
-        "iters": 5,
+def test_invalid_arguments_are_refused_by_name(where: str, wrong: Any, found: str) -> None:
+    remedies = {
+        "cost": "Use 'l1' or 'l2'",
+        "epsilon": "Use a finite number above 0",
+        "iters": "Use 1 or more",
     }
+    of_points = "Give (N, 2) with N >= 1" if "shape" in found else "Give finite coordinates"
+    given = {"pred_points": SQUARE, "gt_points": TRIANGLE, "cost": "l1", "epsilon": 1.0, "iters": 5}
     with pytest.raises(ContractError) as caught:
-        sinkhorn_barycentric(**{**given, **wrong})
+        sinkhorn_barycentric(**{**given, where: wrong})
     error = caught.value
-    assert (error.where, error.found, error.do) == (where, found, do)
+    assert (error.where, error.found) == (where, found)
+    assert error.do == remedies.get(where, of_points)
 
 
 # ---- shapes to bins ------------------------------------------------------------------
@@ -471,10 +312,9 @@ def test_a_box_on_its_own_outline_is_taught_as_it_is(
 
 
 @pytest.mark.req("RES-19", "OT-01")
-@pytest.mark.parametrize("vertices", [4, 8, 16, 32])
-@pytest.mark.parametrize("side", [8, 20, 150, 500])
+@pytest.mark.parametrize(("vertices", "side"), [(4, 8), (8, 20), (16, 150), (32, 500)])
 @pytest.mark.parametrize("off", ["moved", "smaller", "larger"])
-def test_what_is_near_is_taught_nearer(off: str, side: int, vertices: int) -> None:
+def test_what_is_near_is_taught_nearer(off: str, vertices: int, side: int) -> None:
     """The prediction overlaps its truth by less than 0.8, what is taught of it by more."""
     angles = 2 * np.pi * (np.arange(vertices) + 0.5) / vertices
     ring = np.stack([np.cos(angles), np.sin(angles)], axis=1) * side / 2
