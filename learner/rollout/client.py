@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
+from tenacity import Retrying, retry_if_exception, wait_exponential
 
 from learner.distributed.waiting import waiting_for
 from learner.rollout.answers import (
@@ -255,6 +255,7 @@ class RolloutClient:
     expected: of the model behind the server, which bounds its answers.
     transfer_s: in which a request is sent, and an answer comes from its head to its last byte.
     phase_margin_s: how much longer than `timeout_s` a phase of a push may take to be answered.
+    sleep, clock: of `wait_until_pushable`, in seconds.
     """
 
     def __init__(
@@ -267,6 +268,8 @@ class RolloutClient:
         expected: Expected = UNKNOWN,
         transfer_s: float = TRANSFER_S,
         phase_margin_s: float = PHASE_MARGIN_S,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.timeout_s = timeout_s
@@ -276,6 +279,7 @@ class RolloutClient:
         self._expected = expected
         self._transfer_s = transfer_s
         self._phase_s = timeout_s + phase_margin_s
+        self._sleep, self._clock = sleep, clock
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -295,13 +299,14 @@ class RolloutClient:
             ContractError: the server was not there or not ready within `timeout_s`, or
                 what answers is no rollout server.
         """
+        started, reason = self._clock(), ""
         retry = Retrying(
             retry=retry_if_exception(may_pass),
-            stop=stop_after_delay(self.timeout_s),
+            stop=lambda _: self._clock() - started >= self.timeout_s,
             wait=wait_exponential(multiplier=0.1, max=2.0),
+            sleep=self._sleep,
             reraise=True,
         )
-        started, reason = time.monotonic(), ""
 
         def check() -> None:
             nonlocal reason
@@ -315,7 +320,7 @@ class RolloutClient:
             with waiting_for(f"the rollout server at {self.base_url}", lambda: reason):
                 retry(check)
         except SERVER_ERRORS as error:
-            waited = time.monotonic() - started
+            waited = self._clock() - started
             raise ContractError(
                 f"GET {self.base_url}/health/",
                 f"no healthy answer in {waited:.0f} s ({error})",

@@ -69,7 +69,7 @@ class Dispatch:
     learner_world_size: the number of processes.
     look: takes back lost servers that can be used again; called before every chunk.
     wait_for_one: blocks until a lost server can be used again; raises if none can.
-    patience_s: seconds in which servers can come back and be lost again.
+    patience_s: seconds in which servers can come back and be lost again; measured by `clock`.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Dispatch:
         wait_for_one: Callable[[], object],
         patience_s: float,
         learner_world_size: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._job = job
         self._servers = servers
@@ -91,6 +92,7 @@ class Dispatch:
         self._wait_for_one = wait_for_one
         self._patience_s = patience_s
         self._learner_world_size = learner_world_size
+        self._clock = clock
         self._envelopes: dict[int, RolloutEnvelope] = {}
         self._queues: dict[ServerHandle, deque[Part]] = {server: deque() for server in servers}
         self._caps: dict[ServerHandle, int] = {}
@@ -158,7 +160,7 @@ class Dispatch:
     def _askable(self) -> list[ServerHandle]:
         """Return the servers that can be used; waits if there is none."""
         if all(server.lost is not None for server in self._servers):
-            self._returns.append(time.monotonic())
+            self._returns.append(self._clock())
             self._end_if_fruitless()
             self._wait_for_one()
         return [server for server in self._servers if server.lost is None]

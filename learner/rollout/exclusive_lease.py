@@ -19,26 +19,28 @@ from shared_contracts.weights import GONE_AFTER_S, KEEP_EVERY_S
 _LOOK_S = 0.5
 
 
-def require_exclusive_lease(clients: Sequence[RolloutClient]) -> None:
+def require_exclusive_lease(
+    clients: Sequence[RolloutClient], sleep: Callable[[float], None] = time.sleep
+) -> None:
     """Raise if another learner pushes to a server. Takes seconds if one was killed lately.
 
     Raises:
         ContractErrors: one for each server that has another learner.
         RunError: a server does not say.
     """
-    found = in_parallel([partial(_other_learner, client) for client in clients])
+    found = in_parallel([partial(_other_learner, client, sleep) for client in clients])
     if errors := [error for error in found if error is not None]:
         raise ContractErrors(errors)
 
 
-def _other_learner(client: RolloutClient) -> ContractError | None:
+def _other_learner(client: RolloutClient, sleep: Callable[[float], None]) -> ContractError | None:
     """Wait until another heartbeat arrives, or none has arrived for long enough.
 
     One that comes late, of a learner that was held up, is waited for a last time.
     """
     info = client.info()
     while (heard_s := info.weight_group_heard_s) is not None:
-        time.sleep(_LOOK_S)
+        sleep(_LOOK_S)
         info = client.info()
         if info.weight_group_heard_s is not None and info.weight_group_heard_s < heard_s:
             return ContractError(

@@ -63,7 +63,7 @@ class ServerBackend:
     peers: the learner processes, each with a backend over the same servers.
     gather: called in each of them before a push, where its weights are in pieces; with the type
         of the servers' weights.
-    version: of the weights that were pushed last.
+    version: of the weights that were pushed last. clock: seconds, measures how long it waits.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class ServerBackend:
         differences: Differences = no_differences,
         peers: Peers = SINGLE_PROCESS,
         gather: Callable[[DtypeName], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.version = WeightsVersion()
         self._dtype: DtypeName = "float32"
@@ -84,6 +85,7 @@ class ServerBackend:
         self._decode_batch_size = decode_batch_size
         self._timeout_s = max(client.timeout_s for client in clients)
         self._sleep = sleep
+        self._clock = clock
         self._peers = peers
         self._dispatches: set[Dispatch] = set()
         self._leads = peers.rank == 0
@@ -91,7 +93,7 @@ class ServerBackend:
         self._servers: Sequence[ServerHandle]
         if self._leads:
             self._pushed_to = [
-                LeaderHandle(client, channel, self._journal, sleep, differences)
+                LeaderHandle(client, channel, self._journal, sleep, differences, clock)
                 for client, channel in zip(clients, channels, strict=True)
             ]
             self._servers = self._pushed_to
@@ -146,15 +148,15 @@ class ServerBackend:
         training weights are those that were pushed last; cheap where all is well. Raises only what
         would fail again, as a push that a server refuses.
         """
-        if not self._leads or self.version.pushed is None or time.monotonic() < self._rests_until:
+        if not self._leads or self.version.pushed is None or self._clock() < self._rests_until:
             return
         if not self._busy.acquire(blocking=False):
             return  # another thread heals
         try:
-            began = time.monotonic()
+            began = self._clock()
             in_parallel([server.notice for server in self._pushed_to if server.lost is None])
             back = self._back()
-            ended = time.monotonic()
+            ended = self._clock()
             self._rests_until = ended + _LOOKS_FRACTION * (ended - began)
             _bring(back, self.version.pushed)
         finally:
@@ -276,6 +278,7 @@ class ServerBackend:
             lambda: self._wait_for(look),
             self._timeout_s,
             self._peers.count,
+            self._clock,
         )
         self._dispatches.add(dispatch)
         try:
@@ -314,7 +317,7 @@ class ServerBackend:
         in_parallel([partial(server.rejoin, self.version.pushed) for server in lost])
 
     def _wait_for(self, look: Callable[[], list[T]]) -> list[T]:
-        return wait_for_one(look, self._servers, self._timeout_s, self._sleep)
+        return wait_for_one(look, self._servers, self._timeout_s, self._sleep, self._clock)
 
 
 def _output(envelope: RolloutEnvelope) -> RolloutOutput:
@@ -351,9 +354,11 @@ class LeaderHandle(ServerHandle):
         journal: Journal,
         sleep: Sleep = time.sleep,
         differences: Differences = no_differences,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(client, journal, sleep, differences)
         self._channel = channel
+        self._clock = clock
         self._taken: int | None = None  # the version it has, unless something happened to it
         self._rest_s = self._rests_until = 0.0
 
@@ -392,7 +397,7 @@ class LeaderHandle(ServerHandle):
             self._bring_back(version)
         except RunError as error:
             self._rest_s = min(max(FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
-            self._rests_until = time.monotonic() + self._rest_s
+            self._rests_until = self._clock() + self._rest_s
             if self.lost != str(error):
                 _LOG.warning("rollout server %s stays lost: %s", self.url, error)
             raise
@@ -440,7 +445,7 @@ class LeaderHandle(ServerHandle):
 
     def rests(self) -> bool:
         """Return whether it failed so recently that it is not tried again yet."""
-        return time.monotonic() < self._rests_until
+        return self._clock() < self._rests_until
 
     def close(self) -> None:
         self._channel.close()
@@ -515,6 +520,7 @@ def wait_for_one(
     awaited: Sequence[Awaited],
     silence_s: float,
     sleep: Callable[[float], None],
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[T]:
     """Call `look` until it returns a server.
 
@@ -522,12 +528,12 @@ def wait_for_one(
         RunError: no server was starting or needed only a push for `silence_s`, or none came back
             within LONGEST_WAIT_S.
     """
-    began = heard = time.monotonic()
+    began = heard = clock()
     over = ""
 
     def is_over(_: RetryCallState) -> bool:
         nonlocal heard, over
-        now = time.monotonic()
+        now = clock()
         if any(one.starting or one.wants_push for one in awaited):
             heard = now
         if now - began > LONGEST_WAIT_S:

@@ -1,8 +1,9 @@
-"""A `ServerBackend` over scripted servers that fail as they are told."""
+"""A `ServerBackend` over scripted servers, with a clock that its pauses advance."""
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from learner.data.jsonl import build_request
 from learner.rollout.backend import Journal
@@ -12,25 +13,39 @@ from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.server_info import Info
-from tests.unit.scripted_rollouts import ScriptedChannel, ScriptedRollouts
-from tests.unit.scripted_server import scripted_server
+from tests.unit.scripted_server import ScriptedChannel, ScriptedRollouts, scripted_server
 
 SEED = 1000
 S = ScriptedRollouts
 
 
 @dataclass
+class PausedClock:
+    """Seconds that pass in `sleep` alone, which returns at once. pauses: all of them."""
+
+    now: float = 0.0
+    pauses: list[float] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@dataclass
 class Fleet:
-    """A backend over scripted servers; `pauses` are those it would have made."""
+    """A connected backend over scripted servers."""
 
     rollouts: list[ScriptedRollouts]
     channels: list[ScriptedChannel]
     journal: Journal
-    pauses: list[float]
+    clock: PausedClock
     backend: ServerBackend
 
     def ask(self, count: int, version: int | None = 1) -> list[RolloutOutput]:
-        """Roll out and hold every output against its request."""
+        """Roll out, and compare every output with its request."""
         outputs = self.backend.rollout(requests(count), RequestConfig(seed=SEED, max_tokens=4))
         assert [output.response_token_ids for output in outputs] == [[i] for i in range(count)]
         assert [output.seed for output in outputs] == [SEED + i for i in range(count)]
@@ -39,7 +54,7 @@ class Fleet:
         return outputs
 
     def notes(self) -> tuple[list[tuple[str, str]], dict[str, float]]:
-        """Who was lost since the last notes, by server number; and the metrics."""
+        """The servers that were lost since the last call, and the metrics."""
         record, payload = self.journal.take()
         return record["lost"], payload.metrics()
 
@@ -52,41 +67,46 @@ def requests(count: int) -> list[RolloutInferRequest]:
     return [build_request(sample, "Detect.", None) for sample in samples]
 
 
-@contextmanager
-def fleet(
-    servers: int,
-    decode_batch_size: int = 100,
-    timeout_s: float = 20.0,
-    world_sizes: Sequence[int] | None = None,
-) -> Iterator[Fleet]:
-    """Connected, with weights 1 pushed."""
-    with ExitStack() as stack:
-        sizes = world_sizes or [1] * servers
-        running = [S(stack.enter_context(scripted_server()), size) for size in sizes]
-        yield stack.enter_context(fleet_of(running, decode_batch_size, timeout_s))
-
-
 def differences(url: str, info: Info) -> list[ContractError]:
-    """A server without its guard is not the one that was there."""
+    """A server without its guard is another server."""
     if info.repeat_terminate.active:
         return []
     return [ContractError(f"{url} repeat_terminate", "the guard is off", "Start it with it")]
 
 
 @contextmanager
-def fleet_of(
-    rollouts: list[ScriptedRollouts], decode_batch_size: int, timeout_s: float
+def fleet(
+    servers: int, decode_batch_size: int = 100, world_sizes: Sequence[int] | None = None
 ) -> Iterator[Fleet]:
+    """A backend over new servers, connected, with weights 1 pushed."""
+    with ExitStack() as stack:
+        sizes = world_sizes or [1] * servers
+        running = [S(stack.enter_context(scripted_server()), size) for size in sizes]
+        yield stack.enter_context(fleet_of(running, decode_batch_size))
+
+
+@contextmanager
+def fleet_of(rollouts: list[ScriptedRollouts], decode_batch_size: int) -> Iterator[Fleet]:
     channels = [ScriptedChannel(one) for one in rollouts]
-    clients = [RolloutClient(one.server.base_url, timeout_s) for one in rollouts]
-    journal, pauses = Journal(), list[float]()
+    clients = [RolloutClient(one.server.base_url, timeout_s=60.0) for one in rollouts]
+    journal, clock = Journal(), PausedClock()
     backend = ServerBackend(
-        clients, channels, decode_batch_size, journal, pauses.append, differences
+        clients, channels, decode_batch_size, journal, clock.sleep, differences, clock=clock
     )
     backend.connect()
     backend.push_weights(1)
     journal.take()
     try:
-        yield Fleet(rollouts, channels, journal, pauses, backend)
+        yield Fleet(rollouts, channels, journal, clock, backend)
     finally:
         backend.close()
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    """Look again and again. The limit of about a minute matters in a test that fails."""
+    never = threading.Event()
+    for _ in range(3000):
+        if holds():
+            return
+        never.wait(0.02)
+    raise AssertionError("it never happened")

@@ -1,8 +1,14 @@
-"""A rollout server of a few lines: real HTTP on loopback, answers as the test scripts them."""
+"""One scripted rollout server: real HTTP on loopback, with answers that a test chooses.
+
+ScriptedServer     routes to functions, and every call that arrived
+ScriptedRollouts   the state of a rollout server on these routes, with a script of faults
+ScriptedChannel    pushes into that state in place of a weight group
+"""
 
 import json
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +18,13 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
-from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
+from learner.rollout.client import ServerUnreachable
+from shared_contracts.errors import PROBLEM_MEDIA_TYPE, ContractError, Problem, RunError
 from shared_contracts.infer import (
     ChatCompletionResponse,
     ChatMessage,
     Choice,
+    InferCall,
     RolloutEnvelope,
     RolloutStamp,
     Usage,
@@ -30,22 +38,24 @@ from shared_contracts.server_info import (
     ReplicaStatus,
     WorldSize,
 )
+from shared_contracts.weights import CommunicatorReady, SyncReport, WeightStatus
 
-# What a route answers: a body alone (200), or a status with a body and perhaps with headers;
-# text goes out as it is.
+INFER = "POST /infer/"
+
+# A body (status 200), or a status with a body and optional headers. Text is sent unchanged.
 Reply = Any
 Route = Callable[[Any], Reply]
 
 
 @dataclass(frozen=True)
 class HangUp:
-    """In place of a reply: the connection is closed, or half way through the reply `after`."""
+    """Closes the connection, after the first half of the reply `after` if there is one."""
 
     after: Reply = None
 
 
 class ScriptedServer:
-    """Routes by `METHOD /path/`, each a function of the JSON body; notes every call.
+    """Routes by `METHOD /path/`, each a function of the JSON body; records every call.
 
     calls: (route, body) in the order of arrival.
     authorizations: the header of each call, in the same order.
@@ -76,7 +86,7 @@ class _QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hung up is no news."""
+        """Ignore a connection that the client has closed."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -87,7 +97,7 @@ def scripted_server() -> Iterator[ScriptedServer]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # else an answer waits 40 ms for its last packet
+        disable_nagle_algorithm = True  # otherwise an answer takes 40 ms
 
         def do_GET(self) -> None:
             self._serve()
@@ -121,11 +131,11 @@ def scripted_server() -> Iterator[ScriptedServer]:
             self.wfile.write(payload[: int(share * len(payload))])
 
         def log_message(self, *_: object) -> None:
-            """Keep the output of the tests clean."""
+            """Log nothing."""
 
     http = _QuietServer(("127.0.0.1", 0), Handler)
     server = ScriptedServer(f"http://127.0.0.1:{http.server_port}")
-    thread = threading.Thread(target=http.serve_forever, args=(0.05,))
+    thread = threading.Thread(target=http.serve_forever, args=(0.005,))
     thread.start()
     try:
         yield server
@@ -136,7 +146,7 @@ def scripted_server() -> Iterator[ScriptedServer]:
 
 
 def response(reply: Reply) -> httpx.Response:
-    """The answer of `respx` that equals what a scripted server sends as `reply`."""
+    """The answer of a scripted server, for `respx`."""
     status, body, headers = _whole(reply)
     headers = {"Content-Type": _content_type(body)} | headers
     return httpx.Response(status, headers=headers, content=_payload(body))
@@ -261,3 +271,249 @@ def envelope(
             finish="stop",
         ),
     )
+
+
+class ScriptedRollouts:
+    """Answers a request with its `uuid` as the token, and with the seed of its position.
+
+    faults: how the next calls of `/infer/` are answered, each by one of the methods below.
+    dead: every connection is closed. starting_looks: the next calls of `/health/` that find it
+        starting. guarded: its guard is active. stale: a replica lacks the newest weights.
+    peak: most requests in flight at once. answered: numbers of the requests, by call.
+    """
+
+    def __init__(self, server: ScriptedServer, world_size: int = 1) -> None:
+        self.server = server
+        self.world_size = world_size
+        self.faults: deque[Fault] = deque()
+        self.dead = False
+        self.starting_looks = 0
+        self.guarded = True
+        self.process, self.losses = 1, 0
+        self.version: int | None = 0
+        self.poisoned = False
+        self.stale = False
+        self.peak = 0
+        self.answered: list[list[int]] = []
+        self._call_ids: dict[str, list[int]] = {}
+        self._in_flight = 0
+        self._lock = threading.Lock()
+        server.routes |= {
+            "GET /health/": self._unless_dead(self._health),
+            "GET /live/": self._unless_dead(lambda _: live(self.epoch)),
+            "GET /info/": self._unless_dead(self._info),
+            "GET /get_world_size/": self._unless_dead(lambda _: WorldSize(world_size=world_size)),
+            INFER: self._unless_dead(self._infer),
+        }
+
+    @property
+    def epoch(self) -> str:
+        return f"process{self.process}-{self.losses}"
+
+    # --- faults: each answers one call
+
+    def ok(self, call: InferCall) -> Reply:
+        return self._answers(call)
+
+    def hang_up(self, call: InferCall) -> Reply:
+        return HangUp()
+
+    def hang_up_half_way(self, call: InferCall) -> Reply:
+        return HangUp(after=self._answers(call))
+
+    def not_ready(self, call: InferCall) -> Reply:
+        return problem("not-ready", "an engine died", "replicas[0]")
+
+    def gateway(self, call: InferCall) -> Reply:
+        return 502, "<html>bad gateway</html>"
+
+    def too_many(self, call: InferCall) -> Reply:
+        return *problem("too-many-calls", "try again", INFER), {"Retry-After": "3"}
+
+    def lose_a_replica(self, call: InferCall) -> Reply:
+        """Another replica answers. The lost one restarts with the weights of the checkpoint."""
+        self.losses += 1
+        self.stale = True
+        return self._answers(call)
+
+    def lose_the_only_replica(self, call: InferCall) -> Reply:
+        self.losses += 1
+        self.version = None
+        return self.not_ready(call)
+
+    def restart(self, call: InferCall) -> Reply:
+        self.restart_process()
+        return HangUp()
+
+    def poison(self, call: InferCall) -> Reply:
+        self.poisoned = True
+        return self._refusal()
+
+    def die(self, call: InferCall) -> Reply:
+        self.dead = True
+        return HangUp()
+
+    def restart_process(self) -> None:
+        self.process, self.losses = self.process + 1, 0
+        self.version, self.poisoned, self.stale = 0, False, False
+
+    # --- routes
+
+    def _unless_dead(self, route: Callable[[Any], Reply]) -> Callable[[Any], Reply]:
+        return lambda body: HangUp() if self.dead else route(body)
+
+    def _health(self, _: object) -> Reply:
+        if self.starting_looks:
+            self.starting_looks -= 1
+            return problem("not-ready", "replica 0 is starting", "replicas[0]")
+        if (refused := self._refusal()) is not None:
+            return refused
+        if self.stale:
+            return problem("push-needed", "a replica was built again", "replicas[0]")
+        return health(self.version or 0).model_copy(update={"server_epoch": self.epoch})
+
+    def _info(self, _: object) -> Info:
+        state = {
+            "weights_state": "POISONED" if self.poisoned else "READY",
+            "weights_version": self.version or 0,
+            "server_epoch": self.epoch,
+        }
+        guard = RepeatTerminateConfig() if self.guarded else None
+        return info(guard, world_size=self.world_size).model_copy(update=state)
+
+    def _refusal(self) -> Reply | None:
+        if self.poisoned:
+            return problem("weights-poisoned", "an update broke", "weights")
+        if self.version is None:
+            return problem("push-needed", "the replica was built again", "replicas[0]")
+        return None
+
+    def _infer(self, body: Any) -> Reply:
+        call = InferCall.model_validate(body)
+        count = len(call.infer_requests)
+        with self._lock:
+            self._in_flight += count
+            self.peak = max(self.peak, self._in_flight)
+        try:
+            return self._reply(call)
+        finally:
+            with self._lock:
+                self._in_flight -= count
+
+    def _reply(self, call: InferCall) -> Reply:
+        assert call.request_id is not None
+        numbers = _numbers(call)
+        assert self._call_ids.setdefault(call.request_id, numbers) == numbers, "an id twice"
+        if (refused := self._refusal()) is not None:
+            return refused
+        if call.expected_weights_version not in (None, self.version):
+            return problem("other-weights", f"version {self.version} is held", "weights")
+        with self._lock:
+            fault = self.faults.popleft() if self.faults else ScriptedRollouts.ok
+        return fault(self, call)
+
+    def _answers(self, call: InferCall) -> list[RolloutEnvelope]:
+        self.answered.append(_numbers(call))
+        seed = call.request_config.seed if call.request_config else None
+        return [self._envelope(n, seed, i) for i, n in enumerate(_numbers(call))]
+
+    def _envelope(self, number: int, seed: int | None, index: int) -> RolloutEnvelope:
+        made = envelope([number], [1, 2], None if seed is None else seed + index)
+        stamp = {"weights_version": (self.version, self.version), "server_epoch": self.epoch}
+        return made.model_copy(update={"coordexp": made.coordexp.model_copy(update=stamp)})
+
+
+Fault = Callable[[ScriptedRollouts, InferCall], Reply]
+
+
+def _numbers(call: InferCall) -> list[int]:
+    return [int(str(request.uuid)) for request in call.infer_requests]
+
+
+class ScriptedChannel:
+    """Pushes into the state of scripted rollouts, which refuse what a real server refuses.
+
+    failures: errors of the next pushes, raised before the weights arrive. answer_lost,
+        disbelieved: a push fails after they have arrived.
+    taken: raised when the next group is formed. blocked: no group can be formed.
+    loses_a_replica: at the end of the next push. forms_anew: the next push forms a group first.
+    tries: attempts to form a group. groups: groups that were formed. pushed: versions.
+    """
+
+    def __init__(self, rollouts: ScriptedRollouts) -> None:
+        self.failures: deque[Exception] = deque()
+        self.answer_lost = False
+        self.disbelieved = False
+        self.taken: ContractError | None = None
+        self.blocked = False
+        self.tries = 0
+        self.loses_a_replica = False
+        self.forms_anew = False
+        self.pushed: list[int] = []
+        self.groups = 0
+        self.closed = False
+        self._rollouts = rollouts
+        self._ready: CommunicatorReady | None = None
+
+    def connect(self) -> CommunicatorReady:
+        if self._rollouts.dead:
+            raise RunError("no server")
+        if self._ready is None:
+            self.tries += 1
+            if self.taken is not None:
+                raise self.taken
+            if self.blocked:
+                raise RunError("the port of the group is blocked")
+            self.groups += 1
+            self._ready = CommunicatorReady(
+                weights_version=self._rollouts.version or 0,
+                world_size=1 + self._rollouts.world_size,
+                transport="gloo",
+                server_epoch=self._rollouts.epoch,
+                dtype="float32",
+            )
+        return self._ready
+
+    def push(self, version: int) -> SyncReport:
+        if self.forms_anew:
+            self.abandon()
+        ready, rollouts = self.connect(), self._rollouts
+        if ready.server_epoch != rollouts.epoch:
+            raise RunError("there is no weight group")
+        if self.failures:
+            rollouts.poisoned = True
+            raise self.failures.popleft()
+        if rollouts.version == version and not (rollouts.poisoned or rollouts.stale):
+            raise RunError(f"version {version} does not come after the server's")
+        self.pushed.append(version)
+        rollouts.version, rollouts.poisoned, rollouts.stale = version, False, False
+        if self.answer_lost:
+            self.answer_lost = False
+            raise RunError("the answer was lost") from ServerUnreachable("timed out")
+        if self.disbelieved:
+            raise RunError("it compared 0 of 3 parameters")
+        if self.loses_a_replica:
+            self.loses_a_replica = False
+            rollouts.losses, rollouts.stale = rollouts.losses + 1, True
+        return report(version, rollouts.epoch)
+
+    def abandon(self) -> None:
+        self._ready = None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def report(version: int, epoch: str, seconds: float = 2.0, size: int = 4_000_000_000) -> SyncReport:
+    """The report of a push of `seconds`; a quarter of them was spent sending."""
+    return SyncReport(
+        status=WeightStatus(state="READY", weights_version=version, server_epoch=epoch),
+        seconds={"load": 0.1, "send": seconds / 4, "total": seconds},
+        bytes=size,
+        verified=3,
+    )
+
+
+def bodies(server: ScriptedServer) -> list[InferCall]:
+    """The calls of `/infer/`, in the order of arrival."""
+    return [InferCall.model_validate(body) for body in server.bodies(INFER)]

@@ -1,34 +1,204 @@
-"""Asynchronous rollouts: what each step trains on, whatever the prefetcher does when."""
+"""Asynchronous rollouts: the batches of every step, for every order of events (seed 001)."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import count
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from queue import Empty, Queue
+from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.distributed.peers import StorePeers
+from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.rollout.backend import PushNeeded
+from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
-from learner.runs.metrics import StepReport
+from learner.runs.metrics import PhaseClock, StepReport
+from learner.stages.packing import Part
 from learner.stages.schedule import channel_for_step
-from learner.training.step import PlainEngine
-from learner.types import Sample
-from shared_contracts.errors import RunError
-from tests.unit.async_parts import BATCH, PATIENCE_S, Actor, ActorOf
-from tests.unit.small_run import small_config
+from learner.training.asynchronous_rollouts import AsyncSource, MadeBatch
+from learner.training.rollout_buffer import ReadyBatch, RolloutBuffer
+from learner.training.step import PlainEngine, StepRunner
+from learner.training.synchronous_rollouts import Packer, PackFeed
+from learner.types import RolloutOutput, Sample
+from shared_contracts.errors import ContractError, RunError
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from tests.unit.answers import encode
+from tests.unit.fleets import wait_until
+from tests.unit.ranks_in_threads import in_ranks
+from tests.unit.small_run import rollout, small_config, written
 from tests.unit.test_step import Parts
+
+PATIENCE_S = 60.0
+BATCH = 2
+
+
+class Servers:
+    """A backend that gives an answer when the test allows it.
+
+    asked: sample ids of each call, when it begins. seeds: of the first request of each call.
+    fails: raised in place of the next answers.
+    """
+
+    def __init__(self, samples: Sequence[Sample], parts: Parts, *, free: bool = False) -> None:
+        self.asked: Queue[list[str]] = Queue()
+        self.seeds: list[int | None] = []
+        self.pushed: list[int] = []
+        self.fails: list[Exception] = []
+        self.closed = False
+        self._samples = {sample.sample_id: sample for sample in samples}
+        self._parts = parts
+        self._allowed = threading.Semaphore(10**6 if free else 0)
+        self._busy = threading.Lock()
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        with self._busy:
+            self.seeds.append(request_config.seed)
+            self.asked.put([str(request.uuid) for request in requests])
+            assert self._allowed.acquire(timeout=PATIENCE_S)
+            if self.fails:
+                raise self.fails.pop(0)
+            return [self._answer(str(request.uuid)) for request in requests]
+
+    def push_weights(self, version: int) -> None:
+        assert self._busy.acquire(blocking=False), "no call runs while weights are pushed"
+        self.pushed.append(version)
+        self._busy.release()
+
+    def close(self) -> None:
+        self.closed = True
+        self.allow(100)
+
+    def allow(self, calls: int = 1) -> None:
+        self._allowed.release(calls)
+
+    def next_asked(self) -> list[str]:
+        return self.asked.get(timeout=PATIENCE_S)
+
+    def _answer(self, sample_id: str) -> RolloutOutput:
+        sample = self._samples[sample_id]
+        ids = encode(self._parts.loaded.tokenizer, written(*sample.objects[:1]))
+        output = rollout(self._parts.encode(sample).ids.tolist(), ids)
+        return replace(output, weights_version=(self.pushed[-1], self.pushed[-1]))
+
+
+class WatchedBuffer(RolloutBuffer[MadeBatch]):
+    """made: the number of each batch, once it is put."""
+
+    def __init__(self, keys: AsyncRolloutConfig, total: int) -> None:
+        super().__init__(keys.queue_limit, keys.version_window, keys.prefetch_target_packs, total)
+        self.made: Queue[int] = Queue()
+
+    def put(self, ready: MadeBatch) -> None:
+        super().put(ready)
+        self.made.put(ready.batch)
+
+
+class Actor:
+    """The asynchronous source of one process.
+
+    settings: of `async_rollout`. free: the servers answer at once.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        config: Config,
+        samples: Sequence[Sample],
+        *,
+        total: int = 6,
+        peers: Peers = SINGLE_PROCESS,
+        round_size: int | None = None,
+        free: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.parts, self.config, self.peers = parts, config, peers
+        self.samples = samples
+        self.servers = Servers(samples, parts, free=free)
+        self.opened = OpenBackend(self.servers, round_size=round_size)
+        self.policy = Policy(self.opened, asking_of(config))
+        keys = AsyncRolloutConfig(enabled=True, **{"prefetch_target_packs": 1, **settings})
+        self.buffer = WatchedBuffer(keys, total)
+        self.source = AsyncSource(
+            keys,
+            self.policy,
+            parts.channel_b,
+            Packer(config.training, config.global_max_length),
+            self.batch,
+            total,
+            config.training.seed,
+            peers,
+            buffer=self.buffer,
+        )
+
+    def batch(self, batch: int) -> Sequence[Sample]:
+        first = BATCH * (self.peers.count * batch + self.peers.rank)
+        return self.samples[first : first + BATCH]
+
+    def ids(self, batch: int) -> list[str]:
+        return [sample.sample_id for sample in self.batch(batch)]
+
+    def runner(self, log_calls: Callable[[dict[str, Any]], None] | None = None) -> StepRunner:
+        return StepRunner(
+            self.config,
+            self.parts.recipe(self.config),
+            self.policy,
+            log_calls,
+            peers=self.peers,
+            source=self.source,
+        )
+
+    def feed(self, step: int) -> PackFeed:
+        with self.source.feed(step, self.batch(0), PhaseClock()) as feed:
+            return feed
+
+    def begin(self, step: int) -> None:
+        self.source.begin(step, PhaseClock())
+
+    def make_ready(self) -> int:
+        """Let the servers answer a batch; returns its number once it is ready."""
+        self.servers.allow()
+        return self.buffer.made.get(timeout=PATIENCE_S)
+
+    def begin_until_asked(self, step: int) -> list[str]:
+        """Begin the step again and again until the servers are asked; returns the sample ids."""
+        while True:
+            self.begin(step)
+            with suppress(Empty):
+                return self.servers.asked.get(timeout=0.01)
+
+    def push_after_a_round(self) -> None:
+        """The first round of a batch is answered before a push, the second one after it."""
+        self.begin(0)
+        self.servers.next_asked()
+        self.servers.allow()
+        self.servers.next_asked()
+        self.servers.fails.append(PushNeeded("no server has the weights"))
+        self.servers.allow()
+        self.begin_until_asked(1)
+        self.servers.allow()
+
+
+ActorOf = Callable[..., Actor]
+
+
+# --- The tests ---------------------------------------------------------------------------
+
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-T = TypeVar("T")
+ASYNC = "stage2_ab/async"
 N_SAMPLES = 12
 
 
@@ -36,7 +206,7 @@ N_SAMPLES = 12
 def config(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
 ) -> Config:
-    """Every step wants channel B."""
+    """Every step wants channel B. A pack of channel B holds all answers of a batch."""
     ratio = {"schedule": {"b_ratio": 1.0}}
     return small_config(toy_checkpoint, toy_data, tmp_path_factory.mktemp("async"), stage2_ab=ratio)
 
@@ -62,11 +232,11 @@ def actor_of(parts: Parts, config: Config, samples: list[Sample]) -> Iterator[Ac
     yield make
     for actor in actors:
         actor.source.close()
-    assert "prefetcher" not in {thread.name for thread in threading.enumerate()}
+    wait_until(lambda: "prefetcher" not in {thread.name for thread in threading.enumerate()})
 
 
 def step_of(actor: Actor, step: int) -> tuple[str, list[str]]:
-    """Run the bookkeeping of a step without its forwards: its channel, and its samples."""
+    """Run a step without its forwards; returns its channel and its samples."""
     actor.begin(step)
     wanted = channel_for_step(step, 0.5)
     if wanted == "B" and actor.source.ready(step):
@@ -81,7 +251,7 @@ def step_of(actor: Actor, step: int) -> tuple[str, list[str]]:
 
 @pytest.mark.req("STEP-02", "ASYNC-01")
 @pytest.mark.parametrize("free", [True, False])
-def test_every_sample_is_trained_on_once_with_answers_at_once_or_too_late(
+def test_every_sample_is_trained_on_once_with_early_and_late_answers(
     actor_of: ActorOf, samples: list[Sample], *, free: bool
 ) -> None:
     actor = actor_of(free=free)
@@ -93,7 +263,7 @@ def test_every_sample_is_trained_on_once_with_answers_at_once_or_too_late(
 
 
 @pytest.mark.req("ASYNC-01")
-def test_channel_a_leaves_to_channel_b_what_is_being_answered(actor_of: ActorOf) -> None:
+def test_channel_a_does_not_take_a_batch_that_is_being_answered(actor_of: ActorOf) -> None:
     actor = actor_of()
     actor.begin(0)
     assert actor.servers.next_asked() == actor.ids(0)
@@ -108,7 +278,7 @@ def test_channel_a_leaves_to_channel_b_what_is_being_answered(actor_of: ActorOf)
 
 
 @pytest.mark.req("STEP-02", "ASYNC-01")
-def test_at_the_end_channel_a_takes_back_what_is_not_answered_in_time(actor_of: ActorOf) -> None:
+def test_at_the_end_channel_a_takes_the_batches_without_answers(actor_of: ActorOf) -> None:
     actor = actor_of(total=3, prefetch_target_packs=2)
     actor.begin(0)
     assert actor.make_ready() == 0
@@ -120,32 +290,8 @@ def test_at_the_end_channel_a_takes_back_what_is_not_answered_in_time(actor_of: 
         actor.source.samples(3, [])
 
 
-@pytest.mark.req("ASYNC-01")
-def test_no_more_is_asked_for_than_is_wanted_ready(actor_of: ActorOf) -> None:
-    actor = actor_of(prefetch_target_packs=2, queue_limit=2)
-    actor.begin(0)
-    assert [actor.make_ready(), actor.make_ready()] == [0, 1]
-    actor.begin(1)
-    assert actor.counted()["ready_packs"] == 2
-    assert actor.servers.asked.qsize() == 2, "two batches of a pack each"
-    actor.feed(1)
-    assert actor.make_ready() == 2
-
-
-@pytest.mark.req("SEED-01", "ASYNC-01")
-def test_a_batches_rollouts_have_the_seeds_of_the_step_of_its_number(
-    actor_of: ActorOf, config: Config
-) -> None:
-    actor = actor_of(round_size=1)
-    actor.begin(0)
-    actor.servers.allow(2)
-    actor.buffer.made.get(timeout=PATIENCE_S)
-    base = rank_seed_base(rollout_seed_base(config.training.seed, 0), 0)
-    assert actor.servers.seeds == [request_seed(base, 0, i) for i in range(BATCH)]
-
-
 @pytest.mark.req("RES-23", "SEED-02", "ASYNC-01")
-def test_the_seed_base_of_a_batch_is_logged_by_the_step_that_trains_on_it(
+def test_seed_base_of_a_batch_is_logged_by_the_step_that_trains_on_it(
     actor_of: ActorOf, config: Config, samples: list[Sample]
 ) -> None:
     actor = actor_of()
@@ -166,7 +312,7 @@ def test_the_seed_base_of_a_batch_is_logged_by_the_step_that_trains_on_it(
 
 
 @pytest.mark.req("ASYNC-01", "SYNC-09")
-def test_weights_are_pushed_every_so_many_steps_and_before_the_first(actor_of: ActorOf) -> None:
+def test_weights_are_pushed_before_the_first_step_and_at_the_interval(actor_of: ActorOf) -> None:
     actor = actor_of(free=True, sync_every_steps=3)
     for step in range(6):
         step_of(actor, step)
@@ -175,7 +321,7 @@ def test_weights_are_pushed_every_so_many_steps_and_before_the_first(actor_of: A
 
 
 @pytest.mark.req("SYNC-09", "ASYNC-01")
-def test_a_push_waits_for_answers_and_nobody_asks_before_it_is_over(actor_of: ActorOf) -> None:
+def test_push_waits_for_answers_and_no_request_is_sent_before_it_ends(actor_of: ActorOf) -> None:
     actor = actor_of()
     actor.begin(0)
     actor.servers.next_asked()
@@ -191,7 +337,7 @@ def test_a_push_waits_for_answers_and_nobody_asks_before_it_is_over(actor_of: Ac
 
 @contextmanager
 def entering_exclusively(actor: Actor) -> Iterator[threading.Event]:
-    """Another thread is at, or in, the exclusive access of an actor; the event says which."""
+    """Another thread enters the exclusive access of an actor; the event is set inside."""
     entered, leave = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -207,7 +353,7 @@ def entering_exclusively(actor: Actor) -> Iterator[threading.Event]:
 
 
 @pytest.mark.req("ASYNC-01", "SYNC-09")
-def test_an_evaluation_that_pushes_makes_the_next_push_due_later(actor_of: ActorOf) -> None:
+def test_push_of_an_evaluation_postpones_the_next_push(actor_of: ActorOf) -> None:
     actor = actor_of(free=True, sync_every_steps=2)
     step_of(actor, 0)
     with actor.source.exclusive_access():
@@ -220,67 +366,78 @@ def test_an_evaluation_that_pushes_makes_the_next_push_due_later(actor_of: Actor
     assert actor.policy.version == 3
 
 
-@pytest.mark.req("ASYNC-01", "SYNC-07")
-def test_servers_that_lost_the_weights_get_them_at_the_next_step(actor_of: ActorOf) -> None:
-    actor = actor_of(sync_every_steps=100)
-    actor.servers.fails.append(PushNeeded("no server has the weights"))
-    actor.begin(0)
-    assert actor.servers.next_asked() == actor.ids(0)
-    actor.servers.allow()
-    while actor.servers.asked.empty():
-        actor.begin(1)
-    assert actor.servers.pushed == [1, 2]
-    assert actor.servers.next_asked() == actor.ids(0), "asked again, of the new weights"
-    assert actor.make_ready() == 0
-    assert actor.feed(1).payload().metrics()["sync/weights_version"] == 2
+# --- Scenarios ----------------------------------------------------------------------------
+
+
+@pytest.mark.req("ASYNC-01", "STEP-01")
+def test_async_b_step_is_skipped_when_queues_are_empty(actor_of: ActorOf) -> None:
+    actor = actor_of()
+    runner, model = actor.runner(), actor.parts.loaded.model
+    _, skipped = runner.run(model, actor.batch(0), 0, PlainEngine())
+    assert skipped.channel == "A"
+    assert skipped.metrics["step/channel_b"] == 0
+    assert skipped.metrics[f"{ASYNC}/b_step_skipped_due_to_queue"] == 1
+    assert skipped.metrics[f"{ASYNC}/ready_packs"] == 0
+    actor.make_ready()
+    _, trained = runner.run(model, actor.batch(1), 1, PlainEngine())
+    assert trained.channel == "B"
+    assert f"{ASYNC}/b_step_skipped_due_to_queue" not in trained.metrics
+    assert trained.metrics[f"{ASYNC}/ready_packs"] == 1
+    assert trained.metrics[f"{ASYNC}/version_lag"] == 1, "pushed before each of the two steps"
+    assert trained.metrics["sync/weights_version"] == 1
 
 
 @pytest.mark.req("ASYNC-01")
-def test_a_part_of_a_batch_is_by_one_version(actor_of: ActorOf) -> None:
-    """Weights are pushed between the two rounds of a batch."""
-    actor = actor_of(round_size=1, sync_every_steps=100)
-    actor.push_after_a_round()
-    assert actor.buffer.made.get(timeout=PATIENCE_S) == 0
-    made = actor.buffer.take(1)
-    packs = [(part.version, [list(p.sample_ids) for p in part.packs]) for part in made.parts]
-    first, second = actor.ids(0)
-    assert packs == [(1, [[first]]), (2, [[second]])]
-    assert made.version == 1
-
-
-@pytest.mark.req("ASYNC-01", "STEP-02")
-def test_a_stale_batch_is_asked_for_again(actor_of: ActorOf) -> None:
+def test_stale_packs_are_dropped_under_a_tight_version_window(actor_of: ActorOf) -> None:
     actor = actor_of(version_window=1)
+    runner, model = actor.runner(), actor.parts.loaded.model
     actor.begin(0)
     assert actor.make_ready() == 0
-    for step in (1, 2):
+    for step in (0, 1):
         actor.policy.mark_updated()
         actor.begin(step)
-    assert actor.counted()["dropped_stale"] == 1
-    assert not actor.source.ready(2)
-    asked = [actor.servers.next_asked() for _ in range(2)]
-    assert asked == [actor.ids(0), actor.ids(0)]
+    assert actor.policy.version == 3, "too new for a pack of version 1"
+    _, report = runner.run(model, actor.batch(2), 2, PlainEngine())
+    assert report.metrics[f"{ASYNC}/dropped_stale"] == 1
+    assert report.channel == "A", "only the stale pack was there"
+
+
+@pytest.mark.req("ASYNC-01")
+def test_ready_packs_are_version_pure(actor_of: ActorOf) -> None:
+    """The pack of the first sample is not full when the weights change."""
+    actor = actor_of(round_size=1, sync_every_steps=100)
+    actor.push_after_a_round()
+    assert actor.policy.version == 2
+    assert actor.buffer.made.get(timeout=PATIENCE_S) == 0
+    feed = actor.feed(1)
+    packs = [list(pack.sample_ids) for chunk in feed.chunks for pack in chunk.packs]
+    first, second = actor.ids(0)
+    assert packs == [[first], [second]], "both fit into one pack"
+
+
+@pytest.mark.req("ASYNC-01")
+def test_async_queue_invariant_violation_raises_actionable_error(actor_of: ActorOf) -> None:
+    """Channel B is scheduled although no batch is ready."""
+    actor = actor_of(version_window=2)
+    actor.begin(0)
+    with pytest.raises(RunError) as caught:
+        actor.feed(7)
+    told = str(caught.value)
+    assert "channel B was to run step 8, and no batch is ready" in told
+    assert "the queue holds nothing; newest version 1, version_window 2, queue_limit 8" in told
 
 
 # --- Several processes ------------------------------------------------------------------
-
-
-def as_ranks(work: Callable[[StorePeers], T]) -> list[T]:
-    """What `work` returns as each of two processes."""
-    store = HashStore()
-    ranks = [StorePeers(rank, 2, lambda: store, end=lambda _: None) for rank in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(work, ranks))
 
 
 @pytest.mark.req("ASYNC-01", "DDP-01", "STEP-02")
 def test_channel_b_runs_only_where_every_process_has_a_batch(
     config: Config, samples: list[Sample]
 ) -> None:
-    asked = threading.Barrier(2)
+    both = threading.Barrier(2)
     of_ranks = [Parts(config), Parts(config)]
 
-    def steps(peers: StorePeers) -> list[StepReport]:
+    def steps(peers: Peers) -> list[StepReport]:
         parts = of_ranks[peers.rank]
         actor = Actor(parts, config, samples, total=3, peers=peers)
         runner, model = actor.runner(), parts.loaded.model
@@ -289,38 +446,35 @@ def test_channel_b_runs_only_where_every_process_has_a_batch(
         for ready_before in ([0], [1]):
             if peers.rank in ready_before:
                 actor.make_ready()
-            asked.wait(PATIENCE_S)
+            both.wait(PATIENCE_S)
             step = len(reports)
             reports.append(runner.run(model, actor.batch(step), step, PlainEngine())[1])
         actor.source.close()
         return reports
 
-    skipped = "stage2_ab/async/b_step_skipped_due_to_queue"
-    for reports in as_ranks(steps):
+    skipped = f"{ASYNC}/b_step_skipped_due_to_queue"
+    for rank in in_ranks(2, steps):
+        reports = rank.result()
         assert [report.channel for report in reports] == ["A", "B"]
         assert [report.metrics.get(skipped) for report in reports] == [1, None]
 
 
-def begin_for_ever(actor: Actor) -> None:
-    for step in count():
-        actor.begin(step)
-
-
 @pytest.mark.req("ASYNC-01", "DDP-01")
-def test_what_a_prefetcher_raises_ends_the_run_in_every_process(
+def test_error_of_a_prefetcher_ends_the_run_in_every_process(
     parts: Parts, config: Config, samples: list[Sample]
 ) -> None:
-    def failing(peers: StorePeers) -> str:
+    def failing(peers: Peers) -> str:
         actor = Actor(parts, config, samples, total=3, peers=peers)
         if peers.rank == 1:
             actor.servers.fails.append(RunError("the server refuses"))
         actor.servers.allow()
-        with pytest.raises(RunError) as caught:
-            begin_for_ever(actor)
+        with pytest.raises(RunError) as caught:  # noqa: PT012 - one of many steps raises
+            while True:
+                actor.begin(0)
         actor.source.close()
         return str(caught.value)
 
-    told = as_ranks(failing)
+    told = [rank.result() for rank in in_ranks(2, failing)]
     assert told == ["learner process 1 failed: the server refuses", "the server refuses"]
 
 
@@ -328,7 +482,7 @@ def test_what_a_prefetcher_raises_ends_the_run_in_every_process(
 def test_processes_at_different_versions_end_the_run(
     parts: Parts, config: Config, samples: list[Sample]
 ) -> None:
-    def differing(peers: StorePeers) -> str:
+    def differing(peers: Peers) -> str:
         actor = Actor(parts, config, samples, total=3, peers=peers, free=True)
         actor.opened.version.newest = peers.rank
         with pytest.raises(RunError) as caught:
@@ -337,14 +491,14 @@ def test_processes_at_different_versions_end_the_run(
         return str(caught.value)
 
     found = "before step 5 the processes are at the versions [0, 1]"
-    assert as_ranks(differing) == [found, found]
+    assert [rank.result() for rank in in_ranks(2, differing)] == [found, found]
 
 
 # --- Beginning and end ------------------------------------------------------------------
 
 
 @pytest.mark.req("STEP-02", "RUN-01")
-def test_a_run_that_goes_on_trains_on_the_rest(actor_of: ActorOf, samples: list[Sample]) -> None:
+def test_resumed_run_trains_on_the_rest(actor_of: ActorOf, samples: list[Sample]) -> None:
     first, again = actor_of(free=True), actor_of(free=True)
     steps = [step_of(first, step) for step in range(3)]
     again.source.restore(first.source.state())
@@ -355,8 +509,8 @@ def test_a_run_that_goes_on_trains_on_the_rest(actor_of: ActorOf, samples: list[
 
 @pytest.mark.req("ASYNC-01")
 @pytest.mark.parametrize("at", ["nothing", "gate", "room", "answer"])
-def test_the_prefetcher_ends_with_the_run_wherever_it_waits(actor_of: ActorOf, at: str) -> None:
-    """The fixture looks for it afterwards."""
+def test_prefetcher_ends_with_the_run(actor_of: ActorOf, at: str) -> None:
+    """at: where it waits. The fixture checks that its thread has ended."""
     actor = actor_of()
     if at != "nothing":
         actor.begin(0)
@@ -369,3 +523,209 @@ def test_the_prefetcher_ends_with_the_run_wherever_it_waits(actor_of: ActorOf, a
         actor.feed(0)
     actor.source.close()
     assert actor.servers.closed
+
+
+# --- The rollout buffer ------------------------------------------------------------------
+
+
+Ready = ReadyBatch[str]
+
+
+def ready(batch: int, version: int, packs: int = 1) -> Ready:
+    return Ready(batch, [Part(version, [f"{batch}.{i}" for i in range(packs)])])
+
+
+def buffer_at(
+    version: int, limit: int = 8, window: int = 2, target: int = 100, total: int = 100
+) -> RolloutBuffer[Ready]:
+    buffer = RolloutBuffer[Ready](limit, window, target, total)
+    buffer.start(0)
+    buffer.refresh(version)
+    return buffer
+
+
+def make(buffer: RolloutBuffer[Ready], version: int, packs: int = 1) -> int:
+    """Make the next batch, by weights of `version`; returns its number."""
+    batch = buffer.begin_now()
+    assert batch is not None
+    buffer.put(ready(batch, version, packs))
+    return batch
+
+
+@pytest.mark.req("ASYNC-01")
+def test_age_of_a_batch_is_that_of_its_oldest_part() -> None:
+    buffer = buffer_at(2, window=1)
+    assert buffer.begin_now() == 0
+    buffer.put(Ready(0, [Part(1, ["a"]), Part(2, ["b"])]))
+    buffer.refresh(3)
+    assert (buffer.dropped_stale, buffer.has_ready()) == (2, False)
+
+
+@pytest.mark.req("ASYNC-01")
+def test_batch_without_a_usable_answer_counts_as_one_pack() -> None:
+    buffer = buffer_at(1, limit=2)
+    for _ in range(2):
+        make(buffer, 1, packs=0)
+    assert buffer.packs == 2
+    assert buffer.begin_now() is None
+
+
+@pytest.mark.req("ASYNC-01")
+def test_batch_that_never_fits_is_a_contract_error() -> None:
+    buffer = buffer_at(3, limit=4)
+    make(buffer, 2)
+    with pytest.raises(ContractError) as caught:
+        make(buffer, 3, packs=5)
+    assert caught.value.where == "rollout_matching.async_rollout.queue_limit"
+    assert "the 5 packs of batch 1" in caught.value.found
+    assert "batch 0 of version 2 in 1 packs" in caught.value.found
+    assert "at least 5" in caught.value.do
+
+
+@pytest.mark.req("ASYNC-01")
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        (ready(1, 4), "version 4, which nobody has pushed"),
+        (Ready(1, [Part(3, []), Part(2, [])]), r"parts of the versions \[3, 2\]"),
+        (Ready(1, [Part(3, []), Part(3, [])]), r"parts of the versions \[3, 3\]"),
+        (Ready(1, []), r"parts of the versions \[\]"),
+    ],
+)
+def test_invalid_batch_is_refused_with_the_state_of_the_buffer(broken: Ready, found: str) -> None:
+    buffer = buffer_at(3)
+    make(buffer, 3)
+    assert buffer.begin_now() == 1
+    with pytest.raises(RunError, match=found) as caught:
+        buffer.put(broken)
+    assert "batch 0 of version 3 in 1 packs; newest version 3, version_window 2" in str(
+        caught.value
+    )
+
+
+@pytest.mark.req("ASYNC-01")
+def test_newest_version_never_decreases() -> None:
+    with pytest.raises(RunError, match=r"version 2, and before: .* newest version 3"):
+        buffer_at(3).refresh(2)
+
+
+@pytest.mark.req("ASYNC-01")
+def test_begin_waits_for_room_for_a_batch_of_the_largest_size() -> None:
+    buffer = buffer_at(1, limit=3, target=3)
+    assert buffer.begin() == 0
+    buffer.put(ready(0, 1, packs=2))
+    assert buffer.begin_now() is None, "two more packs would be four"
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(buffer.begin)
+        buffer.take(0)
+        assert begun.result() == 1
+
+
+TOTAL, LIMIT, WINDOW, TARGET = 12, 5, 1, 4
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """The calls of the two threads of a buffer, in any order.
+
+    trained: batches by step. held: (batch, version, packs) in the queue, oldest first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = buffer_at(1, LIMIT, WINDOW, TARGET, TOTAL)
+        self.version = 1
+        self.trained: list[int] = []
+        self.held: list[tuple[int, int, int]] = []
+        self.making: int | None = None
+        self.asked_at = 1
+        self.largest = 1
+
+    @property
+    def packs(self) -> int:
+        return sum(packs for _, _, packs in self.held)
+
+    @property
+    def unclaimed(self) -> set[int]:
+        claimed = {*self.trained, *(batch for batch, _, _ in self.held), self.making}
+        return set(range(TOTAL)) - claimed
+
+    @precondition(
+        lambda self: (
+            self.making is None
+            and self.unclaimed
+            and self.packs < TARGET
+            and (not self.held or self.packs + self.largest <= LIMIT)
+        )
+    )
+    @rule()
+    def begin(self) -> None:
+        expected = min(self.unclaimed)
+        self.making = self.buffer.begin()
+        self.asked_at = self.version
+        assert self.making == expected
+
+    @precondition(lambda self: self.making is not None)
+    @rule(packs=st.integers(1, LIMIT))
+    def put(self, packs: int) -> None:
+        assert self.making is not None
+        batch, self.making = self.making, None
+        self.buffer.put(ready(batch, self.asked_at, packs))
+        if batch in self.trained:
+            return
+        self.largest = max(self.largest, packs)
+        if self.asked_at >= self.version - WINDOW:
+            while self.packs + packs > LIMIT:
+                self.held.pop(0)
+            self.held.append((batch, self.asked_at, packs))
+
+    @rule()
+    def push(self) -> None:
+        self.version += 1
+        self.buffer.refresh(self.version)
+        self.held = [entry for entry in self.held if entry[1] >= self.version - WINDOW]
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def channel_b(self) -> None:
+        expected, version, _ = self.held.pop(0)
+        taken = self.buffer.take(len(self.trained))
+        assert (taken.batch, taken.version) == (expected, version)
+        assert version >= self.version - WINDOW
+        self.trained.append(taken.batch)
+
+    @precondition(lambda self: len(self.trained) < TOTAL)
+    @rule()
+    def channel_a(self) -> None:
+        if self.unclaimed:
+            expected: int | None = min(self.unclaimed)
+        elif self.held:
+            expected = self.held.pop()[0]
+        else:
+            expected = self.making
+        self.trained.append(self.buffer.take_unanswered(len(self.trained)))
+        assert self.trained[-1] == expected
+
+    @invariant()
+    def no_batch_is_trained_on_twice(self) -> None:
+        assert len(set(self.trained)) == len(self.trained)
+
+    @invariant()
+    def the_queue_is_bounded(self) -> None:
+        assert self.buffer.packs == self.packs <= LIMIT
+        assert self.buffer.has_ready() == bool(self.held)
+
+    @invariant()
+    def state_has_every_batch_that_is_not_trained_on(self) -> None:
+        state = self.buffer.state()
+        left = {*state["left"], *range(state["next"], TOTAL)}
+        assert left == set(range(TOTAL)) - set(self.trained)
+
+    @precondition(lambda self: len(self.trained) == TOTAL)
+    @rule()
+    def over(self) -> None:
+        with pytest.raises(RunError, match="no batch is left for step 13"):
+            self.buffer.take_unanswered(TOTAL)
+
+
+TestAnyOrder = pytest.mark.req("ASYNC-01", "STEP-02")(AnyOrder.TestCase)
+TestAnyOrder.settings = settings(stateful_step_count=60)

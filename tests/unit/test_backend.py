@@ -1,272 +1,137 @@
-"""Rollouts over two servers, and the policy that never asks stale weights."""
+"""Rollouts over several servers, the policy that pushes before it asks, and the journal."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import Empty
 from typing import Any
 
 import pytest
 
-from learner.data.jsonl import build_request
-from learner.rollout.backend import WeightsVersion
-from learner.rollout.client import RolloutClient
+from learner.rollout.backend import Call, Journal, WeightsVersion
+from learner.rollout.parallel_calls import Calls, in_parallel
 from learner.rollout.policy import Asking, OpenBackend, Policy
-from learner.rollout.server import ServerBackend
 from learner.types import RolloutOutput, Sample
-from shared_contracts.errors import ProblemError, RunError
+from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-from shared_contracts.server_info import WorldSize
-from shared_contracts.weights import CommunicatorReady, SyncReport
-from tests.unit.scripted_rollouts import ScriptedChannel, ScriptedRollouts
-from tests.unit.scripted_server import (
-    Route,
-    ScriptedServer,
-    envelope,
-    problem,
-    scripted_server,
-)
-
-ROUTE = "POST /infer/"
+from shared_contracts.rollout_config import ServerAddress
+from tests.unit.fleets import Fleet, S, fleet, requests
+from tests.unit.scripted_server import INFER, Reply, envelope, report
 
 
-def echo(body: Any) -> list[Any]:
-    """Answers with the request's number as its token, and with its seed as the server counts."""
-    seed, n = body["request_config"].get("seed"), body["request_config"].get("n", 1)
+def asked(run: Fleet) -> list[list[list[int]]]:
+    """Numbers of the requests of each call, by server, sorted."""
     return [
-        envelope([int(request["uuid"])], [1, 2], None if seed is None else seed + i, n=n)
-        for i, request in enumerate(body["infer_requests"])
+        sorted(
+            [int(r["uuid"]) for r in body["infer_requests"]] for body in one.server.bodies(INFER)
+        )
+        for one in run.rollouts
     ]
 
 
-def says(answer: WorldSize) -> Route:
-    return lambda _: answer
-
-
-class NoPushes:
-    """The channel of a server that nobody pushes to."""
-
-    def connect(self) -> CommunicatorReady:
-        raise AssertionError("nobody connects")
-
-    def push(self, version: int) -> SyncReport:
-        raise AssertionError("nobody pushes")
-
-    def abandon(self) -> None:
-        raise AssertionError("no server is lost")
-
-    def close(self) -> None: ...
-
-
-@contextmanager
-def backend_over(
-    world_sizes: Sequence[int], decode_batch_size: int = 100
-) -> Iterator[tuple[ServerBackend, list[ScriptedServer]]]:
-    """A backend over as many scripted servers, without pushing anything."""
-    with ExitStack() as stack:
-        servers, clients, channels = [], [], []
-        for size in world_sizes:
-            server = stack.enter_context(scripted_server())
-            server.routes["GET /get_world_size/"] = says(WorldSize(world_size=size))
-            server.routes[ROUTE] = echo
-            client = RolloutClient(server.base_url, timeout_s=20.0)
-            channels.append(NoPushes())
-            servers.append(server)
-            clients.append(client)
-        backend = ServerBackend(clients, channels, decode_batch_size)
-        stack.callback(backend.close)
-        yield backend, servers
-
-
-def requests(count: int) -> list[RolloutInferRequest]:
-    samples = [Sample(str(i), (), 64, 64, ()) for i in range(count)]
-    return [build_request(sample, "Detect.", None) for sample in samples]
-
-
-def asked(server: ScriptedServer) -> list[list[int]]:
-    """Numbers of the requests of each call."""
-    return [[int(r["uuid"]) for r in body["infer_requests"]] for body in server.bodies(ROUTE)]
-
-
-def tokens(outputs: list[RolloutOutput]) -> list[int]:
-    return [output.response_token_ids[0] for output in outputs]
-
-
-@pytest.mark.req("DIST-01")
-def test_no_requests_send_nothing() -> None:
-    with backend_over([1, 1]) as (backend, servers):
-        assert backend.rollout([], RequestConfig(seed=1)) == []
-        assert [asked(server) for server in servers] == [[], []]
-
-
-@pytest.mark.req("DIST-01", "DIST-02")
-def test_servers_get_contiguous_chunks_and_answers_keep_the_order() -> None:
-    with backend_over([1, 1]) as (backend, servers):
-        outputs = backend.rollout(requests(5), RequestConfig(seed=1))
-        assert tokens(outputs) == [0, 1, 2, 3, 4]
-        assert [asked(server) for server in servers] == [[[0, 1, 2]], [[3, 4]]]
-
-
-@pytest.mark.req("DIST-02")
-def test_an_empty_chunk_sends_nothing() -> None:
-    with backend_over([1, 1]) as (backend, servers):
-        assert tokens(backend.rollout(requests(1), RequestConfig())) == [0]
-        assert [asked(server) for server in servers] == [[[0]], []]
-
-
-@pytest.mark.req("DIST-03")
-def test_a_larger_server_gets_the_larger_share() -> None:
-    with backend_over([1, 3]) as (backend, servers):
-        assert tokens(backend.rollout(requests(8), RequestConfig())) == list(range(8))
-        assert [asked(server) for server in servers] == [[[0, 1]], [[2, 3, 4, 5, 6, 7]]]
-
-
-@pytest.mark.req("DIST-03")
-def test_a_server_works_through_its_chunk_in_calls_of_a_part_of_its_places() -> None:
-    with backend_over([1, 1], decode_batch_size=2) as (backend, servers):
-        assert tokens(backend.rollout(requests(9), RequestConfig(seed=1))) == list(range(9))
-        calls = [sorted(asked(server)) for server in servers]
-    assert calls == [[[0], [1], [2], [3], [4]], [[5], [6], [7], [8]]]
+@pytest.mark.req("DIST-01", "DIST-02", "DIST-03")
+@pytest.mark.parametrize(
+    ("world_sizes", "decode_batch_size", "count", "calls"),
+    [
+        ([1, 1], 100, 0, [[], []]),
+        ([1, 1], 100, 1, [[[0]], []]),
+        ([1, 1], 100, 5, [[[0, 1, 2]], [[3, 4]]]),
+        ([1, 3], 100, 8, [[[0, 1]], [[2, 3, 4, 5, 6, 7]]]),
+        ([1, 1], 2, 9, [[[0], [1], [2], [3], [4]], [[5], [6], [7], [8]]]),
+    ],
+)
+def test_servers_get_contiguous_chunks_in_calls_of_a_part_of_their_places(
+    world_sizes: list[int], decode_batch_size: int, count: int, calls: list[list[list[int]]]
+) -> None:
+    with fleet(len(world_sizes), decode_batch_size, world_sizes) as run:
+        run.ask(count)
+        assert asked(run) == calls
 
 
 @pytest.mark.req("CFG-05", "DIST-03", "ROLL-01")
 def test_microbatching_increases_decode_parallelism_without_changing_outputs_format() -> None:
     answers = {}
     for decode_batch_size, calls in ((1, [[0], [1], [2], [3]]), (4, [[0, 1, 2, 3]])):
-        with backend_over([1], decode_batch_size) as (backend, (server,)):
-            answers[decode_batch_size] = backend.rollout(requests(4), RequestConfig(seed=7))
-            assert asked(server) == calls
+        with fleet(1, decode_batch_size) as run:
+            answers[decode_batch_size] = run.ask(4)
+            assert asked(run) == [calls]
     assert answers[1] == answers[4]
-    assert tokens(answers[4]) == [0, 1, 2, 3]
 
 
 @pytest.mark.req("DIST-03")
 @pytest.mark.parametrize(("n", "calls"), [(1, [[0, 1, 2]]), (2, [[0], [1], [2]])])
-def test_a_call_counts_every_sequence_of_a_request(n: int, calls: list[list[int]]) -> None:
-    with backend_over([2], decode_batch_size=2) as (backend, servers):
-        backend.rollout(requests(3), RequestConfig(n=n))
-        assert sorted(asked(servers[0])) == calls
+def test_call_counts_every_sequence_of_a_request(n: int, calls: list[list[int]]) -> None:
+    def answer(body: Any) -> Reply:
+        asked_for = [int(request["uuid"]) for request in body["infer_requests"]]
+        return [stamped(run, envelope([number], [1, 2], n=n)) for number in asked_for]
+
+    with fleet(1, decode_batch_size=2, world_sizes=[2]) as run:
+        run.rollouts[0].server.routes[INFER] = answer
+        run.backend.rollout(requests(3), RequestConfig(n=n))
+        assert asked(run) == [calls]
 
 
-@pytest.mark.req("SEED-01")
-@pytest.mark.parametrize("world_sizes", [[1], [1, 1], [1, 2]])
-@pytest.mark.parametrize("decode_batch_size", [2, 100])
-def test_a_requests_seed_does_not_depend_on_the_servers(
-    world_sizes: list[int], decode_batch_size: int
-) -> None:
-    with backend_over(world_sizes, decode_batch_size) as (backend, _):
-        outputs = backend.rollout(requests(7), RequestConfig(seed=1000))
-    assert [output.seed for output in outputs] == [1000 + i for i in range(7)]
+def stamped(run: Fleet, answer: Any, **stamp: object) -> Any:
+    """The answer with the epoch of the server, and with changes."""
+    stamp = {"server_epoch": run.rollouts[0].epoch, **stamp}
+    return answer.model_copy(update={"coordexp": answer.coordexp.model_copy(update=stamp)})
 
 
-def test_without_a_seed_none_is_sent() -> None:
-    with backend_over([1, 1]) as (backend, servers):
-        backend.rollout(requests(2), RequestConfig())
-        assert all("seed" not in s.bodies(ROUTE)[0]["request_config"] for s in servers)
+@pytest.mark.req("DIST-04", "DIST-05")
+def test_world_size_is_asked_once_and_every_call_has_its_own_id() -> None:
+    with fleet(2, decode_batch_size=1) as run:
+        run.ask(4)
+        run.backend.rollout(requests(2), RequestConfig())
+        sent = [body for one in run.rollouts for body in one.server.bodies(INFER)]
+        looks = [len(one.server.bodies("GET /get_world_size/")) for one in run.rollouts]
+    assert looks == [1, 1]
+    assert len({body["request_id"] for body in sent}) == 6
+    assert sum("seed" in body["request_config"] for body in sent) == 4
 
 
-@pytest.mark.req("DIST-04")
-def test_world_sizes_are_asked_once() -> None:
-    with backend_over([1, 1]) as (backend, servers):
-        backend.rollout(requests(3), RequestConfig())
-        backend.rollout(requests(3), RequestConfig())
-        assert [len(server.bodies("GET /get_world_size/")) for server in servers] == [1, 1]
-
-
-@pytest.mark.req("ROLL-01")
-def test_an_output_carries_what_the_envelope_says() -> None:
-    def answer(_: object) -> list[Any]:
-        made = envelope([5, 6], [1, 2, 3], seed=9, text="{}")
-        stamp = made.coordexp.model_copy(
-            update={
-                "repeat_terminate_triggered": 1,
-                "repeat_terminated_choices": [0],
-                "weights_version": (3, 4),
-            }
-        )
-        return [made.model_copy(update={"coordexp": stamp})]
-
-    with backend_over([1]) as (backend, servers):
-        servers[0].routes[ROUTE] = answer
-        (output,) = backend.rollout(requests(1), RequestConfig(seed=9))
+@pytest.mark.req("ROLL-01", "REP-05")
+@pytest.mark.parametrize(
+    ("ended", "own_choice"), [([], False), ([1], False), ([0], True), ([0, 2], True)]
+)
+def test_output_has_the_fields_of_its_own_choice(ended: list[int], own_choice: bool) -> None:
+    with fleet(1) as run:
+        made = envelope([5, 6], [1, 2, 3], seed=9, text="{}", n=3)
+        stamp = {"repeat_terminated_choices": ended, "repeat_terminate_triggered": int(bool(ended))}
+        run.rollouts[0].server.routes[INFER] = lambda _: [stamped(run, made, **stamp)]
+        (output,) = run.backend.rollout(requests(1), RequestConfig(seed=9, n=3))
     assert output == RolloutOutput(
         prompt_token_ids=[1, 2, 3],
         response_token_ids=[5, 6],
         text="{}",
         finish_reason="stop",
-        repeat_terminated=True,
-        weights_version=(3, 4),
+        repeat_terminated=own_choice,
+        weights_version=(1, 1),
         seed=9,
     )
 
 
-@pytest.mark.req("REP-05")
-@pytest.mark.parametrize(
-    ("ended", "used"), [([], False), ([1], False), ([0], True), ([0, 2], True)]
-)
-def test_an_output_was_ended_by_the_guard_when_its_own_choice_was(
-    ended: list[int], used: bool
-) -> None:
-    def answer(_: object) -> list[Any]:
-        made = envelope([5], [1], n=3)
-        stamp = made.coordexp.model_copy(
-            update={
-                "repeat_terminate_triggered": int(bool(ended)),
-                "repeat_terminated_choices": ended,
-            }
-        )
-        return [made.model_copy(update={"coordexp": stamp})]
-
-    with backend_over([1]) as (backend, servers):
-        servers[0].routes[ROUTE] = answer
-        (output,) = backend.rollout(requests(1), RequestConfig(n=3))
-    assert output.repeat_terminated is used
-
-
-@pytest.mark.req("DIST-05")
-def test_every_call_has_an_id_of_its_own() -> None:
-    with backend_over([1, 1], decode_batch_size=1) as (backend, servers):
-        backend.rollout(requests(4), RequestConfig())
-        backend.rollout(requests(2), RequestConfig())
-        ids = [body["request_id"] for server in servers for body in server.bodies(ROUTE)]
-    assert len(ids) == 6
-    assert len(set(ids)) == 6
-
-
 @pytest.mark.req("WIRE-03", "SYNC-09")
-def test_a_call_expects_the_weights_that_were_pushed_last() -> None:
-    with scripted_server() as server:
-        channel = ScriptedChannel(ScriptedRollouts(server))
-        client = RolloutClient(server.base_url)
-        backend = ServerBackend([client], [channel], 4, sleep=lambda _: None)
-        backend.rollout(requests(1), RequestConfig())
-        assert backend.connect() == 0
+def test_call_expects_the_weights_that_were_pushed_last() -> None:
+    with fleet(1) as run:
         for version in (7, 8):
-            backend.push_weights(version)
-            backend.rollout(requests(1), RequestConfig())
-        channel.failures.extend([RunError("the push broke")] * 2)
+            run.backend.push_weights(version)
+            run.ask(1, version)
+        run.channels[0].failures.extend([RunError("the push broke")] * 2)
         with pytest.raises(RunError, match="the push broke"):
-            backend.push_weights(9)
-        backend.rollout(requests(1), RequestConfig())
-        backend.close()
-        expected = [body.get("expected_weights_version") for body in server.bodies(ROUTE)]
-    assert expected == [None, 7, 8, 8]
-    assert channel.closed
+            run.backend.push_weights(9)
+        run.ask(1, version=8)
+        bodies = run.rollouts[0].server.bodies(INFER)
+        run.backend.close()
+    assert [body.get("expected_weights_version") for body in bodies] == [7, 8, 8]
+    assert run.channels[0].closed
 
 
-@pytest.mark.req("WIRE-05")
-def test_a_refusal_of_one_server_is_raised() -> None:
-    with backend_over([1, 1]) as (backend, servers):
-        servers[1].routes[ROUTE] = lambda _: problem("invalid-request", "too long", "messages")
-        with pytest.raises(ProblemError, match="too long"):
-            backend.rollout(requests(2), RequestConfig())
-
-
-def test_closing_twice_is_no_error() -> None:
-    with backend_over([1]) as (backend, _):
-        backend.close()
+# --- The policy -------------------------------------------------------------------------
 
 
 class Recorder:
-    """A backend that notes what it was asked; pushes fail while `broken`."""
+    """A backend that records its calls; pushes fail while it is `broken`."""
 
     def __init__(self) -> None:
         self.pushed: list[int] = []
@@ -286,8 +151,7 @@ class Recorder:
             raise RuntimeError("the push broke")
         self.pushed.append(version)
 
-    def close(self) -> None:
-        self.pushed.append(-1)
+    def close(self) -> None: ...
 
 
 def policy_of(backend: Recorder, version: int = 0) -> Policy:
@@ -308,37 +172,172 @@ def test_weights_are_pushed_only_when_they_have_changed() -> None:
     assert (backend.pushed, policy.version) == ([7, 8], 8)
 
 
-@pytest.mark.req("SYNC-09")
-def test_asking_before_the_push_is_a_defect() -> None:
-    policy = policy_of(Recorder())
-    with pytest.raises(AssertionError, match="push_if_stale"):
-        policy.answer([], seed=1)
-    policy.push_if_stale()
-    policy.answer([], seed=1)
-    policy.mark_updated()
-    with pytest.raises(AssertionError, match="push_if_stale"):
-        policy.answer([], seed=1)
-
-
 @pytest.mark.req("SYNC-07", "SYNC-09")
-def test_a_broken_push_leaves_the_policy_stale_at_its_version() -> None:
+def test_failed_push_leaves_the_policy_stale_at_its_version() -> None:
     backend = Recorder()
     policy = policy_of(backend)
     backend.broken = True
     with pytest.raises(RuntimeError, match="the push broke"):
         policy.push_if_stale()
     assert policy.version == 0
+    with pytest.raises(AssertionError, match="push_if_stale"):
+        policy.answer([], seed=1)
     backend.broken = False
     policy.push_if_stale()
     assert backend.pushed == [1]
 
 
-def test_a_sample_is_asked_with_its_images_the_prompt_and_the_seed() -> None:
-    backend = Recorder()
-    policy = policy_of(backend)
+@pytest.mark.req("SYNC-07", "SYNC-09")
+def test_servers_are_repaired_only_while_the_pushed_weights_are_the_newest() -> None:
+    repaired: list[int] = []
+    asking = Asking("Detect.", None, RequestConfig())
+    policy = Policy(OpenBackend(Recorder(), heal=lambda: repaired.append(policy.version)), asking)
+    policy.heal()
+    assert repaired == []
     policy.push_if_stale()
-    sample = Sample("a:1", (), 64, 64, ())
-    policy.answer([sample], seed=42)
-    assert backend.requests == [build_request(sample, "Detect.", "Be exact.")]
-    assert backend.seeds == [42]
-    assert [message.role for message in backend.requests[0].messages] == ["system", "user"]
+    policy.heal()
+    policy.mark_updated()
+    policy.heal()
+    assert repaired == [1]
+
+
+# --- The journal of calls and pushes -----------------------------------------------------
+
+
+A, B = "http://a:1", "http://b:2"
+ADDRESSES = (ServerAddress(base_url=A, group_port=7), ServerAddress(base_url=B, group_port=8))
+
+
+@dataclass
+class Adapter:
+    mode: str = "adapter"
+    fallback: str | None = None
+
+
+def call(server: str, first: int = 0, attempt: int = 1, outcome: str = "answered") -> Call:
+    return Call(server, first, count=3, seed=100 + first, attempt=attempt, outcome=outcome)
+
+
+@pytest.mark.req("SEED-02")
+def test_record_has_what_repeats_a_rollout() -> None:
+    journal = Journal(ADDRESSES, Adapter())
+    journal.call(call(A, outcome="POST http://a:1/infer/: timed out"))
+    journal.call(call(A, attempt=2))
+    journal.push(A, False, report(5, "p-0"))
+    record, _ = journal.take()
+    assert record["servers"] == [
+        {"base_url": A, "group_port": 7},
+        {"base_url": B, "group_port": 8},
+    ]
+    assert (record["sync_mode"], record["sync_fallback"]) == ("adapter", None)
+    first = {"server": A, "first": 0, "count": 3, "seed": 100}
+    assert record["calls"] == [
+        {**first, "attempt": 1, "outcome": "POST http://a:1/infer/: timed out"},
+        {**first, "attempt": 2, "outcome": "answered"},
+    ]
+    assert record["pushes"][0]["version"] == 5
+    assert json.loads(json.dumps(record)) is not None
+
+
+@pytest.mark.req("DIST-05", "SYNC-10", "MET-01")
+def test_metrics_count_calls_and_time_the_slowest_push() -> None:
+    journal = Journal(ADDRESSES)
+    journal.call(call(A))
+    journal.call(call(A, attempt=2))
+    journal.call(call(B, attempt=3))
+    journal.lost(A, "gone")
+    journal.split(B, range(3, 5))
+    pushed = report(5, "p-0", seconds=2.0)
+    pushed.seconds["warp"] = 3.0  # a phase of a newer server is no metric
+    journal.push(A, False, pushed)
+    journal.push(B, True, report(5, "p-0", seconds=8.0, size=6_000_000_000))
+    journal.healthy = 1
+    _, payload = journal.take()
+    assert payload.metrics() == {
+        "rollout/servers_healthy": 1,
+        "rollout/servers_lost": 1,
+        "rollout/retries": 2,
+        "rollout/splits": 1,
+        "sync/pushes": 2,
+        "sync/repushes": 1,
+        "sync/fell_back": 0.0,
+        "sync/load_s": 0.1,
+        "sync/send_s": 2.0,
+        "sync/total_s": 8.0,
+        "sync/bytes": 6_000_000_000,
+        "sync/gb_per_s": 3.0,
+    }
+
+
+def policy_over(run: Fleet) -> Policy:
+    asking = Asking("Detect.", None, RequestConfig(max_tokens=9, temperature=0.5, top_k=3))
+    policy = Policy(OpenBackend(run.backend, run.backend.version, journal=run.journal), asking)
+    policy.push_if_stale()
+    return policy
+
+
+@pytest.mark.req("SEED-02", "DIST-05")
+def test_notes_of_a_policy_are_those_of_its_servers_and_its_decoding() -> None:
+    with fleet(1) as run:
+        policy = policy_over(run)
+        run.rollouts[0].faults.append(S.restart)
+        policy.answer([Sample(str(i), (), 64, 64, ()) for i in range(3)], seed=40)
+        record, payload = policy.take_notes()
+    metrics = payload.metrics()
+    assert record["weights_version"] == 2
+    assert record["decoding"] == {"max_tokens": 9, "temperature": 0.5, "top_k": 3}
+    assert (metrics["sync/pushes"], metrics["sync/repushes"]) == (2, 1)
+    calls = record["calls"]
+    assert {made["server"] for made in calls} == {run.rollouts[0].server.base_url}
+    answered = [made for made in calls if made["outcome"] == "answered"]
+    assert [(c["first"], c["count"], c["seed"]) for c in answered] == [(0, 3, 40)]
+    assert [made["attempt"] for made in calls] == list(range(1, len(calls) + 1))
+    assert len(record["lost"]) == 1
+
+
+# --- Calls that run at the same time -----------------------------------------------------
+
+
+def test_results_are_in_the_order_of_the_calls() -> None:
+    second_ran = threading.Event()
+
+    def first() -> int:
+        assert second_ran.wait(60.0)
+        return 1
+
+    def second() -> int:
+        second_ran.set()
+        return 2
+
+    assert in_parallel([first, second]) == [1, 2]
+    assert in_parallel([]) == []
+
+
+def test_error_is_raised_while_other_calls_still_run() -> None:
+    release = threading.Event()
+    released: list[bool] = []
+
+    def hang() -> None:
+        released.append(release.wait(60.0))
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        in_parallel([hang, fail])
+    assert released == []
+    release.set()
+
+
+def test_calls_are_taken_in_the_order_in_which_they_end() -> None:
+    release = threading.Event()
+    calls: Calls[str, object] = Calls()
+    calls.start("slow", lambda: release.wait(60.0))
+    calls.start("quick", lambda: int("seven"))
+    key, outcome = calls.take()
+    assert key == "quick"
+    assert isinstance(outcome.exception(), ValueError)
+    with pytest.raises(Empty):
+        calls.take(timeout_s=0.01)
+    release.set()
+    assert calls.take()[0] == "slow"

@@ -1,21 +1,26 @@
-"""The colocated server without vLLM: its place, its settings, its life."""
+"""The colocated server without vLLM: its GPUs, its settings, its process."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from learner.config import dump_mapping, dump_resolved, load_mapping, merge, parse_config
 from learner.config.schema import Config
+from learner.models.load import Offload
 from learner.rollout.colocate import (
-    describe_backend,
+    ColocatedBackend,
     learner_environment,
     media_dirs,
     place,
@@ -23,15 +28,18 @@ from learner.rollout.colocate import (
 )
 from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
 from learner.training.start_checks import check_backend, check_launcher
-from learner.types import Sample
+from learner.types import RolloutOutput, Sample
 from rollout_server.engines.vllm import environment as engine_environment
-from rollout_server.settings.options import load_settings
+from rollout_server.settings.options import ServerSettings, load_settings
 from rollout_server.settings.preflight import check_gpus
 from rollout_server.settings.repeat_config import repeat_config_from_environment
 from shared_contracts.errors import ContractError, RunError
-from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.machine import CUDA_VISIBLE, address_towards, visible_gpus
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import VllmConfig
+from shared_contracts.weights import Transport
+from tests.unit.fleets import wait_until
 
 WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
 BARE = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
@@ -42,21 +50,19 @@ def config_of(rollout: dict[str, Any] | None = None, **sections: Any) -> Config:
     return parse_config(merge(BARE, {"rollout_matching": section, **sections}))
 
 
-# --- Where it runs ----------------------------------------------------------------------
+# --- Its GPUs ---------------------------------------------------------------------------
 
 UUIDS = ("GPU-8932f937-aaaa", "GPU-8932f937-bbbb", "GPU-11112222-cccc", "GPU-33334444-dddd")
 
 
 @pytest.fixture
 def four_gpus(tmp_path: Path) -> Path:
-    """What the driver shows of a machine with four."""
+    """Files of the driver of a machine with four GPUs."""
     for index, name in enumerate(("0000:04", "0000:01", "0000:03", "0000:02")):
         folder = tmp_path / "gpus" / name
         folder.mkdir(parents=True)
-        told = (
-            f"Model: \t\t NVIDIA H100\nGPU UUID: \t {UUIDS[int(name[-1]) - 1]}\nIRQ: \t {index}\n"
-        )
-        (folder / "information").write_text(told)
+        uuid = UUIDS[int(name[-1]) - 1]
+        (folder / "information").write_text(f"Model: \t H100\nGPU UUID: \t {uuid}\nIRQ: {index}\n")
     return tmp_path / "gpus"
 
 
@@ -67,8 +73,6 @@ def four_gpus(tmp_path: Path) -> Path:
         ({}, [0, 1, 2, 3]),
         ({CUDA_VISIBLE: "2,1"}, [2, 1]),
         ({CUDA_VISIBLE: ""}, []),
-        ({CUDA_VISIBLE: "-1"}, []),
-        ({CUDA_VISIBLE: "3,7"}, [3]),
         ({CUDA_VISIBLE: "3,7,1"}, [3]),
         ({CUDA_VISIBLE: "1,-1,0"}, [1]),
         ({CUDA_VISIBLE: f"{UUIDS[2]},{UUIDS[0]}"}, [2, 0]),
@@ -77,7 +81,7 @@ def four_gpus(tmp_path: Path) -> Path:
         ({CUDA_VISIBLE: "GPU-9,GPU-3333"}, []),
     ],
 )
-def test_the_learner_sees_the_gpus_that_cuda_would_show_it(
+def test_visible_gpus_are_those_that_cuda_shows(
     four_gpus: Path, environment: dict[str, str], gpus: list[int]
 ) -> None:
     assert visible_gpus(environment, four_gpus) == gpus
@@ -89,12 +93,10 @@ def test_the_learner_sees_the_gpus_that_cuda_would_show_it(
     ("name", "said"),
     [
         ("MIG-41b3b2a1-9f6f-5a3e-8f0e-1f3f6b7e2c55", "a part of a GPU (MIG)"),
-        ("MIG-GPU-8932f937-aaaa/1/0", "a part of a GPU (MIG)"),
         ("NVIDIA H100", "no id and no UUID"),
-        ("0;1", "no id and no UUID"),
     ],
 )
-def test_a_name_of_no_whole_gpu_is_refused(four_gpus: Path, name: str, said: str) -> None:
+def test_name_of_no_whole_gpu_is_refused(four_gpus: Path, name: str, said: str) -> None:
     with pytest.raises(ContractError) as caught:
         visible_gpus({CUDA_VISIBLE: f"0,{name}"}, four_gpus)
     assert caught.value.where == CUDA_VISIBLE
@@ -103,7 +105,7 @@ def test_a_name_of_no_whole_gpu_is_refused(four_gpus: Path, name: str, said: str
 
 
 @pytest.mark.req("SRV-04", "FULL-10")
-def test_a_server_takes_the_gpus_that_cuda_counts_as_the_machine_does(four_gpus: Path) -> None:
+def test_server_accepts_gpus_that_cuda_and_the_machine_number_alike(four_gpus: Path) -> None:
     for named in ("0,1", ",".join(UUIDS), f"0,{UUIDS[1]}"):
         check_gpus([0, 1], {CUDA_VISIBLE: named}, four_gpus)
     for named in ("1,0", f"{UUIDS[1]},{UUIDS[0]}", UUIDS[0], ""):
@@ -117,36 +119,28 @@ def test_a_server_takes_the_gpus_that_cuda_counts_as_the_machine_does(four_gpus:
 
 
 @pytest.mark.req("ROLL-03", "CFG-05")
-def test_by_default_it_takes_four_gpus_and_less_than_half_of_their_memory() -> None:
-    placement = place(VllmConfig(), [4, 5, 6, 7, 8])
-    assert (placement.gpus, placement.tensor_parallel_size) == ((4, 5, 6, 7), 4)
-    assert placement.gpu_memory_utilization == 0.45
-    assert placement.adapted == ""
-
-
-@pytest.mark.req("ROLL-03")
 @pytest.mark.parametrize(
     ("gpus", "used", "said"),
     [
-        ([5, 2, 7], (5, 2), "3 visible"),
-        ([0, 1], (0, 1), "2 visible"),
+        ([4, 5, 6, 7, 8], (4, 5, 6, 7), ""),
+        ([5, 2, 7], (5, 2), "3 visible"),  # a size must divide heads and weights
         ([0], (0,), "1 visible"),
         ([], (), "no GPU is visible"),
     ],
 )
-def test_fewer_gpus_change_the_default_and_are_mentioned(
+def test_default_is_four_gpus_and_fewer_are_reported(
     gpus: list[int], used: tuple[int, ...], said: str
 ) -> None:
-    """Sizes that divide heads and weights: never 3."""
     placement = place(VllmConfig(), gpus)
     assert (placement.gpus, placement.tensor_parallel_size) == (used, max(len(used), 1))
+    assert placement.gpu_memory_utilization == 0.45
+    assert bool(placement.adapted) is bool(said)
     assert said in str(placement)
-    assert "tensor_parallel_size 4 by default" in str(placement)
 
 
 @pytest.mark.req("ROLL-03")
-@pytest.mark.parametrize(("asked", "gpus"), [(2, [0]), (5, [0, 1, 2, 3]), (2, [])])
-def test_more_gpus_than_there_are_fail_fast(asked: int, gpus: list[int]) -> None:
+@pytest.mark.parametrize(("asked", "gpus"), [(5, [0, 1, 2, 3]), (2, [])])
+def test_more_gpus_than_visible_are_refused(asked: int, gpus: list[int]) -> None:
     with pytest.raises(ContractError) as caught:
         place(VllmConfig(tensor_parallel_size=asked), gpus)
     assert caught.value.where == "rollout_matching.vllm.tensor_parallel_size"
@@ -154,30 +148,23 @@ def test_more_gpus_than_there_are_fail_fast(asked: int, gpus: list[int]) -> None
     assert CUDA_VISIBLE in caught.value.do
 
 
-def test_a_stated_size_is_not_an_adaption() -> None:
-    placement = place(VllmConfig(tensor_parallel_size=2, gpu_memory_utilization=0.3), [0, 1, 2])
-    assert (placement.gpus, placement.tensor_parallel_size) == ((0, 1), 2)
-    assert (placement.gpu_memory_utilization, placement.adapted) == (0.3, "")
+def settings_of(
+    config: Config, gpus: list[int], transport: Transport, folder: Path
+) -> ServerSettings:
+    own, run = folder / "server.yaml", folder / "run.yaml"
+    placement = place(config.rollout_matching.vllm, gpus)
+    own.write_text(dump_mapping(server_settings(config, placement, [folder], transport, 640)))
+    run.write_text(dump_resolved(config))
+    return load_settings(own, {}, run)
 
 
 @pytest.mark.req("ROLL-03", "CFG-09")
 @pytest.mark.parametrize("gpus", [[], [3, 5]])
-def test_its_settings_are_a_servers(tmp_path: Path, gpus: list[int]) -> None:
-    """Together with the training YAML, as the server itself reads both."""
+def test_server_reads_its_settings_and_the_training_yaml(tmp_path: Path, gpus: list[int]) -> None:
     guard = {"enabled": True, "max_object_keys": 9}
-    config = config_of(
-        {
-            "decode_batch_size": 6,
-            "repeat_terminate": guard,
-            "vllm": {"enable_prefix_caching": False},
-        },
-        model={"torch_dtype": "bfloat16"},
-    )
-    told, run = tmp_path / "told.yaml", tmp_path / "run.yaml"
-    placement = place(config.rollout_matching.vllm, gpus)
-    told.write_text(dump_mapping(server_settings(config, placement, [tmp_path], "ipc", 640)))
-    run.write_text(dump_resolved(config))
-    settings = load_settings(told, {}, run)
+    own = {"repeat_terminate": guard, "vllm": {"enable_prefix_caching": False}}
+    config = config_of({"decode_batch_size": 6, **own}, model={"torch_dtype": "bfloat16"})
+    settings = settings_of(config, gpus, "ipc", tmp_path)
     assert (settings.host, settings.dtype) == ("127.0.0.1", "bfloat16")
     assert settings.max_num_seqs == 6 * max(len(gpus), 1)
     assert (settings.max_model_len, settings.enable_prefix_caching) == (640, False)
@@ -192,35 +179,21 @@ def test_its_settings_are_a_servers(tmp_path: Path, gpus: list[int]) -> None:
 
 @pytest.mark.req("ROLL-03", "REP-01")
 def test_non_server_vllm_paths_are_unchanged_by_this_delta(tmp_path: Path) -> None:
-    """A run that asks for no guard has none in its own server: not in its settings, its engine."""
-    config = config_of()
-    told, run = tmp_path / "told.yaml", tmp_path / "run.yaml"
-    placement = place(config.rollout_matching.vllm, [])
-    told.write_text(dump_mapping(server_settings(config, placement, [tmp_path], "gloo", 640)))
-    run.write_text(dump_resolved(config))
-    settings = load_settings(told, {}, run)
+    """A run without a guard starts its server without one."""
+    settings = settings_of(config_of(), [], "gloo", tmp_path)
     assert not settings.repeat_terminate.enabled
-    assert repeat_config_from_environment(engine_environment(settings)) in (
-        None,
-        RepeatTerminateConfig(),
-    )
+    environment = engine_environment(settings)
+    assert repeat_config_from_environment(environment) in (None, RepeatTerminateConfig())
 
 
 @pytest.mark.req("WIRE-04")
-def test_it_may_read_the_folders_of_the_datas_images() -> None:
+def test_folders_of_the_images_are_allowed_media_dirs() -> None:
     paths = ["/data/b/1.png", "/data/a/2.png", "/data/b/3.png"]
     samples = [Sample(path, (Path(path),), 64, 64, ()) for path in paths]
     assert media_dirs(samples) == [Path("/data/a"), Path("/data/b")]
 
 
-def test_a_run_says_who_generates() -> None:
-    assert "transformers" in describe_backend(config_of({"rollout_backend": "hf"}), None)
-    assert "the CPU" in describe_backend(config_of(), place(VllmConfig(), []))
-    server = WARMUP["rollout_matching"]["vllm"]
-    assert describe_backend(config_of({"vllm": server}), None) == "http://127.0.0.1:8000"
-
-
-# --- What is found before anything is started -------------------------------------------
+# --- Checks before anything is started --------------------------------------------------
 
 
 @pytest.fixture
@@ -232,8 +205,7 @@ def checkpoint(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.req("ROLL-03")
 @pytest.mark.parametrize("library", ["DeepSpeed", "FSDP"])
-def test_a_launcher_that_shards_the_model_behind_the_configs_back_fails_fast(library: str) -> None:
-    """Whole tensors could neither be moved out of a server's way nor pushed."""
+def test_launcher_that_shards_the_model_is_refused(library: str) -> None:
     variable = f"ACCELERATE_USE_{library.upper()}"
     with pytest.raises(ContractError, match=library) as caught:
         check_launcher({variable: "true"})
@@ -242,7 +214,7 @@ def test_a_launcher_that_shards_the_model_behind_the_configs_back_fails_fast(lib
 
 
 @pytest.mark.req("DDP-01")
-def test_more_processes_than_gpus_on_a_machine_fail_fast(four_gpus: Path) -> None:
+def test_more_processes_than_gpus_on_a_machine_are_refused(four_gpus: Path) -> None:
     with pytest.raises(ContractError, match="2 GPUs are visible to 3 learner processes") as caught:
         check_launcher({"LOCAL_WORLD_SIZE": "3", CUDA_VISIBLE: "0,1"}, four_gpus)
     assert caught.value.where == CUDA_VISIBLE
@@ -251,7 +223,7 @@ def test_more_processes_than_gpus_on_a_machine_fail_fast(four_gpus: Path) -> Non
 
 
 @pytest.mark.req("ROLL-03")
-def test_the_learner_trains_on_the_first_gpu_of_its_server(
+def test_learner_trains_on_the_first_gpu_of_its_server(
     four_gpus: Path, checkpoint: dict[str, Any], tmp_path: Path
 ) -> None:
     config, environment = config_of(model=checkpoint), {CUDA_VISIBLE: "2,1,3"}
@@ -266,7 +238,7 @@ def test_the_learner_trains_on_the_first_gpu_of_its_server(
 
 
 @pytest.mark.req("SYNC-01", "RES-04")
-def test_adapters_of_several_processes_fail_fast(checkpoint: dict[str, Any]) -> None:
+def test_adapters_of_several_processes_are_refused(checkpoint: dict[str, Any]) -> None:
     tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
     vllm = {"enable_lora": True, "sync": {"mode": "auto"}}
     config = config_of({"vllm": vllm}, model=checkpoint, tuner=tuner)
@@ -276,21 +248,21 @@ def test_adapters_of_several_processes_fail_fast(checkpoint: dict[str, Any]) -> 
     check_backend(config, {CUDA_VISIBLE: ""})
 
 
-def test_a_world_size_is_a_number(checkpoint: dict[str, Any]) -> None:
-    with pytest.raises(ContractError) as caught:
-        check_backend(config_of(model=checkpoint), {"WORLD_SIZE": "two"})
-    assert caught.value.where == "WORLD_SIZE"
-
-
-def test_a_checkpoint_that_its_server_cannot_load_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="safetensors") as caught:
         check_backend(config_of(model={"model": str(tmp_path)}), {CUDA_VISIBLE: ""})
     assert caught.value.where == "model.model"
 
 
-# --- Its life ---------------------------------------------------------------------------
+def test_address_towards_loopback_is_loopback_and_can_be_bound() -> None:
+    assert address_towards("127.0.0.1") == address_towards("localhost") == "127.0.0.1"
+    with socket.create_server((address_towards("127.0.0.2"), 0)) as listener:
+        assert listener.getsockname()[0].startswith("127.")
 
-# A process that answers /health/ until it is killed, or ends at once from its third start on.
+
+# --- Its process ------------------------------------------------------------------------
+
+# Answers /health/ until it is killed. Ends at once after so many starts.
 STAND_IN = """
 import http.server, pathlib, sys
 starts = pathlib.Path(sys.argv[1])
@@ -311,7 +283,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 
 
 class StandIn(ServerProcess):
-    """Another program in the place of the server's."""
+    """The program above in place of a server."""
 
     def __init__(self, folder: Path, port: int, lives: int) -> None:
         self.base_url = f"http://127.0.0.1:{port}"
@@ -325,25 +297,18 @@ class StandIn(ServerProcess):
 
 
 @contextmanager
-def kept(
+def supervised(
     folder: Path,
     lives: int,
     pauses_s: Sequence[float],
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[SupervisedServer]:
     (port,) = free_ports(1)
-    server = SupervisedServer(lambda: StandIn(folder, port, lives), 30.0, pauses_s, clock)
+    server = SupervisedServer(lambda: StandIn(folder, port, lives), 60.0, pauses_s, clock)
     try:
         yield server
     finally:
         server.stop()
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def given_up(server: SupervisedServer) -> bool:
@@ -359,77 +324,280 @@ def starts(folder: Path) -> int:
 
 
 @pytest.mark.req("ROLL-03")
-def test_a_server_that_dies_is_started_again_at_its_address(tmp_path: Path) -> None:
-    with kept(tmp_path, lives=9, pauses_s=(0.0, 0.0, 0.0)) as server:
+def test_killed_server_is_started_again_at_its_address(tmp_path: Path) -> None:
+    with supervised(tmp_path, lives=9, pauses_s=(0.0, 0.0, 0.0)) as server:
         address = server.base_url
-        for lives in (2, 3):
-            before = server.pid
-            os.kill(before, signal.SIGKILL)
-            wait_for(lambda before=before: server.pid != before)
-            wait_for(lambda lives=lives: starts(tmp_path) == lives)
-            server.await_ready()
-            assert (server.base_url, server.starts) == (address, lives)
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: server.starts == 2)
+        server.await_ready()
+        assert (server.base_url, starts(tmp_path)) == (address, 2)
+        server.stop()
+        server.stop()
+        server.check()
+    assert starts(tmp_path) == 2
 
 
 @pytest.mark.req("ROLL-03")
-def test_a_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
-    with kept(tmp_path, lives=1, pauses_s=(0.0, 0.01)) as server:
+def test_server_that_dies_too_often_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
+    with supervised(tmp_path, lives=1, pauses_s=(0.0, 0.01)) as server:
         os.kill(server.pid, signal.SIGKILL)
-        wait_for(lambda: given_up(server))
+        wait_until(lambda: given_up(server))
         with pytest.raises(RunError, match=r"ended 3 times(?s:.)*no more of this"):
             server.await_ready()
     assert starts(tmp_path) == 3
 
 
 @pytest.mark.req("ROLL-03")
-def test_a_server_that_served_for_minutes_may_die_as_often_again(tmp_path: Path) -> None:
+def test_server_that_was_steady_may_die_as_often_again(tmp_path: Path) -> None:
     now = 0.0
 
     def die_and_return(server: SupervisedServer, start: int) -> None:
         os.kill(server.pid, signal.SIGKILL)
-        wait_for(lambda: server.starts == start)
+        wait_until(lambda: server.starts == start)
         server.await_ready()
 
-    with kept(tmp_path, lives=9, pauses_s=(0.0,), clock=lambda: now) as server:
+    with supervised(tmp_path, lives=9, pauses_s=(0.0,), clock=lambda: now) as server:
         for start in (2, 3):
             now += STEADY_S
             die_and_return(server, start)
         now += STEADY_S - 1
         os.kill(server.pid, signal.SIGKILL)
-        wait_for(lambda: given_up(server))
+        wait_until(lambda: given_up(server))
     assert starts(tmp_path) == 3
 
 
+# --- The memory of a shared GPU ----------------------------------------------------------
+
+
+# --- Room on the device -----------------------------------------------------------------
+
+
+class Trained:
+    """A small model after an optimizer step, with gradients of the next one."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.backward()
+        self.optimizer.step()
+        self.backward()
+
+    def backward(self) -> None:
+        self.model(torch.arange(15.0).view(5, 3)).square().sum().backward()
+
+    def tensors(self) -> list[torch.Tensor]:
+        state = [v for s in self.optimizer.state.values() for v in s.values()]
+        gradients = [p.grad for p in self.model.parameters()]
+        return [*self.model.parameters(), *self.model.buffers(), *state, *gradients]
+
+
+def places(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {tensor.data_ptr() for tensor in tensors}
+
+
+def all_equal(one: Trained, other: Trained) -> bool:
+    return all(map(torch.equal, one.tensors(), other.tensors()))
+
+
+class Buffers:
+    """Weak references to the buffers that it makes."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        buffer = torch.empty_like(tensor)
+        self.made.append(weakref.ref(buffer))
+        return buffer
+
+    @property
+    def alive(self) -> list[torch.Tensor]:
+        return [buffer for made in self.made if (buffer := made()) is not None]
+
+
 @pytest.mark.req("ROLL-03")
-def test_a_server_that_cannot_be_started_again_is_an_error_with_the_reason(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    outcomes = [StandIn(tmp_path, port, lives=9)]
-
-    def start() -> ServerProcess:
-        if not outcomes:
-            raise OSError("no space left for a log")
-        return outcomes.pop()
-
-    server = SupervisedServer(start, 30.0, (0.0, 0.0))
-    try:
-        os.kill(server.pid, signal.SIGKILL)
-        wait_for(lambda: given_up(server))
-        with pytest.raises(RunError, match="could not be started again: no space left"):
-            server.check()
-    finally:
-        server.stop()
+def test_moved_tensors_come_back_unchanged() -> None:
+    trained, twin, buffers = Trained(), Trained(), Buffers()
+    objects = [id(tensor) for tensor in trained.tensors()]
+    offload = Offload(trained.model, trained.optimizer, buffers)
+    with offload.room():
+        assert places(trained.tensors()) == places(buffers.alive)
+        assert all_equal(trained, twin), "a push sends from host memory"
+    assert [id(tensor) for tensor in trained.tensors()] == objects
+    assert all_equal(trained, twin)
+    for moved, kept in zip(trained.tensors(), twin.tensors(), strict=True):
+        assert (moved.dtype, moved.device) == (kept.dtype, kept.device)
+    for each in (trained, twin):
+        each.optimizer.step()
+    assert all_equal(trained, twin)
 
 
 @pytest.mark.req("ROLL-03")
-def test_a_stopped_server_is_not_started_again(tmp_path: Path) -> None:
-    with kept(tmp_path, lives=9, pauses_s=(0.0,)) as server:
-        server.stop()
-        server.stop()
-    assert starts(tmp_path) == 1
-    server.check()
+def test_host_buffers_are_reused_and_freed_with_their_tensors() -> None:
+    trained, twin, buffers = Trained(), Trained(), Buffers()
+    offload = Offload(trained.model, trained.optimizer, buffers)
+    seen = []
+    for _ in range(3):
+        with offload.room():
+            seen.append(places(trained.tensors()))
+            assert all_equal(trained, twin)
+        assert not places(trained.tensors()) & seen[0], "a step must not change the buffers"
+        for each in (trained, twin):
+            each.optimizer.step()
+    assert seen[0] == seen[1] == seen[2]
+    assert len(buffers.made) == len(trained.tensors())
+    trained.optimizer.zero_grad()
+    gone = len(buffers.made) - len(buffers.alive)
+    assert gone == len(list(trained.model.parameters())), "the buffers of the gradients"
 
 
-def test_a_server_that_does_not_start_is_an_error_and_gone(tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match="no more of this"), kept(tmp_path, 0, (0.0,)):
-        pass
-    assert starts(tmp_path) == 1
+@pytest.mark.req("ROLL-03")
+def test_only_requested_tensors_are_moved_and_an_error_restores_them() -> None:
+    trained = Trained()
+    before = [tensor.data_ptr() for tensor in trained.tensors()]
+    with Offload(None, None, torch.empty_like).room():
+        assert [tensor.data_ptr() for tensor in trained.tensors()] == before
+    weights = [weight.clone() for weight in trained.model.parameters()]
+    with pytest.raises(RunError), Offload(trained.model, None, torch.empty_like).room():
+        raise RunError("the push broke")
+    assert all(map(torch.equal, trained.model.parameters(), weights))
+    states = [v for s in trained.optimizer.state.values() for v in s.values()]
+    assert {state.data_ptr() for state in states} <= set(before)
+
+
+# --- The backend ------------------------------------------------------------------------
+
+
+class Scene:
+    """Records, in order, the calls of the backend.
+
+    fails: so many rollouts fail. keeps: so many times the server cannot free its memory.
+    restarts: the server restarts then.
+    """
+
+    def __init__(self, fails: int = 0, keeps: int = 0, restarts: bool = False) -> None:
+        self.calls: list[str] = []
+        self.fails, self.keeps, self.restarts = fails, keeps, restarts
+        self.starts = 1
+
+    def await_ready(self) -> None:
+        self.calls.append(f"start {self.starts} is ready")
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        self.calls.append("room")
+        try:
+            yield
+        finally:
+            self.calls.append("restored")
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        self.calls.append("rollout")
+        if self.fails:
+            self.fails -= 1
+            self.starts += self.restarts
+            raise RunError("nobody answers")
+        return []
+
+    def push_weights(self, version: int) -> None:
+        self.calls.append(f"push {version}")
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+        if self.keeps:
+            self.keeps -= 1
+            self.starts += self.restarts
+            raise RunError("its memory is stuck")
+
+    def wake_up(self) -> None:
+        self.calls.append("wake up")
+
+    def close(self) -> None:
+        self.calls.append("close")
+        if self.fails:
+            raise RunError("no server")
+
+    def check(self) -> None: ...
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+    @property
+    def moves(self) -> list[str]:
+        """The calls without the waits for a start."""
+        return [call for call in self.calls if not call.startswith("start")]
+
+
+def colocated(scene: Scene) -> ColocatedBackend:
+    """As on the CPU, where the server keeps its memory."""
+    return ColocatedBackend(scene, scene, scene.room)
+
+
+def on_one_gpu(scene: Scene) -> ColocatedBackend:
+    return ColocatedBackend(scene, scene, scene.room, scene)
+
+
+@pytest.mark.req("ROLL-03", "FULL-06")
+def test_server_sleeps_while_the_learner_uses_the_gpu() -> None:
+    """It frees its memory before the learner restores its own. A push wakes it, too."""
+    scene = Scene()
+    backend = on_one_gpu(scene)
+    backend.sleep()
+    for version in (1, 2):
+        with backend.serving():
+            backend.push_weights(version)
+            backend.rollout([], RequestConfig())
+            backend.rollout([], RequestConfig())
+    backend.rollout([], RequestConfig())
+    assert scene.moves == [
+        "sleep",
+        *("room", "push 1", "rollout", "rollout", "sleep", "restored"),
+        *("room", "push 2", "rollout", "rollout", "sleep", "restored"),
+        *("room", "wake up", "rollout", "sleep", "restored"),
+    ]
+
+
+@pytest.mark.req("ROLL-03")
+@pytest.mark.parametrize("keeps", [0, 1])
+def test_failed_rollout_raises_its_own_error_and_the_next_one_wakes_the_server(keeps: int) -> None:
+    scene = Scene(fails=1, keeps=keeps)
+    backend = on_one_gpu(scene)
+    with pytest.raises(RunError, match="nobody answers"):
+        backend.rollout([], RequestConfig())
+    turn = ["room", "rollout", "sleep", "restored"]
+    assert scene.moves == turn
+    if not keeps:
+        backend.rollout([], RequestConfig())
+        assert scene.moves == [*turn, "room", "wake up", *turn[1:]]
+
+
+@pytest.mark.req("ROLL-03")
+@pytest.mark.parametrize("restarts", [True, False])
+def test_server_that_keeps_its_memory_ends_the_run_unless_it_was_restarted(
+    restarts: bool,
+) -> None:
+    scene = Scene(keeps=1, restarts=restarts)
+    ends = nullcontext() if restarts else pytest.raises(RunError, match="memory is stuck")
+    with ends:
+        on_one_gpu(scene).rollout([], RequestConfig())
+    sleeps = ["sleep"] * (1 + restarts)
+    assert scene.moves == ["room", "rollout", *sleeps, "restored"]
+
+
+@pytest.mark.req("ROLL-03")
+def test_rollout_is_repeated_after_a_restart_of_the_server() -> None:
+    scene = Scene(fails=2, restarts=True)
+    assert colocated(scene).rollout([], RequestConfig()) == []
+    asked = [f"start {start} is ready" for start in (1, 2, 3)]
+    assert [call for call in scene.calls if call != "rollout"] == ["room", *asked, "restored"]
+
+
+@pytest.mark.req("ROLL-03")
+def test_server_is_stopped_although_close_fails() -> None:
+    scene = Scene(fails=1)
+    with pytest.raises(RunError):
+        colocated(scene).close()
+    assert scene.calls[-1] == "stop"

@@ -1,26 +1,33 @@
-"""The checks of `learner doctor` that read files, how findings are shown, and the whole."""
+"""The checks of `learner doctor`: files, machine, memory, servers; and how they are shown."""
 
 import json
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor
 
 from learner.config.schema import Config, LoraTuner
+from learner.data.jsonl import build_request, read_samples
 from learner.data.toy import ToyData
-from learner.operate.doctor import inputs, memory
-from learner.operate.doctor.findings import Finding, as_json, of_error, ok, skipped, summary, tables
+from learner.models.packed_forward import encode_request
+from learner.operate.doctor import inputs, machine, memory, servers
+from learner.operate.doctor.findings import Finding, as_json, ok, skipped, summary, tables
 from learner.operate.doctor.run import examine
-from learner.operate.estimate.sizes import read_sizes
-from learner.training.start_checks import longest_prompt
-from shared_contracts.errors import ContractError, ContractErrors
+from learner.operate.estimate import sizes
+from learner.rollout.client import ServerUnreachable
+from shared_contracts.errors import ContractError, Problem, ProblemError
+from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse
 from tests.unit.findings import by_check, worst
+from tests.unit.scripted_server import envelope
+from tests.unit.scripted_server import info as info_of
 from tests.unit.small_run import small_config
 
 URL = "http://serve-0:8000"
+GIB = 2**30
 
 pytestmark = pytest.mark.req("DEP-03")
 
@@ -30,22 +37,10 @@ def config(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Config:
     return small_config(toy_checkpoint, toy_data, tmp_path / "run")
 
 
-# --- findings
+# --- files ------------------------------------------------------------------------------
 
 
-def test_several_errors_are_told_one_by_one_up_to_a_few() -> None:
-    errors = ContractErrors([ContractError(f"a:{i}", "bad", "mend it") for i in range(7)])
-    findings = of_error("data", errors)
-    assert [f.about for f in findings] == ["a:0", "a:1", "a:2", "a:3", "a:4", ""]
-    assert findings[-1].found == "2 more of 7"
-    assert {f.status for f in findings} == {"fail"}
-    assert of_error("data", ContractError("a", "b", "c"), "about")[0].about == "about"
-
-
-# --- files
-
-
-def test_files_that_hold_are_counted(config: Config) -> None:
+def test_valid_files_are_counted(config: Config) -> None:
     looked = inputs.look(config)
     assert worst(looked.findings) == "ok"
     found = by_check(looked.findings)
@@ -56,77 +51,28 @@ def test_files_that_hold_are_counted(config: Config) -> None:
     assert len(looked.samples) == 24
 
 
-@pytest.mark.parametrize("backend", ["vllm", "hf"])
-def test_the_longest_prompt_is_measured_where_servers_are_asked(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, backend: str
+def test_broken_image_is_named_and_the_other_checks_run(
+    config: Config, toy_data: ToyData, tmp_path: Path
 ) -> None:
-    config = small_config(
-        toy_checkpoint,
-        toy_data,
-        tmp_path,
-        stage2_ab={"schedule": {"b_ratio": 0.5}},
-        rollout_matching={"rollout_backend": backend},
-    )
-    looked = inputs.look(config)
-    longest = longest_prompt(config, looked.samples)
-    assert longest > 0
-    assert looked.longest_prompt == (longest if backend == "vllm" else None)
-
-
-def test_a_checkpoint_whose_prompts_cannot_be_measured_is_named(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    shutil.copytree(toy_checkpoint, tmp_path / "model")
-    own: dict[str, Any] = {"stage2_ab": {"schedule": {"b_ratio": 0.5}}}
-    config = small_config(tmp_path / "model", toy_data, tmp_path / "run", **own)
-    (tmp_path / "model" / "chat_template.jinja").unlink()
-    looked = inputs.look(config)
-    assert by_check(looked.findings)["checkpoint"].status == "fail"
-    assert (looked.longest_prompt, looked.has_checkpoint) == (None, False)
-
-
-@pytest.fixture
-def broken(tmp_path: Path) -> Path:
-    image = tmp_path / "broken.png"
-    image.write_bytes(b"no image")
-    return image
-
-
-def trained_on(config: Config, toy_data: ToyData, folder: Path, images: list[Path]) -> Config:
-    """Four times the first sample, with these images."""
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
     line = json.loads(toy_data.train_jsonl.read_text().splitlines()[0])
-    data = folder / "train.jsonl"
-    data.write_text((json.dumps({**line, "images": [str(image) for image in images]}) + "\n") * 4)
-    return config.model_copy(update={"data": config.data.model_copy(update={"train_jsonl": data})})
-
-
-def test_a_broken_image_is_named_and_the_rest_goes_on(
-    config: Config, toy_data: ToyData, tmp_path: Path, broken: Path
-) -> None:
-    looked = inputs.look(trained_on(config, toy_data, tmp_path, [broken]))
+    data = tmp_path / "train.jsonl"
+    data.write_text((json.dumps({**line, "images": [str(broken)]}) + "\n") * 4)
+    own = config.data.model_copy(update={"train_jsonl": data})
+    looked = inputs.look(config.model_copy(update={"data": own}))
     found = by_check(looked.findings)
     assert found["images"].status == "fail"
     assert found["images"].about == str(broken)
     assert "no image of a known format" in found["images"].found
     assert found["run"].status == "fail"  # it would not start
     assert {f.about for f in looked.findings if f.check == "run"} == {
-        f"{tmp_path / 'train.jsonl'}:{line}" for line in range(1, 5)
+        f"{data}:{line}" for line in range(1, 5)
     }
     assert found["data"].status == "ok"
 
 
-def test_a_broken_second_image_costs_the_estimate_alone(
-    config: Config, toy_data: ToyData, tmp_path: Path, broken: Path
-) -> None:
-    whole = toy_data.train_jsonl.parent / "images" / "train" / "00000.png"
-    own = trained_on(config, toy_data, tmp_path, [whole, broken])
-    looked = inputs.look(own)
-    assert by_check(looked.findings)["images"].about == str(broken)
-    found = by_check(memory.weigh(own, looked, [], None, None).findings)
-    assert (found["weights"].status, found[memory.LEARNER].status) == ("ok", "skipped")
-
-
-def test_each_file_that_is_wrong_is_told_and_what_waits_for_it(
+def test_every_wrong_file_is_reported_and_dependent_checks_are_skipped(
     config: Config, tmp_path: Path
 ) -> None:
     data = tmp_path / "bad.jsonl"
@@ -143,51 +89,191 @@ def test_each_file_that_is_wrong_is_told_and_what_waits_for_it(
     assert (looked.has_checkpoint, looked.samples) == (False, [])
 
 
-def test_a_run_folder_that_holds_another_run_is_a_finding(config: Config) -> None:
-    folder = Path(config.training.output_dir)
-    folder.mkdir()
-    (folder / "run.json").write_text("{}")
-    (folder / "metrics.jsonl").write_text("{}\n")
-    looked = inputs.look(config)
-    found = by_check(looked.findings)
-    assert (found["checkpoint"].status, found["data"].status) == ("ok", "ok")
-    assert found["run"].status == "fail"
-    assert len(looked.samples) == 24
+# --- machine ----------------------------------------------------------------------------
 
 
-def test_images_are_spread_over_the_data() -> None:
-    assert inputs.spread(list(range(10)), 3) == [0, 3, 6]
-    assert inputs.spread([1, 2], 5) == [1, 2]
-    assert inputs.spread([], 5) == []
+OURS = {"rollmatch": "1", "torch": "2.13.0", "transformers": "5.19.0", "vllm": "0.32.0"}
 
 
-# --- the whole
+@pytest.mark.parametrize(
+    ("theirs", "transport", "status"),
+    [
+        ({}, "gloo", "ok"),
+        ({"torch": "2.13.0+cpu"}, "gloo", "ok"),
+        ({"rollmatch": "2"}, "gloo", "fail"),
+        ({"torch": "2.14.0"}, "gloo", "warn"),
+        ({"transformers": "5.18.0"}, "gloo", "warn"),
+        ({"vllm": "0.33.0"}, "gloo", "ok"),
+        ({"vllm": "0.33.0"}, "nccl", "fail"),
+    ],
+)
+def test_versions_must_agree(theirs: dict[str, str], transport: str, status: str) -> None:
+    finding = machine.compare_versions(OURS, OURS | theirs, transport, URL)  # type: ignore[arg-type]
+    assert finding.status == status
+    for name in theirs if status != "ok" else ():
+        assert f"{name} is {theirs[name]} there and {OURS[name]} here" in finding.found
 
 
-def test_without_servers_it_says_what_is_looked_at_instead(
+USE = GpuUse(
+    [GpuMemory(0, "GPU-a", 500, 81920), GpuMemory(1, "GPU-b", 9000, 81920)],
+    [GpuProcess("GPU-b", 42, "python", 8192)],
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "uuids", "use", "status", "says"),
+    [
+        ("node", ["GPU-x", "GPU-b"], USE, "fail", "GPU 1 is this server's"),
+        ("pod-2", ["GPU-b", "GPU-x"], USE, "fail", "GPU 1 is this server's"),  # renumbered there
+        ("node", ["GPU-x", "GPU-y"], USE, "ok", "none of its GPUs"),
+        ("node", [], USE, "warn", "both sides name GPU 1 of node"),
+        ("pod-2", [], USE, "skipped", "were not compared"),
+    ],
+)
+def test_gpus_of_both_sides_are_compared_by_uuid(
+    host: str, uuids: list[str], use: GpuUse | None, status: str, says: str
+) -> None:
+    theirs = info_of().model_copy(update={"host": host, "gpus": [0, 1], "gpu_uuids": uuids})
+    (found,) = machine.shared_gpus(machine.Here("node", [1], use), {URL: theirs})
+    assert (found.status, found.about) == (status, URL)
+    assert says in found.found
+
+
+def test_files_with_missing_or_other_weights_are_found(config: Config, tmp_path: Path) -> None:
+    known = sizes.read_sizes(config)
+    held = load_file(config.model.model / "model.safetensors")
+    name = "model.language_model.norm.weight"
+    save_file({n: w for n, w in held.items() if n != name}, tmp_path / "a.safetensors")
+    missing = memory.judge_files("model", known, memory.stored_tensors(tmp_path))
+    assert (missing.status, name in missing.found) == ("warn", True)
+    save_file({name: torch.zeros(3)}, tmp_path / "b.safetensors")
+    other = memory.judge_files("model", known, memory.stored_tensors(tmp_path))
+    assert other.status == "fail"
+    (tmp_path / "c.safetensors").write_bytes(b"torn")
+    with pytest.raises(ContractError, match="no safetensors file"):
+        memory.stored_tensors(tmp_path)
+
+
+@pytest.mark.req("FULL-03")
+def test_host_with_too_little_memory_for_the_processes_is_a_failure(config: Config) -> None:
+    """Each process loads the whole model: in float32, with LoRA in 16 bits."""
+    counted = sizes.read_sizes(config)
+    lora = LoraTuner(train_type="lora", lora_rank=4, lora_alpha=8)
+    low = config.model.model_copy(update={"torch_dtype": "bfloat16"})
+    frozen = config.model_copy(update={"tuner": lora, "model": low})
+    for of, size in ((config, 4), (frozen, 2)):
+        needed = 4 * size * counted.parameters
+        assert memory.judge_loading(of, counted, 4, needed) is None
+        finding = memory.judge_loading(of, counted, 4, needed - 1)
+        assert finding is not None
+        assert finding.status == "fail"
+        assert finding.found.startswith("4 learner processes load ")
+    assert memory.judge_loading(config, counted, 4, None) is None
+
+
+# --- servers ----------------------------------------------------------------------------
+
+
+def test_settings_of_a_server_are_compared_with_the_config(config: Config) -> None:
+    assert servers.judge_settings(config, URL, info_of(), "gloo")[0].status == "ok"
+    (other,) = servers.judge_settings(config, URL, info_of(), "nccl")
+    assert other.status == "fail"
+    assert "over gloo, the learner's over nccl" in other.found
+    few = servers.judge_settings(config, URL, info_of(max_num_seqs=1, world_size=64), "gloo")
+    assert "decodes 1 sequences" in few[0].found
+    short = servers.judge_settings(config, URL, info_of(max_model_len=64), "gloo", needed=65)
+    assert (worst(short), "at most 64 tokens" in short[0].found) == ("warn", True)
+    assert worst(servers.judge_settings(config, URL, info_of(max_model_len=65), "gloo", 65)) == "ok"
+    assert worst(servers.judge_together(config, [info_of()], {})) == "ok"
+    assert worst(servers.judge_together(config, [info_of()], {"WORLD_SIZE": "4096"})) == "fail"
+    (taken,) = servers.judge_together(config, [info_of(world_size=2)], {})
+    assert "1 learner process(es), which WORLD_SIZE=N says otherwise" in taken.found
+
+
+def refused(kind: str, detail: str, *wheres: str) -> ProblemError:
+    errors = [{"where": where, "detail": detail} for where in wheres]
+    return ProblemError(Problem.of(kind, detail, "infer_requests", errors or None))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "found", "do"),
+    [
+        (
+            refused(
+                "invalid-request",
+                "in no directory (--allowed-media-dir)",
+                "infer_requests[0].images[0]",
+                "infer_requests[1].images[0]",
+            ),
+            "fail",
+            "00000.png",
+            "--allowed-media-dir",
+        ),
+        (
+            refused("invalid-request", "no such file", "infer_requests[1].images[0]"),
+            "fail",
+            "00001.png",
+            "same path",
+        ),
+        (refused("weights-poisoned", "broke"), "skipped", "", ""),
+        (refused("body-too-large", "9 MiB"), "fail", "9 MiB", "--max-body-mib"),
+        (ServerUnreachable("gone"), "fail", "gone", ""),
+    ],
+)
+def test_request_without_an_answer_is_explained(
+    toy_data: ToyData, error: Any, status: str, found: str, do: str
+) -> None:
+    samples = read_samples(toy_data.train_jsonl, allow_poly=False)[:2]
+    requests = [build_request(sample, "Detect.", None) for sample in samples]
+    (finding,) = servers.unanswered(error, requests, URL)
+    assert finding.status == status
+    assert found in finding.found
+    assert do in finding.do
+
+
+@pytest.mark.req("RES-16")
+def test_prompt_of_the_server_must_have_every_id_of_the_learner(
+    toy_checkpoint: Path, toy_data: ToyData
+) -> None:
+    sample = read_samples(toy_data.train_jsonl, allow_poly=False)[0]
+    request = build_request(sample, "Detect.", None)
+    processor = AutoProcessor.from_pretrained(toy_checkpoint)
+    ours = encode_request(processor, request).ids.tolist()
+
+    def finding(theirs: list[int]) -> Finding:
+        return servers.prompts([sample], [request], [envelope([1], theirs)], processor, URL)
+
+    assert finding(ours).found == f"1 prompts of {len(ours)} tokens agree"
+    for theirs in ([], ours[:3], ours[:-1], [*ours, ours[-1]]):
+        differs = finding(theirs)
+        assert (differs.check, differs.status) == ("prompt", "fail")
+        assert f"position {min(len(theirs), len(ours))}" in differs.found
+        assert "no token" in differs.found
+        assert f"lengths {len(ours)} and {len(theirs)}" in differs.found
+
+
+# --- the whole --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_run_without_servers_is_examined(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
-    some: dict[str, Any] = {"stage2_ab": {"schedule": {"b_ratio": 0.5}}}
-    own: dict[str, Any] = {"rollout_matching": {"vllm": {"mode": "colocate", "server": None}}}
-    hf: dict[str, Any] = {"rollout_matching": {"rollout_backend": "hf"}}
-    none: dict[str, Any] = {}
-    cases = ((none, "no rollouts"), (some | own, "colocate"), (some | hf, "hf generates"))
-    for number, (sections, says) in enumerate(cases):
-        config = small_config(toy_checkpoint, toy_data, tmp_path / str(number), **sections)
-        findings = list(examine(config))
-        found = by_check(findings)
-        rows = found["coordinate rows"]
-        assert "look untrained" in rows.found
-        assert (rows.status, "b_ratio" in rows.do) == (
-            ("warn", True) if sections else ("ok", False)
-        )
-        assert [f for f in findings if f.status in ("warn", "fail") and f is not rows] == []
-        assert found["servers"].status == "skipped"
-        assert says in found["servers"].found
-        assert ("server memory (estimate)" in found) == (says == "colocate")
+    own = {"vllm": {"mode": "colocate", "server": None}}
+    ratio = {"schedule": {"b_ratio": 0.5}}
+    config = small_config(toy_checkpoint, toy_data, tmp_path, stage2_ab=ratio, rollout_matching=own)
+    findings = list(examine(config))
+    found = by_check(findings)
+    rows = found["coordinate rows"]
+    assert "look untrained" in rows.found
+    assert (rows.status, "b_ratio" in rows.do) == ("warn", True)
+    assert [f for f in findings if f.status in ("warn", "fail") and f is not rows] == []
+    assert found["servers"].status == "skipped"
+    assert "colocate" in found["servers"].found
+    assert "server memory (estimate)" in found
 
 
-def test_findings_are_shown_to_a_person_and_to_a_script() -> None:
+def test_findings_are_shown_as_tables_and_as_json() -> None:
     findings = [
         ok("data", "4 samples", "train.jsonl"),
         Finding("token", URL, "fail", "there is none", "Set it"),
@@ -205,53 +291,3 @@ def test_findings_are_shown_to_a_person_and_to_a_script() -> None:
     document = json.loads(as_json(findings))
     assert document["failed"] is True
     assert [each["status"] for each in document["findings"]] == ["ok", "fail", "skipped", "skipped"]
-
-
-def test_logins_of_trackers_are_looked_for_here(config: Config, tmp_path: Path) -> None:
-    reporting = config.model_copy(
-        update={"training": config.training.model_copy(update={"report_to": ("wandb", "mlflow")})}
-    )
-    (missing,) = inputs.trackers(reporting, {}, tmp_path)
-    assert (missing.status, missing.about) == ("warn", "training.report_to[0]")
-    assert "WANDB_API_KEY, ~/.netrc" in missing.found
-    assert "set WANDB_MODE to offline" in missing.do
-    (tmp_path / ".netrc").write_text("machine example.org password x\n")
-    assert worst(inputs.trackers(reporting, {}, tmp_path)) == "warn"
-    for environment in ({"WANDB_MODE": "offline"}, {"WANDB_API_KEY": "x"}):
-        assert worst(inputs.trackers(reporting, environment, tmp_path)) == "ok"
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
-    assert worst(inputs.trackers(reporting, {}, tmp_path)) == "ok"
-
-
-@pytest.mark.req("FULL-03")
-def test_a_host_on_which_the_processes_cannot_load_the_model_is_told(config: Config) -> None:
-    """Each has it whole in float32, under LoRA in 16 bits, also where FSDP2 will split it."""
-    counted = read_sizes(config)
-    lora = LoraTuner(train_type="lora", lora_rank=4, lora_alpha=8)
-    low = config.model.model_copy(update={"torch_dtype": "bfloat16"})
-    frozen = config.model_copy(update={"tuner": lora, "model": low})
-    for of, size in ((config, 4), (frozen, 2)):
-        needed = 4 * size * counted.parameters
-        assert memory.judge_loading(of, counted, 4, needed) is None
-        finding = memory.judge_loading(of, counted, 4, needed - 1)
-        assert finding is not None
-        assert finding.status == "fail"
-        assert finding.found.startswith("4 learner processes load ")
-    assert memory.judge_loading(config, counted, 4, None) is None
-
-
-def test_checkpoints_that_do_not_fit_on_the_disk_are_told(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted = read_sizes(config)
-    each = memory.checkpoint_bytes(config, counted)
-    assert each > 12 * counted.parameters
-    every_step = config.training.model_copy(update={"save_steps": 1, "save_total_limit": 1})
-    often = config.model_copy(update={"training": every_step})
-    for of, kept in ((config, 1), (often, 2)):
-        for free, status in ((kept * each, "ok"), (kept * each - 1, "fail")):
-            monkeypatch.setattr(
-                shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free)
-            )
-            finding = memory.judge_disk(of, counted, 24)
-            assert (finding.status, finding.found.split()[0]) == (status, str(kept))

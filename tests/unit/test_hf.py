@@ -1,6 +1,7 @@
-"""The hf backend: plain transformers is the reference, on a toy model that says much."""
+"""The hf backend on a toy model, compared with plain transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ from transformers import (
 )
 
 from learner.data.jsonl import build_request
+from learner.models.load import LoadedModel
 from learner.models.packed_forward import encode_request
 from learner.rollout.hf import HfBackend
+from learner.rollout.sync.probe import MARGINS, Ask, Probe, probe_call
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import RunError
-from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
 from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, entry_token_ids
 from tests.contract import reference
 from tests.contract.running_server import draw_scene
 from tests.contract.toy_checkpoints import make_checkpoint
+from tests.unit.loaded_models import loaded_from
+from tests.unit.scripted_server import envelope
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,7 +63,7 @@ def backend_of(
     processor: Any,
     guard: RepeatTerminateConfig | None = None,
     decode_batch_size: int = 8,
-    num_beams: int = 1,
+    **options: Any,
 ) -> HfBackend:
     return HfBackend(
         model,
@@ -66,7 +71,7 @@ def backend_of(
         processor.tokenizer,
         guard or RepeatTerminateConfig(),
         decode_batch_size,
-        num_beams,
+        **options,
     )
 
 
@@ -84,7 +89,7 @@ def ids(outputs: Sequence[RolloutOutput]) -> list[list[int]]:
 
 
 @pytest.mark.req("ROLL-01", "ARCH-03")
-@pytest.mark.parametrize("decode_batch_size", [1, 2, 8])
+@pytest.mark.parametrize("decode_batch_size", [1, 8])
 def test_greedy_answers_are_those_of_plain_transformers_in_any_batch(
     model: PreTrainedModel,
     processor: Any,
@@ -134,7 +139,7 @@ def test_sampling_leaves_the_random_numbers_of_training_alone(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_no_default_of_the_checkpoint_reaches_the_decoding(
+def test_decoding_ignores_the_defaults_of_the_checkpoint(
     model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
 ) -> None:
     plain = backend_of(model, processor).rollout(requests, GREEDY)
@@ -152,20 +157,7 @@ def test_no_default_of_the_checkpoint_reaches_the_decoding(
     assert model.generation_config is of_checkpoint
 
 
-def test_tokens_that_end_an_answer_come_from_the_checkpoint(
-    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
-) -> None:
-    """A server stops at them, too: vLLM reads them from the generation config."""
-    (plain,) = backend_of(model, processor).rollout(requests[:1], GREEDY)
-    end = plain.response_token_ids[-1]
-    model.generation_config = GenerationConfig(eos_token_id=[end])
-    (ended,) = backend_of(model, processor).rollout(requests[:1], GREEDY)
-    first = plain.response_token_ids.index(end)
-    assert ended.response_token_ids == plain.response_token_ids[:first]
-    assert ended.finish_reason == "stop"
-
-
-def test_a_repetition_penalty_does_not_see_the_padding(
+def test_repetition_penalty_ignores_the_padding(
     model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
 ) -> None:
     penalized = GREEDY.model_copy(update={"repetition_penalty": 1.6})
@@ -176,37 +168,12 @@ def test_a_repetition_penalty_does_not_see_the_padding(
     assert ids(together) != ids(backend_of(model, processor).rollout(requests, GREEDY))
 
 
-def test_an_answer_ends_with_the_context(
-    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
-) -> None:
-    free = backend_of(model, processor).rollout(requests, GREEDY)
-    longest = max(len(output.prompt_token_ids) for output in free)
-    model.config.get_text_config().max_position_embeddings = longest + 3
-    for config in (GREEDY, RequestConfig()):
-        for output, whole in zip(
-            backend_of(model, processor).rollout(requests[3:], config), free[3:], strict=True
-        ):
-            room = longest + 3 - len(output.prompt_token_ids)
-            kept = min(room, NEW_TOKENS)
-            assert output.response_token_ids[:kept] == whole.response_token_ids[:kept]
-            assert len(output.response_token_ids) <= room
-
-
-def limited_to(
-    model: PreTrainedModel, processor: Any, max_model_len: int, decode_batch_size: int = 8
-) -> HfBackend:
-    return HfBackend(
-        model,
-        lambda request: encode_request(processor, request),
-        processor.tokenizer,
-        RepeatTerminateConfig(),
-        decode_batch_size,
-        max_model_len=max_model_len,
-    )
+def limited_to(model: PreTrainedModel, processor: Any, max_model_len: int) -> HfBackend:
+    return backend_of(model, processor, max_model_len=max_model_len)
 
 
 @pytest.mark.req("ROLL-01", "ARCH-03")
-def test_an_answer_ends_with_a_shorter_context_that_is_asked_for(
+def test_answer_ends_with_the_context(
     model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
 ) -> None:
     free = backend_of(model, processor).rollout(requests, GREEDY)
@@ -219,27 +186,22 @@ def test_an_answer_ends_with_a_shorter_context_that_is_asked_for(
             assert output.finish_reason == "length"
     assert limited != free
     assert limited_to(model, processor, 10**6).rollout(requests, GREEDY) == free
+    model.config.get_text_config().max_position_embeddings = longest + 3
+    assert backend_of(model, processor).rollout(requests, GREEDY) == limited
 
 
 @pytest.mark.req("ROLL-01")
-@pytest.mark.parametrize("spare", [0, -1])
-@pytest.mark.parametrize("decode_batch_size", [1, 8])
-def test_a_prompt_that_leaves_no_room_is_named(
-    model: PreTrainedModel,
-    processor: Any,
-    requests: list[RolloutInferRequest],
-    spare: int,
-    decode_batch_size: int,
+def test_prompt_without_room_for_an_answer_is_refused_by_name(
+    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
 ) -> None:
     lengths = [encode_request(processor, request).ids.numel() for request in requests]
     longest = max(lengths)
-    backend = limited_to(model, processor, longest + spare, decode_batch_size)
     with pytest.raises(RunError) as caught:
-        backend.rollout(requests, GREEDY)
+        limited_to(model, processor, longest).rollout(requests, GREEDY)
     message = str(caught.value)
     assert message.startswith(f"infer_requests[{lengths.index(longest)}]")
     assert f"has {longest} tokens" in message
-    assert f"a context of {longest + spare} " in message
+    assert f"a context of {longest} " in message
     assert "max_model_len" in message
 
 
@@ -249,7 +211,7 @@ GUARD = RepeatTerminateConfig(
 
 
 def triggers_at(tokenizer: Any, answer: Sequence[int]) -> int | None:
-    """How many tokens of an answer it takes until the guard triggers."""
+    """The number of tokens at which the guard triggers."""
     key = entry_token_ids(
         lambda text: tokenizer.encode(text, add_special_tokens=False), "object_keys"
     )
@@ -259,7 +221,7 @@ def triggers_at(tokenizer: Any, answer: Sequence[int]) -> int | None:
 
 @pytest.mark.req("REP-02", "REP-05")
 @pytest.mark.parametrize("config", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_the_guard_ends_a_row_where_it_triggers_and_says_so(
+def test_guard_ends_a_row_where_it_triggers(
     model: PreTrainedModel, processor: Any, config: RequestConfig
 ) -> None:
     asked = [request(f"{text} {n}") for n in range(3) for text in TEXTS]
@@ -274,48 +236,6 @@ def test_the_guard_ends_a_row_where_it_triggers_and_says_so(
         assert after.finish_reason == ("stop" if after.repeat_terminated else before.finish_reason)
 
 
-@pytest.mark.req("ROLL-02")
-def test_a_beam_search_gives_its_best_beam(
-    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
-) -> None:
-    outputs = backend_of(model, processor, num_beams=3).rollout(requests, GREEDY)
-    for asked, output in zip(requests, outputs, strict=True):
-        prompt = encode_request(processor, asked)
-        assert output.response_token_ids == best_beam(model, processor, prompt, beams=3)
-    assert ids(outputs) != ids(backend_of(model, processor).rollout(requests, GREEDY))
-
-
-@torch.no_grad()
-def best_beam(model: PreTrainedModel, processor: Any, prompt: Any, beams: int) -> list[int]:
-    """What `generate` returns first of all beams it found."""
-    images = {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
-    model.eval()
-    found = model.generate(  # type: ignore[operator]
-        input_ids=prompt.ids[None],
-        attention_mask=torch.ones_like(prompt.ids[None]),
-        mm_token_type_ids=prompt.mm_token_types[None],
-        **{name: tensor for name, tensor in images.items() if tensor is not None},
-        max_new_tokens=NEW_TOKENS,
-        num_beams=beams,
-        num_return_sequences=beams,
-        do_sample=False,
-    )
-    answer: list[int] = found[0, prompt.ids.numel() :].tolist()
-    end = processor.tokenizer.eos_token_id
-    return answer[: answer.index(end)] if end in answer else answer
-
-
-@pytest.mark.req("REP-05", "ROLL-02")
-def test_a_best_beam_that_the_guard_ended_says_so(model: PreTrainedModel, processor: Any) -> None:
-    asked = [request(f"{text} {n}") for n in range(3) for text in TEXTS]
-    outputs = backend_of(model, processor, GUARD, num_beams=2).rollout(asked, GREEDY)
-    for output in outputs:
-        end = triggers_at(processor.tokenizer, output.response_token_ids)
-        assert end in (None, len(output.response_token_ids)), "nothing follows a trigger"
-        assert output.repeat_terminated == (end is not None and output.finish_reason == "stop")
-    assert any(output.repeat_terminated for output in outputs)
-
-
 def adapted(model: PreTrainedModel) -> Any:
     lora = LoraConfig(r=2, lora_alpha=8, lora_dropout=0.5, target_modules=["q_proj", "up_proj"])
     peft = get_peft_model(model, lora)
@@ -326,21 +246,10 @@ def adapted(model: PreTrainedModel) -> Any:
     return peft
 
 
-def test_adapters_answer_without_their_dropout_as_merged_weights_do(
+def test_rollout_does_not_change_a_model_in_training(
     model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
 ) -> None:
-    plain = ids(backend_of(model, processor).rollout(requests, GREEDY))
-    peft = adapted(model).train()
-    answers = ids(backend_of(peft.get_base_model(), processor).rollout(requests, GREEDY))
-    merged = peft.merge_and_unload()
-    assert answers == ids(backend_of(merged, processor).rollout(requests, GREEDY))
-    assert answers != plain
-
-
-def test_a_model_in_training_is_as_before_after_a_rollout(
-    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
-) -> None:
-    """With gradient checkpointing, adapters, a part in evaluation mode, gradients pending."""
+    """With gradient checkpointing, adapters, a part in evaluation mode and pending gradients."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     peft = adapted(model).train()
@@ -364,27 +273,58 @@ def test_a_model_in_training_is_as_before_after_a_rollout(
     assert answers == backend_of(peft.get_base_model(), processor).rollout(requests, GREEDY)
 
 
-def test_it_computes_in_the_type_it_is_told(
-    model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
-) -> None:
-    seen: set[torch.dtype] = set()
-    model.model.language_model.layers[0].mlp.up_proj.register_forward_hook(
-        lambda _module, _inputs, output: seen.add(output.dtype)
-    )
-    low = HfBackend(
-        model,
-        lambda request: encode_request(processor, request),
-        processor.tokenizer,
-        RepeatTerminateConfig(),
-        decode_batch_size=4,
-        compute_dtype=torch.bfloat16,
-    )
-    low.rollout(requests[:1], GREEDY)
-    assert seen == {torch.bfloat16}
+# --- The probe, on answers of the model itself and on changed answers --------------------
 
 
-def test_nothing_asked_is_nothing_answered(model: PreTrainedModel, processor: Any) -> None:
-    backend = backend_of(model, processor)
-    assert backend.rollout([], GREEDY) == []
-    backend.close()
-    backend.close()
+@pytest.fixture
+def loaded(checkpoint: Path) -> LoadedModel:
+    return loaded_from(checkpoint)
+
+
+def answers_of(loaded: LoadedModel, edit: Callable[[list[int]], list[int]] = list) -> Ask:
+    """Greedy answers of a model, each with its token ids edited."""
+    model, processor = loaded.model, loaded.processor
+    assert isinstance(model, Qwen3VLForConditionalGeneration)
+    encode = partial(encode_request, processor)
+    backend = HfBackend(model, encode, processor.tokenizer, RepeatTerminateConfig(), 1)
+
+    def ask(call: InferCall) -> Sequence[RolloutEnvelope]:
+        assert call.request_config is not None
+        envelopes = []
+        for output in backend.rollout(call.infer_requests, call.request_config):
+            answer = envelope(edit(output.response_token_ids), output.prompt_token_ids)
+            answer.response.choices[0].finish_reason = output.finish_reason  # type: ignore[assignment]
+            envelopes.append(answer)
+        return envelopes
+
+    return ask
+
+
+@pytest.mark.req("SYNC-06")
+def test_own_answers_agree_and_the_model_is_unchanged(loaded: LoadedModel) -> None:
+    loaded.model.get_submodule("model.visual").eval()
+    results = Probe(loaded, "float32").ask(answers_of(loaded))
+    assert [result.prompt for result in results] == ["text", "image"]
+    assert [result.difference for result in results] == [None, None]
+    assert all(result.compared > 1 for result in results)
+    assert loaded.model.training
+    assert not loaded.model.get_submodule("model.visual").training
+    assert all(p.grad is None for p in loaded.model.parameters())
+
+
+@pytest.mark.req("SYNC-06")
+def test_changed_token_is_named_with_its_position_and_both_tokens(loaded: LoadedModel) -> None:
+    own = answers_of(loaded)(probe_call())[0].response.choices[0].token_ids
+    assert own is not None
+
+    def third_is_seven(ids: list[int]) -> list[int]:
+        return [*ids[:3], 7, *ids[4:]]
+
+    probe = Probe(loaded, "float32")
+    difference = probe.ask(answers_of(loaded, third_is_seven))[0].difference
+    assert difference is not None
+    assert (difference.position, difference.server, difference.learner) == (3, 7, own[3])
+    assert difference.margin > MARGINS["float32"]
+    told = probe.describe(difference)
+    assert "token 3: the server says 7 " in told
+    assert f"the learner {own[3]} " in told

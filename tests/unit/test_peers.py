@@ -1,4 +1,4 @@
-"""What learner processes tell each other; threads are the processes, over a store in memory."""
+"""Agreement of learner processes: threads as processes, over a store in memory."""
 
 import os
 import threading
@@ -19,9 +19,14 @@ from learner.distributed.peers import (
     broadcast_from_rank0,
 )
 from shared_contracts.errors import ContractError, ContractErrors, RunError
+from tests.unit.fleets import wait_until
 
-# No process is silent for so long that it counts, unless a test says so.
-QUICK = Timing(beat=0.01, silence=60.0, patience=60.0, grace=60.0, linger=60.0)
+_LIMIT_S = 60.0
+# No limit matters unless a test lowers it.
+QUICK = Timing(beat=0.01, silence=600.0, patience=600.0, grace=600.0, linger=600.0)
+
+NO_BOX = ContractError("data.jsonl:3", "no box", "Add one")
+OTHER = ContractError("a", "b", "c")
 
 Work = Callable[[StorePeers], Any]
 
@@ -33,7 +38,7 @@ def ranks_of(count: int, timing: Timing = QUICK, **options: Any) -> list[StorePe
 
 
 def outcomes(ranks: list[StorePeers], work: Work) -> list[Any]:
-    """What `work` gave or raised in each rank."""
+    """What `work` returned or raised in each rank."""
 
     def guarded(peers: StorePeers) -> Any:
         with peers.guarded():
@@ -50,7 +55,7 @@ def _outcome(future: "Future[Any]") -> Any:
 
 
 def failing(rank: int, error: BaseException) -> Work:
-    """Rank `rank` raises in the second of three shares."""
+    """Rank `rank` raises in the second of three rounds."""
 
     def work(peers: StorePeers) -> list[int]:
         def second() -> int:
@@ -68,84 +73,56 @@ def failing(rank: int, error: BaseException) -> Work:
 
 @pytest.mark.req("DDP-01")
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_every_rank_gets_what_each_of_them_said_in_the_order_of_ranks(count: int) -> None:
+def test_all_gather_returns_the_results_in_the_order_of_ranks(count: int) -> None:
     def work(peers: StorePeers) -> list[list[object]]:
-        return [peers.all_gather(partial(said_in, number, peers.rank)) for number in range(3)]
+        return [peers.all_gather(partial(result, number, peers.rank)) for number in range(3)]
 
-    def said_in(number: int, rank: int) -> dict[str, int]:
+    def result(number: int, rank: int) -> dict[str, int]:
         return {"round": number, "rank": rank}
 
-    said = [[said_in(number, rank) for rank in range(count)] for number in range(3)]
-    assert outcomes(ranks_of(count), work) == [said] * count
+    expected = [[result(number, rank) for rank in range(count)] for number in range(3)]
+    assert outcomes(ranks_of(count), work) == [expected] * count
 
 
 @pytest.mark.req("DDP-01")
-def test_what_the_first_rank_alone_does_all_have_and_none_that_is_null() -> None:
-    did: list[int] = []
+def test_broadcast_returns_the_result_of_rank_0_and_runs_nowhere_else() -> None:
+    ran: list[int] = []
 
     def work(peers: Peers) -> list[str | None]:
-        def chosen() -> str:
-            did.append(peers.rank)
+        def choose() -> str:
+            ran.append(peers.rank)
             return "A"
 
-        return [
-            broadcast_from_rank0(peers, chosen),
-            broadcast_from_rank0(peers, lambda: None),
-        ]
+        return [broadcast_from_rank0(peers, choose), broadcast_from_rank0(peers, lambda: None)]
 
     assert outcomes(ranks_of(3), work) == [["A", None]] * 3
-    assert did == [0]
+    assert ran == [0]
     assert broadcast_from_rank0(SINGLE_PROCESS, lambda: 7) == 7
 
 
 @pytest.mark.req("DDP-01")
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "kind", "text"),
     [
-        (RunError("the disk is full"), "learner process 1 failed: the disk is full"),
-        (ValueError("a bad image"), "learner process 1 failed: ValueError: a bad image"),
-        (KeyboardInterrupt(), "learner process 1 failed: KeyboardInterrupt"),
+        (RunError("a full disk"), RunError, "learner process 1 failed: a full disk"),
+        (ValueError("no"), RunError, "learner process 1 failed: ValueError: no"),
+        (KeyboardInterrupt(), RunError, "learner process 1 failed: KeyboardInterrupt"),
+        (NO_BOX, ContractError, str(NO_BOX)),
+        (ContractErrors([NO_BOX, OTHER]), ContractErrors, str(ContractErrors([NO_BOX, OTHER]))),
     ],
-    ids=["run", "any", "signal"],
 )
-def test_an_error_of_one_rank_ends_all_with_its_text_and_once(
-    error: BaseException, told: str
+def test_error_of_one_rank_ends_all_ranks_with_its_text(
+    error: BaseException, kind: type[Exception], text: str
 ) -> None:
-    for _ in range(20):  # in whatever order they leave
-        zero, one, two = outcomes(ranks_of(3), failing(1, error))
-        assert one is error
-        assert [type(zero), type(two)] == [RunError] * 2
-        assert [str(zero), str(two)] == [told] * 2
+    zero, one, two = outcomes(ranks_of(3), failing(1, error))
+    assert one is error
+    assert [type(zero), type(two)] == [kind] * 2
+    assert [str(zero), str(two)] == [text] * 2
 
 
 @pytest.mark.req("DDP-01")
-def test_an_error_of_the_input_is_the_same_error_in_all_ranks() -> None:
-    errors = [ContractError("data.jsonl:3", "no box", "Add one"), ContractError("a", "b", "c")]
-    for error, count in [(errors[0], 1), (ContractErrors(errors), 2)]:
-        zero, one = outcomes(ranks_of(2), failing(1, error))
-        assert one is error
-        assert isinstance(zero, ContractError)
-        assert str(zero) == str(error)
-        assert len(zero.errors) == count
-
-
-@pytest.mark.req("DDP-01")
-def test_ranks_that_fail_at_once_each_say_their_own() -> None:
-    def work(peers: StorePeers) -> None:
-        def fail() -> None:
-            if peers.rank < 2:
-                raise ValueError(f"of rank {peers.rank}")
-
-        peers.all_gather(fail)
-
-    zero, one, two = outcomes(ranks_of(3), work)
-    assert [str(zero), str(one)] == ["of rank 0", "of rank 1"]
-    assert str(two) == "learner process 0 failed: ValueError: of rank 0"
-
-
-@pytest.mark.req("DDP-01")
-def test_what_follows_from_another_ranks_failure_is_told_as_that_failure() -> None:
-    """As a collective that breaks when a process of it ends."""
+def test_error_that_follows_from_a_failed_rank_is_raised_as_that_failure() -> None:
+    """For example a collective that breaks when a process of it ends."""
     zero, one = ranks_of(2)
     with pytest.raises(ValueError, match="out of memory"), one.guarded():
         raise ValueError("out of memory")
@@ -157,16 +134,7 @@ def test_what_follows_from_another_ranks_failure_is_told_as_that_failure() -> No
 
 
 @pytest.mark.req("DDP-01")
-def test_a_signal_ends_the_process_it_was_sent_to_whatever_happened_elsewhere() -> None:
-    zero, one = ranks_of(2)
-    with pytest.raises(ValueError, match="no"), one.guarded():
-        raise ValueError("no")
-    with pytest.raises(KeyboardInterrupt), zero.guarded():
-        raise KeyboardInterrupt
-
-
-@pytest.mark.req("DDP-01")
-def test_a_rank_that_is_silent_ends_the_others() -> None:
+def test_rank_without_heartbeats_ends_the_others() -> None:
     zero, _ = ranks_of(2, Timing(beat=0.01, silence=0.05, linger=0.01))
     with pytest.raises(RunError, match=r"process 1 has sent no heartbeat for 0.05 s"):  # noqa: SIM117
         with zero.guarded():
@@ -174,25 +142,24 @@ def test_a_rank_that_is_silent_ends_the_others() -> None:
 
 
 @pytest.mark.req("DDP-01")
-def test_a_rank_that_has_left_is_not_missed() -> None:
+def test_rank_that_has_left_needs_no_heartbeats() -> None:
     store = HashStore()
     timing = Timing(beat=0.01, silence=0.05, linger=0.01)
     zero, one, _ = (Watch(rank, 3, store, timing) for rank in range(3))
     one.start()
     one.stop()
-    while (failure := zero.failure()) is None:
-        pass
-    assert "learner process 2" in str(failure)
+    wait_until(zero.failure)
+    assert "learner process 2" in str(zero.failure())
 
 
 @pytest.mark.req("DDP-01")
-def test_a_rank_that_works_is_waited_for_as_long_as_there_is_patience() -> None:
-    zero, one = ranks_of(2, Timing(beat=0.01, silence=60.0, patience=0.05, linger=60.0))
+def test_rank_that_works_longer_than_the_patience_ends_the_run() -> None:
+    zero, one = ranks_of(2, Timing(beat=0.01, silence=600.0, patience=0.05, linger=600.0))
     given_up = threading.Event()
 
     def work(peers: StorePeers) -> None:
         try:
-            peers.all_gather(lambda: given_up.wait(60) if peers.rank == 1 else None)
+            peers.all_gather(lambda: given_up.wait(_LIMIT_S) if peers.rank == 1 else None)
         finally:
             given_up.set()
 
@@ -202,13 +169,13 @@ def test_a_rank_that_works_is_waited_for_as_long_as_there_is_patience() -> None:
 
 
 @pytest.mark.req("DDP-01")
-def test_who_waits_does_something_meanwhile() -> None:
+def test_waiting_rank_calls_meanwhile_again_and_again() -> None:
     looks = threading.Semaphore(0)
 
     def work(peers: StorePeers) -> list[bool]:
         if peers.rank == 0:
             return peers.all_gather(lambda: True, looks.release)
-        return peers.all_gather(lambda: all(looks.acquire(timeout=60) for _ in range(3)))
+        return peers.all_gather(lambda: all(looks.acquire(timeout=_LIMIT_S) for _ in range(3)))
 
     assert outcomes(ranks_of(2), work) == [[True, True]] * 2
 
@@ -219,10 +186,10 @@ def test_the_store_does_not_grow_with_the_rounds() -> None:
     ranks = [StorePeers(rank, 2, lambda: store, QUICK) for rank in range(2)]
 
     def work(peers: StorePeers) -> int:
-        return max(peers.all_gather(store.num_keys)[0] for _ in range(100))
+        return max(peers.all_gather(store.num_keys)[0] for _ in range(20))
 
     most = outcomes(ranks, work)
-    assert max(most) <= 2 * 2 + 2  # two rounds at a time, and the beats
+    assert max(most) <= 2 * 2 + 2  # two rounds at a time, and the heartbeats
 
 
 @pytest.mark.req("DDP-01")
@@ -233,52 +200,74 @@ def test_the_store_does_not_grow_with_the_rounds() -> None:
         (ContractError("a.b", "no", "Add it"), 2, "error: a.b\n  found: no\n  do: Add it\n"),
     ],
 )
-def test_a_rank_that_sits_in_a_collective_is_ended_with_the_exit_code_of_the_failure(
+def test_rank_in_a_collective_is_ended_with_the_exit_code_of_the_failure(
     error: Exception, code: int, told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    codes: list[int] = []
-    ended = threading.Event()
-
-    def end(code: int) -> None:
-        codes.append(code)
-        ended.set()
-
-    timing = Timing(beat=0.01, silence=60.0, grace=0.01, linger=60.0)
+    ended = Ended()
+    timing = Timing(beat=0.01, silence=600.0, grace=0.01, linger=600.0)
 
     def work(peers: StorePeers) -> None:
         if peers.rank == 1:
             raise error
-        assert ended.wait(60)
+        ended.wait()
 
-    outcomes(ranks_of(2, timing, end=end), work)
-    assert codes == [code]
+    outcomes(ranks_of(2, timing, end=ended), work)
+    assert ended.codes == [code]
     assert capfd.readouterr().err == told
 
 
 @pytest.mark.req("DDP-01")
-def test_when_the_launcher_is_gone_so_are_its_processes() -> None:
+def test_process_ends_with_its_launcher() -> None:
     store = HashStore()
     kept, orphan = (Watch(0, 1, store, QUICK, os.getppid() + more) for more in (0, 1))
     assert kept.failure() is None
     assert "launched" in str(orphan.failure())
 
 
+class Ended:
+    """Records the exit codes of ended ranks."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self._once = threading.Event()
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+        self._once.set()
+
+    def wait(self) -> None:
+        assert self._once.wait(_LIMIT_S)
+
+
+class LookedAt(HashStore):
+    """looked: set once somebody looked for a key that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        if not (found := super().check(keys)):
+            self.looked.set()
+        return found
+
+
 @pytest.mark.req("DDP-01")
-def test_process_0_keeps_the_store_until_the_others_have_left_but_not_for_ever() -> None:
-    store = HashStore()
+def test_process_0_keeps_the_store_until_the_others_have_left_or_its_limit() -> None:
+    store = LookedAt()
     zero, one = (Watch(rank, 2, store, QUICK) for rank in range(2))
     leaving = threading.Thread(target=zero.stop, daemon=True)
     leaving.start()
-    leaving.join(0.2)
+    assert store.looked.wait(_LIMIT_S)
     assert leaving.is_alive()
     one.stop()
-    leaving.join(60)
+    leaving.join(_LIMIT_S)
     assert not leaving.is_alive()
     Watch(0, 2, HashStore(), Timing(linger=0.01)).stop()
 
 
 class LostStore(HashStore):
-    """Goes, as the store of process 0 does when that is killed."""
+    """Breaks like the store of a killed process 0."""
 
     lost = False
 
@@ -289,7 +278,7 @@ class LostStore(HashStore):
 
 
 @pytest.mark.req("DDP-01")
-def test_without_its_store_process_0_is_gone() -> None:
+def test_lost_store_means_that_process_0_is_gone() -> None:
     store = LostStore()
     one = StorePeers(1, 2, lambda: store, QUICK, end=lambda _: None)
     with pytest.raises(RunError, match="learner process 0 is gone: Broken pipe"), one.guarded():  # noqa: PT012
@@ -298,20 +287,20 @@ def test_without_its_store_process_0_is_gone() -> None:
 
 
 @pytest.mark.req("DDP-01")
-def test_others_hear_of_a_failure_before_the_failed_process_has_cleaned_up() -> None:
-    heard = threading.Event()
+def test_failure_reaches_the_others_before_the_failed_process_has_cleaned_up() -> None:
+    raised = threading.Event()
 
     def work(peers: StorePeers) -> None:
         if peers.rank == 0:
             try:
                 peers.all_gather(lambda: None)
             finally:
-                heard.set()
+                raised.set()
         try:
             with peers.propagate_errors():
                 raise RunError("out of memory")
         finally:
-            assert heard.wait(60), "what it waits for comes of telling"
+            assert raised.wait(_LIMIT_S)
 
     told = outcomes(ranks_of(2), work)
     assert [str(error) for error in told] == [
@@ -321,25 +310,20 @@ def test_others_hear_of_a_failure_before_the_failed_process_has_cleaned_up() -> 
 
 
 @pytest.mark.req("DDP-01")
-def test_a_failed_process_whose_clean_up_hangs_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
-    codes: list[int] = []
-    ended = threading.Event()
-
-    def end(code: int) -> None:
-        codes.append(code)
-        ended.set()
+def test_failed_process_whose_clean_up_hangs_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    ended = Ended()
 
     def work(peers: StorePeers) -> None:
         if peers.rank == 0:
-            assert ended.wait(60)
+            ended.wait()
             return
         try:
             with peers.propagate_errors():
                 raise ContractError("a.b", "no", "Add it")
         finally:
-            assert ended.wait(60)
+            ended.wait()
 
-    timing = Timing(beat=0.01, silence=60.0, grace=60.0, linger=0.1, unwind=0.05)
-    outcomes(ranks_of(2, timing, end=end), work)
-    assert codes[0] == 2
+    timing = Timing(beat=0.01, silence=600.0, grace=600.0, linger=0.1, unwind=0.05)
+    outcomes(ranks_of(2, timing, end=ended), work)
+    assert ended.codes[0] == 2
     assert "error: a.b" in capfd.readouterr().err

@@ -1,26 +1,129 @@
-"""Servers that fail, are lost and come back: nothing is lost, and nothing waits for ever."""
+"""Calls, servers and pushes that fail: what is retried, what is pushed again, what ends the run."""
 
-import re
-import time
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from learner.rollout.backend import Journal
 from learner.rollout.client import OtherWeights, RolloutClient
 from learner.rollout.dispatch import FRUITLESS_RETURNS, Dispatch, Job
-from learner.rollout.server import LeaderHandle
-from learner.rollout.server_handle import ATTEMPTS
+from learner.rollout.server import LONGEST_WAIT_S, LeaderHandle
+from learner.rollout.server_handle import ATTEMPTS, Part, ServerLost
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
-from shared_contracts.infer import RequestConfig
-from tests.unit.fleets import S, fleet, requests
-from tests.unit.scripted_rollouts import INFER, Fault, ScriptedChannel, bodies
-from tests.unit.scripted_server import Reply, Route, envelope, problem, scripted_server
+from shared_contracts.infer import InferCall, RequestConfig
+from tests.unit.fleets import Fleet, PausedClock, S, fleet, fleet_of, requests
+from tests.unit.scripted_server import (
+    INFER,
+    Fault,
+    Reply,
+    ScriptedChannel,
+    ScriptedRollouts,
+    bodies,
+    envelope,
+    problem,
+    scripted_server,
+)
+
+_LIMIT_S = 60.0
+
+# --- Calls that fail ---------------------------------------------------------------------
+
+
+@pytest.mark.req("DIST-05")
+@pytest.mark.parametrize("fault", [S.hang_up, S.hang_up_half_way, S.not_ready, S.gateway])
+def test_temporary_fault_is_retried_at_the_same_server_as_the_same_call(fault: Fault) -> None:
+    with fleet(2) as run:
+        run.rollouts[0].faults.extend([fault, fault])
+        run.ask(6)
+        calls = bodies(run.rollouts[0].server)
+        lost, metrics = run.notes()
+    assert len(calls) == 3
+    assert calls[0] == calls[1] == calls[2]
+    assert (lost, metrics["rollout/retries"], metrics["rollout/splits"]) == ([], 2, 0)
+    assert run.pushed() == [[1], [1]]
+
+
+@pytest.mark.req("DIST-05")
+def test_pauses_grow_and_respect_retry_after() -> None:
+    with fleet(1) as run:
+        run.rollouts[0].faults.extend([S.not_ready, S.not_ready, S.too_many])
+        run.ask(2)
+    first, second, retry_after = run.clock.pauses
+    assert 0.5 <= first <= 0.75
+    assert 1.0 <= second <= 1.5
+    assert retry_after >= 3
+
+
+@pytest.mark.req("DIST-01", "DIST-05", "SRV-06", "WIRE-02", "WIRE-05")
+@pytest.mark.parametrize(
+    ("reply", "error", "found"),
+    [
+        (problem("invalid-request", "too long", "messages"), ProblemError, "too long"),
+        (problem("body-too-large", "9 MiB", "body"), ProblemError, "9 MiB"),
+        (problem("unauthorized", "no", "header"), ContractError, "ROLLOUT_SERVER_TOKEN"),
+        ([envelope([0], [1])] * 3, ProblemError, "3 envelopes for 2 requests"),
+    ],
+)
+def test_refusal_of_a_request_ends_the_run_without_a_retry(
+    reply: Reply, error: type[Exception], found: str
+) -> None:
+    with fleet(2) as run:
+        run.rollouts[0].server.routes[INFER] = lambda _: reply
+        with pytest.raises(error, match=found):
+            run.ask(4)
+        assert len(bodies(run.rollouts[0].server)) == 1
+        assert run.clock.pauses == []
+
+
+@pytest.mark.req("WIRE-05")
+def test_refusal_names_the_sample_of_the_refused_request() -> None:
+    def refuse(body: object) -> Reply:
+        where = "infer_requests[1].images[0]"
+        errors = [{"index": 1, "where": where, "detail": "the image cannot be read"}]
+        refused = Problem.of("invalid-request", "1 bad request(s)", where, errors)
+        return refused.status, refused
+
+    with fleet(1) as run:
+        run.rollouts[0].server.routes[INFER] = refuse
+        with pytest.raises(ProblemError) as caught:
+            run.ask(2)
+        uuid = bodies(run.rollouts[0].server)[0].infer_requests[1].uuid
+    assert str(caught.value).endswith(f"1 bad request(s); of {uuid}")
+
+
+@pytest.mark.req("DIST-05")
+def test_given_up_call_ends_while_the_server_still_generates() -> None:
+    with scripted_server() as server:
+        rollouts, released, given_up = S(server), threading.Event(), threading.Event()
+
+        def generate(one: ScriptedRollouts, call: InferCall) -> Reply:
+            given_up.set()
+            assert released.wait(_LIMIT_S)
+            return one.ok(call)
+
+        rollouts.faults.append(generate)
+        call = Job(requests(1), RequestConfig(), version=None).call(range(1))
+        with RolloutClient(server.base_url, live_interval_s=0.05) as client:
+            handle = LeaderHandle(client, ScriptedChannel(rollouts), Journal(), lambda _: None)
+            for _ in range(2):
+                with pytest.raises(ServerLost, match="given up") as caught:
+                    handle.answer(call, Part(range(1)), given_up)
+            released.set()
+        assert caught.value.tried == 0, "the second call was not sent"
+        assert len(bodies(server)) == 1
+
 
 # --- A lost server among others ---------------------------------------------------------
 
 
 @pytest.mark.req("DIST-05", "SEED-01")
-def test_the_chunk_of_a_dead_server_is_split_over_the_healthy_ones() -> None:
+def test_chunk_of_a_dead_server_is_split_among_the_others() -> None:
     with fleet(3) as run:
         run.rollouts[0].faults.append(S.die)
         run.ask(9)
@@ -36,95 +139,74 @@ def test_the_chunk_of_a_dead_server_is_split_over_the_healthy_ones() -> None:
 
 
 @pytest.mark.req("SYNC-07", "DIST-05")
-def test_a_lost_server_is_looked_at_once_before_every_rollout_and_push() -> None:
+def test_lost_server_is_checked_once_before_every_rollout_and_push() -> None:
     with fleet(2) as run:
-        run.rollouts[0].faults.append(S.die)
+        dead = run.rollouts[0]
+        dead.faults.append(S.die)
         run.ask(4)
         run.ask(4)
         run.backend.push_weights(2)
         run.ask(4, version=2)
-        looks = run.rollouts[0].server.bodies("GET /health/")
-        assert len(looks) == 3
-        assert len(bodies(run.rollouts[0].server)) == ATTEMPTS
+        assert len(dead.server.bodies("GET /health/")) == 3
+        assert len(bodies(dead.server)) == ATTEMPTS
     assert run.pushed() == [[1], [1, 2]]
 
 
-@pytest.mark.req("SYNC-07")
-def test_a_server_that_was_started_anew_gets_the_same_weights_before_it_is_asked() -> None:
-    with fleet(2) as run:
-        run.rollouts[0].faults.append(S.restart)
-        run.ask(4)
-        assert run.pushed() == [[1], [1]]
-        run.ask(4)
-        assert run.pushed() == [[1, 1], [1]]
-        assert [channel.groups for channel in run.channels] == [2, 1]
+@pytest.mark.req("SYNC-07", "DIST-05")
+@pytest.mark.parametrize(
+    ("faults", "asks", "pushed"),
+    [
+        ([[S.restart], []], [4], [[1], [1]]),
+        ([[S.restart], []], [4, 4], [[1, 1], [1]]),
+        ([[S.poison], []], [4, 4], [[1, 1], [1]]),
+        ([[S.lose_the_only_replica], []], [4, 4], [[1, 1], [1]]),
+        ([[S.die], [S.restart]], [4], [[1], [1, 1]]),
+        ([[S.ok, S.restart]], [6], [[1, 1]]),
+        ([[S.ok, S.poison]], [6], [[1, 1]]),
+        ([[S.ok, S.lose_the_only_replica]], [6], [[1, 1]]),
+        ([[S.lose_a_replica]], [6], [[1, 1]]),
+        ([[S.hang_up] * ATTEMPTS], [2], [[1]]),
+    ],
+)
+def test_only_servers_without_the_weights_are_pushed_to_again(
+    faults: list[list[Fault]], asks: list[int], pushed: list[list[int]]
+) -> None:
+    """Before the next rollout; at once where no other server is left."""
+    with fleet(len(faults), decode_batch_size=2) as run:
+        for one, planned in zip(run.rollouts, faults, strict=True):
+            one.faults.extend(planned)
+        for count in asks:
+            run.ask(count)
+        assert run.pushed() == pushed
+        answered = [number for one in run.rollouts for call in one.answered for number in call]
+        assert sorted(answered) == sorted(number for count in asks for number in range(count))
         _, metrics = run.notes()
-    assert (metrics["sync/repushes"], metrics["sync/pushes"]) == (1, 1)
-    assert run.rollouts[0].answered == [[0, 1]]
-
-
-@pytest.mark.req("SYNC-07")
-def test_the_next_push_takes_a_server_back() -> None:
-    with fleet(2) as run:
-        run.rollouts[0].faults.append(S.restart)
-        run.ask(4)
-        run.backend.push_weights(2)
-        run.ask(4, version=2)
-    assert run.pushed() == [[1, 2], [1, 2]]
-
-
-@pytest.mark.req("SYNC-07")
-def test_an_answer_of_another_epoch_is_taken_and_the_server_pushed_to_before_the_next() -> None:
-    with fleet(1, decode_batch_size=2) as run:
-        run.rollouts[0].faults.append(S.lose_a_replica)
-        run.ask(6)
-    assert run.pushed() == [[1, 1]]
-    assert sorted(run.rollouts[0].answered) == [[number] for number in range(6)]
-
-
-@pytest.mark.req("SYNC-07")
-@pytest.mark.parametrize("fault", [S.restart, S.poison, S.lose_the_only_replica])
-def test_a_server_without_the_weights_is_pushed_to_again_and_nobody_else(fault: Fault) -> None:
-    with fleet(2) as run:
-        run.rollouts[1].faults.append(fault)
-        run.ask(4)
-        run.ask(4)
-    assert run.pushed() == [[1], [1, 1]]
-
-
-@pytest.mark.req("SYNC-07")
-def test_a_lost_server_that_another_learner_has_taken_ends_the_run() -> None:
-    with fleet(2) as run:
-        run.rollouts[0].faults.append(S.lose_the_only_replica)
-        run.ask(4)
-        run.channels[0].taken = ContractError(
-            "weight_group", "another learner pushes to this server", "End it"
-        )
-        with pytest.raises(ContractError, match="another learner pushes"):
-            run.ask(4)
-    assert run.pushed() == [[1], [1]]
+        assert metrics["sync/repushes"] == sum(map(len, pushed)) - len(faults)
 
 
 @pytest.mark.req("SYNC-07", "WIRE-03")
-def test_another_learner_at_the_same_server_ends_the_run() -> None:
+@pytest.mark.parametrize("lost", [True, False])
+def test_server_that_another_learner_has_taken_ends_the_run(lost: bool) -> None:
     with fleet(2) as run:
-        run.rollouts[0].version = 8
-        with pytest.raises(OtherWeights, match="another learner"):
+        if lost:
+            run.rollouts[0].faults.append(S.lose_the_only_replica)
+            run.ask(4)
+            found = "another learner pushes to this server"
+            run.channels[0].taken = ContractError("weight_group", found, "End it")
+        else:
+            run.rollouts[0].version = 8
+        with pytest.raises(ContractError if lost else OtherWeights, match="another learner"):
             run.ask(4)
     assert run.pushed() == [[1], [1]]
 
 
 @pytest.mark.req("WIRE-03", "SYNC-09")
-def test_an_answer_of_other_weights_is_not_taken() -> None:
+def test_answer_of_other_weights_is_refused() -> None:
     with fleet(1) as run:
-
-        def stale(body: object) -> Reply:
-            return [envelope([0], [1]).model_copy(update={"coordexp": stamp})]
-
-        stamp = envelope([0], [1]).coordexp.model_copy(
-            update={"weights_version": (0, 1), "server_epoch": run.rollouts[0].epoch}
-        )
-        run.rollouts[0].server.routes[INFER] = stale
+        answer = envelope([0], [1])
+        answer.coordexp.weights_version = (0, 1)
+        answer.coordexp.server_epoch = run.rollouts[0].epoch
+        run.rollouts[0].server.routes[INFER] = lambda _: [answer]
         with pytest.raises(OtherWeights, match=r"version 1 is expected, and \[0, 1\] answered"):
             run.ask(1)
 
@@ -132,82 +214,60 @@ def test_an_answer_of_other_weights_is_not_taken() -> None:
 # --- No server is left ------------------------------------------------------------------
 
 
-@pytest.mark.req("SYNC-07", "DIST-05")
-@pytest.mark.parametrize("fault", [S.restart, S.poison, S.lose_the_only_replica])
-def test_the_only_server_is_waited_for_and_pushed_to(fault: Fault) -> None:
-    with fleet(1, decode_batch_size=2) as run:
-        run.rollouts[0].faults.extend([S.ok, fault])
-        run.ask(6)
-        _, metrics = run.notes()
-    assert run.pushed() == [[1, 1]]
-    assert sorted(run.rollouts[0].answered) == [[number] for number in range(6)]
-    assert metrics["rollout/splits"] == 0
-
-
-@pytest.mark.req("DIST-05")
-def test_a_server_that_only_was_out_of_reach_needs_no_push() -> None:
-    with fleet(1) as run:
-        run.rollouts[0].faults.extend([S.hang_up] * ATTEMPTS)
-        run.ask(2)
-        calls = bodies(run.rollouts[0].server)
-    assert run.pushed() == [[1]]
-    assert len({call.request_id for call in calls}) == 1
-
-
 @pytest.mark.req("SYNC-07", "SYNC-04")
-def test_a_server_that_stays_away_ends_the_run_with_what_was_waited_for() -> None:
-    with fleet(1, timeout_s=0.2) as run:
+def test_server_that_stays_away_ends_the_run_with_the_reason() -> None:
+    with fleet(1) as run:
         run.rollouts[0].faults.append(S.die)
         with pytest.raises(RunError) as caught:
             run.ask(2)
     url = run.rollouts[0].server.base_url
     assert f"{url}: GET {url}/health/" in str(caught.value)
-    assert re.search(
-        r"waited \d s \(rollout_matching\.vllm\.server\.timeout_s\)", str(caught.value)
-    )
+    assert "waited 60 s (rollout_matching.vllm.server.timeout_s)" in str(caught.value)
+
+
+def starting(run: Fleet, seconds: float) -> ScriptedRollouts:
+    """The only server: every call of its `/health/` advances the clock."""
+    (one,) = run.rollouts
+    health = one.server.routes["GET /health/"]
+
+    def slow_health(body: object) -> Reply:
+        run.clock.now += seconds
+        return health(body)
+
+    one.server.routes["GET /health/"] = slow_health
+    return one
 
 
 @pytest.mark.req("SYNC-07", "DIST-05")
 @pytest.mark.parametrize("at", ["rollout", "push"])
-def test_a_server_that_says_that_it_is_starting_is_waited_for_longer(at: str) -> None:
-    with fleet(1, timeout_s=1.0) as run:
-        one = run.rollouts[0]
-        one.server.routes["GET /health/"] = slowly(one.server.routes["GET /health/"])
+def test_server_that_reports_that_it_starts_is_waited_for_longer_than_a_silent_one(at: str) -> None:
+    with fleet(1) as run:
+        one = starting(run, seconds=50.0)
         one.starting_looks = 5
         if at == "rollout":
             one.faults.append(S.lose_the_only_replica)
             run.ask(2)
             assert run.pushed() == [[1, 1]]
         else:
-            one.start_anew()
+            one.restart_process()
             run.backend.push_weights(2)
             assert run.pushed() == [[1, 2]]
         assert one.starting_looks == 0
 
 
-def slowly(route: Route) -> Route:
-    """Each answer takes half of the time that a silent server is waited for."""
-
-    def answer(body: object) -> Reply:
-        time.sleep(0.5)
-        return route(body)
-
-    return answer
-
-
 @pytest.mark.req("SYNC-07")
-def test_a_server_that_never_ends_to_start_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.rollout.server.LONGEST_WAIT_S", 0.5)
-    with fleet(1, timeout_s=0.2) as run:
-        run.rollouts[0].starting_looks = 10**9
-        run.rollouts[0].faults.append(S.lose_the_only_replica)
+def test_server_that_starts_for_ever_ends_the_run() -> None:
+    with fleet(1) as run:
+        one = starting(run, seconds=LONGEST_WAIT_S / 10)
+        one.starting_looks = 10**9
+        one.faults.append(S.lose_the_only_replica)
         with pytest.raises(RunError, match=r"the longest wait.*replica 0 is starting"):
             run.ask(2)
 
 
 @pytest.mark.req("SYNC-07", "REP-06")
-def test_a_server_that_comes_back_as_another_one_is_not_pushed_to() -> None:
-    with fleet(2, timeout_s=0.2) as run:
+def test_server_that_comes_back_with_other_settings_is_not_pushed_to() -> None:
+    with fleet(2) as run:
         other = run.rollouts[0]
         other.faults.append(S.restart)
         other.guarded = False
@@ -222,19 +282,21 @@ def test_a_server_that_comes_back_as_another_one_is_not_pushed_to() -> None:
 
 
 @pytest.mark.req("SYNC-07")
-@pytest.mark.parametrize(("rest_s", "tries"), [(600.0, 1), (0.0, 4)])
-def test_a_server_whose_group_cannot_be_formed_is_left_alone_for_a_while(
-    rest_s: float, tries: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rest_s", "tries"), [(0.0, 1), (600.0, 4)])
+def test_server_whose_group_cannot_be_formed_rests_before_the_next_try(
+    rest_s: float, tries: int
 ) -> None:
-    monkeypatch.setattr("learner.rollout.server.FIRST_REST_S", rest_s)
     with fleet(2) as run:
         run.rollouts[0].faults.append(S.restart)
         run.ask(4)
         blocked, before = run.channels[0], run.channels[0].tries
         blocked.blocked = True
         run.ask(4)
+        run.clock.now += rest_s
         run.ask(4)
+        run.clock.now += rest_s
         run.backend.push_weights(2)
+        run.clock.now += rest_s
         run.ask(4, version=2)
         assert blocked.tries - before == tries
         lost, metrics = run.notes()
@@ -242,73 +304,38 @@ def test_a_server_whose_group_cannot_be_formed_is_left_alone_for_a_while(
     assert metrics["rollout/servers_lost"] == 1
 
 
-@pytest.mark.req("SYNC-07")
-def test_a_server_that_rests_is_tried_when_no_other_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("learner.rollout.server.FIRST_REST_S", 600.0)
-    with fleet(2) as run:
-        run.rollouts[0].faults.append(S.restart)
-        run.ask(4)
-        run.channels[0].blocked = True
-        run.ask(4)
-        run.channels[0].blocked = False
-        run.rollouts[1].faults.append(S.die)
-        run.ask(4)
-    assert run.pushed() == [[1, 1], [1]]
-
-
-@pytest.mark.req("DIST-05")
-def test_a_server_that_comes_back_only_to_fail_again_ends_the_run() -> None:
-    with fleet(1, timeout_s=0.2) as run:
-        run.rollouts[0].server.routes[INFER] = lambda _: problem("too-many-calls", "busy", INFER)
-        with pytest.raises(RunError, match="though some came back"):
-            run.ask(2)
-    assert run.pushed() == [[1]]
-
-
 @pytest.mark.req("DIST-05")
 @pytest.mark.parametrize(("answers_between", "ends"), [(1, False), (0, True)])
-def test_only_returns_without_an_answer_between_them_are_in_vain(
+def test_returns_without_an_answer_between_them_end_the_run(
     answers_between: int, ends: bool
 ) -> None:
     with scripted_server() as server, RolloutClient(server.base_url) as client:
-        rollouts, journal = S(server), Journal()
+        rollouts, journal, clock = S(server), Journal(), PausedClock()
         times_lost = FRUITLESS_RETURNS + 2
         rollouts.faults.extend(([S.hang_up] * ATTEMPTS + [S.ok] * answers_between) * times_lost)
-        member = LeaderHandle(client, ScriptedChannel(rollouts), journal, lambda _: None)
-        handout = Dispatch(
+        handle = LeaderHandle(client, ScriptedChannel(rollouts), journal, clock.sleep)
+        dispatch = Dispatch(
             Job(requests(times_lost), RequestConfig(), version=None),
-            [member],
+            [handle],
             caps=lambda world_sizes: [1] * len(world_sizes),
             journal=journal,
             look=lambda: None,
-            wait_for_one=lambda: member.take_back(None),
+            wait_for_one=lambda: handle.take_back(None),
             patience_s=0.0,
+            clock=clock,
         )
         if ends:
             with pytest.raises(RunError, match=f"came back {FRUITLESS_RETURNS} times"):
-                list(handout.chunks(times_lost))
+                list(dispatch.chunks(times_lost))
         else:
-            assert list(map(len, handout.chunks(times_lost))) == [times_lost]
-
-
-@pytest.mark.req("SYNC-07")
-def test_the_first_server_to_come_back_does_all_the_work() -> None:
-    with fleet(2) as run:
-        run.rollouts[0].faults.append(S.die)
-        run.rollouts[1].faults.append(S.restart)
-        run.ask(4)
-        assert run.rollouts[0].answered == []
-        assert sorted(n for call in run.rollouts[1].answered for n in call) == [0, 1, 2, 3]
-    assert run.pushed() == [[1], [1, 1]]
+            assert list(map(len, dispatch.chunks(times_lost))) == [times_lost]
 
 
 # --- Pushes that break ------------------------------------------------------------------
 
 
 @pytest.mark.req("SYNC-07", "SYNC-09")
-def test_a_push_that_breaks_at_one_server_leaves_it_out_until_it_has_the_weights() -> None:
+def test_server_at_which_a_push_breaks_is_not_used_until_it_has_the_weights() -> None:
     with fleet(2) as run:
         run.channels[0].failures.append(RunError("the transfer broke"))
         run.backend.push_weights(2)
@@ -321,7 +348,7 @@ def test_a_push_that_breaks_at_one_server_leaves_it_out_until_it_has_the_weights
 
 
 @pytest.mark.req("SYNC-07")
-def test_a_push_that_breaks_everywhere_is_tried_once_more() -> None:
+def test_push_that_breaks_everywhere_is_tried_once_more() -> None:
     with fleet(1) as run:
         run.channels[0].failures.append(RunError("the transfer broke"))
         run.backend.push_weights(2)
@@ -332,26 +359,46 @@ def test_a_push_that_breaks_everywhere_is_tried_once_more() -> None:
             run.backend.push_weights(3)
 
 
-@pytest.mark.req("SYNC-07")
-def test_a_server_that_was_started_anew_between_steps_takes_the_push() -> None:
-    with fleet(1) as run:
-        run.rollouts[0].start_anew()
-        run.backend.push_weights(2)
-        run.ask(2, version=2)
-    assert run.pushed() == [[1, 2]]
+def restarted(run: Fleet) -> None:
+    run.rollouts[0].restart_process()
 
 
-@pytest.mark.req("SYNC-07")
-def test_a_push_whose_answer_was_lost_is_not_made_again() -> None:
+def answer_lost(run: Fleet) -> None:
+    run.channels[0].answer_lost = True
+
+
+def replica_lost_at_the_end(run: Fleet) -> None:
+    run.channels[0].loses_a_replica = True
+
+
+def adapter_broken(run: Fleet) -> None:
+    """The push forms a new group, as after a failed push of an adapter."""
+    run.rollouts[0].losses, run.rollouts[0].stale = 1, True
+    run.channels[0].forms_anew = True
+
+
+@pytest.mark.req("SYNC-01", "SYNC-07")
+@pytest.mark.parametrize(
+    ("event", "pushed"),
+    [
+        (restarted, [1, 2]),
+        (answer_lost, [1, 2]),
+        (replica_lost_at_the_end, [1, 2, 2]),
+        (adapter_broken, [1, 2]),
+    ],
+)
+def test_push_arrives_whatever_happened_to_the_server(
+    event: Callable[[Fleet], None], pushed: list[int]
+) -> None:
     with fleet(1) as run:
-        run.channels[0].answer_lost = True
+        event(run)
         run.backend.push_weights(2)
         run.ask(2, version=2)
-    assert run.pushed() == [[1, 2]]
+    assert run.pushed() == [pushed]
 
 
 @pytest.mark.req("SYNC-06", "SYNC-07")
-def test_weights_that_were_not_verified_are_not_taken_for_the_servers_word() -> None:
+def test_server_with_unverified_weights_is_not_used() -> None:
     with fleet(2) as run:
         run.channels[0].disbelieved = True
         run.backend.push_weights(2)
@@ -361,31 +408,99 @@ def test_weights_that_were_not_verified_are_not_taken_for_the_servers_word() -> 
         assert run.rollouts[0].version == 2
 
 
-@pytest.mark.req("SYNC-07")
-def test_a_replica_lost_at_the_end_of_a_push_has_it_made_again() -> None:
-    with fleet(1) as run:
-        run.channels[0].loses_a_replica = True
-        run.backend.push_weights(2)
-    assert run.pushed() == [[1, 2, 2]]
-
-
-@pytest.mark.req("SYNC-01", "SYNC-07")
-def test_a_push_may_form_the_group_anew_itself() -> None:
-    """As it does where full weights take the place of a broken adapter."""
-    with fleet(1) as run:
-        run.rollouts[0].losses, run.rollouts[0].stale = 1, True
-        run.channels[0].forms_anew = True
-        run.backend.push_weights(2)
-        run.ask(2, version=2)
-    assert run.pushed() == [[1, 2]]
-    assert run.notes()[0] == []
-
-
 @pytest.mark.req("SYNC-05", "SYNC-07")
-def test_a_push_that_a_server_will_never_take_ends_the_run_at_once() -> None:
+def test_push_that_a_server_refuses_ends_the_run_at_once() -> None:
     with fleet(2) as run:
         refused = RunError("refused")
         refused.__cause__ = ProblemError(Problem.of("manifest-mismatch", "no such name", "m"))
         run.channels[0].failures.append(refused)
         with pytest.raises(RunError, match="refused"):
             run.backend.push_weights(2)
+
+
+# --- Faults of any kind ------------------------------------------------------------------
+
+
+FAULTS: list[Fault] = [
+    *(S.ok, S.hang_up, S.hang_up_half_way, S.not_ready, S.gateway, S.too_many),
+    *(S.lose_a_replica, S.lose_the_only_replica, S.restart, S.poison, S.die),
+]
+
+
+@pytest.fixture(scope="module")
+def three_servers() -> Iterator[list[ScriptedRollouts]]:
+    with ExitStack() as stack:
+        yield [S(stack.enter_context(scripted_server()), size) for size in (1, 2, 1)]
+
+
+@pytest.mark.req("DIST-01", "DIST-03", "DIST-05", "SEED-01", "SYNC-07", "SYNC-09")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    count=st.integers(0, 24),
+    decode_batch_size=st.integers(1, 6),
+    faults=st.lists(st.lists(st.sampled_from(FAULTS), max_size=6), min_size=3, max_size=3),
+    rounds=st.integers(1, 2),
+)
+def test_every_request_is_answered_once_in_order_with_its_seed_while_one_server_lives(
+    three_servers: list[ScriptedRollouts],
+    count: int,
+    decode_batch_size: int,
+    faults: list[list[Fault]],
+    rounds: int,
+) -> None:
+    running = [S(one.server, one.world_size) for one in three_servers]
+    with fleet_of(running, decode_batch_size) as run:
+        for one, planned in zip(running, faults, strict=True):
+            one.faults.extend(planned)
+        running[2].faults = deque(fault for fault in faults[2] if fault is not S.die)
+        for version in range(1, rounds + 1):
+            if version > 1:
+                run.backend.push_weights(version)
+            run.ask(count, version)
+        for one in running:
+            assert one.peak <= decode_batch_size * one.world_size
+
+
+@pytest.mark.req("ASYNC-01", "DIST-05")
+def test_close_gives_up_running_calls() -> None:
+    asked, finished = threading.Event(), threading.Event()
+
+    def wait(one: ScriptedRollouts, call: InferCall) -> Reply:
+        asked.set()
+        assert finished.wait(_LIMIT_S)
+        return one.ok(call)
+
+    with fleet(1) as run, ThreadPoolExecutor(1) as beside:
+        run.rollouts[0].faults.append(wait)
+        asking = beside.submit(run.ask, 3)
+        assert asked.wait(_LIMIT_S)
+        run.backend.close()
+        try:
+            assert isinstance(asking.exception(timeout=_LIMIT_S), RunError)
+        finally:
+            finished.set()
+    assert len(run.rollouts[0].faults) == 0
+    assert run.rollouts[0].answered in ([], [[0, 1, 2]]), "it was not asked again"
+
+
+@pytest.mark.req("DIST-03")
+def test_no_server_waits_for_another() -> None:
+    """The calls of the first server end when the second has answered all of its own."""
+    with fleet(2, decode_batch_size=2) as run:
+        slow, fast = run.rollouts
+        finished = threading.Event()
+
+        def wait(one: ScriptedRollouts, call: InferCall) -> Reply:
+            assert finished.wait(_LIMIT_S)
+            return one.ok(call)
+
+        def count(one: ScriptedRollouts, call: InferCall) -> Reply:
+            reply = one.ok(call)
+            if len(one.answered) == 6:
+                finished.set()
+            return reply
+
+        slow.faults.extend([wait] * 2)
+        fast.faults.extend([count] * 6)
+        run.ask(12)
+    assert sorted(fast.answered) == [[number] for number in range(6, 12)]

@@ -1,4 +1,4 @@
-"""Scenarios of what answers: beams, exchanged backends, their records, their guard (seed 000)."""
+"""Scenarios of rollout backends: beams, exchange, records, guard (seed 000)."""
 
 import json
 from collections.abc import Iterator
@@ -36,9 +36,9 @@ from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import ServerAddress
 from tests.unit.answers import encode
 from tests.unit.config_faults import ALIGNED, changed
+from tests.unit.fleets import fleet
 from tests.unit.loaded_models import loaded_from
-from tests.unit.scripted_rollouts import ScriptedChannel, ScriptedRollouts
-from tests.unit.scripted_server import envelope, scripted_server
+from tests.unit.scripted_server import INFER, ScriptedChannel, envelope
 from tests.unit.small_run import written
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,10 +77,10 @@ def hf_backend(loaded: LoadedModel, num_beams: int = 1) -> HfBackend:
 
 
 class Rigged:
-    """Has a model say an answer, whatever it is asked; it may be tempted at one token of it.
+    """Makes a model give one answer to every prompt.
 
-    temptation: a place in the answer and another token, likelier there, of which the model
-        finds every continuation unlikely. Greedy decoding says it, a search over beams does not.
+    temptation: a position and a token that is likelier there, but has only unlikely
+        continuations. Greedy decoding takes it, a beam search does not.
     """
 
     def __init__(self, answer: list[int], temptation: tuple[int, int] | None = None) -> None:
@@ -106,16 +106,16 @@ class Rigged:
             )
         return output
 
-    def _log_probs(self, like: Tensor, said: int, last: int) -> Tensor:
+    def _log_probs(self, like: Tensor, done: int, last: int) -> Tensor:
         likely: dict[int, float] = {}
-        if said < len(self._answer):
-            likely[self._answer[said]] = 0.999
+        if done < len(self._answer):
+            likely[self._answer[done]] = 0.999
         if self._temptation is not None:
             place, token = self._temptation
-            if said == place:
-                likely = {self._answer[said]: 0.4, token: 0.599}
-            elif said == place + 1 and last == token:
-                likely = {self._answer[said]: 0.1}
+            if done == place:
+                likely = {self._answer[done]: 0.4, token: 0.599}
+            elif done == place + 1 and last == token:
+                likely = {self._answer[done]: 0.1}
         rest = (1 - sum(likely.values())) / (len(like) - len(likely))
         probs = torch.full_like(like, rest)
         for token, probability in likely.items():
@@ -154,25 +154,23 @@ def ended(loaded: LoadedModel, answer: list[int]) -> list[int]:
 
 @contextmanager
 def served_by(engine: HfBackend) -> Iterator[ServerBackend]:
-    """Answers of `engine` over HTTP, as a rollout server gives them."""
+    """A server backend with the answers of `engine`."""
+    with fleet(1) as run:
+        epoch = run.rollouts[0].epoch
 
-    def infer(body: Any) -> list[Any]:
-        call = InferCall.model_validate(body)
-        assert call.request_config is not None
-        outputs = engine.rollout(call.infer_requests, call.request_config)
-        return [
-            envelope(output.response_token_ids, output.prompt_token_ids, output.seed, output.text)
-            for output in outputs
-        ]
+        def infer(body: Any) -> list[Any]:
+            call = InferCall.model_validate(body)
+            assert call.request_config is not None
+            envelopes = []
+            for output in engine.rollout(call.infer_requests, call.request_config):
+                ids, prompt = output.response_token_ids, output.prompt_token_ids
+                answer = envelope(ids, prompt, output.seed, output.text)
+                answer.coordexp.server_epoch = epoch
+                envelopes.append(answer)
+            return envelopes
 
-    with scripted_server() as server:
-        channel = ScriptedChannel(ScriptedRollouts(server))
-        server.routes["POST /infer/"] = infer
-        backend = ServerBackend([RolloutClient(server.base_url, timeout_s=20.0)], [channel], 8)
-        try:
-            yield backend
-        finally:
-            backend.close()
+        run.rollouts[0].server.routes[INFER] = infer
+        yield run.backend
 
 
 @pytest.mark.req("ARCH-03", "ROLL-01", "CHB-01")
@@ -206,35 +204,30 @@ def test_backend_implementation_swap_preserves_rollout_contract(
 
 
 def contract_of(outputs: list[RolloutOutput]) -> list[dict[str, Any]]:
-    """Every field but the version, of which each backend has its own."""
+    """All fields without the version, which differs between backends."""
     names = [field.name for field in fields(RolloutOutput) if field.name != "weights_version"]
     return [{name: getattr(output, name) for name in names} for output in outputs]
 
 
 @pytest.mark.req("SEED-02")
 def test_server_mode_logs_reproducibility_metadata() -> None:
-    with scripted_server() as a, scripted_server() as b:
-        servers = [
-            ServerAddress(base_url=server.base_url, group_port=port)
-            for server, port in ((a, 51216), (b, 51217))
-        ]
+    with fleet(2) as run:
+        urls = [one.server.base_url for one in run.rollouts]
+        servers = [ServerAddress(base_url=url, group_port=51216 + i) for i, url in enumerate(urls)]
         journal = Journal(servers, FullWeights())
-        backend = ServerBackend(
-            [RolloutClient(server.base_url, timeout_s=20.0) for server in (a, b)],
-            [ScriptedChannel(ScriptedRollouts(server)) for server in (a, b)],
-            8,
-            journal,
-        )
+        clients = [RolloutClient(url, timeout_s=60.0) for url in urls]
+        channels = [ScriptedChannel(one) for one in run.rollouts]
+        backend = ServerBackend(clients, channels, 8, journal)
         asking = Asking("Detect.", None, RequestConfig(max_tokens=9))
         backend.connect()
         policy = Policy(OpenBackend(backend, backend.version, journal=journal), asking)
-        policy.push_if_stale()
+        policy.push()
         policy.answer([Sample(str(i), (), 64, 64, ()) for i in range(4)], seed=1000)
         record, _ = policy.take_notes()
         policy.close()
     assert record["servers"] == [server.model_dump(mode="json") for server in servers]
     assert (record["sync_mode"], record["sync_fallback"]) == ("full", None)
-    assert record["weights_version"] == 1
+    assert record["weights_version"] == 2
     calls = sorted(record["calls"], key=lambda call: int(call["first"]))
     assert [(c["server"], c["first"], c["count"], c["seed"]) for c in calls] == [
         (servers[0].base_url, 0, 2, 1000),
@@ -244,7 +237,7 @@ def test_server_mode_logs_reproducibility_metadata() -> None:
 
 
 class FullWeights:
-    """What a run that pushes full weights says of its pushes."""
+    """The sync of a run that pushes full weights."""
 
     mode = "full"
     fallback = None
@@ -262,27 +255,18 @@ def test_existing_yaml_enables_repeat_aware_behavior_in_vllm_mode(tmp_path: Path
     assert parse_config(after).rollout_matching.repeat_terminate == asked
     (tmp_path / "train.yaml").write_text(dump_mapping(after))
     told = read_run_config(tmp_path / "train.yaml")
-    assert told.rollout.repeat_terminate == asked, "what the server's processor is started with"
+    assert told.rollout.repeat_terminate == asked
 
 
 @pytest.mark.req("REP-04", "WIRE-01")
 def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(tmp_path: Path) -> None:
     guard = RepeatTerminateConfig(enabled=True, ngram_size=3, ngram_repeats=5)
     settings = ServerSettings(model=tmp_path, device="cpu", repeat_terminate=guard)
-    assert repeat_config_from_environment(engine_environment(settings)) == guard, "at its start"
-    with scripted_server() as server:
-        backend = ServerBackend(
-            [RolloutClient(server.base_url, timeout_s=20.0)],
-            [ScriptedChannel(ScriptedRollouts(server))],
-            8,
-        )
-        backend.rollout(
-            [build_request(Sample("0", (), 64, 64, ()), PROMPT, None)], RequestConfig(seed=3)
-        )
-        backend.close()
-    (body,) = server.bodies("POST /infer/")
-    said = json.dumps(body)
-    assert "logits_processors" not in said
-    assert "repeat_terminate" not in said
+    assert repeat_config_from_environment(engine_environment(settings)) == guard
+    with fleet(1) as run:
+        run.ask(1)
+        (body,) = run.rollouts[0].server.bodies(INFER)
+    assert "logits_processors" not in json.dumps(body)
+    assert "repeat_terminate" not in json.dumps(body)
     with pytest.raises(ValidationError):
         RequestConfig.model_validate({"logits_processors": ["a.b:C"]})

@@ -109,17 +109,6 @@ def test_rollout_and_learner_overlap_within_a_step(
     assert report.metrics["packing/post_rollout_packs"] == CHUNK * CHUNKS
 
 
-@pytest.mark.req("STEP-03")
-def test_without_servers_of_their_own_gpus_rollouts_and_learning_take_turns(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    world = World(toy_checkpoint, toy_data, tmp_path, packing=False)
-    asked_at_forwards: list[list[int]] = []
-    world.channel_b.before = lambda: asked_at_forwards.append(list(world.servers.asked))
-    world.step(world.samples[:4], size=None)
-    assert asked_at_forwards == [[4]] * 4
-
-
 @pytest.mark.req("STEP-02", "CFG-07")
 def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
