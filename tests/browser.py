@@ -62,9 +62,6 @@ class Watched:
         if not request.url.startswith(("file:", "data:", "blob:")):
             self.outside.append(request.url)
 
-    def require_clean(self) -> None:
-        assert (self.errors, self.outside) == ([], [])
-
 
 @contextmanager
 def opened(
@@ -83,12 +80,12 @@ def opened(
     try:
         page.goto(file.as_uri() + anchor)
         yield watched
-        watched.require_clean()
+        assert (watched.errors, watched.outside) == ([], [])
     finally:
         page.close()
 
 
-def eventually(holds: Callable[[], object], patience_s: float = 20.0) -> None:
+def eventually(holds: Callable[[], object], patience_s: float = 60.0) -> None:
     """Waits until what a page shows `holds`; asks once more at the end, so that it may raise."""
     ends = time.monotonic() + patience_s
     while time.monotonic() < ends:

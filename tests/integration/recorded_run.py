@@ -1,4 +1,4 @@
-"""A run in this process that keeps what its server says after every push."""
+"""A run in this process that records the answers of its server after every push."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,17 +20,12 @@ from learner.training.train import RunParts, build_runner, build_scorer, build_t
 from learner.training.trainer import build_optimizer
 from learner.types import RolloutOutput
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-from tests.contract.running_server import (
-    RunningServer,
-    image_request,
-    response_ids,
-    text_request,
-)
+from tests.contract.running_server import RunningServer, image_request, response_ids, text_request
 
 
 @dataclass
 class Recorder:
-    """A backend that, after every push, keeps the checkpoint and what the server says.
+    """A backend that saves the checkpoint and records the server's answers after every push.
 
     said: greedy answers, by checkpoint. probed: answers against the model in training.
     """

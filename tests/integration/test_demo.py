@@ -1,4 +1,4 @@
-"""`learner demo` as a person runs it, and as a person interrupts it."""
+"""`learner demo`: the whole of it, a short one, and one that is interrupted."""
 
 import io
 import json
@@ -6,9 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +13,14 @@ import pytest
 from rich.console import Console
 
 from learner.operate import demo
-from tests.contract.running_server import children, is_alive, wait_until_gone
-
-pytestmark = pytest.mark.slow
-
-DEMO = [sys.executable, "-c", "from learner.cli import main; main()", "demo"]
-CLEAN_UP_S = 60.0
+from tests.contract.running_server import children, wait_until_gone
+from tests.started_command import LEARNER, LIMIT_S, StartedCommand
 
 
-def start_demo(folder: Path, *more: str) -> tuple["subprocess.Popen[bytes]", Path]:
-    """A demo in a process group of its own, and the file it prints to."""
-    log = folder / "printed.txt"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*DEMO, "--out", str(folder / "demo"), *more],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-        )
-    return process, log
-
-
-def wait_for(log: Path, text: str, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + 240
-    while text not in log.read_text():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+class Demo(StartedCommand):
+    def __init__(self, folder: Path, *options: str) -> None:
+        words = ["demo", "--out", str(folder / "demo"), *options]
+        super().__init__([*LEARNER, *words], folder / "printed.txt")
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
@@ -52,17 +28,13 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, lines) if "loss" in line]
 
 
+@pytest.mark.nightly
 @pytest.mark.req("CHB-01", "REPORT-01")
-@pytest.mark.timeout(1500)
-def test_the_demo_raises_the_score_from_nothing_to_a_detector(tmp_path: Path) -> None:
-    process, log = start_demo(tmp_path, "--control")
-    try:
-        process.wait(1400)
-    finally:
-        process.kill()
-        process.wait()
-    printed = log.read_text()
-    assert process.returncode == 0, printed
+def test_demo_raises_the_score_of_held_out_scenes(tmp_path: Path) -> None:
+    with Demo(tmp_path, "--control") as running:
+        code = running.process.wait()
+    printed = running.printed()
+    assert code == 0, printed
     scores = dict(re.findall(r"│ (\w[\w -]+?) +│ (\d\.\d+)", printed))
     before, _, both, alone = scores
     assert (before, both, alone) == (
@@ -87,49 +59,25 @@ def test_the_demo_raises_the_score_from_nothing_to_a_detector(tmp_path: Path) ->
         assert f"<dt>Held-out F1</dt><dd>{link}</dd>" in page
 
 
+@pytest.mark.slow
 @pytest.mark.req("SRV-05")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("moment", "number"),
-    [
-        ("1/5", signal.SIGINT),
-        ("2/5", signal.SIGINT),
-        ("3/5", signal.SIGINT),
-        ("3/5", signal.SIGKILL),
-    ],
-)
-def test_an_interrupted_demo_leaves_no_process(
-    tmp_path: Path, moment: str, number: signal.Signals
-) -> None:
-    process, log = start_demo(tmp_path)
-    try:
-        wait_for(log, moment, process)
-        time.sleep(1.0)
-        below = children(process.pid)
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # a terminal interrupts the whole group
-        else:
-            process.send_signal(number)
-        try:
-            process.wait(CLEAN_UP_S)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # faulthandler writes where each thread is
-            process.wait()
-            pytest.fail(log.read_text())
-        assert wait_until_gone(below, CLEAN_UP_S) == []
-        assert process.returncode != 0
-    finally:
-        if is_alive(process.pid):
-            process.kill()
-            process.wait()
+def test_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
+    """While its server starts; a terminal interrupts the whole process group."""
+    with Demo(tmp_path) as running:
+        pid = running.process.pid
+        running.wait_for(lambda: "2/5" in running.printed() and children(pid))
+        below = children(pid)
+        os.killpg(pid, signal.SIGINT)
+        assert running.code() != 0
+        assert wait_until_gone(below, LIMIT_S) == []
 
 
+@pytest.mark.slow
 @pytest.mark.req("WORLD-01", "CLEAN-01")
 @pytest.mark.timeout(600)
-def test_the_crowded_demo_learns_to_see_first_and_ends_with_a_clean_prefix(
+def test_crowded_demo_of_a_few_steps_runs_all_its_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of its parts, with few scenes and steps."""
     configs = tmp_path / "configs"
     shutil.copytree(demo.CONFIGS, configs)
     for shipped in configs.glob("crowded_*.yaml"):
@@ -146,9 +94,9 @@ def test_the_crowded_demo_learns_to_see_first_and_ends_with_a_clean_prefix(
     printed = console.file.getvalue()
     assert "8/8 Channel A alone" in printed
     assert "duplicates an answer" in printed
-    assert "step 4/4, loss of kinds" in printed
     for part in ("distinct", "warmup", "two_channel", "channel_a"):
         assert len(steps_of(folder / part)) == 4
     (answered,) = [step for step in steps_of(folder / "two_channel") if step["step/channel_b"]]
     assert "dup/removed" in answered
     assert answered["rollout/repeat_terminate_active"] == 1
+    assert '<a href="evaluations/' in (folder / "two_channel" / "report.html").read_text("utf-8")

@@ -35,23 +35,26 @@ def sample(
     return Sample(f"{DATA}:{line}", (path,), side, side, tuple(objects))
 
 
-def answered(asked: Sample, said: Sequence[GroundTruthObject], text: str = "{}") -> ScoredAnswer:
-    """An answer that says these objects; text: as it is logged."""
+def answered(
+    given: Sample, predicted: Sequence[GroundTruthObject], text: str = "{}"
+) -> ScoredAnswer:
+    """An answer with these objects; text: as it is logged."""
     objects = [
         ParsedObject(f"object_{n}", n, o.shape.kind, list(o.shape.coords), o.desc, [], (0, 0), [])
-        for n, o in enumerate(said, start=1)
+        for n, o in enumerate(predicted, start=1)
     ]
     parsed = ParsedRollout(objects, [], [], len(objects), False, False, [])
-    match = match_named(objects, asked.objects, RESOLUTION, asked.category_lists)
+    match = match_named(objects, given.objects, RESOLUTION, given.category_lists)
     output = replace(rollout([], []), text=text)
-    return ScoredAnswer.scored(AssessedRollout(asked, output, parsed, match), RESOLUTION)
+    return ScoredAnswer.scored(AssessedRollout(given, output, parsed, match), RESOLUTION)
 
 
 Case = tuple[Sequence[GroundTruthObject], Sequence[GroundTruthObject]]
 
 
 def answers(*cases: Case, side: int = 64) -> list[ScoredAnswer]:
-    """cases: (what is there, what is said), of one image each."""
+    """cases: (ground truth, predictions), of one image each."""
     return [
-        answered(sample(line, there, side), said) for line, (there, said) in enumerate(cases, 1)
+        answered(sample(line, there, side), predicted)
+        for line, (there, predicted) in enumerate(cases, 1)
     ]

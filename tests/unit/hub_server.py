@@ -1,4 +1,4 @@
-"""A Hub on loopback: what huggingface_hub asks for to create a repository and to commit files.
+"""A Hub on loopback: the calls of huggingface_hub that create a repository and commit files.
 
 Weights go by git-LFS, all else within the commit, as on the real one.
 """

@@ -1,17 +1,17 @@
-"""A launch of stand-ins, started by a test: other programs as servers and as the learner.
+"""A launch whose servers and learner are other programs; a test starts it.
 
     python -m tests.unit.launched FOLDER '{"key": value}'
 
-They note in FOLDER what becomes of them; torchrun, signals and processes are the real ones.
+They write files to FOLDER; torchrun, signals and processes are the real ones.
 
-lives: starts after which a server ends at once, saying so, with `code`.
-unstoppable: whether the stop of server 1 fails.
-ready: whether servers say that they are. stubborn: they do not mind SIGTERM.
+lives: starts after which a server ends at once with `code`, after a message.
+ready: whether servers report READY. stubborn: they ignore SIGTERM.
 learner: exit codes of its processes, by rank; -1: it waits.
 """
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -26,12 +26,12 @@ from shared_contracts.cli import run_cli
 SERVER = """
 import http.server, json, os, pathlib, signal, sys, threading
 folder, index, port = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-told = json.loads(sys.argv[4])
+settings = json.loads(sys.argv[4])
 with (folder / f"starts-{index}").open("a") as starts:
     starts.write("x")
-if (folder / f"starts-{index}").stat().st_size > told["lives"]:
+if (folder / f"starts-{index}").stat().st_size > settings["lives"]:
     print("no more of this", flush=True)
-    sys.exit(told["code"])
+    sys.exit(settings["code"])
 
 def running(pid):
     try:
@@ -42,7 +42,7 @@ def running(pid):
 def stop(*_):
     learners = [int(file.read_text()) for file in folder.glob("learner-*")]
     (folder / f"stopped-{index}").write_text(json.dumps([*map(running, learners)]))
-    if not told["stubborn"]:
+    if not settings["stubborn"]:
         os._exit(0)
 
 signal.signal(signal.SIGTERM, stop)
@@ -51,7 +51,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = b'{"status":"ok","state":"READY","weights_version":0,"server_epoch":"e-0",'
         body += b'"replicas":[]}'
-        self.send_response(200 if told["ready"] else 503)
+        self.send_response(200 if settings["ready"] else 503)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -75,32 +75,28 @@ sys.exit(codes[rank])
 class StandIn(ServerProcess):
     """Another program in the place of the server's."""
 
-    def __init__(self, folder: Path, index: int, port: int, told: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, index: int, port: int, settings: dict[str, Any]) -> None:
         self.base_url = f"http://127.0.0.1:{port}"
         self.log = folder / f"server-{index}.log"
-        self._unstoppable = told["unstoppable"] and index == 1
         program = [sys.executable, "-c", SERVER, str(folder), str(index), str(port)]
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                die_with_parent(os.getpid(), [*program, json.dumps(told)]),
+                die_with_parent(os.getpid(), [*program, json.dumps(settings)]),
                 stdout=output,
                 stderr=output,
             )
 
-    def stop(self) -> None:
-        if self._unstoppable:
-            raise PermissionError("not this one")
-        super().stop()
-
 
 def main() -> None:
-    folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
-    ports = free_ports(told["servers"])
-    servers = [partial(StandIn, folder, i, port, told) for i, port in enumerate(ports)]
-    codes = told["learner"]
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # the tests' own process may ignore it
+    folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+    ports = free_ports(settings["servers"])
+    servers = [partial(StandIn, folder, i, port, settings) for i, port in enumerate(ports)]
+    codes = settings["learner"]
     program = [sys.executable, "-c", LEARNER, str(folder), json.dumps(codes)]
     learner = partial(LearnerProcess, program, len(codes), dict(os.environ))
-    run_cli(lambda: sys.exit(launch(Crew(servers, learner, 60.0, told["pauses_s"]), print)))
+    run_cli(lambda: sys.exit(launch(Crew(servers, learner, 60.0, settings["pauses_s"]), print)))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ class RunMaker:
     ) -> Path:
         """A folder as a run of `config` leaves it, whose other steps were of channel A.
 
-        chunk: requests that are asked for at once; None for all of a step.
+        chunk: requests of one call; None for all of a step.
         """
         folder = open_run_folder(config, None)
         prompt = PromptEncoder(self._loaded.processor, config.template.prompt, None)

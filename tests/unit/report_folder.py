@@ -96,7 +96,7 @@ def answer(
     text: str = '{"object_1": {}}',
     **more: Any,
 ) -> StepAnswer:
-    """A good answer, unless told otherwise."""
+    """A good answer; the options change it."""
     matched, found = {p for p, _ in pairs}, {g for _, g in pairs}
     known: dict[str, Any] = {
         "sample_id": f"/data/{sample}",

@@ -1,18 +1,42 @@
-"""Lines that a person copies a path from."""
+"""Numbers, durations and lines on a terminal."""
 
 import io
+import math
 
 import pytest
 from rich.console import Console
 from rich.text import Text
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from learner.runs.console import tell
+from learner.runs.console import counted, duration, fraction, narrow_number, number, score, tell
+from learner.training.run_log import ProgressDisplay
 
 AWKWARD = "/data/:car:/[red]run[/red]/" + 30 * "long " + "end"
 
 
 @pytest.mark.parametrize("line", [AWKWARD, Text(AWKWARD)], ids=["str", "text"])
-def test_is_printed_letter_for_letter(line: str | Text) -> None:
+def test_line_is_printed_unchanged(line: str | Text) -> None:
     out = io.StringIO()
     tell(Console(file=out, width=40, force_terminal=True, color_system="truecolor"), line)
     assert out.getvalue() == AWKWARD + "\n"
+
+
+@pytest.mark.parametrize("name", ["lr{1e-4}", "a[/b]", "x[lora]"])
+def test_progress_shows_the_name_of_the_run_unchanged(name: str) -> None:
+    shown = io.StringIO()
+    display = ProgressDisplay(Console(file=shown, force_terminal=True, width=100), name)
+    state, control = TrainerState(max_steps=3), TrainerControl()
+    display.on_train_begin(TrainingArguments(output_dir="none"), state, control)
+    display.stop()
+    assert name in shown.getvalue()
+
+
+def test_figures_are_formatted() -> None:
+    seconds = {0.4: "0s", 59.7: "1m00s", 7800: "2h10m", 442_800: "5d03h", math.inf: "?"}
+    assert {value: duration(value) for value in seconds} == seconds
+    narrow = {0.0: "0", 1.23456: "1.235", 1.5e-7: "1.50e-07", 123456.0: "1.23e+05", None: "nan"}
+    assert {value: narrow_number(value) for value in narrow} == narrow
+    numbers = {None: "not a number", 1920.0: "1,920", 12.3456: "12.35", 1e-4: "1.000e-04"}
+    assert {value: number(value) for value in numbers} == numbers
+    assert (score(0.78125), score(None)) == ("0.781", "-")
+    assert (fraction(1, 3), fraction(1, 0), counted(1200, "step")) == ("33.3%", "-", "1,200 steps")

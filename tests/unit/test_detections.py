@@ -1,18 +1,22 @@
-"""Average precision of answers, counted by hand, and what COCO files of them hold."""
+"""Average precision, hits by description and size, LVIS's protocol: counted by hand."""
 
 import json
 import math
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from learner.analysis.evaluation.breakdown import Breakdown, Confused
+from learner.analysis.evaluation.comparison import compare
 from learner.analysis.evaluation.detections import (
     AveragePrecision,
     CocoFiles,
@@ -20,10 +24,16 @@ from learner.analysis.evaluation.detections import (
     detect,
     precision_payload,
 )
-from learner.analysis.evaluation.scores import ScoredAnswer, match_named
+from learner.analysis.evaluation.scores import ScoredAnswer, Scores, match_named
+from learner.analysis.report.gallery import shown_objects
+from learner.data.jsonl import read_samples
 from learner.types import AssessedRollout, GroundTruthObject, ParsedObject, ParsedRollout
-from tests.unit.eval_answers import DATA, RESOLUTION, Case, answers, box, poly, sample
+from shared_contracts.errors import ContractErrors
+from tests.unit.data_files import line, paint, write_lines
+from tests.unit.eval_answers import DATA, RESOLUTION, Case, answered, answers, box, poly, sample
 from tests.unit.small_run import rollout
+
+pytestmark = pytest.mark.req("EVAL-01")
 
 CAT, DOG = box("cat", 100, 100, 500, 500), box("dog", 600, 600, 900, 900)
 ELSEWHERE = box("cat", 700, 0, 900, 50)
@@ -43,46 +53,36 @@ def by_name(detected: Detected) -> dict[str, float | None]:
     return {category.name: category.ap for category in detected.categories}
 
 
-@pytest.mark.req("EVAL-01")
-def test_right_answers_have_average_precision_1() -> None:
-    found = boxes(([CAT, DOG], [DOG, CAT]), ([CAT], [CAT]))
+def test_correct_answers_have_average_precision_1() -> None:
+    crowd = [box("cat", 80 * place, 0, 80 * place + 60, 60) for place in range(12)]
+    found = boxes(([CAT, DOG], [DOG, CAT]), ([CAT], [CAT]), (crowd, crowd))
     for scores in (found.objects, found.alone):
         for value in (scores.ap, scores.ap50, scores.ap75, scores.ar):
             assert value == pytest.approx(1)
 
 
-@pytest.mark.req("EVAL-01")
-def test_recall_of_a_half_ends_the_curve_there() -> None:
-    found = boxes(([CAT], [CAT]), ([CAT], []))
-    assert found.objects.ap == pytest.approx(HALF)
-    assert found.objects.ar == pytest.approx(1 / 2)
-
-
-@pytest.mark.req("EVAL-01")
-def test_equal_scores_are_taken_in_the_order_of_the_data_file() -> None:
+def test_equal_scores_rank_in_the_order_of_the_data_file() -> None:
     """A false detection in front of a right one halves the precision there; behind, it does not."""
     right, wrong = ([CAT], [CAT]), ([CAT], [ELSEWHERE])
     assert boxes(right, wrong).objects.ap == pytest.approx(HALF)
+    assert boxes(right, ([CAT], [])).objects.ap == pytest.approx(HALF)
     assert boxes(wrong, right).objects.ap == pytest.approx(HALF / 2)
 
 
-@pytest.mark.req("EVAL-01")
-def test_lines_are_ordered_as_numbers() -> None:
+def test_images_are_ordered_by_line_number() -> None:
     files = files_of(list(reversed(answers(*[([CAT], [CAT])] * 11))))
     assert [image["file_name"] for image in files.ground_truth["images"]] == [
         f"images/{line}.png" for line in range(1, 12)
     ]
 
 
-@pytest.mark.req("EVAL-01")
-def test_a_second_detection_of_an_object_is_a_false_one() -> None:
+def test_second_detection_of_an_object_is_false() -> None:
     """Two cats: the doubled one comes before the other, so precision there is 2/3."""
     found = boxes(([CAT], [CAT, CAT]), ([CAT], [CAT]))
     assert found.objects.ap == pytest.approx((51 * 1 + 50 * 2 / 3) / 101)
 
 
-@pytest.mark.req("EVAL-01")
-def test_a_false_description_is_a_category_of_its_own_and_the_object_is_missed() -> None:
+def test_unknown_description_is_a_category_of_its_own() -> None:
     cow = GroundTruthObject("cow", DOG.shape)
     found = boxes(([CAT, DOG], [CAT, cow]))
     assert by_name(found) == {"cat": pytest.approx(1), "dog": 0.0, "cow": None}
@@ -92,21 +92,13 @@ def test_a_false_description_is_a_category_of_its_own_and_the_object_is_missed()
     assert counts == {"cat": (1, 1), "dog": (1, 0), "cow": (0, 1)}
 
 
-@pytest.mark.req("EVAL-01")
-def test_a_false_description_that_others_have_is_a_false_detection_of_theirs() -> None:
-    found = boxes(([DOG], [GroundTruthObject("cat", DOG.shape)]), ([CAT], [CAT]))
-    assert by_name(found) == {"cat": pytest.approx(1 / 2), "dog": 0.0}
-
-
-@pytest.mark.req("EVAL-01")
-def test_an_overlap_of_620_in_999_counts_at_three_of_ten_thresholds() -> None:
+def test_iou_of_0_62_counts_at_three_of_ten_thresholds() -> None:
     found = boxes(([box("cat", 0, 0, 999, 999)], [box("cat", 0, 0, 620, 999)])).objects
     assert found.ap == pytest.approx(0.3)
     assert found.ap50 == pytest.approx(1)
     assert found.ap75 == 0
 
 
-@pytest.mark.req("EVAL-01")
 def test_objects_are_small_or_large_by_their_pixels() -> None:
     """Of 200 x 200: 20, 80 and 180 pixels to a side."""
     small, medium, large = (box("cat", 0, 0, side, side) for side in (100, 400, 900))
@@ -117,20 +109,12 @@ def test_objects_are_small_or_large_by_their_pixels() -> None:
     assert (only_small.ap_medium, only_small.ap_large) == (None, None)
 
 
-@pytest.mark.req("EVAL-01")
-def test_images_of_many_objects_are_scored_whole() -> None:
-    crowd = [box("cat", 80 * place, 0, 80 * place + 60, 60) for place in range(12)]
-    found = boxes((crowd, crowd)).objects
-    assert found.ap == found.ar == pytest.approx(1)
-
-
-@pytest.mark.req("EVAL-01")
 @pytest.mark.parametrize(
     ("cases", "ap"),
     [([([CAT], [])], 0.0), ([([], [CAT])], None), ([([], [])], None)],
-    ids=["nothing said", "nothing there", "neither"],
+    ids=["no prediction", "no object", "neither"],
 )
-def test_where_nothing_is_there_or_said_there_is_a_number_or_none(
+def test_average_precision_without_objects_or_predictions(
     cases: list[Case], ap: float | None
 ) -> None:
     found = boxes(*cases)
@@ -139,8 +123,7 @@ def test_where_nothing_is_there_or_said_there_is_a_number_or_none(
     assert logged.get("eval/ap") == ap
 
 
-@pytest.mark.req("EVAL-01")
-def test_masks_tell_apart_what_boxes_do_not() -> None:
+def test_masks_differ_where_boxes_do_not() -> None:
     """The box around a third of itself."""
     third = poly("roof", 0, 0, 999, 0, 999, 333, 0, 333, 0, 999)
     around = box("roof", 0, 0, 999, 999)
@@ -159,16 +142,16 @@ def test_detections_rank_by_the_probabilities_of_their_coordinates(
 ) -> None:
     """One of both is right; the first tokens are of the descriptions and do not count."""
     boxes = (CAT, ELSEWHERE)
-    said = [
+    predicted = [
         ParsedObject(f"object_{n}", n, "bbox_2d", list(o.shape.coords), "cat", places, (0, 0), [])
         for n, (o, places) in enumerate(zip(boxes, ([1, 2, 3, 4], [6, 7, 8, 9]), strict=True), 1)
     ]
-    parsed = ParsedRollout(said, [], [], 2, False, False, [])
+    parsed = ParsedRollout(predicted, [], [], 2, False, False, [])
     logprobs = [-50.0, *[math.log(right)] * 4, 0.0, *[math.log(wrong)] * 4]
     output = replace(rollout([], list(range(10))), logprobs=logprobs)
-    asked = sample(1, [CAT])
-    match = match_named(said, asked.objects, RESOLUTION)
-    answer = ScoredAnswer.scored(AssessedRollout(asked, output, parsed, match), RESOLUTION)
+    given = sample(1, [CAT])
+    match = match_named(predicted, given.objects, RESOLUTION)
+    answer = ScoredAnswer.scored(AssessedRollout(given, output, parsed, match), RESOLUTION)
     files = files_of([answer])
     assert files.ranked
     assert [each["score"] for each in files.detections] == pytest.approx([right, wrong])
@@ -177,17 +160,7 @@ def test_detections_rank_by_the_probabilities_of_their_coordinates(
     assert [item.confidence for item in again.parse.objects] == pytest.approx([right, wrong])
 
 
-@pytest.mark.req("EVAL-01", "EVAL-02")
-def test_without_the_confidence_of_one_all_have_the_same_score() -> None:
-    (answer,) = answers(([CAT], [CAT, ELSEWHERE]))
-    answer.parse.objects[0].confidence = 0.5
-    files = files_of([answer])
-    assert not files.ranked
-    assert [each["score"] for each in files.detections] == [1.0, 1.0]
-
-
-@pytest.mark.req("EVAL-01")
-def test_detections_are_in_pixels_and_all_have_the_same_score() -> None:
+def test_detections_are_in_pixels() -> None:
     files = files_of(answers(([CAT], [box("cat", 0, 111, 999, 999)]), side=90))
     (detection,) = files.detections
     assert detection == {
@@ -197,19 +170,17 @@ def test_detections_are_in_pixels_and_all_have_the_same_score() -> None:
         "bbox": [0.0, pytest.approx(10), 90.0, pytest.approx(80)],
         "score": 1.0,
     }
+    (partly,) = answers(([CAT], [CAT, ELSEWHERE]))
+    partly.parse.objects[0].confidence = 0.5
+    assert not files_of([partly]).ranked
+    assert [each["score"] for each in files_of([partly]).detections] == [1.0, 1.0]
     masks = files_of(answers(([CAT], [box("cat", 0, 0, 999, 999)]), side=90), polygons=True)
     assert masks.detections[0]["segmentation"] == [[0, 0, 90, 0, 90, 90, 0, 90]]
     assert "segmentation" in masks.ground_truth["annotations"][0]
 
 
-@pytest.mark.req("EVAL-01")
-def test_scoring_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    boxes(([CAT], [CAT]))
-    assert capsys.readouterr() == ("", "")
-
-
 def offline(folder: Path, kind: str) -> AveragePrecision:
-    """What pycocotools says of the two files, used as its users do."""
+    """The scores of pycocotools for the two files."""
     truth = COCO(str(folder / "gt.json"))
     scored = COCOeval(truth, truth.loadRes(str(folder / "preds.json")), kind)
     scored.evaluate()
@@ -219,8 +190,7 @@ def offline(folder: Path, kind: str) -> AveragePrecision:
     return AveragePrecision(*(values[place] for place in (0, 1, 2, 3, 4, 5, 8)))
 
 
-@pytest.mark.req("EVAL-01")
-def test_pycocotools_says_the_same_of_the_files(tmp_path: Path) -> None:
+def test_pycocotools_gives_the_same_scores_for_the_files(tmp_path: Path) -> None:
     roof, near = poly("roof", 0, 0, 500, 0, 500, 500), poly("roof", 0, 0, 500, 0, 0, 490)
     cases: list[Case] = [
         ([CAT, roof], [near, CAT, ELSEWHERE]),
@@ -251,15 +221,11 @@ def boxes_of_an_image(draw: st.DrawFn) -> list[GroundTruthObject]:
     return found
 
 
-@pytest.mark.req("EVAL-01")
-@settings(max_examples=60)
 @given(
     cases=st.lists(st.tuples(boxes_of_an_image(), boxes_of_an_image()), min_size=1, max_size=4),
     shuffler=st.randoms(use_true_random=False),
 )
-def test_the_order_in_which_answers_come_changes_nothing(
-    cases: list[Any], shuffler: random.Random
-) -> None:
+def test_order_of_answers_does_not_matter(cases: list[Any], shuffler: random.Random) -> None:
     found = answers(*cases)
     shuffled = list(found)
     shuffler.shuffle(shuffled)
@@ -267,11 +233,231 @@ def test_the_order_in_which_answers_come_changes_nothing(
     assert asdict(detect(files_of(shuffled))["bbox"]) == asdict(detect(files_of(found))["bbox"])
 
 
-@pytest.mark.req("EVAL-01")
-@settings(max_examples=60)
 @given(st.lists(boxes_of_an_image(), min_size=1, max_size=4).filter(any))
-def test_right_answers_are_perfect_whatever_is_there(images: list[list[GroundTruthObject]]) -> None:
+def test_correct_answers_are_perfect(images: list[list[GroundTruthObject]]) -> None:
     found = boxes(*((objects, list(reversed(objects))) for objects in images))
     assert found.objects.ap == pytest.approx(1)
     assert found.alone.ap == pytest.approx(1)
     assert all(category.ap == pytest.approx(1) for category in found.categories)
+
+
+def breakdown(found: list[ScoredAnswer], *, polygons: bool = False) -> Breakdown:
+    detected = detect(CocoFiles.of(found, DATA.parent, polygons=polygons))
+    return Breakdown.of(found, detected["bbox"].categories)
+
+
+def test_descriptions_have_scores_and_ap() -> None:
+    cow = box("cow", *DOG.shape.coords)
+    found = breakdown(answers(([CAT, DOG], [CAT, cow]), ([CAT], [])))
+    cat, cow_row, dog = found.descriptions
+    assert (cat.name, cat.hits, cat.predicted, cat.ground_truths) == ("cat", 1, 1, 2)
+    assert (cat.precision, cat.recall, cat.f1) == (1.0, 0.5, 2 / 3)
+    assert cat.ap50 == pytest.approx(0.5, abs=0.01)
+    assert (cow_row.precision, cow_row.recall, cow_row.f1, cow_row.ap) == (0.0, None, 0.0, None)
+    assert (dog.precision, dog.recall, dog.f1, dog.ap) == (None, 0.0, 0.0, 0.0)
+    assert [row.name for row in found.worst(2)] == ["dog", "cat"]
+
+
+@pytest.mark.req("RES-20")
+def test_confusion_pairs_hits_first_and_the_rest_by_place() -> None:
+    near = box("cat", 101, 100, 500, 500)
+    on_the_cat = box("dog", *CAT.shape.coords)
+    bird = box("bird", 0, 0, 50, 50)
+    found = breakdown(
+        answers(([CAT], [on_the_cat, near]), ([CAT, DOG], [on_the_cat]), ([DOG], [DOG, bird]))
+    )
+    assert found.confusion == (
+        Confused(None, "bird", 1),
+        Confused(None, "dog", 1),
+        Confused("cat", "cat", 1),
+        Confused("cat", "dog", 1),
+        Confused("dog", None, 1),
+        Confused("dog", "dog", 1),
+    )
+
+
+@pytest.mark.req("EVAL-02")
+def test_f1_miou_of_descriptions() -> None:
+    """IoU 0.9 and 0.7 with the cats, 0.5 and less with the dog; all of them add up to F1@mIoU."""
+    there = box("cat", 0, 0, 100, 100)
+    found = answers(
+        ([there], [box("cat", 0, 0, 90, 100)]),
+        ([there, DOG], [box("cat", 0, 0, 70, 100), box("dog", 600, 600, 900, 740)]),
+    )
+    whole = breakdown(found)
+    by_iou = {row.iou: row.hits for row in whole.thresholds}
+    assert (by_iou[0.7], by_iou[0.75], by_iou[0.9], by_iou[0.95]) == (2, 1, 1, 0)
+    cat, dog = whole.descriptions
+    assert [cat.f1_miou, dog.f1_miou] == pytest.approx([(5 * 2 + 4 * 1) / 2 / 10, 0.0])
+    assert (cat.f1_95, dog.f1_95) == (0.0, 0.0)
+    scores = Scores.of(found)
+    both = [2 * each.predicted for each in (cat, dog)]
+    mean = (cat.f1_miou * both[0] + dog.f1_miou * both[1]) / sum(both)
+    assert scores.f1_miou == pytest.approx(mean)
+
+
+def test_sizes_are_areas_in_pixels() -> None:
+    """An image of 999 pixels a side, so that a bin is a pixel; 32^2 is the last small area."""
+    small, above = box("cat", 0, 0, 32, 32), box("cat", 100, 0, 132, 33)
+    large = box("cat", 200, 0, 297, 97)
+    stray = box("cat", 0, 500, 20, 520)
+    half = box("cat", 200, 0, 297, 60)  # a hit of the large one, itself of medium size
+    found = breakdown(answers(([small, above, large], [above, half, stray]), side=999))
+    rows = {row.size: (row.hits, row.predicted, row.ground_truths) for row in found.sizes}
+    assert rows == {"small": (0, 1, 1), "medium": (1, 1, 1), "large": (1, 1, 1)}
+    triangle = poly("cat", 0, 0, 64, 0, 0, 32)  # half of a rectangle of 2048 pixels: 32^2
+    found = breakdown(answers(([triangle], []), side=999), polygons=True)
+    assert [row.ground_truths for row in found.sizes] == [1, 0, 0]
+
+
+OBJECTS = st.lists(
+    st.builds(
+        lambda name, x, y, w, h: box(name, x, y, x + w, y + h),
+        st.sampled_from(["cat", "dog", "bird"]),
+        *[st.integers(0, 12)] * 2,
+        *[st.integers(1, 12)] * 2,
+    ),
+    max_size=6,
+)
+
+
+@pytest.mark.req("RES-20")
+@given(st.lists(st.tuples(OBJECTS, OBJECTS), max_size=3))
+def test_every_part_adds_up_to_the_scores(
+    cases: list[tuple[list[GroundTruthObject], list[GroundTruthObject]]],
+) -> None:
+    found = answers(*cases, side=999)
+    whole, parts = Scores.of(found), breakdown(found)
+    sums = (whole.hits, whole.predicted, whole.ground_truths)
+    for rows in (parts.descriptions, parts.sizes, parts.thresholds[:1]):
+        assert sums == tuple(
+            sum(getattr(row, name) for row in rows)
+            for name in ("hits", "predicted", "ground_truths")
+        )
+    hits = [row.hits for row in parts.thresholds]
+    assert hits == sorted(hits, reverse=True)
+    assert whole.located >= whole.hits
+    paired = Counter({(row.truth, row.predicted): row.count for row in parts.confusion})
+    assert sum(n for (truth, _), n in paired.items() if truth is not None) == whole.ground_truths
+    assert (
+        sum(n for (_, predicted), n in paired.items() if predicted is not None) == whole.predicted
+    )
+    assert sum(n for (truth, predicted), n in paired.items() if truth == predicted) == whole.hits
+    json.dumps(parts.numbers(), allow_nan=False)
+
+
+DOG_ON_CAT, COW_ON_CAT = (box(name, *CAT.shape.coords) for name in ("dog", "cow"))
+OTHER_CAT, OTHER_DOG = box("cat", 600, 600, 900, 900), box("dog", 600, 600, 900, 900)
+
+Listed = tuple[Sequence[GroundTruthObject], Sequence[GroundTruthObject], dict[str, Any]]
+
+
+def lists(negative: list[str] | None = None, partly: list[str] | None = None) -> dict[str, Any]:
+    given = {"neg_categories": negative, "not_exhaustive_categories": partly}
+    return {key: names for key, names in given.items() if names is not None}
+
+
+def with_lists(*images: Listed) -> list[ScoredAnswer]:
+    """images: ground truth, predictions, `metadata`."""
+    return [
+        answered(replace(sample(number, there), metadata=metadata), predicted)
+        for number, (there, predicted, metadata) in enumerate(images, start=1)
+    ]
+
+
+def detected(found: list[ScoredAnswer]) -> Detected:
+    return detect(CocoFiles.of(found, DATA.parent, polygons=False))["bbox"]
+
+
+def ap_of(found: list[ScoredAnswer]) -> dict[str, float | None]:
+    return {category.name: category.ap for category in detected(found).categories}
+
+
+@pytest.mark.req("EVAL-02", "IO-01")
+@pytest.mark.parametrize(
+    ("metadata", "ap", "predicted"),
+    [
+        ({}, 1 / 2, 3),
+        (lists([]), 1, 2),
+        (lists(["dog"]), 1 / 2, 3),
+        (lists(None, ["dog"]), 1, 2),
+        (lists(["dog"], ["dog"]), 1, 2),
+    ],
+)
+def test_false_detection_counts_where_its_category_was_verified(
+    metadata: dict[str, Any], ap: float, predicted: int
+) -> None:
+    """The false dog of the first image is before the right one: precision 1/2 at recall 1."""
+    found = with_lists(([CAT], [CAT, OTHER_DOG], metadata), ([DOG_ON_CAT], [DOG_ON_CAT], lists([])))
+    aps = ap_of(found)
+    assert [aps["cat"], aps["dog"]] == pytest.approx([1, ap])
+    scores = Scores.of(found)
+    assert (scores.hits, scores.predicted, scores.ground_truths) == (2, predicted, 2)
+    assert scores.precision == pytest.approx(2 / predicted)
+    assert scores.f1 == pytest.approx(4 / (predicted + 2))
+    assert scores.box_precision == pytest.approx(2 / predicted)
+
+
+@pytest.mark.req("EVAL-02", "IO-01")
+@pytest.mark.parametrize(("partly", "ap"), [(["cat"], 1), ([], 1 / 2)])
+def test_category_that_is_not_exhaustive_may_have_more_objects(
+    partly: list[str], ap: float
+) -> None:
+    found = with_lists(([CAT], [OTHER_CAT, CAT], lists([], partly)))
+    assert ap_of(found) == {"cat": pytest.approx(ap)}
+    assert found[0].match.unjudged == ([0] if partly else [])
+    assert found[0].match.false_positives == ([] if partly else [0])
+    assert (found[0].precision, found[0].f1) == (ap, 1 if partly else 2 / 3)
+
+
+@pytest.mark.req("EVAL-02", "IO-01")
+def test_unjudged_prediction_is_paired_with_nothing() -> None:
+    """A cow on the cat: where cows were not looked for, it may be one."""
+    found = with_lists(([CAT], [COW_ON_CAT], lists([])), ([COW_ON_CAT], [COW_ON_CAT], lists([])))
+    first = found[0]
+    assert (first.match.pairs, first.match.false_negatives, first.located) == ([], [0], 0)
+    assert detected(found).alone.ap == pytest.approx(51 / 101)
+    looked_for = with_lists(([CAT], [COW_ON_CAT], lists(["cow"])))[0]
+    assert (looked_for.match.pairs, looked_for.located) == ([(0, 0)], 1)
+
+
+@pytest.mark.req("EVAL-02", "IO-01")
+def test_first_300_detections_of_an_image_count() -> None:
+    def ap(others: int) -> float | None:
+        predicted = [*[box("cow", 0, 0, 9 + n, 9) for n in range(others)], CAT]
+        return ap_of(with_lists(([CAT], predicted, lists([]))))["cat"]
+
+    assert ap(299) == pytest.approx(1)
+    assert ap(300) == 0
+    crowd = [box("cat", 9 * n, 0, 9 * n + 9, 999) for n in range(111)]
+    assert ap_of(with_lists((crowd, crowd, lists([])))) == {"cat": pytest.approx(1)}
+
+
+@pytest.mark.req("EVAL-02", "IO-01")
+def test_every_part_of_an_evaluation_leaves_out_unjudged_predictions() -> None:
+    whole = box("sky", 0, 0, 999, 999)
+    found = with_lists(([CAT], [CAT, whole, DOG_ON_CAT], lists(["dog"])))
+    (answer,) = found
+    assert (answer.counted, answer.match.unjudged, answer.oversized) == (2, [1], 0)
+    parts = Breakdown.of(found, detected(found).categories)
+    assert [each.predicted for each in parts.thresholds] == [2] * 10
+    assert sum(each.predicted for each in parts.sizes) == 2
+    assert {pair.predicted for pair in parts.confusion} == {"cat", "dog"}
+    compared = {each.name: each.first for each in compare(found, found, seed=0)}
+    assert compared["precision"] == 1 / 2
+    roles = [each.role for each in shown_objects(answer, RESOLUTION)]
+    assert roles == ["match", "unjudged", "stray", "truth"]
+
+
+@pytest.mark.req("EVAL-02", "IO-01")
+@pytest.mark.parametrize("names", ["cat", ["cat", 3], [" "], {"cat": 1}, None])
+def test_bad_lists_are_refused_with_their_line(names: Any, tmp_path: Path) -> None:
+    paint(tmp_path / "a.png")
+    good = line("a.png")
+    bad = good | {"metadata": {"neg_categories": names}}
+    data = write_lines(tmp_path / "d.jsonl", good, bad)
+    with pytest.raises(ContractErrors) as caught:
+        read_samples(data, allow_poly=False)
+    (error,) = caught.value.errors
+    found = f"metadata.neg_categories is {json.dumps(names)}"
+    assert (error.where, error.found) == (f"{data}:2", found)
