@@ -1,10 +1,9 @@
-"""One learner process of a few, which runs one config after another; started by a test.
+"""A learner process of a test. It runs one config after the other.
 
     torchrun ... -m tests.integration.process_run OUT CONFIG ...
 
-Writes OUT/CONFIG's stem-RANK.pt after each: `weights`, whole, and `rates`, the learning rate of
-every parameter that is trained, as this process has them; `pushed`, what it would push; `gathered`,
-the types that the weight of a layer has in forwards.
+After each, writes OUT/STEM-RANK.pt (STEM: of CONFIG): whole `weights`, `rates` (learning rates by
+parameter), `pushed` (what it would push), `gathered` (dtypes of a layer's weight in forwards).
 """
 
 import io

@@ -2,9 +2,9 @@
 
     python -m tests.integration.rank_nursery
 
-Reads a line of JSON per run, {"config", "ranks", "log"}, forks that many processes of `learner
-train` which meet over loopback, and answers {"pids": [...]}. It says {"pid", "code"} of each that
-ends, with the code as `subprocess` has it. It ends, and they with it, when its input does.
+Per line of JSON {"config", "ranks", "log"}: forks `ranks` processes of `learner train` and prints
+{"pids": [...]}. Prints {"pid", "code"} of each process that ends. Ends with its input, and its
+processes with it.
 """
 
 import json
@@ -42,7 +42,7 @@ def become_rank(rank: int, ranks: int, port: int, config: str, log: Path) -> Non
         learner_main()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException as error:  # noqa: BLE001 - told as the interpreter would
+    except BaseException as error:  # noqa: BLE001 - printed as the interpreter does
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     finally:
@@ -51,7 +51,7 @@ def become_rank(rank: int, ranks: int, port: int, config: str, log: Path) -> Non
         os._exit(code)
 
 
-def tell_who_ended() -> None:
+def report_ends() -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -77,7 +77,7 @@ def main() -> None:
     """One thread: a fork takes no other along."""
     while True:
         readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
-        tell_who_ended()
+        report_ends()
         if not readable:
             continue
         if not (line := sys.stdin.readline()):

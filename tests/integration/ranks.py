@@ -14,8 +14,8 @@ from typing import Any
 
 from tests.contract.running_server import is_alive
 
-# So long the rest of a run may take to end, once one of its processes has (DDP-01).
-END_S = 30.0
+# Limits that only a failing test reaches: for the rest of a run whose process died, for a run.
+END_S = 120.0
 RUN_S = 240.0
 
 
@@ -38,7 +38,7 @@ class Ranks:
             try:
                 end = self._ends.get(timeout=timeout_s)
             except queue.Empty:
-                raise AssertionError(f"after {timeout_s:g} s:\n{self.said()}") from None
+                raise AssertionError(f"after {timeout_s:g} s:\n{self.tails()}") from None
             self._codes[end["pid"]] = end["code"]
         assert not any(map(is_alive, self.pids))
         return [self._codes[pid] for pid in self.pids]
@@ -49,7 +49,7 @@ class Ranks:
     def log(self, rank: int) -> str:
         return self._logs[rank].read_text()
 
-    def said(self) -> str:
+    def tails(self) -> str:
         return "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in self._logs)
 
 
@@ -60,7 +60,7 @@ class Nursery:
         self._process = process
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
         self._ends: queue.Queue[dict[str, int]] = queue.Queue()
-        threading.Thread(target=self._hear, daemon=True).start()
+        threading.Thread(target=self._read, daemon=True).start()
 
     def start(self, config: Path, ranks: int, log: Path) -> Ranks:
         assert self._process.stdin is not None
@@ -70,16 +70,16 @@ class Nursery:
         pids = self._lines.get(timeout=RUN_S)["pids"]
         return Ranks(pids, self._ends, [log.with_suffix(f".{rank}.log") for rank in range(ranks)])
 
-    def _hear(self) -> None:
+    def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            said = json.loads(line)
-            (self._lines if "pids" in said else self._ends).put(said)
+            message = json.loads(line)
+            (self._lines if "pids" in message else self._ends).put(message)
 
 
 @contextmanager
 def nursery(folder: Path) -> Iterator[Nursery]:
-    """Ends with every process that it has started."""
+    """At the end, kills every process that it has started."""
     own = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
     with (folder / "nursery.log").open("wb") as log:
         process = subprocess.Popen(
@@ -98,8 +98,8 @@ def nursery(folder: Path) -> Iterator[Nursery]:
 
 
 def wait_until(holds: Callable[[], bool], ranks: Ranks) -> None:
-    """Until something happens in a run that goes on."""
+    """Until `holds` is true. The processes must run until then."""
     pause = threading.Event()
     while not holds():
-        assert ranks.running(), ranks.said()
+        assert ranks.running(), ranks.tails()
         pause.wait(0.005)

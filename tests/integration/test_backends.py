@@ -1,7 +1,7 @@
 """One config and the same samples through all three backends (ARCH-03).
 
-The learner's weights are not those of the checkpoint that the servers start with: whoever
-answers with the checkpoint's has not taken the push.
+The learner's weights differ from those of the checkpoint that the servers start with. A server
+that missed the push answers differently.
 """
 
 import json
@@ -68,8 +68,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def mapping_of(model: Path, data: Path, out: Path, who: dict[str, Any]) -> dict[str, Any]:
-    """The one config, but for the folder and for who answers."""
+def mapping_of(model: Path, data: Path, out: Path, backend: dict[str, Any]) -> dict[str, Any]:
+    """The one config. out, backend: what differs."""
     bare = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
     return merge(
         bare,
@@ -77,7 +77,7 @@ def mapping_of(model: Path, data: Path, out: Path, who: dict[str, Any]) -> dict[
             "model": {"model": str(model)},
             "data": {"train_jsonl": str(data), "val_jsonl": None},
             "training": {"output_dir": str(out)},
-            "rollout_matching": merge(ROLLOUT, who),
+            "rollout_matching": merge(ROLLOUT, backend),
         },
     )
 
@@ -98,7 +98,7 @@ def answers(mapping: dict[str, Any], weights: Path) -> Answers:
 
 
 def answers_of_a_server(model: Path, data: Path, folder: Path, weights: Path) -> Answers:
-    """By a server that is started beforehand, with the YAML of the run."""
+    """By a server that was started with the YAML of the run."""
     port, group_port = free_ports(2)
     address = {"base_url": f"http://127.0.0.1:{port}", "group_port": group_port}
     server = {"vllm": {"mode": "server", "server": {"servers": [address]}}}
@@ -112,8 +112,8 @@ def answers_of_a_server(model: Path, data: Path, folder: Path, weights: Path) ->
 
 
 def read_back(line: str) -> Answers:
-    said: Answers = json.loads(line)
-    return said
+    outputs: Answers = json.loads(line)
+    return outputs
 
 
 class ColocatedLearner:
@@ -159,7 +159,7 @@ def colocated(config: dict[str, Any], weights: Path, folder: Path) -> Iterator[C
 
 
 def comparable(outputs: Answers) -> Answers:
-    """All but the version, which counts on from what the server had before."""
+    """All but the version, which continues that of the server."""
     return [{key: v for key, v in output.items() if key != "weights_version"} for output in outputs]
 
 
@@ -168,7 +168,7 @@ def comparable(outputs: Answers) -> Answers:
 def test_all_backends_answer_alike(
     tied: Path, other_tied: Path, data: Path, tmp_path: Path
 ) -> None:
-    """With the guard and at the end of the context; every field, in float32."""
+    """With the guard and at the end of the context. All fields, in float32."""
     hf = mapping_of(tied, data, tmp_path / "hf", {"rollout_backend": "hf"})
     by_hf = answers(hf, other_tied)
     assert {output["repeat_terminated"] for output in by_hf} == {True, False}

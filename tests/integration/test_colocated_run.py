@@ -1,6 +1,6 @@
 """Scenarios of a run that starts its rollout server itself, on a real one (seeds 000, 001).
 
-The model knows nothing yet, so it repeats itself, and the guard ends its answers.
+The untrained model repeats itself, so the guard ends its answers.
 """
 
 import json
@@ -32,7 +32,7 @@ MAX_NEW_TOKENS = 24
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: what it was told, what it has logged."""
+    """A finished run: its config and its logs."""
 
     config: dict[str, Any]
     folder: Path
@@ -80,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def triggers_at(ids: list[int]) -> int | None:
-    """How many of `ids` it takes until the guard triggers; none of its rules counts objects."""
+    """Number of `ids` after which the guard triggers. None of its rules counts objects."""
     guard = RepeatGuard(GUARD, [])
     return next((taken for taken, each in enumerate(ids, 1) if guard.push(each)), None)
 
@@ -93,7 +93,7 @@ def test_vllm_backend_produces_token_ids_suitable_for_strict_alignment(run: Run)
 
 @pytest.mark.req("ROLL-03")
 def test_offload_context_does_not_break_the_training_step(run: Run) -> None:
-    """Each step pushed what the one before had learned, and has learned something itself."""
+    """Each step changes weights, and the next one pushes them."""
     assert [line["step"] for line in run.metrics] == [1, 2]
     assert all(line["grad_norm"] > 0 for line in run.metrics)
     versions = [line["sync/weights_version"] for line in run.metrics]
@@ -103,7 +103,7 @@ def test_offload_context_does_not_break_the_training_step(run: Run) -> None:
 
 @pytest.mark.req("REP-02", "REP-03", "CHB-01")
 def test_channel_b_run_in_vllm_mode_uses_repeat_aware_termination(run: Run) -> None:
-    """An answer ends where it repeats itself, and the step goes on with all of its answers."""
+    """An answer ends where it repeats itself. The step uses all answers."""
     assert all(line["rollout/repeat_terminate_active"] == 1.0 for line in run.metrics)
     ended = [answer for answer in run.answers if answer.repeat_terminated]
     assert ended

@@ -1,13 +1,12 @@
 """SIGKILL of a real server and of its engine, in the middle of pushes and rollouts.
 
-A supervisor starts the server again, as it would in production. The call that was under way
-ends as if nothing had happened: every answer, in order, from the weights it asked for.
+A supervisor starts the server again. The interrupted call succeeds: every answer, in order, from
+the weights of the last push.
 """
 
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +27,9 @@ from learner.types import Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig
 from shared_contracts.weights import (
-    CommunicatorReady,
     DtypeName,
     FinishWeightUpdate,
-    InitCommunicator,
-    StartWeightUpdate,
     SyncReport,
-    WeightStatus,
 )
 from tests.contract.running_server import CPU, PROMPT, START_TIMEOUT_S, children
 
@@ -47,30 +42,21 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 class Moments:
-    """What happens at named moments, each once."""
+    """Actions at named moments, each taken once."""
 
     def __init__(self) -> None:
-        self.coming: dict[str, Callable[[], None]] = {}
+        self.actions: dict[str, Callable[[], None]] = {}
 
     def now(self, moment: str) -> None:
-        self.coming.pop(moment, lambda: None)()
+        self.actions.pop(moment, lambda: None)()
 
 
 class ClientWithMoments(RolloutClient):
-    """The learner's client, with a moment before or after its calls."""
+    """The learner's client, with moments before and after its calls."""
 
     def __init__(self, base_url: str, timeout_s: float, moments: Moments) -> None:
         super().__init__(base_url, timeout_s, live_interval_s=0.5)
         self._moments = moments
-
-    def init_communicator(self, body: InitCommunicator) -> CommunicatorReady:
-        self._moments.now("rendezvous")
-        return super().init_communicator(body)
-
-    def start_weight_update(self, body: StartWeightUpdate) -> WeightStatus:
-        status = super().start_weight_update(body)
-        self._moments.now("start")
-        return status
 
     def finish_weight_update(self, body: FinishWeightUpdate) -> SyncReport:
         self._moments.now("finish")
@@ -80,7 +66,7 @@ class ClientWithMoments(RolloutClient):
 
 
 class WeightsWithMoment(MergedWeights):
-    """Weights of a model, with a moment half way through."""
+    """Weights of a model, with a moment in the middle of the transfer."""
 
     def __init__(self, model: Qwen3VLForConditionalGeneration, moments: Moments) -> None:
         super().__init__(model)
@@ -96,7 +82,7 @@ class WeightsWithMoment(MergedWeights):
 
 @dataclass
 class Play:
-    """A supervised server, a learner over it, and what that answers undisturbed."""
+    """A supervised server and a learner that uses it. version: of the last push."""
 
     server: SupervisedServer
     moments: Moments
@@ -109,7 +95,7 @@ class Play:
         self.backend.push_weights(self.version)
 
     def ask(self) -> list[list[int]]:
-        """Greedy answers, all by the weights that were pushed last."""
+        """Greedy answers, all by the weights of the last push."""
         samples = [Sample(str(number), (), 64, 64, ()) for number in range(REQUESTS)]
         requests = [build_request(s, f"{PROMPT} {s.sample_id}", None) for s in samples]
         config = RequestConfig(max_tokens=MAX_TOKENS, temperature=0.0, return_details=True)
@@ -126,9 +112,8 @@ class Play:
 
     def kill_server_while_it_decodes(self) -> None:
         with httpx.Client(base_url=self.server.base_url, trust_env=False) as http:
-            deadline = time.monotonic() + TIMEOUT_S
             while not decoding(http.get("/metrics/").text):
-                assert time.monotonic() < deadline
+                pass
         self.kill_server()
 
 
@@ -184,35 +169,35 @@ def undisturbed(play: Play) -> list[list[int]]:
     [
         ("transfer", "server"),
         ("finish", "engine"),
-        ("finished", "server"),
+        pytest.param("finished", "server", marks=pytest.mark.nightly),
     ],
 )
-def test_whoever_is_killed_in_a_push_the_next_answers_are_of_its_weights(
+def test_after_a_kill_in_a_push_the_next_answers_are_of_its_weights(
     play: Play, undisturbed: list[list[int]], moment: str, victim: str
 ) -> None:
-    """After `finished` the server has said 200, and the push has ended well."""
+    """At `finished` the server has answered 200, and the push has succeeded."""
     kill = {"server": play.kill_server, "engine": play.kill_engine}[victim]
-    play.moments.coming[moment] = kill
+    play.moments.actions[moment] = kill
     play.push()
     assert play.ask() == undisturbed
-    assert not play.moments.coming
+    assert not play.moments.actions
 
 
 @pytest.mark.req("SYNC-07", "SYNC-09", "DIST-05", "CFG-06")
-def test_a_server_killed_while_it_answers_answers_after_all(
+def test_a_server_killed_while_it_decodes_answers_after_its_restart(
     play: Play, undisturbed: list[list[int]]
 ) -> None:
     starts = play.server.starts
-    killer = threading.Thread(target=play.kill_server_while_it_decodes)
+    killer = threading.Thread(target=play.kill_server_while_it_decodes, daemon=True)
     killer.start()
     assert play.ask() == undisturbed
-    killer.join()
+    killer.join(TIMEOUT_S)
     assert play.server.starts == starts + 1
 
 
 @pytest.mark.req("SYNC-04", "SYNC-07", "CFG-06")
-def test_a_server_killed_for_good_ends_the_run_with_what_was_waited_for(play: Play) -> None:
-    """The last test: it stops the server."""
+def test_a_server_that_stays_dead_ends_the_run_with_its_address(play: Play) -> None:
+    """The last test. It stops the server."""
     impatient = backend_to(play.server, play.weights, play.moments, timeout_s=2.0)
     version = impatient.connect() + 1
     impatient.push_weights(version)

@@ -1,10 +1,8 @@
-"""SIGKILL of learner processes and servers in runs of two processes, at random moments.
+"""SIGKILL of learner processes and servers in runs of two processes.
 
-Whoever is left ends within seconds or goes on; the run is started again as often as it takes, and
-in the end every step is in the logs once, and every sample of it.
-
-Real processes over gloo, real servers. The moments are the same in every run of CI, and ten times
-as many in `make nightly`.
+The remaining processes end or go on. The run is started again as often as needed. At the end every
+step and every sample is logged once. Real processes over gloo, real servers; random moments in
+`make nightly`.
 """
 
 import json
@@ -20,21 +18,20 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import settings
 
-from learner.config import dump_mapping, load_config
+from learner.config import dump_mapping, load_config, merge
 from learner.data.jsonl import read_samples
 from learner.data.order import BatchOrder
 from learner.data.toy import ToyData, make_data
 from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
+from learner.runs.checkpoint import newest_whole
 from learner.stages.schedule import channel_for_step
 from tests.contract.running_server import CPU, START_TIMEOUT_S, RunningServer
-from tests.contract.toy_checkpoints import read_weights
-from tests.contract.weight_sender import push, weight_group
+from tests.integration.alignment import logged_answers
 from tests.integration.ranks import RUN_S, Nursery, Ranks, nursery, wait_until
+from tests.integration.shared_server import address_of, give_back
 from tests.unit.small_run import small_mapping
 
-NIGHTLY = settings().max_examples > 500
 STEPS = 10
 BATCH = 8
 RANKS = 2
@@ -50,7 +47,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @dataclass(frozen=True)
 class World:
-    """Two servers, one of which may be killed and is started again; data they may read."""
+    """Two servers and data they may read. kept: may be killed, and is started again."""
 
     spare: str
     kept: SupervisedServer
@@ -59,18 +56,15 @@ class World:
     folder: Path
     nursery: Nursery
 
-    def config(self, name: str, servers: list[str], **training: Any) -> Path:
-        ports = free_ports(len(servers))
-        addresses = [
-            {"base_url": url, "group_port": port} for url, port in zip(servers, ports, strict=True)
-        ]
+    def config(self, name: str, servers: list[str], **changes: Any) -> Path:
+        """changes: sections, merged over those of a run whose channels take turns."""
+        addresses = [address_of(url) for url in servers]
         sections: dict[str, Any] = {
             "training": {
                 "max_steps": STEPS,
                 "save_steps": 2,
                 "effective_batch_size": BATCH,
                 "resume": "auto",
-                **training,
             },
             "stage2_ab": {"schedule": {"b_ratio": 0.5}},
             "rollout_matching": {
@@ -80,9 +74,8 @@ class World:
                 "vllm": {"mode": "server", "server": {"servers": addresses, "timeout_s": 120}},
             },
         }
-        file = self.folder / f"{name}.yaml"
-        out = self.folder / name
-        mapping = small_mapping(self.checkpoint, self.data, out, **sections)
+        file, out = self.folder / f"{name}.yaml", self.folder / name
+        mapping = small_mapping(self.checkpoint, self.data, out, **merge(sections, changes))
         file.write_text(dump_mapping(mapping))
         return file
 
@@ -102,7 +95,7 @@ class Run:
         return [line for line in map(json.loads, lines) if "loss" in line]
 
     def wait_for_steps(self, more: int) -> None:
-        """Until it has done so many steps since it was started."""
+        """Until it has made `more` steps beyond those logged now."""
         before = max((line["step"] for line in self.steps()), default=0)
         wait_until(
             lambda: max((s["step"] for s in self.steps()), default=0) >= before + more, self.ranks
@@ -112,7 +105,7 @@ class Run:
         self.ranks.kill(*ranks)
         codes = self.ranks.wait()
         for rank in range(RANKS):
-            assert codes[rank] == (-9 if rank in ranks else 1), self.ranks.said()
+            assert codes[rank] == (-9 if rank in ranks else 1), self.ranks.tails()
             if rank not in ranks:
                 assert "error: " in self.ranks.log(rank)
                 assert "Traceback" not in self.ranks.log(rank)
@@ -126,9 +119,8 @@ def world(
     started: Nursery,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[World]:
-    """The shared server has the weights it began with when all is over."""
     folder = tmp_path_factory.mktemp("kills")
-    data = make_data(server.media / "kills", train=64, val=4, seed=0)
+    data = make_data(server.media / "kills", train=BATCH * STEPS, val=4, seed=0)
     (port,) = free_ports(1)
     media = ["--allowed-media-dir", str(server.media)]
     options = ["--model", str(tied), *CPU, "--max-model-len", "512", *media]
@@ -139,18 +131,11 @@ def world(
         yield World(server.process.base_url, kept, data, tied, folder, started)
     finally:
         kept.stop()
-        give_back(server, read_weights(tied))
+        give_back(server, tied)
 
 
-def give_back(server: RunningServer, weights: dict[str, Any]) -> None:
-    version = server.http.get("/info/").json()["weights_version"] + 1
-    (port,) = free_ports(1)
-    with weight_group(server.http, port, timeout_s=30.0) as sender:
-        push(server.http, sender, weights, version)
-
-
-def says(url: str, path: str) -> str:
-    """What a server answers; nothing while it is away."""
+def get(url: str, path: str) -> str:
+    """The body of an answer; empty if there is no answer."""
     try:
         return httpx.get(url + path, timeout=10, trust_env=False).text
     except httpx.TransportError:
@@ -159,15 +144,11 @@ def says(url: str, path: str) -> str:
 
 def decoding(url: str) -> Callable[[], bool]:
     def now() -> bool:
-        lines = says(url, "/metrics/").splitlines()
+        lines = get(url, "/metrics/").splitlines()
         counts = [line for line in lines if line.startswith("rollout_running_sequences{")]
         return any(float(line.split()[-1]) > 0 for line in counts)
 
     return now
-
-
-def taking_weights(url: str) -> Callable[[], bool]:
-    return lambda: '"weights_state":"UPDATING"' in says(url, "/info/").replace(" ", "")
 
 
 def require_every_step_and_sample_once(config_file: Path, folder: Path) -> None:
@@ -183,56 +164,86 @@ def require_every_step_and_sample_once(config_file: Path, folder: Path) -> None:
         for rank in range(RANKS)
         for index in order.rank_batch(step, rank)
     )
-    logged = [
-        json.loads(line)
-        for file in (folder / "rollouts").glob("step_*.jsonl")
-        for line in file.read_text().splitlines()
-    ]
-    assert Counter((line["step"], line["rank"], line["sample_id"]) for line in logged) == expected
+    logged = logged_answers(folder)
+    assert Counter((answer.step, answer.rank, answer.sample_id) for answer in logged) == expected
 
 
-def moments(attempt: int) -> random.Random:
-    return random.Random(None if NIGHTLY else attempt)
+def pause(most_s: float, attempt: int) -> None:
+    """At the first attempt none: the kill follows an event. Later ones wait a random time."""
+    threading.Event().wait(random.uniform(0, most_s) if attempt else 0)
+
+
+RANDOM = [pytest.param(attempt, marks=pytest.mark.nightly) for attempt in range(1, 10)]
 
 
 @pytest.mark.req("DDP-01", "RUN-01", "SYNC-07", "SYNC-08", "DIST-05")
-@pytest.mark.parametrize("attempt", range(10 if NIGHTLY else 1))
-def test_whoever_is_killed_the_run_ends_or_goes_on_and_nothing_is_lost(
+@pytest.mark.parametrize("attempt", [0, *RANDOM])
+def test_a_run_that_is_killed_and_restarted_makes_every_step_once(
     world: World, attempt: int
 ) -> None:
-    moment, pause = moments(attempt), threading.Event().wait
     config = world.config(f"run{attempt}", [world.spare, world.kept.base_url])
     run = world.start(config)
     wait_until(decoding(world.kept.base_url), run.ranks)
     os.kill(world.kept.pid, signal.SIGKILL)
     run.wait_for_steps(1)
-
-    pause(moment.uniform(0, 1))
+    pause(1, attempt)
     run.kill(1)
-
+    for ranks in ((0,), (0, 1)):
+        run = world.start(config)
+        run.wait_for_steps(1)
+        pause(1, attempt)
+        run.kill(*ranks)
     run = world.start(config)
-    wait_until(taking_weights(world.spare), run.ranks)
-    run.kill(0)
-
-    run = world.start(config)
-    run.wait_for_steps(1)
-    pause(moment.uniform(0, 1))
-    run.kill(0, 1)
-
-    run = world.start(config)
-    assert run.ranks.wait(RUN_S) == [0, 0], run.ranks.said()
+    assert run.ranks.wait(RUN_S) == [0, 0], run.ranks.tails()
     require_every_step_and_sample_once(config, run.folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.req("SYNC-07", "SYNC-08", "DIST-05")
-@pytest.mark.parametrize("attempt", range(10 if NIGHTLY else 1))
+@pytest.mark.parametrize("attempt", range(10))
 def test_a_run_waits_for_its_only_server_which_gets_the_weights_again(
     world: World, attempt: int
 ) -> None:
     config = world.config(f"alone{attempt}", [world.kept.base_url])
     run = world.start(config)
     wait_until(decoding(world.kept.base_url), run.ranks)
-    threading.Event().wait(moments(attempt).uniform(0, 0.2))
+    pause(0.2, attempt)
     os.kill(world.kept.pid, signal.SIGKILL)
-    assert run.ranks.wait(RUN_S) == [0, 0], run.ranks.said()
+    assert run.ranks.wait(RUN_S) == [0, 0], run.ranks.tails()
     require_every_step_and_sample_once(config, run.folder)
+
+
+@pytest.mark.req("ASYNC-01", "STEP-01", "STEP-02", "RES-07", "RUN-01", "SYNC-09")
+def test_an_asynchronous_run_that_is_killed_trains_on_every_share_once(world: World) -> None:
+    """Channel B trains on answers of earlier weights. Weights are pushed before every step."""
+    window = 2
+    config = world.config(
+        "async",
+        [world.spare],
+        stage2_ab={"schedule": {"b_ratio": 0.75}},
+        rollout_matching={
+            "max_new_tokens": 32,
+            "vllm": {"sync": {"mode": "full"}},
+            "async_rollout": {"enabled": True, "version_window": window},
+        },
+    )
+    run = world.start(config)
+    run.wait_for_steps(3)
+    run.kill(0, 1)
+    run = world.start(config)
+    assert run.ranks.wait(RUN_S) == [0, 0], run.ranks.tails()
+
+    steps = run.steps()
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert all(line["sync/pushes"] == 1 for line in steps)
+    trained = [line for line in steps if line["step/channel_b"]]
+    assert trained
+    for line in trained:
+        assert line["stage2_ab/async/version_lag"] <= window
+        assert line["packing/post_rollout_segments"] == BATCH
+    checkpoint, _ = newest_whole(run.folder)
+    assert checkpoint is not None
+    assert checkpoint.manifest.states == [{"next": STEPS, "left": []}] * RANKS
+    answers = logged_answers(run.folder)
+    assert len({answer.sample_id for answer in answers}) == len(answers) == len(trained) * BATCH
+    assert all(len(set(answer.weights_version)) == 1 for answer in answers)

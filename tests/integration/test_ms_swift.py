@@ -37,7 +37,7 @@ TIMED = {
 
 @dataclass(frozen=True)
 class Runs:
-    """Folders of the same run, made by `learner train` and by `swift sft`; ms-swift's own one."""
+    """The run folders of `learner train` and `swift sft`, and the folder of ms-swift's records."""
 
     ours: Path
     swifts: Path
@@ -46,7 +46,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Three steps, the second of them channel B's, which the model itself answers."""
+    """Three steps. The second one is of channel B, answered by the model itself."""
     root = tmp_path_factory.mktemp("ms_swift")
     make_model(root / "model", seed=0)
     data = make_data(root / "data", train=24, val=4, seed=0)
@@ -98,7 +98,7 @@ def swift_sft(root: Path) -> None:
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, without what depends on the clock."""
+    """The metrics of a run that do not depend on the clock."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [
         {k: v for k, v in line.items() if k not in TIMED and not k.startswith(("time/", "perf/"))}
@@ -117,6 +117,8 @@ def test_stage_2_ab_runs_under_ms_swift_with_raw_sample_collation(runs: Runs) ->
 
 @pytest.mark.req("RUN-02")
 def test_a_checkpoint_of_swift_sft_is_one_of_learner_train(runs: Runs) -> None:
+    assert {path.name for path in runs.records.iterdir()} == {"args.json", "logging.jsonl"}
+    assert {path.name for path in runs.swifts.iterdir()} == {p.name for p in runs.ours.iterdir()}
     ours, swifts = (folder / "checkpoint-3" for folder in (runs.ours, runs.swifts))
     assert {path.name for path in ours.iterdir()} == {path.name for path in swifts.iterdir()}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
@@ -127,14 +129,9 @@ def test_a_checkpoint_of_swift_sft_is_one_of_learner_train(runs: Runs) -> None:
         torch.testing.assert_close(weights[1][name], weight, rtol=1e-5, atol=1e-5)
 
 
-def test_ms_swift_keeps_its_records_apart_from_the_run(runs: Runs) -> None:
-    assert {path.name for path in runs.records.iterdir()} == {"args.json", "logging.jsonl"}
-    assert {path.name for path in runs.swifts.iterdir()} == {p.name for p in runs.ours.iterdir()}
-
-
 @pytest.mark.req("FULL-07")
 def test_the_plugin_counts_gpus_as_nvidia_smi_does() -> None:
-    """Before it reads the YAML, which is not named here."""
+    """Before it reads the YAML, which is not set here."""
     script = (
         "import os\n"
         "try:\n    import learner.adapters.ms_swift\n"

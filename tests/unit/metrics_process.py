@@ -1,48 +1,67 @@
-"""One of two learner processes that combine their metrics; started by a test.
+"""Metrics of several processes, computed plainly, and one of two processes that combine theirs.
 
     python -m tests.unit.metrics_process RANK STORE CASES
 
-Prints what it knows afterwards: the metrics of every case, and of one step of its own.
+prints the combined metrics of each case as JSON. A test starts both processes.
 """
 
 import json
+import math
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from learner.config import load_config
-from learner.models.packed_forward import Segment
-from learner.objectives.pipeline import Pipeline
-from learner.runs.metrics import over_processes
-from learner.training.channels import ChannelA, ChannelB, Encoding
-from learner.training.recipes import Recipe
-from learner.training.step import PlainEngine, StepRunner
-from learner.types import Sample
-from tests.unit.plain_metrics import Atom, payload_of
+from learner.runs.declared import METRICS
+from learner.runs.metrics import Payload, over_processes
 
-CPU = torch.device("cpu")
-WARMUP = Path(__file__).parents[2] / "configs" / "demo" / "warmup.yaml"
+KINDS = {metric.key: metric.kind for metric in METRICS}
 
 
-class Untaught(ChannelA):
-    """Leaves all samples out: a step without a forward, that needs no model."""
+class Atom(NamedTuple):
+    """One part of a metric. whole: part of the denominator, used by rates only."""
 
-    def segments(self, samples: Sequence[Sample]) -> list[Segment]:
-        return []
+    key: str
+    value: float
+    whole: float
 
 
-def step_metrics(encoding: Encoding) -> dict[str, float]:
-    config = load_config(WARMUP)
-    channel_b = ChannelB(encoding, config.rollout_matching.matching, allow_poly=False)
-    pipeline = Pipeline(config.pipeline, list(range(1000)))
-    runner = StepRunner(config, Recipe(config, Untaught(encoding), channel_b, pipeline), None)
-    _, report = runner.run(nn.Linear(1, 1), [], 0, PlainEngine())
-    return report.metrics
+def payload_of(atoms: Sequence[Atom]) -> Payload:
+    """The payload of a process that recorded `atoms` one after the other."""
+    payload = Payload()
+    for key, value, whole in atoms:
+        match KINDS[key]:
+            case "counter" | "loss":
+                payload.add({key: value})
+            case "seconds" | "flag" | "peak" | "whole":
+                payload.note({key: value})
+            case "rate":
+                payload.rate({key: (value, whole)})
+    return payload
+
+
+def plain_metrics(ranks: Sequence[Sequence[Atom]]) -> dict[str, float]:
+    """Counters and losses are summed; a rate is sum / sum; of the rest the highest counts."""
+    given: dict[str, list[Atom]] = defaultdict(list)
+    for rank in ranks:
+        for atom in rank:
+            given[atom.key].append(atom)
+    return {key: _value(key, atoms) for key, atoms in given.items()}
+
+
+def _value(key: str, atoms: Sequence[Atom]) -> float:
+    values = [atom.value for atom in atoms]
+    match KINDS[key]:
+        case "counter" | "loss":
+            return math.fsum(values)
+        case "rate":
+            whole = math.fsum(atom.whole for atom in atoms)
+            return math.fsum(values) / whole if whole else 0.0
+    return max(values)
 
 
 def main() -> None:
@@ -54,10 +73,9 @@ def main() -> None:
         world_size=2,
         timeout=timedelta(seconds=200),
     )
-    ranks = [[Atom(*atom) for atom in case[int(rank)]] for case in json.loads(cases)]
-    combined = [over_processes(payload_of(atoms), CPU).metrics() for atoms in ranks]
-    step = step_metrics(Encoding(*[None] * 4))  # type: ignore[arg-type]  # nothing is encoded
-    print(json.dumps({"combined": combined, "step": step}))
+    own = [[Atom(*atom) for atom in case[int(rank)]] for case in json.loads(cases)]
+    device = torch.device("cpu")
+    print(json.dumps([over_processes(payload_of(atoms), device).metrics() for atoms in own]))
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Samples whose images cannot be shown to a model: named before a run, or another stands in."""
+"""Samples with unusable images: named before a run, or replaced in it (`data.on_bad_sample`)."""
 
 import io
 import json
@@ -15,14 +15,12 @@ from transformers import AutoProcessor
 from learner.commands.config import check
 from learner.config import dump_mapping, merge, parse_config
 from learner.config.schema import Config
-from learner.data.images import Looks, look_at_all, look_at_header
 from learner.data.order import BadSampleLog, StandIns
-from learner.data.show import watch
 from learner.data.toy import ToyData
 from learner.models.packed_forward import PromptEncoder
 from learner.operate.doctor.inputs import look
 from learner.operate.eval_plan import plan_evaluation
-from learner.training.start_checks import RunInputs, check_inputs, read_data
+from learner.training.start_checks import check_inputs
 from learner.training.train import train
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
@@ -52,7 +50,7 @@ def edit(file: Path, line: int, **changes: Any) -> None:
 
 
 def damage(data: ToyData) -> dict[str, str]:
-    """Break samples of both files in every way that a header shows; what is told of each."""
+    """Break samples of both files in every way that a header shows. Returns errors by sample."""
     train, val = data.train_jsonl, data.val_jsonl
     text, gone, floats, lying, long = (image_of(train, n) for n in range(2, 7))
     text.write_text("no image")
@@ -77,10 +75,10 @@ def config_of(model: Path, data: ToyData, out: Path, on_bad: str = "skip", **mor
     return parse_config(merge(mapping, {"data": {"on_bad_sample": on_bad}}))
 
 
-def test_all_of_them_are_named_before_a_run_starts(
+def test_all_bad_samples_are_named_before_a_run_starts(
     toy_checkpoint: Path, data: ToyData, tmp_path: Path
 ) -> None:
-    told = damage(data)
+    errors = damage(data)
     missing = f"{data.train_jsonl}:3"
     with pytest.raises(ContractErrors) as caught:
         check_inputs(config_of(toy_checkpoint, data, tmp_path / "run", "stop"))
@@ -90,24 +88,23 @@ def test_all_of_them_are_named_before_a_run_starts(
     with pytest.raises(ContractErrors) as caught:
         check_inputs(config_of(toy_checkpoint, data, tmp_path / "run", "stop"))
     found = {error.where: error.found for error in caught.value.errors}
-    assert found.keys() == told.keys() - {missing}
-    for where, words in told.items():
+    assert found.keys() == errors.keys() - {missing}
+    for where, words in errors.items():
         assert where == missing or words in found[where]
     assert all("data.on_bad_sample: skip" in error.do for error in caught.value.errors)
 
 
-def test_the_processor_refuses_what_the_check_says_it_refuses(
+def test_the_check_refuses_the_sides_that_the_processor_refuses(
     toy_checkpoint: Path, data: ToyData, tmp_path: Path
 ) -> None:
-    """The real processor, on both sides of its bound; its own error names the sample."""
+    """With the real processor, on both sides of its bound. Its own error names the sample."""
     processor = AutoProcessor.from_pretrained(toy_checkpoint)
     config = config_of(toy_checkpoint, data, tmp_path / "run")
     prompt = PromptEncoder(processor, config.template.prompt, None)
+    image, sample_id = image_of(data.train_jsonl, 1), f"{data.train_jsonl}:1"
     for width, refused in [(2000, False), (2010, True)]:
-        image = image_of(data.train_jsonl, 1)
         Image.new("RGB", (width, 10)).save(image)
         edit(data.train_jsonl, 1, width=width, height=10)
-        sample_id = f"{data.train_jsonl}:1"
         assert (sample_id in check_inputs(config).bad) == refused
         sample = Sample(f"{sample_id}.{width}", (image,), width, 10, ())
         if not refused:
@@ -135,80 +132,39 @@ def run(config: Config) -> Path:
 EPOCH = {"effective_batch_size": 8, "max_steps": 3, "save_steps": 1}
 
 
-def test_a_run_that_skips_them_takes_whole_steps_and_lists_them(
+@pytest.mark.req("RUN-01")
+def test_a_run_that_skips_bad_samples_makes_whole_steps_also_after_a_resume(
     toy_checkpoint: Path, data: ToyData, tmp_path: Path
 ) -> None:
-    told = damage(data)
+    errors = damage(data)
     cut = image_of(data.train_jsonl, 9)  # its header is whole
     cut.write_bytes(cut.read_bytes()[:-40])
-    folder = run(config_of(toy_checkpoint, data, tmp_path / "run", training=EPOCH))
-    steps = metrics(folder)
+    whole = run(config_of(toy_checkpoint, data, tmp_path / "whole", training=EPOCH))
+    steps = metrics(whole)
     assert [step["packing/post_rollout_segments"] for step in steps] == [8, 8, 8]
     assert sum(step["data/bad_samples"] for step in steps) == 6  # of one epoch
-    found = listed(folder)
-    assert found.keys() == told.keys() | {f"{data.train_jsonl}:9"}
-    for where, words in told.items():
+    found = listed(whole)
+    assert found.keys() == errors.keys() | {f"{data.train_jsonl}:9"}
+    for where, words in errors.items():
         assert words in found[where]
     assert "cannot be decoded" in found[f"{data.train_jsonl}:9"]
-
-
-@pytest.mark.req("RUN-01")
-def test_a_run_that_goes_on_takes_the_same_samples(
-    toy_checkpoint: Path, data: ToyData, tmp_path: Path
-) -> None:
-    damage(data)
-    whole = run(config_of(toy_checkpoint, data, tmp_path / "whole", training=EPOCH))
-    for steps in (1, 3):
-        training = EPOCH | {"max_steps": steps, "resume": "auto"}
+    for last in (1, 3):
+        training = EPOCH | {"max_steps": last, "resume": "auto"}
         parts = run(config_of(toy_checkpoint, data, tmp_path / "parts", training=training))
-    assert [step["loss"] for step in metrics(parts)] == [step["loss"] for step in metrics(whole)]
+    assert [step["loss"] for step in metrics(parts)] == [step["loss"] for step in steps]
     assert (parts / "bad_samples.jsonl").read_bytes() == (whole / "bad_samples.jsonl").read_bytes()
 
 
-def test_a_run_of_good_samples_is_the_same_with_either_value(
-    toy_checkpoint: Path, data: ToyData, tmp_path: Path
-) -> None:
-    stop, skip = (
-        run(config_of(toy_checkpoint, data, tmp_path / name, name)) for name in ("stop", "skip")
-    )
-    assert [step["loss"] for step in metrics(stop)] == [step["loss"] for step in metrics(skip)]
-    assert "data/bad_samples" not in metrics(stop)[0]
-    assert [step["data/bad_samples"] for step in metrics(skip)] == [0, 0, 0]
-    assert not (skip / "bad_samples.jsonl").exists()
-
-
-def test_samples_of_validation_that_are_bad_are_left_out(
-    toy_checkpoint: Path, data: ToyData, tmp_path: Path
-) -> None:
-    damage(data)
-    inputs: RunInputs = check_inputs(config_of(toy_checkpoint, data, tmp_path / "run"))
-    assert [sample.sample_id for sample in inputs.val] == [
-        f"{data.val_jsonl}:{line}" for line in (1, 2, 4)
-    ]
-    assert len(inputs.train) == 24
-
-
-def test_the_images_of_a_run_on_an_adapter_are_those_its_base_takes(
-    toy_checkpoint: Path, data: ToyData, tmp_path: Path
-) -> None:
-    """As peft saves one: without a processor."""
-    told = damage(data)
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    made = {"peft_type": "LORA", "base_model_name_or_path": str(toy_checkpoint)}
-    (adapter / "adapter_config.json").write_text(json.dumps(made))
-    (adapter / "adapter_model.safetensors").touch()
-    config = config_of(adapter, data, tmp_path / "run")
-    files = (config.data.train_jsonl, config.data.val_jsonl)
-    _, bad = read_data(config, files, adapter, lambda looks, _: looks)
-    assert bad.keys() == told.keys()
-
-
-def test_an_evaluation_names_them_or_leaves_them_out(
+def test_an_evaluation_names_bad_samples_or_leaves_them_out(
     toy_checkpoint: Path, data: ToyData, tmp_path: Path
 ) -> None:
     damage(data)
     stop, skip = (config_of(toy_checkpoint, data, tmp_path / "run", on) for on in ("stop", "skip"))
+    inputs = check_inputs(skip)
+    assert [sample.sample_id for sample in inputs.val] == [
+        f"{data.val_jsonl}:{line}" for line in (1, 2, 4)
+    ]
+    assert len(inputs.train) == 24
     with pytest.raises(ContractErrors) as caught:
         plan_evaluation(stop)
     assert [error.where for error in caught.value.errors] == [f"{data.val_jsonl}:3"]
@@ -229,27 +185,21 @@ def test_a_file_without_a_good_sample_is_refused(
     assert caught.value.where == "data.train_jsonl"
 
 
-# --- the same file to train and to evaluate on
-
-
-@pytest.mark.parametrize("linked", [False, True])
-def test_a_run_that_evaluates_on_what_it_trains_on_says_so(
-    toy_checkpoint: Path,
-    data: ToyData,
-    tmp_path: Path,
-    linked: bool,
-    capsys: pytest.CaptureFixture[str],
+def test_a_config_that_trains_and_evaluates_on_one_file_is_doubted(
+    toy_checkpoint: Path, data: ToyData, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    val = tmp_path / "val.jsonl" if linked else data.train_jsonl
-    if linked:
-        val.symlink_to(data.train_jsonl)
-        (tmp_path / "images").symlink_to(data.train_jsonl.parent / "images")
+    """Also through a link: by the run, `learner config check` and the doctor."""
+    val = tmp_path / "val.jsonl"
+    val.symlink_to(data.train_jsonl)
+    (tmp_path / "images").symlink_to(data.train_jsonl.parent / "images")
     files = {"train_jsonl": str(data.train_jsonl), "val_jsonl": str(val)}
-    mapping = merge(small_mapping(toy_checkpoint, data, tmp_path / "run"), {"data": files})
+    training = {"max_steps": 1, "save_strategy": "no"}
+    own = {"data": files, "training": training}
+    mapping = merge(small_mapping(toy_checkpoint, data, tmp_path / "run"), own)
     doubt = "data.val_jsonl is the same file as data.train_jsonl"
-    config, told = parse_config(mapping), io.StringIO()
-    train(config, check_inputs(config), [], Console(file=told))
-    assert f"Warning: {doubt}" in told.getvalue()
+    config, printed = parse_config(mapping), io.StringIO()
+    train(config, check_inputs(config), [], Console(file=printed))
+    assert f"Warning: {doubt}" in printed.getvalue()
     yaml = tmp_path / "run.yaml"
     yaml.write_text(dump_mapping(mapping))
     check([yaml])
@@ -259,7 +209,7 @@ def test_a_run_that_evaluates_on_what_it_trains_on_says_so(
     assert parse_config(small_mapping(toy_checkpoint, data, tmp_path / "run")).data.doubt is None
 
 
-# --- who stands in
+# --- replacement samples
 
 
 def samples(count: int) -> list[Sample]:
@@ -269,7 +219,7 @@ def samples(count: int) -> list[Sample]:
 def stand_ins(
     of: Sequence[Sample], bad: set[str], seed: int = 0, noted: list[ContractError] | None = None
 ) -> StandIns:
-    """bad: known when their turn comes, not before."""
+    """bad: ids of bad samples. They are looked at when they are taken."""
 
     def look(sample: Sample) -> ContractError | None:
         return ContractError(sample.sample_id, "bad", "") if sample.sample_id in bad else None
@@ -277,13 +227,13 @@ def stand_ins(
     return StandIns(of, {}, seed, look, (noted if noted is not None else []).append)
 
 
-def test_good_samples_keep_their_places_and_stand_ins_are_spread() -> None:
-    everyone = samples(200)
-    bad = {sample.sample_id for sample in everyone[50:100]}
+def test_good_samples_keep_their_places_and_replacements_are_spread() -> None:
+    every = samples(200)
+    bad = {sample.sample_id for sample in every[50:100]}
     noted: list[ContractError] = []
-    taken = stand_ins(everyone, bad, noted=noted)
+    taken = stand_ins(every, bad, noted=noted)
     got = [taken[place] for place in range(200)]
-    assert [*got[:50], *got[100:]] == everyone[:50] + everyone[100:]
+    assert [*got[:50], *got[100:]] == every[:50] + every[100:]
     assert not bad & {sample.sample_id for sample in got}
     assert len({sample.sample_id for sample in got[50:100]}) > 30
     assert taken.take_count() == 50
@@ -292,24 +242,24 @@ def test_good_samples_keep_their_places_and_stand_ins_are_spread() -> None:
     assert len(noted) == 50
 
 
-def test_a_stand_in_depends_on_seed_and_place_alone() -> None:
-    everyone, bad = samples(50), {f"d.jsonl:{n}" for n in (3, 4, 5)}
-    forwards, backwards = stand_ins(everyone, bad), stand_ins(everyone, bad)
+def test_a_replacement_depends_only_on_seed_and_place() -> None:
+    every, bad = samples(50), {f"d.jsonl:{n}" for n in (3, 4, 5)}
+    forwards, backwards = stand_ins(every, bad), stand_ins(every, bad)
     there = [forwards[place] for place in range(50)]
     assert there == [backwards[place] for place in reversed(range(50))][::-1]
-    other = stand_ins(everyone, bad, seed=1)
+    other = stand_ins(every, bad, seed=1)
     assert [other[place] for place in (2, 3, 4)] != there[2:5]
 
 
-def test_where_no_sample_is_left_the_bad_one_is_named() -> None:
-    everyone = samples(3)
-    taken = stand_ins(everyone, {sample.sample_id for sample in everyone})
+def test_without_a_good_sample_the_bad_one_is_named() -> None:
+    every = samples(3)
+    taken = stand_ins(every, {sample.sample_id for sample in every})
     with pytest.raises(ContractError) as caught:
         taken[1]
     assert caught.value.where == "d.jsonl:2"
 
 
-def test_the_list_holds_each_fault_once_also_over_restarts(tmp_path: Path) -> None:
+def test_the_list_has_each_fault_once_also_after_a_restart(tmp_path: Path) -> None:
     for _ in range(2):
         log = BadSampleLog(tmp_path, rank=1)
         for line in (7, 8, 7):
@@ -318,18 +268,3 @@ def test_the_list_holds_each_fault_once_also_over_restarts(tmp_path: Path) -> No
     assert [json.loads(line) for line in lines] == [
         {"file": f"/data/d:{n}.jsonl", "line": n, "reason": 'is "bad"'} for n in (7, 8)
     ]
-
-
-# --- how far it is
-
-
-def test_a_log_says_how_many_images_were_looked_at(
-    toy_data: ToyData, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = [image_of(toy_data.train_jsonl, line) for line in range(1, 4)]
-    looks: Looks = watch(look_at_all(paths, look_at_header), 3, every_s=0)
-    assert [path for path, _ in looks] == paths
-    told = capsys.readouterr().err.splitlines()
-    assert told == [f"Looked at {n} of 3 images" for n in (1, 2, 3)]
-    assert len(list(watch(look_at_all(paths, look_at_header), 3))) == 3
-    assert capsys.readouterr().err == ""

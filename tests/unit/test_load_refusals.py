@@ -1,4 +1,4 @@
-"""A checkpoint, or a tuner, that cannot be had is told by name."""
+"""A checkpoint or a tuner that cannot be loaded is refused by name."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def config(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Config:
     return small_config(copy, toy_data, tmp_path / "run")
 
 
-def test_a_model_of_another_family_is_told_with_those_that_are_known(config: Config) -> None:
+def test_a_model_of_another_family_is_refused_with_the_known_ones(config: Config) -> None:
     (config.model.model / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ContractError, match=r"its model_type is llama.*qwen3_vl") as caught:
         load_model(config)
@@ -42,9 +42,7 @@ def test_a_model_of_another_family_is_told_with_those_that_are_known(config: Con
 
 
 @pytest.mark.parametrize("spoil", [without_weights, torn, without_processor])
-def test_a_checkpoint_that_is_not_whole_is_told(
-    config: Config, spoil: Callable[[Path], None]
-) -> None:
+def test_an_incomplete_checkpoint_is_refused(config: Config, spoil: Callable[[Path], None]) -> None:
     spoil(config.model.model)
     with pytest.raises(ContractError, match="cannot be loaded") as caught:
         load_model(config)
@@ -60,9 +58,7 @@ def test_a_checkpoint_that_is_not_whole_is_told(
         (["language_model"], "peft cannot adapt them"),
     ],
 )
-def test_adapters_go_where_they_are_asked_for_or_nowhere(
-    config: Config, modules: list[str], found: str
-) -> None:
+def test_unknown_target_modules_are_refused(config: Config, modules: list[str], found: str) -> None:
     tuner = LoraTuner(train_type="lora", lora_rank=2, lora_alpha=2, target_modules=modules)
     with pytest.raises(ContractError, match=found) as caught:
         load_model(config.model_copy(update={"tuner": tuner}))

@@ -1,7 +1,9 @@
-"""The declaration of all metrics, and the payload that combines their parts."""
+"""The declared metrics, and the payload that combines their parts, also over two processes."""
 
 import json
 import math
+import os
+import random
 import re
 import subprocess
 import sys
@@ -10,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.runs.declared import GROUPS, METRICS, declared_keys
-from learner.runs.metrics import Payload
-from tests.unit.plain_metrics import KINDS, Atom, payload_of, plain_metrics
+from learner.runs.metrics import Payload, over_processes
+from tests.unit.metrics_process import KINDS, Atom, payload_of, plain_metrics
 
 ROOT = Path(__file__).parents[2]
 B = "stage2_ab/channel_b"
@@ -29,7 +32,7 @@ RANKS = st.lists(st.lists(ATOMS, max_size=8), min_size=1, max_size=3)
 
 @pytest.mark.req("MET-01")
 @given(RANKS)
-def test_processes_combine_as_their_parts_would(ranks: list[list[Atom]]) -> None:
+def test_reduced_payloads_equal_plainly_combined_parts(ranks: list[list[Atom]]) -> None:
     payloads = [payload_of(atoms) for atoms in ranks]
     reduced = [
         payload.reduced(
@@ -43,7 +46,7 @@ def test_processes_combine_as_their_parts_would(ranks: list[list[Atom]]) -> None
 
 @pytest.mark.req("MET-01")
 @given(RANKS)
-def test_parts_of_a_step_merge_as_if_one_had_counted_all(parts: list[list[Atom]]) -> None:
+def test_merged_parts_of_a_step_equal_one_payload_of_all_parts(parts: list[list[Atom]]) -> None:
     whole = Payload()
     for atoms in parts:
         whole.merge(payload_of(atoms))
@@ -52,7 +55,7 @@ def test_parts_of_a_step_merge_as_if_one_had_counted_all(parts: list[list[Atom]]
 
 
 @pytest.mark.req("MET-01")
-def test_a_rate_is_a_quotient_of_sums_and_no_mean_of_rates() -> None:
+def test_a_rate_is_a_quotient_of_sums_and_not_a_mean_of_rates() -> None:
     payload = Payload()
     payload.rate({"rollout/parse_truncated_rate": (1, 1)})
     payload.rate({"rollout/parse_truncated_rate": (0, 9)})
@@ -60,7 +63,7 @@ def test_a_rate_is_a_quotient_of_sums_and_no_mean_of_rates() -> None:
 
 
 @pytest.mark.req("MET-01")
-def test_a_rate_of_nothing_is_zero_and_what_was_never_given_is_not_there() -> None:
+def test_a_rate_over_zero_is_zero_and_a_metric_never_recorded_is_absent() -> None:
     payload = Payload()
     assert payload.metrics() == {}
     payload.rate({f"{B}/match_rate": (0, 0)})
@@ -74,7 +77,7 @@ def test_a_rate_of_nothing_is_zero_and_what_was_never_given_is_not_there() -> No
 
 
 @pytest.mark.req("MET-01")
-def test_a_loss_that_is_no_number_stays_visible() -> None:
+def test_a_nan_loss_is_reported_as_nan() -> None:
     payload = Payload()
     payload.add({"loss/A1_text/struct_ce": math.nan, "loss/A1_text/desc_ce": math.inf})
     payload.note({"time/learn_s": math.nan})
@@ -97,16 +100,15 @@ def test_an_undeclared_key_and_another_kind_than_the_declared_one_are_errors() -
 
 
 @pytest.mark.req("MET-01")
-def test_every_kind_of_number_has_the_reduction_of_its_family() -> None:
-    families = {"counter": "sum", "loss": "sum", "seconds": "max", "flag": "max", "rate": "rate"}
+def test_every_kind_has_its_reduction_and_its_form_of_key() -> None:
+    families = {"counter": "sum", "loss": "sum", "rate": "rate"}
     for metric in METRICS:
-        assert metric.reduction == families.get(metric.kind, "max"), metric.key
-        assert (metric.kind == "seconds") == (metric.unit == "s"), metric.key
-        assert (metric.kind == "seconds") == bool(re.search(r"(?<!_per)_s$", metric.key)), (
-            metric.key
-        )
-        assert (metric.kind == "loss") == metric.key.startswith("loss/"), metric.key
-        assert (metric.kind == "rate") >= metric.key.endswith(("_rate", "_mean")), metric.key
+        key, kind = metric.key, metric.kind
+        assert metric.reduction == families.get(kind, "max"), key
+        assert (kind == "seconds") == (metric.unit == "s"), key
+        assert (kind == "seconds") == bool(re.search(r"(?<!_per)_s$", key)), key
+        assert (kind == "loss") == key.startswith("loss/"), key
+        assert (kind == "rate") >= key.endswith(("_rate", "_mean")), key
 
 
 @pytest.mark.req("MET-02", "LOSS-06")
@@ -135,13 +137,8 @@ def test_the_keys_that_the_contract_names_are_declared_with_their_kind() -> None
             kinds[f"coord_diag/{provenance}/{name}"] = "rate"
     assert {key: KINDS.get(key) for key in kinds} == kinds
     assert sum(key.startswith(f"{B}/strict_drop/") for key in KINDS) == 8
-
-
-@pytest.mark.req("LOSS-06")
-def test_a_coordinate_diagnostic_always_says_which_logits_it_is_of() -> None:
-    bare = [key for key in declared_keys() if key.startswith("coord_diag/")]
-    assert {key.split("/")[1] for key in bare} == {"A1", "A2", "B"}
-    assert {key.count("/") for key in bare} == {2}
+    diagnostics = [key for key in declared_keys() if key.startswith("coord_diag/")]
+    assert {key.split("/")[1] for key in diagnostics} == {"A1", "A2", "B"}, "never without a source"
 
 
 @pytest.mark.req("MET-02")
@@ -162,17 +159,86 @@ def test_every_metric_is_declared_once_in_one_group_and_says_what_it_is() -> Non
     assert all(metric.unit and metric.meaning for metric in METRICS)
 
 
-@pytest.mark.req("MET-01")
-def test_metrics_are_plain_numbers_of_json() -> None:
-    payload = payload_of([Atom(key, 3, 4) for key in KINDS])
-    read = json.loads(json.dumps(payload.metrics()))
-    assert read == payload.metrics()
-    assert list(read) == list(KINDS)
-
-
 def test_the_page_of_all_metrics_is_up_to_date() -> None:
     script = ROOT / "scripts/metrics_reference.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     page = (ROOT / "docs/metrics.md").read_text()
     assert [key for key in KINDS if page.count(f"| `{key}` |") != 1] == []
+
+
+# --- two processes over gloo
+
+Case = tuple[list[Atom], list[Atom]]
+MATCHED = f"{B}/matched"
+P99, TRUNCATED = "rollout/gen_new_tokens_p99", "rollout/parse_truncated_rate"
+ACTIVE = "rollout/repeat_terminate_active"
+BY_HAND: Case = (
+    [
+        Atom(MATCHED, 2, 0),
+        Atom(P99, 30, 0),
+        Atom(TRUNCATED, 1, 2),
+        Atom("sync/total_s", 4.5, 0),
+        Atom(ACTIVE, 1, 0),
+    ],
+    [
+        Atom(MATCHED, 5, 0),
+        Atom(P99, 80, 0),
+        Atom(TRUNCATED, 0, 8),
+        Atom(ACTIVE, 1, 0),
+        Atom("loss/B_coord/coord_w1", 0.25, 0),
+    ],
+)
+COMBINED = {
+    MATCHED: 7,
+    P99: 80,
+    TRUNCATED: 0.1,
+    "sync/total_s": 4.5,
+    ACTIVE: 1,
+    "loss/B_coord/coord_w1": 0.25,
+}
+
+
+def drawn_cases(count: int) -> list[Case]:
+    """Parts of both processes. Most keys occur in only one of them."""
+    draw = random.Random(7)
+
+    def atoms() -> list[Atom]:
+        chosen = draw.choices(list(KINDS), k=draw.randrange(40))
+        return [Atom(key, draw.randrange(10**9), draw.randrange(9)) for key in chosen]
+
+    return [(atoms(), atoms()) for _ in range(count)]
+
+
+@pytest.mark.req("MET-01")
+def test_two_processes_get_the_same_combined_metrics(tmp_path: Path) -> None:
+    cases: list[Case] = [BY_HAND, ([], []), ([Atom(MATCHED, 1, 0)], []), *drawn_cases(60)]
+    wanted = [plain_metrics(case) for case in cases]
+    assert wanted[0] == pytest.approx(COMBINED)
+    shared = [str(tmp_path / "store"), json.dumps(cases)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.metrics_process", str(rank), *shared],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], outputs
+    for out, _ in outputs:
+        combined = json.loads(out.splitlines()[-1])
+        assert combined == [pytest.approx(metrics) for metrics in wanted]
+
+
+@pytest.mark.req("MET-01")
+def test_a_single_process_keeps_its_payload() -> None:
+    payload = payload_of(BY_HAND[0])
+    assert over_processes(payload, torch.device("cpu")) is payload

@@ -1,4 +1,4 @@
-"""The log of rollouts: one line per answer, whole files, and short rows of ids."""
+"""The log of rollouts: one line per answer. A run folder reads it back."""
 
 import json
 from dataclasses import replace
@@ -11,18 +11,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from learner.config.rollout_matching import MatchingConfig
-from learner.data.jsonl import read_samples
-from learner.data.toy import ToyData
-from learner.models.load import load_model
-from learner.models.packed_forward import PromptEncoder
 from learner.runs.rollout_log import LoggedAnswer, LoggedTarget, RolloutLog, folded, unfolded
+from learner.runs.run_folder import RunFolder
 from learner.stages.formats.coord_json import parse_rollout
 from learner.stages.matching import match_objects
 from learner.stages.targets import build_target
-from learner.training.channels import ChannelB, Encoding
 from learner.types import AssessedRollout, GroundTruthObject, Place, RolloutOutput, Sample, Shape
-from shared_contracts.errors import RunError
-from tests.unit.small_run import small_config
+from shared_contracts.errors import ContractError, RunError
 
 CAT = GroundTruthObject("cat", Shape("bbox_2d", (10, 20, 300, 400)))
 DOG = GroundTruthObject("dög", Shape("bbox_2d", (500, 500, 900, 900)))
@@ -47,7 +42,7 @@ def assessed(tokenizer: PreTrainedTokenizerFast, name: str = "a.jsonl:1") -> Ass
 
 
 @pytest.mark.req("MET-03", "LOGP-01")
-def test_the_log_keeps_log_probabilities_where_there_are_some(
+def test_log_probabilities_are_logged_if_the_rollout_has_them(
     toy_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     item = assessed(toy_tokenizer)
@@ -59,7 +54,7 @@ def test_the_log_keeps_log_probabilities_where_there_are_some(
 
 
 @pytest.mark.req("MET-03")
-def test_an_answer_is_logged_with_all_that_became_of_it(
+def test_a_line_has_the_answer_its_parse_match_target_and_place(
     toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     item = assessed(toy_tokenizer)
@@ -117,7 +112,7 @@ def test_an_answer_is_logged_with_all_that_became_of_it(
 
 
 def check_target(logged: dict[str, Any], item: AssessedRollout) -> None:
-    """Nothing of the target is lost, and of its ids only what the answer does not have is kept."""
+    """The logged target is complete. Of its ids, only those after the answer are stored."""
     target, response = item.target, item.rollout.response_token_ids
     assert target is not None
     read = LoggedTarget(**logged)
@@ -133,22 +128,7 @@ def check_target(logged: dict[str, Any], item: AssessedRollout) -> None:
 
 
 @pytest.mark.req("MET-03")
-def test_every_rank_has_a_file_of_its_own(
-    toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    for rank in (0, 1):
-        RolloutLog(tmp_path, rank).write(3, [assessed(toy_tokenizer)])
-    folder = tmp_path / "rollouts"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "step_000003.jsonl",
-        "step_000003.rank1.jsonl",
-    ]
-    record = json.loads((folder / "step_000003.rank1.jsonl").read_text())
-    assert (record["step"], record["rank"]) == (3, 1)
-
-
-@pytest.mark.req("MET-03")
-def test_a_full_disk_is_told_and_leaves_no_half_of_a_file(
+def test_a_full_disk_is_an_error_and_leaves_no_partial_file(
     toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     folder = tmp_path / "rollouts"
@@ -160,34 +140,78 @@ def test_a_full_disk_is_told_and_leaves_no_half_of_a_file(
 
 
 @given(st.lists(st.integers(0, 2)))
-def test_ids_are_folded_without_loss(ids: list[int]) -> None:
+def test_folded_ids_unfold_to_the_same_ids(ids: list[int]) -> None:
     assert unfolded(json.loads(json.dumps(folded(ids)))) == ids
-
-
-def test_the_placeholders_of_an_image_take_one_place() -> None:
     assert folded([7, *[5] * 1024, 7, 7, 7]) == [7, [5, 1024], 7, 7, 7]
 
 
-@pytest.mark.req("MET-03", "LOSS-02", "MET-02")
-@pytest.mark.scenario("Closure marker resolution failure is dropped and counted")
-def test_what_cannot_be_supervised_is_noted_as_left_out(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+# --- read back
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run.json").write_text('{"versions": {"torch": "2"}}')
+    (tmp_path / "resolved_config.yaml").write_text("{}")
+    return tmp_path
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match=r"no run\.json and no resolved_config\.yaml"):
+        RunFolder.open(tmp_path)
+
+
+@pytest.mark.req("MET-03")
+def test_answers_come_back_as_they_were_logged(
+    folder: Path, toy_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    config = small_config(toy_checkpoint, toy_data, tmp_path)
-    loaded = load_model(config)
-    prompt = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-    encoding = Encoding(loaded.inner, prompt, loaded.tokenizer, "desc_first")
-    channel = ChannelB(encoding, MatchingConfig(), allow_poly=False)
-    good, bad = read_samples(toy_data.train_jsonl, allow_poly=False)[:2]
-    unreadable = GroundTruthObject("<|im_end|>", CAT.shape)
-    bad = Sample(bad.sample_id, bad.images, bad.width, bad.height, (unreadable,))
-    ids = [prompt(sample).ids.tolist() for sample in (good, bad)]
-    rollouts = [RolloutOutput(own, [], "", "stop", False, (1, 1), None) for own in ids]
-    segments, noted = channel.segments([good, bad], rollouts)
-    assert len(segments) == 1
-    assert [each.sample for each in noted] == [good, bad]
-    assert noted[0].target is not None
-    assert noted[0].left_out is None
-    assert noted[1].target is None
-    assert "no closing brace" in str(noted[1].left_out) or "drops" in str(noted[1].left_out)
-    assert [each.parsed.invalid_rollout for each in noted] == [True, True]
+    """From the files of both ranks, and not from those of a step whose number starts alike."""
+    for rank in (1, 0):
+        RolloutLog(folder, rank).write(100_000, [assessed(toy_tokenizer, f"a.jsonl:{rank}")])
+    RolloutLog(folder).write(1_000_000, [assessed(toy_tokenizer)])
+    names = {path.name for path in (folder / "rollouts").iterdir()}
+    assert names == {"step_100000.jsonl", "step_100000.rank1.jsonl", "step_1000000.jsonl"}
+    (folder / "rollouts" / "step_100000.old.jsonl").write_text("a copy\n")
+    run = RunFolder.open(folder)
+    assert run.answer_steps() == [100_000, 1_000_000]
+    answers = run.answers(100_000)
+    assert [(answer.step, answer.rank, answer.sample_id) for answer in answers] == [
+        (100_000, 0, "a.jsonl:0"),
+        (100_000, 1, "a.jsonl:1"),
+    ]
+    again = assessed(toy_tokenizer, "a.jsonl:0")
+    assert LoggedAnswer(
+        **answers[0].model_dump(exclude={"step", "rank", "chunk", "segment"})
+    ) == LoggedAnswer.of(again)
+    assert answers[0].sample == again.sample
+    assert run.answers(4) == []
+
+
+def test_an_unfinished_last_line_is_ignored_and_a_broken_line_is_named(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert RunFolder.open(folder).metrics() == [{"step": 1}, {"step": 2}]
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n')
+    with pytest.raises(ContractError) as caught:
+        RunFolder.open(folder).metrics()
+    assert caught.value.where == f"{folder / 'metrics.jsonl'}:2"
+
+
+def test_an_answer_without_a_required_field_is_refused(
+    folder: Path, toy_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    RolloutLog(folder).write(0, [assessed(toy_tokenizer)])
+    (file,) = (folder / "rollouts").iterdir()
+    record = json.loads(file.read_text())
+    del record["match"]
+    file.write_text(json.dumps(record) + "\n")
+    with pytest.raises(ContractError, match="Field required at match"):
+        RunFolder.open(folder).answers(0)
+
+
+def test_an_answer_with_unicode_line_separators_is_read_back(
+    folder: Path, toy_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    item = assessed(toy_tokenizer)
+    odd = replace(item.rollout, text="a\u2028b\u0085c")
+    RolloutLog(folder).write(0, [item._replace(rollout=odd)])
+    (answer,) = RunFolder.open(folder).answers(0)
+    assert answer.text == odd.text

@@ -1,27 +1,25 @@
-"""What version 0.1.0 has written, this version reads: a run folder, its checkpoint, YAMLs.
+"""A run folder, a checkpoint and YAMLs that version 0.1.0 has written are read.
 
-`tests/fixtures/run_of_0.1.0.tar.xz` has, of its commit 20c4940:
+`tests/fixtures/run_of_0.1.0.tar.xz`, made by 0.1.0:
 
     old.yaml   LoRA on both channels, answers by `hf`, on a warmed-up toy model
     run/       6 steps, two evaluations, and the checkpoint of step 4; no pages, no TensorBoard
     data/      `learner toy make-data --train 12 --val 4`
     configs/   the YAMLs that it shipped
 
-Paths in it begin with `/tmp/old010`. A toy model takes the place of the warmed-up one.
+Paths in it begin with `/tmp/old010`. A toy model replaces the warmed-up one.
 """
 
 import io
 import json
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from learner.analysis.evaluation.folder import read_answers
-from learner.analysis.watched import Watched
 from learner.cli import app
 from learner.config import load_config, load_mapping, merge, parse_config
 from learner.runs.checkpoint import read_checkpoint
@@ -39,7 +37,7 @@ MADE_IN = b"/tmp/old010"  # a text to replace
 
 @pytest.fixture
 def made(toy_checkpoint: Path, tmp_path: Path) -> Path:
-    """The files of 0.1.0 as if made here; those of a checkpoint have their sizes in a manifest."""
+    """The files of 0.1.0 with paths of here, except in the checkpoint: its manifest has sizes."""
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     for file in tmp_path.rglob("*"):
@@ -51,31 +49,23 @@ def made(toy_checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def ran(*arguments: object) -> Result:
-    """What `learner` says, which must end well."""
+    """The result of a `learner` command that succeeds."""
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, (done.output, done.exception)
     return done
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_it_is_small_and_says_that_0_1_0_made_it(made: Path) -> None:
-    assert ARCHIVE.stat().st_size < 2**20
-    assert json.loads((made / "run/run.json").read_text())["versions"]["rollmatch"] == "0.1.0"
 
 
 def test_its_yamls_are_accepted(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made)
     shipped = sorted(Path("configs").rglob("*.yaml"))
     assert len(shipped) == 8
-    whole = [path for path in shipped if path.name != "base.yaml"]
-    ran("config", "check", "--keys-only", "old.yaml", "run/resolved_config.yaml", *whole)
+    complete = [path for path in shipped if path.name != "base.yaml"]
+    ran("config", "check", "--keys-only", "old.yaml", "run/resolved_config.yaml", *complete)
     ran("config", "check", "old.yaml", "run/resolved_config.yaml")
 
 
-def test_its_run_folder_has_a_page_a_view_and_evaluations(made: Path) -> None:
+def test_its_run_folder_has_answers_calls_and_a_page(made: Path) -> None:
+    assert json.loads((made / "run/run.json").read_text())["versions"]["rollmatch"] == "0.1.0"
     run = RunFolder.open(made / "run")
     assert run.answer_steps() == [2, 4, 6]  # 0.1.0 calls them 1, 3 and 5
     assert [line["step"] for line in run.calls() if "step" in line] == [2, 4, 6]
@@ -84,37 +74,22 @@ def test_its_run_folder_has_a_page_a_view_and_evaluations(made: Path) -> None:
     page = (made / "run/report.html").read_text(encoding="utf-8")
     assert "Finished: 6 steps" in page
     assert "train.jsonl:3" in page
-    seen = ran("watch", "--once", made / "run").output
-    assert "finished" in seen
-    assert "step 6/6" in seen
     with pytest.raises(ContractError, match="of this version"):
-        read_answers(made / "run/evaluations/step_000006")  # as the changelog says
-
-
-def test_a_call_that_failed_is_an_event_of_its_step(made: Path) -> None:
-    log = made / "run/rollout_calls.jsonl"
-    first, *others = log.read_text().splitlines()
-    assert json.loads(first)["step"] == 1
-    log.write_text("\n".join([first.replace('"answered"', '"timed out"'), *others, ""]))
-    run = Watched(RunFolder.open(made / "run"))
-    run.look()
-    assert [(event.at, event.what) for event in run.events] == [
-        (2, "the learner, attempt 1: timed out")
-    ]
+        read_answers(made / "run/evaluations/step_000006")
 
 
 def test_its_steps_are_replayed_bit_for_bit(made: Path) -> None:
     assert "Identical: all 3 steps" in ran("replay", made / "run").output
 
 
-def test_its_run_goes_on_from_its_checkpoint(made: Path) -> None:
-    before = lines(made / "run")
+def test_its_run_resumes_from_its_checkpoint(made: Path) -> None:
+    before = RunFolder.open(made / "run").metrics()
     assert read_checkpoint(made / "run/checkpoint-4").manifest.processes == 1
     mapping = merge(load_mapping(made / "run/resolved_config.yaml"), {"training": {"max_steps": 7}})
     config = parse_config(mapping)
     assert find_start(config, processes=1).step == 4
     folder = train(config, check_inputs(config), [], Console(file=io.StringIO()))
-    after = lines(folder)
+    after = RunFolder.open(folder).metrics()
     assert [line["step"] for line in after if "loss" in line] == [1, 2, 3, 4, 5, 6, 7]
     assert after[:4] == before[:4]
     answers = RunFolder.open(folder)

@@ -24,7 +24,7 @@ from learner.objectives.pipeline import Pipeline
 from learner.rollout.backend import Call, Journal
 from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.seeds import request_seed, rollout_seed_base
-from learner.runs.metrics import PhaseClock, StepReport
+from learner.runs.metrics import StepReport
 from learner.stages.packing.plan import plan_packs
 from learner.training.channels import ChannelA, ChannelB, Encoding
 from learner.training.recipes import Recipe
@@ -40,24 +40,30 @@ from tests.unit.small_run import rollout, small_config, written
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Gradients = dict[str, Tensor]
-# Who warns of poorly filled packs.
+# Its logger warns of poorly filled packs.
 PACKER = Packer.__module__
 
 
 class Scripted:
-    """Answers each sample with its first object, and the second of every pair with garbage."""
+    """Answers each sample with its first object, and the second of every pair with garbage.
+
+    done: pushes, rollouts and the close, in order. requests: of all rollouts. said: answers all.
+    """
 
     def __init__(self, samples: Sequence[Sample], parts: "Parts") -> None:
         self._samples = {sample.sample_id: sample for sample in samples}
         self._parts = parts
         self.done: list[str] = []
         self.seeds: list[int | None] = []
+        self.requests: list[RolloutInferRequest] = []
+        self.said: str | None = None
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
         self.done.append("rollout")
         self.seeds.append(request_config.seed)
+        self.requests += requests
         return [self._answer(i, str(request.uuid)) for i, request in enumerate(requests)]
 
     def push_weights(self, version: int) -> None:
@@ -70,7 +76,11 @@ class Scripted:
         sample = self._samples[sample_id]
         text = "garbage" if index % 2 else written(*sample.objects[:1])
         prompt = self._parts.encode(sample).ids.tolist()
-        return rollout(prompt, encode(self._parts.loaded.tokenizer, text))
+        return rollout(prompt, encode(self._parts.loaded.tokenizer, self.said or text))
+
+
+def policy_over(backend: Scripted, **opened: Any) -> Policy:
+    return Policy(OpenBackend(backend, **opened), Asking("Detect.", None, RequestConfig()))
 
 
 class Parts:
@@ -163,7 +173,7 @@ def atoms(report: StepReport) -> dict[str, float]:
     return {key: value for key, value in report.metrics.items() if key.startswith("loss/")}
 
 
-@pytest.mark.req("STEP-02", "LOSS-05")
+@pytest.mark.req("STEP-02", "LOSS-05", "PACK-05")
 def test_packs_add_up_to_the_gradient_of_their_shares(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
@@ -173,6 +183,11 @@ def test_packs_add_up_to_the_gradient_of_their_shares(
     plan = plan_packs([len(s) for s in segments], 210, config.training.packing_min_fill_ratio)
     assert sorted(len(indices) for indices in plan) == [1, 2, 2]
     assert report.metrics["packing/post_rollout_packs"] == len(plan)
+    assert report.metrics["packing/post_rollout_segments"] == 5
+    length = sum(map(len, segments))
+    assert report.metrics["packing/post_rollout_selected_total_len"] == length
+    fill = report.metrics["packing/post_rollout_fill"]
+    assert fill == pytest.approx(length / (len(plan) * 210))
     assert close(gradients, parts.reference(segments, plan))
 
 
@@ -192,11 +207,12 @@ def test_equal_samples_give_the_same_step_however_they_are_packed(
         assert close(gradients, runs[0][2])
 
 
-@pytest.mark.req("STEP-02")
-def test_without_packing_every_sample_has_its_own_forward(
+@pytest.mark.req("STEP-02", "PACK-01")
+def test_without_packing_every_sample_has_its_own_forward_of_any_length(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
-    _, report, gradients = parts.step(parts.runner(config_of(packing=False)), samples)
+    runner = parts.runner(config_of(capacity=50, packing=False))
+    _, report, gradients = parts.step(runner, samples)
     assert report.samples == len(samples)
     assert report.metrics["packing/post_rollout_packs"] == len(samples)
     segments = parts.channel_a.segments(samples)
@@ -209,7 +225,7 @@ def test_the_loss_atoms_of_the_report_add_up_to_the_loss(
     parts: Parts, samples: list[Sample], config_of: ConfigOf, b_ratio: int
 ) -> None:
     config = config_of(capacity=210, b_ratio=b_ratio)
-    policy = Policy(OpenBackend(Scripted(samples, parts)), Asking("", None, RequestConfig()))
+    policy = policy_over(Scripted(samples, parts))
     loss, report, _ = parts.step(parts.runner(config, policy), samples)
     assert sum(atoms(report).values()) == pytest.approx(loss, abs=1e-4)
     families = {key.rpartition("/")[0] for key in atoms(report)}
@@ -222,7 +238,7 @@ def test_channels_follow_the_schedule_and_b_pushes_before_it_asks(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
     backend = Scripted(samples, parts)
-    policy = Policy(OpenBackend(backend), Asking("Detect.", None, RequestConfig()))
+    policy = policy_over(backend)
     runner = parts.runner(config_of(b_ratio=0.5), policy)
     reports = [parts.step(runner, samples[:2], step)[1] for step in range(4)]
     assert [report.channel for report in reports] == ["A", "B", "A", "B"]
@@ -232,7 +248,7 @@ def test_channels_follow_the_schedule_and_b_pushes_before_it_asks(
 
 
 @pytest.mark.req("ROLL-03")
-def test_a_backend_that_shares_the_gpu_has_it_for_the_push_and_the_rollouts_of_a_step(
+def test_a_backend_has_the_shared_gpu_during_the_push_and_rollouts_of_a_step(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
     backend = Scripted(samples, parts)
@@ -243,8 +259,7 @@ def test_a_backend_that_shares_the_gpu_has_it_for_the_push_and_the_rollouts_of_a
         yield
         backend.done.append("gives it back")
 
-    opened = OpenBackend(backend, serving=serving)
-    runner = parts.runner(config_of(b_ratio=0.5), Policy(opened, Asking("", None, RequestConfig())))
+    runner = parts.runner(config_of(b_ratio=0.5), policy_over(backend, serving=serving))
     hook = parts.loaded.model.register_forward_hook(lambda *_: backend.done.append("forward"))
     try:
         for step in range(4):
@@ -257,21 +272,9 @@ def test_a_backend_that_shares_the_gpu_has_it_for_the_push_and_the_rollouts_of_a
     assert events == ["forward", *of_b[0], "forward", *of_b[1], "forward"]
 
 
-@pytest.mark.req("SEED-01", "SEED-02")
+@pytest.mark.req("SEED-01", "SEED-02", "DIST-05", "MET-01")
 @pytest.mark.scenario("Same step produces identical derived rollout seed base")
-def test_a_steps_rollouts_have_the_seed_of_the_step(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf
-) -> None:
-    backend = Scripted(samples, parts)
-    policy = Policy(OpenBackend(backend), Asking("Detect.", None, RequestConfig()))
-    _, report, _ = parts.step(parts.runner(config_of(b_ratio=1), policy), samples[:2], step=5)
-    base = rollout_seed_base(11, 5)
-    assert backend.seeds == [request_seed(base, 0, 0)]
-    assert report.metrics["rollout/seed_base"] == base
-
-
-@pytest.mark.req("SEED-02", "DIST-05", "MET-01")
-def test_a_b_step_logs_its_calls_and_counts_no_others(
+def test_a_b_step_logs_its_calls_with_the_seed_of_the_step(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
     journal = Journal()
@@ -280,48 +283,51 @@ def test_a_b_step_logs_its_calls_and_counts_no_others(
         def rollout(
             self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
         ) -> list[RolloutOutput]:
-            first = 0 if request_config.seed is None else request_config.seed
+            first = request_config.seed or 0
             journal.call(Call("http://a:1", 0, len(requests), first, 2, "answered"))
             return super().rollout(requests, request_config)
 
+    backend = Noting(samples, parts)
     asking = Asking("Detect.", None, RequestConfig(max_tokens=5))
-    policy = Policy(OpenBackend(Noting(samples, parts), journal=journal), asking)
     logged: list[dict[str, Any]] = []
     config = config_of(b_ratio=0.5)
+    policy = Policy(OpenBackend(backend, journal=journal), asking)
     runner = StepRunner(config, parts.recipe(config), policy, logged.append)
     reports = [parts.step(runner, samples[:2], step)[1] for step in range(4)]
-    assert [report.metrics.get("rollout/retries") for report in reports] == [None, 1, None, 1]
+    bases = [rollout_seed_base(11, step) for step in (1, 3)]
+    assert backend.seeds == [request_seed(base, 0, 0) for base in bases]
+    assert [r.metrics.get("rollout/seed_base") for r in reports] == [None, bases[0], None, bases[1]]
+    assert [r.metrics.get("rollout/retries") for r in reports] == [None, 1, None, 1]
     assert [record["step"] for record in logged] == [2, 4]
-    for record in logged:
-        base = rollout_seed_base(11, record["step"] - 1)
+    for record, base in zip(logged, bases, strict=True):
         assert record["rollout_seed_base"] == base
         assert record["decoding"] == {"max_tokens": 5}
         assert [call["seed"] for call in record["calls"]] == [request_seed(base, 0, 0)]
 
 
 @pytest.mark.req("DIST-05")
-def test_a_step_whose_rollouts_fail_logs_its_calls_all_the_same(
+def test_a_step_whose_rollouts_fail_logs_its_calls(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
     class Broken(Scripted):
         def push_weights(self, version: int) -> None:
-            raise RunError("nobody is there")
+            raise RunError("no server")
 
-    policy = Policy(OpenBackend(Broken(samples, parts)), Asking("", None, RequestConfig()))
+    policy = policy_over(Broken(samples, parts))
     logged: list[dict[str, Any]] = []
     config = config_of(b_ratio=1)
     runner = StepRunner(config, parts.recipe(config), policy, logged.append)
-    with pytest.raises(RunError, match="nobody is there"):
+    with pytest.raises(RunError, match="no server"):
         parts.step(runner, samples[:2])
     assert [record["step"] for record in logged] == [1]
 
 
 @pytest.mark.req("CHB-01", "MET-02", "PARSE-05")
 @pytest.mark.scenario("Missing opening brace falls back to `{` and trains")
-def test_a_b_step_reports_what_became_of_its_rollouts(
+def test_a_b_step_reports_matches_appended_objects_and_invalid_answers(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
-    policy = Policy(OpenBackend(Scripted(samples, parts)), Asking("", None, RequestConfig()))
+    policy = policy_over(Scripted(samples, parts))
     _, report, gradients = parts.step(parts.runner(config_of(b_ratio=1), policy), samples)
     truths = sum(len(sample.objects) for sample in samples)
     metrics = report.metrics
@@ -336,38 +342,29 @@ def test_a_b_step_reports_what_became_of_its_rollouts(
 
 
 @pytest.mark.req("MET-02")
-@pytest.mark.parametrize("active", [False, True])
-def test_a_b_step_says_whether_the_repeat_guard_was_active(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf, active: bool
-) -> None:
-    asking = Asking("", None, RequestConfig())
-    policy = Policy(OpenBackend(Scripted(samples, parts), repeat_terminate_active=active), asking)
-    _, report, _ = parts.step(parts.runner(config_of(b_ratio=1), policy), samples[:2])
-    assert report.metrics["rollout/repeat_terminate_active"] == (1.0 if active else 0.0)
-
-
-@pytest.mark.req("MET-02")
 @pytest.mark.parametrize(
-    ("decoding", "flags"),
+    ("decoding", "flags", "guarded"),
     [
-        ({"decode_mode": "greedy"}, (1, 0, 0)),
-        ({"decode_mode": "sampling", "decoding": {"temperature": 0.5}}, (0, 1, 0)),
-        ({"decode_mode": "beam", "num_beams": 2, "rollout_backend": "hf"}, (0, 0, 1)),
+        ({"decode_mode": "greedy"}, (1, 0, 0), True),
+        ({"decode_mode": "sampling", "decoding": {"temperature": 0.5}}, (0, 1, 0), False),
+        ({"decode_mode": "beam", "num_beams": 2, "rollout_backend": "hf"}, (0, 0, 1), False),
     ],
     ids=["greedy", "sampling", "beam"],
 )
-def test_a_b_step_says_how_its_answers_were_decoded(
+def test_a_b_step_reports_the_decode_mode_and_whether_the_guard_was_active(
     parts: Parts,
     samples: list[Sample],
     config_of: ConfigOf,
     decoding: dict[str, Any],
     flags: tuple[int, int, int],
+    guarded: bool,
 ) -> None:
     mapping = merge(config_of(b_ratio=1).model_dump(mode="json"), {"rollout_matching": decoding})
-    policy = Policy(OpenBackend(Scripted(samples, parts)), Asking("", None, RequestConfig()))
+    policy = policy_over(Scripted(samples, parts), repeat_terminate_active=guarded)
     _, report, _ = parts.step(parts.runner(parse_config(mapping), policy), samples[:2])
     modes = ("greedy", "sampling", "beam")
     assert tuple(report.metrics[f"rollout/decode_{mode}"] for mode in modes) == flags
+    assert report.metrics["rollout/repeat_terminate_active"] == float(guarded)
 
 
 @pytest.fixture
@@ -401,58 +398,40 @@ def test_coordinate_diagnostics_are_means_over_the_coordinates_of_a_step_however
     assert {key.rpartition("/")[0] for key in diagnostics(packed)} == {"coord_diag/A1"}
     assert diagnostics(packed) == pytest.approx(diagnostics(alone), rel=1e-4)
     assert 0 < packed.metrics["coord_diag/A1/p_gt_mean"] < 1
-
-
-@pytest.mark.req("LOSS-06")
-def test_a_step_without_coordinates_has_no_coordinate_diagnostics(
-    parts: Parts, samples: list[Sample], diagnosed: Callable[[bool], StepRunner]
-) -> None:
-    _, report, _ = parts.step(diagnosed(True), [replace(samples[0], objects=())])
-    assert report.metrics["packing/post_rollout_segments"] == 1
-    assert diagnostics(report) == {}
-
-
-@pytest.mark.req("PACK-05")
-def test_packing_is_reported(parts: Parts, samples: list[Sample], config_of: ConfigOf) -> None:
-    _, report, _ = parts.step(parts.runner(config_of(capacity=210)), samples)
-    lengths = [len(segment) for segment in parts.channel_a.segments(samples)]
-    packs = report.metrics["packing/post_rollout_packs"]
-    assert report.metrics["packing/post_rollout_segments"] == len(samples)
-    assert report.metrics["packing/post_rollout_selected_total_len"] == sum(lengths)
-    fill = sum(lengths) / (packs * 210)
-    assert report.metrics["packing/post_rollout_fill"] == pytest.approx(fill)
-
-
-@pytest.mark.req("PACK-05")
-def test_poor_filling_is_warned_about_once(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf, caplog: pytest.LogCaptureFixture
-) -> None:
-    runner = parts.runner(config_of(capacity=640, packing_min_fill_ratio=0.9))
-    for step in range(2):
-        parts.step(runner, samples[:1], step)
-    warnings = [r.getMessage() for r in caplog.records if r.name == PACKER]
-    assert len(warnings) == 1
-    assert "training.packing_min_fill_ratio 90 %" in warnings[0]
-    assert "global_max_length" in warnings[0]
+    _, without, _ = parts.step(diagnosed(True), [replace(samples[0], objects=())])
+    assert without.metrics["packing/post_rollout_segments"] == 1
+    assert diagnostics(without) == {}
 
 
 @pytest.mark.req("PACK-05")
 @pytest.mark.parametrize(
-    "training", [{"packing": False}, {"packing": True, "packing_min_fill_ratio": 0.0}]
+    ("training", "warnings"),
+    [
+        ({"packing_min_fill_ratio": 0.9}, 1),
+        ({"packing_min_fill_ratio": 0.0}, 0),
+        ({"packing": False}, 0),
+    ],
 )
-def test_nobody_is_warned_without_packing_or_with_a_full_pack(
+def test_poorly_filled_packs_are_warned_about_once(
     parts: Parts,
     samples: list[Sample],
     config_of: ConfigOf,
     caplog: pytest.LogCaptureFixture,
     training: dict[str, Any],
+    warnings: int,
 ) -> None:
-    parts.step(parts.runner(config_of(**training)), samples[:1])
-    assert [r for r in caplog.records if r.name == PACKER] == []
+    runner = parts.runner(config_of(**training))
+    for step in range(2):
+        parts.step(runner, samples[:1], step)
+    found = [r.getMessage() for r in caplog.records if r.name == PACKER]
+    assert len(found) == warnings
+    for warning in found:
+        assert "training.packing_min_fill_ratio 90 %" in warning
+        assert "global_max_length" in warning
 
 
 @pytest.mark.req("PACK-01")
-def test_a_sample_that_no_pack_holds_names_itself_and_three_ways_out(
+def test_a_sample_longer_than_a_pack_is_named_with_three_remedies(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
     longest = max(samples, key=lambda s: len(parts.channel_a.segments([s])[0]))
@@ -467,14 +446,8 @@ def test_a_sample_that_no_pack_holds_names_itself_and_three_ways_out(
         assert way_out in caught.value.do
 
 
-@pytest.mark.req("PACK-01")
-def test_the_third_way_out_is_one(parts: Parts, samples: list[Sample], config_of: ConfigOf) -> None:
-    _, report, _ = parts.step(parts.runner(config_of(capacity=50, packing=False)), samples)
-    assert report.metrics["packing/post_rollout_packs"] == len(samples)
-
-
 @pytest.mark.req("LOSS-02", "PACK-05")
-def test_a_step_that_supervises_nothing_leaves_the_weights_alone_and_warns_of_no_pack(
+def test_a_step_without_segments_has_no_gradients_and_no_warning(
     parts: Parts, samples: list[Sample], config_of: ConfigOf, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Silent(ChannelA):
@@ -493,7 +466,7 @@ def test_a_step_that_supervises_nothing_leaves_the_weights_alone_and_warns_of_no
 
 
 @pytest.mark.req("RES-22", "STEP-02")
-def test_nothing_is_carried_from_one_step_to_the_next(
+def test_a_step_does_not_depend_on_the_step_before(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
 ) -> None:
     runner = parts.runner(config_of())
@@ -501,11 +474,3 @@ def test_nothing_is_carried_from_one_step_to_the_next(
     assert {key for key in first.metrics if "buffer" in key} == set()
     assert atoms(first) == pytest.approx(atoms(second))
     assert (first.step, second.step) == (0, 1)
-
-
-def test_a_phase_that_runs_twice_is_summed() -> None:
-    clock = PhaseClock()
-    for _ in range(2):
-        with clock.phase("learn"):
-            pass
-    assert clock.metrics() == {"time/learn_s": clock.seconds("learn")}

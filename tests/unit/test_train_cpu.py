@@ -1,10 +1,8 @@
-"""Whole runs of three steps on the CPU, channel A alone: no server, everything else real."""
+"""Whole short runs on the CPU without a server: channel A, and channel B answered by the model."""
 
 import io
 import json
-import logging
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,28 +11,26 @@ import pytest
 import torch
 from peft import PeftModel
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from learner.config import load_config
+from learner.config import load_config, merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.load import load_model
 from learner.models.toy import make_model
+from learner.rollout.seeds import request_seed
 from learner.rollout.sync.weights import MergedWeights
-from learner.runs.checkpoint import MANIFEST
-from learner.training.start_checks import check_inputs
+from learner.training.start_checks import check_inputs, reach_servers
 from learner.training.train import train
 from learner.training.trainer import build_optimizer
 from shared_contracts.errors import ContractError
-from tests.unit.small_run import small_config
+from tests.unit.small_run import small_config, small_mapping
+from tests.unit.trained_run import STEPS, TrainedRun, trained, write_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-STEPS = 3
 
 
 def run(config: Config) -> Path:
@@ -55,64 +51,61 @@ def weights_of(checkpoint: Path) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.fixture(scope="module")
-def config(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory
-) -> Config:
-    return small_config(toy_checkpoint, toy_data, tmp_path_factory.mktemp("runs") / "run")
-
-
-@pytest.fixture(scope="module")
-def folder(config: Config) -> Path:
-    """The folder of the run that most tests look at."""
-    return run(config)
-
-
-def test_the_resolved_config_loads_again_equal(folder: Path, config: Config) -> None:
-    assert load_config(folder / "resolved_config.yaml") == config
-
-
-def test_run_json_says_what_ran(folder: Path) -> None:
-    facts = json.loads((folder / "run.json").read_text())
+@pytest.mark.req("MET-03")
+def test_a_run_folder_has_the_config_and_the_facts_of_the_run(trained_run: TrainedRun) -> None:
+    config = load_config(trained_run.config)
+    assert load_config(trained_run.folder / "resolved_config.yaml") == config
+    assert reach_servers(config) == []
+    facts = json.loads((trained_run.folder / "run.json").read_text())
     assert facts["versions"]["torch"] == torch.__version__.split("+")[0]
-    assert facts["servers"] == [{"base_url": "http://127.0.0.1:8000", "group_port": 51216}]
-    assert facts["sync_mode"] == "full"
+    assert (facts["rollout_backend"], facts["servers"], facts["sync_mode"]) == ("hf", [], None)
+    assert "transformers" in facts["rollouts"]
     assert isinstance(facts["command"], list)
+    with pytest.raises(ContractError, match="holds another run") as caught:
+        check_inputs(config)
+    assert caught.value.where == "training.output_dir"
 
 
-@pytest.mark.req("LOSS-05", "STEP-02")
-def test_every_step_has_a_line_whose_loss_is_the_sum_of_its_atoms(folder: Path) -> None:
-    steps = [line for line in lines(folder) if "loss" in line]
+@pytest.mark.req("LOSS-05", "STEP-02", "CHB-01")
+def test_every_step_has_a_line_whose_loss_is_the_sum_of_its_atoms(trained_run: TrainedRun) -> None:
+    steps = trained_run.lines("loss")
     assert [line["step"] for line in steps] == [1, 2, 3]
+    assert [line["step/channel_b"] for line in steps] == [0, 1, 0]
+    assert steps[1]["sync/weights_version"] == 1
     for line in steps:
-        assert line["step/channel_b"] == 0
         assert line["packing/post_rollout_segments"] == 4
-        atoms = [value for key, value in line.items() if key.startswith("loss/A")]
+        atoms = [value for key, value in line.items() if key.startswith("loss/")]
         assert sum(atoms) == pytest.approx(line["loss"], abs=1e-4)
-        assert line["time/learn_s"] > 0
         assert line["grad_norm"] > 0
+    tag = "loss/A2_coord/bbox_ciou"
+    board = event_accumulator.EventAccumulator(str(trained_run.folder / "tensorboard")).Reload()
+    shown = [(event.step, event.value) for event in board.Scalars(f"train/{tag}")]
+    assert shown == [(step, pytest.approx(steps[step - 1][tag])) for step in (1, 3)]
 
 
-def test_tensorboard_has_the_same_numbers(folder: Path) -> None:
-    events = event_accumulator.EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    tag = "train/loss/A2_coord/bbox_ciou"
-    shown = [(event.step, event.value) for event in events.Scalars(tag)]
-    logged = [(ln["step"], ln["loss/A2_coord/bbox_ciou"]) for ln in lines(folder) if "loss" in ln]
-    assert [step for step, _ in shown] == [1, 2, 3]
-    assert [value for _, value in shown] == pytest.approx([value for _, value in logged])
+@pytest.mark.req("SEED-02", "MET-01", "ARCH-03")
+def test_calls_are_logged_with_their_seeds_and_no_servers_are_counted(
+    trained_run: TrainedRun,
+) -> None:
+    log = (trained_run.folder / "rollout_calls.jsonl").read_text().splitlines()
+    (record,) = (record for record in map(json.loads, log) if "step" in record)
+    call = {"server": "the learner", "first": 0, "count": 4, "attempt": 1, "outcome": "answered"}
+    assert record["step"] == 2
+    assert record["calls"] == [call | {"seed": request_seed(record["rollout_seed_base"], 0, 0)}]
+    counted = {"rollout/servers_healthy", "rollout/retries", "sync/pushes", "sync/fell_back"}
+    assert not any(counted & line.keys() for line in lines(trained_run.folder))
 
 
 @pytest.mark.req("RUN-02")
 def test_the_checkpoint_loads_in_plain_transformers_with_its_processor(
-    folder: Path, toy_checkpoint: Path
+    trained_run: TrainedRun, toy_checkpoint: Path
 ) -> None:
-    checkpoint = folder / f"checkpoint-{STEPS}"
-    trained, before = weights_of(checkpoint), weights_of(toy_checkpoint)
-    assert trained.keys() == before.keys()
-    assert all(torch.isfinite(w).all() for w in trained.values())
+    checkpoint = trained_run.folder / f"checkpoint-{STEPS}"
+    after, before = weights_of(checkpoint), weights_of(toy_checkpoint)
+    assert after.keys() == before.keys()
+    assert all(torch.isfinite(w).all() for w in after.values())
     changed = {
-        QWEN_VL.part_of(name) for name, w in trained.items() if not torch.equal(w, before[name])
+        QWEN_VL.part_of(name) for name, w in after.items() if not torch.equal(w, before[name])
     }
     assert changed == {"language", "vision", "aligner"}
     ours, theirs = (AutoProcessor.from_pretrained(p) for p in (checkpoint, toy_checkpoint))
@@ -122,66 +115,53 @@ def test_the_checkpoint_loads_in_plain_transformers_with_its_processor(
     assert ours.image_processor.to_dict() == theirs.image_processor.to_dict()
 
 
-def test_the_same_seed_gives_the_same_losses_and_weights(
-    folder: Path, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+@pytest.mark.req("SEED-02")
+def test_the_same_seed_gives_the_same_losses_scores_and_weights(
+    trained_run: TrainedRun, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
-    again = run(small_config(toy_checkpoint, toy_data, tmp_path / "again"))
-    assert losses(again) == losses(folder)
-    first = weights_of(folder / f"checkpoint-{STEPS}")
-    second = weights_of(again / f"checkpoint-{STEPS}")
+    again = trained(write_config(tmp_path, toy_checkpoint, toy_data))
+    assert losses(again.folder) == losses(trained_run.folder)
+    scores = [[line["eval/f1"] for line in one.lines("eval/f1")] for one in (trained_run, again)]
+    assert scores[0] == scores[1]
+    assert len(scores[0]) == STEPS
+    first, second = (weights_of(r.folder / f"checkpoint-{STEPS}") for r in (trained_run, again))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.req("RUN-01")
-def test_only_what_a_checkpoint_lacks_is_called_missing(
-    folder: Path, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+@pytest.mark.req("ARCH-03", "CHB-01", "SEED-02")
+@pytest.mark.parametrize(
+    "decoding",
+    [
+        {"decode_mode": "sampling", "decoding": {"temperature": 1.0, "top_p": 0.9}},
+        {"decode_mode": "beam", "num_beams": 2},
+    ],
+    ids=["sampling", "beam"],
+)
+def test_a_step_of_sampled_or_beam_answers_repeats_itself(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, decoding: dict[str, Any]
 ) -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("transformers.trainer")
-    logger.addHandler(handler)
-    lost = "model.visual.merger.norm.weight"
-    try:
-        for name, spoil in (("whole", False), ("spoilt", True)):
-            again = shutil.copytree(folder, tmp_path / name)
-            checkpoint = again / f"checkpoint-{STEPS}"
-            file = checkpoint / "model.safetensors"
-            weights = load_file(file)
-            assert "lm_head.weight" not in weights
-            if spoil:
-                save_file({n: w for n, w in weights.items() if n != lost}, file, {"format": "pt"})
-                manifest = json.loads((checkpoint / MANIFEST).read_text())
-                manifest["files"]["model.safetensors"] = file.stat().st_size
-                (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-            training = {"resume": "auto", "max_steps": STEPS + 1}
-            run(small_config(toy_checkpoint, toy_data, again, training=training))
-            missing = [line for line in said if "missing keys" in line]
-            assert bool(missing) == spoil
-            assert all(lost in line and "lm_head" not in line for line in missing)
-    finally:
-        logger.removeHandler(handler)
-
-
-def test_another_seed_takes_the_samples_in_another_order(
-    folder: Path, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    other = run(small_config(toy_checkpoint, toy_data, tmp_path / "o", training={"seed": 12}))
-    assert losses(other) != losses(folder)
+    hf = {"rollout_backend": "hf", "max_new_tokens": 12, "decode_batch_size": 4}
+    runs = []
+    for name in ("a", "b"):
+        mapping = small_mapping(toy_checkpoint, toy_data, tmp_path / name)
+        mapping["rollout_matching"] = hf | decoding
+        own = {"training": {"max_steps": 1, "save_strategy": "no"}}
+        config = parse_config(merge(mapping, own | {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}))
+        (answers,) = (run(config) / "rollouts").iterdir()
+        runs.append(answers.read_text())
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.req("RUN-02")
-@pytest.mark.parametrize("use_dora", [False, True])
 def test_adapters_train_and_can_be_merged_into_the_base(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, use_dora: bool
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
-    tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4, "use_dora": use_dora}
-    tuner["train_coordinate_rows"] = False
-    folder = run(small_config(toy_checkpoint, toy_data, tmp_path / "lora", tuner=tuner))
-    assert len(losses(folder)) == STEPS
+    tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4, "train_coordinate_rows": False}
+    training = {"max_steps": 1, "save_steps": 1, "warmup_ratio": 0.0}
+    folder = run(small_config(toy_checkpoint, toy_data, tmp_path, training=training, tuner=tuner))
     base = AutoModelForImageTextToText.from_pretrained(toy_checkpoint)
     before = {name: p.clone() for name, p in base.named_parameters()}
-    adapted = PeftModel.from_pretrained(base, folder / f"checkpoint-{STEPS}")
+    adapted = PeftModel.from_pretrained(base, folder / "checkpoint-1")
     merged = dict(MergedWeights(adapted).tensors("float32"))
     assert merged.keys() == before.keys()
     changed = [n for n, w in merged.items() if not torch.equal(w, before[n])]
@@ -189,19 +169,7 @@ def test_adapters_train_and_can_be_merged_into_the_base(
     assert all("language_model" in name and name.endswith("_proj.weight") for name in changed)
 
 
-def test_a_learning_rate_of_zero_freezes_the_part(
-    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
-) -> None:
-    training = {"vit_lr": 0.0, "aligner_lr": 0.0, "weight_decay": 0.1}
-    folder = run(small_config(toy_checkpoint, toy_data, tmp_path / "run", training=training))
-    trained, before = weights_of(folder / f"checkpoint-{STEPS}"), weights_of(toy_checkpoint)
-    changed = {
-        QWEN_VL.part_of(name) for name, w in trained.items() if not torch.equal(w, before[name])
-    }
-    assert changed == {"language"}
-
-
-def test_a_frozen_part_has_no_gradient_and_no_optimizer_state(
+def test_a_part_with_a_rate_of_zero_has_no_gradient_and_no_optimizer_state(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:
     training = {"vit_lr": 0.0, "aligner_lr": 1e-4}
@@ -211,9 +179,9 @@ def test_a_frozen_part_has_no_gradient_and_no_optimizer_state(
         id(p) for g in build_optimizer(model, config.training).param_groups for p in g["params"]
     }
     for name, parameter in model.named_parameters():
-        trained = QWEN_VL.part_of(name) != "vision"
-        assert parameter.requires_grad is trained, name
-        assert (id(parameter) in optimized) is trained, name
+        is_trained = QWEN_VL.part_of(name) != "vision"
+        assert parameter.requires_grad is is_trained, name
+        assert (id(parameter) in optimized) is is_trained, name
 
 
 def test_every_parameter_is_in_one_group_with_the_rate_of_its_part(
@@ -227,21 +195,17 @@ def test_every_parameter_is_in_one_group_with_the_rate_of_its_part(
     named = dict(model.named_parameters())
     assert len(placed) == sum(len(group["params"]) for group in groups) == len(named)
     rate_of = {"language": 3e-4, "vision": 2e-4, "aligner": 1e-4}
+    parts: dict[str, set[str]] = {part: set() for part in rate_of}
     for name, parameter in named.items():
-        group = placed[id(parameter)]
-        assert group["lr"] == rate_of[QWEN_VL.part_of(name)], name
+        part, group = QWEN_VL.part_of(name), placed[id(parameter)]
+        parts[part].add(name)
+        assert group["lr"] == rate_of[part], name
         assert group["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0), name
-
-
-def test_parts_of_the_model_are_told_by_their_names(toy_checkpoint: Path) -> None:
-    parts: dict[str, list[str]] = {"language": [], "vision": [], "aligner": []}
-    for name in weights_of(toy_checkpoint):
-        parts[QWEN_VL.part_of(name)].append(name)
     assert all("language_model" in name for name in parts["language"])
-    assert any("embed_tokens" in name for name in parts["language"])
-    assert any("patch_embed" in name for name in parts["vision"])
-    assert any(".visual.merger." in name for name in parts["aligner"])
-    assert any("deepstack_merger_list" in name for name in parts["aligner"])
+    for part, word in (("language", "embed_tokens"), ("vision", "patch_embed")):
+        assert any(word in name for name in parts[part])
+    for word in (".visual.merger.", "deepstack_merger_list"):
+        assert any(word in name for name in parts["aligner"])
 
 
 @pytest.mark.req("STEP-02")
@@ -254,29 +218,22 @@ def test_leftover_samples_of_an_epoch_make_no_smaller_step(
     assert [line["packing/post_rollout_segments"] for line in steps] == [10, 10]
 
 
-def test_a_folder_with_a_run_in_it_is_refused(folder: Path, config: Config) -> None:
-    with pytest.raises(ContractError, match="holds another run") as caught:
-        check_inputs(config)
-    assert caught.value.where == "training.output_dir"
-
-
 @pytest.fixture
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = os.umask(request.param)
-    yield request.param
+def umask() -> Iterator[int]:
+    """One that is neither a usual default nor all of group and others."""
+    before = os.umask(0o026)
+    yield 0o026
     os.umask(before)
 
 
 @pytest.mark.req("RUN-01", "MET-03")
-@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077], indirect=True, ids=oct)
 def test_every_file_of_a_run_and_of_a_made_model_has_the_mode_of_the_umask(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, umask: int
 ) -> None:
     tuner = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 2}
     training = {"max_steps": 1, "save_steps": 1}
     for name, own in (("full", {}), ("lora", {"tuner": tuner})):
-        made = small_config(toy_checkpoint, toy_data, tmp_path / name, training=training, **own)
-        run(made)
+        run(small_config(toy_checkpoint, toy_data, tmp_path / name, training=training, **own))
     make_model(tmp_path / "model", 0, tie=True)
     paths = list(tmp_path.rglob("*"))
     assert {path.suffix for path in paths} >= {".safetensors", ".pt", ".html", ".jsonl", ".yaml"}

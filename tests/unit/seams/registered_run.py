@@ -1,9 +1,9 @@
-"""Trains with a throw-away objective, or recipe, that is added to the registry first.
+"""Trains with a throw-away objective or recipe, which is added to the registry first.
 
     python -m tests.unit.seams.registered_run objective|recipe MODEL DATA OUT
 
-DATA: a folder as `make_data` writes it. Prints JSON: what the config, its schema, the page of the
-metrics and the run know of it.
+DATA: a folder of `make_data`. Prints JSON: the refusal of a wrong config, the schema, the page of
+metrics, the logged steps.
 """
 
 import io
@@ -20,7 +20,7 @@ ENTRY = {"name": "sharpness", "enabled": True, "weight": 0.5, "channels": ["A"]}
 
 
 def register() -> None:
-    """One line of each registry; the config's types are made of them when they are imported."""
+    """One line per registry. The config types are made from them at import."""
     OBJECTIVES.append(SharpnessModule)
     recipe = "tests.unit.seams.sharp_recipe:SharpRecipe"
     VARIANTS["sharp"] = Variant(recipe, "throw-away", "stage2_ab", polygons=False)

@@ -1,0 +1,356 @@
+"""Scenarios of whole steps on the toy model (seeds 000 and 001)."""
+
+import importlib.util
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from learner.config.schema import Config
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData, make_data
+from learner.distributed.peers import Peers
+from learner.rollout.policy import OpenBackend, Policy, asking_of
+from learner.stages import targets
+from learner.stages.formats.coord_json import serialize_append
+from learner.stages.schedule import channel_for_step
+from learner.stages.tokens import PLACEHOLDERS
+from learner.training.backends import open_backend
+from learner.training.run_log import CallLog, ProgressDisplay, open_run_folder
+from learner.training.start_checks import read_inputs
+from learner.training.step import PlainEngine, StepRunner
+from learner.training.train import RunParts, build_runner, build_trainer
+from learner.training.trainer import StepTrainer, build_optimizer
+from learner.types import RolloutOutput, Sample
+from shared_contracts.errors import ContractError
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from tests.unit.answers import encode, entry, text_of
+from tests.unit.config_faults import changed, only_error
+from tests.unit.ranks_in_threads import in_ranks
+from tests.unit.small_run import rollout, small_config, written
+from tests.unit.test_step import Parts, Scripted, policy_over
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOT = Path(__file__).parents[3]
+N_SAMPLES = 4
+
+
+# --- one step of channel B
+
+
+class StepB:
+    """Channel B over four scenes. forwards: tokens of each forward of the model."""
+
+    def __init__(self, checkpoint: Path, data: ToyData, out: Path) -> None:
+        schedule = {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}
+        self.config = small_config(checkpoint, data, out, global_max_length=640, **schedule)
+        self.parts = Parts(self.config)
+        self.samples = read_samples(data.train_jsonl, allow_poly=False)[:N_SAMPLES]
+        self.backend = Scripted(self.samples, self.parts)
+        self.forwards: list[int] = []
+        self.parts.loaded.model.register_forward_pre_hook(
+            lambda _, __, kwargs: self.forwards.append(kwargs["input_ids"].numel()),
+            with_kwargs=True,
+        )
+
+    def run(self) -> dict[str, float]:
+        """The metrics of the step."""
+        runner = self.parts.runner(self.config, policy_over(self.backend))
+        return self.parts.step(runner, self.samples)[1].metrics
+
+
+@pytest.fixture
+def step_b(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> StepB:
+    return StepB(toy_checkpoint, toy_data, tmp_path)
+
+
+@pytest.mark.req("RES-08", "CHB-01", "ROLL-02")
+@pytest.mark.scenario(
+    "Training uses one sequence and one forward pass",
+    "Packing is never applied during rollout generation",
+)
+def test_packing_enabled_does_not_break_rollout_matching_training(step_b: StepB) -> None:
+    metrics = step_b.run()
+    assert [request.uuid for request in step_b.backend.requests] == [
+        sample.sample_id for sample in step_b.samples
+    ]
+    assert [len(request.images) for request in step_b.backend.requests] == [1] * N_SAMPLES
+    assert len(step_b.forwards) == metrics["packing/post_rollout_packs"] < N_SAMPLES
+    assert max(step_b.forwards) <= step_b.config.global_max_length
+    gradients = step_b.parts.gradients()
+    assert gradients
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
+    assert metrics["packing/post_rollout_segments"] == N_SAMPLES
+
+
+@pytest.mark.req("PARSE-02", "CHB-01")
+@pytest.mark.parametrize("placeholder", PLACEHOLDERS)
+def test_answers_that_hold_the_token_of_an_image_are_trained_on(
+    step_b: StepB, placeholder: str
+) -> None:
+    step_b.backend.said = "{" + entry(1, f"a {placeholder}") + "}"
+    assert len(encode(step_b.parts.loaded.tokenizer, placeholder)) == 1
+    metrics = step_b.run()
+    assert metrics["packing/post_rollout_segments"] == N_SAMPLES
+    assert metrics["rollout/parse_truncated_rate"] == 1
+
+
+@pytest.mark.req("APPEND-03")
+def test_supervision_indices_are_validated_against_assistant_span(
+    step_b: StepB, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_target = targets.build_target
+
+    def misaligned(*args: object, **kwargs: object) -> object:
+        target = build_target(*args, **kwargs)  # type: ignore[arg-type]
+        group = target.coord_groups[0]
+        positions = (len(target.token_ids), *group.positions[1:])
+        target.coord_groups[0] = group._replace(positions=positions)
+        return target
+
+    monkeypatch.setattr(targets, "build_target", misaligned)
+    with pytest.raises(ContractError) as error:
+        step_b.run()
+    assert error.value.where == step_b.samples[0].sample_id
+    assert "assistant" in error.value.found
+    assert not step_b.forwards
+
+
+@pytest.mark.req("RES-06", "RES-08", "CHB-01")
+def test_default_stage_2_ab_run_uses_unified_channel_b_semantics(step_b: StepB) -> None:
+    """The rollout is kept, missed objects are appended, and one forward teaches both."""
+    sample = next(sample for sample in step_b.samples if len(sample.objects) == 2)
+    first, second = sample.objects
+    tokenizer = step_b.parts.loaded.tokenizer
+    answer = rollout(step_b.parts.encode(sample).ids.tolist(), encode(tokenizer, written(second)))
+    (segment,), _ = step_b.parts.channel_b.segments([sample], [answer])
+    assert text_of(tokenizer, segment.target.token_ids[:-1]) == (
+        written(second).removesuffix("}") + ", " + serialize_append("{", [first], 2, "desc_first")
+    )
+    assert [group.matched for group in segment.target.coord_groups] == [True, False]
+    metrics = step_b.run()
+    assert len(step_b.forwards) == metrics["packing/post_rollout_packs"]
+
+
+@pytest.mark.req("CFG-05", "RES-01")
+@pytest.mark.scenario(
+    "Rollout decode batch size 2 with learner microbatch 1",
+    "Rollout decode batch size 4 with learner microbatch 1",
+)
+@pytest.mark.parametrize("decode_batch_size", [2, 4])
+def test_the_decode_batch_size_does_not_change_the_learners_batch_of_one(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, decode_batch_size: int
+) -> None:
+    hf = {
+        "rollout_backend": "hf",
+        "decode_batch_size": decode_batch_size,
+        "max_new_tokens": 2,
+    }
+    schedule = {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}
+    config = small_config(toy_checkpoint, toy_data, tmp_path, rollout_matching=hf, **schedule)
+    parts = Parts(config)
+    generating: set[int] = set()
+    learning: set[int] = set()
+
+    def note(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        (generating if kwargs["use_cache"] else learning).add(kwargs["input_ids"].shape[0])
+
+    parts.loaded.model.register_forward_pre_hook(note, with_kwargs=True)
+    samples = read_samples(toy_data.train_jsonl, allow_poly=False)[:N_SAMPLES]
+    opened = open_backend(config, parts.loaded, [], tmp_path, samples)
+    parts.step(parts.runner(config, Policy(opened, asking_of(config))), samples)
+    assert (generating, learning) == ({decode_batch_size}, {1})
+    old = "custom.extra.rollout_matching.decode_batch_size"
+    assert only_error(changed(old, 4)).do == "Use rollout_matching.decode_batch_size"
+
+
+@pytest.mark.req("STEP-01", "DDP-01", "RES-14")
+def test_multi_process_learner_uses_rank0_broadcast_for_step_kind(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    """A rank whose own schedule has no channel B runs the channel of rank 0."""
+    samples = read_samples(toy_data.train_jsonl, allow_poly=False)[:N_SAMPLES]
+    configs = [
+        small_config(toy_checkpoint, toy_data, tmp_path, stage2_ab={"schedule": {"b_ratio": ratio}})
+        for ratio in (0.5, 0.0)
+    ]
+    loaded = [Parts(config) for config in configs]
+
+    def kinds(peers: Peers) -> list[str]:
+        config, parts = configs[peers.rank], loaded[peers.rank]
+        own = samples[peers.rank :: 2]
+        policy = policy_over(Scripted(own, parts))
+        runner = StepRunner(config, parts.recipe(config), policy, peers=peers)
+        model = parts.loaded.model
+        return [runner.run(model, own, step, PlainEngine())[1].channel for step in range(4)]
+
+    assert [rank.result() for rank in in_ranks(2, kinds)] == [["A", "B", "A", "B"]] * 2
+
+
+# --- runs of two channels
+
+BATCH, STEPS, SAVED_AT = 4, 4, 2
+
+
+class Counted(Scripted):
+    """Notes in `events` how many samples each rollout has."""
+
+    def __init__(self, samples: Sequence[Sample], parts: Parts, events: list[str]) -> None:
+        super().__init__(samples, parts)
+        self.events = events
+
+    def rollout(
+        self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
+    ) -> list[RolloutOutput]:
+        self.events.append(f"{len(requests)} rollouts")
+        return super().rollout(requests, request_config)
+
+
+class Run:
+    """A run of the real trainer. events: rollouts, forwards and updates, in order."""
+
+    def __init__(self, config: Config, checkpoint: Path | None = None) -> None:
+        self.config = config
+        self.events: list[str] = []
+        parts, inputs = Parts(config), read_inputs(config)
+        model, folder = parts.loaded.model, open_run_folder(config, None)
+        optimizer = build_optimizer(model, config.training)
+        model.register_forward_hook(lambda *_: self.events.append("forward"))
+        optimizer.register_step_post_hook(lambda *_: self.events.append("update"))
+        backend = Counted(inputs.train, parts, self.events)
+        policy = Policy(OpenBackend(backend), asking_of(config))
+        run = RunParts(config, inputs, parts.loaded, optimizer, policy, CallLog(folder))
+        display = ProgressDisplay(Console(file=io.StringIO()), "run")
+        self.trainer = build_trainer(run, build_runner(run), lambda step: {}, display)
+        self.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        logged = (folder / "metrics.jsonl").read_text().splitlines()
+        self.steps = [line for line in map(json.loads, logged) if "loss" in line]
+        self.channels = "".join("B" if step["step/channel_b"] else "A" for step in self.steps)
+
+    @property
+    def by_step(self) -> list[list[str]]:
+        """The events before each update."""
+        *steps, after = " ".join(self.events).split("update")
+        assert after == "", "nothing happens after the last update"
+        return [step.split() for step in steps]
+
+
+def mixed_config(model: Path, data: ToyData, out: Path) -> Config:
+    """Steps A, B, B, A. A has two forwards a pack. A pack holds about two samples."""
+    return small_config(
+        model,
+        data,
+        out,
+        training={"max_steps": STEPS, "save_steps": SAVED_AT, "effective_batch_size": BATCH},
+        stage2_ab={"schedule": {"b_ratio": 0.7}, "n_softctx_iter": 2},
+        global_max_length=170,
+    )
+
+
+@pytest.fixture(scope="module")
+def mixed(toy_checkpoint: Path, toy_data: ToyData, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(mixed_config(toy_checkpoint, toy_data, tmp_path_factory.mktemp("mixed")))
+
+
+@pytest.mark.req("RES-01", "RES-02", "CHA-01", "STEP-01", "STEP-02")
+@pytest.mark.scenario("Selecting the trainer variant with typed `stage2_ab`")
+def test_selecting_the_trainer_variant(mixed: Run) -> None:
+    """Both channels train, by `stage2_ab`. A step takes its samples whole and updates once."""
+    assert isinstance(mixed.trainer, StepTrainer)
+    assert mixed.channels == "ABBA", "of stage2_ab.schedule.b_ratio"
+    assert len(mixed.by_step) == len(mixed.steps) == STEPS
+    for channel, step, events in zip(mixed.channels, mixed.steps, mixed.by_step, strict=True):
+        packs = int(step["packing/post_rollout_packs"])
+        assert 1 < packs < BATCH, "packs are neither samples nor steps"
+        assert step["packing/post_rollout_segments"] == BATCH
+        forwards = 2 if channel == "A" else 1  # of stage2_ab.n_softctx_iter
+        requested = [str(BATCH), "rollouts"] if channel == "B" else []
+        assert events == requested + ["forward"] * forwards * packs
+    error = only_error(changed("custom.trainer_variant", "stage2_ab_training"))
+    assert error.do == "Use stage2_two_channel"
+
+
+@pytest.mark.req("STEP-01", "RUN-01")
+def test_channel_selection_continues_across_checkpoint_resume(
+    mixed: Run, toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    """From the step of the checkpoint. From step 0 it would be A and then B."""
+    whole = Path(mixed.config.training.output_dir)
+    resumed = Run(
+        mixed_config(toy_checkpoint, toy_data, tmp_path), whole / f"checkpoint-{SAVED_AT}"
+    )
+    assert [step["step"] for step in resumed.steps] == [3, 4]
+    ratio = resumed.config.b_ratio
+    expected = "".join(channel_for_step(step, ratio) for step in range(SAVED_AT, STEPS))
+    assert resumed.channels == mixed.channels[SAVED_AT:] == expected == "BA"
+    assert [step["loss"] for step in resumed.steps] == [
+        step["loss"] for step in mixed.steps[SAVED_AT:]
+    ]
+
+
+@pytest.mark.req("STEP-02", "PACK-03")
+def test_32_raw_rollouts_pack_into_fewer_than_32_packed_sequences(
+    toy_checkpoint: Path, tmp_path: Path
+) -> None:
+    config = small_config(
+        toy_checkpoint,
+        make_data(tmp_path / "data", train=32, val=1, seed=0),
+        tmp_path / "run",
+        training={"max_steps": 1, "save_strategy": "no", "effective_batch_size": 32},
+        stage2_ab={"schedule": {"b_ratio": 1.0}},
+        global_max_length=12000,
+    )
+    run = Run(config)
+    (step,) = run.steps
+    packs = int(step["packing/post_rollout_packs"])
+    assert step["packing/post_rollout_segments"] == 32
+    assert packs < 32
+    assert run.events == ["32 rollouts", *["forward"] * packs, "update"]
+
+
+# --- only public names
+
+SURFACE = ["learner.training.channels", "learner.training.step", "learner.training.train"]
+
+
+@pytest.mark.req("ARCH-01", "ARCH-02")
+def test_private_rollout_helper_removal_does_not_break_stage_2_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("learner."):
+            for private in [n for n in vars(module) if n.startswith("_") and n[:2] != "__"]:
+                monkeypatch.delattr(module, private)
+    for name in SURFACE:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.req("ARCH-01")
+def test_validation_fails_when_a_private_rollout_helper_import_is_reintroduced(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(ROOT / "learner", tmp_path / "learner")
+    checker = [sys.executable, str(ROOT / "scripts" / "private_imports"), str(tmp_path)]
+    assert subprocess.run(checker, capture_output=True).returncode == 0
+    files = [f"{name.replace('.', '/')}.py" for name in SURFACE]
+    private = "from learner.stages.formats.coord_json import (  # noqa\n    _entry as entry,\n)\n"
+    for name in files:
+        with (tmp_path / name).open("a") as file:
+            file.write(private)
+    done = subprocess.run(checker, capture_output=True, text=True)
+    assert done.returncode == 1
+    found = [line.partition(":")[0] for line in done.stdout.splitlines() if "_entry" in line]
+    assert sorted(found) == sorted(files)
