@@ -4,7 +4,7 @@
 
 TRANSPORT is gloo, or nccl with the weights in bfloat16 on the current GPU.
 
-Says the name of the phase when it is there, and then waits for its end:
+Prints the name of the phase when it is there, and then waits to be killed:
 
     rendezvous   the server waits for it to join
     start        the server has paused
@@ -14,7 +14,6 @@ Says the name of the phase when it is there, and then waits for its end:
 
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -39,12 +38,12 @@ from shared_contracts.weights import (
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import BUCKET_BYTES, Weights, manifest
 
-# What a next learner must not have to wait for.
+# A next learner must not wait so long.
 TIMEOUT_S = 100.0
 
 
 class Doomed:
-    """Knows where to stop."""
+    """Stops in one phase."""
 
     def __init__(self, phase: str) -> None:
         self._phase = phase
@@ -52,7 +51,7 @@ class Doomed:
     def at(self, phase: str) -> None:
         if phase == self._phase:
             print(phase, flush=True)
-            time.sleep(120)
+            threading.Event().wait(120)
 
     def join(self, body: InitCommunicator, given_up: threading.Event) -> WeightGroup:
         self.at("rendezvous")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from rollout_server.settings.repeat_config import (
@@ -74,7 +73,7 @@ def trigger(config: RepeatTerminateConfig, key: list[int], ids: Sequence[int]) -
 
 @pytest.fixture(scope="module")
 def settings_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `--config` file that asks for the guard."""
+    """A `--config` file with the guard."""
     path = tmp_path_factory.mktemp("guard") / "server.yaml"
     path.write_text(yaml.safe_dump({"repeat_terminate": GUARD.model_dump()}))
     return path
@@ -97,7 +96,7 @@ def requests(server: RunningServer) -> list[dict[str, Any]]:
 
 
 def choices(envelopes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every choice, with whether the envelope says that the guard ended it."""
+    """Every choice; `ended`: whether the envelope names it as ended by the guard."""
     return [
         choice | {"ended": choice["index"] in envelope["coordexp"]["repeat_terminated_choices"]}
         for envelope in envelopes
@@ -105,15 +104,10 @@ def choices(envelopes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-DECODING = pytest.mark.parametrize(
-    "decoding",
-    [{}, {"temperature": 0.25, "n": 3, "seed": 5}, {"temperature": 1.0, "top_p": 0.9, "seed": 8}],
-    ids=["greedy", "sampled-n-3", "sampled"],
-)
-
-
 @pytest.mark.req("REP-02", "REP-04", "REP-05")
-@DECODING
+@pytest.mark.parametrize(
+    "decoding", [{}, {"temperature": 0.25, "n": 3, "seed": 5}], ids=["greedy", "sampled"]
+)
 def test_offending_sequence_is_terminated_without_batch_abort(
     server: RunningServer,
     guarded: RunningServer,
@@ -121,9 +115,9 @@ def test_offending_sequence_is_terminated_without_batch_abort(
     key: list[int],
     decoding: dict[str, Any],
 ) -> None:
-    """A choice ends where the guard triggers, and all others are as they are without it.
+    """A choice ends where the guard triggers; all others are as they are without it.
 
-    The guard replayed over the answers of a server without one tells where.
+    Expected ends: the guard over the answers of the server without one.
     """
     free = choices(server.infer(requests(server), max_tokens=TOKENS, **decoding))
     kept = choices(guarded.infer(requests(guarded), max_tokens=TOKENS, **decoding))
@@ -131,7 +125,7 @@ def test_offending_sequence_is_terminated_without_batch_abort(
     assert any(ends)
     assert not all(ends)
     sentinel = tokenizer.convert_tokens_to_ids("<|video_pad|>")
-    assert not any(sentinel in choice["token_ids"] for choice in free), "ask something else"
+    assert not any(sentinel in choice["token_ids"] for choice in free), "choose other prompts"
     for before, after, end in zip(free, kept, ends, strict=True):
         ended = end is not None and end < TOKENS
         ids = before["token_ids"][:end]
@@ -141,36 +135,31 @@ def test_offending_sequence_is_terminated_without_batch_abort(
         assert after["message"]["content"] == tokenizer.decode(ids)
 
 
-@pytest.mark.req("REP-05", "WIRE-02")
-def test_the_envelope_names_the_choices_the_guard_ended(guarded: RunningServer) -> None:
-    """With and without details; one that ended by itself is not among them."""
-    asked = {"max_tokens": TOKENS, "temperature": 0.4, "n": 3, "seed": 5}
+@pytest.mark.req("REP-05", "REP-06", "WIRE-02", "WIRE-06")
+def test_the_envelope_names_the_choices_that_the_guard_ended(
+    server: RunningServer, guarded: RunningServer
+) -> None:
+    """With and without details, and beside stop strings."""
+    on, off = (each.http.get("/info/").json()["repeat_terminate"] for each in (guarded, server))
+    assert on == {"active": True, "config": GUARD.model_dump()}
+    assert off == {"active": False, "config": RepeatTerminateConfig().model_dump()}
+    decoding = {"max_tokens": TOKENS, "temperature": 0.4, "n": 3, "seed": 5}
     stamps = [
-        [envelope["coordexp"] for envelope in guarded.infer(requests(guarded), **asked, **details)]
-        for details in ({}, {"return_details": False})
+        [each["coordexp"] for each in guarded.infer(requests(guarded), **decoding, **more)]
+        for more in ({}, {"return_details": False}, {"stop": ["never written"]})
     ]
     ended = [[stamp["repeat_terminated_choices"] for stamp in each] for each in stamps]
-    assert ended[0] == ended[1]
+    assert ended == [ended[0]] * 3
     assert {len(each) for each in ended[0]} >= {0, 1}
     for stamp in stamps[0]:
         assert stamp["repeat_terminate_triggered"] == bool(stamp["repeat_terminated_choices"])
 
 
 @pytest.mark.req("REP-05")
-def test_stop_strings_do_not_hide_the_signal(guarded: RunningServer) -> None:
-    plain, stopping = (
-        choices(guarded.infer(requests(guarded), max_tokens=TOKENS, stop=stop))
-        for stop in ([], ["never written"])
-    )
-    assert any(choice["ended"] for choice in plain)
-    assert stopping == plain
-
-
-@pytest.mark.req("REP-05")
-def test_a_choice_that_is_cut_before_it_could_be_ended_is_not_called_ended(
+def test_a_choice_that_ends_by_its_length_is_not_named_as_ended_by_the_guard(
     guarded: RunningServer,
 ) -> None:
-    """Its last token triggers the guard; there is no next one to be forced."""
+    """Its last token triggers the guard, but no next token can be forced."""
     whole = choices(guarded.infer(requests(guarded), max_tokens=TOKENS))
     index, choice = next((i, choice) for i, choice in enumerate(whole) if choice["ended"])
     length = len(choice["token_ids"])
@@ -179,69 +168,20 @@ def test_a_choice_that_is_cut_before_it_could_be_ended_is_not_called_ended(
     assert (cut["finish_reason"], cut["ended"]) == ("length", False)
 
 
-@pytest.mark.req("REP-06", "WIRE-06")
-def test_info_says_what_is_guarded(server: RunningServer, guarded: RunningServer) -> None:
-    on, off = (each.http.get("/info/").json()["repeat_terminate"] for each in (guarded, server))
-    assert on == {"active": True, "config": GUARD.model_dump()}
-    assert off == {"active": False, "config": RepeatTerminateConfig().model_dump()}
-
-
-LINES = 5
-
-
-@pytest.fixture(scope="module")
-def endless_lines(tied: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that writes newlines: their large embedding, which is tied, outweighs others."""
-    checkpoint = tmp_path_factory.mktemp("endless") / "checkpoint"
-    shutil.copytree(tied, checkpoint)
-    file = checkpoint / "model.safetensors"
-    weights = load_file(file)
-    (embedding,) = (each for name, each in weights.items() if name.endswith("embed_tokens.weight"))
-    embedding[tokenizer.encode("\n", add_special_tokens=False)] *= 50.0
-    save_file(weights, file, {"format": "pt"})
-    return checkpoint
-
-
-@pytest.mark.req("FMT-01", "REP-02", "REP-06")
-def test_an_answer_in_compact_is_ended_at_the_bound_of_lines(
-    endless_lines: Path, tokenizer: Any, tmp_path: Path
-) -> None:
-    """By a server that reads the format in `custom` of a training YAML."""
-    guard: dict[str, Any] = {"enabled": True, "max_object_keys": LINES}
-    run = {
-        "custom": {"answer_format": "compact"},
-        "rollout_matching": {"decode_batch_size": 8, "repeat_terminate": guard},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    newline = tokenizer.encode("\n", add_special_tokens=False)
-    with running_server(
-        endless_lines, tmp_path, "--run-config", str(tmp_path / "run.yaml")
-    ) as server:
-        told = server.http.get("/info/").json()["repeat_terminate"]
-        ended = choices(server.infer([text_request("cat"), text_request("a")], max_tokens=TOKENS))
-        cut = choices(server.infer([text_request("cat")], max_tokens=LINES - 1))
-    expected = RepeatTerminateConfig(**guard, answer_format="compact")
-    assert told == {"active": True, "config": expected.model_dump()}
-    for choice in ended:
-        assert (choice["token_ids"], choice["ended"]) == (newline * LINES, True)
-    for choice in cut:
-        assert (choice["token_ids"], choice["ended"]) == (newline * (LINES - 1), False)
-
-
 # --- a server that must not start
 
 
-def assert_refuses_to_start(server: RunningServer, told: str) -> None:
-    """It ends with code 2, has never been healthy, and says how the guard is activated."""
+def assert_refuses_to_start(server: RunningServer, expected: str) -> None:
+    """It ends with code 2, was never healthy, and names what activates the guard."""
     try:
         with pytest.raises(ContractError, match="it ended with code 2"):
             server.process.wait_until_healthy(START_TIMEOUT_S)
     finally:
         stop_server(server)
     lines = server.process.log.read_text().splitlines()
-    begin = lines.index("error: repeat_terminate")  # a process of the engine may say more after it
+    begin = lines.index("error: repeat_terminate")  # an engine may log more after it
     found, do = lines[begin + 1 : begin + 3]
-    assert told in found
+    assert expected in found
     for name in (PROCESSOR, INJECTION, CONFIG_JSON):
         assert name in do
 
@@ -250,7 +190,7 @@ def assert_refuses_to_start(server: RunningServer, told: str) -> None:
 def test_config_required_repeat_aware_processor_missing_fails_fast(
     tied: Path, settings_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine guards otherwise: something between it and the server changes its environment."""
+    """The engine's environment has other settings than the server."""
     other = repeat_environment(GUARD.model_copy(update={"ngram_size": 9}))
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
@@ -281,7 +221,7 @@ def test_a_model_without_an_id_for_the_sentinel_is_not_served(
 
 @pytest.fixture(scope="module")
 def plain(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `tests.contract.plain_vllm` generates under GUARD, given by the environment."""
+    """The output of `tests.contract.plain_vllm`; GUARD is in the environment."""
     out = tmp_path_factory.mktemp("plain") / "runs.json"
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -302,39 +242,29 @@ def plain(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return runs
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
-def run(plain: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, Any]:
-    one: dict[str, Any] = plain[request.param]
-    return one
-
-
-@pytest.mark.req("REP-02", "REP-04")
-def test_plain_vllm_forces_the_end_of_sequence_one_step_after_the_trigger(
-    run: dict[str, Any], tokenizer: Any, key: list[int]
-) -> None:
-    """Guarded, unguarded and differently guarded sequences in one batch, n = 2, preempted."""
-    assert run["preemptions"] >= 5
-    ended = {"own": 0, "server": 0}
-    for sequence in run["sequences"]:
-        ids = sequence["token_ids"]
-        end = trigger(config_of(sequence["own"]), key, ids)
-        if end is not None and end < len(ids):
-            assert ids[end:] == [tokenizer.eos_token_id]
-            assert (sequence["finish"], sequence["stop"]) == ("stop", None)
-            ended["server" if sequence["own"] is None else "own"] += 1
-    assert min(ended.values()) > 0
-
-
 def config_of(own: dict[str, Any] | bool | None) -> RepeatTerminateConfig:
     if own is None:
         return GUARD
     return RepeatTerminateConfig.model_validate(own or {})
 
 
-@pytest.mark.req("REP-04")
-def test_sequences_that_are_not_guarded_repeat_as_they_like(
-    run: dict[str, Any], key: list[int]
+@pytest.mark.req("REP-02", "REP-04")
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_plain_vllm_forces_the_end_of_sequence_one_step_after_the_trigger(
+    plain: dict[str, Any], tokenizer: Any, key: list[int], scheduling: str
 ) -> None:
-    free = [s["token_ids"] for s in run["sequences"] if s["own"] is False]
-    ends = [trigger(GUARD, key, ids) for ids in free]
-    assert any(end is not None and end + 1 < len(ids) for end, ids in zip(ends, free, strict=True))
+    """Guarded, unguarded and differently guarded sequences in one batch, n = 2, preempted."""
+    run = plain[scheduling]
+    assert run["preemptions"] >= 5
+    ended = {"own": 0, "server": 0, "free": 0}
+    for sequence in run["sequences"]:
+        ids, own = sequence["token_ids"], sequence["own"]
+        end = trigger(config_of(own), key, ids)
+        if end is not None and end < len(ids):
+            assert ids[end:] == [tokenizer.eos_token_id]
+            assert (sequence["finish"], sequence["stop"]) == ("stop", None)
+            ended["server" if own is None else "own"] += 1
+        if own is False:  # it repeats on
+            end = trigger(GUARD, key, ids)
+            ended["free"] += end is not None and end + 1 < len(ids)
+    assert min(ended.values()) > 0

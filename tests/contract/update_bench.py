@@ -1,9 +1,10 @@
-"""A bench for weight updates: two scripted engines, and the updates over them."""
+"""`WeightUpdates` over two scripted engines, and a learner that joins their group."""
 
 import asyncio
 import base64
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 from torch.distributed import TCPStore
 
@@ -20,14 +21,19 @@ from shared_contracts.weights import (
     StartWeightUpdate,
     SyncReport,
     UpdateWeights,
+    WeightStatus,
 )
+
+P = ParamSpec("P")
+# Only a test that fails waits so long.
+LIMIT_S = 60.0
 
 NCCL_ID = base64.b64encode(bytes(range(128))).decode()
 PARAMETER = ParameterMeta(name="a", dtype="float32", shape=[2])
 DIGEST = ParameterDigest(name="a", digest=f"{7:016x}")
 FAULT = {"name": "a", "kind": "missing", "detail": "1 of 2 elements are filled"}
 
-# Of the one worker, where nothing else is scripted.
+# Answers of the one worker, by phase.
 ANSWERS: dict[str, list[Any]] = {
     "open_weight_update": [[]],
     "adapter_faults": [[]],
@@ -37,14 +43,13 @@ ANSWERS: dict[str, list[Any]] = {
     "read_back": [[[("m", 0, 0, 2, 1, 7)]]],
 }
 
-
 Happening = Callable[[], Awaitable[list[Any] | None]]
 
 
 class ScriptedEngine:
-    """Writes down what it is told; `script` maps a phase to what happens in it.
+    """Records the calls; `script` maps a phase to a function that runs in it.
 
-    What happens may give the answers of the engine's workers, of which there is one.
+    That function may return the answers of the engine's workers. An engine has one.
     """
 
     dtype: DtypeName = "float32"
@@ -107,18 +112,14 @@ def answers(*of_workers: Any) -> Happening:
     return answer
 
 
-async def hangs() -> None:
-    await asyncio.sleep(60)
-
-
 class Hang:
-    """Something that hangs, and whether it was given up."""
+    """A phase that never ends. given_up: whether it was cancelled."""
 
     given_up = False
 
     async def __call__(self) -> None:
         try:
-            await hangs()
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.given_up = True
             raise
@@ -141,7 +142,7 @@ class ScriptedEngines(list[ScriptedEngine]):
 
 
 async def arrive(port: int) -> None:
-    """What a learner's process group does first, as soon as there is a store at `port`."""
+    """Do what a learner's process group does first, as soon as there is a store at `port`."""
     while True:
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -157,8 +158,6 @@ async def arrive(port: int) -> None:
 
 
 class Bench:
-    """Two scripted engines and the updates over them."""
-
     def __init__(
         self,
         transport: Any = "gloo",
@@ -179,6 +178,13 @@ class Bench:
         )
         self.transport = transport
         self.world_size = 1 + 2 * tensor_parallel_size
+
+    @classmethod
+    async def formed(cls, **options: Any) -> "Bench":
+        """With a weight group."""
+        bench = cls(**options)
+        await bench.init()
+        return bench
 
     async def init(
         self,
@@ -210,18 +216,30 @@ class Bench:
     def state(self) -> str:
         return self.updates.state
 
-    async def start(self, version: int) -> None:
-        await self.updates.start(
+    async def start(self, version: int) -> WeightStatus:
+        return await self.updates.start(
             StartWeightUpdate(version=version, parameters=[PARAMETER], attempt=None)
         )
 
-    async def push(self, version: int) -> SyncReport:
-        await self.start(version)
-        await self.updates.receive(UpdateWeights(version=version, attempt=None))
+    async def receive(self, version: int) -> WeightStatus:
+        return await self.updates.receive(UpdateWeights(version=version, attempt=None))
+
+    async def finish(self, version: int) -> SyncReport:
         return await self.updates.finish(
             FinishWeightUpdate(version=version, digests=[DIGEST], attempt=None)
         )
 
+    async def push(self, version: int) -> SyncReport:
+        await self.start(version)
+        await self.receive(version)
+        return await self.finish(version)
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 20))
+
+def asynchronous(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """A test that runs in an event loop of its own."""
+
+    @wraps(test)
+    def run(*arguments: P.args, **named: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), LIMIT_S))
+
+    return run

@@ -34,9 +34,6 @@ class Posting:
         self._thread.join(timeout=120)
         return self._answers[0]
 
-    def answered(self) -> bool:
-        return bool(self._answers)
-
 
 class Sender:
     """One member of a weight group: the learner's seat."""
@@ -67,10 +64,6 @@ class Sender:
 
     def leave(self) -> None:
         self._group.shutdown()
-
-    def hang_up(self) -> None:
-        """Leave without a word: the connections close with the group."""
-        del self._group
 
 
 def manifest(weights: Weights) -> list[ParameterMeta]:
@@ -106,8 +99,10 @@ def weight_group(
 
 
 def digest(weight: torch.Tensor, columns: Sequence[int] | None = None) -> str:
-    """Of `weight`, or of some of its columns, in numpy, from the definition alone."""
-    matrix = weight.reshape(weight.shape[0], -1).contiguous()
+    """Digest of `weight` or of some of its columns, in numpy, by the definition alone."""
+    if weight.numel() == 0:
+        return "0" * 16
+    matrix = weight.reshape(weight.shape[0] if weight.ndim else 1, -1).contiguous()
     bits = matrix.view(_SIGNED[weight.element_size()]).numpy().astype(np.int64)
     if weight.is_floating_point():
         tiny = torch.finfo(weight.dtype).tiny
@@ -127,7 +122,7 @@ def _scattered(positions: Any) -> Any:
 
 
 def digests(weights: Weights) -> list[dict[str, Any]]:
-    """Of everything, as `/finish_weight_update/` takes them."""
+    """Digests of all weights, as `/finish_weight_update/` takes them."""
     return [{"name": name, "digest": digest(weight)} for name, weight in weights.items()]
 
 

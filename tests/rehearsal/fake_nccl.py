@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shared_contracts.rendezvous import name_of
 
-# Longer than any test may take; what waits for so long fails.
-NEVER_S = 30.0
-# What a thread's current device is before it is set.
+# Only a test that fails waits so long.
+NEVER_S = 60.0
+# A thread's current device before it is set.
 OF_A_NEW_THREAD = "that of a new thread"
 
 
@@ -38,12 +38,13 @@ def use_device(device: object) -> None:
 
 @dataclass
 class Nccl:
-    """What the ranks of groups share.
+    """State that the ranks of groups share.
 
-    entered: the ranks that have called NCCL's rendezvous, and their devices. hangs: it does not
-    come to an end before `release`. dies: this rank fails in it once all are there, and the others
+    entered: ranks that have called NCCL's rendezvous, and their devices. hangs: the rendezvous
+    does not end before `release`. dies: this rank fails in it once all are there, and the others
     wait. broken_at: the broadcast, counted from 1, that fails for its receivers. stuck: no
-    broadcast of rank 0 ends before it is aborted. over: so is the test.
+    broadcast of rank 0 ends before it is aborted. sending: one of them has begun. over: the test
+    has ended.
     """
 
     world_size: int = 2
@@ -52,6 +53,7 @@ class Nccl:
     dies: int | None = None
     broken_at: int | None = None
     stuck: bool = False
+    sending: threading.Event = field(default_factory=threading.Event)
     buckets: int = 0
     over: bool = False
     released: threading.Event = field(default_factory=threading.Event)
@@ -113,6 +115,7 @@ class Communicator:
             tensor.copy_(self._own.get(timeout=NEVER_S))
             return
         if self._nccl.stuck:
+            self._nccl.sending.set()
             assert self.destroyed.wait(NEVER_S)
             raise RuntimeError("NCCL error: remote process exited or there was a network error")
         assert current_device() == "cpu"

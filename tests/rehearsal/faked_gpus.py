@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,16 +42,16 @@ NAME = "NVIDIA H100 80GB HBM3"
 
 @dataclass
 class Started:
-    """What a server begins to serve with. environment: of its process then."""
+    """The settings that a server begins to serve with, and the environment of its process."""
 
     gib: float
     settings: ServerSettings
     environment: dict[str, str]
 
 
-def write_driver(folder: Path, uuids: Sequence[str] = UUIDS) -> Path:
-    """The driver's folder, of a machine or a container that has these GPUs."""
-    for index, uuid in enumerate(uuids):
+def write_driver(folder: Path) -> Path:
+    """The driver's folder of a machine with these GPUs."""
+    for index, uuid in enumerate(UUIDS):
         gpu = folder / f"0000:{index + 1:02x}:00.0"
         gpu.mkdir(parents=True)
         (gpu / "information").write_text(f"Model: \t\t {NAME}\nGPU UUID: \t {uuid}\n")
@@ -66,7 +66,7 @@ def fake_driver(devices: Path) -> None:
 
 
 def started(argv: list[str], gib: float, environment: Mapping[str, str]) -> Started:
-    """What the command line would serve with. environment: of the process; it is this one's."""
+    """What the command line would serve with. environment: becomes that of this process."""
     checks: Any = preflight
     checks.query_gpu_use = lambda: use_of(gib)
     found: list[ServerSettings] = []
@@ -116,7 +116,7 @@ def fake_nvml(gib: float) -> None:
 
 
 def put_platform() -> None:
-    """Put vLLM's platform for NVIDIA in the place of that for the CPU, wherever it was imported."""
+    """Replace vLLM's platform for the CPU by that for NVIDIA in all imported modules."""
     import torch
     from vllm import platforms as real
 

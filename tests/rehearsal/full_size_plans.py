@@ -2,8 +2,8 @@
 
 Run as a module, since vLLM's model needs a process group of its own:
 `python -m tests.rehearsal.full_size_plans [--rounds N] FOLDER SIZE...` prints one JSON object for
-each size. It has the processor time of N pushes in each way, in turn, with no data to copy. A model
-of experts is only planned: vLLM's CPU build packs them by an operator that has no meta form.
+each size, with the processor time of N pushes by vLLM's loaders and by the plan. A model of experts
+is only planned: vLLM's CPU build packs them by an operator that has no meta form.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from learner.rollout.sync.weights import MergedWeights
@@ -28,15 +27,11 @@ from tests.unit.full_size_models import make_full_size
 BUCKET_BYTES = 64 * 2**20
 
 
-def manifests(folder: Path) -> tuple[list[ParameterMeta], list[ParameterMeta]]:
-    """What a push of the model sends: as it is, and wrapped by LoRA."""
+def manifest(folder: Path) -> list[ParameterMeta]:
     described = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model: Any = AutoModelForImageTextToText.from_config(described, dtype=torch.bfloat16)
-        plain = MergedWeights(model).metadata("bfloat16")
-        linear = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
-        wrapped = get_peft_model(model, LoraConfig(r=8, target_modules=linear))
-    return plain, MergedWeights(wrapped).metadata("bfloat16")
+    return MergedWeights(model).metadata("bfloat16")
 
 
 def engine_model(folder: Path) -> tuple[Any, Any]:
@@ -80,24 +75,12 @@ def engine_model(folder: Path) -> tuple[Any, Any]:
 
 
 def _give_its_own(model: Any, name: str) -> None:
-    """What vLLM's reload does to a parameter that is tied, but not to one on the meta device."""
+    """As vLLM's reload does with a tied parameter, but not with one on the meta device."""
     owner, _, leaf = name.rpartition(".")
     tied = getattr(model.get_submodule(owner), leaf)
     own = torch.nn.Parameter(torch.empty_like(tied), requires_grad=False)
     vars(own).update(vars(tied))
     setattr(model.get_submodule(owner), leaf, own)
-
-
-def unsaved(model: torch.nn.Module) -> set[str]:
-    """Tensors beside parameters and buffers: vLLM's sleep of level 2 and a push lose them."""
-    return {
-        name
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if any(
-            isinstance(each, torch.Tensor) for each in (value if type(value) is list else [value])
-        )
-    }
 
 
 def milliseconds(work: Callable[[], object]) -> float:
@@ -143,41 +126,38 @@ def pushes(
     return {"loaders_ms": [a for a, _ in found], "replay_ms": [b for _, b in found]}
 
 
-def looked_at(folder: Path, rounds: int) -> dict[str, Any]:
-    """Faults of the plan, what the manifest is, and how long pushes take."""
+def describe(folder: Path, rounds: int) -> dict[str, Any]:
+    """The plan of a push, its manifest, and the milliseconds of pushes."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-    plain, wrapped = manifests(folder)
+    plain = manifest(folder)
     config, (model, ties) = engine_model(folder)
     with set_current_vllm_config(config):
         plan = trace(model, plain, "bfloat16", ties)
         times: dict[str, list[float]] = {}
-        if config.model_config.get_num_experts() == 0:
+        if rounds > 0 and config.model_config.get_num_experts() == 0:
             finalize_layerwise_reload(model, config.model_config)
             times = pushes(model, config.model_config, plan, plain, rounds)
     return {
         "faults": [str(fault) for fault in plan.faults],
         "parameters": len(plain),
         "planned": len(plan.placements),
-        "same_wrapped": sorted(p.name for p in plain) == sorted(p.name for p in wrapped),
         "bytes": sum(p.num_bytes for p in plain),
-        "buckets": len(list(plan_buckets(plain, BUCKET_BYTES))),
         "tied": len(ties),
-        "unsaved": sorted(unsaved(model)),
         **times,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("folder", type=Path)
     parser.add_argument("sizes", nargs="+")
-    told = parser.parse_args()
-    for size in told.sizes:
-        folder = make_full_size(told.folder / size, size)
-        print(json.dumps({"size": size, **looked_at(folder, told.rounds)}))
+    options = parser.parse_args()
+    for size in options.sizes:
+        folder = make_full_size(options.folder / size, size)
+        print(json.dumps({"size": size, **describe(folder, options.rounds)}))
 
 
 if __name__ == "__main__":

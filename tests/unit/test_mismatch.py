@@ -1,4 +1,4 @@
-"""Log-probabilities of kept tokens by the trainer, held against those of the engine (LOGP-01)."""
+"""Log-probabilities of kept tokens by the trainer, compared with the engine's (LOGP-01)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,6 @@ from learner.objectives.pipeline import PackLoss
 from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.runs.metrics import Payload, PhaseClock, StepReport, mismatch_payload
 from learner.stages.packing import Chunk
-from learner.stages.targets import kept_logprobs
 from learner.stages.tokens import decode_exactly
 from learner.training.channels import ChannelB
 from learner.training.step import PlainEngine, StepRunner
@@ -71,27 +70,27 @@ def texts(samples: Sequence[Sample]) -> list[str]:
 
 
 def answers(
-    learner: ToyLearner, samples: Sequence[Sample], texts: Sequence[str], asked: bool = True
+    learner: ToyLearner, samples: Sequence[Sample], texts: Sequence[str], logprobs: bool = True
 ) -> list[RolloutOutput]:
-    """asked: with numbers that an engine might have given each token."""
+    """logprobs: with random log-probabilities, as from an engine."""
     draw = np.random.default_rng(3)
-    said = [learner.answer(*pair) for pair in zip(samples, texts, strict=True)]
+    rollouts = [learner.answer(*pair) for pair in zip(samples, texts, strict=True)]
     return [
         replace(each, logprobs=(-draw.exponential(3, len(each.response_token_ids))).tolist())
-        if asked
+        if logprobs
         else each
-        for each in said
+        for each in rollouts
     ]
 
 
 def plain_mismatch(
-    learner: ToyLearner, segments: Sequence[Segment], said: Sequence[RolloutOutput]
+    learner: ToyLearner, segments: Sequence[Segment], rollouts: Sequence[RolloutOutput]
 ) -> Mismatch:
     """By the log-softmax, in float64, of all logits of the row."""
     logits = packed_logits(learner.model, make_pack(segments)).detach().double().log_softmax(-1)
     roles, nats = list[int](), list[float]()
     start = 0
-    for segment, answer in zip(segments, said, strict=True):
+    for segment, answer in zip(segments, rollouts, strict=True):
         assert answer.logprobs is not None
         target, first = segment.target, start + len(segment.prompt.ids)
         for place, token in enumerate(target.token_ids[: target.prefix_len]):
@@ -111,7 +110,7 @@ def compared(learner: ToyLearner, segments: Sequence[Segment]) -> Mismatch:
 
 @pytest.mark.req("PACK-04")
 @pytest.mark.parametrize("rows", [None, CHUNK], ids=["one chunk", "chunks"])
-def test_kept_tokens_of_a_pack_are_held_against_a_log_softmax_of_whole_logits(
+def test_kept_tokens_of_a_pack_are_compared_with_a_log_softmax_of_whole_logits(
     learner: ToyLearner,
     samples: list[Sample],
     rows: int | None,
@@ -119,9 +118,9 @@ def test_kept_tokens_of_a_pack_are_held_against_a_log_softmax_of_whole_logits(
 ) -> None:
     if rows is not None:
         monkeypatch.setattr(logit_stats, "HEAD_ELEMENTS", rows * VOCABULARY)
-    said = answers(learner, samples, texts(samples))
-    segments, _ = learner.channel_b.segments(samples, said)
-    found, plain = compared(learner, segments), plain_mismatch(learner, segments, said)
+    rollouts = answers(learner, samples, texts(samples))
+    segments, _ = learner.channel_b.segments(samples, rollouts)
+    found, plain = compared(learner, segments), plain_mismatch(learner, segments, rollouts)
     assert found.roles.tolist() == plain.roles.tolist()
     assert found.nats == pytest.approx(plain.nats, abs=1e-5)
     kept = [len(segment.kept_logprobs) for segment in segments]
@@ -153,36 +152,24 @@ def test_a_clean_prefix_is_compared_up_to_its_first_edit(
 ) -> None:
     cat, dog = samples[0].objects
     channel = ChannelB(learner.encoding, MatchingConfig(), allow_poly=False, duplicate_iou=0.9)
-    said = answers(learner, [samples[0]] * 2, [written(cat, cat, dog), written(cat, dog)])
-    (edited, whole), _ = channel.segments([samples[0]] * 2, said)
+    rollouts = answers(learner, [samples[0]] * 2, [written(cat, cat, dog), written(cat, dog)])
+    (edited, whole), _ = channel.segments([samples[0]] * 2, rollouts)
     kept = edited.target.token_ids[: len(edited.kept_logprobs)]
     assert decode_exactly(learner.tokenizer, kept).endswith(', "object_2": {"desc": "')
     assert len(whole.kept_logprobs) == whole.target.prefix_len
     assert edited.target.token_ids == whole.target.token_ids
     found = compared(learner, [edited, whole])
-    plain = plain_mismatch(learner, [edited, whole], said)
+    plain = plain_mismatch(learner, [edited, whole], rollouts)
     assert found.nats == pytest.approx(plain.nats, abs=1e-5)
-
-
-@pytest.mark.req("RES-02")
-def test_polygons_are_compared_too(learner: ToyLearner, samples: list[Sample]) -> None:
-    roof = '{"object_1": {"desc": "roof", "poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", '
-    roof += '"<|coord_4|>", "<|coord_5|>", "<|coord_6|>"]}}'
-    channel = ChannelB(learner.encoding, MatchingConfig(), allow_poly=True)
-    said = answers(learner, samples[:1], [roof])
-    segments, _ = channel.segments(samples[:1], said)
-    plain = plain_mismatch(learner, segments, said)
-    assert len(plain.nats) == segments[0].target.prefix_len
-    assert compared(learner, segments).nats == pytest.approx(plain.nats, abs=1e-5)
 
 
 @pytest.mark.req("FULL-02")
 def test_log_probabilities_cost_rows_only_where_there_are_some_and_change_no_gradient(
     learner: ToyLearner, samples: list[Sample]
 ) -> None:
-    def step(asked: bool) -> tuple[PackLoss, dict[str, torch.Tensor], int, int]:
-        said = answers(learner, samples, texts(samples), asked)
-        packed = make_pack(learner.channel_b.segments(samples, said)[0])
+    def step(logprobs: bool) -> tuple[PackLoss, dict[str, torch.Tensor], int, int]:
+        rollouts = answers(learner, samples, texts(samples), logprobs)
+        packed = make_pack(learner.channel_b.segments(samples, rollouts)[0])
         selection = learner.pipeline.select(packed.supervision, "B")
         products = Products()
         with products:
@@ -190,23 +177,13 @@ def test_log_probabilities_cost_rows_only_where_there_are_some_and_change_no_gra
         rows = sum(products.rows) - selection.head_rows
         return loss, learner.gradients(loss), rows, len(packed.supervision.kept_positions)
 
-    loss, gradients, more, kept = step(asked=False)
+    loss, gradients, more, kept = step(logprobs=False)
     assert (loss.mismatch, more, kept) == (None, 0, 0)
-    with_them, same, more, kept = step(asked=True)
+    with_them, same, more, kept = step(logprobs=True)
     assert with_them.mismatch is not None
     assert more == kept == len(with_them.mismatch.nats) > 0
     assert torch.equal(with_them.total, loss.total)
     assert all(torch.equal(same[name], gradient) for name, gradient in gradients.items())
-
-
-def test_an_answer_of_which_nothing_is_kept_has_no_kept_tokens(
-    learner: ToyLearner, samples: list[Sample]
-) -> None:
-    (said,) = answers(learner, samples[:1], ["garbage"])
-    target = learner.channel_b.assess(samples[0], said).target
-    assert target is not None
-    assert kept_logprobs(said, target) == []
-    assert kept_logprobs(replace(said, logprobs=None), target) == []
 
 
 # --- steps: packs whose mismatch is given
@@ -218,7 +195,7 @@ def config(bound: float | None = None, logprobs: bool = True) -> Config:
 
 
 class Apart(Given):
-    """Every pack has two kept tokens, which are so far apart."""
+    """A recipe whose packs have two kept tokens each, of these differences."""
 
     def __init__(self, config: Config, nats: tuple[float, float]) -> None:
         super().__init__(config, Ran())
@@ -266,8 +243,10 @@ def test_a_step_logs_the_mismatch_of_its_packs() -> None:
     )
 
 
-def test_a_step_without_packs_has_compared_no_token() -> None:
+def test_a_step_logs_what_it_has_compared_within_the_bound() -> None:
+    assert mismatches(step(config(bound=0.5), (0.25, 0.75)))["mismatch/all_mean"] == 0.5
     assert mismatches(step(config(bound=0.1), (1.0, 1.0), packs=0)) == {"mismatch/tokens": 0}
+    assert mismatches(step(config(logprobs=False), (0.5, 0.5))) == {}
 
 
 @pytest.mark.req("DDP-02")
@@ -281,19 +260,15 @@ def test_a_replay_is_not_counted() -> None:
     assert three.metrics["mismatch/tokens"] == 6
 
 
-def test_a_step_within_the_bound_goes_on() -> None:
-    assert mismatches(step(config(bound=0.5), (0.25, 0.75)))["mismatch/all_mean"] == 0.5
-
-
-def test_a_step_above_the_bound_ends_the_run_and_says_what_to_do() -> None:
+def test_a_step_above_the_bound_ends_the_run_and_names_causes() -> None:
     with pytest.raises(RunError) as caught:
         step(config(bound=0.4), (0.25, 0.75))
-    said = str(caught.value)
-    assert "step 12" in said
-    assert "0.5 nats in the mean of 2 tokens (structure 0.25, coordinate 0.75)" in said
-    assert "rollout_matching.max_logprob_mismatch, 0.4" in said
+    message = str(caught.value)
+    assert "step 12" in message
+    assert "0.5 nats in the mean of 2 tokens (structure 0.25, coordinate 0.75)" in message
+    assert "rollout_matching.max_logprob_mismatch, 0.4" in message
     for cause in ("model.torch_dtype", "sync.verify: full", "version_lag"):
-        assert cause in said
+        assert cause in message
 
 
 @pytest.mark.req("DDP-01")
@@ -305,7 +280,3 @@ def test_a_step_above_the_bound_ends_all_processes() -> None:
     zero, one = (str(each.exception()) for each in found)
     assert one.startswith("step 12: ")
     assert zero == f"learner process 1 failed: {one}"
-
-
-def test_a_run_without_log_probabilities_has_no_such_metrics() -> None:
-    assert mismatches(step(config(logprobs=False), (0.5, 0.5))) == {}

@@ -11,23 +11,9 @@ from learner.training.start_checks import check_inputs
 from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_mapping
 
-HF = {"rollout_matching": {"rollout_backend": "hf"}}
+HF = {"rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 12}}
 CHANNEL_B = {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}
 LORA = {"tuner": {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8}}
-
-
-def refusal(
-    model: Path, data: ToyData, out: Path, processes: int, changes: dict[str, Any]
-) -> ContractError | None:
-    mapping = merge(small_mapping(model, data, out / "run"), changes)
-    if "rollout_matching" in changes:
-        mapping["rollout_matching"] = changes["rollout_matching"] | {"max_new_tokens": 12}
-    mapping["training"]["data_parallel"] = "fsdp2"
-    try:
-        check_inputs(parse_config(mapping), {"WORLD_SIZE": str(processes)})
-    except ContractError as error:
-        return error
-    return None
 
 
 @pytest.mark.req("RUN-02", "DDP-02")
@@ -38,11 +24,11 @@ def refusal(
         (2, HF, None),
         (1, {}, "one learner process"),
         (2, LORA, "tuner.train_type lora"),
-        (2, merge(HF, CHANNEL_B), "rollout_backend hf"),
+        (2, HF | CHANNEL_B, "rollout_backend hf"),
     ],
-    ids=["channel_a", "hf_that_is_not_asked", "one_process", "lora", "hf"],
+    ids=["channel A", "hf without channel B", "one process", "lora", "hf"],
 )
-def test_sharding_what_has_to_be_whole_is_refused(
+def test_sharding_of_a_model_that_has_to_be_whole_is_refused(
     toy_checkpoint: Path,
     toy_data: ToyData,
     tmp_path: Path,
@@ -50,11 +36,16 @@ def test_sharding_what_has_to_be_whole_is_refused(
     changes: dict[str, Any],
     named: str | None,
 ) -> None:
-    error = refusal(toy_checkpoint, toy_data, tmp_path, processes, changes)
+    mapping = merge(small_mapping(toy_checkpoint, toy_data, tmp_path / "run"), changes)
+    if "rollout_matching" in changes:
+        mapping["rollout_matching"] = changes["rollout_matching"]
+    mapping["training"]["data_parallel"] = "fsdp2"
+    config, environment = parse_config(mapping), {"WORLD_SIZE": str(processes)}
     if named is None:
-        assert error is None
-    else:
-        assert error is not None
-        assert error.where == "training.data_parallel"
-        assert error.do.startswith("Set it to ddp")
-        assert named in error.found
+        check_inputs(config, environment)
+        return
+    with pytest.raises(ContractError) as caught:
+        check_inputs(config, environment)
+    assert caught.value.where == "training.data_parallel"
+    assert caught.value.do.startswith("Set it to ddp")
+    assert named in caught.value.found

@@ -1,0 +1,286 @@
+"""What a push sends: full weights, merged and gathered ones, adapters."""
+
+import copy
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from learner.models.toy import build_toy_model, make_toy_tokenizer, toy_config
+from learner.rollout.sync.transports import pack_bucket
+from learner.rollout.sync.weights import (
+    AdapterWeights,
+    BaseWeights,
+    GatheredWeights,
+    MergedWeights,
+    WeightSource,
+)
+from shared_contracts.errors import RunError
+from shared_contracts.weights import AdapterMeta, DtypeName, plan_buckets
+
+DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
+
+
+def make_toy(tie: bool = True) -> PreTrainedModel:
+    return build_toy_model(toy_config(make_toy_tokenizer(), tie), seed=0)
+
+
+@pytest.fixture
+def toy() -> PreTrainedModel:
+    return make_toy()
+
+
+def adapted(toy: PreTrainedModel, **config: Any) -> PeftModel:
+    given: dict[str, Any] = {"r": 4, "target_modules": "all-linear"} | config
+    model = get_peft_model(toy, LoraConfig(**given))
+    assert isinstance(model, PeftModel)
+    return model
+
+
+def assert_declared_as_sent(source: WeightSource | BaseWeights) -> None:
+    for dtype in DTYPES:
+        declared = [(m.name, m.dtype, m.shape) for m in source.metadata(dtype)]
+        assert declared == [
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            for name, tensor in source.tensors(dtype)
+        ]
+        assert {kind for _, kind, _ in declared} == {dtype}
+
+
+# --- full weights
+
+
+@pytest.mark.req("SYNC-02")
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_plain_model_sends_every_parameter_once(tie: bool) -> None:
+    model = make_toy(tie)
+    names = [name for name, _ in MergedWeights(model).tensors("float32")]
+    assert names == [name for name, _ in model.named_parameters()]
+    assert ("lm_head.weight" in names) == (not tie)
+    assert any(".visual." in name for name in names)
+
+
+@pytest.mark.req("SYNC-02")
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_adapters_are_merged_as_by_peft_and_the_model_is_left_alone(
+    toy: PreTrainedModel, use_dora: bool
+) -> None:
+    plain = {name: p.clone() for name, p in toy.named_parameters()}
+    model = adapted(toy, use_dora=use_dora, target_modules=["q_proj", "v_proj", "qkv"])
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:  # peft starts them at zero
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator).abs())
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    weights = MergedWeights(model)
+    sent = dict(weights.tensors("float32"))
+    assert_declared_as_sent(weights)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+    merged: nn.Module = copy.deepcopy(model).merge_and_unload()
+    expected = dict(merged.named_parameters())
+    assert sent.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.allclose(sent[name], weight, atol=1e-6), name
+    changed = {name for name in sent if not torch.allclose(sent[name], plain[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", "qkv"}
+
+
+@pytest.mark.req("SYNC-03")
+def test_buckets_carry_every_byte_in_manifest_order(toy: PreTrainedModel) -> None:
+    weights = MergedWeights(toy)
+    parameters = weights.metadata("bfloat16")
+    stream = iter(weights.tensors("bfloat16"))
+    sent = dict(weights.tensors("bfloat16"))
+    buckets = plan_buckets(parameters, 2**20)
+    assert len(buckets) > 2
+    for indices in buckets:
+        chosen = [parameters[i] for i in indices]
+        bucket = torch.full((sum(p.wire_bytes for p in chosen),), 255, dtype=torch.uint8)
+        pack_bucket(chosen, stream, bucket)
+        offset = 0
+        for parameter in chosen:
+            raw = bucket[offset : offset + parameter.num_bytes]
+            assert torch.equal(raw.view(torch.bfloat16).view(parameter.shape), sent[parameter.name])
+            padding = bucket[offset + parameter.num_bytes : offset + parameter.wire_bytes]
+            assert not padding.any(), parameter.name
+            offset += parameter.wire_bytes
+
+
+# --- shards and experts
+
+
+class Gathers(TorchDispatchMode):
+    """Records each gather of a tensor.
+
+    alive: how many of the whole tensors made before exist when the next one is gathered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.types: list[torch.dtype] = []
+        self.alive: list[int] = []
+        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if "all_gather_into_tensor" in str(func):
+            self.types.append(args[0].dtype)
+            self.alive.append(sum(storage() is not None for storage in self._storages))
+            self._storages.append(weakref.ref(made.untyped_storage()))
+        return made
+
+
+@pytest.fixture
+def sharded() -> Iterator[nn.Module]:
+    """A model in shards over four processes, of which this one alone exists."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        made = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4, bias=False))
+        fully_shard(made, mesh=init_device_mesh("cpu", (4,)))
+        yield made
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.req("FULL-03", "SYNC-02")
+def test_a_shard_is_cast_before_it_is_gathered_and_one_parameter_is_whole_at_a_time(
+    sharded: nn.Module,
+) -> None:
+    gathered = GatheredWeights(sharded, sends=True)
+    with Gathers() as seen:
+        gathered.gather("bfloat16")
+    assert seen.types == [torch.bfloat16] * 3
+    assert seen.alive == [0, 0, 0], "beside the host's copy"
+    sent = dict(gathered.tensors("bfloat16"))
+    assert {name: tuple(t.shape) for name, t in sent.items()} == {
+        "0.weight": (16, 8),
+        "0.bias": (16,),
+        "1.weight": (4, 16),
+    }
+    assert {t.dtype for t in sent.values()} == {torch.bfloat16}
+    idle = GatheredWeights(sharded, sends=False)
+    idle.gather("float32")
+    with pytest.raises(AssertionError):
+        dict(idle.tensors("float32"))
+
+
+@pytest.mark.req("FULL-03", "SYNC-02")
+def test_experts_are_sent_as_transformers_saves_them(tmp_path: Path) -> None:
+    """This family has one matrix for each expert in its checkpoints."""
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=50,
+            hidden_size=8,
+            intermediate_size=12,
+            moe_intermediate_size=6,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_experts=3,
+            num_experts_per_tok=2,
+        )
+    )
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    gathered = GatheredWeights(model, sends=True)
+    gathered.gather("float32")
+    for source in (BaseWeights(model), MergedWeights(model), gathered):
+        sent = dict(source.tensors("float32"))
+        assert [(each.name, tuple(each.shape)) for each in source.metadata("float32")] == [
+            (name, tuple(tensor.shape)) for name, tensor in sent.items()
+        ]
+        assert sent.keys() == saved.keys()
+        assert all(torch.equal(sent[name], saved[name]) for name in saved)
+        assert all(tensor.is_contiguous() for tensor in sent.values())
+
+
+# --- adapters
+
+
+@pytest.mark.req("SYNC-01", "SYNC-06")
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_an_adapter_is_sent_as_peft_saves_it_and_its_base_as_it_was_before(
+    toy: PreTrainedModel, use_dora: bool, tmp_path: Path
+) -> None:
+    before = {name: weight.detach().clone() for name, weight in toy.named_parameters()}
+    model = adapted(toy, use_dora=use_dora, init_lora_weights=False)
+    in_training = {
+        name: (p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()
+    }
+    model.save_pretrained(str(tmp_path))
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    weights = AdapterWeights(model)
+    assert_declared_as_sent(weights)
+    sent = dict(weights.tensors("float32"))
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], saved[name]) for name in saved)
+    assert not any(tensor.requires_grad for tensor in sent.values())
+
+    held = dict(weights.base.tensors("float32"))
+    assert held.keys() == before.keys()
+    assert all(torch.equal(held[name], weight) for name, weight in before.items())
+    assert weights.base.metadata("bfloat16") == MergedWeights(model).metadata("bfloat16")
+    assert_declared_as_sent(weights.base)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, in_training[name][0])
+        assert p.requires_grad == in_training[name][1]
+
+
+@pytest.mark.req("SYNC-01")
+def test_engines_get_rank_scale_and_kind_of_an_adapter(toy: PreTrainedModel) -> None:
+    model = adapted(toy, lora_alpha=12, use_rslora=True, target_modules=["q_proj", "qkv"])
+    assert AdapterWeights(model).adapter == AdapterMeta(
+        r=4, lora_alpha=12, target_modules=["q_proj", "qkv"], use_dora=False, use_rslora=True
+    )
+    assert AdapterWeights(adapted(make_toy(), use_dora=True)).adapter.use_dora
+
+
+@pytest.mark.req("SYNC-01")
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"modules_to_save": ["merger"]}, "merger.*is trained in addition to the adapter"),
+        ({"bias": "all"}, "bias is trained in addition to the adapter"),
+        ({"rank_pattern": {"q_proj": 2}}, "several"),
+        ({"alpha_pattern": {"q_proj": 2}}, "several"),
+    ],
+    ids=["modules_to_save", "bias", "rank_pattern", "alpha_pattern"],
+)
+def test_an_adapter_that_is_not_the_whole_training_is_refused(
+    toy: PreTrainedModel, config: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RunError, match=reason):
+        _ = AdapterWeights(adapted(toy, **config)).adapter
+
+
+@pytest.mark.req("SYNC-01")
+def test_a_weight_that_is_trained_beside_an_adapter_and_a_second_adapter_are_refused(
+    toy: PreTrainedModel,
+) -> None:
+    model = adapted(toy)
+    embedding = toy.get_input_embeddings().weight
+    embedding.requires_grad_(True)
+    with pytest.raises(RunError, match="embed_tokens"):
+        list(AdapterWeights(model).tensors("float32"))
+    embedding.requires_grad_(False)
+    model.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(RunError, match="second"):
+        _ = AdapterWeights(model).adapter
