@@ -65,14 +65,13 @@ def _searches(func: Any, args: Any) -> bool:
 
 def _asking() -> str:
     """The function whose value is asked for, nearest to the operation and outside of torch."""
-    for frame in reversed(traceback.extract_stack()):
-        if frame.name == "_engine_run_backward":
+    for frame, _ in traceback.walk_stack(None):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name == "_engine_run_backward":
             return "backward"
-        if "/torch/" not in frame.filename and not frame.filename.endswith(
-            ("device_waits.py", "estimate/fake.py")
-        ):
-            return frame.name
-    raise AssertionError("nobody asks")
+        if "/torch/" not in file and not file.endswith(("device_waits.py", "estimate/fake.py")):
+            return name
+    raise AssertionError("no function outside of torch")
 
 
 def on_device(mode: FakeTensorMode, pack: Pack) -> Pack:

@@ -139,8 +139,8 @@ def test_one_tensor_is_as_large_as_the_weight(
 
     before: what the weight has before the backward.
     """
-    monkeypatch.setattr(head, "_BLOCK_ELEMENTS", 2**20)
-    task = Task(40_000, 512, torch.float32, tied=False)
+    monkeypatch.setattr(head, "_BLOCK_ELEMENTS", 2**18)
+    task = Task(10_000, 512, torch.float32, tied=False)
     task.weight.grad = torch.zeros_like(task.weight) if before == "a gradient" else None
     task.weight.requires_grad_(before != "frozen")
 

@@ -203,6 +203,7 @@ print("ends")
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_without_what_it_would_encode_ahead(
     toy_checkpoint: Path, toy_data: ToyData
 ) -> None:
