@@ -35,9 +35,8 @@ test-slow: setup-dev
 	$(PYTEST) -m 'slow and not nightly' $(ARGS)
 
 nightly: setup-dev
-	$(BIN)/python -m pytest -m nightly --timeout=0 $(ARGS)
+	$(BIN)/python -m pytest -m nightly --hypothesis-profile=nightly --timeout=0 $(ARGS)
 	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=nightly --timeout=0 $(ARGS)
-	$(BIN)/python -m pytest tests/integration/test_kills_and_resumes.py tests/integration/test_kills.py -k "random or killed or only_server" --hypothesis-profile=nightly --timeout=0
 
 reliability: setup-dev
 	$(BIN)/python -m benchmarks.reliability.calls
