@@ -1,9 +1,11 @@
-"""A real rollout server under test, and short ways to ask it something."""
+"""A real rollout server under test, with short calls."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ class RunningServer:
     media: Path
 
     def infer(self, requests: list[dict[str, Any]], **config: Any) -> list[dict[str, Any]]:
-        """Envelopes of a call that must succeed; greedy with details unless told otherwise."""
+        """Envelopes of a call that must succeed; greedy and with details by default."""
         answer = self.post_infer(requests, **config)
         assert answer.status_code == 200, answer.text
         envelopes: list[dict[str, Any]] = answer.json()
@@ -39,8 +41,19 @@ class RunningServer:
         }
         return self.http.post("/infer/", json=body)
 
+    def begin_infer(
+        self, requests: list[dict[str, Any]], config: dict[str, Any], **body: Any
+    ) -> HTTPConnection:
+        """Send a call and do not wait; its answer can be read, or the connection closed."""
+        url = self.http.base_url
+        connection = HTTPConnection(url.host, url.port, timeout=120)
+        call = {"infer_requests": requests, "request_config": config} | body
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/infer/", json.dumps(call), headers)
+        return connection
+
     def running_sequences(self) -> list[float]:
-        """What each replica decodes now, by its metrics."""
+        """Sequences that each replica decodes now, by its metrics."""
         return [
             float(line.split()[-1])
             for line in self.http.get("/metrics/").text.splitlines()
@@ -48,7 +61,7 @@ class RunningServer:
         ]
 
     def wait_for_sequences(self, holds: Callable[[float], bool]) -> None:
-        """Until `holds` is true of the number of sequences each replica decodes."""
+        """Wait until `holds` is true for the number of sequences of each replica."""
         deadline = time.monotonic() + 60
         while not all(map(holds, self.running_sequences())):
             assert time.monotonic() < deadline, self.running_sequences()
@@ -67,7 +80,7 @@ CPU = ("--device", "cpu", "--kv-cache-gib", "0.125")
 def server_options(
     checkpoint: Path, media: Path, *options: str, device: Sequence[str] = CPU
 ) -> list[str]:
-    """What `rollout-server serve` is started with."""
+    """Options of `rollout-server serve`."""
     model = ("--model", str(checkpoint), "--max-model-len", "512")
     return [*model, *device, "--allowed-media-dir", str(media), *options]
 
@@ -149,12 +162,6 @@ def wait_until_gone(pids: list[int], timeout_s: float) -> list[int]:
     while time.monotonic() < deadline and any(map(is_alive, pids)):
         time.sleep(0.05)
     return [pid for pid in pids if is_alive(pid)]
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time a process has used so far, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
 
 
 def _is_engine(pid: int) -> bool:

@@ -1,10 +1,11 @@
-"""An engine without vLLM: it answers with its weights' sum and what it was asked.
+"""An engine without vLLM: it answers with the sum of its weights and the prompt.
 
 Only `engine_protocol` and the wire format were used to write it.
 """
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,27 +31,46 @@ from tests.contract.weight_sender import digest
 
 
 class ScriptedEngine:
-    """weights: of its only worker, by name."""
+    """weights: of its only worker, by name.
+
+    A test sets `alive`, `hung` (heartbeats do not return) and `failure` (heartbeats raise it).
+    given_up, ended: `declare_dead` and `shutdown` were called.
+    """
 
     dtype: DtypeName = "float32"
     max_model_len = 256
     alive = True
+    hung = False
+    failure: Exception | None = None
+    given_up = False
+    ended = False
     asleep = False
     guard_active = False
-    heartbeat_age_s = 0.0
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int = 0) -> None:
         self.index = index
         self.load = Load()
         self.weights_version = FIRST_VERSION
         self.weights = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+        self.heartbeat_age_s = 0.0
         self._running = asyncio.Event()
         self._running.set()
 
-    async def heartbeat(self) -> None: ...
+    async def heartbeat(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self.hung:
+            self.heartbeat_age_s = math.inf
+            await asyncio.Event().wait()
+        self.heartbeat_age_s = 0.0
+
     async def prepare(self) -> None: ...
-    def declare_dead(self) -> None: ...
-    def shutdown(self) -> None: ...
+
+    def declare_dead(self) -> None:
+        self.given_up = True
+
+    def shutdown(self) -> None:
+        self.ended = True
 
     async def render(self, messages: list[ChatMessage], images: list[Image]) -> Prompt:
         text = "".join(part or "<image>" for message in messages for part in message.parts)
@@ -85,7 +105,7 @@ class ScriptedEngine:
     async def chat(
         self, prompt: Prompt, request: Any, turn: int, send: Callable[[str], None]
     ) -> Generated:
-        """A word is an event of a stream; what has the word `forever` does not end."""
+        """Each word is an event of a stream; a prompt with the word `forever` does not end."""
         await self._running.wait()
         words = prompt.engine_input.split()
         for piece in words if request["stream"] else [json.dumps(prompt.engine_input)]:

@@ -1,17 +1,20 @@
-"""Another engine, through the registry: it answers over HTTP and takes a push."""
+"""A server on the scripted engine: registry, push, and OpenAI's routes (OAI-01).
+
+`test_openai.py` has OpenAI's client and vLLM.
+"""
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
-import uvicorn
 from fastapi import FastAPI
 
 from learner.rollout.server_process import free_ports
@@ -19,19 +22,63 @@ from rollout_server.engines import ENGINES
 from rollout_server.http.app import create_app
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
-from rollout_server.settings.preflight import bind
 from shared_contracts.errors import Problem
+from tests.contract.served_app import served_app
 from tests.contract.weight_sender import push, start, weight_group
 
 ROOT = Path(__file__).parents[2]
-CALL = {"infer_requests": [{"messages": [{"role": "user", "content": "hello"}]}]}
+CHAT = "/v1/chat/completions"
+CALLS = 2
+
+
+@dataclass
+class Served:
+    """http: a client of the server."""
+
+    http: httpx.Client
+
+    def infer(self, text: str) -> dict[str, Any]:
+        (envelope,) = self.http.post("/infer/", json={"infer_requests": [call(text)]}).json()
+        return dict(envelope)
+
+    def chat(self, text: str = "a b c", **fields: Any) -> httpx.Response:
+        return self.http.post(CHAT, json=call(text) | fields)
+
+    @contextmanager
+    def streaming(self, text: str = "a forever") -> Iterator[Iterator[str]]:
+        """The lines of a stream after its first event."""
+        with self.http.stream("POST", CHAT, json=call(text) | {"stream": True}) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.headers["x-weights-version"] == "0"
+            lines = answer.iter_lines()
+            assert next(lines) == "data: a"
+            yield lines
+
+    def metric(self, name: str) -> float:
+        lines = self.http.get("/metrics/").text.splitlines()
+        (value,) = [line.split()[-1] for line in lines if line.startswith(f"{name} ")]
+        return float(value)
+
+    def wait_for(self, name: str, value: float) -> None:
+        deadline = time.monotonic() + 60
+        while self.metric(name) != value:
+            assert time.monotonic() < deadline, (name, self.metric(name))
+            time.sleep(0.01)
+
+
+def call(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
 
 
 @pytest.fixture
-def scripted_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
-    """A client of a server whose two replicas are scripted engines."""
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """A server with two scripted engines and OpenAI's routes."""
     monkeypatch.setitem(ENGINES, "scripted", "tests.contract.scripted_engine")
-    pool = Pool(ServerSettings(model=Path("/m"), device="cpu", replicas=2), "scripted")
+    settings = ServerSettings(
+        model=Path("/m"), device="cpu", replicas=2, openai=True, max_concurrent_calls=CALLS
+    )
+    pool = Pool(settings, "scripted")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -39,44 +86,32 @@ def scripted_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
         yield
         await pool.close()
 
-    (port,) = free_ports(1)
-    server = uvicorn.Server(uvicorn.Config(create_app(pool, lifespan), log_config=None))
-    listener = bind("127.0.0.1", port)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as http:
-        deadline = time.monotonic() + 30
-        while not server.started:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        yield http
-    server.should_exit = True
-    thread.join(timeout=30)
-    assert not thread.is_alive()
+    with (
+        served_app(create_app(pool, lifespan)) as (host, port),
+        httpx.Client(base_url=f"http://{host}:{port}", timeout=60, trust_env=False) as http,
+    ):
+        yield Served(http)
 
 
 @pytest.mark.req("ARCH-01")
-def test_an_engine_of_another_package_answers_and_takes_weights(
-    scripted_server: httpx.Client,
-) -> None:
-    http = scripted_server
+def test_engine_of_another_package_answers_and_takes_weights(served: Served) -> None:
+    http = served.http
     assert http.get("/health/").status_code == 200
-    (before,) = http.post("/infer/", json=CALL).json()
+    before = served.infer("hello")
     assert before["response"]["choices"][0]["message"]["content"] == "0 hello"
     (port,) = free_ports(1)
     weights = {"a": torch.full((2, 3), 1.5), "b": torch.ones(4)}
     with weight_group(http, port, world_size=3) as sender:
-        report = push(http, sender, weights, version=1)
-        assert report["verified"] == 2
+        assert push(http, sender, weights, version=1)["verified"] == 2
         refused = start(http, 2, {"c": torch.ones(1)})
         assert Problem.model_validate(refused.json()).kind == "manifest-mismatch"
-    (after,) = http.post("/infer/", json=CALL).json()
+    after = served.infer("hello")
     assert after["response"]["choices"][0]["message"]["content"] == "13 hello"
     assert after["coordexp"]["weights_version"] == [1, 1]
 
 
 @pytest.mark.req("ARCH-01")
-def test_what_serves_an_engine_does_not_load_vllm() -> None:
+def test_server_modules_do_not_import_vllm() -> None:
     program = """
 import sys
 import rollout_server.engines.vllm, rollout_server.http.app, rollout_server.serve
@@ -86,3 +121,53 @@ print(*[name for name in sys.modules if name.partition(".")[0] == "vllm"])
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stdout.split() == []
+
+
+@pytest.mark.req("OAI-01")
+def test_chat_completion_carries_the_weights_version_and_is_counted(served: Served) -> None:
+    answer = served.chat("one two three")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert (answer.json(), answer.headers["x-weights-version"]) == ("one two three", "0")
+    with served.streaming("a b c") as lines:
+        assert [line for line in lines if line] == ["data: b", "data: c"]
+    served.wait_for('rollout_calls_total{outcome="answered"}', 2)
+    assert served.metric("rollout_generated_tokens_total") == 6
+    models = served.http.get("/v1/models")
+    assert models.json()["data"] == [{"id": "scripted"}]
+    assert models.headers["x-weights-version"] == "0"
+
+
+@pytest.mark.req("OAI-01")
+def test_infer_and_chat_share_one_limit_and_a_closed_stream_frees_its_place(
+    served: Served,
+) -> None:
+    with served.streaming(), served.streaming():
+        for path, body in ((CHAT, call("a")), ("/infer/", {"infer_requests": [call("a")]})):
+            refused = served.http.post(path, json=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        error = served.chat().json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "too-many-calls")
+    served.wait_for('rollout_calls_total{outcome="gone"}', CALLS)
+    assert served.chat().status_code == 200
+    assert served.metric("rollout_calls_in_flight") == 0
+
+
+@pytest.mark.req("OAI-01")
+def test_errors_below_v1_have_the_form_of_openai(served: Served) -> None:
+    http = served.http
+    json_type = {"content-type": "application/json"}
+    answers = {
+        404: http.get("/v1/embeddings"),
+        405: http.get(CHAT),
+        400: http.post(CHAT, content=b"{", headers=json_type),
+    }
+    for status, answer in answers.items():
+        assert answer.status_code == status, answer.text
+        assert set(answer.json()) == {"error"}
+    assert http.get("/embeddings").json()["type"] == "urn:rollmatch:not-found"
+    for fields, param in (({"tools": []}, "tools"), ({"n": 5000}, "n"), ({"seed": -1}, "seed")):
+        refused = served.chat(**fields)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, "invalid-request")
+        assert (error["param"], error["type"]) == (param, "invalid_request_error")

@@ -1,4 +1,4 @@
-"""What vLLM is told: engine arguments and sampling parameters."""
+"""Engine arguments and sampling parameters for vLLM."""
 
 import json
 from pathlib import Path
@@ -28,14 +28,8 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.req("SRV-03")
-def test_the_decode_batch_size_is_enforced_by_the_engine(engine_args: Any, model: Path) -> None:
-    settings = ServerSettings(model=model, device="cpu", max_num_seqs=5)
-    assert engine_args.engine_args(settings, 0).max_num_seqs == 5
-
-
 @pytest.mark.req("SRV-01")
-def test_each_replica_sees_only_its_own_gpus(engine_args: Any, model: Path) -> None:
+def test_replicas_have_their_own_gpus(engine_args: Any, model: Path) -> None:
     settings = ServerSettings(model=model, gpus=(3, 4, 5, 6), tensor_parallel_size=2)
     args = [engine_args.engine_args(settings, index) for index in range(2)]
     assert [a.device_ids for a in args] == [[3, 4], [5, 6]]
@@ -44,7 +38,7 @@ def test_each_replica_sees_only_its_own_gpus(engine_args: Any, model: Path) -> N
 
 
 @pytest.mark.req("SRV-01")
-def test_ray_places_a_replica_that_spans_nodes(engine_args: Any, model: Path) -> None:
+def test_ray_places_replicas_that_span_nodes(engine_args: Any, model: Path) -> None:
     settings = ServerSettings(
         model=model, distributed_executor_backend="ray", replicas=2, tensor_parallel_size=16
     )
@@ -55,7 +49,8 @@ def test_ray_places_a_replica_that_spans_nodes(engine_args: Any, model: Path) ->
     assert "VLLM_HOST_IP" not in engine_environment(settings)
 
 
-def test_the_settings_of_the_engine_reach_it(engine_args: Any, model: Path) -> None:
+@pytest.mark.req("SRV-03")
+def test_settings_of_the_engine_reach_vllm(engine_args: Any, model: Path) -> None:
     settings = ServerSettings(
         model=model,
         gpus=(0,),
@@ -63,16 +58,18 @@ def test_the_settings_of_the_engine_reach_it(engine_args: Any, model: Path) -> N
         enable_prefix_caching=False,
         max_images_per_request=3,
         gpu_memory_utilization=0.5,
+        max_num_seqs=5,
     )
     args = engine_args.engine_args(settings, 0)
     assert args.distributed_executor_backend == "mp"
     assert args.enable_prefix_caching is False
+    assert args.max_num_seqs == 5
     assert args.limit_mm_per_prompt == {"image": 3, "video": 0}
     assert args.gpu_memory_utilization == 0.5
 
 
 @pytest.mark.req("FULL-06")
-def test_a_gpu_engine_prefills_thousands_of_tokens_at_once(engine_args: Any, model: Path) -> None:
+def test_gpu_engine_prefills_thousands_of_tokens_at_once(engine_args: Any, model: Path) -> None:
     settings = ServerSettings(model=model, gpus=(0,))
     args = engine_args.engine_args(settings, 0)
     assert (args.max_num_batched_tokens, args.gpu_memory_utilization) == (8192, 0.9)
@@ -82,25 +79,18 @@ def test_a_gpu_engine_prefills_thousands_of_tokens_at_once(engine_args: Any, mod
     assert engine_args.engine_args(stated, 0).max_num_batched_tokens == 4096
 
 
-def test_the_cpu_engine_takes_seeds_and_whole_prompts(engine_args: Any, model: Path) -> None:
-    settings = ServerSettings(model=model, device="cpu", max_model_len=20_000, kv_cache_gib=0.5)
-    args = engine_args.engine_args(settings, 0)
-    assert args.enable_chunked_prefill is False
-    assert args.max_num_batched_tokens >= 20_000
-    assert args.kv_cache_memory_bytes == 2**29
-    assert args.dtype == "float32"
-    assert args.weight_transfer_config.backend == "gloo"
-
-
-@pytest.mark.req("REP-04")
-def test_vllm_is_given_the_repeat_guard_only_where_it_is_asked_for(
+@pytest.mark.req("REP-04", "SYNC-01")
+def test_repeat_guard_and_adapter_reach_vllm_where_they_are_enabled(
     engine_args: Any, model: Path
 ) -> None:
     off = ServerSettings(model=model, device="cpu")
     guard = RepeatTerminateConfig(enabled=True, max_object_keys=9)
-    on = off.model_copy(update={"repeat_terminate": guard})
-    assert engine_args.engine_args(off, 0).logits_processors is None
-    assert engine_args.engine_args(on, 0).logits_processors == [PROCESSOR]
+    options = {"repeat_terminate": guard, "enable_lora": True, "max_lora_rank": 64}
+    plain = engine_args.engine_args(off, 0)
+    assert (plain.logits_processors, plain.enable_lora) == (None, False)
+    args = engine_args.engine_args(off.model_copy(update=options), 0)
+    assert args.logits_processors == [PROCESSOR]
+    assert (args.enable_lora, args.max_loras, args.max_lora_rank) == (True, 1, 64)
     v2 = ServerSettings(model=model, gpus=(0,), model_runner="v2", repeat_terminate=guard)
     assert engine_args.engine_args(v2, 0).logits_processors == [PROCESSOR_V2]
     assert engine_args.sampling_params(RequestConfig(), None, 8).stop_token_ids == []
@@ -108,18 +98,7 @@ def test_vllm_is_given_the_repeat_guard_only_where_it_is_asked_for(
 
 
 @pytest.mark.req("SYNC-01")
-def test_an_engine_has_room_for_one_adapter_only_where_it_is_asked_for(
-    engine_args: Any, model: Path
-) -> None:
-    off = ServerSettings(model=model, device="cpu")
-    on = off.model_copy(update={"enable_lora": True, "max_lora_rank": 64})
-    assert engine_args.engine_args(off, 0).enable_lora is False
-    args = engine_args.engine_args(on, 0)
-    assert (args.enable_lora, args.max_loras, args.max_lora_rank) == (True, 1, 64)
-
-
-@pytest.mark.req("SYNC-01")
-def test_the_ranks_of_the_settings_are_those_of_vllm() -> None:
+def test_lora_ranks_are_those_of_vllm() -> None:
     from vllm.config.lora import MaxLoRARanks
 
     assert get_args(MaxLoRARanks) == LORA_RANKS
@@ -127,14 +106,6 @@ def test_the_ranks_of_the_settings_are_those_of_vllm() -> None:
 
 def params(engine_args: Any, **config: Any) -> Any:
     return engine_args.sampling_params(RequestConfig.model_validate(config), config.get("seed"), 8)
-
-
-@pytest.mark.req("WIRE-01")
-def test_no_temperature_is_greedy_and_nothing_else_changes_it(engine_args: Any) -> None:
-    for temperature in (None, 0.0):
-        greedy = params(engine_args, temperature=temperature)
-        assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, 0)
-        assert (greedy.repetition_penalty, greedy.min_p, greedy.n) == (1.0, 0.0, 1)
 
 
 @pytest.mark.req("WIRE-01")
@@ -153,15 +124,11 @@ def test_every_parameter_reaches_vllm(engine_args: Any) -> None:
     }
     made = params(engine_args, **given)
     assert {name: getattr(made, name) for name in given} == given
-    assert made.max_tokens == 8
+    assert (made.max_tokens, made.skip_special_tokens) == (8, False)
     assert params(engine_args, temperature=1.0, top_k=-1).top_k == 0
 
 
-def test_coordinate_tokens_stay_in_the_text_even_where_they_are_special(engine_args: Any) -> None:
-    assert params(engine_args).skip_special_tokens is False
-
-
 @pytest.mark.req("WIRE-05")
-def test_a_combination_vllm_refuses_is_told(engine_args: Any) -> None:
+def test_combination_that_vllm_refuses_is_refused(engine_args: Any) -> None:
     with pytest.raises(PromptRefused, match="greedy"):
         params(engine_args, n=2, temperature=0.0)

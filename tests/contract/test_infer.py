@@ -1,16 +1,13 @@
-"""`POST /infer/` of a real server, held against plain transformers."""
+"""`POST /infer/` of a real server against plain transformers."""
 
 import base64
 import importlib
 import json
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -18,7 +15,6 @@ from tests.contract import reference
 from tests.contract.running_server import (
     PROMPT,
     RunningServer,
-    cpu_seconds,
     draw_scene,
     image_request,
     response_ids,
@@ -47,7 +43,7 @@ def test_greedy_answer_to_an_image_equals_transformers(server: RunningServer, sc
 
 
 @pytest.mark.req("WIRE-01")
-def test_every_way_to_give_an_image_is_the_same_image(server: RunningServer, scene: Path) -> None:
+def test_every_form_of_an_image_gives_the_same_answer(server: RunningServer, scene: Path) -> None:
     encoded = base64.b64encode(scene.read_bytes()).decode()
     own = {"type": "image", "image": str(scene)}
     listed = {"type": "image"}
@@ -87,7 +83,7 @@ def test_conversations_have_turns_and_several_images(server: RunningServer, scen
 
 
 @pytest.mark.req("SRV-01", "SEED-01")
-def test_request_i_is_sampled_with_seed_plus_i(server: RunningServer) -> None:
+def test_request_i_has_seed_plus_i(server: RunningServer) -> None:
     together = server.infer([text_request()] * 5, temperature=1.0, seed=40)
     alone = [server.infer([text_request()], temperature=1.0, seed=40 + i)[0] for i in range(5)]
     assert [response_ids(e) for e in together] == [response_ids(e) for e in alone]
@@ -96,46 +92,48 @@ def test_request_i_is_sampled_with_seed_plus_i(server: RunningServer) -> None:
 
 
 @pytest.mark.req("WIRE-02")
-def test_answers_come_in_the_order_of_the_requests(server: RunningServer) -> None:
-    requests = [text_request(f"{PROMPT} {'again ' * i}") for i in range(40, 0, -1)]
+def test_answers_have_the_order_of_the_requests(server: RunningServer) -> None:
+    requests = [text_request(f"{PROMPT} {'again ' * i}") for i in range(20, 0, -1)]
     envelopes = server.infer(requests, max_tokens=4)
     lengths = [len(e["response"]["prompt_token_ids"]) for e in envelopes]
-    assert len(set(lengths)) == 40
+    assert len(set(lengths)) == 20
     assert lengths == sorted(lengths, reverse=True)
 
 
-@pytest.mark.req("WIRE-02")
-def test_without_details_there_are_no_ids(server: RunningServer) -> None:
+@pytest.mark.req("WIRE-02", "LOGP-01")
+def test_without_details_there_are_no_ids_and_no_logprobs(server: RunningServer) -> None:
     (envelope,) = server.infer([text_request()], return_details=False)
     response = envelope["response"]
-    assert response["prompt_token_ids"] is None
-    assert response["choices"][0]["token_ids"] is None
-    assert response["choices"][0]["message"]["content"]
-    assert response["choices"][0]["finish_reason"] == "length"
+    (choice,) = response["choices"]
+    assert response["prompt_token_ids"] is choice["token_ids"] is choice["logprobs"] is None
+    assert choice["message"]["content"]
+    assert choice["finish_reason"] == "length"
     usage = response["usage"]
     assert usage["completion_tokens"] == 16
     assert usage["total_tokens"] == usage["prompt_tokens"] + 16
 
 
-@pytest.mark.req("WIRE-02")
-def test_ids_end_before_the_stop_token(server: RunningServer) -> None:
-    """Hot sampling, so that some sequences end by themselves."""
-    envelopes = server.infer([text_request()] * 48, temperature=2.0, seed=0, max_tokens=300)
-    ended = [e for e in envelopes if e["response"]["choices"][0]["finish_reason"] == "stop"]
-    cut = [e for e in envelopes if e["response"]["choices"][0]["finish_reason"] == "length"]
-    assert ended
-    assert cut
-    for envelope in ended:
-        text = envelope["response"]["choices"][0]["message"]["content"]
-        assert len(response_ids(envelope)) < 300
-        assert text == reference.decode(server.checkpoint, response_ids(envelope))
-        assert not text.endswith("<|im_end|>")
-        assert envelope["coordexp"]["finish"] == "stop"
-    assert all(len(response_ids(envelope)) == 300 for envelope in cut)
+@pytest.mark.req("WIRE-02", "LOGP-01")
+def test_ids_and_logprobs_end_before_the_stop_token(server: RunningServer) -> None:
+    """Hot sampling, so that some sequences end with the stop token."""
+    hot = {"temperature": 2.0, "seed": 0, "max_tokens": 300, "logprobs": True}
+    envelopes = server.infer([text_request()] * 24, **hot)
+    choices = [envelope["response"]["choices"][0] for envelope in envelopes]
+    assert {choice["finish_reason"] for choice in choices} == {"stop", "length"}
+    for envelope, choice in zip(envelopes, choices, strict=True):
+        ids, text = choice["token_ids"], choice["message"]["content"]
+        assert len(chosen_logprobs(choice)) == len(ids)
+        if choice["finish_reason"] == "stop":
+            assert len(ids) < 300
+            assert text == reference.decode(server.checkpoint, ids)
+            assert not text.endswith("<|im_end|>")
+            assert envelope["coordexp"]["finish"] == "stop"
+        else:
+            assert len(ids) == 300
 
 
 @pytest.mark.req("WIRE-01")
-def test_a_stop_string_ends_the_text_before_it(server: RunningServer) -> None:
+def test_text_ends_before_a_stop_string(server: RunningServer) -> None:
     (free,) = server.infer([text_request()], max_tokens=16)
     text = free["response"]["choices"][0]["message"]["content"]
     stop = text[len(text) // 2 :][:6]
@@ -143,15 +141,6 @@ def test_a_stop_string_ends_the_text_before_it(server: RunningServer) -> None:
     choice = stopped["response"]["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["content"] == text[: text.index(stop)]
-
-
-@pytest.mark.req("WIRE-01")
-def test_n_gives_as_many_choices(server: RunningServer) -> None:
-    (envelope,) = server.infer([text_request()], n=3, temperature=1.0, seed=7)
-    choices = envelope["response"]["choices"]
-    assert [choice["index"] for choice in choices] == [0, 1, 2]
-    assert len({tuple(choice["token_ids"]) for choice in choices}) == 3
-    assert envelope["response"]["usage"]["completion_tokens"] == 48
 
 
 def chosen_logprobs(choice: dict[str, Any]) -> list[float]:
@@ -171,9 +160,12 @@ def test_logprobs_are_those_of_the_model_alone(
     server: RunningServer, scene: Path, decoding: dict[str, Any]
 ) -> None:
     """Neither temperature nor penalties nor top-k are in them."""
-    asked = {"logprobs": True, "max_tokens": 24} | decoding
-    (envelope,) = server.infer([image_request(str(scene))], **asked)
-    for choice in envelope["response"]["choices"]:
+    options = {"logprobs": True, "max_tokens": 24} | decoding
+    (envelope,) = server.infer([image_request(str(scene))], **options)
+    choices = envelope["response"]["choices"]
+    assert [choice["index"] for choice in choices] == list(range(decoding.get("n", 1)))
+    assert len({tuple(choice["token_ids"]) for choice in choices}) == len(choices)
+    for choice in choices:
         ids, found = choice["token_ids"], chosen_logprobs(choice)
         assert len(found) == len(ids)
         expected = reference.logprobs(server.checkpoint, PROMPT, [scene], ids)
@@ -181,28 +173,9 @@ def test_logprobs_are_those_of_the_model_alone(
         assert max(found) <= 0.0
 
 
-@pytest.mark.req("LOGP-01")
-def test_logprobs_end_with_the_ids(server: RunningServer) -> None:
-    """Hot sampling, so that some sequences end by themselves; their stop token has none."""
-    asked = {"temperature": 2.0, "seed": 0, "max_tokens": 300, "logprobs": True}
-    choices = [
-        envelope["response"]["choices"][0]
-        for envelope in server.infer([text_request()] * 16, **asked)
-    ]
-    assert {choice["finish_reason"] for choice in choices} == {"stop", "length"}
-    for choice in choices:
-        assert len(chosen_logprobs(choice)) == len(choice["token_ids"])
-
-
-@pytest.mark.req("LOGP-01")
-def test_without_a_request_for_them_there_are_no_logprobs(server: RunningServer) -> None:
-    (envelope,) = server.infer([text_request()])
-    assert envelope["response"]["choices"][0]["logprobs"] is None
-
-
 @pytest.mark.req("WIRE-01")
 @pytest.mark.parametrize("max_tokens", [None, 100_000])
-def test_an_answer_ends_with_the_context(server: RunningServer, max_tokens: int | None) -> None:
+def test_answer_ends_with_the_context(server: RunningServer, max_tokens: int | None) -> None:
     (envelope,) = server.infer([text_request()], max_tokens=max_tokens)
     prompt = envelope["response"]["prompt_token_ids"]
     finish = envelope["response"]["choices"][0]["finish_reason"]
@@ -213,7 +186,7 @@ def test_an_answer_ends_with_the_context(server: RunningServer, max_tokens: int 
 
 
 @pytest.mark.req("WIRE-03")
-def test_the_envelope_is_stamped(server: RunningServer) -> None:
+def test_envelope_has_version_epoch_and_seed(server: RunningServer) -> None:
     health = server.http.get("/health/").json()
     (envelope,) = server.infer([text_request()])
     version = health["weights_version"]
@@ -227,15 +200,11 @@ def test_the_envelope_is_stamped(server: RunningServer) -> None:
     }
 
 
-def test_no_requests_no_answers(server: RunningServer) -> None:
-    assert server.infer([]) == []
-
-
 @pytest.mark.req("WIRE-02")
-def test_the_client_of_ms_swift_reads_both_forms(
+def test_client_of_ms_swift_reads_both_forms(
     server: RunningServer, scene: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its class as installed; only its look for a distribution named `vllm` is answered."""
+    """Its class as installed; only its check for a distribution named `vllm` is patched."""
     protocol = importlib.import_module("swift.infer_engine.protocol")
     vllm_client = importlib.import_module("swift.rlhf_trainers.vllm_client")
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
@@ -264,21 +233,7 @@ def test_the_client_of_ms_swift_reads_both_forms(
 
 
 @pytest.mark.req("WIRE-05")
-@pytest.mark.parametrize("token", ["<|image_pad|>", "<|im_end|>", "<|vision_start|>"])
-def test_a_control_token_in_a_text_is_refused(
-    server: RunningServer, scene: Path, token: str
-) -> None:
-    """It would be encoded as the token, and move the image or end the turn."""
-    bad = image_request(str(scene))
-    bad["messages"][0]["content"] = f"<image>What is {token} here?"
-    answer = server.post_infer([bad])
-    assert answer.status_code == 422
-    (error,) = answer.json()["errors"]
-    assert (error["where"], token in error["detail"]) == ("infer_requests[0].messages", True)
-
-
-@pytest.mark.req("WIRE-05")
-def test_a_call_with_bad_requests_is_refused_whole_naming_each(
+def test_call_with_bad_requests_is_refused_and_names_each(
     server: RunningServer, scene: Path
 ) -> None:
     broken = server.media / "broken.png"
@@ -311,7 +266,7 @@ def test_a_call_with_bad_requests_is_refused_whole_naming_each(
 
 
 @pytest.mark.req("WIRE-05")
-def test_the_longest_prompt_that_fits_is_served(server: RunningServer) -> None:
+def test_longest_prompt_that_fits_is_served(server: RunningServer) -> None:
     """A prompt must leave room for one token."""
     base = len(reference.prompt_ids(server.checkpoint, "", []))
     per_word = len(reference.prompt_ids(server.checkpoint, "a" * 8, [])) - base
@@ -325,18 +280,10 @@ def test_the_longest_prompt_that_fits_is_served(server: RunningServer) -> None:
 
 
 @pytest.mark.req("WIRE-05")
-def test_sampling_parameters_that_do_not_go_together_are_refused(server: RunningServer) -> None:
-    for config in ({"n": 2, "temperature": 0.0}, {"temperature": 3.0}):
-        answer = server.post_infer([text_request()], **config)
-        assert answer.status_code == 422
-        assert answer.json()["where"] == "request_config"
-
-
-@pytest.mark.req("WIRE-05")
 def test_odd_input_is_answered_or_refused_and_never_breaks_the_server(
     server: RunningServer,
 ) -> None:
-    """Bytes as they come over the wire: what JSON allows and text does not, odd images."""
+    """Bytes on the wire: valid JSON that is no valid text, and odd images."""
     sliver = server.media / "sliver.png"
     Image.new("L", (1, 1000)).save(sliver)
     dot = server.media / "dot.png"
@@ -363,95 +310,38 @@ def test_odd_input_is_answered_or_refused_and_never_breaks_the_server(
 
 
 @pytest.mark.req("SRV-02")
-def test_calls_share_a_batch_and_the_loop_stays_free(server: RunningServer) -> None:
-    """A short call overtakes a long one, and probes answer meanwhile."""
+def test_short_call_and_probes_are_answered_during_a_long_call(server: RunningServer) -> None:
     with ThreadPoolExecutor() as threads:
         long = threads.submit(
-            server.infer, [text_request()] * 16, temperature=1.0, seed=1, max_tokens=300
+            server.infer, [text_request()] * 32, temperature=1.0, seed=1, max_tokens=480
         )
-        time.sleep(0.3)
+        server.wait_for_sequences(lambda running: running == 32)
         server.infer([text_request()], max_tokens=2)
+        assert server.http.get("/live/").status_code == 200
         assert not long.done()
-        probes = 0
-        while not long.done():
-            assert server.http.get("/live/").status_code == 200
-            probes += 1
-        assert len(long.result()) == 16
-    assert probes > 5
+        assert len(long.result()) == 32
 
 
 @pytest.mark.req("SRV-07")
-def test_a_client_that_goes_away_has_its_sequences_aborted(server: RunningServer) -> None:
-    engine = server.processes()["engine 0"]
-    body = {
-        "infer_requests": [text_request()] * 64,
-        "request_config": {"temperature": 1.0, "seed": 3, "max_tokens": 480},
-    }  # up to 30,000 tokens: many seconds
-    with ThreadPoolExecutor() as threads:
-        call = threads.submit(server.http.post, "/infer/", json=body, timeout=2.0)
-        server.wait_for_sequences(lambda running: running == 64)
-        with pytest.raises(httpx.ReadTimeout):
-            call.result()
+def test_sequences_of_a_client_that_goes_away_are_aborted(server: RunningServer) -> None:
+    long = {"temperature": 1.0, "seed": 3, "max_tokens": 480}
+    connection = server.begin_infer([text_request()] * 256, long)
+    server.wait_for_sequences(lambda running: running == 64)
+    connection.close()
     server.wait_for_sequences(lambda running: running == 0)
-    before = cpu_seconds(engine)
-    time.sleep(0.5)
-    assert cpu_seconds(engine) - before < 0.1
-
-
-def test_an_idle_server_leaves_the_cores_alone(server: RunningServer) -> None:
-    server.infer([text_request()])
-    pids = server.processes().values()
-    before = sum(map(cpu_seconds, pids))
-    time.sleep(4.0)
-    assert sum(map(cpu_seconds, pids)) - before < 0.2
 
 
 @pytest.mark.req("WIRE-06")
-def test_the_probes_of_a_ready_server(server: RunningServer) -> None:
+def test_probes_of_a_ready_server(server: RunningServer) -> None:
     health = server.http.get("/health").json()
     assert (health["status"], health["state"]) == ("ok", "READY")
     (replica,) = health["replicas"]
     assert (replica["index"], replica["state"], replica["restarts"]) == (0, "serving", 0)
-    assert 0 <= replica["heartbeat_age_s"] < 10
     live = server.http.get("/live").json()
     assert live["server_epoch"] == health["server_epoch"]
     (age,) = live["heartbeat_age_s"]
-    assert 0 <= age < 10
-    time.sleep(2.5)
-    (later,) = server.http.get("/live").json()["heartbeat_age_s"]
-    assert later < age + 2.0, "no heartbeat came in between"
-
-
-def test_the_pool_survives_many_calls_at_once(server: RunningServer) -> None:
-    answers: list[int] = []
-
-    def call(seed: int) -> None:
-        answers.append(len(server.infer([text_request()] * 4, seed=seed, temperature=1.0)))
-
-    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == [4] * 16
-
-
-@pytest.mark.req("WIRE-04", "ROLL-01")
-def test_an_image_of_16_bits_is_answered_as_that_of_8_bits(server: RunningServer) -> None:
-    """An image of floats is refused with the index of its request."""
-    grey = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16
-    images = {
-        "8.png": Image.fromarray((grey >> 8).astype(np.uint8)),
-        "16.tiff": Image.fromarray(grey),
-        "float.tiff": Image.fromarray(grey.astype(np.float32)),
-    }
-    for name, image in images.items():
-        image.save(server.media / name)
-    requests = {name: image_request(str(server.media / name)) for name in images}
-    eight, sixteen = server.infer([requests["8.png"], requests["16.tiff"]], max_tokens=24)
-    assert sixteen["response"]["prompt_token_ids"] == eight["response"]["prompt_token_ids"]
-    assert response_ids(sixteen) == response_ids(eight)
-    refused = server.post_infer([requests["8.png"], requests["float.tiff"]])
-    assert refused.status_code == 422, refused.text
-    assert refused.json()["where"] == "infer_requests[1].images[0]"
-    assert "floating-point numbers (mode F)" in refused.text
+    deadline = time.monotonic() + 60
+    while (later := server.http.get("/live").json()["heartbeat_age_s"][0]) >= age:
+        assert time.monotonic() < deadline, "no heartbeat"
+        age = later
+        time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""vLLM's own renderers of two replicas in one process, without the engines behind them."""
+"""vLLM's renderers of two replicas in one process, without engines."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ SIZES = [(64, 64), (200, 120), (96, 320), (500, 400)]
 
 @dataclass
 class FrontEnd:
-    """What rendering uses of `AsyncLLM`."""
+    """The part of `AsyncLLM` that rendering uses."""
 
     renderer: Any
 
@@ -66,9 +66,9 @@ def pixels_of(prompt: Prompt) -> torch.Tensor:
     return pixels
 
 
-def test_prompts_of_two_renderers_at_once_are_those_of_one(renderers: list[Any]) -> None:
+def test_concurrent_renderers_give_the_prompts_of_one(renderers: list[Any]) -> None:
     """Their processors and tokenizers are objects of one process."""
-    both, conversations = engines(renderers), [conversation(number) for number in range(24)]
+    both, conversations = engines(renderers), [conversation(number) for number in range(8)]
 
     async def render() -> tuple[list[Prompt], list[Prompt]]:
         alone = [await both[0].render(*each) for each in conversations]
@@ -86,7 +86,7 @@ def test_prompts_of_two_renderers_at_once_are_those_of_one(renderers: list[Any])
 
 @dataclass
 class StuckRenderer:
-    """It has begun to render and does not end."""
+    """A renderer that does not return."""
 
     tokenizer: Any
     begun: bool = False
@@ -99,8 +99,7 @@ class StuckRenderer:
         await asyncio.Event().wait()
 
 
-def test_a_replica_that_is_given_up_ends_its_rendering(renderers: list[Any]) -> None:
-    """What it has begun, and what comes afterwards."""
+def test_rendering_of_a_dead_replica_ends(renderers: list[Any]) -> None:
     stuck = StuckRenderer(renderers[0].get_tokenizer())
     (engine,) = engines([stuck])
 

@@ -1,69 +1,26 @@
-"""The life of a replica, with scripted engines: lost, hung, built again, in need of weights."""
+"""The life of a replica on scripted engines: lost, hung, rebuilt, without the current weights."""
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pytest
 
 from rollout_server.engines.engine_protocol import GuardInactive
+from rollout_server.serving.pool import Pool
 from rollout_server.serving.replicas import Replicas
-from shared_contracts.errors import ProblemError
+from rollout_server.serving.telemetry import CallRecord
+from shared_contracts.errors import Problem, ProblemError
+from shared_contracts.infer import InferCall
+from tests.contract.scripted_engine import ScriptedEngine
+from tests.contract.test_limits import REQUEST, settings
 
 HANG_S = 2.0
 
 
-class ScriptedEngine:
-    """hung: gives no sign of life any more."""
-
-    def __init__(self, index: int, guard: Literal["works", "fails", "hangs"] = "works") -> None:
-        self.index = index
-        self.alive = True
-        self.hung = False
-        self.asleep = False
-        self.weights_version = 0
-        self.failure: Exception | None = None
-        self.given_up = False
-        self.ended = False
-        self._guard = guard
-        self._last_sign = time.monotonic()
-
-    @property
-    def heartbeat_age_s(self) -> float:
-        return time.monotonic() - self._last_sign
-
-    @property
-    def guard_active(self) -> bool:
-        return False
-
-    @property
-    def max_model_len(self) -> int:
-        return 512
-
-    async def heartbeat(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-        while self.hung:
-            await asyncio.sleep(0.01)
-        self._last_sign = time.monotonic()
-
-    async def prepare(self) -> None:
-        if self._guard == "fails":
-            raise GuardInactive("a rigged sequence was not ended")
-        if self._guard == "hangs":
-            await asyncio.sleep(60)
-
-    def declare_dead(self) -> None:
-        self.given_up = True
-
-    def shutdown(self) -> None:
-        self.ended = True
-
-
 class Bench:
-    """Two replicas; `failures` are raised by the next builds, `hold` delays them."""
+    """Two replicas; the next builds wait for `hold` and raise `failures`."""
 
     def __init__(self) -> None:
         self.built: list[ScriptedEngine] = []
@@ -94,7 +51,7 @@ class Bench:
 
 
 def run(scenario: Callable[[Bench], Awaitable[None]]) -> Bench:
-    """Play `scenario` on replicas that have started; they are closed afterwards."""
+    """Run `scenario` on replicas that have started, then close them."""
 
     async def play() -> Bench:
         bench = Bench()
@@ -111,7 +68,7 @@ def run(scenario: Callable[[Bench], Awaitable[None]]) -> Bench:
 
 
 @pytest.mark.req("SRV-05")
-def test_a_dead_replica_is_named_at_once_and_built_again() -> None:
+def test_dead_replica_is_named_at_once_and_built_again() -> None:
     async def scenario(bench: Bench) -> None:
         first, second = bench.built
         bench.hold.clear()
@@ -136,36 +93,29 @@ def test_a_dead_replica_is_named_at_once_and_built_again() -> None:
 
 
 @pytest.mark.req("SRV-05")
-def test_why_a_heartbeat_failed_is_told() -> None:
-    async def scenario(bench: Bench) -> None:
-        bench.built[1].failure = OSError("no such socket")
-        await bench.until(lambda: bench.replicas.losses == 1)
-
-    lost = "replica 1 is lost: its heartbeat failed (OSError('no such socket'))"
-    assert lost in run(scenario).events
-
-
-@pytest.mark.req("SRV-05")
-def test_a_hung_replica_is_given_up_and_built_again() -> None:
+def test_hung_replica_and_failed_heartbeat_are_given_up_with_their_reason() -> None:
     async def scenario(bench: Bench) -> None:
         bench.built[0].hung = True
-        await bench.until(lambda: len(bench.built) == 3)
+        bench.built[1].failure = OSError("no such socket")
+        await bench.until(lambda: len(bench.built) == 4)
         await bench.until(lambda: bench.states() == ["serving", "serving"])
 
     bench = run(scenario)
-    assert bench.built[0].given_up
-    assert not bench.built[1].given_up
-    assert bench.events[2] == f"replica 0 is lost: it gave no heartbeat for {HANG_S:g} s"
+    assert [engine.given_up for engine in bench.built] == [True, True, False, False]
+    assert {event for event in bench.events if "lost" in event} == {
+        f"replica 0 is lost: it gave no heartbeat for {HANG_S:g} s",
+        "replica 1 is lost: its heartbeat failed (OSError('no such socket'))",
+    }
 
 
 @pytest.mark.req("SRV-05")
-def test_a_server_that_stood_still_gives_no_replica_up() -> None:
-    """As after SIGSTOP and SIGCONT, or a suspended laptop: heartbeats are late, engines are not."""
+def test_server_that_stood_still_gives_up_no_replica() -> None:
+    """As after SIGSTOP and SIGCONT: by the clock the heartbeats are old, until the next one."""
 
     async def scenario(bench: Bench) -> None:
-        for _ in range(3):
-            time.sleep(2 * HANG_S)
-            await asyncio.sleep(0.05)
+        for engine in bench.built:
+            engine.heartbeat_age_s = 100 * HANG_S
+        await bench.until(lambda: all(engine.heartbeat_age_s == 0 for engine in bench.built))
         assert bench.states() == ["serving", "serving"]
         assert bench.replicas.losses == 0
 
@@ -173,7 +123,7 @@ def test_a_server_that_stood_still_gives_no_replica_up() -> None:
 
 
 @pytest.mark.req("SRV-05")
-def test_a_replica_that_cannot_be_built_is_tried_again_and_says_why() -> None:
+def test_replica_that_cannot_be_built_is_tried_again() -> None:
     async def scenario(bench: Bench) -> None:
         bench.failures = [RuntimeError("no memory")]
         bench.built[0].alive = False
@@ -185,7 +135,7 @@ def test_a_replica_that_cannot_be_built_is_tried_again_and_says_why() -> None:
 
 
 @pytest.mark.req("SRV-05")
-def test_a_replica_serves_only_with_the_current_weights() -> None:
+def test_replica_serves_only_with_the_current_weights() -> None:
     async def scenario(bench: Bench) -> None:
         first, second = bench.built
         first.weights_version = second.weights_version = 4
@@ -202,45 +152,111 @@ def test_a_replica_serves_only_with_the_current_weights() -> None:
     run(scenario)
 
 
+class GuardedEngine(ScriptedEngine):
+    """The proof of its repeat guard works, fails or hangs."""
+
+    def __init__(self, index: int, guard: Literal["works", "fails", "hangs"]) -> None:
+        super().__init__(index)
+        self._guard = guard
+
+    async def prepare(self) -> None:
+        if self._guard == "fails":
+            raise GuardInactive("a rigged sequence was not ended")
+        if self._guard == "hangs":
+            await asyncio.Event().wait()
+
+
 @pytest.mark.req("REP-06")
 @pytest.mark.parametrize("guard", ["fails", "hangs"])
-def test_an_engine_whose_guard_is_not_proven_never_serves(
-    guard: Literal["fails", "hangs"],
-) -> None:
-    ended: list[ScriptedEngine] = []
+def test_engine_whose_guard_is_not_proven_never_serves(guard: Literal["fails", "hangs"]) -> None:
+    engines: list[ScriptedEngine] = []
 
     def build(index: int) -> ScriptedEngine:
-        ended.append(ScriptedEngine(index, guard if index == 1 else "works"))
-        return ended[-1]
+        engines.append(GuardedEngine(index, guard if index == 1 else "works"))
+        return engines[-1]
 
-    async def nobody(_: str) -> None:
-        raise AssertionError("nothing was lost")
+    async def unexpected(_: str) -> None:
+        raise AssertionError("no replica was lost")
 
     with pytest.raises(GuardInactive):
-        asyncio.run(Replicas(2, build, nobody, HANG_S, proof_s=0.2).start())
-    assert [engine.ended for engine in ended] == [True, True]
+        asyncio.run(Replicas(2, build, unexpected, HANG_S, proof_s=0.2).start())
+    assert [engine.ended for engine in engines] == [True, True]
 
 
-class SilentLlm:
-    """An engine that answers nothing."""
-
-    async def collective_rpc(self, *_: Any, **__: Any) -> list[Any]:
-        await asyncio.sleep(60)
-        return []
+# --- probes and calls of the pool
 
 
-@pytest.mark.req("SRV-05")
-def test_an_engine_is_watched_again_once_a_weight_phase_was_given_up() -> None:
-    from rollout_server.engines.vllm.engine import VllmEngine  # late: it imports vLLM
+class ScriptedPool(Pool):
+    """`engines`: the last one of each index; builds fail while `failing`."""
 
-    async def work() -> None:
-        silent = VllmEngine(cast(Any, SilentLlm()), 0, None)
-        phase = asyncio.create_task(silent.weight_phase("update_weights"))
-        await asyncio.sleep(0.05)
-        assert silent.heartbeat_age_s == 0.0
-        phase.cancel()
-        await asyncio.gather(phase, return_exceptions=True)
-        await asyncio.sleep(0.05)
-        assert silent.heartbeat_age_s > 0.0
+    def __init__(self, replicas: int) -> None:
+        super().__init__(settings(replicas=replicas))
+        self.engines: dict[int, ScriptedEngine] = {}
+        self.failing = False
 
-    asyncio.run(work())
+    def _build_engine(self, index: int) -> Any:
+        if self.failing:
+            raise RuntimeError("no memory")
+        self.engines[index] = ScriptedEngine(index)
+        return self.engines[index]
+
+    def hold(self, version: int, *indices: int) -> None:
+        """Set the version of the server's weights, and of these engines."""
+        self._weights.version = version
+        for index in indices:
+            self.engines[index].weights_version = version
+
+
+def run_pool(replicas: int, scenario: Callable[[ScriptedPool], Awaitable[None]]) -> None:
+    async def play() -> None:
+        pool = ScriptedPool(replicas)
+        await pool.start()
+        try:
+            await scenario(pool)
+        finally:
+            await pool.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def refusal_of(probe: Callable[[], object]) -> Problem:
+    with pytest.raises(ProblemError) as error:
+        probe()
+    return error.value.problem
+
+
+@pytest.mark.req("WIRE-06", "SRV-05", "SYNC-07")
+def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
+    async def scenario(pool: ScriptedPool) -> None:
+        pool.hold(4, 0)
+        problem = refusal_of(pool.health)
+        assert (problem.type, problem.where) == ("urn:rollmatch:push-needed", "replicas[1]")
+        assert [status.state for status in pool.info().replicas] == ["serving", "needs-push"]
+        pool.hold(5)
+        call = InferCall.model_validate({"infer_requests": [REQUEST]})
+        with pytest.raises(ProblemError) as error:
+            await pool.infer(call, CallRecord("/infer/"))
+        assert error.value.problem == refusal_of(pool.health)
+        assert error.value.problem.status == 503
+        pool.hold(4, 0, 1)
+        assert pool.health().weights_version == 4
+        pool.failing = True
+        pool.engines[1].alive = False
+        problem = refusal_of(pool.health)
+        assert (problem.type, problem.where) == ("urn:rollmatch:not-ready", "replicas[1]")
+
+    run_pool(2, scenario)
+
+
+@pytest.mark.req("WIRE-03", "SYNC-07")
+def test_epoch_changes_at_the_death_of_a_replica_and_stays_after_its_rebuild() -> None:
+    async def scenario(pool: ScriptedPool) -> None:
+        before = pool.server_epoch
+        pool.engines[0].alive = False
+        after = pool.server_epoch
+        assert after != before
+        while pool.info().replicas[0].restarts == 0:
+            await asyncio.sleep(0.01)
+        assert pool.server_epoch == pool.live().server_epoch == after
+
+    run_pool(1, scenario)

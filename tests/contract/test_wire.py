@@ -1,4 +1,4 @@
-"""The wire types, held against the ones of ms-swift (WIRE-01, WIRE-02)."""
+"""The wire types against those of ms-swift (WIRE-01, WIRE-02)."""
 
 import dataclasses
 import importlib
@@ -19,29 +19,19 @@ def theirs() -> Any:
 
 
 @pytest.mark.req("WIRE-01")
-@pytest.mark.parametrize("name", ["RolloutInferRequest", "RequestConfig"])
-def test_fields_of_requests_are_the_same(theirs: Any, name: str) -> None:
-    fields = {field.name for field in dataclasses.fields(getattr(theirs, name))}
-    assert set(getattr(ours, name).model_fields) == fields
-
-
-@pytest.mark.req("WIRE-01")
-def test_requests_with_their_defaults_are_accepted(theirs: Any) -> None:
+def test_requests_have_the_same_fields_and_are_accepted_with_their_defaults(theirs: Any) -> None:
+    for name in ("RolloutInferRequest", "RequestConfig"):
+        fields = {field.name for field in dataclasses.fields(getattr(theirs, name))}
+        assert set(getattr(ours, name).model_fields) == fields
     request = dataclasses.asdict(theirs.RolloutInferRequest(messages=[MESSAGE]))
     config = dataclasses.asdict(theirs.RequestConfig())
-    call = {
-        "infer_requests": [request],
-        "request_config": config,
-        "metrics": None,
-        "template": None,
-        "use_tqdm": None,
-        "adapter_request": None,
-    }
+    rest = dict.fromkeys(("metrics", "template", "use_tqdm", "adapter_request"))
+    call = {"infer_requests": [request], "request_config": config} | rest
     ours.InferCall.model_validate(call)
 
 
 @pytest.mark.req("WIRE-01")
-def test_defaults_of_the_configuration_mean_the_same(theirs: Any) -> None:
+def test_defaults_of_the_configuration_are_the_same(theirs: Any) -> None:
     expected = dataclasses.asdict(theirs.RequestConfig())
     actual = ours.RequestConfig().model_dump()
     assert {name: value or None for name, value in actual.items()} == {
@@ -61,43 +51,35 @@ def test_fields_of_answers_are_among_theirs(theirs: Any) -> None:
 
 
 @pytest.mark.req("WIRE-01")
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tools", [{"type": "function"}]),
-        ("videos", ["a.mp4"]),
-        ("audios", ["a.wav"]),
-        ("objects", {"bbox": []}),
-        ("chat_template_kwargs", {"x": 1}),
-        ("data_dict", {"x": 1}),
-        ("add_eos", True),
-    ],
-)
-def test_what_is_not_served_is_named(field: str, value: Any) -> None:
-    with pytest.raises(ValidationError, match=f"field '{field}' is not served"):
-        ours.RolloutInferRequest.model_validate({"messages": [MESSAGE], field: value})
-
-
-@pytest.mark.req("WIRE-01")
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("num_beams", 2),
-        ("length_penalty", 0.5),
-        ("stream", True),
-        ("top_logprobs", 3),
-        ("prompt_logprobs", 3),
-        ("best_of", 3),
-        ("structured_outputs_regex", "a*"),
-    ],
-)
-def test_decoding_that_is_not_served_is_named(field: str, value: Any) -> None:
-    with pytest.raises(ValidationError, match=f"field '{field}' is not served"):
-        ours.RequestConfig.model_validate({field: value})
+def test_unserved_fields_are_refused_by_name() -> None:
+    requests = {
+        "tools": [{"type": "function"}],
+        "videos": ["a.mp4"],
+        "audios": ["a.wav"],
+        "objects": {"bbox": []},
+        "chat_template_kwargs": {"x": 1},
+        "data_dict": {"x": 1},
+        "add_eos": True,
+    }
+    configs = {
+        "num_beams": 2,
+        "length_penalty": 0.5,
+        "stream": True,
+        "top_logprobs": 3,
+        "prompt_logprobs": 3,
+        "best_of": 3,
+        "structured_outputs_regex": "a*",
+    }
+    for field, value in requests.items():
+        with pytest.raises(ValidationError, match=f"field '{field}' is not served"):
+            ours.RolloutInferRequest.model_validate({"messages": [MESSAGE], field: value})
+    for field, value in configs.items():
+        with pytest.raises(ValidationError, match=f"field '{field}' is not served"):
+            ours.RequestConfig.model_validate({field: value})
 
 
 @pytest.mark.req("LOGP-01")
-def test_a_log_probability_is_always_a_number_of_json() -> None:
+def test_log_probability_is_a_number_of_json() -> None:
     values = [-0.25, 0.0, 1e-7, float("-inf"), float("nan"), -20000.0]
     least = ours.LEAST_LOGPROB
     content = ours.ChoiceLogprobs.of(values).model_dump()["content"]

@@ -1,0 +1,29 @@
+"""An app of the server on a real socket of this process."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+Address = tuple[str, int]
+
+
+@contextmanager
+def served_app(app: Any, force_exit: bool = False, **config: Any) -> Iterator[Address]:
+    """Serve `app` on a free loopback port, in a thread; connections wait until it has started.
+
+    force_exit: the end of the block closes open connections. config: of `uvicorn.Config`.
+    """
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, **config))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            server.force_exit = force_exit
+            server.should_exit = True
+            thread.join()
