@@ -19,6 +19,7 @@ from rollout_server.serving.media import (
     ImageSource,
     MediaLoader,
     decode_image,
+    read_media_file,
 )
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.preflight import check_media
@@ -141,6 +142,28 @@ def test_links_that_lead_out_are_refused(fenced: tuple[Path, Path]) -> None:
     (allowed / "relative.png").symlink_to("../secret.png")
     for name in ("file.png", "folder/secret.png", "chain.png", "relative.png"):
         assert "--allowed-media-dir" in refusal(str(allowed / name), allowed)
+
+
+@pytest.mark.req("WIRE-04", "SRV-06")
+def test_folder_exchanged_for_a_link_before_the_open_is_refused(
+    fenced: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed, secret = fenced
+    folder = allowed / "folder"
+    folder.mkdir()
+    RED.save(folder / "secret.png")
+    resolve = os.path.realpath
+
+    def exchange_after_check(path: str) -> str:
+        real = resolve(path)
+        folder.rename(allowed / "aside")
+        folder.symlink_to(secret.parent)
+        return real
+
+    monkeypatch.setattr(os.path, "realpath", exchange_after_check)
+    source = ImageSource("images[0]", str(folder / "secret.png"))
+    with pytest.raises(BadRequest, match="--allowed-media-dir"):
+        read_media_file(source, [allowed], 1000)
 
 
 @pytest.mark.req("WIRE-04")

@@ -154,7 +154,7 @@ def counted(
         init_options(toy_checkpoint, toy_data, folder), folder, toy_checkpoint, 24, warmup=False
     )
     samples = read_samples(toy_data.train_jsonl, allow_poly=False)
-    return estimate(writer.draft(), samples[:1], gpu_named("H100"), 1)
+    return estimate(writer.draft(), samples, gpu_named("H100"), 1)
 
 
 @dataclass(frozen=True)
