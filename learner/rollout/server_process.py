@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,14 +23,23 @@ LOOPBACK = "127.0.0.1"
 SERVER_GRACE_S = 10.0
 STOP_MARGIN_S = 20.0
 _LOG_TAIL_LINES = 15
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 20_000
+_RANDOM = random.SystemRandom()  # processes with the same seed take different ports
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct TCP ports that are free on loopback now."""
-    sockets = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
-    ports: list[int] = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    """Distinct TCP ports that are free on loopback now.
+
+    They lie below the kernel's ephemeral ports, of which any connection may take one later.
+    """
+    low = int(_EPHEMERAL_PORTS.read_text().split()[0])
+    candidates = range(min(_FIRST_PORT, low - 10_000), low)
+    ports: list[int] = []
+    while len(ports) < count:
+        port = _RANDOM.choice(candidates)
+        with suppress(OSError), socket.create_server((LOOPBACK, port)):
+            ports += [port] if port not in ports else []
     return ports
 
 

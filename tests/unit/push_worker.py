@@ -2,7 +2,6 @@
 
 import gc
 import os
-import socket
 import threading
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from learner.rollout.client import RolloutClient
+from learner.rollout.server_process import free_ports
 from learner.rollout.sync.push import Join, PhaseTimeouts, WeightPusher
 from learner.rollout.sync.transports import CurrentGpu, join_group
 from learner.rollout.sync.weights import MergedWeights, OneSource, SourceChoice, WeightSource
@@ -166,12 +166,6 @@ class Worker:
         )
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def all_phases(seconds: float) -> PhaseTimeouts:
     return PhaseTimeouts(seconds, seconds, seconds, seconds, seconds, seconds)
 
@@ -191,7 +185,7 @@ def pusher_to(
     with RolloutClient(server.base_url, timeout_s=30.0) as client:
         choice = choice or OneSource(MergedWeights(model or Weights()))
         pusher = WeightPusher(
-            client, free_port(), choice, transport, bucket_bytes, verify, timeouts, join, gpu
+            client, free_ports(1)[0], choice, transport, bucket_bytes, verify, timeouts, join, gpu
         )
         yield pusher
         pusher.close()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from learner.rollout.exclusive_lease import Heartbeat
+from learner.rollout.server_process import free_ports
 from learner.rollout.sync.push import WeightSyncError
 from learner.rollout.sync.transports import CurrentGpu, WeightGroup, join_group
 from learner.rollout.sync.weights import BaseWeights, MergedWeights, OneSource
@@ -30,7 +31,6 @@ from tests.unit.push_worker import (
     Worker,
     all_phases,
     assert_arrived,
-    free_port,
     other_rank,
     pusher_to,
     resources,
@@ -540,7 +540,7 @@ def test_a_process_ends_though_its_collective_hangs() -> None:
         print("left", flush=True)
     """
     body = InitCommunicator(
-        host="127.0.0.1", port=free_port(), world_size=2, attempt="a", timeout_s=600
+        host="127.0.0.1", port=free_ports(1)[0], world_size=2, attempt="a", timeout_s=600
     )
     held = open_group_store(body.host, body.port, body.timeout_s, body.attempt)
     command = [sys.executable, "-c", textwrap.dedent(program), body.model_dump_json()]
