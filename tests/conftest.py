@@ -42,7 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
     for item in items:
         file = item.path.relative_to(folder)
-        used = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+        own = vars(item.module) if isinstance(item, pytest.Function) else {}
+        fixtures = getattr(item, "fixturenames", ())
+        used = [name for name in SHARED if name in fixtures and name not in own]
         # Two tests on the same GPUs at once would disturb each other.
         group = "gpu" if file.parts[0] == "gpu" else (used or [str(file)])[0]
         item.add_marker(pytest.mark.xdist_group(group))

@@ -255,6 +255,7 @@ def test_every_line_of_every_library_is_one_json_object() -> None:
 
 
 @pytest.mark.req("SRV-08")
+@pytest.mark.slow
 def test_text_lines_are_no_json() -> None:
     lines = stderr_of_a_server("text")
     assert any(line.endswith("rollout_server.access: a call") for line in lines)

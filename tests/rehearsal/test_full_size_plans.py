@@ -12,8 +12,13 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-# A dense model and one of experts: parameters in billions, and whether the head is tied.
-SIZES = {"4b": (4.44, True), "30b-a3b": (31.07, False)}
+# Parameters in billions, and whether the head is tied.
+SIZES = {
+    "2b": (2.13, True),
+    "4b": (4.44, True),
+    "8b": (8.77, False),
+    "30b-a3b": (31.07, False),
+}
 
 
 @pytest.mark.req("SYNC-02", "SYNC-05", "FULL-10")

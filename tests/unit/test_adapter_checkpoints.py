@@ -86,6 +86,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert torch.allclose(found[name], weight, atol=1e-6), name
 
 
+@pytest.mark.slow
 def test_an_adapter_is_a_model_to_train(
     base: Path, adapter: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 from pydantic import BaseModel
 
 from learner.config import Config, merge, parse_config
@@ -45,7 +44,7 @@ MODULES: list[dict[str, Any]] = WARMUP["stage2_ab"]["pipeline"]["objective"]
 PIPELINES = {path: changed(f"{path}.objective", MODULES, BY_PIPELINE[path]) for path in BY_PIPELINE}
 
 
-def rows(*families: str) -> list[ParameterSet]:
+def rows(*families: str) -> list[Any]:
     return [
         pytest.param(row, id=f"{family}: {name}")
         for family in families

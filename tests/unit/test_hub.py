@@ -164,6 +164,7 @@ def test_token_must_be_allowed_to_write_to_the_repository(hub: Hub) -> None:
     assert hub.files == {}
 
 
+@pytest.mark.slow
 def test_unreachable_hub_is_refused_before_an_export(toy_checkpoint: Path, tmp_path: Path) -> None:
     words = ("export", toy_checkpoint, "--out", tmp_path / "out", "--push-to-hub", REPOSITORY)
     done = learner(Hub(url="http://127.0.0.1:9"), WRITER, *words)

@@ -211,6 +211,7 @@ def drawn_cases(count: int) -> list[Case]:
 
 
 @pytest.mark.req("MET-01")
+@pytest.mark.slow
 def test_two_processes_get_the_same_combined_metrics(tmp_path: Path) -> None:
     cases: list[Case] = [BY_HAND, ([], []), ([Atom(MATCHED, 1, 0)], []), *drawn_cases(60)]
     wanted = [plain_metrics(case) for case in cases]

@@ -232,6 +232,7 @@ def test_a_pack_is_as_much_as_its_operations(
 
 
 @pytest.mark.req("RUN-01")
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(
     checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:

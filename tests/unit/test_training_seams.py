@@ -44,6 +44,7 @@ def require_trained(steps: list[dict[str, Any]]) -> None:
 
 @pytest.mark.req("CFG-08", "LOSS-05", "STEP-01")
 @pytest.mark.parametrize("what", ["objective", "recipe"])
+@pytest.mark.slow
 def test_an_objective_or_a_recipe_is_a_file_and_a_line_of_the_registry(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, what: str
 ) -> None:
