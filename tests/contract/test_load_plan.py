@@ -76,7 +76,7 @@ def test_a_pushed_model_equals_a_fresh_one_in_every_bit(
     for one in found:
         faults = (one["faults"], one["loaded"], one["replayed"], one["unchanged"])
         assert faults == ([], [], [], []), one["name"]
-        assert (one["constants"] > 0) == (ranks == 1), "padding"
+        assert ranks > 1 or one["constants"] > 0, "padding"
 
 
 # --- a model of three layers

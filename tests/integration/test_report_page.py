@@ -126,11 +126,12 @@ def test_detail_of_an_answer_has_its_boxes_at_their_coordinates(
         expect(detail).to_contain_text("--step 4")
         detail.locator(".shot .stray .line").hover(position={"x": 4, "y": 4})
         expect(page.locator("#tip")).to_contain_text("ghost")
-        page.keyboard.press("ArrowRight")
-        expect(detail.locator(".lost")).to_contain_text("lost.png cannot be read")
         page.keyboard.press("Escape")
         expect(detail).not_to_be_visible()
         expect(page).to_have_url(re.compile("#gallery$"))
+    with opened(browser, report, anchor="#sample-4-train.jsonl-103") as watched:
+        lost = watched.page.locator("#detail .lost")
+        expect(lost).to_contain_text("lost.png cannot be read")
 
 
 def test_text_of_answers_is_inert_and_can_be_searched(browser: Browser, report: Path) -> None:
