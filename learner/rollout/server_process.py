@@ -31,16 +31,16 @@ _RANDOM = random.SystemRandom()  # processes with the same seed take different p
 def free_ports(count: int) -> list[int]:
     """Distinct TCP ports that are free on loopback now.
 
-    They lie below the kernel's ephemeral ports, of which any connection may take one later.
+    They lie below the kernel's ephemeral ports, of which any connection may take one later. If
+    there is no room below, the kernel chooses.
     """
     low = int(_EPHEMERAL_PORTS.read_text().split()[0])
-    candidates = range(min(_FIRST_PORT, low - 10_000), low)
-    ports: list[int] = []
+    candidates = range(_FIRST_PORT, low) if low >= _FIRST_PORT + 1_000 else range(1)
+    ports: set[int] = set()
     while len(ports) < count:
-        port = _RANDOM.choice(candidates)
-        with suppress(OSError), socket.create_server((LOOPBACK, port)):
-            ports += [port] if port not in ports else []
-    return ports
+        with suppress(OSError), socket.create_server((LOOPBACK, _RANDOM.choice(candidates))) as one:
+            ports.add(one.getsockname()[1])
+    return list(ports)
 
 
 class ServerProcess:
