@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import Phase, settings
 
 from learner.data.toy import ToyData, make_data
@@ -27,10 +28,9 @@ settings.register_profile(
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-# Two processes share two cores (`make test`): each keeps to one, and what it starts too.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Sums depend on the number of threads: one here, and one in every process that a test starts.
+torch.set_num_threads(1)
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 # Fixtures that take long to make. All tests that use one of them run in the same process.
 SHARED = ("server", "far", "world")

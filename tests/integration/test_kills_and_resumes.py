@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -85,10 +84,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     data = make_data(folder / "data", train=SAMPLES, val=2, seed=0)
     world = World(folder, model, data)
     config = load_config(world.config(world.whole))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     train(config, check_inputs(config), [], Console(file=io.StringIO()))
-    torch.set_num_threads(threads)
     return world
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
@@ -102,10 +101,7 @@ def memorizing(model: Path, scenes: Path, folder: Path) -> Path:
         "training": training,
     }
     config = parse_config(merge(load_mapping(DEMO / "warmup.yaml"), own))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     out = train(config, check_inputs(config), [], Console(quiet=True))
-    torch.set_num_threads(threads)
     return out / f"checkpoint-{MEMORY_STEPS}"
 
 

@@ -59,11 +59,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             rollout_matching={"rollout_backend": "hf", "decode_batch_size": 4},
         )
         (root / f"{name}.yaml").write_text(yaml.safe_dump(mapping))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     config = load_config(root / "ours.yaml")
     train(config, check_inputs(config), [], Console(file=io.StringIO()))
-    torch.set_num_threads(threads)
     swift_sft(root)
     return Runs(root / "ours", root / "swifts", root / "records")
 

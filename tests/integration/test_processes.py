@@ -152,12 +152,9 @@ def torchrun(world: World, processes: int, changes: dict[str, dict[str, Any]]) -
 
 @pytest.fixture(scope="module")
 def alone(world: World) -> dict[str, Run]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     files = world.configs("alone", ALSO_ALONE)
     for file in files:
         run(SINGLE_PROCESS, file, file.parent)
-    torch.set_num_threads(threads)
     return world.runs("alone", files)
 
 

@@ -1,10 +1,8 @@
 """Tokenizers that the tests of the pure stages share."""
 
-from collections.abc import Iterator
 from importlib.resources import files
 
 import pytest
-import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -34,12 +32,3 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     """Each of the two in turn."""
     chosen: PreTrainedTokenizerFast = request.getfixturevalue(f"{request.param}_tokenizer")
     return chosen
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Torch on one core: small models gain nothing from more, and tests share the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

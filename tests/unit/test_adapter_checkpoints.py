@@ -28,8 +28,6 @@ from shared_contracts.adapters import ADAPTER, checkpoint_chain
 from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
 TUNERS = {
     "lora": {**LORA, "train_coordinate_rows": False},

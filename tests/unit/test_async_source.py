@@ -196,8 +196,6 @@ ActorOf = Callable[..., Actor]
 # --- The tests ---------------------------------------------------------------------------
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ASYNC = "stage2_ab/async"
 N_SAMPLES = 12
 

@@ -27,7 +27,7 @@ from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.data_files import LYING, paint
 from tests.unit.small_run import small_mapping
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.req("DATA-01", "STEP-02")]
+pytestmark = pytest.mark.req("DATA-01", "STEP-02")
 
 
 @pytest.fixture

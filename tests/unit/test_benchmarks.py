@@ -82,7 +82,6 @@ def test_a_result_has_its_verdict_and_survives_its_file(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
 def test_the_plain_and_the_shipped_loss_agree_and_fakes_predict_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

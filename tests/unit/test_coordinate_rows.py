@@ -24,8 +24,6 @@ from shared_contracts.errors import ContractError
 from tests.unit.config_faults import changed, only_error
 from tests.unit.small_run import small_config, small_mapping
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 EMBEDDING = "model.language_model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}

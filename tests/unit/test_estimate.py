@@ -86,7 +86,6 @@ def real_peak(config: Config, samples: list[Sample]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("tuner", "count"), [({"train_type": "full"}, 8), (LORA, 4)])
 def test_working_memory_is_that_of_a_real_step(
     changed: Changed, samples: list[Sample], tuner: dict[str, Any], count: int

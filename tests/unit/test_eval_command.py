@@ -41,7 +41,7 @@ from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import small_mapping
 from tests.unit.trained_run import STEPS, TrainedRun, trained, write_config
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.req("EVAL-01")]
+pytestmark = pytest.mark.req("EVAL-01")
 
 HF = {"rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 8}}
 ADAPTERS = {"enable_lora": True, "sync": {"mode": "adapter"}}

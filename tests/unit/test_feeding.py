@@ -29,7 +29,7 @@ from tests.unit.streams import in_chunks
 from tests.unit.test_step import Parts, Scripted
 from tests.unit.watched_processor import WatchedProcessor
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.req("STEP-03", "FULL-08")]
+pytestmark = pytest.mark.req("STEP-03", "FULL-08")
 
 CHUNK, CHUNKS = 2, 4
 WAIT_S = 60.0

@@ -122,7 +122,6 @@ def test_a_head_that_peft_wraps_is_called_as_it_is() -> None:
     assert chunked(wrapped) == wrapped.forward
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("before", "dtype", "most"),
     [

@@ -30,8 +30,6 @@ from tests.contract.toy_checkpoints import make_checkpoint
 from tests.unit.loaded_models import loaded_from
 from tests.unit.scripted_server import envelope
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NEW_TOKENS = 24
 GREEDY = RequestConfig(max_tokens=NEW_TOKENS)
 SAMPLED = RequestConfig(max_tokens=NEW_TOKENS, temperature=0.7, top_p=0.9, top_k=50, seed=5)

@@ -31,7 +31,7 @@ from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.stock_checkpoints import make_stock
 
-pytestmark = [pytest.mark.req("INIT-01"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.req("INIT-01")
 
 PROFILE = Path(__file__).parents[2] / "configs" / "stage2_two_channel" / "prod" / "default.yaml"
 GIB = 2**30

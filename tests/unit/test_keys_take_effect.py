@@ -29,8 +29,6 @@ from shared_contracts.infer import InferCall, Message, RequestConfig, RolloutInf
 from tests.unit.scripted_server import info, scripted_server
 from tests.unit.small_run import small_mapping
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 6}
 
 

@@ -16,8 +16,6 @@ from learner.training.train import train
 from learner.types import Channel
 from tests.unit.small_run import small_mapping
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Line = dict[str, Any]
 
 

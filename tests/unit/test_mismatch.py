@@ -40,7 +40,7 @@ from tests.unit.test_forwards import CONFIG, Given, Nobody, Ran, pack
 from tests.unit.test_head import CHUNK, VOCABULARY, Products
 from tests.unit.toy_learner import ToyLearner, sharpened
 
-pytestmark = [pytest.mark.req("LOGP-01"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.req("LOGP-01")
 
 GHOST = box("ghost", 900, 900, 999, 999)
 

@@ -18,8 +18,6 @@ from tests.unit.mixed_samples import box, mixed_samples
 from tests.unit.small_run import small_mapping, written
 from tests.unit.toy_learner import ToyLearner, sharpened, with_awake_adapters
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
 # What is changed in the config, and how much larger the coordinate logits are made: up to
 # distributions where they have nearly all of the mass at text.

@@ -54,7 +54,6 @@ def test_no_copies_of_weights_are_kept_during_a_forward() -> None:
         assert not torch.is_autocast_cache_enabled()
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_loss_and_gradients_equal_those_with_float32_copies_of_what_a_forward_returns(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, samples: list[Sample]
 ) -> None:
@@ -112,7 +111,6 @@ def trained(config: Config, seen: Seen) -> StepTrainer:
 
 
 @pytest.mark.req("PACK-04")
-@pytest.mark.usefixtures("one_thread")
 def test_a_run_in_16_bits_trains_float32_weights_by_float32_statistics(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:

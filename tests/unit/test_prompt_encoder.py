@@ -20,7 +20,7 @@ from shared_contracts.errors import ContractError
 from tests.unit.push_worker import wait_until
 from tests.unit.watched_processor import WatchedProcessor
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.req("STEP-03", "FULL-08")]
+pytestmark = pytest.mark.req("STEP-03", "FULL-08")
 
 PROMPT = "Detect every object in the image."
 HALF_A_SECOND = 0.5

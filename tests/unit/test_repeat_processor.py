@@ -386,7 +386,7 @@ def test_the_environment_decides_whether_an_engine_guards(
 
 
 @pytest.fixture(scope="module")
-def model(tied: Path, one_thread: None) -> Any:
+def model(tied: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(tied).eval()
 
 

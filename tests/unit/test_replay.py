@@ -33,8 +33,6 @@ from tests.unit.logged_runs import RunMaker
 from tests.unit.small_run import small_config
 from tests.unit.trained_run import TrainedRun
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SERVERS = {
     "vllm": {
         "mode": "server",

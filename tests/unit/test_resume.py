@@ -35,8 +35,6 @@ from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import small_mapping
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEPS = 4
 
 

@@ -30,8 +30,6 @@ from tests.unit.packed_logits import as_given
 from tests.unit.plain_losses import Plain
 from tests.unit.small_run import rollout
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 OBJECTIVE = "rollout_matching.pipeline.objective"
 TOKEN_CE = f"{OBJECTIVE}.0.config"
 BBOX_GEO = {

@@ -22,8 +22,6 @@ from learner.models.load import LoadedModel, load_model
 from learner.training.start_checks import check_inputs
 from learner.training.train import train_as
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMOKE = Path(__file__).parents[2] / "configs/stage2_rollout_aligned/smoke/default.yaml"
 STEPS = 2
 SAMPLES = 4

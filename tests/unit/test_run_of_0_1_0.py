@@ -29,8 +29,6 @@ from learner.training.start_checks import check_inputs
 from learner.training.train import train
 from shared_contracts.errors import ContractError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "run_of_0.1.0.tar.xz"
 MADE_IN = b"/tmp/old010"  # a text to replace
 

@@ -31,8 +31,6 @@ from tests.unit.toy_learner import (
     stated_arguments,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 MODES: tuple[CoordContextMode, ...] = get_args(CoordContextMode)
 GRAD_MODES: tuple[SoftContextGradMode, ...] = get_args(SoftContextGradMode)
 

@@ -40,8 +40,6 @@ from tests.unit.toy_learner import (
     text,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEP = 1e-4
 GROUPS = {
     "vision": ("visual.blocks.", "visual.patch_embed."),

@@ -35,8 +35,6 @@ from tests.unit.toy_learner import (
     with_awake_adapters,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 HELPERS = {"labels", "loss_scale", "compute_loss_func", "text_position_ids", "channel"}
 LORA = {
     "train_type": "lora",

@@ -37,8 +37,6 @@ from tests.unit.answers import encode
 from tests.unit.packed_logits import as_given, packed_logits
 from tests.unit.small_run import rollout, small_config, written
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Gradients = dict[str, Tensor]
 # Its logger warns of poorly filled packs.
 PACKER = Packer.__module__

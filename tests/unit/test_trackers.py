@@ -27,8 +27,6 @@ from learner.training.trainer import build_optimizer, training_arguments
 from shared_contracts.errors import ContractError, RunError
 from tests.unit.small_run import small_mapping
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def mapping(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> dict[str, Any]:

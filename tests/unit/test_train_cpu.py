@@ -30,8 +30,6 @@ from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_config, small_mapping
 from tests.unit.trained_run import STEPS, TrainedRun, trained, write_config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def run(config: Config) -> Path:
     console = Console(file=io.StringIO())

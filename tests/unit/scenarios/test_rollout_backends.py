@@ -41,8 +41,6 @@ from tests.unit.loaded_models import loaded_from
 from tests.unit.scripted_server import INFER, ScriptedChannel, envelope
 from tests.unit.small_run import written
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPT = "Detect every object in the image."
 CAT = GroundTruthObject("cat", Shape("bbox_2d", (10, 20, 300, 400)))
 THIN_CAT = replace(CAT, shape=Shape("bbox_2d", (290, 20, 300, 400)))

@@ -26,8 +26,6 @@ from tests.unit.small_run import small_config
 from tests.unit.streams import in_chunks
 from tests.unit.test_step import Parts, Scripted
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CHUNK, CHUNKS = 2, 7
 WAIT_S = 60.0
 

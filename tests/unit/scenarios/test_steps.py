@@ -39,8 +39,6 @@ from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.small_run import rollout, small_config, written
 from tests.unit.test_step import Parts, Scripted, policy_over
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROOT = Path(__file__).parents[3]
 N_SAMPLES = 4
 
