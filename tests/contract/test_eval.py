@@ -48,6 +48,7 @@ def said(config: Config, checkpoint: Path, out: Path) -> list[list[int]]:
     return [answer.response_token_ids for answer in read_answers(out)]
 
 
+@pytest.mark.slow
 @pytest.mark.req("EVAL-01", "ARCH-03", "SYNC-09", "LOGP-01")
 def test_the_server_answers_by_the_checkpoint_as_the_learner_itself_would(
     served: Config, tied: Path, other_tied: Path, tmp_path: Path

@@ -237,6 +237,7 @@ def stderr_of_a_server(log_format: str) -> list[str]:
     return done.stderr.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.req("SRV-08")
 def test_every_line_of_every_library_is_one_json_object() -> None:
     lines = [json.loads(line) for line in stderr_of_a_server("json")]
