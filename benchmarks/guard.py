@@ -13,7 +13,6 @@ from shared_contracts.repeat_guard import RepeatTerminateConfig
 BATCH = 256
 STEP_MS = 20.0
 SHARE_GOAL_PERCENT = 1.0
-V2_SHARE_GOAL_PERCENT = 0.5
 FLAT_GOAL = 1.1
 
 TOY_WIDTH = 1342
@@ -22,28 +21,18 @@ QWEN_WIDTH = 151_936
 
 @dataclass(frozen=True)
 class Case:
-    """generated: tokens of each sequence so far. width: of the logits. v2: by model runner V2."""
+    """generated: tokens of each sequence so far. width: of the logits."""
 
     generated: int
     width: int
-    v2: bool = False
 
     @property
     def name(self) -> str:
-        runner = ", runner V2" if self.v2 else ""
-        return f"{self.generated // 1024}k tokens, {self.width:,} logits{runner}"
+        return f"{self.generated // 1024}k tokens, {self.width:,} logits"
 
 
 SHORT, LONG = Case(1024, QWEN_WIDTH), Case(16 * 1024, QWEN_WIDTH)
-# The state of V2 reads one column of the logits, whatever their width.
-CASES = (
-    SHORT,
-    LONG,
-    Case(1024, TOY_WIDTH),
-    Case(16 * 1024, TOY_WIDTH),
-    Case(1024, TOY_WIDTH, v2=True),
-    Case(16 * 1024, TOY_WIDTH, v2=True),
-)
+CASES = (SHORT, LONG, Case(1024, TOY_WIDTH), Case(16 * 1024, TOY_WIDTH))
 
 RULES = RepeatTerminateConfig(
     enabled=True,
@@ -75,7 +64,7 @@ def _share(case: Case, milliseconds: list[float]) -> Result:
     return median_of(
         f"guard, share of a {STEP_MS:g} ms step of {BATCH}, {case.name}",
         [100 * each / STEP_MS for each in milliseconds],
-        V2_SHARE_GOAL_PERCENT if case.v2 else SHARE_GOAL_PERCENT,
+        SHARE_GOAL_PERCENT,
         at_least=False,
         unit=" %",
     )

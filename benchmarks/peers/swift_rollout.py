@@ -1,6 +1,6 @@
 """ms-swift's `swift rollout` on the CPU, with its check for a GPU left out.
 
-    python -m benchmarks.peers.swift_rollout CHECKPOINT PORT
+    python -m benchmarks.peers.swift_rollout CHECKPOINT PORT [OPTION ...]
 
 Its engine (the synchronous one, its default) lives in a worker process, which inherits the
 environment. The toy vocabulary ends before the image token its template writes into prompts,
@@ -45,7 +45,7 @@ def main() -> None:
     from swift.pipelines import rollout_main
 
     RolloutArguments._check_device_count = lambda self: None
-    rollout_main(rollout_options(checkpoint, port))
+    rollout_main([*rollout_options(checkpoint, port), *sys.argv[3:]])
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, en
 class RepeatProcessor(LogitsProcessor):
     """A logits processor that ends rows that repeat themselves, in one `generate` call.
 
-    A row that triggers can only continue with the first of `eos_token_ids`; the other rows
-    are left as they are. One object serves one call.
+    A row that triggers can only continue with the first of `eos_token_ids`. Other rows keep their
+    scores. One object serves one call.
 
-    prompt_length: width of the prompts, padding included; only what follows is guarded.
-    eos_token_ids: what ends a row; nothing is forced behind it.
+    prompt_length: width of the prompts, padding included; only the ids behind it are guarded.
+    eos_token_ids: the ids that end a row; nothing is forced behind them.
     """
 
     def __init__(
@@ -32,24 +32,19 @@ class RepeatProcessor(LogitsProcessor):
         self._prompt_length = prompt_length
         self._eos_token_ids = tuple(eos_token_ids)
         self._seen: torch.Tensor | None = None
-        self._guards: list[RepeatGuard] = []
-        self._ended: list[bool] = []
+        self._guards: list[RepeatGuard | None] = []  # None for a row that has ended
         self._forced: set[tuple[int, ...]] = set()
-        self._triggered: list[bool] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Change the scores. input_ids: rows x tokens so far; scores: rows x vocabulary."""
+        """Change the scores. input_ids: rows x ids so far; scores: rows x vocabulary."""
         for row, token_ids in enumerate(self._new_ids(input_ids)):
             self._take(row, token_ids)
-        forced = [
-            row for row, ended in enumerate(self._ended) if self._triggered[row] and not ended
-        ]
+        forced = [row for row, guard in enumerate(self._guards) if guard and guard.triggered]
         if forced:
             scores = scores.clone()
             scores[forced] = -torch.inf
             scores[forced, self._eos_token_ids[0]] = 0.0
-        for row in forced:
-            self._forced.add(tuple(input_ids[row, self._prompt_length :].tolist()))
+            self._forced.update(map(tuple, input_ids[forced, self._prompt_length :].tolist()))
         return scores
 
     def ended(self, generated: Sequence[int]) -> bool:
@@ -61,19 +56,18 @@ class RepeatProcessor(LogitsProcessor):
 
     def _new_ids(self, input_ids: torch.Tensor) -> list[list[int]]:
         """Return the new ids of each row since the last call; all ids if rows were reordered."""
-        seen = self._seen
-        if seen is None or not torch.equal(seen, input_ids[:, : seen.shape[1]]):
-            rows = len(input_ids)
-            self._guards = [self._make_guard() for _ in range(rows)]
-            self._ended, self._triggered = [False] * rows, [False] * rows
-            taken = self._prompt_length
-        else:
+        seen, taken = self._seen, self._prompt_length
+        if seen is not None and torch.equal(seen, input_ids[:, : seen.shape[1]]):
             taken = seen.shape[1]
+        else:
+            self._guards = [self._make_guard() for _ in input_ids]
         self._seen = input_ids
         new_ids: list[list[int]] = input_ids[:, taken:].tolist()
         return new_ids
 
     def _take(self, row: int, token_ids: list[int]) -> None:
         for token_id in token_ids:
-            self._ended[row] |= token_id in self._eos_token_ids
-            self._triggered[row] = self._guards[row].push(token_id)
+            if token_id in self._eos_token_ids:
+                self._guards[row] = None
+            if guard := self._guards[row]:
+                guard.push(token_id)

@@ -1,4 +1,4 @@
-"""The guard in plain vLLM, without our server: `LLM` is given the processor by its name.
+"""The guard in plain vLLM, without our server: `LLM` loads the processor by its name.
 
     python -m tests.contract.plain_vllm CHECKPOINT OUT
 
@@ -6,8 +6,7 @@ One engine without and one with asynchronous scheduling; prompts are read in chu
 KV cache is too small for all sequences, so some are preempted and resumed. Writes to OUT
 
     {"sync": RUN, "async": RUN}
-    RUN       {"preemptions": how many, "sequences": [SEQUENCE, ...]}
-    SEQUENCE  {"own": the request's settings or null, "token_ids", "finish", "stop"}
+    RUN       {"preemptions": number, "sequences": [token ids, ...]}
 """
 
 import json
@@ -18,9 +17,8 @@ from typing import Any
 from vllm import LLM
 from vllm.sampling_params import SamplingParams
 
-from rollout_server.settings.repeat_config import EXTRA_ARG, PROCESSOR
+from rollout_server.settings.repeat_config import PROCESSOR
 
-OWN_RUN = {"enabled": True, "max_consecutive_token_repeats": 2}
 MAX_TOKENS = 200
 
 
@@ -42,34 +40,16 @@ def start(checkpoint: str, async_scheduling: bool) -> LLM:
 
 
 def run(llm: LLM) -> dict[str, Any]:
-    """24 prompts of 100 tokens, two sequences each, of three kinds in turn."""
+    """24 prompts of 100 tokens, two sequences each."""
     prompts: list[Any] = [
         {"prompt_token_ids": [(7 * prompt + i) % 250 for i in range(100)]} for prompt in range(24)
     ]
-    kinds = [None, False, OWN_RUN] * 8
-    params = [
-        SamplingParams(
-            n=2,
-            temperature=0.3,
-            max_tokens=MAX_TOKENS,
-            extra_args=None if own is None else {EXTRA_ARG: own},
-        )
-        for own in kinds
-    ]
+    params = SamplingParams(n=2, temperature=0.3, max_tokens=MAX_TOKENS)
     answers = llm.generate(prompts, params, use_tqdm=False)
     counted: list[Any] = llm.get_metrics()
     return {
         "preemptions": sum(m.value for m in counted if m.name == "vllm:num_preemptions"),
-        "sequences": [
-            {
-                "own": own,
-                "token_ids": list(each.token_ids),
-                "finish": each.finish_reason,
-                "stop": each.stop_reason,
-            }
-            for own, answer in zip(kinds, answers, strict=True)
-            for each in answer.outputs
-        ],
+        "sequences": [list(each.token_ids) for answer in answers for each in answer.outputs],
     }
 
 

@@ -1,8 +1,8 @@
-"""Repeat-aware termination in real engines: our server's and plain vLLM's (section 4)."""
+"""Repeat-aware termination in real engines: our server, plain vLLM, `swift rollout` (section 4)."""
 
 import json
 import os
-import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,16 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from rollout_server.settings.repeat_config import (
-    CONFIG_JSON,
-    INJECTION,
-    PROCESSOR,
-    repeat_environment,
-)
+from benchmarks.processes import Peer
+from rollout_server.engines import vllm as vllm_room
+from rollout_server.settings.repeat_config import CONFIG_JSON, PROCESSOR, repeat_environment
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import (
     RepeatGuard,
@@ -168,29 +166,11 @@ def test_a_choice_that_ends_by_its_length_is_not_named_as_ended_by_the_guard(
     assert (cut["finish_reason"], cut["ended"]) == ("length", False)
 
 
-# --- a server that must not start
-
-
-def assert_refuses_to_start(server: RunningServer, expected: str) -> None:
-    """It ends with code 2, was never healthy, and names what activates the guard."""
-    try:
-        with pytest.raises(ContractError, match="it ended with code 2"):
-            server.process.wait_until_healthy(START_TIMEOUT_S)
-    finally:
-        stop_server(server)
-    lines = server.process.log.read_text().splitlines()
-    begin = lines.index("error: repeat_terminate")  # an engine may log more after it
-    found, do = lines[begin + 1 : begin + 3]
-    assert expected in found
-    for name in (PROCESSOR, INJECTION, CONFIG_JSON):
-        assert name in do
-
-
 @pytest.mark.req("REP-06", "SRV-04")
 def test_config_required_repeat_aware_processor_missing_fails_fast(
     tied: Path, settings_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine's environment has other settings than the server."""
+    """The engine's environment has other settings than the server, which is never healthy."""
     other = repeat_environment(GUARD.model_copy(update={"ngram_size": 9}))
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
@@ -200,38 +180,49 @@ def test_config_required_repeat_aware_processor_missing_fails_fast(
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     server = start_server(tied, tmp_path / "server", "--config", str(settings_file))
-    assert_refuses_to_start(server, "'ngram_size': 9")
+    try:
+        with pytest.raises(ContractError, match="it ended with code 2"):
+            server.process.wait_until_healthy(START_TIMEOUT_S)
+    finally:
+        stop_server(server)
+    lines = server.process.log.read_text().splitlines()
+    begin = lines.index("error: repeat_terminate")  # an engine may log more after it
+    found, do = lines[begin + 1 : begin + 3]
+    assert "'ngram_size': 9" in found
+    for name in (PROCESSOR, "VLLM_USE_V2_MODEL_RUNNER=0", CONFIG_JSON):
+        assert name in do
 
 
-@pytest.mark.req("REP-06")
-def test_a_model_without_an_id_for_the_sentinel_is_not_served(
-    tied: Path, settings_file: Path, tmp_path: Path
-) -> None:
-    """Its one reserved token is part of its conversations."""
-    checkpoint = tmp_path / "checkpoint"
-    shutil.copytree(tied, checkpoint)
-    template = checkpoint / "chat_template.jinja"
-    template.write_text("{#- <|video_pad|> -#}\n" + template.read_text())
-    server = start_server(checkpoint, tmp_path / "server", "--config", str(settings_file))
-    assert_refuses_to_start(server, "sentinel")
+# --- other programs, with the settings in the environment
+
+OFFLINE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+# Sequences are long enough for the KV cache to be too small for all of them.
+LONGER = GUARD.model_copy(update={"min_new_tokens": 48})
 
 
-# --- plain vLLM
+def assert_forced(
+    token_ids: list[int], config: RepeatTerminateConfig, key: list[int], eos: int
+) -> bool:
+    """Whether the guard ended the sequence: then it has one more id, the end of the sequence."""
+    end = trigger(config, key, token_ids)
+    if end is None or end == len(token_ids):
+        return False
+    assert token_ids[end:] == [eos]
+    return True
 
 
 @pytest.fixture(scope="module")
 def plain(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The output of `tests.contract.plain_vllm`; GUARD is in the environment."""
+    """The output of `tests.contract.plain_vllm`."""
     out = tmp_path_factory.mktemp("plain") / "runs.json"
-    variables = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
     done = subprocess.run(
         [sys.executable, "-m", "tests.contract.plain_vllm", str(tied), str(out)],
-        env=os.environ | variables | repeat_environment(GUARD),
+        env=os.environ | OFFLINE | repeat_environment(LONGER),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -242,29 +233,38 @@ def plain(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return runs
 
 
-def config_of(own: dict[str, Any] | bool | None) -> RepeatTerminateConfig:
-    if own is None:
-        return GUARD
-    return RepeatTerminateConfig.model_validate(own or {})
-
-
 @pytest.mark.req("REP-02", "REP-04")
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_plain_vllm_forces_the_end_of_sequence_one_step_after_the_trigger(
     plain: dict[str, Any], tokenizer: Any, key: list[int], scheduling: str
 ) -> None:
-    """Guarded, unguarded and differently guarded sequences in one batch, n = 2, preempted."""
+    """Greedy and sampled sequences in one batch, n = 2, chunked prompts, preempted."""
     run = plain[scheduling]
     assert run["preemptions"] >= 5
-    ended = {"own": 0, "server": 0, "free": 0}
-    for sequence in run["sequences"]:
-        ids, own = sequence["token_ids"], sequence["own"]
-        end = trigger(config_of(own), key, ids)
-        if end is not None and end < len(ids):
-            assert ids[end:] == [tokenizer.eos_token_id]
-            assert (sequence["finish"], sequence["stop"]) == ("stop", None)
-            ended["server" if own is None else "own"] += 1
-        if own is False:  # it repeats on
-            end = trigger(GUARD, key, ids)
-            ended["free"] += end is not None and end + 1 < len(ids)
-    assert min(ended.values()) > 0
+    eos = tokenizer.eos_token_id
+    ended = [assert_forced(token_ids, LONGER, key, eos) for token_ids in run["sequences"]]
+    assert any(ended)
+    assert not all(ended)
+
+
+@pytest.mark.req("REP-04")
+def test_swift_rollout_ends_sequences_with_the_plug_in(
+    tied: Path, tmp_path: Path, tokenizer: Any, key: list[int]
+) -> None:
+    """ms-swift's own server and loader. Only its check for a GPU is left out."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    plugin = Path(vllm_room.__path__[0]) / "swift_plugin.py"
+    arguments = [str(tied), port, "--external_plugins", str(plugin)]
+    variables = OFFLINE | {CONFIG_JSON: GUARD.model_dump_json()}
+    log, url = tmp_path / "swift.log", f"http://127.0.0.1:{port}"
+    with Peer("benchmarks.peers.swift_rollout", arguments, log, variables) as peer:
+        peer.wait_until_healthy(f"{url}/health/")
+        config = {"max_tokens": TOKENS, "temperature": 0.0, "return_details": True}
+        call = {"infer_requests": [*map(text_request, WORDS)], "request_config": config}
+        answers = httpx.post(f"{url}/infer/", json=call, timeout=START_TIMEOUT_S).json()
+    eos = tokenizer.eos_token_id
+    found = [answer["response"]["choices"][0]["token_ids"] for answer in answers]
+    assert any(assert_forced(token_ids, GUARD, key, eos) for token_ids in found)
+    assert all(trigger(GUARD, key, ids) in (None, len(ids), len(ids) - 1) for ids in found)

@@ -1,9 +1,11 @@
-"""The guard in vLLM's logits processor and in that of transformers."""
+"""The guard in the logits processors of vLLM's V1 model runner and of transformers."""
 
-import os
+import runpy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,12 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from learner.config.registry import ANSWER_FORMATS, load_registered
 from learner.rollout.repeat_processor import RepeatProcessor as HfProcessor
 from learner.stages.tokens import encode_answer
-from rollout_server.settings.repeat_config import EXTRA_ARG, INJECTION, repeat_environment
+from rollout_server.engines import vllm as vllm_room
+from rollout_server.settings.repeat_config import CONFIG_JSON, PROCESSOR, repeat_environment
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import (
-    ENTRY_CONTEXTS,
-    RepeatGuard,
-    RepeatTerminateConfig,
-    entry_token_ids,
-)
+from shared_contracts.repeat_guard import ENTRY_CONTEXTS, RepeatTerminateConfig, entry_token_ids
 from tests.unit.answers import CAT, DOG, encode
+from tests.unit.test_repeat_guard import configs, repeats_now
 
 # Ids of the toy tokenizer: two of text, and `object_`, which is all of the key's pattern.
 A, B = 65, 66
@@ -51,22 +50,13 @@ def key(tokenizer: Any) -> list[int]:
     )
 
 
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard is on, for runs of three tokens."""
-    for name, value in repeat_environment(LONG_RUN).items():
-        monkeypatch.setenv(name, value)
-
-
-def make_processor(vllm_config: Any) -> Any:
+def make_processor(vllm_config: Any, config: RepeatTerminateConfig = LONG_RUN) -> Any:
     from rollout_server.engines.vllm.repeat_processor import RepeatProcessor
 
-    return RepeatProcessor(vllm_config, torch.device("cpu"), False)
-
-
-@pytest.fixture
-def processor(vllm_config: Any, environment: None) -> Any:
-    return make_processor(vllm_config)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in repeat_environment(config).items():
+            patch.setenv(name, value)
+        return RepeatProcessor(vllm_config, torch.device("cpu"), False)
 
 
 def params(**options: Any) -> Any:
@@ -75,14 +65,9 @@ def params(**options: Any) -> Any:
     return SamplingParams(**options)
 
 
-def own(config: RepeatTerminateConfig | dict[str, Any] | bool) -> dict[str, Any]:
-    """Extra arguments of a request with its own settings."""
-    return {EXTRA_ARG: config.model_dump() if isinstance(config, RepeatTerminateConfig) else config}
-
-
 @dataclass
 class Row:
-    """A sequence of the batch: what it has generated, and vLLM's list of that."""
+    """A sequence of the batch. stream: what it generates. ids: vLLM's list of what it has."""
 
     params: Any
     stream: list[int]
@@ -100,6 +85,7 @@ class Batch:
         from vllm.v1.sample.logits_processor.state import BatchUpdateBuilder
 
         self.processor = processor
+        assert not processor.is_argmax_invariant(), "vLLM would skip it for greedy rows"
         self.deferred = deferred
         self.rows: list[Row] = []
         self.builder = BatchUpdateBuilder()
@@ -156,36 +142,23 @@ class Batch:
         before = torch.arange(len(self.rows) * 2000.0).reshape(-1, 2000)[:, :1342]
         after: torch.Tensor = self.processor.apply(before.clone())
         for index, row in enumerate(self.rows):
-            forced = bool((after[index].isfinite().sum() == 1).item())
+            forced = after[index].isfinite().sum().item() == 1
             row.forced.append(forced)
-            if not forced:
-                assert torch.equal(after[index], before[index])
+            assert forced or torch.equal(after[index], before[index])
         for row in self.rows if advance else []:
             row.ids.append(row.stream[len(row.ids)])
         return after
 
 
 def verdicts(config: RepeatTerminateConfig, key: list[int], stream: Sequence[int]) -> list[bool]:
-    """Of the guard before each token of `stream`, and behind the last."""
-    guard = RepeatGuard(config, key)
-    return [False, *(guard.push(token_id) for token_id in stream)]
-
-
-@st.composite
-def configs(draw: st.DrawFn) -> RepeatTerminateConfig:
-    return RepeatTerminateConfig(
-        enabled=draw(st.sampled_from([True, True, False])),
-        min_new_tokens=draw(st.integers(0, 6)),
-        max_consecutive_token_repeats=draw(st.integers(0, 4)),
-        ngram_size=draw(st.integers(0, 3)),
-        ngram_repeats=draw(st.sampled_from([0, 2, 3])),
-        max_object_keys=draw(st.none() | st.integers(1, 4)),
-    )
+    """By the plain definition: before each id of `stream` and behind the last."""
+    now = (repeats_now(config, [*stream[:end]], tuple(key)) for end in range(len(stream) + 1))
+    return [*accumulate(now, or_)]
 
 
 @pytest.mark.req("REP-03")
 @given(data=st.data(), config=configs(), rows=st.integers(1, 4), deferred=st.booleans())
-def test_both_processors_agree_with_the_guard_at_every_token(
+def test_both_processors_give_the_verdicts_of_the_plain_definition(
     vllm_config: Any,
     tokenizer: Any,
     key: list[int],
@@ -196,8 +169,8 @@ def test_both_processors_agree_with_the_guard_at_every_token(
 ) -> None:
     ids = st.lists(st.sampled_from([A, B, *key]), min_size=20, max_size=20)
     streams = [data.draw(ids) for _ in range(rows)]
-    batch = Batch(make_processor(vllm_config), deferred)
-    batch.change(join=[Row(params(extra_args=own(config)), [*each, A]) for each in streams])
+    batch = Batch(make_processor(vllm_config, config), deferred)
+    batch.change(join=[Row(params(), [*each, A]) for each in streams])
     hf = HfProcessor(config, tokenizer, prompt_length=2, eos_token_ids=[tokenizer.eos_token_id])
     hf_forced = []
     for length in range(21):
@@ -218,7 +191,7 @@ SWAPS = st.sampled_from([None] * 6 + [(one, other) for one in (0, 1) for other i
 @pytest.mark.req("REP-04")
 @given(
     data=st.data(),
-    settings=st.lists(configs(), min_size=5, max_size=5),
+    config=configs(),
     changes=st.lists(st.tuples(TURNS, SWAPS), min_size=30, max_size=30),
     deferred=st.booleans(),
 )
@@ -226,18 +199,14 @@ def test_rows_may_come_go_return_and_trade_places(
     vllm_config: Any,
     key: list[int],
     data: st.DataObject,
-    settings: list[RepeatTerminateConfig],
+    config: RepeatTerminateConfig,
     changes: list[tuple[int, tuple[int, int] | None]],
     deferred: bool,
 ) -> None:
     """Preempted rows are left out for some steps and come back with what they had."""
     ids = data.draw(st.lists(st.sampled_from([A, B, *key]), min_size=5 * 31, max_size=5 * 31))
-    streams = [ids[31 * i : 31 * (i + 1)] for i in range(5)]
-    everyone = [
-        Row(params(extra_args=own(config)), stream)
-        for config, stream in zip(settings, streams, strict=True)
-    ]
-    batch = Batch(make_processor(vllm_config), deferred)
+    everyone = [Row(params(), ids[31 * i : 31 * (i + 1)]) for i in range(5)]
+    batch = Batch(make_processor(vllm_config, config), deferred)
     for turns, swap in changes:
         turning = [row for i, row in enumerate(everyone) if turns >> i & 1]
         inside = [any(row is each for each in batch.rows) for row in turning]
@@ -248,14 +217,13 @@ def test_rows_may_come_go_return_and_trade_places(
         )
         batch.step()
     for row in everyone:
-        config = RepeatTerminateConfig.model_validate(row.params.extra_args[EXTRA_ARG])
         assert row.forced == verdicts(config, key, row.ids)[:-1]
 
 
 @pytest.mark.req("REP-04")
-def test_unknown_and_discarded_ids_do_not_count(processor: Any) -> None:
+def test_unknown_and_discarded_ids_do_not_count(vllm_config: Any) -> None:
     """And a row that does not grow keeps its verdict."""
-    batch = Batch(processor)
+    batch = Batch(make_processor(vllm_config))
     batch.change(join=[Row(params(), [])])
     (row,) = batch.rows
     history = [
@@ -268,97 +236,50 @@ def test_unknown_and_discarded_ids_do_not_count(processor: Any) -> None:
     assert row.forced == [ids[-3:] == [B, B, B] for ids in history]
 
 
-@pytest.mark.req("REP-02", "REP-05")
-def test_the_sentinel_is_hidden_and_forced_where_the_request_stops_at_it(processor: Any) -> None:
-    sentinel, eos = processor.sentinel, 7
-    stops = {"stop_token_ids": [sentinel, eos]}
-    rows = [params(**stops), params(), params(**stops, extra_args=own(False)), params()]
-    streams = ([A] * 3, [B] * 3, [A] * 3, [A, B, A])
-    update(processor, list(zip(rows, streams, strict=True)))
-    logits = torch.randn(4, 1342)
-    logits[0, sentinel] = -torch.inf
-    before = logits.clone()
-    after = processor.apply(logits)
-    assert after[0].isfinite().nonzero().flatten().tolist() == [sentinel]
-    (forced,) = after[1].isfinite().nonzero().flatten().tolist()
-    assert forced not in (sentinel, eos)
-    before[2, sentinel] = -torch.inf
-    assert torch.equal(after[2:], before[2:])
-
-
-def update(processor: Any, rows: Sequence[tuple[Any, list[int]]]) -> None:
-    """A batch of its own: (sampling parameters, generated ids) of each row."""
+def changed(processor: Any, rows: Sequence[tuple[Any, list[int]]]) -> list[list[int]]:
+    """The ids that each row may continue with, of rows (sampling parameters, generated ids)."""
     from vllm.v1.sample.logits_processor import BatchUpdate
 
     added = [(index, given, [1], list(ids)) for index, (given, ids) in enumerate(rows)]
     processor.update_state(BatchUpdate(len(rows), [], added, []))
-    assert not processor.is_argmax_invariant(), "vLLM would skip it for greedy rows"
+    after = processor.apply(torch.zeros(len(rows), 1342))
+    return [row.isfinite().nonzero().flatten().tolist() for row in after]
+
+
+@pytest.mark.req("REP-02", "REP-05")
+def test_only_the_guard_chooses_the_sentinel_that_requests_stop_at(vllm_config: Any) -> None:
+    processor = make_processor(vllm_config)
+    sentinel = processor.sentinel
+    stops = params(stop_token_ids=[sentinel, 7])
+    ended, going = changed(processor, [(stops, [A] * 3), (stops, [A, B, A])])
+    assert ended == [sentinel]
+    assert going == [token_id for token_id in range(1342) if token_id != sentinel]
 
 
 @pytest.mark.req("REP-04")
-def test_without_a_sentinel_the_end_of_sequence_token_is_forced(
-    processor: Any, tokenizer: Any
+def test_without_the_sentinel_the_end_of_sequence_token_is_forced(
+    vllm_config: Any, tokenizer: Any
 ) -> None:
-    """The one vLLM resolved for the request, or the tokenizer's where it is to be ignored."""
+    """The token that vLLM resolved for the request, or the tokenizer's if it is to be ignored."""
     resolved = params()
     resolved.update_from_generation_config({}, B)
-    update(processor, [(resolved, [A] * 3), (params(ignore_eos=True), [A] * 3)])
-    after = processor.apply(torch.full((2, 1342), -torch.inf))
-    assert after.isfinite().nonzero().tolist() == [[0, B], [1, tokenizer.eos_token_id]]
-
-
-@pytest.mark.req("REP-01", "REP-04")
-def test_a_request_may_bring_its_own_settings_or_none(processor: Any) -> None:
-    later = {"enabled": True, "max_consecutive_token_repeats": 5}
-    extras = (None, own(False), own(later), own(later))
-    streams = ([A] * 3, [A] * 9, [A] * 4, [A] * 5)
-    given = [params(extra_args=extra) for extra in extras]
-    update(processor, list(zip(given, streams, strict=True)))
-    after = processor.apply(torch.zeros(4, 1342))
-    assert after.isneginf().any(dim=1).tolist() == [True, False, False, True]
-
-
-COMPACT = {"enabled": True, "max_consecutive_token_repeats": 9, "answer_format": "compact"}
-
-
-@pytest.mark.req("FMT-01", "REP-04")
-@pytest.mark.parametrize(
-    ("setting", "complaint"),
-    [
-        (True, "repeat_terminate"),
-        ("off", "repeat_terminate"),
-        ({"ngram_repeats": 1}, "repeat_terminate"),
-        ({"ngrams": 2}, "repeat_terminate"),
-        (COMPACT | {"max_object_keys": 9}, "counts the entries of object_keys"),
-    ],
-)
-def test_invalid_settings_of_a_request_are_refused_before_it_runs(
-    environment: None, setting: Any, complaint: str
-) -> None:
-    """An engine counts the entries of one format; a guard that counts none may name any."""
-    from vllm.exceptions import VLLMValidationError
-
-    from rollout_server.engines.vllm.repeat_processor import RepeatProcessor
-
-    RepeatProcessor.validate_params(params(extra_args=own(COMPACT)))
-    with pytest.raises(VLLMValidationError, match=complaint):
-        RepeatProcessor.validate_params(params(extra_args=own(setting)))
+    rows = [(resolved, [A] * 3), (params(ignore_eos=True), [A] * 3), (params(), [A] * 2)]
+    expected = [[B], [tokenizer.eos_token_id], [*range(1342)]]
+    assert changed(make_processor(vllm_config), rows) == expected
 
 
 @pytest.mark.req("FMT-01", "REP-01", "REP-03")
 @pytest.mark.parametrize("name", ENTRY_CONTEXTS)
 def test_both_processors_count_the_entries_of_the_format(
-    vllm_config: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
+    vllm_config: Any, tokenizer: Any, name: str
 ) -> None:
     """They end an answer of three objects behind the entry that reaches the bound."""
     guard = RepeatTerminateConfig(enabled=True, max_object_keys=2, answer_format=name)
-    for variable, value in repeat_environment(guard).items():
-        monkeypatch.setenv(variable, value)
     answers = load_registered(ANSWER_FORMATS, name)
     stream = encode_answer(tokenizer, answers.write([CAT, DOG, CAT], "desc_first"))
     (marker,) = entry_token_ids(partial(encode, tokenizer), name)
     second = [place for place, token in enumerate(stream) if token == marker][1]
-    batch = Batch(make_processor(vllm_config))
+    batch = Batch(make_processor(vllm_config, guard))
     row = Row(params(), stream)
     batch.change(join=[row])
     hf = HfProcessor(guard, tokenizer, prompt_length=0, eos_token_ids=[tokenizer.eos_token_id])
@@ -372,17 +293,37 @@ def test_both_processors_count_the_entries_of_the_format(
     assert forced == row.forced == [place > second for place in range(second + 2)]
 
 
+@pytest.mark.req("REP-04", "REP-06")
+def test_a_worker_reports_the_processor_that_vllm_loads_by_name(vllm_config: Any) -> None:
+    from vllm.v1.sample.logits_processor import build_logitsprocs
+
+    from rollout_server.engines.vllm.repeat_processor import RepeatProcessor, RepeatReport
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RepeatProcessor, "built", None)
+        assert RepeatReport().repeat_guard() is None
+        for name, value in repeat_environment(LONG_RUN).items():
+            patch.setenv(name, value)
+        build_logitsprocs(vllm_config, torch.device("cpu"), False, False, [PROCESSOR])
+        report = RepeatReport().repeat_guard()
+    sentinel = make_processor(vllm_config).sentinel
+    assert report == {"config": LONG_RUN.model_dump(), "sentinel": sentinel}
+
+
 @pytest.mark.req("REP-04")
-def test_the_environment_decides_whether_an_engine_guards(
-    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+def test_the_plug_in_for_swift_rollout_refuses_to_do_nothing(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert INJECTION not in os.environ
-    processor = make_processor(vllm_config)
-    update(processor, [(params(), [A] * 50)])
-    assert torch.equal(processor.apply(torch.zeros(1, 1342)), torch.zeros(1, 1342))
-    monkeypatch.setenv(INJECTION, "maybe")
-    with pytest.raises(ContractError, match=INJECTION):
-        make_processor(vllm_config)
+    """Settings that are off leave vLLM as it is. A real `swift rollout` is in the slow tests."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    plugin = str(Path(vllm_room.__path__[0]) / "swift_plugin.py")
+    untouched = EngineArgs.__post_init__
+    with pytest.raises(ContractError, match=f"{CONFIG_JSON}: it is not set"):
+        runpy.run_path(plugin)
+    monkeypatch.setenv(CONFIG_JSON, RepeatTerminateConfig().model_dump_json())
+    runpy.run_path(plugin)
+    assert EngineArgs.__post_init__ is untouched
 
 
 @pytest.fixture(scope="module")

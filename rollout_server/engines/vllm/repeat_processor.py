@@ -1,50 +1,35 @@
-"""The repeat guard inside vLLM: logits processors of both model runners (REP-03, REP-04).
+"""The repeat guard as a logits processor of vLLM's V1 model runner (REP-03 to REP-06).
 
-RepeatProcessor      for V1, around a `RepeatGuard` for each sequence
-RepeatProcessorV2    for V2, around one `GuardRows`: what was sampled stays on the device
+    rollout-server serve    attaches it if `repeat_terminate.enabled` is true
+    vllm serve              --logits-processors MODULE:RepeatProcessor (this module)
+    swift rollout           --external_plugins swift_plugin.py (beside this file)
 
-    rollout-server      activates it when `repeat_terminate.enabled` is true
-    vllm serve --logits-processors rollout_server.engines.vllm.repeat_processor:RepeatProcessor
-    LLM(logits_processors=["rollout_server.engines.vllm.repeat_processor:RepeatProcessor"])
+Its settings are read from the environment (`repeat_config`).
 
-Its settings come from the environment (`repeat_config`); a request may bring its own in
-`SamplingParams.extra_args["repeat_terminate"]`, or False to be left alone.
-
-A sequence that triggers can only continue with the sentinel where that is among its stop
-ids, and with the end-of-sequence token where it is not. The sentinel is an id that is hidden
-from every sequence and forced on one that repeats itself, so a sequence that stopped at it was
-ended by the guard and by nothing else (REP-05).
+A sequence that triggers can only continue with the sentinel if the sentinel is among its stop ids,
+else with the end-of-sequence token. The sentinel is an id that no answer contains. While a
+sequence of the batch stops at it, the whole batch can only get it from the guard. So the guard
+ended a sequence exactly if the sequence stopped at the sentinel.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
-from vllm.config import ModelConfig, VllmConfig
-from vllm.exceptions import VLLMValidationError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.tokenizers import cached_tokenizer_from_config
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from rollout_server.engines.vllm.repeat_rows import GuardRows
-from rollout_server.settings.repeat_config import (
-    EXTRA_ARG,
-    repeat_config_from_environment,
-    validated,
-)
+from rollout_server.engines.engine_protocol import GuardInactive
+from rollout_server.settings.repeat_config import repeat_config_from_environment
 from shared_contracts.errors import ContractError
-from shared_contracts.repeat_guard import (
-    RepeatGuard,
-    RepeatTerminateConfig,
-    entry_token_ids,
-)
+from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, entry_token_ids
 
-# Special tokens of the Qwen family that neither an answer nor a conversation uses, the
-# least useful first.
+# Special tokens of the Qwen family that neither an answer nor a conversation uses, the least
+# useful first.
 RESERVED_TOKENS = (
     "<|fim_pad|>",
     "<|fim_prefix|>",
@@ -57,299 +42,136 @@ RESERVED_TOKENS = (
 
 
 def choose_sentinel(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int | None:
-    """An id below `vocab_size` (the width of the logits) that no answer contains.
+    """Return an id below `vocab_size` (the width of the logits) that no answer contains.
 
-    The highest one the tokenizer has no token for, as padded embeddings have; else the
-    first of `RESERVED_TOKENS` that the chat template does not write and that is neither
-    the end of a sequence nor padding. None where there is none.
+    That is the highest id without a token (padded embeddings have some), else the first of
+    `RESERVED_TOKENS` that the chat template does not write and that neither begins, ends nor pads
+    a sequence. None if there is none.
     """
     vocab = tokenizer.get_vocab()
-    unused = set(range(vocab_size)).difference(vocab.values())
-    if unused:
+    if unused := set(range(vocab_size)).difference(vocab.values()):
         return max(unused)
-    ends = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id)
+    used = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id)
     template = str(tokenizer.chat_template)
-    for token in RESERVED_TOKENS:
-        token_id = vocab.get(token)
-        if token_id is not None and token_id not in ends and token not in template:
-            return token_id
-    return None
+    free = (vocab[token] for token in RESERVED_TOKENS if token in vocab and token not in template)
+    return next((token_id for token_id in free if token_id not in used), None)
 
 
-class _Guarding:
-    """What both processors read when they are built.
+class RepeatProcessor(LogitsProcessor):
+    """One guard per sequence; the rows of the logits follow vLLM's persistent batch.
 
-    config: of the sequences that bring none.
-    sentinel: see `choose_sentinel`; None where the vocabulary has none.
-    entry: the ids of an entry of `config.answer_format`, which every sequence is counted by.
+    built: the processor of this process; vLLM builds one per worker.
     """
 
-    def __init__(self, model_config: ModelConfig) -> None:
-        tokenizer = _tokenizer(model_config)
-        self.config = _default_config()
-        self.sentinel = choose_sentinel(tokenizer, model_config.get_vocab_size())
-        self._eos_token_id = _eos_token_id(model_config, tokenizer)
-        self.entry = entry_ids_of(tokenizer, self.config)
-
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises VLLMValidationError for settings of a request that are none, or not for here."""
-        try:
-            own = _own_config(sampling_params)
-            if own is not None:
-                _require_same_entries(own, _default_config())
-        except ContractError as error:
-            raise VLLMValidationError(str(error), parameter="extra_args") from error
-
-    def _config_of(self, params: SamplingParams) -> RepeatTerminateConfig:
-        own = _own_config(params)
-        return self.config if own is None else own
-
-    def _last_id_of(self, params: SamplingParams) -> int:
-        """What the sequence can only continue with once it has triggered."""
-        if self.sentinel is not None and self.sentinel in (params.stop_token_ids or ()):
-            return self.sentinel
-        return self._eos_token_id if params.eos_token_id is None else params.eos_token_id
-
-
-# Steps a sequence whose guard has slack may pass without being looked at.
-LONGEST_REST = 32
-
-
-class RepeatProcessor(_Guarding, LogitsProcessor):
-    """One guard per sequence; rows of `logits` follow the persistent batch."""
+    built: ClassVar["RepeatProcessor | None"] = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        super().__init__(vllm_config.model_config)
-        self._device = device
-        self._pin_memory = is_pin_memory
+        model = vllm_config.model_config
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model.tokenizer,
+            revision=model.tokenizer_revision,
+            trust_remote_code=model.trust_remote_code,
+        )
+        if tokenizer.eos_token_id is None:
+            found = "it has no end-of-sequence token, which the repeat guard needs"
+            raise ContractError(str(model.tokenizer), found, "Name one in tokenizer_config.json")
+        self.config = repeat_config_from_environment(os.environ) or RepeatTerminateConfig()
+        self.sentinel = choose_sentinel(tokenizer, model.get_vocab_size())
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        entry = entry_token_ids(encode, self.config.answer_format)
+        self._make_guard = partial(RepeatGuard, self.config, entry)
+        self._eos_token_id = tokenizer.eos_token_id
         self._rows: dict[int, _Sequence] = {}
-        self._guarded: list[tuple[int, _Sequence]] = []
-        # Rows where the sentinel is hidden: all of them, these, or none.
-        self._hidden: slice | torch.Tensor | None = None
+        self._hide_sentinel = False
+        RepeatProcessor.built = self
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch; what was sampled is taken in `apply`, when it is known.
-
-        Under asynchronous scheduling the output ids still end in -1 here.
-        """
-        if batch_update is None:
-            return
-        rows = self._rows
-        for row in batch_update.removed:
-            rows.pop(row, None)
-        for row, params, _, output_ids in batch_update.added:
-            rows[row] = self._sequence(row, params, output_ids)
-        for source, target, direction in batch_update.moved:
-            moved, replaced = rows.pop(source, None), rows.pop(target, None)
-            if moved is not None:
-                rows[target] = moved
-            if replaced is not None and direction is MoveDirectionality.SWAP:
-                rows[source] = replaced
-        self._guarded = [(row, each) for row, each in rows.items() if each.guarded]
-        self._hidden = self._rows_to_hide()
+        """Follow the batch. `apply` reads the ids: asynchronous scheduling writes them later."""
+        if process_dict_updates(self._rows, batch_update, self._new_sequence):
+            last_ids = {sequence.last_id for sequence in self._rows.values()}
+            self._hide_sentinel = self.sentinel in last_ids
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """logits: rows x vocabulary, changed in place."""
-        if self._hidden is not None:
-            logits[self._hidden, self.sentinel] = -torch.inf
-        for row, sequence in self._guarded:
-            if sequence.repeats():
+        if self._hide_sentinel:
+            logits[:, self.sentinel] = -torch.inf
+        for row, sequence in self._rows.items():
+            if sequence.has_triggered():
                 logits[row] = -torch.inf
                 logits[row, sequence.last_id] = 0.0
         return logits
 
-    def _sequence(self, row: int, params: SamplingParams, output_ids: list[int]) -> "_Sequence":
-        config = self._config_of(params)
-        make_guard = partial(RepeatGuard, config, self.entry)
-        rest = row % LONGEST_REST
-        return _Sequence(make_guard, output_ids, self._last_id_of(params), config.enabled, rest)
-
-    def _rows_to_hide(self) -> slice | torch.Tensor | None:
-        rows = [row for row, each in self._rows.items() if each.last_id == self.sentinel]
-        if not rows:
-            return None
-        if len(rows) == len(self._rows):
-            return slice(None)
-        chosen = torch.tensor(rows, pin_memory=self._pin_memory)
-        return chosen.to(self._device, non_blocking=True)
+    def _new_sequence(
+        self, params: SamplingParams, _: list[int] | None, output_ids: list[int]
+    ) -> "_Sequence":
+        # params.eos_token_id is None if the request ignores the end of a sequence.
+        eos = self._eos_token_id if params.eos_token_id is None else params.eos_token_id
+        stops_at_sentinel = self.sentinel in (params.stop_token_ids or ())
+        return _Sequence(self._make_guard, output_ids, self.sentinel if stops_at_sentinel else eos)
 
 
 class _Sequence:
-    """A guard, and how much of its sequence it has taken.
+    """A guard and the number of ids that it has taken.
 
-    The guard need not look at every step: while it has slack the ids wait, and are taken
-    together. Sequences that begin together begin with different rests (`first_rest`), so
-    that they are not all looked at in the same step ever after.
-
-    output_ids: vLLM's own list, which grows as the sequence does. It may end in -1, for
-        ids that are not known yet, and ids may be discarded from its end.
-    last_id: what the sequence can only continue with once it has triggered.
-    guarded: whether it can trigger.
+    output_ids: vLLM's own list. vLLM appends to it, writes -1 for an id that is not known yet, and
+        may discard ids from its end.
+    last_id: the only id that may follow once the guard has triggered.
     """
 
-    __slots__ = (
-        "_due",
-        "_guard",
-        "_make_guard",
-        "_output_ids",
-        "_rest",
-        "_taken",
-        "_triggered",
-        "guarded",
-        "last_id",
-    )
+    __slots__ = ("_guard", "_make_guard", "_output_ids", "_taken", "last_id")
 
     def __init__(
-        self,
-        make_guard: Callable[[], RepeatGuard],
-        output_ids: list[int],
-        last_id: int,
-        guarded: bool,
-        first_rest: int,
+        self, make_guard: Callable[[], RepeatGuard], output_ids: list[int], last_id: int | None
     ) -> None:
         self.last_id = last_id
-        self.guarded = guarded
-        self._make_guard = make_guard
-        self._guard = make_guard()
-        self._output_ids = output_ids
-        self._rest = first_rest
-        self._taken = 0
-        self._due = 0
-        self._triggered = False
+        self._make_guard, self._output_ids = make_guard, output_ids
+        self._guard, self._taken = make_guard(), 0
 
-    def repeats(self) -> bool:
-        """Whether the sequence, as far as it is known now, has triggered."""
-        if not self._taken <= len(self._output_ids) < self._due:
-            self._look()
-        return self._triggered
-
-    def _look(self) -> None:
-        """Take every known id: those since the last look, or all of them after a discard."""
-        if len(self._output_ids) < self._taken:
-            self._guard, self._taken, self._triggered = self._make_guard(), 0, False
-        push = self._guard.push
-        for token_id in self._output_ids[self._taken :]:
-            if token_id < 0:
-                break
-            self._triggered = push(token_id)
-            self._taken += 1
-        self._due = self._taken + 1 + min(self._guard.slack, self._rest)
-        self._rest = LONGEST_REST
+    def has_triggered(self) -> bool:
+        """Take every known id since the last call, or all of them after a discard."""
+        ids, guard, taken = self._output_ids, self._guard, self._taken
+        if len(ids) < taken:
+            guard, taken = self._make_guard(), 0
+            self._guard = guard
+        while taken < len(ids) and ids[taken] >= 0:
+            guard.push(ids[taken])
+            taken += 1
+        self._taken = taken
+        return guard.triggered
 
 
-# The logit of the only id that may follow; others keep theirs. As vLLM ends a budget of thoughts.
-FORCED = 1.0e9
+class RepeatReport:
+    """The part of a worker extension that reads the guard of a running worker."""
+
+    def repeat_guard(self) -> dict[str, Any] | None:
+        """Return settings and sentinel of the processor that vLLM built here, None without one."""
+        processor = RepeatProcessor.built
+        if processor is None:
+            return None
+        return {"config": processor.config.model_dump(), "sentinel": processor.sentinel}
 
 
-class RepeatProcessorV2(_Guarding, LogitsProcessorV2):
-    """One state for all slots of the batch, on the device of the logits.
+def active_sentinel(config: RepeatTerminateConfig, reports: Sequence[dict[str, Any] | None]) -> int:
+    """Return the sentinel of an engine. Raises GuardInactive unless all its workers use `config`.
 
-    A step takes the same operations for any number of sequences, and none waits for the device.
+    reports: results of `RepeatReport.repeat_guard`, one per worker.
     """
-
-    def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
-        super().__init__(vllm_config.model_config)
-        _require_one_row_per_sequence(vllm_config)
-        slots, device = req_states.max_num_reqs, req_states.device
-        self._requests = req_states
-        self._rows = GuardRows(slots, req_states.all_token_ids.gpu, self.entry)
-        self._last_ids = torch.zeros(slots, 1, dtype=torch.int64, device=device)
-        # What `apply_staged_writes` writes: last ids, by slot.
-        self._begun: dict[int, int] = {}
-
-    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Begin with what the runner knows of the slot: a prompt, or more after a preemption."""
-        config, last_id = self._config_of(sampling_params), self._last_id_of(sampling_params)
-        prompt, known = (
-            int(length.np[req_idx])
-            for length in (self._requests.prompt_len, self._requests.prefill_len)
-        )
-        self._rows.begin(req_idx, config, prompt, known)
-        self._begun[req_idx] = last_id
-        return config.enabled or last_id == self.sentinel
-
-    def apply_staged_writes(self) -> None:
-        self._rows.flush()
-        if self._begun:
-            slots, last_ids = self._rows.to_device([list(self._begun), list(self._begun.values())])
-            self._last_ids[slots, 0] = last_ids
-            self._begun.clear()
-
-    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """logits: rows x vocabulary, changed in place, in one column of each row."""
-        slots = ctx.expanded_idx_mapping
-        triggered = self._rows.take(slots, ctx.pos)[:, None]
-        last_ids = self._last_ids.index_select(0, slots)
-        hidden = last_ids == (-1 if self.sentinel is None else self.sentinel)
-        kept = logits.gather(1, last_ids).masked_fill_(hidden, -torch.inf)
-        return logits.scatter_(1, last_ids, kept.masked_fill_(triggered, FORCED))
+    for rank, report in enumerate(reports):
+        if report is None:
+            raise _inactive(f"worker {rank} has no such logits processor")
+        if report["config"] != config.model_dump():
+            raise _inactive(f"worker {rank} has the settings {report['config']}")
+        if report["sentinel"] is None:
+            raise _inactive(
+                "its vocabulary has no id left for the sentinel: pad the embeddings beyond the "
+                f"tokenizer, or add one of {', '.join(RESERVED_TOKENS)} to it"
+            )
+    (sentinel,) = {report["sentinel"] for report in reports if report is not None}
+    return int(sentinel)
 
 
-def _require_one_row_per_sequence(config: VllmConfig) -> None:
-    """The state takes one id of every sequence in each step, on every worker."""
-    if config.speculative_config is not None:
-        raise ContractError(
-            "speculative_config", "the repeat guard does not follow drafts", "Leave it out"
-        )
-    if config.parallel_config.enable_batch_sharded_sampling:
-        raise ContractError(
-            "enable_batch_sharded_sampling",
-            "the repeat guard needs all sequences on each worker",
-            "Leave it out",
-        )
-
-
-def _own_config(params: SamplingParams) -> RepeatTerminateConfig | None:
-    """What a request says about itself; None where it says nothing."""
-    own = (params.extra_args or {}).get(EXTRA_ARG)
-    if own is None:
-        return None
-    return RepeatTerminateConfig() if own is False else validated(EXTRA_ARG, own)
-
-
-def _default_config() -> RepeatTerminateConfig:
-    return repeat_config_from_environment(os.environ) or RepeatTerminateConfig()
-
-
-def _require_same_entries(own: RepeatTerminateConfig, engine: RepeatTerminateConfig) -> None:
-    """An engine counts the entries of one format; settings that count none may name any."""
-    counts = own.enabled and own.max_object_keys is not None
-    if counts and own.answer_format != engine.answer_format:
-        raise ContractError(
-            f"{EXTRA_ARG}.answer_format",
-            f"is {own.answer_format}, and the engine counts the entries of {engine.answer_format}",
-            f"Set it to {engine.answer_format}, or max_object_keys to null",
-        )
-
-
-def entry_ids_of(tokenizer: PreTrainedTokenizerBase, config: RepeatTerminateConfig) -> list[int]:
-    """The ids of an entry, in the format that `config` names."""
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    return entry_token_ids(encode, config.answer_format)
-
-
-def _tokenizer(model_config: ModelConfig) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase | None = cached_tokenizer_from_config(model_config)
-    if tokenizer is None:
-        raise ContractError(
-            "skip_tokenizer_init", "the repeat guard needs the tokenizer", "Leave it out"
-        )
-    return tokenizer
-
-
-def _eos_token_id(model_config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """For requests that carry none: those that ignore the end of a sequence."""
-    configured = model_config.try_get_generation_config().get("eos_token_id")
-    first = configured[0] if isinstance(configured, list) else configured
-    found = first if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    if found is None:
-        raise ContractError(
-            str(model_config.model),
-            "it has no end-of-sequence token, which the repeat guard needs",
-            "Name one in its tokenizer_config.json or generation_config.json",
-        )
-    return int(found)
+def _inactive(found: str) -> GuardInactive:
+    return GuardInactive(f"it is enabled, and the guard does not work in the engine: {found}")
