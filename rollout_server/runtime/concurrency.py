@@ -1,4 +1,4 @@
-"""Calls that run together, bounds over all of them, and the seconds they take."""
+"""Helpers for coroutines: cancelled together, bounded in bytes and seconds, measured."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ BEGUN_TOGETHER = 8
 async def cancel_when(
     end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], error: Exception
 ) -> T:
-    """The result of `work`; when `end` is over first, cancel `work` and raise `error`."""
+    """Return the result of `work`; if `end` is over first, cancel `work` and raise `error`."""
     task = asyncio.ensure_future(work)
     ending = asyncio.ensure_future(end)
     try:
@@ -43,9 +43,9 @@ async def cancel_when(
 async def handed_over(
     work: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]],
 ) -> AsyncGenerator[T, None]:
-    """What `work` gives to the function it is called with, as it comes.
+    """Yield what `work` passes to its argument, then raise what `work` raises.
 
-    Raises what `work` raises, after the last item. Closing the generator cancels the work.
+    Closing the generator cancels the work.
     """
     items: asyncio.Queue[tuple[T] | None] = asyncio.Queue()
     task = asyncio.ensure_future(work(lambda item: items.put_nowait((item,))))
@@ -59,17 +59,17 @@ async def handed_over(
 
 
 async def in_pieces(items: Iterable[T], size: int) -> AsyncIterator[T]:
-    """The items; other tasks have their turn after every `size` of them."""
+    """Yield the items; other tasks run after every `size` of them."""
     for count, item in enumerate(items, start=1):
         yield item
         if count % size == 0:
-            await asyncio.sleep(0)  # before the next item is made, which nobody might use
+            await asyncio.sleep(0)
 
 
 async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Gather; when one fails or the whole is cancelled, cancel the others and wait for them.
+    """Gather; on a failure or a cancellation cancel the others and wait for them.
 
-    Other calls have their turn whenever BEGUN_TOGETHER of these have begun.
+    Other tasks run whenever BEGUN_TOGETHER more calls have begun.
     """
     tasks: list[asyncio.Task[T]] = []
     try:
@@ -86,10 +86,10 @@ async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 async def gather_with_deadline(
     calls: Sequence[Awaitable[T]], where: str, deadline_s: float, margin_s: float
 ) -> list[T]:
-    """The results of `calls`, in order; there may be none.
+    """Return the results of `calls`, which may be empty, in order.
 
-    Raises the failure of the first that fails; the others then have `margin_s` left. Raises
-    the `weight-transfer-timeout` problem at `where` when some are not done in time.
+    Raises the first failure, once the others are over or `margin_s` has passed. Raises the
+    `weight-transfer-timeout` problem at `where` if some take longer than `deadline_s`.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     if not tasks:
@@ -113,12 +113,12 @@ async def gather_with_deadline(
 
 
 class Budget:
-    """`total` bytes; who finds too few left waits, and nobody overtakes."""
+    """A FIFO semaphore of `total` bytes."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._left = total
-        self._first = asyncio.Lock()  # hands itself on in order
+        self._first = asyncio.Lock()  # FIFO
         self._returned = asyncio.Event()
 
     @asynccontextmanager
@@ -148,19 +148,35 @@ def timed(seconds: dict[Phase, float], phase: Phase) -> Iterator[None]:
 
 
 class Silence:
-    """Seconds for which another has been silent, without those in which this process stood still.
+    """Seconds without a sign of life, without those in which this process itself stood still.
 
-    look_s: between two looks; a look that comes later than that counts as one of 2 * look_s.
+    look_s: between two looks; a longer gap counts as 2 * look_s. clock: seconds.
     """
 
-    def __init__(self, look_s: float) -> None:
+    def __init__(self, look_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._look_s = look_s
-        self._looked = time.monotonic()
+        self._clock = clock
+        self._looked = clock()
         self._seconds = 0.0
 
     def looked(self, age_s: float) -> float:
-        """The seconds so far. age_s: of the last sign of life, by the clock."""
-        now = time.monotonic()
+        """Return the seconds so far. age_s: of the last sign of life, by the clock."""
+        now = self._clock()
         ran_s = min(now - self._looked, 2 * self._look_s)
         self._seconds, self._looked = min(age_s, self._seconds + ran_s), now
         return self._seconds
+
+
+async def finished_within(
+    work: Awaitable[T], limit_s: float, late: Exception, look_s: float, clock: Callable[[], float]
+) -> T:
+    """Return the result of `work`; raise `late` after `limit_s`, as `Silence` counts them."""
+    began, silence, task = clock(), Silence(look_s, clock), asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            if silence.looked(clock() - began) > limit_s:
+                raise late
+            await asyncio.wait((task,), timeout=look_s)
+        return task.result()
+    finally:
+        task.cancel()

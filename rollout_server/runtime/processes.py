@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, and the scratch folder (Linux)."""
+"""Child processes and their ends, and the scratch folder (Linux)."""
 
 import multiprocessing
 import os
@@ -35,6 +35,14 @@ def stop_with(parent_pid: int) -> None:
             "Give the pid of the process that starts the server, or leave it out",
         )
     signal_at_death_of(parent_pid, signal.SIGTERM)
+
+
+def kill_children(thread: int) -> None:
+    """Kill the processes that a thread started with `multiprocessing`. thread: its native id."""
+    started = Path(f"/proc/self/task/{thread}/children").read_text().split()
+    for child in multiprocessing.active_children():
+        if str(child.pid) in started:
+            child.kill()
 
 
 # Removes a folder when the process that holds the other end of its input ends, however it does.

@@ -1,7 +1,4 @@
-"""Refusals: what any room raises for a call that the server does not answer (WIRE-05).
-
-`http/problems.py` turns them into problem documents.
-"""
+"""Exceptions for calls that the server refuses; `http/problems.py` answers them (WIRE-05)."""
 
 from shared_contracts.errors import Problem, ProblemError
 
@@ -9,7 +6,7 @@ from shared_contracts.errors import Problem, ProblemError
 class BadRequest(Exception):
     """A fault inside one request of a call.
 
-    where: the spot inside the request, such as `images[0]`; found: what is wrong there.
+    where: path inside the request, such as `images[0]`. found: the fault.
     """
 
     def __init__(self, where: str, found: str) -> None:
@@ -19,12 +16,12 @@ class BadRequest(Exception):
 
 
 def refusal(kind: str, detail: str, where: str) -> ProblemError:
-    """The exception of a problem of `kind` (`PROBLEM_TITLES`), to be raised."""
+    """Return the exception of a problem; `kind` is a key of `PROBLEM_TITLES`."""
     return ProblemError(Problem.of(kind, detail, where))
 
 
 def refuse_requests(faults: dict[int, BadRequest]) -> ProblemError:
-    """The refusal of a whole call, with the index of every bad request."""
+    """Return the refusal of a whole call. faults: by the index of the request."""
     errors = [
         {"index": index, "where": f"infer_requests[{index}].{fault.where}", "detail": fault.found}
         for index, fault in sorted(faults.items())

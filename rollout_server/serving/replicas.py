@@ -1,68 +1,71 @@
-"""The replicas: each built, watched, and built again when it is lost (SRV-05).
+"""The replicas: each is built, watched, and built again when it is lost (SRV-05).
 
-            built                  its process died, or it gave no sign of life
-    starting -----> has an engine ---------------------------------------------> dead
-        ^                                                                         |
-        +----------------------- again, after pauses that grow -------------------+
+            built and prepared     its process died, or it gives no heartbeat
+    starting -----> serving ----------------------------------------------> dead
+        ^                                                                     |
+        +-------------- again, after pauses that become longer ---------------+
 
-A replica that was built again holds the checkpoint's weights. It serves only when those
-are the current ones, which the caller tells by the weights version.
+A replica that was built again has the checkpoint's weights. It serves only if these are the current
+ones, by the caller's weights version.
 """
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, wait_exponential
 
-from rollout_server.engines.engine_protocol import GuardInactive, WatchedEngine
-from rollout_server.runtime.concurrency import Silence
+from rollout_server.engines.engine_protocol import WatchedEngine
+from rollout_server.runtime.concurrency import Silence, finished_within
+from rollout_server.runtime.processes import kill_children
 from rollout_server.runtime.refusals import refusal
 from shared_contracts.server_info import ReplicaState, ReplicaStatus
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
-# How often a watch looks at the engine's own report of its death.
+# Seconds between two looks at an engine that runs or starts.
 LOOK_S = 0.25
 LONGEST_PAUSE_S = 60.0
 
-
+T = TypeVar("T")
 E = TypeVar("E", bound=WatchedEngine)
 
 
 @dataclass
 class _Slot(Generic[E]):
-    """detail: why there is no engine."""
+    """One replica.
+
+    detail: why it has no engine. began: clock at the begin of the newest phase of a start.
+    threads: one thread, in which its engines are built: the kernel ends a process with the thread
+    that started it. thread: its native id.
+    """
 
     index: int
     engine: E | None = None
     state: ReplicaState = "starting"
     detail: str = "its engine is being built"
+    began: float = 0.0
     restarts: int = 0
     lost: int = 0
-
-    @property
-    def live_engine(self) -> E | None:
-        return self.engine if self.engine is not None and self.engine.alive else None
-
-    @property
-    def losses(self) -> int:
-        """Engines lost so far, also one that the watch has not noticed yet."""
-        return self.lost + (self.engine is not None and not self.engine.alive)
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "replica"))
+    thread: int = 0
+    build: Future[E] | None = None
 
 
 class Replicas(Generic[E]):
     """`count` engines by index.
 
     build: makes the engine of an index; blocking, called in a thread.
-    on_lost: told, before a lost replica is built again, why it was lost.
-    hang_s: silence after which an engine is given up; time in which this process itself did not
-        run does not count.
-    proof_s: within which a new engine must have proven its repeat guard.
+    on_lost: called with the reason, before a lost replica is built again.
+    hang_s: seconds without a heartbeat after which an engine is given up.
+    start_s: seconds after which a phase of a start is given up. clock: measures them.
+    Time in which this process itself did not run counts in neither.
     """
 
     def __init__(
@@ -71,24 +74,24 @@ class Replicas(Generic[E]):
         build: Callable[[int], E],
         on_lost: Callable[[str], Awaitable[None]],
         hang_s: float,
-        proof_s: float = 120.0,
+        start_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots: list[_Slot[E]] = [_Slot(index) for index in range(count)]
+        self._slots: list[_Slot[E]] = [_Slot(index, began=clock()) for index in range(count)]
         self._build = build
         self._on_lost = on_lost
         self._hang_s = hang_s
-        self._proof_s = proof_s
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="replica")
-        self._builds: list[Future[E]] = []
+        self._start_s = start_s
+        self._clock = clock
         self._watches: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Build every engine, side by side, then watch them.
 
-        Raises what a failing build raises, once the other builds are over.
+        Raises the first failure of a build, once all builds are over.
         """
-        built = [self._fill(slot) for slot in self._slots]
-        outcomes = await asyncio.gather(*built, return_exceptions=True)
+        starts = [self._start_engine(slot) for slot in self._slots]
+        outcomes = await asyncio.gather(*starts, return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
         if failures:
             await self.close()
@@ -96,49 +99,63 @@ class Replicas(Generic[E]):
         self._watches = [asyncio.create_task(self._watch(slot)) for slot in self._slots]
 
     async def close(self) -> None:
-        """End the engines' processes; a build that runs is left alone (see `building`)."""
+        """End the engines' processes, but not those of a build that runs (see `building`)."""
         for watch in self._watches:
             watch.cancel()
-        engines = [slot.engine for slot in self._slots if slot.engine is not None]
+        ends = [_shut_down(slot, slot.engine) for slot in self._slots if slot.engine is not None]
         for slot in self._slots:
             slot.engine, slot.state, slot.detail = None, "dead", "the server is stopping"
-        await asyncio.gather(*(self._shut_down(engine) for engine in engines))
+        await asyncio.gather(*ends)
 
     @property
     def building(self) -> bool:
-        """Whether a thread builds an engine now; nothing can stop it but its end."""
-        return any(not build.done() for build in self._builds)
+        """Whether a thread builds an engine now."""
+        return any(slot.build is not None and not slot.build.done() for slot in self._slots)
 
     @property
     def losses(self) -> int:
-        """How many engines were lost so far; grows the moment one dies."""
-        return sum(slot.losses for slot in self._slots)
-
-    # --- who is there
+        """The number of engines lost so far; increases the moment one dies."""
+        engines = [slot.engine for slot in self._slots if slot.engine is not None]
+        return sum(slot.lost for slot in self._slots) + len(engines) - len(self.alive())
 
     def all(self) -> list[E]:
         """Every engine, by index; raises the `not-ready` problem when one is missing."""
-        missing = [_status(slot, None) for slot in self._slots if slot.live_engine is None]
-        if missing:
+        if missing := [status for status in self.statuses(None) if status.state != "serving"]:
             raise not_serving(missing)
         return self.alive()
 
     def alive(self) -> list[E]:
-        engines = [slot.live_engine for slot in self._slots]
-        return [engine for engine in engines if engine is not None]
+        engines = [slot.engine for slot in self._slots]
+        return [engine for engine in engines if engine is not None and engine.alive]
 
     def current(self, version: int) -> list[E]:
-        """The engines that hold `version`; raises the problem that says why there are none."""
-        engines = [engine for engine in self.alive() if engine.weights_version == version]
+        """The engines that answer with `version`; raises the problem of `not_serving` for none."""
+        engines = [e for e in self.alive() if e.weights_version == version and not e.asleep]
         if not engines:
             raise not_serving(self.statuses(version))
         return engines
 
     def statuses(self, version: int | None) -> list[ReplicaStatus]:
-        """version: of the weights that may answer; None when no engine's are in doubt."""
-        return [_status(slot, version) for slot in self._slots]
+        """version: of the weights that may answer; None while an update runs."""
+        return [self._status(slot, version) for slot in self._slots]
 
-    # --- one replica's life
+    def _status(self, slot: _Slot[E], version: int | None) -> ReplicaStatus:
+        engine, state, detail = slot.engine, slot.state, slot.detail
+        if state == "starting":
+            detail += f", for {self._clock() - slot.began:.0f} s of at most {self._start_s:g} s"
+        if engine is not None and not engine.alive:
+            state, detail = "dead", "its process died"
+        elif engine is not None and version not in (None, engine.weights_version):
+            state, detail = "needs-push", f"it holds weights {engine.weights_version}"
+        elif engine is not None and version is not None and engine.asleep:
+            state, detail = "asleep", "/wake_up/ or a push comes first"
+        return ReplicaStatus(
+            index=slot.index,
+            state=state,
+            detail=detail,
+            heartbeat_age_s=None if engine is None else round(engine.heartbeat_age_s, 3),
+            restarts=slot.restarts,
+        )
 
     async def _watch(self, slot: _Slot[E]) -> None:
         while True:
@@ -167,91 +184,82 @@ class Replicas(Generic[E]):
         slot.engine, slot.state, slot.detail = None, "dead", reason
         slot.lost += 1
         engine.declare_dead()
-        told, ended = await asyncio.gather(
+        outcomes = await asyncio.gather(
             self._on_lost(f"replica {slot.index} is lost: {reason}"),
-            self._shut_down(engine),
+            _shut_down(slot, engine),
             return_exceptions=True,
         )
-        for failure in (told, ended):
-            if failure is not None:
-                logger.error("after the loss of replica %d: %r", slot.index, failure)
+        for failure in filter(None, outcomes):
+            logger.error("after the loss of replica %d: %r", slot.index, failure)
 
     async def _rebuild(self, slot: _Slot[E]) -> None:
-        """Try until it succeeds; every failure is told by the probes."""
+        """Start an engine, again and again until it succeeds; `detail` has each failure."""
 
-        def told(attempt: RetryCallState) -> None:
+        def note_failure(attempt: RetryCallState) -> None:
             assert attempt.outcome is not None
-            assert attempt.next_action is not None
-            failure, pause_s = attempt.outcome.exception(), attempt.next_action.sleep
+            failure, pause_s = attempt.outcome.exception(), attempt.upcoming_sleep
             slot.state = "dead"
             slot.detail = f"building it failed ({failure}); the next attempt is in {pause_s:g} s"
             logger.error("replica %d: %s", slot.index, slot.detail)
 
         waits = wait_exponential(max=LONGEST_PAUSE_S)
-        async for attempt in AsyncRetrying(wait=waits, before_sleep=told):
-            with attempt:
-                await self._fill(slot)
+        await AsyncRetrying(wait=waits, before_sleep=note_failure)(self._start_engine, slot)
         slot.restarts += 1
         logger.warning("replica %d was built again", slot.index)
 
-    async def _fill(self, slot: _Slot[E]) -> None:
-        """Build the engine of `slot` and let it prove that its repeat guard works."""
-        slot.state, slot.detail = "starting", "its engine is being built"
-        self._builds = [build for build in self._builds if not build.done()]
-        build = self._threads.submit(self._build, slot.index)
-        self._builds.append(build)
-        engine = await asyncio.wrap_future(build)
+    async def _start_engine(self, slot: _Slot[E]) -> None:
+        """Build and prepare the engine of `slot`. A TimeoutError kills its processes."""
+
+        def build() -> E:
+            slot.thread = threading.get_native_id()
+            return self._build(slot.index)
+
+        slot.build = slot.threads.submit(build)
         try:
-            await self._prove(engine)
-        except BaseException:
-            if slot.lost:  # else the server ends, and vLLM need not report it
-                engine.declare_dead()
-            await self._shut_down(engine)
+            built = asyncio.wrap_future(slot.build)
+            engine = await self._phase(slot, "its engine is being built", built)
+            await self._phase(slot, "its engine is being prepared", engine.prepare())
+        except BaseException as error:
+            if isinstance(error, TimeoutError):
+                kill_children(slot.thread)
+            end = slot.threads.submit(_discard, slot.build, reported=slot.lost > 0)
+            if slot.build.done():
+                await asyncio.wrap_future(end)
             raise
         slot.engine, slot.state, slot.detail = engine, "serving", ""
 
-    async def _prove(self, engine: E) -> None:
-        try:
-            async with asyncio.timeout(self._proof_s):
-                await engine.prepare()
-        except TimeoutError:
-            found = f"the engine was not done with the guard's test within {self._proof_s:g} s"
-            raise GuardInactive(found) from None
+    async def _phase(self, slot: _Slot[E], name: str, work: Awaitable[T]) -> T:
+        slot.state, slot.detail, slot.began = "starting", name, self._clock()
+        found = f"replica {slot.index}: {name} for over {self._start_s:g} s (--start-seconds)"
+        late = TimeoutError(found)
+        return await finished_within(work, self._start_s, late, LOOK_S, self._clock)
 
-    async def _shut_down(self, engine: E) -> None:
-        await asyncio.wrap_future(self._threads.submit(engine.shutdown))
+
+async def _shut_down(slot: _Slot[E], engine: E) -> None:
+    await asyncio.wrap_future(slot.threads.submit(engine.shutdown))
+
+
+def _discard(build: Future[E], reported: bool) -> None:
+    """Shut down the engine of a start that failed, if it was built. reported: by vLLM."""
+    if not build.cancelled() and build.exception() is None:
+        if reported:
+            build.result().declare_dead()
+        build.result().shutdown()
 
 
 async def _beat(engine: WatchedEngine, interval_s: float) -> None:
-    """Ask the engine for a sign of life again and again; ends when that fails."""
+    """Request a heartbeat every `interval_s`; ends when one fails."""
     while True:
         await engine.heartbeat()
         await asyncio.sleep(interval_s)
 
 
-def _status(slot: _Slot[E], version: int | None) -> ReplicaStatus:
-    state, detail, age = slot.state, slot.detail, None
-    if slot.engine is not None:
-        age = round(slot.engine.heartbeat_age_s, 3)
-        if not slot.engine.alive:
-            state, detail = "dead", "its process died"
-        elif version is not None and slot.engine.weights_version != version:
-            state, detail = "needs-push", f"it holds weights {slot.engine.weights_version}"
-    return ReplicaStatus(
-        index=slot.index,
-        state=state,
-        detail=detail,
-        heartbeat_age_s=age,
-        restarts=slot.restarts,
-    )
-
-
 def not_serving(statuses: list[ReplicaStatus]) -> Exception:
-    """The problem that names each of these replicas and what it lacks.
+    """The problem that names each of these replicas and its reason.
 
-    It is `push-needed` when nothing but a push is, else `not-ready`.
+    It is `push-needed` if a push makes all of them answer, else `not-ready`.
     """
-    needs_push = all(status.state == "needs-push" for status in statuses)
+    needs_push = all(status.state in ("needs-push", "asleep") for status in statuses)
     where = ", ".join(f"replicas[{status.index}]" for status in statuses)
     detail = "; ".join(f"replica {s.index} is {s.state}: {s.detail}" for s in statuses)
     return refusal("push-needed" if needs_push else "not-ready", detail, where)

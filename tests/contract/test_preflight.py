@@ -204,6 +204,7 @@ def test_media_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     for name, odd in {
         "allowed_media_dirs": settings(allowed_media_dirs=(tmp_path / "gone",)),
         "allowed_media_hosts": settings(allowed_media_hosts=("images.example",)),
+        "allow_media_urls": settings(allow_media_urls=True),
         "max_image_megapixels": settings(max_image_megapixels=500.0),
     }.items():
         with pytest.raises(ContractError) as error:

@@ -1,9 +1,17 @@
-"""The life of a replica on scripted engines: lost, hung, rebuilt, without the current weights."""
+"""Replicas of scripted engines: started, lost, hung, rebuilt, asleep, without current weights."""
 
 import asyncio
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,23 +25,50 @@ from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.test_limits import REQUEST, settings
 
 HANG_S = 2.0
+START_S = 0.4
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class StoppedProcess:
+    """A build whose process stands still; it fails when the process ends."""
+
+    def __init__(self) -> None:
+        self.process: SpawnProcess | None = None
+
+    def __call__(self) -> None:
+        process = multiprocessing.get_context("spawn").Process(target=signal.pause)
+        process.start()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        self.process = process
+        process.join()
+        raise RuntimeError("its process ended")
 
 
 class Bench:
-    """Two replicas; the next builds wait for `hold` and raise `failures`."""
+    """Two replicas; the next builds wait for `hold`, then call those of `faults`."""
 
     def __init__(self) -> None:
         self.built: list[ScriptedEngine] = []
-        self.failures: list[Exception] = []
+        self.faults: list[Callable[[], None]] = []
         self.events: list[str] = []
         self.hold = threading.Event()
         self.hold.set()
-        self.replicas = Replicas(2, self._build, self._on_lost, HANG_S)
+        self.clock = Clock()
+        self.replicas = Replicas(2, self._build, self._on_lost, HANG_S, START_S, self.clock)
 
     def _build(self, index: int) -> ScriptedEngine:
         self.hold.wait(60)
-        if self.failures:
-            raise self.failures.pop(0)
+        if self.faults:
+            self.faults.pop(0)()
         self.events.append(f"built {index}")
         self.built.append(ScriptedEngine(index))
         return self.built[-1]
@@ -124,8 +159,11 @@ def test_server_that_stood_still_gives_up_no_replica() -> None:
 
 @pytest.mark.req("SRV-05")
 def test_replica_that_cannot_be_built_is_tried_again() -> None:
+    def no_memory() -> None:
+        raise RuntimeError("no memory")
+
     async def scenario(bench: Bench) -> None:
-        bench.failures = [RuntimeError("no memory")]
+        bench.faults = [no_memory]
         bench.built[0].alive = False
         await bench.until(lambda: "no memory" in bench.replicas.statuses(0)[0].detail)
         assert bench.states() == ["dead", "serving"]
@@ -152,49 +190,111 @@ def test_replica_serves_only_with_the_current_weights() -> None:
     run(scenario)
 
 
-class GuardedEngine(ScriptedEngine):
-    """The proof of its repeat guard works, fails or hangs."""
-
-    def __init__(self, index: int, guard: Literal["works", "fails", "hangs"]) -> None:
-        super().__init__(index)
-        self._guard = guard
-
-    async def prepare(self) -> None:
-        if self._guard == "fails":
-            raise GuardInactive("a rigged sequence was not ended")
-        if self._guard == "hangs":
-            await asyncio.Event().wait()
+# --- starts without an end
 
 
-@pytest.mark.req("REP-06")
-@pytest.mark.parametrize("guard", ["fails", "hangs"])
-def test_engine_whose_guard_is_not_proven_never_serves(guard: Literal["fails", "hangs"]) -> None:
-    engines: list[ScriptedEngine] = []
-
-    def build(index: int) -> ScriptedEngine:
-        engines.append(GuardedEngine(index, guard if index == 1 else "works"))
-        return engines[-1]
-
+def start_of(*engines: ScriptedEngine, start_s: float = 60.0) -> None:
     async def unexpected(_: str) -> None:
         raise AssertionError("no replica was lost")
 
+    asyncio.run(Replicas(len(engines), engines.__getitem__, unexpected, HANG_S, start_s).start())
+
+
+class UnpreparedEngine(ScriptedEngine):
+    """Raises `fault` in its preparation, or does not end it."""
+
+    fault: Exception | None = None
+
+    async def prepare(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+        await asyncio.Event().wait()
+
+
+@pytest.mark.req("REP-06")
+def test_an_engine_whose_guard_is_inactive_never_serves() -> None:
+    engine, unguarded = ScriptedEngine(0), UnpreparedEngine(1)
+    unguarded.fault = GuardInactive("no processor")
     with pytest.raises(GuardInactive):
-        asyncio.run(Replicas(2, build, unexpected, HANG_S, proof_s=0.2).start())
-    assert [engine.ended for engine in engines] == [True, True]
+        start_of(engine, unguarded)
+    assert (engine.ended, unguarded.ended) == (True, True)
+
+
+@pytest.mark.req("SRV-04")
+def test_a_preparation_without_end_is_given_up() -> None:
+    engine, unprepared = ScriptedEngine(0), UnpreparedEngine(1)
+    with pytest.raises(TimeoutError, match=r"replica 1: its engine is being prepared for over"):
+        start_of(engine, unprepared, start_s=START_S)
+    assert (engine.ended, unprepared.ended) == (True, True)
+
+
+@pytest.mark.req("SRV-05")
+def test_a_rebuild_that_stands_still_is_killed_and_tried_again() -> None:
+    stopped = StoppedProcess()
+
+    async def scenario(bench: Bench) -> None:
+        bench.faults = [stopped]
+        bench.built[0].alive = False
+        await bench.until(lambda: stopped.process is not None)
+        bench.clock.now += 0.3
+        (lost, _) = bench.replicas.statuses(0)
+        assert lost.state == "starting"
+        assert lost.detail == "its engine is being built, for 0 s of at most 0.4 s"
+        bench.clock.now += 1000.0
+        await bench.until(lambda: "for over 0.4 s" in bench.replicas.statuses(0)[0].detail)
+        await bench.until(lambda: bench.states() == ["serving", "serving"])
+
+    run(scenario)
+    assert stopped.process is not None
+    assert stopped.process.exitcode == -signal.SIGKILL
+
+
+STALLED_SERVER = """
+from pathlib import Path
+from rollout_server import serve
+from rollout_server.engines import ENGINES
+from rollout_server.settings.options import ServerSettings
+from rollout_server.settings.preflight import bind
+from tests.contract import scripted_engine
+from tests.contract.test_replica_watch import StoppedProcess
+
+if __name__ == "__main__":
+    scripted_engine.build = lambda settings, index: StoppedProcess()()
+    ENGINES["vllm"] = "tests.contract.scripted_engine"
+    settings = ServerSettings(model=Path("/m"), device="cpu", start_seconds=0.1)
+    serve.serve(settings, bind("127.0.0.1", 0))
+"""
+
+
+@pytest.mark.req("SRV-04")
+def test_a_start_that_stands_still_ends_the_server_with_the_reason(tmp_path: Path) -> None:
+    program = tmp_path / "stalled_server.py"
+    program.write_text(STALLED_SERVER)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 1, done.stderr
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("error: an engine could not start with /m")
+    assert "replica 0: its engine is being built for over 0.1 s (--start-seconds)" in message
 
 
 # --- probes and calls of the pool
 
 
 class ScriptedPool(Pool):
-    """`engines`: the last one of each index; builds fail while `failing`."""
+    """`engines`: the last one of each index; builds wait for `built`, and fail while `failing`."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(settings(replicas=replicas))
         self.engines: dict[int, ScriptedEngine] = {}
         self.failing = False
+        self.built = threading.Event()
+        self.built.set()
 
     def _build_engine(self, index: int) -> Any:
+        self.built.wait(60)
         if self.failing:
             raise RuntimeError("no memory")
         self.engines[index] = ScriptedEngine(index)
@@ -225,6 +325,13 @@ def refusal_of(probe: Callable[[], object]) -> Problem:
     return error.value.problem
 
 
+async def infer_problem(pool: Pool) -> Problem:
+    call = InferCall.model_validate({"infer_requests": [REQUEST]})
+    with pytest.raises(ProblemError) as error:
+        await pool.infer(call, CallRecord("/infer/"))
+    return error.value.problem
+
+
 @pytest.mark.req("WIRE-06", "SRV-05", "SYNC-07")
 def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
     async def scenario(pool: ScriptedPool) -> None:
@@ -233,11 +340,7 @@ def test_health_and_calls_name_the_replica_that_lacks_weights_or_died() -> None:
         assert (problem.type, problem.where) == ("urn:rollmatch:push-needed", "replicas[1]")
         assert [status.state for status in pool.info().replicas] == ["serving", "needs-push"]
         pool.hold(5)
-        call = InferCall.model_validate({"infer_requests": [REQUEST]})
-        with pytest.raises(ProblemError) as error:
-            await pool.infer(call, CallRecord("/infer/"))
-        assert error.value.problem == refusal_of(pool.health)
-        assert error.value.problem.status == 503
+        assert await infer_problem(pool) == refusal_of(pool.health)
         pool.hold(4, 0, 1)
         assert pool.health().weights_version == 4
         pool.failing = True
@@ -260,3 +363,45 @@ def test_epoch_changes_at_the_death_of_a_replica_and_stays_after_its_rebuild() -
         assert pool.server_epoch == pool.live().server_epoch == after
 
     run_pool(1, scenario)
+
+
+@pytest.mark.req("WIRE-06")
+def test_a_server_that_starts_names_the_phase_and_its_seconds() -> None:
+    async def play() -> None:
+        pool = ScriptedPool(1)
+        pool.built.clear()
+        start = asyncio.create_task(pool.start())
+        while not pool.building:
+            await asyncio.sleep(0)
+        assert refusal_of(pool.health) == await infer_problem(pool)
+        detail = refusal_of(pool.health).detail
+        assert detail.startswith("the engines are starting; replica 0: its engine is being built, ")
+        assert re.search(r"for \d+ s of at most 1800 s$", detail)
+        pool.built.set()
+        await start
+        assert pool.health().status == "ok"
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+@pytest.mark.req("WIRE-06", "ROLL-03")
+def test_a_sleeping_server_is_not_ready_until_it_is_woken() -> None:
+    async def scenario(pool: ScriptedPool) -> None:
+        def ready() -> bool:
+            return b"rollout_ready 1.0" in pool.telemetry.exposition()
+
+        assert ready()
+        await pool.weights.sleep()
+        for _ in range(2):  # neither a probe nor a call wakes it
+            assert refusal_of(pool.health) == await infer_problem(pool)
+            assert [status.state for status in pool.info().replicas] == ["asleep", "asleep"]
+            assert not ready()
+        problem = refusal_of(pool.health)
+        assert (problem.kind, problem.status) == ("push-needed", 503)
+        assert "replica 1 is asleep: /wake_up/ or a push comes first" in problem.detail
+        await pool.weights.wake_up()
+        assert ready()
+        assert pool.health().status == "ok"
+
+    run_pool(2, scenario)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from learner.config import dump_mapping, load_config, load_mapping, merge
-from rollout_server.settings.options import ServerSettings, load_settings, read_run_config
-from rollout_server.settings.repeat_config import CONFIG_JSON, INJECTION
+from rollout_server.settings.options import ServerSettings, load_settings
+from rollout_server.settings.repeat_config import CONFIG_JSON
+from rollout_server.settings.run_config import read_run_config
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
@@ -176,7 +177,7 @@ def test_a_file_that_is_no_training_yaml_is_refused(
 
 
 def environment(**guard: Any) -> dict[str, str]:
-    return {INJECTION: "1", CONFIG_JSON: json.dumps(guard)}
+    return {CONFIG_JSON: json.dumps(guard)}
 
 
 @pytest.mark.req("REP-04")
@@ -193,7 +194,7 @@ def test_an_environment_that_contradicts_a_file_is_refused_with_both(tmp_path: P
     ):
         with pytest.raises(ContractError) as caught:
             settings_of(run, file, environment(**GUARD))
-        assert caught.value.where == INJECTION
+        assert caught.value.where == CONFIG_JSON
         assert '"max_object_keys":40' in caught.value.found
         assert source in caught.value.found
         assert there in caught.value.found

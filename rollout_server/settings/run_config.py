@@ -1,0 +1,141 @@
+"""The part of a training YAML that a rollout server reads: `--run-config` (CFG-09, REP-04).
+
+    rollout_matching.decode_batch_size    per GPU; `max_num_seqs` is per replica
+    rollout_matching.repeat_terminate     repeat_terminate, with custom.answer_format
+    rollout_matching.vllm.sync.transport  weight_transport, unless it is `auto`
+    rollout_matching.vllm.max_model_len, enable_prefix_caching, enable_lora
+    rollout_matching.max_new_tokens       with global_max_length: max_model_len, unless stated
+    tuner.lora_rank                       with enable_lora: max_lora_rank, rounded up
+
+The learner checks all other keys.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import ValidationError
+
+from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.extends import merge_chain, read_chain
+from shared_contracts.footprint import run_context
+from shared_contracts.repeat_guard import ENTRY_CONTEXTS
+from shared_contracts.rollout_config import SharedRolloutConfig
+from shared_contracts.strict_model import contract_errors, shown
+from shared_contracts.yaml12 import read_document
+
+OPTION = "--run-config"
+SECTION = "rollout_matching"
+
+# The ranks of adapters that vLLM has buffers for; an adapter takes the next one.
+LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+LORA_RANKS: tuple[int, ...] = get_args(LoraRank)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The server's part of a training YAML.
+
+    lora_rank: of the trained adapter; None without one.
+    prompt, answer: most tokens of each; None if the YAML sets no limit. A prompt is shorter than
+        its pack.
+    """
+
+    rollout: SharedRolloutConfig
+    lora_rank: int | None
+    prompt: int | None
+    answer: int | None
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the server settings of this run. given: the server's other settings."""
+        gpus = given.get("tensor_parallel_size")
+        vllm, transport = self.rollout.vllm, self.rollout.vllm.sync.transport
+        settings = {
+            "max_num_seqs": self.rollout.decode_batch_size * (gpus if isinstance(gpus, int) else 1),
+            "repeat_terminate": self.rollout.repeat_terminate,
+            "weight_transport": None if transport == "auto" else transport,
+            "max_model_len": vllm.max_model_len or self._context(given.get("model")),
+            "enable_prefix_caching": vllm.enable_prefix_caching,
+            "enable_lora": vllm.enable_lora,
+        }
+        if vllm.enable_lora and self.lora_rank is not None and "max_lora_rank" not in given:
+            settings["max_lora_rank"] = _vllm_rank(self.lora_rank)
+        return settings
+
+    def _context(self, model: Any) -> int | None:
+        if self.prompt is None or self.answer is None or not isinstance(model, str | Path):
+            return None
+        return run_context(Path(model), self.prompt, self.answer)
+
+
+def _vllm_rank(lora_rank: int) -> int:
+    """Return the smallest rank of LORA_RANKS that holds `lora_rank`."""
+    for rank in LORA_RANKS:
+        if rank >= lora_rank:
+            return rank
+    raise ContractError(
+        "tuner.lora_rank",
+        f"is {lora_rank}, and vLLM serves adapters up to rank {LORA_RANKS[-1]}",
+        "Lower it, or set rollout_matching.vllm.enable_lora to false",
+    )
+
+
+def read_run_config(path: Path) -> RunConfig:
+    """Read the server's part of a training YAML.
+
+    Raises ContractErrors with every bad key of that part by its path in the file.
+    """
+    _, mappings = read_chain(path, partial(read_yaml, option=OPTION))
+    merged = merge_chain(mappings)
+    section = merged.get(SECTION)
+    if not isinstance(section, dict):
+        raise ContractError(
+            SECTION, f"{path} has {shown(section)} there, not a mapping", "Name a training YAML"
+        )
+    known = {k: v for k, v in section.items() if k in SharedRolloutConfig.model_fields}
+    guard, custom = known.get("repeat_terminate"), _section(merged, "custom")
+    if isinstance(guard, dict) and "answer_format" in custom:
+        known["repeat_terminate"] = {"answer_format": _answer_format(custom)} | guard
+    try:
+        rollout = SharedRolloutConfig.model_validate(known)
+    except ValidationError as error:
+        raise ContractErrors(contract_errors(error, SharedRolloutConfig, at=SECTION)) from None
+    packed = _section(merged, "training").get("packing", True) is not False
+    return RunConfig(
+        rollout,
+        lora_rank=_positive(_section(merged, "tuner").get("lora_rank")),
+        prompt=_positive(merged.get("global_max_length")) if packed else None,
+        answer=_positive(section.get("max_new_tokens")),
+    )
+
+
+def read_yaml(path: Path, option: str) -> dict[str, Any]:
+    """Read the mapping in a YAML file. option: names the file in the ContractError."""
+    import yaml  # not for `--help`
+
+    try:
+        return read_document(path, yaml).mapping
+    except ContractError as error:
+        raise ContractError(option, f"{error.where}: {error.found}", error.do) from error
+
+
+def _answer_format(custom: Mapping[str, Any]) -> str:
+    name = custom["answer_format"]
+    if not isinstance(name, str) or name not in ENTRY_CONTEXTS:
+        known = ", ".join(ENTRY_CONTEXTS)
+        raise ContractError(
+            "custom.answer_format", f"{shown(name)} is not known", f"Use one of {known}"
+        )
+    return name
+
+
+def _section(mapping: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = mapping.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _positive(value: Any) -> int | None:
+    """Return a positive integer; None for any other value, which the learner refuses."""
+    return value if type(value) is int and value > 0 else None
