@@ -21,7 +21,6 @@ PROBLEM_MEDIA_TYPE = "application/problem+json"
 PROBLEM_TITLES: dict[str, tuple[int, str]] = {
     "bad-request": (400, "The request cannot be read"),
     "unauthorized": (401, "The call carries no valid token"),
-    "foreign-origin": (403, "A page of another site may not make this call"),
     "not-found": (404, "There is nothing at this path"),
     "method-not-allowed": (405, "This path does not take this method"),
     "too-slow": (408, "The call did not arrive in time"),
@@ -39,9 +38,8 @@ PROBLEM_TITLES: dict[str, tuple[int, str]] = {
     "weight-transfer-failed": (502, "A weight transfer broke"),
     "weights-differ": (502, "An engine does not hold the weights that were sent"),
     "not-ready": (503, "The server cannot answer now"),
-    "too-many-connections": (503, "The server holds as many connections as it may"),
     "overloaded": (503, "The server has no room for this now"),
-    "push-needed": (503, "A replica was built again and needs a full push of weights"),
+    "push-needed": (503, "The replicas need a push of weights"),
     "weights-poisoned": (503, "The server needs a full push of weights"),
     "weight-transfer-timeout": (504, "A phase of the weight transfer ran out of time"),
 }

@@ -109,8 +109,7 @@ class ServerConfig(StrictModel):
     infer_timeout_s: float | None = Field(
         default=None,
         description="most seconds for an `/infer/` call; null or <= 0: no limit "
-        "while `/live/` answers. An answer that has begun must end "
-        "within 120 seconds",
+        "while `/live/` answers",
     )
 
     @field_validator("servers")

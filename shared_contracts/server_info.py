@@ -18,8 +18,9 @@ TOKEN_FILE_VARIABLE = "ROLLOUT_SERVER_TOKEN_FILE"
 # serving       answers calls
 # starting      its engine is being built, for the first time or again
 # needs-push    built again with the checkpoint's weights, which are no longer the current ones
+# asleep        its memory is given up, until a push or `/wake_up/`
 # dead          its engine is gone; it will be built again
-ReplicaState = Literal["serving", "starting", "needs-push", "dead"]
+ReplicaState = Literal["serving", "starting", "needs-push", "asleep", "dead"]
 
 Workers = Annotated[int, Field(ge=1, le=2**20)]
 
@@ -67,10 +68,9 @@ class WeightCall(_Wire):
 
 
 class Health(_Wire):
-    """`GET /health/`: 200 when every replica can answer `/infer/`, or is asleep.
+    """`GET /health/`: 200 when every replica can answer `/infer/`.
 
     weight_call: what calls may have to wait for; null where no weights are coming.
-    asleep: memory is given up, and `/infer/` is refused until a push or `/wake_up/`.
     """
 
     status: Literal["ok"] = "ok"
@@ -79,7 +79,6 @@ class Health(_Wire):
     server_epoch: str
     replicas: list[ReplicaStatus]
     weight_call: WeightCall | None = None
-    asleep: bool = False
 
 
 class Live(_Wire):
@@ -99,7 +98,7 @@ class WorldSize(_Wire):
 class RepeatTerminateStatus(_Wire):
     """The repeat guard of the server.
 
-    active: it runs inside every engine and passed its self-test there.
+    active: every worker of every engine runs it with `config`.
     """
 
     active: bool

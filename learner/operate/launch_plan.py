@@ -24,12 +24,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 from urllib.parse import urlsplit
 
-import httpx
-
 from learner.config import Config, dump_mapping, dump_resolved
 from learner.distributed.waiting import PASSIVE_WAIT
-from learner.rollout.answers import NoJson, Unfit, parse_answer
-from learner.rollout.client import look
+from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.rollout.colocate import media_dirs
 from learner.rollout.distribution import rank_chunk_size
 from learner.rollout.server_process import SERVER_GRACE_S
@@ -44,7 +41,7 @@ from learner.training.start_checks import (
 from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
 from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 from shared_contracts.rollout_config import ServerAddress
-from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Live, given_token
+from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, given_token
 
 SERVER_GPUS, TRAIN_GPUS, PROCESSES = "--server-gpus", "--train-gpus", "--train-processes"
 
@@ -289,9 +286,8 @@ def _who_listens(base_url: str) -> tuple[str, str]:
     Whose port it is is not known yet, so it is not told the token.
     """
     try:
-        answer = look(f"{base_url}/live/", 2.0)
-        parse_answer(answer.body if answer.is_success else b"", Live)
-    except (TimeoutError, httpx.RequestError, NoJson, Unfit):
+        RolloutClient(base_url, 2.0, token="").live()
+    except (ContractError, *SERVER_ERRORS):
         port = urlsplit(base_url).port or _HTTP_PORT
         return (
             f"another program listens at {base_url}",

@@ -1,37 +1,26 @@
-"""One rollout over several servers: requests out, answers in, each exactly once (DIST-01..05).
+"""One rollout over several servers; each request is answered exactly once (DIST-01 to DIST-05).
 
-    chunk -> _split   a part for every server that can be used
-          -> _send    each server gets its parts in calls that have places
+    chunk -> _split   a part for every usable server
+          -> _send    each server gets calls for its parts while it has free places
           -> _take    an answer; or a lost server, whose parts are split among the others
-          -> chunk    its answers, in order, as soon as all are there
+          -> chunk    its answers, in order, when all have arrived
 
-The places of a server are filled again across the borders of chunks: while a chunk lacks its last
-answers, requests of the next CHUNKS_AHEAD chunks are sent.
+While a chunk lacks answers, requests of the next CHUNKS_AHEAD chunks fill free places.
 """
 
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from uuid import uuid4
 
-from learner.rollout.backend import Journal
-from learner.rollout.distribution import (
-    CHUNKS_AHEAD,
-    cut,
-    most_at_once,
-    next_call,
-    plan_chunks,
-)
+from learner.rollout.distribution import CHUNKS_AHEAD, cut, most_at_once, next_call, plan_chunks
 from learner.rollout.parallel_calls import Calls
 from learner.rollout.server_handle import Part, ServerHandle, ServerLost
+from learner.rollout.server_pool import ServerPool
 from shared_contracts.errors import RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
-
-# Most requests in flight at each server, of which the world sizes are given.
-Caps = Callable[[Sequence[int]], Sequence[int]]
 
 # Servers that come back and are lost again without one answer end the run.
 FRUITLESS_RETURNS = 3
@@ -63,55 +52,37 @@ class Job:
 
 
 class Dispatch:
-    """The run of one job over the servers.
+    """The run of one job over the servers of a pool.
 
-    servers: all servers, also those that are lost. caps: of this process (`rank_caps`).
-    learner_world_size: the number of processes.
-    look: takes back lost servers that can be used again; called before every chunk.
-    wait_for_one: blocks until a lost server can be used again; raises if none can.
-    patience_s: seconds in which servers can come back and be lost again; measured by `clock`.
+    reconnect: uses lost servers again that can be used, and returns all usable servers; called
+    before every chunk, and repeatedly while no server is usable.
     """
 
     def __init__(
-        self,
-        job: Job,
-        servers: Sequence[ServerHandle],
-        caps: Caps,
-        journal: Journal,
-        look: Callable[[], object],
-        wait_for_one: Callable[[], object],
-        patience_s: float,
-        learner_world_size: int = 1,
-        clock: Callable[[], float] = time.monotonic,
+        self, job: Job, pool: ServerPool, reconnect: Callable[[], list[ServerHandle]]
     ) -> None:
         self._job = job
-        self._servers = servers
-        self._caps_of = caps
-        self._journal = journal
-        self._look = look
-        self._wait_for_one = wait_for_one
-        self._patience_s = patience_s
-        self._learner_world_size = learner_world_size
-        self._clock = clock
+        self._pool = pool
+        self._reconnect = reconnect
         self._envelopes: dict[int, RolloutEnvelope] = {}
-        self._queues: dict[ServerHandle, deque[Part]] = {server: deque() for server in servers}
+        self._queues: dict[ServerHandle, deque[Part]] = {one: deque() for one in pool.servers}
         self._caps: dict[ServerHandle, int] = {}
-        self._to_come = len(job.requests)  # that no server has been given
+        self._unassigned = len(job.requests)
         self._in_flight: Counter[ServerHandle] = Counter()  # requests
         self._running: Counter[ServerHandle] = Counter()  # calls
         self._calls: Calls[tuple[ServerHandle, Part, int], list[RolloutEnvelope]] = Calls()
-        self._returns: list[float] = []
-        self._over = threading.Event()
+        self._outages: list[float] = []  # since the last answer: when no server was usable
+        self._given_up = threading.Event()
 
     def give_up(self) -> None:
         """Give up from another thread; `chunks` raises RunError soon."""
-        self._over.set()
+        self._given_up.set()
 
     def chunks(self, size: int) -> Generator[list[RolloutEnvelope], None, None]:
         """Yield one envelope per request, in order, `size` at a time.
 
-        Calls that run go on while nobody asks for the next chunk, and no new ones are made then.
-        When the generator is closed, and after an error, running calls end soon.
+        Between two chunks running calls go on, and none is started. When the generator is closed,
+        and after an error, running calls end soon.
 
         Raises:
             RunError: no server answers, a request was refused, or the run was given up.
@@ -121,8 +92,8 @@ class Dispatch:
         try:
             for chunk in chunks:
                 while later and later[0].start <= chunk.start + CHUNKS_AHEAD * size:
-                    self._look()
-                    self._to_come -= len(later[0])
+                    self._reconnect()
+                    self._unassigned -= len(later[0])
                     self._split(Part(later.popleft()), owner=None)
                 self._send()
                 while not self._envelopes.keys() >= set(chunk):
@@ -130,67 +101,51 @@ class Dispatch:
                     self._send()
                 yield [self._envelopes.pop(index) for index in chunk]
         finally:
-            self._over.set()
+            self._given_up.set()
 
     def _split(self, part: Part, owner: ServerHandle | None) -> None:
-        """Split a part among the servers. owner: the server that lost it; None: a new part."""
-        servers = self._askable()
-        caps = self._caps_at(servers)
-        self._caps |= zip(servers, caps, strict=True)
-        chunks = plan_chunks(len(part.requests), caps)
-        for server, chunk in zip(servers, chunks, strict=True):
+        """Split a part among the usable servers. owner: the server that lost it, if any."""
+        if not (usable := self._pool.usable()):
+            self._end_if_fruitless()
+            usable = self._pool.wait_for(self._reconnect)
+        caps = self._pool.caps(usable)
+        self._caps |= caps
+        chunks = plan_chunks(len(part.requests), list(caps.values()))
+        for server, chunk in zip(caps, chunks, strict=True):
             requests = part.requests[chunk.start : chunk.stop]
             if not requests:
                 continue
             queue = [*self._queues[server], Part(requests, part.tried)]
             self._queues[server] = deque(sorted(queue, key=lambda each: each.requests.start))
             if owner not in (None, server):
-                self._journal.split(server.url, requests)
-
-    def _caps_at(self, askable: Sequence[ServerHandle]) -> list[int]:
-        """Of places at all servers, so that it does not matter whom another process has lost.
-
-        A process that has no place where it may ask has one request in flight there.
-        """
-        caps = self._caps_of([server.world_size for server in self._servers])
-        at = dict(zip(self._servers, caps, strict=True))
-        here = [at[server] for server in askable]
-        return here if any(here) else [1] * len(askable)
-
-    def _askable(self) -> list[ServerHandle]:
-        """Return the servers that can be used; waits if there is none."""
-        if all(server.lost is not None for server in self._servers):
-            self._returns.append(self._clock())
-            self._end_if_fruitless()
-            self._wait_for_one()
-        return [server for server in self._servers if server.lost is None]
+                self._pool.journal.split(server.url, requests)
 
     def _end_if_fruitless(self) -> None:
-        in_vain_s = self._returns[-1] - self._returns[0]
-        if len(self._returns) > FRUITLESS_RETURNS and in_vain_s > self._patience_s:
-            reasons = "; ".join(f"{server.url}: {server.lost}" for server in self._servers)
+        """Raise RunError if servers only come back to be lost again."""
+        self._outages.append(self._pool.clock())
+        returns, in_vain_s = len(self._outages) - 1, self._outages[-1] - self._outages[0]
+        if returns >= FRUITLESS_RETURNS and in_vain_s > self._pool.timeout_s:
             raise RunError(
-                f"no rollout server answers, though some came back {len(self._returns) - 1} "
-                f"times in {in_vain_s:.0f} s ({reasons})"
+                f"no rollout server answers, though some came back {returns} times in "
+                f"{in_vain_s:.0f} s ({self._pool.reasons()})"
             )
 
     def _send(self) -> None:
-        for server in self._servers:
+        for server in self._pool.servers:
             while (part := self._next_part(server)) is not None:
                 self._in_flight[server] += len(part.requests)
                 self._running[server] += 1
                 call = self._job.call(part.requests)
-                self._calls.start(
-                    (server, part, server.returns), partial(server.answer, call, part, self._over)
-                )
+                answer = partial(server.answer, call, part, self._given_up)
+                self._calls.start((server, part, server.returns), answer)
 
     def _next_part(self, server: ServerHandle) -> Part | None:
         """Take the requests of the next call from a server's queue; None without a free place."""
         queue = self._queues[server]
         most = most_at_once(self._caps.get(server, 0), self._job.config.n)
-        waiting = self._to_come + sum(len(part.requests) for part in queue)
-        free, running = most - self._in_flight[server], self._running[server]
-        count = next_call(waiting, free, most, self._learner_world_size, running)
+        waiting = self._unassigned + sum(len(part.requests) for part in queue)
+        free = most - self._in_flight[server]
+        count = next_call(waiting, free, most, self._pool.peers.count, self._running[server])
         if not queue or count == 0:
             return None
         requests, tried = queue.popleft()
@@ -199,25 +154,22 @@ class Dispatch:
         return Part(requests[:count], tried)
 
     def _take(self) -> None:
+        """Wait for the next call that ends."""
         (server, part, returns), outcome = self._calls.take()
         self._in_flight[server] -= len(part.requests)
         self._running[server] -= 1
         try:
             envelopes = outcome.result()
         except ServerLost as error:
-            if self._over.is_set():
+            if self._given_up.is_set():
                 raise RunError("the rollout was given up") from error
             self._queues[server].appendleft(Part(part.requests, error.tried))
-            self._lose(server, str(error), returns)
-            return
-        self._envelopes |= zip(part.requests, envelopes, strict=True)
-        self._returns.clear()
-        if server.restarted(envelopes):
-            self._lose(server, "the server or one of its replicas was restarted", returns)
-
-    def _lose(self, server: ServerHandle, reason: str, returns: int) -> None:
-        """returns: of the server, when it was asked; it may have come back since."""
-        server.lose(reason, returns)
+            server.lose(str(error), returns)
+        else:
+            self._envelopes |= zip(part.requests, envelopes, strict=True)
+            self._outages.clear()
+            if not server.lose_if_restarted(envelopes, returns):
+                return
         left = list(self._queues[server])
         self._queues[server].clear()
         for part in left:

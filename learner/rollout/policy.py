@@ -4,7 +4,7 @@
     answer()             first pushes again to servers that lost the weights; training waits
     stream()             the same, in chunks, the next of which is answered while one is used
     answer_by_pushed()   pushes nothing, because the weights may have changed; raises PushNeeded
-    heal()               pushes again to servers that lost the weights, if these did not change
+    repush_restarted()   pushes again to servers that lost the weights, if these did not change
 
 A step calls `mark_updated` when it has changed the training weights.
 """
@@ -74,7 +74,7 @@ class OpenBackend:
     stream: what `rollout` returns, in chunks, from servers that generate while the learner trains
         (STEP-03); None for other backends.
     round_size: requests of one round of asynchronous rollouts by such servers.
-    heal: pushes again to such servers, as long as the pushed weights have not changed.
+    repush_restarted: pushes again to such servers, while the training weights are the pushed ones.
     ask_asynchronous: a `rollout` that pushes nothing; None: the backend's `rollout` never does.
     serving: the block in which a backend that shares a GPU with the learner has it.
     """
@@ -85,7 +85,7 @@ class OpenBackend:
     journal: Journal = field(default_factory=Journal)
     stream: Stream | None = None
     round_size: int | None = None
-    heal: Callable[[], None] | None = None
+    repush_restarted: Callable[[], None] | None = None
     ask_asynchronous: Ask | None = None
     serving: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -178,13 +178,13 @@ class Policy:
         ask = self._opened.ask_asynchronous or self._opened.backend.rollout
         return self._answer(ask, samples, seed)
 
-    def heal(self) -> None:
+    def repush_restarted(self) -> None:
         """Push again to restarted servers, if the training weights have not changed since.
 
-        To be called repeatedly while this process waits for others.
+        Called repeatedly while this process waits for others.
         """
-        if self._opened.heal is not None and not self.is_behind():
-            self._opened.heal()
+        if self._opened.repush_restarted is not None and not self.is_behind():
+            self._opened.repush_restarted()
 
     def _answer(
         self, ask: Ask, samples: Sequence[Sample], seed: int, *, evaluating: bool = False

@@ -1,8 +1,8 @@
-"""One server of the backend: usable, lost, and usable again (DIST-05, SYNC-07, SYNC-08).
+"""One server of the backend (DIST-05, SYNC-07, SYNC-08).
 
-may be asked --- an answer fails for good, or comes of another epoch ---> lost
-     ^                                                                     |
-     +--- the leader pushes the weights again; followers see that it has --+
+usable --- an answer fails for good, or shows another epoch ---> lost
+   ^                                                              |
+   +--- process 0 pushes its weights again; the other processes reconnect
 """
 
 import logging
@@ -10,7 +10,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from tenacity import (
@@ -22,39 +21,50 @@ from tenacity import (
     wait_exponential,
 )
 
-from learner.rollout.backend import Call, Journal
+from learner.rollout.backend import ANSWERED, Call, Journal, WeightChannel
 from learner.rollout.client import (
     SERVER_ERRORS,
     OtherWeights,
     RolloutClient,
+    ServerUnreachable,
     TooManyCalls,
+    may_be_of_a_proxy,
     may_pass,
     needs_push,
 )
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.server_info import Info
+from shared_contracts.weights import DtypeName
 
 _LOG = logging.getLogger(__name__)
 
 Sleep = Callable[[float], None]
-# What the server at a URL has otherwise than this run needs it.
+Clock = Callable[[], float]
+# What a server has otherwise than this run needs: of its URL and its `/info/`.
 Differences = Callable[[str, Info], Sequence[ContractError]]
 
-# Samples that an error names.
-_NAMED = 5
-# Of one call at one server, before it is lost.
+# Of one call at one server, before the server is lost.
 ATTEMPTS = 4
 _BACKOFF = wait_exponential(multiplier=0.5, max=8.0)
 _LONGEST_PAUSE_S = 60.0
-# Not the global generator, whose state belongs to the training.
-_JITTER = random.Random()
+_JITTER = random.Random()  # the global generator belongs to the training
+# Attempts that broke at ages this close to each other were ended by a proxy, not by the server.
+_SAME_AGE = 0.2
+_SHORTEST_CUT_S = 1.0
+# Samples that an error names.
+_NAMED = 5
+# Pause after a failed repeated push: doubled each time.
+FIRST_REST_S = 5.0
+_LONGEST_REST_S = 300.0
+_REFUSED = 422
+_RESTARTED = "the server or one of its replicas was restarted"
 
 
-class Standing(NamedTuple):
-    """The state of a server that process 0 sends to the others; JSON values only.
+class ServerReport(NamedTuple):
+    """What process 0 knows of a server and sends to the other processes; values of JSON.
 
-    server_epoch: None before its weight group was formed. lost: why it may not be asked.
+    server_epoch: None before its weight group was formed. lost: the reason; None: it is usable.
     """
 
     server_epoch: str | None
@@ -63,7 +73,7 @@ class Standing(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Consecutive requests of a rollout, and how often they were tried before."""
+    """Consecutive requests of a rollout, and the number of earlier attempts."""
 
     requests: range
     tried: int = 0
@@ -81,62 +91,89 @@ class ServerLost(Exception):
 
 
 def no_differences(url: str, info: Info) -> Sequence[ContractError]:
-    """Any server will do."""
+    """Accept any server."""
     return ()
 
 
 class ServerHandle:
-    """A server, for a process that does not push to it.
+    """A server. One thread may call it while another one reconnects it.
 
-    It may be asked by one thread and taken back by another.
+    channel: of the weights; None in every process but process 0. Only one thread pushes.
+    differences: checked before a lost server is used again.
+    sleep, clock: of the pauses between attempts, in seconds.
 
-    url: names it in logs. sleep: pauses between attempts.
-    differences: looked for before a lost server is asked again, as it may be another one now.
-    world_size: its engine workers; asked once, and known anew with every epoch.
-    lost: why it may not be asked now; None: it may. returns: how often it came back.
-    starting: the newest look found that it is there and its engines are being built.
-    wants_push: the newest look found that it lacks nothing but a push.
+    url: its name in logs. lost: the reason; None: it is usable. returns: how often it came back.
+    world_size: its engine workers. dtype: of its weights.
+    starting: it is lost, and the newest check found its engines starting.
+    wants_push: it is lost, and the newest check found that it lacks only a push.
     """
+
+    dtype: DtypeName = "float32"
 
     def __init__(
         self,
         client: RolloutClient,
         journal: Journal,
-        sleep: Sleep = time.sleep,
+        channel: WeightChannel | None = None,
         differences: Differences = no_differences,
+        sleep: Sleep = time.sleep,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.url = client.base_url
         self.world_size = client.world_size()
         self.lost: str | None = None
         self.returns = 0
-        self.starting = False
-        self.wants_push = False
+        self.starting = self.wants_push = False
         self._client = client
         self._journal = journal
-        self._sleep = sleep
+        self._channel = channel
         self._differences = differences
+        self._sleep, self._clock = sleep, clock
         self._epoch: str | None = None
-        self._changing = threading.Lock()  # whether it is lost
+        self._pushed: int | None = None  # what it has, as far as this process pushed it
+        self._rest_s = self._rests_until = 0.0
+        self._changing = threading.Lock()  # `lost`
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._client.close()
+
+    # --- answers
 
     def answer(
         self, call: InferCall, part: Part, given_up: threading.Event
     ) -> list[RolloutEnvelope]:
-        """One envelope per request, of the expected weights.
+        """Return one envelope per request, of the expected weights.
 
-        given_up: set when nobody wants the answer any more; ends the call and its retries.
+        given_up: set when the answer is no longer needed; ends the call and its retries.
 
         Raises:
             ServerLost: every attempt failed, or the server needs a push; or it was given up.
             RunError, ContractError: what would fail at any server.
         """
-        tried, epoch = part.tried, self._epoch
+        requests, config = part.requests, call.request_config
+        seed = None if config is None else config.seed
+        tried, epoch, cut_ages_s = part.tried, self._epoch, list[float]()
 
-        def ask() -> list[RolloutEnvelope]:
+        def note(outcome: str) -> None:
+            self._journal.call(Call(self.url, requests.start, len(requests), seed, tried, outcome))
+
+        def attempt() -> list[RolloutEnvelope]:
             nonlocal tried, epoch
             if given_up.is_set():
                 raise ServerLost("the call was given up", tried)
-            tried, epoch = tried + 1, self._epoch
-            return self._ask(call, part.requests, tried, given_up)
+            tried, epoch, began = tried + 1, self._epoch, self._clock()
+            try:
+                envelopes = self._client.infer(call, epoch, given_up)
+                _require_weights(call, envelopes, self.url)
+            except SERVER_ERRORS as error:
+                note(str(error))
+                if may_be_of_a_proxy(error):
+                    cut_ages_s.append(self._clock() - began)
+                raise
+            note(ANSWERED)
+            return envelopes
 
         retry = Retrying(
             retry=retry_if_exception(may_pass),
@@ -146,98 +183,18 @@ class ServerHandle:
             reraise=True,
         )
         try:
-            return retry(ask)
+            return retry(attempt)
         except SERVER_ERRORS as error:
-            if may_pass(error) or needs_push(error) or self._lost_weights(error, epoch):
-                raise ServerLost(str(error), tried) from error
+            if may_pass(error) or needs_push(error) or self._was_restarted(error, epoch):
+                raise ServerLost(f"{error}{_proxy_advice(cut_ages_s)}", tried) from error
             if isinstance(error, ProblemError) and error.problem.errors:
                 raise ProblemError(_named(error.problem, call)) from error
             raise
 
-    def restarted(self, envelopes: Sequence[RolloutEnvelope]) -> bool:
-        """Return whether answers show that the server or a replica was restarted."""
-        epochs = {envelope.coordexp.server_epoch for envelope in envelopes}
-        return self._epoch is not None and epochs != {self._epoch}
+    def _was_restarted(self, error: BaseException, epoch: str | None) -> bool:
+        """Return whether other weights come from a restart, not from another learner.
 
-    def lose(self, reason: str, returns: int | None = None) -> bool:
-        """Mark it as lost; returns false if it was lost already.
-
-        returns: when it was asked in vain; it may have been lost or have come back since.
-        """
-        with self._changing:
-            if returns is not None and (self.lost is not None or returns != self.returns):
-                return False
-            if self.lost is None:
-                _LOG.warning("rollout server %s is lost: %s", self.url, reason)
-                self._journal.lost(self.url, reason)
-            self.lost = reason
-            return True
-
-    def standing(self) -> Standing:
-        return Standing(self._epoch, self.world_size, self.lost)
-
-    def adopt(self, standing: Standing) -> None:
-        """Adopt the state that process 0 has; process 0 has already logged a loss."""
-        self._epoch, self.world_size = standing.server_epoch, standing.world_size
-        self.lost = standing.lost
-        if standing.lost is None:
-            self._is_back()
-
-    def rejoin(self, version: int | None) -> None:
-        """Use a lost server again if it reports the weights `version`; None: any.
-
-        Nothing is pushed to it. It then is the server of its present epoch. Two quick calls.
-        """
-        try:
-            self._client.health()
-            info = self._client.info()
-        except SERVER_ERRORS as error:
-            self.stays_lost(error)
-            return
-        held = info.weights_version
-        if found := self._differences(self.url, info):
-            self.stays_lost(RunError("; ".join(map(str, found))))
-        elif version is not None and (info.weights_state, held) != ("READY", version):
-            says = f"its weights are {held} ({info.weights_state}), and {version} is not pushed yet"
-            self.stays_lost(RunError(says), wants_push=held <= version)
-        else:
-            self._epoch, self.world_size = info.server_epoch, info.world_size
-            self._is_back()
-            _LOG.warning("rollout server %s is back", self.url)
-
-    def stays_lost(self, error: RunError, wants_push: bool = False) -> None:
-        """Note why it cannot be used yet."""
-        self.lost = str(error)
-        self.starting = isinstance(error, ProblemError) and error.problem.kind == "not-ready"
-        self.wants_push = wants_push or needs_push(error)
-
-    def close(self) -> None:
-        self._client.close()
-
-    def _is_back(self) -> None:
-        with self._changing:
-            self.lost = None
-            self.returns += 1
-        self.starting = self.wants_push = False
-
-    def _ask(
-        self, call: InferCall, requests: range, attempt: int, given_up: threading.Event
-    ) -> list[RolloutEnvelope]:
-        seed = None if call.request_config is None else call.request_config.seed
-        note = partial(Call, self.url, requests.start, len(requests), seed, attempt)
-        try:
-            envelopes = self._client.infer(call, self._epoch, given_up)
-            _require_weights(call, envelopes, self.url)
-        except SERVER_ERRORS as error:
-            self._journal.call(note(outcome=str(error)))
-            raise
-        self._journal.call(note(outcome="answered"))
-        return envelopes
-
-    def _lost_weights(self, error: BaseException, epoch: str | None) -> bool:
-        """Return whether unexpected weights come from a restart, not from another learner.
-
-        epoch: of the server when it was asked; it may be back by now.
+        epoch: of the server when the call began; it may be reconnected by now.
         """
         if not isinstance(error, OtherWeights):
             return False
@@ -246,9 +203,213 @@ class ServerHandle:
         except SERVER_ERRORS:
             return True
 
+    # --- lost and usable again
+
+    def lose_if_restarted(self, envelopes: Sequence[RolloutEnvelope], returns: int) -> bool:
+        """Mark it as lost if answers have another epoch; return whether they have.
+
+        returns: as in `lose`.
+        """
+        epochs = {envelope.coordexp.server_epoch for envelope in envelopes}
+        if self._epoch is None or epochs == {self._epoch}:
+            return False
+        self.lose(_RESTARTED, returns)
+        return True
+
+    def lose(self, reason: str, returns: int | None = None) -> None:
+        """Mark it as lost.
+
+        returns: its value when the failed call began; ignored if it was lost or came back since.
+        """
+        with self._changing:
+            if returns is not None and (self.lost is not None or returns != self.returns):
+                return
+            if self.lost is None:
+                _LOG.warning("rollout server %s is lost: %s", self.url, reason)
+                self._journal.lost(self.url, reason)
+            self.lost = reason
+            if self._channel is not None:
+                self._channel.abandon()
+
+    def report(self) -> ServerReport:
+        return ServerReport(self._epoch, self.world_size, self.lost)
+
+    def adopt(self, report: ServerReport) -> None:
+        """Adopt the state in process 0, which has already logged a loss."""
+        self._epoch, self.world_size, self.lost = report
+        if report.lost is None:
+            self._use()
+
+    def reconnect(self, version: int | None) -> None:
+        """Use a lost server again if it has the weights `version`; None: any. Pushes nothing."""
+        if self._channel is not None and version not in (None, self._pushed):
+            self.wants_push = self.check()
+            return
+        try:
+            self._client.health()
+            info = self._client.info()
+            self._require_same(info)
+        except RunError as error:
+            self._stay_lost(error)
+            return
+        held = info.weights_version
+        if version is not None and (info.weights_state, held) != ("READY", version):
+            found = f"it has weights {held} ({info.weights_state}), and {version} are not pushed"
+            self._stay_lost(RunError(found))
+            self.wants_push = held <= version
+            return
+        self._epoch, self.world_size = info.server_epoch, info.world_size
+        self._use()
+        _LOG.warning("rollout server %s is back", self.url)
+
+    def check(self) -> bool:
+        """Return whether it is lost and can take a push now; makes one quick call.
+
+        A usable server that was restarted, or lacks the weights, is lost. One that does not
+        answer is left to the calls: after a restart it has another epoch.
+        """
+        usable, returns = self.lost is None, self.returns
+        try:
+            epoch = self._client.health().server_epoch
+        except SERVER_ERRORS as error:
+            if not needs_push(error):
+                if not usable:
+                    self._stay_lost(error)
+                return False
+            reason = str(error)
+        else:
+            if usable and epoch == self._epoch:
+                return False
+            reason = _RESTARTED
+        if usable:
+            self.lose(reason, returns)
+        self.starting = self.wants_push = False
+        return self.lost is not None
+
+    def rests(self) -> bool:
+        """Return whether a repeated push failed so recently that none is tried yet."""
+        return self._clock() < self._rests_until
+
+    def _stay_lost(self, error: RunError) -> None:
+        self.lost = str(error)
+        self.starting = isinstance(error, ProblemError) and error.problem.kind == "not-ready"
+        self.wants_push = needs_push(error)
+
+    def _use(self) -> None:
+        with self._changing:
+            self.lost = None
+            self.returns += 1
+        self.starting = self.wants_push = False
+
+    def _require_same(self, info: Info) -> None:
+        if found := self._differences(self.url, info):
+            raise RunError("; ".join(map(str, found)))
+
+    # --- pushes, in process 0
+
+    def connect(self) -> int:
+        """Form the weight group; return the server's weights version."""
+        assert self._channel is not None
+        ready = self._channel.connect()
+        self.dtype, self._epoch = ready.dtype, ready.server_epoch
+        self.world_size = ready.world_size - 1
+        return ready.weights_version
+
+    def push_to_version(self, version: int | None) -> RunError | None:
+        """Make `version` its weights (None: any) and use it. If that fails, it is lost.
+
+        Returns the error. Raises what would fail again: ContractError where another learner owns
+        the server, RunError where the server refused the weights.
+        """
+        try:
+            if self.lost is None and version is not None:
+                self._push(version)
+            else:
+                self.restore(version)
+        except RunError as error:
+            cause = error.__cause__
+            if isinstance(cause, ProblemError) and cause.problem.status == _REFUSED:
+                raise
+            self.lose(str(error))
+            return error
+        return None
+
+    def restore(self, version: int | None) -> None:
+        """Use a lost server again, after a push of `version` unless it has these weights.
+
+        A push whose answer was lost is not repeated: the server would refuse it. After a failure
+        the server `rests`, longer every time.
+
+        Raises:
+            RunError: the push broke, or the server is not there or differs.
+        """
+        try:
+            info = self._client.info()
+            self._require_same(info)
+            if version is not None and not self._has(version, info):
+                self._push(version, again=True)
+            elif self._epoch is not None:
+                self._epoch, self.world_size = info.server_epoch, info.world_size
+            if any(replica.state == "asleep" for replica in info.replicas):
+                self._client.wake_up()
+        except RunError as error:
+            self._rest_s = min(max(FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
+            self._rests_until = self._clock() + self._rest_s
+            if self.lost != str(error):
+                _LOG.warning("rollout server %s stays lost: %s", self.url, error)
+            raise
+        self._rest_s = self._rests_until = 0.0
+        self._use()
+        _LOG.warning("rollout server %s is back", self.url)
+
+    def _push(self, version: int, again: bool = False) -> None:
+        """Raises RunError: the push broke, or did not reach every replica."""
+        assert self._channel is not None
+        self.connect()
+        try:
+            report = self._channel.push(version)
+        except RunError as error:
+            answer_lost = isinstance(error.__cause__, ServerUnreachable | TimeoutError)
+            self._pushed = version if answer_lost else None
+            raise
+        self._pushed = version
+        self.connect()  # the push may have formed the group anew
+        if report.status.server_epoch != self._epoch:
+            raise RunError(f"{self.url} lost a replica while weights were pushed")
+        self._journal.push(self.url, again, report)
+        self._use()
+
+    def _has(self, version: int, info: Info) -> bool:
+        """Return whether a push of `version` reached it, and nothing was restarted since."""
+        has = (info.server_epoch, info.weights_state, info.weights_version)
+        return self._pushed == version and has == (self._epoch, "READY", version)
+
+
+def _pause_s(state: RetryCallState) -> float:
+    """Return the pause: longer after every attempt, and at least `Retry-After`."""
+    assert state.outcome is not None
+    error = state.outcome.exception()
+    least_s = error.retry_after_s if isinstance(error, TooManyCalls) else None
+    pause_s = max(_BACKOFF(state), min(least_s or 0.0, _LONGEST_PAUSE_S))
+    return pause_s * _JITTER.uniform(1.0, 1.5)
+
+
+def _proxy_advice(cut_ages_s: Sequence[float]) -> str:
+    """Name the proxy and the ways out if every attempt was cut at about the same age."""
+    if len(cut_ages_s) < ATTEMPTS or min(cut_ages_s) < _SHORTEST_CUT_S:
+        return ""
+    if max(cut_ages_s) - min(cut_ages_s) > _SAME_AGE * max(cut_ages_s):
+        return ""
+    return (
+        f". All {ATTEMPTS} attempts were cut after about {max(cut_ages_s):.0f} s: a proxy between "
+        "the learner and the server ends long calls. Raise the proxy's read timeout; or lower "
+        "rollout_matching.decode_batch_size, so that a call has fewer requests; or write the "
+        "server's own address in rollout_matching.vllm.server.servers[].base_url"
+    )
+
 
 def _named(problem: Problem, call: InferCall) -> Problem:
-    """A refusal that names the samples it is about: the uuid of each request."""
+    """Return a refusal with the uuid of each request that it is about."""
     indices = [error.get("index") for error in problem.errors or []]
     known = [i for i in indices if type(i) is int and 0 <= i < len(call.infer_requests)]
     if not known:
@@ -259,17 +420,8 @@ def _named(problem: Problem, call: InferCall) -> Problem:
     return problem.model_copy(update={"detail": detail})
 
 
-def _pause_s(state: RetryCallState) -> float:
-    """Return the pause: longer after every attempt, and at least `Retry-After`."""
-    assert state.outcome is not None
-    error = state.outcome.exception()
-    asked_s = error.retry_after_s if isinstance(error, TooManyCalls) else None
-    pause_s = max(_BACKOFF(state), min(asked_s or 0.0, _LONGEST_PAUSE_S))
-    return pause_s * _JITTER.uniform(1.0, 1.5)
-
-
 def _require_weights(call: InferCall, envelopes: Sequence[RolloutEnvelope], url: str) -> None:
-    """Raises OtherWeights for an answer that other weights than expected had a part in."""
+    """Raise OtherWeights for an answer of other weights than the call expects."""
     expected = call.expected_weights_version
     for envelope in envelopes:
         versions = set(envelope.coordexp.weights_version)

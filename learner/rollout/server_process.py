@@ -1,4 +1,4 @@
-"""A rollout server as a child process; `SupervisedServer` starts it again (ROLL-03, DEP-02)."""
+"""A rollout server as a child process; `SupervisedServer` restarts it (ROLL-03, DEP-02)."""
 
 import logging
 import os
@@ -18,8 +18,10 @@ from learner.distributed.waiting import waiting_for
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from shared_contracts.errors import ContractError, RunError
 
+_LOG = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
-# What a server takes to end when it is told to: its `grace_seconds`, and its engines' end.
+# A server ends within its `grace_seconds` after SIGTERM, and its engines within this margin.
 SERVER_GRACE_S = 10.0
 STOP_MARGIN_S = 20.0
 _LOG_TAIL_LINES = 15
@@ -27,9 +29,14 @@ _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 20_000
 _RANDOM = random.SystemRandom()  # processes with the same seed take different ports
 
+# Seconds before each restart; a server that ends after the last one is given up.
+PAUSES_S = (1.0, 2.0, 10.0, 30.0, 60.0)
+# A server that was healthy for so long has all restarts again.
+STEADY_S = 300.0
+
 
 def free_ports(count: int) -> list[int]:
-    """Distinct TCP ports that are free on loopback now.
+    """Return distinct TCP ports that are free on loopback now.
 
     They lie below the kernel's ephemeral ports, of which any connection may take one later. If
     there is no room below, the kernel chooses.
@@ -46,15 +53,15 @@ def free_ports(count: int) -> list[int]:
 class ServerProcess:
     """`rollout-server serve`, with its output at the end of a log file.
 
-    The server ends with the thread that started it, and so with this process, however that
-    ends. An interrupt of the terminal does not reach it: it is for whoever started it.
+    The server ends with the thread that started it, and so with this process. An interrupt of the
+    terminal does not reach it.
 
     port: a free one unless given. environment: this process's own unless given.
     host: IPv4 address to listen on. base_url: where it is called; of `host` unless given.
-    grace_s: what the server's `grace_seconds` is; a stop leaves it more than that.
+    grace_s: the server's `grace_seconds`.
     """
 
-    _log_start = 0  # bytes of the log that earlier starts have written
+    _log_start = 0  # bytes of the log before this start
     _grace_s = SERVER_GRACE_S
 
     def __init__(
@@ -100,24 +107,25 @@ class ServerProcess:
         Raises:
             ContractError: the server ended, or was not ready in time; shows its last lines.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, reason = time.monotonic() + timeout_s, ""
         with RolloutClient(self.base_url, timeout_s) as client:
             while time.monotonic() < deadline:
                 try:
                     client.health()
                     return
-                except SERVER_ERRORS:
-                    if (code := self._process.poll()) is not None:
-                        raise self._failure(f"it ended with code {code}") from None
+                except SERVER_ERRORS as error:
+                    reason = f" ({error})"
+                if (code := self._process.poll()) is not None:
+                    raise self._failure(f"it ended with code {code}")
                 time.sleep(0.2)
-        raise self._failure(f"it was not ready within {timeout_s:.0f} s")
+        raise self._failure(f"it was not ready within {timeout_s:.0f} s{reason}")
 
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return its exit code; None while it runs."""
         return self._process.poll()
 
     def wait(self) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait for its end; return the exit code."""
         return self._process.wait()
 
     def stop(self) -> None:
@@ -136,31 +144,23 @@ class ServerProcess:
         self._process.kill()
 
     def log_tail(self) -> str:
-        """Return where the log is, and its last lines since this start."""
-        said = self.log.read_bytes()[self._log_start :].decode(errors="replace")
-        lines = said.splitlines()[-_LOG_TAIL_LINES:]
+        """Return the path of the log, and its last lines since this start."""
+        text = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+        lines = text.splitlines()[-_LOG_TAIL_LINES:]
         return f"Read {self.log}; its last lines:\n  " + "\n  ".join(lines)
 
     def _failure(self, found: str) -> ContractError:
         return ContractError(f"the rollout server at {self.base_url}", found, self.log_tail())
 
 
-_LOG = logging.getLogger(__name__)
-
-# Seconds before each new start; after the last one a server that dies stays dead.
-PAUSES_S = (1.0, 2.0, 10.0, 30.0, 60.0)
-# Seconds of service after which a server that dies is started as if for the first time.
-STEADY_S = 300.0
-_POLL_S = 0.1
-
-
 class SupervisedServer:
-    """A server process that is started again until `stop`.
+    """A server process that is restarted until `stop`.
 
     start: starts the process, each time on the same port.
-    clock: seconds; tells how long a start served.
-    first: started already, and healthy. name: in messages.
-    starts: how often it was started.
+    start_timeout_s: longest wait of `await_ready`.
+    clock: measures how long a start was healthy, in seconds.
+    first: a process that was started already, and is healthy. name: in messages.
+    starts: the number of starts.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class SupervisedServer:
         first: ServerProcess | None = None,
         name: str = "the colocated rollout server",
     ) -> None:
-        """Wait for the first start, unless it is given.
+        """Wait until the first start is healthy, unless it is given.
 
         Raises:
             ContractError: it ended, or was not ready in time; nothing is left running.
@@ -182,10 +182,11 @@ class SupervisedServer:
         self._start_timeout_s = start_timeout_s
         self._pauses_s = pauses_s
         self._clock = clock
-        self._stopped = threading.Event()
-        self._changing = threading.Lock()
-        self._given_up: RunError | None = None
         self._name = name
+        self._stopped = threading.Event()
+        self._starting = threading.Lock()  # a start, or the end of all starts
+        self._settled = threading.Event()  # the newest start is ready, or no other one comes
+        self._given_up: RunError | None = None
         self._process = first or start()
         if first is None:
             try:
@@ -193,9 +194,10 @@ class SupervisedServer:
             except BaseException:
                 self._process.stop()
                 raise
-        self._ready_since, self._ready = clock(), self._process
+        self._ready_since = clock()
+        self._settled.set()
         # The kernel ends a child with the thread that started it: this one waits for it.
-        threading.Thread(target=self._keep, daemon=True).start()
+        threading.Thread(target=self._supervise, daemon=True).start()
 
     @property
     def base_url(self) -> str:
@@ -206,90 +208,68 @@ class SupervisedServer:
         return self._process.pid
 
     def check(self) -> None:
-        """Raise RunError if the server died too often, or could not be started again."""
+        """Raise RunError if the server ended too often, or could not be restarted."""
         if self._given_up is not None:
             raise self._given_up
 
     def await_ready(self) -> None:
-        """Wait until the newest start is healthy, unless it was healthy before.
+        """Wait until the newest start is healthy.
 
         Raises:
             RunError: as `check`, or it was not ready in time.
         """
-        if self._process is not self._ready:
+        if not self._settled.is_set():
             with waiting_for(f"{self._name} to be ready"):
-                self._await_ready()
-
-    def _await_ready(self) -> None:
-        deadline = time.monotonic() + self._start_timeout_s
-        while (process := self._process) is not self._ready:
-            self.check()
-            try:
-                process.wait_until_healthy(max(0.0, deadline - time.monotonic()))
-            except ContractError as error:
-                if time.monotonic() > deadline:
-                    raise RunError(str(error)) from error
-                time.sleep(_POLL_S)  # it ended: the next start comes
-            else:
-                self._mark_ready(process)
+                if not self._settled.wait(self._start_timeout_s):
+                    limit_s = self._start_timeout_s
+                    raise RunError(f"{self._name} was not ready again within {limit_s:.0f} s")
+        self.check()
 
     def stop(self) -> None:
         """Stop the process and its supervision; idempotent."""
-        with self._changing:
+        with self._starting:
             self._stopped.set()
         self._process.stop()
 
     def kill(self) -> None:
         """End a `stop` of another thread at once."""
-        with self._changing:
+        with self._starting:
             self._stopped.set()
         self._process.kill()
 
-    def _keep(self) -> None:
-        """Keep it running until it is stopped or ended too often in a row."""
-        try:
-            self._keep_running()
-        except OSError as error:
-            self._given_up = RunError(f"{self._name} ended and could not be started again: {error}")
-
-    def _keep_running(self) -> None:
-        """Start it again after each end, until it is stopped or ended too often in a row."""
+    def _supervise(self) -> None:
+        """Restart the process after each end, until it is stopped or ended too often in a row."""
         ends = 0
-        while True:
+        while not self._stopped.is_set():
             code = self._process.wait()
+            steady = self._settled.is_set() and self._clock() - self._ready_since >= STEADY_S
+            ends = 1 if steady else ends + 1
+            self._settled.clear()
             if self._stopped.is_set():
-                return
-            ends = 1 if self._was_steady() else ends + 1
+                break
             if ends > len(self._pauses_s):
-                self._given_up = RunError(
-                    f"{self._name} ended {ends} times, the last time with code {code}. "
-                    f"{self._process.log_tail()}"
-                )
-                return
+                times = f"ended {ends} times, the last time with code {code}"
+                self._given_up = RunError(f"{self._name} {times}. {self._process.log_tail()}")
+                break
             pause_s = self._pauses_s[ends - 1]
-            _LOG.warning(
-                "%s ended with code %d and is started again in %g s", self._name, code, pause_s
-            )
-            if self._stopped.wait(pause_s) or not self._start_again():
-                return
-            with suppress(ContractError):  # it ended, or takes longer: its end is waited for
-                self._process.wait_until_healthy(self._start_timeout_s)
-                self._mark_ready(self._process)
+            _LOG.warning("%s ended with code %d; restart in %g s", self._name, code, pause_s)
+            self._stopped.wait(pause_s)
+            try:
+                self._restart()
+            except OSError as error:
+                reason = f"{self._name} ended and could not be restarted: {error}"
+                self._given_up = RunError(reason)
+                break
+        self._settled.set()
 
-    def _mark_ready(self, process: ServerProcess) -> None:
-        """Note when it was first seen ready."""
-        with self._changing:
-            if self._ready is not process:
-                self._ready_since, self._ready = self._clock(), process
-
-    def _was_steady(self) -> bool:
-        """Return whether the newest start has been healthy for long."""
-        return self._ready is self._process and self._clock() - self._ready_since >= STEADY_S
-
-    def _start_again(self) -> bool:
-        with self._changing:
+    def _restart(self) -> None:
+        """Start the process, unless it is stopped, and wait until it is healthy or has ended."""
+        with self._starting:
             if self._stopped.is_set():
-                return False
+                return
             self._process = self._start()
             self.starts += 1
-            return True
+        with suppress(ContractError):
+            self._process.wait_until_healthy(self._start_timeout_s)
+            self._ready_since = self._clock()
+            self._settled.set()

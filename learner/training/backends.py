@@ -38,7 +38,7 @@ from learner.rollout.server_process import ServerProcess, SupervisedServer, free
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import GatheredWeights, SyncMode
 from learner.runs.atomic_files import publish_text
-from learner.training.start_checks import context_of_run, differences, expected_model
+from learner.training.start_checks import context_of_run, differences
 from learner.types import Sample
 from shared_contracts.footprint import BUCKET_BYTES, MIB
 from shared_contracts.machine import CUDA_VISIBLE
@@ -148,7 +148,7 @@ def _over_servers(
         journal,
         backend.stream,
         backend.round_size(),
-        backend.heal,
+        backend.repush_restarted,
         backend.rollout_asynchronous,
     )
 
@@ -192,10 +192,7 @@ def _colocate(
         with offload.room():
             own = _start_server(config, placement, folder, samples, token)
             stack.callback(own.stop)
-            expected = expected_model(config)
-            client = RolloutClient(
-                own.base_url, COLOCATED_TIMEOUT_S, token=token, expected=expected
-            )
+            client = RolloutClient(own.base_url, COLOCATED_TIMEOUT_S, token=token)
             address = ServerAddress(base_url=own.base_url, group_port=free_ports(1)[0])
             opened = _over_servers(config, loaded, [client], [address])
             memory = client if placement.gpus else None

@@ -32,7 +32,6 @@ from learner.data.jsonl import build_messages, capped, read_samples, scan
 from learner.data.lengths import SampleLengths, TokenLimits, image_rule, read_tokenizer
 from learner.data.order import image_faults
 from learner.data.show import watch
-from learner.rollout.answers import UNKNOWN, Expected
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import Placement, place
 from learner.rollout.distribution import rank_chunk_size
@@ -429,18 +428,6 @@ def generates(config: Config) -> bool:
     return config.b_ratio > 0 or config.training.eval_strategy != "no"
 
 
-def expected_model(config: Config) -> Expected:
-    """What the model of a config lets its servers answer; `UNKNOWN` for no checkpoint."""
-    context = config.rollout_matching.vllm.max_model_len or UNKNOWN.context
-    try:
-        *_, folder = checkpoint_chain(config.model.model, "model.model")
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = described.get("text_config", described)
-        return Expected(int(text["vocab_size"]), context)
-    except (ContractError, OSError, ValueError, LookupError, TypeError, AttributeError):
-        return Expected(UNKNOWN.vocabulary, context)
-
-
 def reach_servers(
     config: Config, environment: Mapping[str, str] = os.environ
 ) -> list[RolloutClient]:
@@ -457,9 +444,8 @@ def reach_servers(
     server = config.rollout_matching.vllm.server
     if config.rollout_matching.backend != "server" or server is None:
         return []
-    expected = expected_model(config)
     clients = [
-        RolloutClient(entry.base_url, server.timeout_s, server.infer_timeout_s, expected=expected)
+        RolloutClient(entry.base_url, server.timeout_s, server.infer_timeout_s)
         for entry in server.servers
     ]
     for client in clients:

@@ -294,7 +294,7 @@ class StepRunner:
         synchronize.
         """
         ready: deque[Pack] = deque()
-        heal = None if self._policy is None else self._policy.heal
+        repush = None if self._policy is None else self._policy.repush_restarted
 
         def take() -> tuple[int, bool]:
             packs, last = next(chunks, _NO_MORE)
@@ -304,7 +304,7 @@ class StepRunner:
         over = unsynced = False
         while not over:
             with clock.phase("wait"):
-                counts, ended = zip(*self._peers.all_gather(take, heal), strict=True)
+                counts, ended = zip(*self._peers.all_gather(take, repush), strict=True)
             over = all(ended)
             for left in reversed(range(forwards_due(counts, ended, unsynced=unsynced))):
                 unsynced = not (over and left == 0)

@@ -321,7 +321,7 @@ def build_scorer(
         alone = nullcontext() if source is None else source.exclusive_access()
         with alone, policy.serving():
             policy.push_if_stale()
-            peers.all_gather(answered, meanwhile=policy.heal)
+            peers.all_gather(answered, meanwhile=policy.repush_restarted)
         (evaluation,) = evaluations
         payloads = (evaluation.scores.payload(), evaluation.notes)
         scores, notes = (over_processes(payload, device) for payload in payloads)

@@ -35,6 +35,7 @@ from shared_contracts.server_info import (
     Info,
     Live,
     RepeatTerminateStatus,
+    ReplicaState,
     ReplicaStatus,
     WorldSize,
 )
@@ -199,10 +200,8 @@ def live(epoch: str = "epoch-1") -> Live:
     return Live(server_epoch=epoch, heartbeat_age_s=[0.1])
 
 
-def replica(index: int) -> ReplicaStatus:
-    return ReplicaStatus(
-        index=index, state="serving", detail="serving", heartbeat_age_s=0.1, restarts=0
-    )
+def replica(index: int, state: ReplicaState = "serving") -> ReplicaStatus:
+    return ReplicaStatus(index=index, state=state, detail=state, heartbeat_age_s=0.1, restarts=0)
 
 
 def info(
@@ -277,8 +276,9 @@ class ScriptedRollouts:
     """Answers a request with its `uuid` as the token, and with the seed of its position.
 
     faults: how the next calls of `/infer/` are answered, each by one of the methods below.
-    dead: every connection is closed. starting_looks: the next calls of `/health/` that find it
-        starting. guarded: its guard is active. stale: a replica lacks the newest weights.
+    dead: every connection is closed. asleep: until a push or `/wake_up/`.
+    starting_looks: the next calls of `/health/` that find it starting.
+    guarded: its guard is active. stale: a replica lacks the newest weights.
     peak: most requests in flight at once. answered: numbers of the requests, by call.
     """
 
@@ -292,7 +292,7 @@ class ScriptedRollouts:
         self.process, self.losses = 1, 0
         self.version: int | None = 0
         self.poisoned = False
-        self.stale = False
+        self.stale = self.asleep = False
         self.peak = 0
         self.answered: list[list[int]] = []
         self._call_ids: dict[str, list[int]] = {}
@@ -304,6 +304,7 @@ class ScriptedRollouts:
             "GET /info/": self._unless_dead(self._info),
             "GET /get_world_size/": self._unless_dead(lambda _: WorldSize(world_size=world_size)),
             INFER: self._unless_dead(self._infer),
+            "POST /wake_up/": self._unless_dead(self._wake_up),
         }
 
     @property
@@ -327,6 +328,9 @@ class ScriptedRollouts:
     def gateway(self, call: InferCall) -> Reply:
         return 502, "<html>bad gateway</html>"
 
+    def gateway_timeout(self, call: InferCall) -> Reply:
+        return 504, "<title>504 Gateway Time-out</title>"
+
     def too_many(self, call: InferCall) -> Reply:
         return *problem("too-many-calls", "try again", INFER), {"Retry-After": "3"}
 
@@ -340,6 +344,10 @@ class ScriptedRollouts:
         self.losses += 1
         self.version = None
         return self.not_ready(call)
+
+    def fall_asleep(self, call: InferCall) -> Reply:
+        self.asleep = True
+        return self._refusal()
 
     def restart(self, call: InferCall) -> Reply:
         self.restart_process()
@@ -355,7 +363,7 @@ class ScriptedRollouts:
 
     def restart_process(self) -> None:
         self.process, self.losses = self.process + 1, 0
-        self.version, self.poisoned, self.stale = 0, False, False
+        self.version, self.poisoned, self.stale, self.asleep = 0, False, False, False
 
     # --- routes
 
@@ -372,8 +380,14 @@ class ScriptedRollouts:
             return problem("push-needed", "a replica was built again", "replicas[0]")
         return health(self.version or 0).model_copy(update={"server_epoch": self.epoch})
 
+    def _wake_up(self, _: object) -> WeightStatus:
+        self.asleep = False
+        version = self.version or 0
+        return WeightStatus(state="READY", weights_version=version, server_epoch=self.epoch)
+
     def _info(self, _: object) -> Info:
         state = {
+            "replicas": [replica(0, "asleep" if self.asleep else "serving")],
             "weights_state": "POISONED" if self.poisoned else "READY",
             "weights_version": self.version or 0,
             "server_epoch": self.epoch,
@@ -386,6 +400,8 @@ class ScriptedRollouts:
             return problem("weights-poisoned", "an update broke", "weights")
         if self.version is None:
             return problem("push-needed", "the replica was built again", "replicas[0]")
+        if self.asleep:
+            return problem("push-needed", "replica 0 is asleep", "replicas[0]")
         return None
 
     def _infer(self, body: Any) -> Reply:
@@ -486,7 +502,8 @@ class ScriptedChannel:
         if rollouts.version == version and not (rollouts.poisoned or rollouts.stale):
             raise RunError(f"version {version} does not come after the server's")
         self.pushed.append(version)
-        rollouts.version, rollouts.poisoned, rollouts.stale = version, False, False
+        rollouts.version, rollouts.poisoned = version, False
+        rollouts.stale = rollouts.asleep = False
         if self.answer_lost:
             self.answer_lost = False
             raise RunError("the answer was lost") from ServerUnreachable("timed out")

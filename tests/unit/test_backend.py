@@ -1,4 +1,4 @@
-"""Rollouts over several servers, the policy that pushes before it asks, and the journal."""
+"""Rollouts over several servers, the policy, and the journal of calls and pushes."""
 
 import json
 import threading
@@ -20,7 +20,7 @@ from tests.unit.fleets import Fleet, S, fleet, requests
 from tests.unit.scripted_server import INFER, Reply, envelope, report
 
 
-def asked(run: Fleet) -> list[list[list[int]]]:
+def called_with(run: Fleet) -> list[list[list[int]]]:
     """Numbers of the requests of each call, by server, sorted."""
     return [
         sorted(
@@ -46,7 +46,7 @@ def test_servers_get_contiguous_chunks_in_calls_of_a_part_of_their_places(
 ) -> None:
     with fleet(len(world_sizes), decode_batch_size, world_sizes) as run:
         run.ask(count)
-        assert asked(run) == calls
+        assert called_with(run) == calls
 
 
 @pytest.mark.req("CFG-05", "DIST-03", "ROLL-01")
@@ -55,7 +55,7 @@ def test_microbatching_increases_decode_parallelism_without_changing_outputs_for
     for decode_batch_size, calls in ((1, [[0], [1], [2], [3]]), (4, [[0, 1, 2, 3]])):
         with fleet(1, decode_batch_size) as run:
             answers[decode_batch_size] = run.ask(4)
-            assert asked(run) == [calls]
+            assert called_with(run) == [calls]
     assert answers[1] == answers[4]
 
 
@@ -69,7 +69,7 @@ def test_call_counts_every_sequence_of_a_request(n: int, calls: list[list[int]])
     with fleet(1, decode_batch_size=2, world_sizes=[2]) as run:
         run.rollouts[0].server.routes[INFER] = answer
         run.backend.rollout(requests(3), RequestConfig(n=n))
-        assert asked(run) == [calls]
+        assert called_with(run) == [calls]
 
 
 def stamped(run: Fleet, answer: Any, **stamp: object) -> Any:
@@ -191,13 +191,14 @@ def test_failed_push_leaves_the_policy_stale_at_its_version() -> None:
 def test_servers_are_repaired_only_while_the_pushed_weights_are_the_newest() -> None:
     repaired: list[int] = []
     asking = Asking("Detect.", None, RequestConfig())
-    policy = Policy(OpenBackend(Recorder(), heal=lambda: repaired.append(policy.version)), asking)
-    policy.heal()
+    opened = OpenBackend(Recorder(), repush_restarted=lambda: repaired.append(policy.version))
+    policy = Policy(opened, asking)
+    policy.repush_restarted()
     assert repaired == []
     policy.push_if_stale()
-    policy.heal()
+    policy.repush_restarted()
     policy.mark_updated()
-    policy.heal()
+    policy.repush_restarted()
     assert repaired == [1]
 
 

@@ -1,6 +1,7 @@
 """The client of one rollout server: over real HTTP where connections matter, otherwise respx."""
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,10 +13,8 @@ from typing import Any
 import pytest
 import respx
 
-from learner.rollout.answers import Expected
 from learner.rollout.client import (
-    MOST_BYTES,
-    SERVER_ERRORS,
+    ConnectionBroken,
     OtherWeights,
     RolloutClient,
     ServerUnreachable,
@@ -31,7 +30,7 @@ from shared_contracts.errors import (
     Problem,
     ProblemError,
 )
-from shared_contracts.infer import InferCall
+from shared_contracts.infer import InferCall, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, WorldSize
 from shared_contracts.weights import GONE_AFTER_S, MOST_VERSION_STEP, WeightStatus
@@ -100,7 +99,7 @@ FOREIGN = (200, "Not an answer of a rollout server")
     [
         (problem("invalid-request", "no", "at"), PROBLEM_TITLES["invalid-request"], "no", " at"),
         ((502, BAD_GATEWAY), (502, "Bad Gateway"), "an HTML page: 502 Bad Gateway & more", ""),
-        ("<html>hello</html>", FOREIGN, "an HTML page: hello", ""),
+        ("<html>hello</html>", FOREIGN, "<html>hello</html>", ""),
         ([], FOREIGN, "0 envelopes for 1 requests", ""),
     ],
     ids=["problem", "page", "page with status 200", "no answer"],
@@ -131,19 +130,11 @@ def test_unreachable_server_is_waited_for_and_reported_with_what_to_do() -> None
     assert "servers[].base_url" in caught.value.do
 
 
-STARTING = problem("not-ready", "the engines are starting", "replicas")
+STARTING = problem("not-ready", "replica 0: its engine is being built, for 12 s", "replicas")
 
 
 @pytest.mark.req("SYNC-05", "SYNC-07")
-@pytest.mark.parametrize(
-    "last",
-    [
-        health(version=4),
-        problem("weights-poisoned", "it has other weights", "weights"),
-        problem("push-needed", "it has other weights", "weights"),
-    ],
-    ids=["healthy", "weights-poisoned", "push-needed"],
-)
+@pytest.mark.parametrize("last", [health(version=4), problem("push-needed", "asleep", "weights")])
 def test_server_is_waited_for_until_it_can_be_pushed_to(
     last: Reply, respx_mock: respx.MockRouter
 ) -> None:
@@ -154,24 +145,45 @@ def test_server_is_waited_for_until_it_can_be_pushed_to(
     assert route.call_count == 4
 
 
+@pytest.mark.req("SYNC-04")
 @pytest.mark.parametrize(
-    ("reply", "found", "waits"),
+    ("reply", "found", "do", "waits"),
     [
-        (STARTING, "the engines are starting", True),
-        ((404, "not here"), "not here", False),
-        ("<html>a web site</html>", "a web site", False),
+        (STARTING, "not ready after .* s: replica 0: .* for 12 s", "Wait until it is ready", True),
+        ((404, "not here"), "not here", "rollout-server serve", False),
+        ("<title>a web site</title>", "a web site", "rollout-server serve", False),
     ],
+    ids=["starting", "no such path", "page"],
 )
-def test_server_that_never_gets_ready_is_refused_with_its_answer(
-    respx_mock: respx.MockRouter, reply: Reply, found: str, waits: bool
+def test_server_that_never_gets_ready_is_reported_with_its_answer(
+    respx_mock: respx.MockRouter, reply: Reply, found: str, do: str, waits: bool
 ) -> None:
     respx_mock.get("/health/").mock(response(reply))
     clock = PausedClock()
     client = RolloutClient(URL, _LIMIT_S, sleep=clock.sleep, clock=clock)
     with client, pytest.raises(ContractError, match=found) as caught:
         client.wait_until_pushable()
-    assert "servers[].base_url" in caught.value.do
+    assert do in caught.value.do
     assert bool(clock.pauses) is waits
+
+
+@pytest.mark.req("WIRE-05")
+@pytest.mark.parametrize(
+    ("host", "do"),
+    [
+        ("rollouts.test", "Change the server: start it with `--allowed-host rollouts.test`"),
+        ("0.0.0.0", "Change the learner's rollout_matching.vllm.server.servers[].base_url"),
+    ],
+)
+def test_refused_host_name_is_reported_with_the_side_to_change(host: str, do: str) -> None:
+    reply = response(problem("misdirected", f"'{host}' is not served here", "Host"))
+    with respx.mock(base_url=f"http://{host}") as mocked:
+        mocked.get("/health/").mock(reply)
+        with RolloutClient(f"http://{host}") as client, pytest.raises(ContractError) as caught:
+            client.wait_until_pushable()
+    assert caught.value.where == f"GET http://{host}/health/"
+    assert f"'{host}' is not served here" in caught.value.found
+    assert caught.value.do.startswith(do)
 
 
 def test_proxies_of_the_environment_are_ignored(
@@ -191,7 +203,7 @@ def test_proxies_of_the_environment_are_ignored(
 
 
 @dataclass
-class Looks:
+class LiveScript:
     """Replies of `/live/`, the last one repeated; `/infer/` answers after `enough` of them."""
 
     replies: list[Reply]
@@ -199,10 +211,10 @@ class Looks:
     seen: int = 0
     done: threading.Event = field(default_factory=threading.Event)
 
-    def script(self, server: ScriptedServer) -> None:
-        server.routes |= {"GET /live/": self.look, "POST /infer/": self.answer}
+    def install(self, server: ScriptedServer) -> None:
+        server.routes |= {"GET /live/": self.live, "POST /infer/": self.answer}
 
-    def look(self, _: object) -> Reply:
+    def live(self, _: object) -> Reply:
         reply = self.replies[min(self.seen, len(self.replies) - 1)]
         self.seen += 1
         if self.seen == self.enough:
@@ -221,10 +233,12 @@ def watching(server: ScriptedServer) -> RolloutClient:
     return RolloutClient(server.base_url, _LIMIT_S, infer_timeout_s=-1, live_interval_s=0.01)
 
 
-@pytest.mark.req("CFG-06")
+@pytest.mark.req("CFG-06", "RES-26")
 def test_slow_server_is_waited_for_while_it_lives(server: ScriptedServer) -> None:
-    looks = Looks([live("a-0"), live("a-1"), GONE, HangUp(), live("a-1"), GONE, live("a-2")], 20)
-    looks.script(server)
+    script = LiveScript(
+        [live("a-0"), live("a-1"), GONE, HangUp(), live("a-1"), GONE, live("a-2")], 20
+    )
+    script.install(server)
     with watching(server) as client:
         assert len(client.infer(CALL, server_epoch="a-0")) == 1
 
@@ -232,14 +246,14 @@ def test_slow_server_is_waited_for_while_it_lives(server: ScriptedServer) -> Non
 @pytest.mark.req("CFG-06")
 @pytest.mark.parametrize("reply", [GONE, HangUp()])
 def test_call_ends_when_the_server_stops_living(server: ScriptedServer, reply: Reply) -> None:
-    looks = Looks([live("a-0"), reply], enough=100)
-    looks.script(server)
+    script = LiveScript([live("a-0"), reply], enough=100)
+    script.install(server)
     with watching(server) as client, pytest.raises(ServerUnreachable) as caught:
         client.infer(CALL)
-    looks.done.set()
-    assert looks.seen == 4
+    script.done.set()
+    assert script.seen == 4
     assert f"POST {server.base_url}/infer/: the server is gone" in str(caught.value)
-    assert "GET /live/ failed 3 times in a row" in str(caught.value)
+    assert "/live/ failed 3 times in a row" in str(caught.value)
 
 
 @pytest.mark.req("CFG-06", "SYNC-07")
@@ -247,12 +261,12 @@ def test_call_ends_when_the_server_stops_living(server: ScriptedServer, reply: R
 def test_call_ends_when_another_process_answers(
     server: ScriptedServer, epoch: str | None, epochs: list[str]
 ) -> None:
-    looks = Looks([live(one) for one in epochs], enough=100)
-    looks.script(server)
+    script = LiveScript([live(one) for one in epochs], enough=100)
+    script.install(server)
     with watching(server) as client, pytest.raises(ServerUnreachable, match="was restarted"):
         client.infer(CALL, epoch)
-    looks.done.set()
-    assert looks.seen == len(epochs)
+    script.done.set()
+    assert script.seen == len(epochs)
 
 
 @pytest.mark.req("CFG-06", "SRV-07")
@@ -290,12 +304,12 @@ def test_call_that_ends_early_closes_its_connection() -> None:
 
 @pytest.mark.req("DIST-05")
 @pytest.mark.parametrize(
-    ("said", "seconds"), [("7", 7.0), ("Fri, 31 Dec 1999 23:59:59 GMT", None), (None, None)]
+    ("header", "seconds"), [("7", 7.0), ("Fri, 31 Dec 1999 23:59:59 GMT", None), (None, None)]
 )
 def test_retry_after_of_a_busy_server_is_read(
-    respx_mock: respx.MockRouter, said: str | None, seconds: float | None
+    respx_mock: respx.MockRouter, header: str | None, seconds: float | None
 ) -> None:
-    headers = {} if said is None else {"Retry-After": said}
+    headers = {} if header is None else {"Retry-After": header}
     busy = (*problem("too-many-calls", "try again", "POST /infer/"), headers)
     respx_mock.post("/infer/").mock(response(busy))
     with RolloutClient(URL) as client, pytest.raises(TooManyCalls) as caught:
@@ -335,10 +349,13 @@ def test_call_has_the_field_names_of_the_wire_and_no_nulls(
 
 
 @pytest.mark.req("SRV-06", "WIRE-06")
+@pytest.mark.parametrize(
+    ("token", "sent"), [("s3cret\n", "Bearer s3cret"), ("", None), (" \n", None)]
+)
 def test_every_call_sends_the_token_of_the_environment(
-    respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch
+    respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch, token: str, sent: str | None
 ) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret\n")
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
     settings = info(RepeatTerminateConfig(enabled=True, max_object_keys=3), max_num_seqs=7)
     replies = {"/health/": health(), "/get_world_size/": WorldSize(world_size=1)}
     replies["/info/"] = settings
@@ -350,7 +367,7 @@ def test_every_call_sends_the_token_of_the_environment(
         client.world_size()
         assert client.info() == settings
         client.infer(CALL)
-    assert authorizations(respx_mock) == ["Bearer s3cret"] * 4
+    assert authorizations(respx_mock) == [sent] * 4
 
 
 @pytest.mark.req("SRV-06", "DEP-01")
@@ -377,18 +394,6 @@ def test_unusable_token_is_refused_and_not_shown(
     assert caught.value.where == (TOKEN_VARIABLE if content is None else TOKEN_FILE_VARIABLE)
     assert found in caught.value.found
     assert token not in str(caught.value)
-
-
-@pytest.mark.req("SRV-06")
-def test_no_token_is_sent_without_one(
-    respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    respx_mock.get("/info/").mock(response(info()))
-    for token in ("", " \n"):
-        monkeypatch.setenv(TOKEN_VARIABLE, token)
-        with RolloutClient(URL) as client:
-            client.info()
-    assert authorizations(respx_mock) == [None, None]
 
 
 @pytest.mark.req("SRV-06", "DEP-01")
@@ -434,60 +439,76 @@ def test_token_is_in_no_log(
     assert "s3cret" not in caplog.text
 
 
-# --- Wrong answers: one size limit, one deadline, errors that name the server ------------
+# --- Wrong answers: one size limit, one deadline, typed fields ---------------------------
 
 
-ANSWERED_CALL = InferCall.model_validate(
-    {
-        "infer_requests": [{"messages": [{"role": "user", "content": "?"}], "uuid": "a.jsonl:1"}],
-        "request_config": {"max_tokens": 8, "seed": 7, "return_details": True},
-    }
+STATUS = WeightStatus(state="READY", weights_version=3, server_epoch="e-0")
+DETAILED = CALL.model_copy(
+    update={"request_config": RequestConfig(return_details=True, logprobs=True)}
 )
 ROUTES: dict[str, Callable[[RolloutClient], object]] = {
     "GET /info/": RolloutClient.info,
-    INFER: lambda client: client.infer(ANSWERED_CALL),
+    INFER: lambda client: client.infer(DETAILED),
     "POST /sleep/": RolloutClient.sleep,
 }
-STATUS = WeightStatus(state="READY", weights_version=3, server_epoch="e-0")
+ROLLOUT = envelope([5, 6], [1, 2], 7, "text").model_dump()
+ROLLOUT["response"]["choices"][0]["logprobs"] = {"content": [{"logprob": -0.5}] * 2}
 HONEST: dict[str, Any] = {
     "GET /info/": info().model_dump(),
-    INFER: [envelope([5, 6], [1, 2], 7, "text").model_dump()],
+    INFER: [ROLLOUT],
     "POST /sleep/": STATUS.model_dump(),
 }
-STEERING = "\x1b[2J\x1b]0;title\x07\r\u202e\u200b\x9b1m" + "y" * 10_000
-CHOICE, STAMP = "0.response.choices.0", "0.coordexp"
 
 
-def error_of(route: str, reply: Reply, **limits: Any) -> Exception:
-    """The error of the call, which is printable and names the server."""
-    limits = {"expected": Expected(vocabulary=512, context=64), **limits}
-    with scripted_server() as server, RolloutClient(server.base_url, 60.0, **limits) as client:
-        server.routes[route] = lambda _: reply
-        with pytest.raises((ContractError, *SERVER_ERRORS)) as caught:
-            ROUTES[route](client)
-    assert server.base_url in str(caught.value)
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < 4000
-    return caught.value
+def changed(body: Any, field: str, value: Any) -> Any:
+    """Copy `body` with another value at the path `field`."""
+    copy = json.loads(json.dumps(body))
+    *path, last = [int(part) if part.isdecimal() else part for part in field.split(".")]
+    inner = copy
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    return copy
+
+
+CHOICE = "0.response.choices.0"
+FAULTS = [
+    ("GET /info/", "weights_version", -1),
+    ("POST /sleep/", "state", "BUSY"),
+    (INFER, f"{CHOICE}.index", -1),
+    (INFER, f"{CHOICE}.token_ids", None),
+    (INFER, f"{CHOICE}.logprobs", None),
+    (INFER, f"{CHOICE}.logprobs.content", [{"logprob": -0.5}]),
+    (INFER, "0.response.prompt_token_ids", None),
+]
 
 
 @pytest.mark.req("RES-25")
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
-    "reply",
+    ("route", "reply", "found"),
     [
-        "",
-        "[" * 500_000,
-        '{"world_size": NaN}',
-        (503, "<title>" * 10_000),
-        (422, dict.fromkeys(("type", "title", "detail", "where"), STEERING) | {"status": 422}),
-        (200, "{}", {"Content-Encoding": "gzip"}),
-        " " * (8 * MOST_BYTES),
+        ("GET /info/", "", ""),
+        ("GET /info/", "<title>502</title>", "an HTML page: 502"),
+        ("GET /info/", " " * 200_000, "longer than 100000 bytes"),
+        (INFER, " " * 200_000, "longer than 100000 bytes"),
+        (INFER, "[" * 50_000, "[[["),
+        *(
+            (route, changed(HONEST[route], field, value), re.sub(r"\.?(\d)", r"[\1]", field))
+            for route, field, value in FAULTS
+        ),
     ],
-    ids=["empty", "deep", "NaN", "page", "control characters", "compressed", "too long"],
 )
-def test_malformed_answer_is_an_error_with_the_address(route: str, reply: Reply) -> None:
-    assert isinstance(error_of(route, reply), ProblemError)
+def test_answer_that_breaks_the_contract_names_the_server_and_the_fault(
+    respx_mock: respx.MockRouter, route: str, reply: Reply, found: str
+) -> None:
+    method, path = route.split()
+    respx_mock.request(method, path).mock(response(reply))
+    client = RolloutClient(URL, max_answer_bytes=100_000)
+    with client, pytest.raises(ProblemError) as caught:
+        ROUTES[route](client)
+    assert caught.value.problem.title == "Not an answer of a rollout server"
+    assert caught.value.problem.where == f"{method} {URL}{path}"
+    assert found in caught.value.problem.detail
 
 
 @pytest.mark.req("RES-25", "SYNC-04", "CFG-06")
@@ -498,63 +519,33 @@ def test_call_without_an_answer_ends_at_its_deadline(route: str) -> None:
         scripted_server() as server,
         RolloutClient(server.base_url, 0.2, infer_timeout_s=0.2, phase_margin_s=0.0) as client,
     ):
-        server.routes[route] = lambda _: ended.wait(60.0) and HONEST[route]
-        with pytest.raises(ServerUnreachable, match="timed out") as caught:
+        server.routes[route] = lambda _: ended.wait(_LIMIT_S) and HONEST[route]
+        with pytest.raises(ServerUnreachable, match=f"{server.base_url}.*timed out"):
             ROUTES[route](client)
         ended.set()
-    assert server.base_url in str(caught.value)
 
 
-def changed(body: Any, field: str, value: Any) -> Any:
-    """A copy of `body` with another value at the path `field`."""
-    copy = json.loads(json.dumps(body))
-    *path, last = [int(part) if part.isdecimal() else part for part in field.split(".")]
-    inner = copy
-    for key in path:
-        inner = inner[key]
-    inner[last] = value
-    return copy
+@pytest.mark.req("RES-26", "CFG-06")
+def test_call_for_rollouts_bounds_connecting_alone(respx_mock: respx.MockRouter) -> None:
+    respx_mock.post("/infer/").mock(response([envelope([5], [1])]))
+    with RolloutClient(URL, timeout_s=12.5) as client:
+        client.infer(CALL)
+    limits = respx_mock.calls.last.request.extensions["timeout"]
+    assert limits == {"connect": 12.5, "read": None, "write": None, "pool": None}
 
 
-@pytest.mark.req("RES-25")
-@pytest.mark.parametrize(
-    ("route", "field", "value"),
-    [
-        ("GET /info/", "weights_version", -1),
-        ("GET /info/", "world_size", 2**40),
-        ("GET /info/", "repeat_terminate.active", None),
-        ("POST /sleep/", "state", "BUSY"),
-        (INFER, "0.response.choices", []),
-        (INFER, f"{CHOICE}.index", 1),
-        (INFER, f"{CHOICE}.token_ids", None),
-        (INFER, f"{CHOICE}.token_ids", [1] * 9),
-        (INFER, f"{CHOICE}.token_ids.1", 512),
-        (INFER, f"{CHOICE}.logprobs", {"content": []}),
-        (INFER, f"{CHOICE}.message.content", "x" * 1000),
-        (INFER, "0.response.prompt_token_ids", []),
-        (INFER, "0.response.prompt_token_ids.0", -1),
-        (INFER, "0.response.usage.total_tokens", 5),
-        (INFER, f"{STAMP}.weights_version", [2, 1]),
-        (INFER, f"{STAMP}.seed", 8),
-        (INFER, f"{STAMP}.repeat_terminated_choices", [3]),
-        (INFER, f"{STAMP}.repeat_terminate_triggered", 1),
-        (INFER, f"{STAMP}.server_epoch", "\x1b[2J"),
-    ],
-)
-def test_wrong_field_is_named_with_the_server(route: str, field: str, value: Any) -> None:
-    error = error_of(route, changed(HONEST[route], field, value))
-    assert isinstance(error, ProblemError)
-    assert error.problem.title == "Not an answer of a rollout server"
-    assert [part for part in field.split(".") if part.isalpha() or "_" in part][-1] in str(error)
-
-
-@pytest.mark.req("RES-25")
-def test_wrong_field_of_a_rollout_is_named_with_its_request() -> None:
-    error = error_of(INFER, changed(HONEST[INFER], f"{CHOICE}.token_ids.1", 512))
-    assert isinstance(error, ProblemError)
-    assert error.problem.detail == (
-        "[0].response.choices[0].token_ids[1]: 512, and the model has 512 ids (request a.jsonl:1)"
-    )
+@pytest.mark.req("DIST-05")
+@pytest.mark.parametrize("reply", [HangUp(), HangUp(after=HONEST[INFER])])
+def test_cut_connection_differs_from_a_server_that_cannot_be_reached(
+    server: ScriptedServer, reply: Reply
+) -> None:
+    server.routes[INFER] = lambda _: reply
+    with RolloutClient(server.base_url) as client, pytest.raises(ConnectionBroken):
+        client.infer(CALL)
+    with RolloutClient(unused_url()) as client, pytest.raises(ServerUnreachable) as caught:
+        client.infer(CALL)
+    assert not isinstance(caught.value, ConnectionBroken)
+    assert "Connection refused" in str(caught.value)
 
 
 @pytest.mark.req("RES-25", "SYNC-05")

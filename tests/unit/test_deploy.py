@@ -87,10 +87,10 @@ def test_a_server_container_has_its_token_gpus_data_and_time_to_stop(name: str) 
     service = services()[name]
     options = parsed(service.raw["command"])
     assert str(options["token_file"]) in service.secret_files
-    gpus = options["gpus"].split(",") if options["gpus"] else []
-    assert gpus == [str(number) for number in range(len(service.gpu_ids))]
+    gpus = options["gpus"] or []
+    assert gpus == list(range(len(service.gpu_ids)))
     assert (options["device"] == "cpu") == (gpus == [])
-    for path in map(str, [options["model"], *options["allowed_media_dir"]]):
+    for path in map(str, [options["model"], *options["allowed_media_dirs"]]):
         assert service.binds[path]["source"] == path
         assert service.binds[path]["read_only"]
     stop_s = int(service.raw["stop_grace_period"].removesuffix("s"))
@@ -134,8 +134,7 @@ def test_an_example_yaml_reaches_and_configures_the_server_container(
     (address,) = config.rollout_matching.vllm.server.servers
     assert address.base_url in {f"http://{n}:{options['port']}" for n in service.host_names}
     assert str(address.group_port) in service.raw["expose"]
-    given = {key: options[key] for key in ("model", "device", "grace_seconds")}
-    given["gpus"] = [int(gpu) for gpu in (options["gpus"] or "").split(",") if gpu]
+    given = {key: options[key] for key in ("model", "device", "grace_seconds", "gpus")}
     settings = load_settings(None, given, example, {})
     assert settings.max_num_seqs == config.rollout_matching.decode_batch_size
 
@@ -230,7 +229,7 @@ def test_the_units_start_a_server_and_a_learner_on_different_gpus() -> None:
     script, option, gpus, config = start_words(LEARNER_UNIT)
     assert (option, config) == ("--train-gpus", str(server["run_config"]))
     assert ROOT / script.removeprefix("/opt/rollmatch/") == DEPLOY / "train_stage2.sh"
-    assert not set(server["gpus"].split(",")) & set(gpus.split(","))
+    assert not set(map(str, server["gpus"])) & set(gpus.split(","))
     assert str(server["token_file"]) == "/run/credentials/rollout_server_token"
     environment = settings_of(LEARNER_UNIT)["Environment"]
     assert "ROLLOUT_SERVER_TOKEN_FILE=%d/rollout_server_token" in environment

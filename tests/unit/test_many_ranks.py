@@ -99,11 +99,11 @@ class Rank:
 
     def ask_and_meet(self, count: int) -> None:
         """`ask`, then wait for the others as a step does."""
-        self.peers.all_gather(partial(self.ask, count), meanwhile=self.backend.heal)
+        self.peers.all_gather(partial(self.ask, count), meanwhile=self.backend.repush_restarted)
 
-    def wait_and_heal(self) -> None:
-        """Ask nothing; repair servers while the others ask."""
-        self.peers.all_gather(nothing, meanwhile=self.backend.heal)
+    def wait_and_repush(self) -> None:
+        """Send nothing; push again to restarted servers while the others send requests."""
+        self.peers.all_gather(nothing, meanwhile=self.backend.repush_restarted)
 
     def meet(self) -> None:
         self.peers.all_gather(nothing)
@@ -239,7 +239,7 @@ def test_no_process_asks_before_the_push_of_process_0_has_ended() -> None:
             return report
 
         def answer(one: ScriptedRollouts, call: InferCall) -> Reply:
-            events.append("asked")
+            events.append("requested")
             return one.ok(call)
 
         def work(rank: Rank) -> None:
@@ -336,22 +336,24 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode() -> None:
     def work(rank: Rank) -> list[int]:
         asking = Asking("Detect.", None, RequestConfig(max_tokens=4))
         rank.backend.connect()
-        backend = OpenBackend(rank.backend, rank.backend.version, heal=rank.backend.heal)
+        backend = OpenBackend(
+            rank.backend, rank.backend.version, repush_restarted=rank.backend.repush_restarted
+        )
         policy, answered = Policy(backend, asking), []
         for step in range(3):
             policy.push_if_stale()
             number = 10 * step + rank.peers.rank
             policy.answer([Sample(str(number), (), 64, 64, ())], seed=1 + number)
-            rank.peers.all_gather(nothing, meanwhile=policy.heal)
+            rank.peers.all_gather(nothing, meanwhile=policy.repush_restarted)
             policy.mark_updated()
             answered.append(number)
         return answered
 
     with ranks(servers=2) as run:
-        asked = run.results(work)
+        sent = run.results(work)
         calls = [call for one in run.rollouts for call in bodies(one.server)]
         assert run.pushed() == [[1, 2, 3]] * 2, "by process 0, once for each step"
-    assert asked == [[0, 10, 20], [1, 11, 21]]
+    assert sent == [[0, 10, 20], [1, 11, 21]]
     numbers = [int(str(call.infer_requests[0].uuid)) for call in calls]
     assert sorted(numbers) == [0, 1, 10, 11, 20, 21]
     assert [call.expected_weights_version for call in calls] == [n // 10 + 1 for n in numbers]
@@ -401,7 +403,7 @@ def test_process_0_repairs_a_server_that_it_does_not_ask(fault: Fault) -> None:
                 run.rollouts[0].faults.append(fault)
                 rank.ask_and_meet(4)
             else:
-                rank.wait_and_heal()
+                rank.wait_and_repush()
             return rank.notes()
 
         metrics = run.results(work)
@@ -420,7 +422,7 @@ def one_asks(run: Ranks, asking: int, fault: Fault) -> Sequence[object]:
             run.rollouts[0].faults.append(fault)
             rank.ask_and_meet(4)
         else:
-            rank.wait_and_heal()
+            rank.wait_and_repush()
 
     return run.outcomes(work)
 
@@ -455,7 +457,7 @@ def test_failed_repair_is_repeated_unless_the_server_refused_the_weights(refused
 def test_beside_training_a_server_without_the_weights_waits_for_the_next_push(
     asking: int, needs_push: bool
 ) -> None:
-    """A server that was only unreachable is asked again."""
+    """A server that was only unreachable gets requests again."""
     with ranks(1) as run:
 
         def work(rank: Rank) -> None:

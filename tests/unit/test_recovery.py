@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from learner.rollout.backend import Journal
 from learner.rollout.client import OtherWeights, RolloutClient
 from learner.rollout.dispatch import FRUITLESS_RETURNS, Dispatch, Job
-from learner.rollout.server import LONGEST_WAIT_S, LeaderHandle
-from learner.rollout.server_handle import ATTEMPTS, Part, ServerLost
+from learner.rollout.server_handle import ATTEMPTS, Part, ServerHandle, ServerLost
+from learner.rollout.server_pool import LONGEST_WAIT_S, ServerPool
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RequestConfig
 from tests.unit.fleets import Fleet, PausedClock, S, fleet, fleet_of, requests
@@ -22,7 +22,6 @@ from tests.unit.scripted_server import (
     INFER,
     Fault,
     Reply,
-    ScriptedChannel,
     ScriptedRollouts,
     bodies,
     envelope,
@@ -58,6 +57,40 @@ def test_pauses_grow_and_respect_retry_after() -> None:
     assert 0.5 <= first <= 0.75
     assert 1.0 <= second <= 1.5
     assert retry_after >= 3
+
+
+@pytest.mark.req("DIST-05", "RES-26")
+@pytest.mark.parametrize(
+    ("fault", "ages_s", "names_proxy"),
+    [
+        (S.hang_up, [60.0] * ATTEMPTS, True),
+        (S.gateway_timeout, [60.0, 61.0, 60.5, 60.0], True),
+        (S.hang_up, [60.0, 2.0, 31.0, 60.0], False),
+        (S.hang_up, [0.0] * ATTEMPTS, False),
+        (S.not_ready, [60.0] * ATTEMPTS, False),
+    ],
+)
+def test_attempts_that_are_cut_at_the_same_age_name_the_proxy_and_the_ways_out(
+    fault: Fault, ages_s: list[float], names_proxy: bool
+) -> None:
+    with fleet(2) as run:
+        for age_s in ages_s:
+            run.rollouts[0].faults.append(aged(run, fault, age_s))
+        run.ask(2)
+        ((url, reason),), _ = run.notes()
+    assert url == run.rollouts[0].server.base_url
+    ways_out = ["proxy's read timeout", "decode_batch_size", "servers[].base_url"]
+    assert all((way in reason) is names_proxy for way in ["about 6", *ways_out])
+
+
+def aged(run: Fleet, fault: Fault, age_s: float) -> Fault:
+    """The fault, after so many seconds of the fleet's clock."""
+
+    def reply(one: ScriptedRollouts, call: InferCall) -> Reply:
+        run.clock.now += age_s
+        return fault(one, call)
+
+    return reply
 
 
 @pytest.mark.req("DIST-01", "DIST-05", "SRV-06", "WIRE-02", "WIRE-05")
@@ -110,7 +143,7 @@ def test_given_up_call_ends_while_the_server_still_generates() -> None:
         rollouts.faults.append(generate)
         call = Job(requests(1), RequestConfig(), version=None).call(range(1))
         with RolloutClient(server.base_url, live_interval_s=0.05) as client:
-            handle = LeaderHandle(client, ScriptedChannel(rollouts), Journal(), lambda _: None)
+            handle = ServerHandle(client, Journal())
             for _ in range(2):
                 with pytest.raises(ServerLost, match="given up") as caught:
                     handle.answer(call, Part(range(1)), given_up)
@@ -154,7 +187,7 @@ def test_lost_server_is_checked_once_before_every_rollout_and_push() -> None:
 
 @pytest.mark.req("SYNC-07", "DIST-05")
 @pytest.mark.parametrize(
-    ("faults", "asks", "pushed"),
+    ("faults", "counts", "pushed"),
     [
         ([[S.restart], []], [4], [[1], [1]]),
         ([[S.restart], []], [4, 4], [[1, 1], [1]]),
@@ -166,20 +199,21 @@ def test_lost_server_is_checked_once_before_every_rollout_and_push() -> None:
         ([[S.ok, S.lose_the_only_replica]], [6], [[1, 1]]),
         ([[S.lose_a_replica]], [6], [[1, 1]]),
         ([[S.hang_up] * ATTEMPTS], [2], [[1]]),
+        ([[S.fall_asleep]], [2], [[1]]),
     ],
 )
 def test_only_servers_without_the_weights_are_pushed_to_again(
-    faults: list[list[Fault]], asks: list[int], pushed: list[list[int]]
+    faults: list[list[Fault]], counts: list[int], pushed: list[list[int]]
 ) -> None:
     """Before the next rollout; at once where no other server is left."""
     with fleet(len(faults), decode_batch_size=2) as run:
         for one, planned in zip(run.rollouts, faults, strict=True):
             one.faults.extend(planned)
-        for count in asks:
+        for count in counts:
             run.ask(count)
         assert run.pushed() == pushed
         answered = [number for one in run.rollouts for call in one.answered for number in call]
-        assert sorted(answered) == sorted(number for count in asks for number in range(count))
+        assert sorted(answered) == sorted(number for count in counts for number in range(count))
         _, metrics = run.notes()
         assert metrics["sync/repushes"] == sum(map(len, pushed)) - len(faults)
 
@@ -313,17 +347,15 @@ def test_returns_without_an_answer_between_them_end_the_run(
         rollouts, journal, clock = S(server), Journal(), PausedClock()
         times_lost = FRUITLESS_RETURNS + 2
         rollouts.faults.extend(([S.hang_up] * ATTEMPTS + [S.ok] * answers_between) * times_lost)
-        handle = LeaderHandle(client, ScriptedChannel(rollouts), journal, clock.sleep)
-        dispatch = Dispatch(
-            Job(requests(times_lost), RequestConfig(), version=None),
-            [handle],
-            caps=lambda world_sizes: [1] * len(world_sizes),
-            journal=journal,
-            look=lambda: None,
-            wait_for_one=lambda: handle.take_back(None),
-            patience_s=0.0,
-            clock=clock,
-        )
+        handle = ServerHandle(client, journal, sleep=clock.sleep, clock=clock)
+        pool = ServerPool([handle], 1, 0.0, journal, sleep=clock.sleep, clock=clock)
+
+        def reconnect() -> list[ServerHandle]:
+            handle.reconnect(None)
+            return pool.usable()
+
+        job = Job(requests(times_lost), RequestConfig(), version=None)
+        dispatch = Dispatch(job, pool, reconnect)
         if ends:
             with pytest.raises(RunError, match=f"came back {FRUITLESS_RETURNS} times"):
                 list(dispatch.chunks(times_lost))
@@ -423,7 +455,7 @@ def test_push_that_a_server_refuses_ends_the_run_at_once() -> None:
 
 FAULTS: list[Fault] = [
     *(S.ok, S.hang_up, S.hang_up_half_way, S.not_ready, S.gateway, S.too_many),
-    *(S.lose_a_replica, S.lose_the_only_replica, S.restart, S.poison, S.die),
+    *(S.lose_a_replica, S.lose_the_only_replica, S.restart, S.poison, S.fall_asleep, S.die),
 ]
 
 
@@ -463,24 +495,24 @@ def test_every_request_is_answered_once_in_order_with_its_seed_while_one_server_
 
 @pytest.mark.req("ASYNC-01", "DIST-05")
 def test_close_gives_up_running_calls() -> None:
-    asked, finished = threading.Event(), threading.Event()
+    started, finished = threading.Event(), threading.Event()
 
     def wait(one: ScriptedRollouts, call: InferCall) -> Reply:
-        asked.set()
+        started.set()
         assert finished.wait(_LIMIT_S)
         return one.ok(call)
 
     with fleet(1) as run, ThreadPoolExecutor(1) as beside:
         run.rollouts[0].faults.append(wait)
         asking = beside.submit(run.ask, 3)
-        assert asked.wait(_LIMIT_S)
+        assert started.wait(_LIMIT_S)
         run.backend.close()
         try:
             assert isinstance(asking.exception(timeout=_LIMIT_S), RunError)
         finally:
             finished.set()
     assert len(run.rollouts[0].faults) == 0
-    assert run.rollouts[0].answered in ([], [[0, 1, 2]]), "it was not asked again"
+    assert run.rollouts[0].answered in ([], [[0, 1, 2]]), "it got no second call"
 
 
 @pytest.mark.req("DIST-03")

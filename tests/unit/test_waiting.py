@@ -17,7 +17,8 @@ from learner.distributed.waiting import reporting_waits, waiting_for
 from learner.rollout.backend import ANSWERED, Call, Journal
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Asking, OpenBackend, Policy
-from learner.rollout.server import wait_for_one
+from learner.rollout.server_handle import ServerHandle
+from learner.rollout.server_pool import ServerPool
 from learner.runs.console import showing_waits
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -28,7 +29,7 @@ _LIMIT_S = 60.0
 SINCE = r" since \d\d:\d\d:\d\d \(\d+ s\)"
 
 
-class Said:
+class Lines:
     """The lines; `wait` returns the first one with these words."""
 
     def __init__(self) -> None:
@@ -50,78 +51,74 @@ class Said:
 
 
 @pytest.fixture
-def said() -> Iterator[Said]:
-    lines = Said()
+def output() -> Iterator[Lines]:
+    lines = Lines()
     with reporting_waits(lines, SOON_S):
         yield lines
 
 
-def test_line_names_the_wait_its_start_and_what_is_known(said: Said) -> None:
+def test_line_names_the_wait_its_start_and_what_is_known(output: Lines) -> None:
     known = iter(["nothing yet", "half of it"])
     with waiting_for("a push", lambda: next(known, "all")):
-        first, second = said.wait("nothing yet"), said.wait("half of it")
+        first, second = output.wait("nothing yet"), output.wait("half of it")
     assert re.fullmatch(f"Waiting for a push{SINCE}: nothing yet", first)
     assert re.fullmatch(f"Waiting for a push{SINCE}: half of it", second)
     assert first.partition(" (")[0] == second.partition(" (")[0]
     with waiting_for("another"):
-        assert re.fullmatch(f"Waiting for another{SINCE}", said.wait("another"))
+        assert re.fullmatch(f"Waiting for another{SINCE}", output.wait("another"))
 
 
-def test_innermost_of_nested_waits_is_reported(said: Said) -> None:
+def test_innermost_of_nested_waits_is_reported(output: Lines) -> None:
     with waiting_for("all of it"), waiting_for("a part"):
-        said.wait("a part")
-        said.lines.clear()
-        said.wait("a part")
-        assert not [line for line in said.lines if "all of it" in line]
+        output.wait("a part")
+        output.lines.clear()
+        output.wait("a part")
+        assert not [line for line in output.lines if "all of it" in line]
     with waiting_for("all of it"):
-        said.wait("all of it")
+        output.wait("all of it")
 
 
-def test_wait_for_a_starting_server_is_reported_with_its_answer(said: Said) -> None:
+def test_wait_for_a_starting_server_is_reported_with_its_answer(output: Lines) -> None:
     starting = problem("not-ready", "the engines are starting", "replicas")
     with scripted_server() as server, RolloutClient(server.base_url, _LIMIT_S) as client:
-        server.routes["GET /health/"] = lambda _: health() if said.lines else starting
+        server.routes["GET /health/"] = lambda _: health() if output.lines else starting
         client.wait_until_pushable()
     begins = re.escape(f"Waiting for the rollout server at {server.base_url}")
-    assert re.match(f"{begins}{SINCE}", said.lines[0])
+    assert re.match(f"{begins}{SINCE}", output.lines[0])
 
 
-def test_wait_for_another_process_is_reported_with_its_number(said: Said) -> None:
+def test_wait_for_another_process_is_reported_with_its_number(output: Lines) -> None:
     store = HashStore()
     slow = StorePeers(1, 2, lambda: store, Timing(beat=0.01), end=lambda _: None)
     quick = StorePeers(0, 2, lambda: store, Timing(beat=0.01), end=lambda _: None)
-    other = threading.Thread(target=slow.all_gather, args=[lambda: said.wait("learner process 1")])
+    other = threading.Thread(
+        target=slow.all_gather, args=[lambda: output.wait("learner process 1")]
+    )
     other.start()
     assert quick.all_gather(lambda: "here")[0] == "here"
     other.join()
 
 
-class Lost:
-    """A server that is starting."""
+def test_wait_for_a_lost_server_is_reported_with_the_reason(output: Lines) -> None:
+    words = "a rollout server to come back"
+    with scripted_server() as server, RolloutClient(server.base_url) as client:
+        handle = ServerHandle(client, Journal())
+        handle.lose("connection refused")
 
-    url = "http://a:1"
-    lost: str | None = "connection refused"
-    starting, wants_push = True, False
+        def pause(_: float) -> None:
+            output.wait(words)
 
-
-def test_wait_for_a_lost_server_is_reported_with_the_reason(said: Said) -> None:
-    def look() -> list[str]:
-        return ["back"] if said.lines else []
-
-    def wait(_: float) -> None:
-        said.wait("a rollout server to come back")
-
-    assert wait_for_one(look, [Lost()], _LIMIT_S, wait) == ["back"]
-    line = said.wait("a rollout server to come back")
-    assert line.endswith(": http://a:1: connection refused")
+        pool = ServerPool([handle], 1, _LIMIT_S, Journal(), sleep=pause)
+        assert pool.wait_for(lambda: [handle] if output.lines else []) == [handle]
+    assert output.wait(words).endswith(f": {server.base_url}: connection refused")
 
 
 class Slow:
     """A backend that answers one by one, each time after a line about it."""
 
-    def __init__(self, journal: Journal, told: Callable[[str], object]) -> None:
+    def __init__(self, journal: Journal, report: Callable[[str], object]) -> None:
         self._journal = journal
-        self._told = told
+        self._report = report
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], _: RequestConfig
@@ -129,33 +126,33 @@ class Slow:
         for index in range(len(requests)):
             self._journal.call(Call("http://a:1", index, 1, None, 1, "timeout"))
             self._journal.call(Call("http://a:1", index, 1, None, 2, ANSWERED))
-            self._told(f"{index + 1} of {len(requests)} are there, ")
+            self._report(f"{index + 1} of {len(requests)} are there, ")
         return [RolloutOutput([1], [2], "", "stop", False, (1, 1), 0) for _ in requests]
 
     def push_weights(self, version: int) -> None:
-        self._told(f"a push of the weights, version {version}")
+        self._report(f"a push of the weights, version {version}")
 
     def close(self) -> None: ...
 
 
-def policy_of(told: Callable[[str], object]) -> Policy:
+def policy_of(report: Callable[[str], object]) -> Policy:
     journal = Journal()
     return Policy(
-        OpenBackend(Slow(journal, told), journal=journal), Asking("", None, RequestConfig())
+        OpenBackend(Slow(journal, report), journal=journal), Asking("", None, RequestConfig())
     )
 
 
 SAMPLES = [Sample(f"a.jsonl:{n}", (Path("/a.png"),), 64, 64, ()) for n in (1, 2, 3)]
 
 
-def test_pushes_and_the_first_answers_are_reported_and_no_later_ones(said: Said) -> None:
+def test_pushes_and_the_first_answers_are_reported_and_no_later_ones(output: Lines) -> None:
     waited: list[str] = []
 
-    def told(words: str) -> None:
+    def report(words: str) -> None:
         if len(waited) < 4:
-            waited.append(said.wait(words))
+            waited.append(output.wait(words))
 
-    policy = policy_of(told)
+    policy = policy_of(report)
     policy.push_if_stale()
     policy.answer(SAMPLES, 0)
     assert re.fullmatch(f"Waiting for a push of the weights, version 1{SINCE}", waited[0])
@@ -163,11 +160,11 @@ def test_pushes_and_the_first_answers_are_reported_and_no_later_ones(said: Said)
     assert re.fullmatch(f"Waiting for answers{SINCE}: {counted}", waited[1])
     policy.take_notes()
     with waiting_for("a step"):
-        said.wait("a step")
-        said.lines.clear()
+        output.wait("a step")
+        output.lines.clear()
         policy.answer(SAMPLES, 0)
-        said.wait("a step")
-    assert not [line for line in said.lines if "answers" in line]
+        output.wait("a step")
+    assert not [line for line in output.lines if "answers" in line]
 
 
 # --- where it is shown
@@ -179,16 +176,16 @@ def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> Iterator[Callab
     monkeypatch.setattr(learner.distributed.waiting, "EVERY_S", SOON_S)
     out = Output()
     with showing_waits(Console(file=out, force_terminal=terminal, width=100)):
-        yield out.said.wait
+        yield out.output.wait
 
 
 class Output(io.StringIO):
     def __init__(self) -> None:
         super().__init__()
-        self.said = Said()
+        self.output = Lines()
 
     def write(self, text: str) -> int:
-        self.said(text)
+        self.output(text)
         return len(text)
 
 

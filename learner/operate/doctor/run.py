@@ -28,7 +28,7 @@ from learner.operate.estimate.sizes import Sizes
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.rollout.colocate import Placement
 from learner.training.backends import transport_of
-from learner.training.start_checks import expected_model, generates
+from learner.training.start_checks import generates
 from shared_contracts.errors import ContractError
 from shared_contracts.machine import query_gpu_use, visible_gpus
 from shared_contracts.rollout_config import ServerAddress
@@ -100,8 +100,7 @@ def _servers(
     server = config.rollout_matching.vllm.server
     assert server is not None, "checked with the config"
     with ExitStack() as closing:
-        expected = expected_model(config)
-        reached = [servers.reach(each, server, expected, closing) for each in server.servers]
+        reached = [servers.reach(each, server, closing) for each in server.servers]
         known = {one.address.base_url: one.info for one in reached if one.info is not None}
         if len(known) == len(reached):
             yield from servers.judge_together(config, list(known.values()))

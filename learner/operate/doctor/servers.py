@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 from transformers import ProcessorMixin
 
 from learner.config.schema import Config
@@ -18,8 +17,8 @@ from learner.data.jsonl import build_request
 from learner.models.packed_forward import encode_request
 from learner.operate.doctor.findings import Finding, of_error, ok, skipped
 from learner.operate.doctor.inputs import spread
-from learner.rollout.answers import MOST_CHARACTERS, Expected, check_prompt_ids
-from learner.rollout.client import SERVER_ERRORS, RolloutClient, look, needs_push
+from learner.rollout.answers import check_prompt_ids
+from learner.rollout.client import SERVER_ERRORS, RolloutClient, needs_push
 from learner.rollout.distribution import rank_chunk_size
 from learner.rollout.policy import asking_of
 from learner.rollout.seeds import request_seed, rollout_seed_base
@@ -27,7 +26,6 @@ from learner.stages.formats.coord_json import parse_rollout
 from learner.stages.tokens import Tokenizer
 from learner.training.start_checks import differences, learner_processes
 from learner.types import Sample
-from shared_contracts.cli import printable
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress, ServerConfig
@@ -37,7 +35,6 @@ from shared_contracts.weights import Transport
 HTTP, TOKEN, SETTINGS, TOGETHER = "http", "token", "settings", "servers together"
 # How long a server that is not there is waited for; a run waits for `timeout_s`.
 PATIENCE_S = 5.0
-_UNAUTHORIZED = 401
 _WAITS = f"waits for {TOKEN}"
 
 
@@ -51,19 +48,17 @@ class Reached:
     info: Info | None = None
 
 
-def reach(
-    address: ServerAddress, server: ServerConfig, expected: Expected, closing: ExitStack
-) -> Reached:
-    """Look at a server's health and token, and ask what it is.
+def reach(address: ServerAddress, server: ServerConfig, closing: ExitStack) -> Reached:
+    """Check a server's health and token, and get its `/info/`.
 
-    expected: of the model behind it. closing: closes the connections at its end.
+    closing: closes the client at its end.
     """
     url = address.base_url
     try:
         given_by = _token_source(os.environ)
     except ContractError as error:
         return Reached(address, [*of_error(TOKEN, error, url), skipped(HTTP, _WAITS, url)])
-    client = RolloutClient(url, server.timeout_s, server.infer_timeout_s, expected=expected)
+    client = RolloutClient(url, server.timeout_s, server.infer_timeout_s)
     closing.callback(client.close)
     try:
         with RolloutClient(url, min(server.timeout_s, PATIENCE_S)) as looking:
@@ -72,15 +67,23 @@ def reach(
         return Reached(address, of_error(HTTP, error, url))
     there = ok(HTTP, "healthy", url)
     try:
-        wanted = look(f"{url}/info/", PATIENCE_S).status == _UNAUTHORIZED  # without a token
+        wanted = _wants_token(url)
         info = client.info()
     except ContractError as error:
         return Reached(address, [there, *of_error(TOKEN, error, url)])
-    except (TimeoutError, httpx.HTTPError, *SERVER_ERRORS) as error:
-        found = printable(error, most=MOST_CHARACTERS)
-        do = "See that nothing but a rollout server of this release answers there"
-        return Reached(address, [there, Finding(TOKEN, url, "fail", found, do)])
+    except SERVER_ERRORS as error:
+        do = "Check that a rollout server of this release, and nothing else, answers there"
+        return Reached(address, [there, Finding(TOKEN, url, "fail", str(error), do)])
     return Reached(address, [there, judge_token(wanted, given_by, url)], client, info)
+
+
+def _wants_token(url: str) -> bool:
+    """Return whether the server refuses a call without a token. Raises SERVER_ERRORS."""
+    try:
+        RolloutClient(url, PATIENCE_S, token="").info()
+    except ContractError:
+        return True
+    return False
 
 
 def _token_source(environment: Mapping[str, str]) -> str:

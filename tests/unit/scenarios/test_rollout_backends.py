@@ -29,8 +29,9 @@ from learner.stages.formats.coord_json import parse_rollout
 from learner.training.channels import ChannelB, Encoding
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from rollout_server.engines.vllm import environment as engine_environment
-from rollout_server.settings.options import ServerSettings, read_run_config
+from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import repeat_config_from_environment
+from rollout_server.settings.run_config import read_run_config
 from shared_contracts.infer import InferCall, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import ServerAddress
