@@ -1,11 +1,11 @@
-"""Run the server: the port answers at once, the engines start behind it.
+"""Run the server: the port answers at once, and the engines start in the background.
 
-`/live/` says 200 from the start; `/health/` and `/infer/` say 503 until every engine is
-ready. An engine that cannot be built at the start ends the process with exit code 1, and
-one whose repeat guard cannot be activated with 2.
+`/live/` answers 200 from the start; `/health/` and `/infer/` answer 503 until every engine is
+ready. If an engine cannot be built at the start, or not within `start_seconds`, the process ends
+with exit code 1; if its repeat guard is not active, with 2.
 
-SIGTERM closes the port; calls that run have `grace_seconds` to finish and are answered
-with a problem after that. Then every child process is ended.
+SIGTERM closes the port. Running calls have `grace_seconds` to finish, and then get a problem as
+their answer. Then every child process is ended.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from fastapi import FastAPI
 
 from rollout_server.engines.engine_protocol import GuardInactive
 from rollout_server.http.app import create_app
-from rollout_server.http.connections import bounded_protocol
+from rollout_server.http.connections import HEADER_BYTES, DeadlineProtocol
 from rollout_server.runtime.logs import take_over_torch
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
@@ -38,7 +38,7 @@ from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-# How long the answers of calls that were ended may take to be sent.
+# For sending the answers of calls that the pool has ended.
 ANSWERS_S = 3
 
 
@@ -47,41 +47,42 @@ def serve(settings: ServerSettings, listener: socket.socket) -> NoReturn:
 
     A SIGINT that the process inherited as ignored stays ignored.
 
-    Logging must be set up (`set_up_logging`), and the engine's environment be in place
-    (`EnginePackage.environment`). When an engine cannot start, the process says so and ends with
-    exit code 1 or 2.
+    Logging (`set_up_logging`) and the environment of the engine (`EnginePackage.environment`) are
+    set up before. If an engine cannot start, the process prints the reason and ends with exit code
+    1 or 2.
     """
     if settings.log_format == "json":
         take_over_torch()
-    # Before uvicorn listens to signals nothing is started yet; it hands one on when it is done,
-    # and by then everything is stopped.
+    # uvicorn replaces these handlers while it runs, and raises its signal again at its end.
+    # Nothing runs before, and nothing after.
     for number in (signal.SIGTERM,) if ignores_interrupts() else (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _leave(0))
     engines = EngineLife(Pool(settings), settings.grace_seconds)
     app = create_app(engines.pool, engines.lifespan)
     for name in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
-        os.environ.pop(name, None)  # engines inherit the environment, and need no token
+        os.environ.pop(name, None)  # engines inherit the environment and need no token
     config = uvicorn.Config(
         app,
-        http=bounded_protocol(settings.max_connections),
+        http=DeadlineProtocol,
+        h11_max_incomplete_event_size=HEADER_BYTES,
         ws="none",
         log_config=None,
         access_log=False,
-        # A learner trains for longer than uvicorn's 5 s between two calls; closing the
-        # connection then can cross with its next call.
+        # A learner trains for more than uvicorn's 5 s between two calls. A connection that the
+        # server closes then can meet the next call.
         timeout_keep_alive=3600,
-        # The pool ends the calls after the grace period; this is for what it does not know.
+        # The pool ends its own calls after `grace_seconds`.
         timeout_graceful_shutdown=round(settings.grace_seconds) + ANSWERS_S,
     )
     engines.server = DrainingServer(config, engines.pool, settings.grace_seconds)
     engines.server.run(sockets=[listener])
     if engines.failure is not None:
-        _leave(tell(engines.failure, settings))
+        _leave(print_failure(engines.failure, settings))
     _leave(0)
 
 
-def tell(failure: BaseException, settings: ServerSettings) -> int:
-    """Say why no engine could start; the exit code."""
+def print_failure(failure: BaseException, settings: ServerSettings) -> int:
+    """Print why an engine could not start; return the exit code."""
     reason = " ".join(str(failure).split())
     error = (
         ContractError("repeat_terminate", reason, ACTIVATION)
@@ -94,11 +95,11 @@ def tell(failure: BaseException, settings: ServerSettings) -> int:
     return exit_code(error)
 
 
-def _look_less_for_garbage() -> None:
-    """Keep what the engines need out of it, and wait for more between two looks.
+def _collect_garbage_less() -> None:
+    """Exclude the objects that exist now from garbage collection, and collect less often.
 
-    A look at everything stops the event loop for 0.4 s, and one call of thousands of requests
-    brings several.
+    A full collection stops the event loop for 0.4 s. A call of thousands of requests causes
+    several.
     """
     gc.collect()
     gc.freeze()
@@ -106,10 +107,10 @@ def _look_less_for_garbage() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process on the spot; everything it started has ended.
+    """End the process without destructors; all its children have ended.
 
-    Taking vLLM apart would take seconds, or for ever where an AsyncLLM was built half way:
-    its destructor may run in a thread of its own pool and then waits for that thread.
+    Destructors of vLLM take seconds. That of an incomplete AsyncLLM can run in a thread of its own
+    pool, and then waits for that thread for ever.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -117,7 +118,7 @@ def _leave(code: int) -> NoReturn:
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends the calls that still run `grace_seconds` after the signal to stop."""
+    """Ends running calls `grace_seconds` after the signal to stop."""
 
     def __init__(self, config: uvicorn.Config, pool: Pool, grace_seconds: float) -> None:
         super().__init__(config)
@@ -138,9 +139,9 @@ class DrainingServer(uvicorn.Server):
 
 
 class EngineLife:
-    """Ties the life of the engines to the life of the HTTP server.
+    """Starts the engines with the HTTP server, and ends them with it.
 
-    failure: why an engine could not start, if so.
+    failure: raised by the start of an engine, or None.
     """
 
     server: uvicorn.Server
@@ -165,24 +166,22 @@ class EngineLife:
         began = time.monotonic()
         try:
             await self.pool.start()
-        except Exception as error:  # whatever vLLM raises: the process ends with it
+        except Exception as error:  # vLLM raises any; `serve` ends the process with it
             if not self._stopping:
                 logger.exception("an engine could not start")
                 self.failure = error
                 self.server.should_exit = True
         else:
-            _look_less_for_garbage()
+            _collect_garbage_less()
             logger.info("ready after %.1f s", time.monotonic() - began)
 
-    async def _interrupt_builds(self) -> NoReturn:
-        """Kill what is being built, then end the process.
+    async def _interrupt_builds(self) -> None:
+        """Kill the processes of engines that are being built.
 
-        The threads that build cannot be stopped while they import, so no longer than the
-        grace period is spent on it.
+        A thread that imports cannot be stopped: it has at most the grace period.
         """
         deadline = time.monotonic() + self._grace_seconds
         while self.pool.building and time.monotonic() < deadline:
             for child in multiprocessing.active_children():
                 child.kill()
             await asyncio.sleep(0.1)
-        _leave(0)

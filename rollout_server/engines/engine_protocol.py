@@ -3,10 +3,11 @@
 No vLLM here. `docs/architecture.md` says how to add another engine.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
+from fastapi import FastAPI
 from PIL.Image import Image
 
 from rollout_server.settings.options import ServerSettings
@@ -22,18 +23,6 @@ class PromptRefused(Exception):
 
 class EngineDead(Exception):
     """The engine process is gone."""
-
-
-class ChatRefused(Exception):
-    """The engine does not serve this chat completion.
-
-    status: of HTTP. where: the field at fault, such as `model`, if it is known.
-    """
-
-    def __init__(self, status: int, found: str, where: str | None) -> None:
-        super().__init__(found)
-        self.status = status
-        self.where = where
 
 
 class GuardInactive(Exception):
@@ -102,19 +91,11 @@ class Completion:
     logprobs: list[float] | None = None
 
 
-@dataclass(frozen=True)
-class Generated:
-    """What a chat completion took.
-
-    tokens: of all choices. guard_triggers: choices that the repeat guard ended.
-    """
-
-    tokens: int
-    guard_triggers: int
-
-
 # The version of the weights a server starts with; the learner's pushes count from 1.
 FIRST_VERSION = 0
+
+# (prompt, sampling parameters, tokens of both, sequences) -> the outputs of the chosen engine.
+ChatGenerate = Callable[[Any, Any, int, int], AsyncGenerator[Any, None]]
 
 T = TypeVar("T")
 
@@ -130,6 +111,10 @@ class WatchedEngine(Protocol):
 
     @property
     def weights_version(self) -> int: ...
+    @property
+    def asleep(self) -> bool:
+        """Whether any of its memory is given up."""
+
     async def heartbeat(self) -> None: ...
     async def prepare(self) -> None:
         """Make ready for the first sequence. Raises GuardInactive and WeightPhaseFailed."""
@@ -178,24 +163,21 @@ class RolloutEngine(Protocol):
 
 
 class ChatEngine(RolloutEngine, Protocol):
-    """What chat completions need of an engine (`serving.chat`), where they are served."""
+    """Requirements of OpenAI's routes (`http.openai_mount`)."""
 
-    async def chat_models(self) -> dict[str, Any]:
-        """The body of `GET /v1/models`."""
+    async def openai_app(self, generate_chat: ChatGenerate) -> FastAPI:
+        """Make an app with `/v1/models` and `/v1/chat/completions`.
 
-    def read_chat(self, fields: dict[str, Any]) -> Any:
-        """Read a chat completion without its messages, in a form for any engine of the model.
-
-        Raises ChatRefused.
+        It renders with this engine, and generates with `generate_chat` alone.
         """
 
-    async def chat(
-        self, prompt: Prompt, request: Any, turn: int, send: Callable[[str], None]
-    ) -> Generated:
-        """Continue `prompt`; cancelling the call aborts its sequences.
+    async def stream(
+        self, prompt: Any, sampling: Any, turn: int, send: Callable[[Any], None]
+    ) -> None:
+        """Continue `prompt` and pass each of the engine's own outputs to `send`.
 
-        request: of `read_chat`. turn: as in `generate`. send: takes the answer, or every event of
-        it where it is streamed. Raises ChatRefused, EngineDead and Aborted.
+        prompt, sampling: as the app gave them to `generate_chat`. turn: as in `generate`.
+        Cancelling the call aborts its sequences. Raises EngineDead and Aborted.
         """
 
 
@@ -211,10 +193,6 @@ class UpdatableEngine(Protocol):
 
     async def resume(self) -> None:
         """Take back the memory that was given up, and continue with what waits."""
-
-    @property
-    def asleep(self) -> bool:
-        """Whether any of its memory is given up."""
 
     async def sleep(self) -> None:
         """Pause, and give up the memory of the device until `resume`; the weights are kept.

@@ -1,53 +1,45 @@
-"""The HTTP face of a pool: routes in, typed bodies out (WIRE-06); no vLLM here."""
+"""The FastAPI app of a pool: routes, bodies and answers (WIRE-06).
+
+CanonicalPaths -> AccessLog -> HostCheck -> BodyLimit -> route
+                                                           |
+                  TokenCheck -> require_room -> JsonBody -> handler -> answer
+"""
 
 import os
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
-from fastapi import FastAPI, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import Lifespan
 
-from rollout_server.http.bodies import (
-    PIECE_REQUESTS,
-    StrictRoute,
-    declare_body,
-    disconnected,
-    read_infer_call,
-)
-from rollout_server.http.chat_completions import OpenAIErrors, add_chat_completions
-from rollout_server.http.idempotency import IdempotentCalls
-from rollout_server.http.middleware import (
-    AccessLog,
-    BearerToken,
+from rollout_server.http.access_log import AccessLog
+from rollout_server.http.bodies import JsonBody, declare_bodies
+from rollout_server.http.guards import (
+    BODY_S,
     BodyLimit,
-    OwnSite,
-    Places,
-    PlainPaths,
-    check_size,
-    declare_token,
+    CanonicalPaths,
+    ConcurrencyLimit,
+    HostCheck,
+    TokenCheck,
+    check_sequences,
 )
-from rollout_server.http.problems import install_problem_handlers
+from rollout_server.http.idempotency import IdempotentCalls
+from rollout_server.http.openai_mount import add_openai
+from rollout_server.http.problems import install_problem_handlers, problem_responses
 from rollout_server.runtime.concurrency import cancel_when, in_pieces
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.telemetry import CallRecord
-from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.preflight import is_loopback, read_token
 from shared_contracts.cli import DISTRIBUTION
-from shared_contracts.errors import PROBLEM_MEDIA_TYPE, PROBLEM_TITLES, Problem
-from shared_contracts.infer import (
-    ChatCompletionResponse,
-    InferCall,
-    RequestConfig,
-    RolloutEnvelope,
-)
+from shared_contracts.infer import ChatCompletionResponse, InferCall, RequestConfig, RolloutEnvelope
 from shared_contracts.server_info import Health, Info, Live, WorldSize
 from shared_contracts.weights import (
     CloseCommunicator,
@@ -62,46 +54,33 @@ from shared_contracts.weights import (
     WeightStatus,
 )
 
-CONNECTION_PROBLEMS = (
-    "internal",
-    "foreign-origin",
-    "too-slow",
-    "misdirected",
-    "header-too-large",
-    "too-many-connections",
-)
+CONNECTION_PROBLEMS = ("internal", "too-slow", "misdirected", "header-too-large")
 PROBE_PROBLEMS = ("not-ready", "push-needed", "weights-poisoned")
-BODY_PROBLEMS = (
-    "bad-request",
-    "body-too-large",
-    "invalid-request",
-    "overloaded",
-    "not-ready",
-    "push-needed",
-    "weights-poisoned",
-)
-INFER_PROBLEMS = (*BODY_PROBLEMS, "other-weights", "too-many-calls")
+BODY_PROBLEMS = ("bad-request", "body-too-large", "invalid-request", *PROBE_PROBLEMS)
+INFER_PROBLEMS = (*BODY_PROBLEMS, "overloaded", "other-weights", "too-many-calls")
+SLEEP_PROBLEMS = (*BODY_PROBLEMS, "weight-update-order", "weight-transfer-timeout")
 WEIGHT_PROBLEMS = (
-    *BODY_PROBLEMS,
-    "weight-update-order",
+    *SLEEP_PROBLEMS,
     "group-port-taken",
     "manifest-mismatch",
     "adapter-refused",
     "weight-transfer-failed",
     "weights-differ",
-    "weight-transfer-timeout",
 )
 
-SLEEP_PROBLEMS = (*BODY_PROBLEMS, "weight-update-order", "weight-transfer-timeout")
-
-Envelopes = list[RolloutEnvelope]
-Bare = list[ChatCompletionResponse]
-# Between two answers; no JSON has a line break in a string.
+# Requests whose answers are serialized before other calls have their turn.
+PIECE_REQUESTS = 64
+# Between two answers. JSON has no line break in a string.
 SEPARATOR = b",\n"
 
 
-def create_app(pool: Pool, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
-    """The routes over `pool`, with the bounds, the token and the access log around them."""
+def create_app(
+    pool: Pool, lifespan: Lifespan[FastAPI] | None = None, body_s: float = BODY_S
+) -> FastAPI:
+    """Create the app with its routes over `pool` and the guards of its settings.
+
+    body_s: deadline of a body.
+    """
     app = FastAPI(
         title="Rollmatch rollout server",
         version=version(DISTRIBUTION),
@@ -110,232 +89,124 @@ def create_app(pool: Pool, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
-        responses=_problem_responses(CONNECTION_PROBLEMS),
+        responses=problem_responses(*CONNECTION_PROBLEMS),
     )
-    app.router.route_class = StrictRoute
     install_problem_handlers(app)
-    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    limit = ConcurrencyLimit(pool.settings.max_concurrent_calls)
+    calls, pages = APIRouter(), APIRouter(include_in_schema=False)
+    _add_reads(calls, pool)
+    _add_infer(calls, pool, limit)
+    if pool.settings.openai:
+        add_openai(calls, pool, limit)
+    _add_weight_updates(calls, pool)
+    _add_pages(pages, app)
     _add_probes(app, pool)
-    places = Places(pool.settings.max_concurrent_calls)
-    _add_infer(app, pool, IdempotentCalls(), places)
-    if pool.settings.openai:
-        add_chat_completions(app, pool, places)
-    _add_weight_updates(app, pool)
-    _add_docs(app)
-    declare_body(app.openapi(), "/infer/", InferCall)
-    _guard(app, pool.settings)
-    app.add_middleware(AccessLog, telemetry=pool.telemetry)
-    if pool.settings.openai:
-        app.add_middleware(OpenAIErrors)
-    app.add_middleware(PlainPaths)
+    token = read_token(pool.settings, os.environ)
+    if token is None:
+        app.include_router(calls)
+        app.include_router(pages)
+    else:
+        refused = problem_responses("unauthorized")
+        app.include_router(calls, dependencies=[Depends(TokenCheck(token))], responses=refused)
+        app.include_router(pages, dependencies=[Depends(TokenCheck(token, is_page=True))])
+    declare_bodies(app)
+    _add_guards(app, pool, body_s)
     return app
 
 
-def _guard(app: FastAPI, settings: ServerSettings) -> None:
-    """Put the bounds and the token around all routes; what is added last looks first."""
-    app.add_middleware(
-        BodyLimit,
-        max_bytes=int(settings.max_body_mib * 2**20),
-        max_held=int(settings.max_bodies_mib * 2**20),
-    )
-    token = read_token(settings, os.environ)
-    if token is not None:
-        app.add_middleware(BearerToken, token=token)
-        declare_token(app.openapi(), _problem_responses(("unauthorized",))[401])
-    # Off loopback a token is needed, which no page of another site has.
-    hosts = settings.allowed_hosts if is_loopback(settings.host) else None
-    app.add_middleware(OwnSite, hosts=hosts)
+def _add_guards(app: FastAPI, pool: Pool, body_s: float) -> None:
+    """Add the middlewares; the last one runs first."""
+    settings = pool.settings
+    max_bytes = int(settings.max_body_mib * 2**20)
+    app.add_middleware(BodyLimit, max_bytes=max_bytes, body_s=body_s)
+    if is_loopback(settings.host):  # elsewhere a token is required, which no page has
+        names = {settings.host, "localhost", "127.0.0.1", "[::1]", *settings.allowed_hosts}
+        app.add_middleware(HostCheck, hosts=sorted(names))
+    app.add_middleware(AccessLog, telemetry=pool.telemetry)
+    paths = {route.path for route in app.routes if isinstance(route, Route)}
+    app.add_middleware(CanonicalPaths, paths=paths)
 
 
 def _add_probes(app: FastAPI, pool: Pool) -> None:
-    @_route(app, "GET", "/health/", PROBE_PROBLEMS)
+    """Add the routes that need no token."""
+
+    @app.get("/health/", responses=problem_responses(*PROBE_PROBLEMS))
     async def health() -> Health:
         """200 while every replica can answer; a call during a weight update waits."""
         return pool.health()
 
-    @_route(app, "GET", "/live/")
+    @app.get("/live/")
     async def live() -> Live:
-        """That the process turns, and when each engine last answered; needs no engine."""
+        """200 while the event loop runs, with the age of each engine's heartbeat."""
         return pool.live()
 
-    @_route(app, "GET", "/get_world_size/")
+
+def _add_reads(calls: APIRouter, pool: Pool) -> None:
+    @calls.get("/get_world_size/")
     async def get_world_size() -> WorldSize:
-        """Devices of all replicas: how many sequences the learner keeps in flight follows."""
+        """Number of engine workers of all replicas."""
         return pool.world_size()
 
-    @_route(app, "GET", "/info/")
+    @calls.get("/info/")
     async def info() -> Info:
-        """What this server is; while its engines start, too."""
+        """Model, weights, replicas and versions of this server, also while its engines start."""
         return pool.info()
 
-    @_route(app, "GET", "/metrics/", response_class=PlainTextResponse)
+    @calls.get("/metrics/", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
         """Counters, seconds and gauges in Prometheus' text format."""
         return PlainTextResponse(pool.telemetry.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_infer(app: FastAPI, pool: Pool, calls: IdempotentCalls, places: Places) -> None:
-    @_route(app, "POST", "/infer/", INFER_PROBLEMS, response_model=Envelopes | Bare)
+def _add_infer(calls: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
+    idempotent = IdempotentCalls()
+
+    @calls.post(
+        "/infer/",
+        response_model=list[RolloutEnvelope] | list[ChatCompletionResponse],
+        responses=problem_responses(*INFER_PROBLEMS),
+        dependencies=[Depends(limit.require_room)],
+    )
     async def infer(
         request: Request,
+        call: Annotated[InferCall, Depends(JsonBody(InferCall))],
         envelope: Annotated[bool, Query()] = True,
         rollout_envelope: Annotated[bool, Header()] = True,
     ) -> Response:
         """One rollout per request, in order.
 
-        `?envelope=0`, or the header `Rollout-Envelope: 0`, leaves ours off.
+        `?envelope=0`, or the header `Rollout-Envelope: 0`, gives the responses without `coordexp`.
         """
-        places.require_one()
-        sent = await request.body()
-        with places.take():
-            call = await read_infer_call(sent, pool.settings.max_requests_per_call)
-            record: CallRecord = request.state.call_record
-            record.request_id, record.requests = call.request_id, len(call.infer_requests)
-            n = (call.request_config or RequestConfig()).n
-            check_size(record.requests, n, pool.settings, "request_config.n")
+        record: CallRecord = request.state.call_record
+        record.request_id, record.requests = call.request_id, len(call.infer_requests)
+        n = (call.request_config or RequestConfig()).n
+        check_sequences(record.requests, n, pool.settings.max_requests_per_call)
 
-            async def generate() -> bytes:
-                envelopes = await pool.infer(call, record)
-                pool.telemetry.count_answers(record)
-                return await _in_lines(map(RolloutEnvelope.model_dump_json, envelopes))
+        async def generate() -> bytes:
+            envelopes = await pool.infer(call, record)
+            pool.telemetry.count_answers(record)
+            return await _json_lines(map(RolloutEnvelope.model_dump_json, envelopes))
 
+        with limit.count():
             body, record.repeated = await cancel_when(
-                disconnected(request),
-                calls.give(call.request_id, sent, generate),
+                _disconnect(request),
+                idempotent.answer(call.request_id, await request.body(), generate),
                 ClientDisconnect(),
             )
         if not (envelope and rollout_envelope):
             lines = body[1:-1].split(SEPARATOR) if len(body) > len(b"[]") else []
-            body = await _in_lines(map(_without_envelope, lines))
-        # Serialized above, and validated when it was built: FastAPI need not do so again.
+            body = await _json_lines(map(_without_envelope, lines))
         return Response(body, media_type="application/json")
 
 
-def _add_weight_updates(app: FastAPI, pool: Pool) -> None:
-    @_route(app, "POST", "/init_communicator/", WEIGHT_PROBLEMS)
-    async def init_communicator(body: InitCommunicator) -> CommunicatorReady:
-        """Form the weight group of the learner and all workers; the one before it is left."""
-        return await pool.weights.init_communicator(body)
-
-    @_route(app, "POST", "/start_weight_update/", WEIGHT_PROBLEMS)
-    async def start_weight_update(body: StartWeightUpdate) -> WeightStatus:
-        """Let running calls end, pause, and hold the manifest against what the model expects."""
-        return await pool.weights.start(body)
-
-    @_route(app, "POST", "/update_weights/", WEIGHT_PROBLEMS)
-    async def update_weights(body: UpdateWeights) -> WeightStatus:
-        """Receive and load the parameters of the manifest, which travel over the weight group."""
-        return await pool.weights.receive(body)
-
-    @_route(app, "POST", "/finish_weight_update/", WEIGHT_PROBLEMS)
-    async def finish_weight_update(body: FinishWeightUpdate) -> SyncReport:
-        """Verify, reset the caches, take the new version, and answer calls again."""
-        report = await pool.weights.finish(body)
-        if not report.trial:
-            pool.telemetry.count_push(report)
-        return report
-
-    @_route(app, "POST", "/sleep/", SLEEP_PROBLEMS)
-    async def sleep(body: MoveMemory) -> WeightStatus:
-        """Let running calls end and give the memory of the GPUs up, until a push or `/wake_up/`.
-
-        The weights are kept in host memory. On GPUs this needs `--share-gpus`; without it, and on
-        the CPU, the memory is kept.
-        """
-        return await pool.weights.sleep()
-
-    @_route(app, "POST", "/wake_up/", SLEEP_PROBLEMS)
-    async def wake_up(body: MoveMemory) -> WeightStatus:
-        """Take the memory back and answer calls again, with the same weights."""
-        return await pool.weights.wake_up()
-
-    @_route(app, "POST", "/keep_communicator/", WEIGHT_PROBLEMS)
-    async def keep_communicator(body: KeepCommunicator) -> WeightStatus:
-        """Note that the learner of the weight group lives; one that is silent is given up."""
-        return pool.weights.heartbeat(body.attempt)
-
-    @_route(app, "POST", "/close_communicator/", WEIGHT_PROBLEMS)
-    async def close_communicator(body: CloseCommunicator) -> WeightStatus:
-        """Leave the weight group; an update that ran over it is given up."""
-        return await pool.weights.close_communicator(body.attempt)
+async def _disconnect(request: Request) -> None:
+    """Wait for the end of the connection; the body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
-def _add_docs(app: FastAPI) -> None:
-    """Serve the OpenAPI document, and a page to read and try it with no file from elsewhere."""
-    assets = Path(str(resources.files("fastapi_offline"))) / "static"
-    page = get_swagger_ui_html(
-        title=app.title,
-        openapi_url="/openapi.json",
-        swagger_js_url="/docs/swagger-ui-bundle.js",
-        swagger_css_url="/docs/swagger-ui.css",
-        swagger_favicon_url="/docs/favicon.png",
-    )
-
-    @_route(app, "GET", "/openapi.json/", in_schema=False)
-    async def openapi() -> JSONResponse:
-        return JSONResponse(app.openapi())
-
-    @_route(app, "GET", "/docs/", in_schema=False)
-    async def docs() -> HTMLResponse:
-        return page
-
-    for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"):
-        _add_file(app, f"/docs/{name}/", assets / name)
-
-
-def _add_file(app: FastAPI, path: str, file: Path) -> None:
-    @_route(app, "GET", path, in_schema=False)
-    async def asset() -> FileResponse:
-        return FileResponse(file)
-
-
-Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
-
-
-def _route(
-    app: FastAPI,
-    method: str,
-    path: str,
-    problems: tuple[str, ...] = (),
-    *,
-    in_schema: bool = True,
-    **options: Any,
-) -> Callable[[Handler], Handler]:
-    """Serve `path` with and without its trailing slash; the schema shows it once, or never.
-
-    options: of FastAPI's route, beside the answers that are problems.
-    """
-    responses = _problem_responses(problems)
-
-    def add(handler: Handler) -> Handler:
-        for variant in (path, path.rstrip("/")):
-            app.add_api_route(
-                variant,
-                handler,
-                methods=[method],
-                responses=responses,
-                include_in_schema=in_schema and variant == path,
-                **options,
-            )
-        return handler
-
-    return add
-
-
-def _problem_responses(problems: tuple[str, ...]) -> dict[int | str, dict[str, Any]]:
-    schema = {PROBLEM_MEDIA_TYPE: {"schema": Problem.model_json_schema()}}
-    titles: dict[int, list[str]] = defaultdict(list)
-    for kind in problems:
-        status, title = PROBLEM_TITLES[kind]
-        titles[status].append(title)
-    return {
-        status: {"description": "; or: ".join(of_status), "content": schema}
-        for status, of_status in titles.items()
-    }
-
-
-async def _in_lines(answers: Iterable[str]) -> bytes:
-    """A JSON list of one line each, made a piece at a time."""
+async def _json_lines(answers: Iterable[str]) -> bytes:
+    """Return a JSON list with one answer per line. Other calls have their turn between pieces."""
     lines = [answer.encode() async for answer in in_pieces(answers, PIECE_REQUESTS)]
     return b"[" + SEPARATOR.join(lines) + b"]"
 
@@ -344,6 +215,93 @@ def _without_envelope(line: bytes) -> str:
     return RolloutEnvelope.model_validate_json(line).response.model_dump_json()
 
 
-async def _answer_nobody(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ClientDisconnect)
-    return Response(status_code=499)
+def _add_weight_updates(calls: APIRouter, pool: Pool) -> None:
+    weight_problems = problem_responses(*WEIGHT_PROBLEMS)
+    sleep_problems = problem_responses(*SLEEP_PROBLEMS)
+
+    @calls.post("/init_communicator/", responses=weight_problems)
+    async def init_communicator(
+        body: Annotated[InitCommunicator, Depends(JsonBody(InitCommunicator))],
+    ) -> CommunicatorReady:
+        """Form the weight group of the learner and all workers; the one before it is left."""
+        return await pool.weights.init_communicator(body)
+
+    @calls.post("/start_weight_update/", responses=weight_problems)
+    async def start_weight_update(
+        body: Annotated[StartWeightUpdate, Depends(JsonBody(StartWeightUpdate))],
+    ) -> WeightStatus:
+        """Let running calls end, pause, and compare the manifest with the model."""
+        return await pool.weights.start(body)
+
+    @calls.post("/update_weights/", responses=weight_problems)
+    async def update_weights(
+        body: Annotated[UpdateWeights, Depends(JsonBody(UpdateWeights))],
+    ) -> WeightStatus:
+        """Receive and load the parameters of the manifest, which travel over the weight group."""
+        return await pool.weights.receive(body)
+
+    @calls.post("/finish_weight_update/", responses=weight_problems)
+    async def finish_weight_update(
+        body: Annotated[FinishWeightUpdate, Depends(JsonBody(FinishWeightUpdate))],
+    ) -> SyncReport:
+        """Verify, reset the caches, take the new version, and answer calls again."""
+        report = await pool.weights.finish(body)
+        if not report.trial:
+            pool.telemetry.count_push(report)
+        return report
+
+    @calls.post("/sleep/", responses=sleep_problems)
+    async def sleep(body: Annotated[MoveMemory, Depends(JsonBody(MoveMemory))]) -> WeightStatus:
+        """Let running calls end and give the memory of the GPUs up, until a push or `/wake_up/`.
+
+        The weights are kept in host memory. On GPUs this needs `--share-gpus`; without it, and on
+        the CPU, the memory is kept.
+        """
+        return await pool.weights.sleep()
+
+    @calls.post("/wake_up/", responses=sleep_problems)
+    async def wake_up(body: Annotated[MoveMemory, Depends(JsonBody(MoveMemory))]) -> WeightStatus:
+        """Take the memory back and answer calls again, with the same weights."""
+        return await pool.weights.wake_up()
+
+    @calls.post("/keep_communicator/", responses=weight_problems)
+    async def keep_communicator(
+        body: Annotated[KeepCommunicator, Depends(JsonBody(KeepCommunicator))],
+    ) -> WeightStatus:
+        """Note that the learner of the weight group lives; one that is silent is given up."""
+        return pool.weights.heartbeat(body.attempt)
+
+    @calls.post("/close_communicator/", responses=weight_problems)
+    async def close_communicator(
+        body: Annotated[CloseCommunicator, Depends(JsonBody(CloseCommunicator))],
+    ) -> WeightStatus:
+        """Leave the weight group; an update that ran over it is given up."""
+        return await pool.weights.close_communicator(body.attempt)
+
+
+def _add_pages(pages: APIRouter, app: FastAPI) -> None:
+    """Add the OpenAPI document, and a page to read and try it without files from elsewhere."""
+    assets = Path(str(resources.files("fastapi_offline"))) / "static"
+
+    @pages.get("/openapi.json/")
+    async def openapi() -> JSONResponse:
+        return JSONResponse(app.openapi())
+
+    @pages.get("/docs/")
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(
+            title=app.title,
+            openapi_url="/openapi.json",
+            swagger_js_url="/docs/swagger-ui-bundle.js",
+            swagger_css_url="/docs/swagger-ui.css",
+            swagger_favicon_url="/docs/favicon.png",
+        )
+
+    for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"):
+        _add_file(pages, f"/docs/{name}/", assets / name)
+
+
+def _add_file(pages: APIRouter, path: str, file: Path) -> None:
+    @pages.get(path)
+    async def asset() -> FileResponse:
+        return FileResponse(file)

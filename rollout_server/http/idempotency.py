@@ -1,16 +1,18 @@
-"""One call, one generation: calls with the same request id get the same answer (DIST-05).
+"""Calls with the same request id share one generation and its answer (DIST-05).
 
-    first call ----> generates ----> answer, kept for a while
-    retry, while it runs -----^              |
-    retry, later <---------------------------+
+    first call --------> generation --------> answer, kept
+    same id, running --------^                  |
+    same id, later <----------------------------+
 
-A kept answer is given for as long as the server lives, whatever its engines and weights
-are doing: its stamps say what it was generated with. Failures are not kept.
+A proxy or a network can end the connection of the first call. The generation then continues for
+`grace_s`, so that the repeated call joins it. A call without an id ends with its connection.
+
+The weights version of an answer is the one that generated it, also after a push. Failures are
+not kept.
 """
 
 import asyncio
 import hashlib
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -18,51 +20,43 @@ from typing import Any
 
 from rollout_server.runtime.refusals import refusal
 
-MOST_ANSWERS = 256
-MOST_BYTES = 256 * 2**20
-LONGEST_S = 900.0
+KEPT_ANSWERS = 256
+KEPT_BYTES = 256 * 2**20
+GRACE_S = 15.0
 LARGE_BODY = 2**20
 
 
 @dataclass
-class _Running:
-    """A running call. callers: connections that wait; when the last leaves, it is cancelled."""
+class _Call:
+    """waiting: connections that wait for `answer`. abort: runs when none has waited for long."""
 
-    fingerprint: bytes
-    task: asyncio.Task[bytes]
-    callers: int = 0
-
-
-@dataclass(frozen=True)
-class _Kept:
-    fingerprint: bytes
-    body: bytes
-    until: float
+    body_digest: bytes
+    answer: asyncio.Task[bytes]
+    waiting: int = 0
+    abort: asyncio.TimerHandle | None = None
 
 
 class IdempotentCalls:
-    """The running calls with a request id, and the answers to the latest ones.
+    """The running calls with a request id, and the last answers.
 
-    most, most_bytes: of kept answers; the least recently requested ones are dropped first.
-    longest_s: how long one is kept, by `clock`.
+    kept_answers, kept_bytes: limits of the answers; the least recently requested one goes first.
+    grace_s: how long a generation continues without a connection.
     """
 
     def __init__(
         self,
-        most: int = MOST_ANSWERS,
-        most_bytes: int = MOST_BYTES,
-        longest_s: float = LONGEST_S,
-        clock: Callable[[], float] = time.monotonic,
+        kept_answers: int = KEPT_ANSWERS,
+        kept_bytes: int = KEPT_BYTES,
+        grace_s: float = GRACE_S,
     ) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
-        self._longest_s = longest_s
-        self._clock = clock
-        self._running: dict[str, _Running] = {}
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept_answers = kept_answers
+        self._kept_bytes = kept_bytes
+        self._grace_s = grace_s
+        self._running: dict[str, _Call] = {}
+        self._answered: OrderedDict[str, _Call] = OrderedDict()
         self._bytes = 0
 
-    async def give(
+    async def answer(
         self,
         request_id: str | None,
         body: bytes,
@@ -70,83 +64,61 @@ class IdempotentCalls:
     ) -> tuple[bytes, bool]:
         """Return the answer to the call `body`, and whether an earlier call generated it.
 
-        Cancelling it cancels the generation, unless another caller waits for the same one.
-        Raises what `generate` raises, and the `invalid-request` problem when the id belongs
-        to another body.
+        Raises what `generate` raises, and the `invalid-request` problem if an earlier call with
+        this id had another body.
         """
         if request_id is None:
             return await generate(), False
-        fingerprint = await _fingerprint(body)
-        if (kept := self._look_up(request_id)) is not None:
-            _require_same(fingerprint, kept.fingerprint)
-            return kept.body, True
-        running = self._running.get(request_id)
-        repeated = running is not None
-        if running is None:
-            running = self._begin(request_id, fingerprint, generate())
-        _require_same(fingerprint, running.fingerprint)
-        return await self._wait_for(request_id, running), repeated
+        digest = await _digest(body)
+        call = self._running.get(request_id) or self._answered.get(request_id)
+        if call is None:
+            call = _Call(digest, asyncio.create_task(generate()))
+            self._running[request_id] = call
+            call.answer.add_done_callback(lambda _: self._finish(request_id, call))
+            return await self._wait(request_id, call), False
+        if call.body_digest != digest:
+            found = "an earlier call with this id had another body; each call needs its own id"
+            raise refusal("invalid-request", found, "request_id")
+        if request_id in self._answered:
+            self._answered.move_to_end(request_id)
+        return await self._wait(request_id, call), True
 
-    def _begin(
-        self, request_id: str, fingerprint: bytes, generation: Coroutine[Any, Any, bytes]
-    ) -> _Running:
-        running = _Running(fingerprint, asyncio.ensure_future(generation))
-        self._running[request_id] = running
-        running.task.add_done_callback(lambda _: self._end(request_id, running))
-        return running
-
-    async def _wait_for(self, request_id: str, running: _Running) -> bytes:
-        running.callers += 1
+    async def _wait(self, request_id: str, call: _Call) -> bytes:
+        call.waiting += 1
+        if call.abort is not None:
+            call.abort.cancel()
         try:
-            return await asyncio.shield(running.task)
+            return await asyncio.shield(call.answer)
         finally:
-            running.callers -= 1
-            if running.callers == 0 and not running.task.done():
-                running.task.cancel()
-                self._forget(request_id, running)  # a retry from now on begins anew
+            call.waiting -= 1
+            if call.waiting == 0 and not call.answer.done():
+                loop = asyncio.get_running_loop()
+                call.abort = loop.call_later(self._grace_s, self._abort, request_id, call)
 
-    def _end(self, request_id: str, running: _Running) -> None:
-        failed = running.task.cancelled() or running.task.exception() is not None
-        if self._forget(request_id, running) and not failed:
-            self._keep(request_id, running.fingerprint, running.task.result())
+    def _abort(self, request_id: str, call: _Call) -> None:
+        del self._running[request_id]  # the next call with this id generates again
+        call.answer.cancel()
 
-    def _forget(self, request_id: str, running: _Running) -> bool:
-        """Forget an id; returns whether it was known."""
-        known = self._running.get(request_id) is running
-        if known:
-            del self._running[request_id]
-        return known
+    def _finish(self, request_id: str, call: _Call) -> None:
+        if call.abort is not None:
+            call.abort.cancel()
+        failed = call.answer.cancelled() or call.answer.exception() is not None
+        if self._running.get(request_id) is not call:  # aborted
+            return
+        del self._running[request_id]
+        if not failed:
+            self._keep(request_id, call)
 
-    def _look_up(self, request_id: str) -> _Kept | None:
-        self._drop_old()
-        if request_id in self._kept:
-            self._kept.move_to_end(request_id)
-        return self._kept.get(request_id)
-
-    def _keep(self, request_id: str, fingerprint: bytes, body: bytes) -> None:
-        self._drop_old()
-        self._kept[request_id] = _Kept(fingerprint, body, self._clock() + self._longest_s)
-        self._bytes += len(body)
-        while len(self._kept) > self._most or self._bytes > self._most_bytes:
-            self._drop(next(iter(self._kept)))
-
-    def _drop_old(self) -> None:
-        now = self._clock()
-        for request_id in [name for name, kept in self._kept.items() if kept.until <= now]:
-            self._drop(request_id)
-
-    def _drop(self, request_id: str) -> None:
-        self._bytes -= len(self._kept.pop(request_id).body)
+    def _keep(self, request_id: str, call: _Call) -> None:
+        self._answered[request_id] = call
+        self._bytes += len(call.answer.result())
+        while len(self._answered) > self._kept_answers or self._bytes > self._kept_bytes:
+            _, oldest = self._answered.popitem(last=False)
+            self._bytes -= len(oldest.answer.result())
 
 
-async def _fingerprint(body: bytes) -> bytes:
-    """Hash a body; a large one in a thread."""
+async def _digest(body: bytes) -> bytes:
+    """Hash a body; a large one in a thread, where it does not hold the interpreter."""
     if len(body) < LARGE_BODY:
         return hashlib.sha256(body).digest()
     return (await asyncio.to_thread(hashlib.sha256, body)).digest()
-
-
-def _require_same(fingerprint: bytes, earlier: bytes) -> None:
-    if fingerprint != earlier:
-        found = "an earlier call with this id had another body; every call needs an id of its own"
-        raise refusal("invalid-request", found, "request_id")

@@ -2,22 +2,20 @@
 
 start()  builds every engine, in threads         close()  ends their processes
 infer()  answers a call (`Rollouts`)             weights  the updates (`WeightUpdates`)
-chat()   answers a chat completion (`Chats`)
 health(), live(), info(), world_size()           the probes
 """
 
 import asyncio
 import socket
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 from rollout_server.engines import DEFAULT_ENGINE, engine_package
 from rollout_server.engines.engine_protocol import Engine
-from rollout_server.runtime.concurrency import cancel_when, handed_over
+from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.runtime.refusals import refusal
-from rollout_server.serving.chat import ChatCall, Chats
 from rollout_server.serving.infer import Rollouts
 from rollout_server.serving.media import MediaLoader
 from rollout_server.serving.prompts import Prompts
@@ -52,9 +50,12 @@ class Pool:
         self._engine_package = engine_package(engine)
         self._start_id = uuid.uuid4().hex
         self.telemetry = Telemetry()
-        self._media = MediaLoader(settings)
         self._replicas: Replicas[Engine] = Replicas(
-            settings.num_replicas, self._build_engine, self._replica_lost, settings.hang_seconds
+            settings.num_replicas,
+            self._build_engine,
+            self._replica_lost,
+            settings.hang_seconds,
+            settings.start_seconds,
         )
         self._weights = WeightUpdates(
             self._replicas,
@@ -63,11 +64,10 @@ class Pool:
             lambda: self.server_epoch,
             settings.max_weight_timeout_seconds,
         )
-        prompts = Prompts(self._media)
+        prompts = Prompts(MediaLoader(settings))
         self._rollouts = Rollouts(
-            self._serving, str(settings.checkpoint), prompts, lambda: self.server_epoch
+            self.serving, str(settings.checkpoint), prompts, lambda: self.server_epoch
         )
-        self._chats = Chats(self._serving, prompts)
         self.telemetry.watch(self)
         self._started = False
         self._gpu_uuids: list[str] = []
@@ -87,7 +87,6 @@ class Pool:
     async def close(self) -> None:
         """End the engines' processes, but for those still being built (`building`)."""
         await self._replicas.close()
-        await self._media.close()
 
     @property
     def building(self) -> bool:
@@ -101,28 +100,10 @@ class Pool:
     async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
         """Answer a call; one that comes during a weight update waits for its end."""
         self._require_started()
-        return await self._until_stopped(self._rollouts.answer(call, record))
+        return await self.until_stopped(self._rollouts.answer(call, record))
 
-    def chat(self, call: ChatCall, record: CallRecord) -> AsyncGenerator[str, None]:
-        """The answer to a chat completion in one piece, or each event of one that is streamed.
-
-        Once there is a piece, `record` has the version of the weights. Closing the generator
-        aborts the call.
-        """
-
-        async def answer(send: Callable[[str], None]) -> None:
-            self._require_started()
-            await self._until_stopped(self._chats.answer(call, record, send))
-            self.telemetry.count_answers(record)
-
-        return handed_over(answer)
-
-    async def chat_models(self) -> tuple[dict[str, Any], int]:
-        """The body of `GET /v1/models`, and the version of the weights."""
-        self._require_started()
-        return await self._until_stopped(self._chats.models())
-
-    async def _until_stopped(self, answer: Coroutine[Any, Any, T]) -> T:
+    async def until_stopped(self, answer: Coroutine[Any, Any, T]) -> T:
+        """Await `answer`; raises the `not-ready` problem as soon as the server stops."""
         stopping = refusal("not-ready", "the server is stopping", "server")
         return await cancel_when(self._stopping.wait(), answer, stopping)
 
@@ -140,15 +121,14 @@ class Pool:
             raise not_serving(missing)
         if status.state == "POISONED":
             raise poisoned()
-        if stale := [replica for replica in replicas if replica.state == "needs-push"]:
-            raise not_serving(stale)
+        if silent := [replica for replica in replicas if replica.state != "serving"]:
+            raise not_serving(silent)
         return Health(
             state=status.state,
             weights_version=status.weights_version,
             server_epoch=self.server_epoch,
             replicas=replicas,
             weight_call=self._weights.call,
-            asleep=self._weights.asleep,
         )
 
     def live(self) -> Live:
@@ -211,7 +191,12 @@ class Pool:
     def _build_engine(self, index: int) -> Engine:
         return self._engine_package.build(self.settings, index)
 
-    async def _serving(self) -> Sequence[Engine]:
+    async def serving(self) -> Sequence[Engine]:
+        """The engines with the current weights, once no update runs.
+
+        Raises the problem that says why there are none.
+        """
+        self._require_started()
         await self._weights.wait_until_ready()
         return self._replicas.current(self._weights.version)
 
@@ -220,7 +205,9 @@ class Pool:
 
     def _require_started(self) -> None:
         if not self._started:
-            raise refusal("not-ready", "the engines are starting", "replicas")
+            starting = [r for r in self._replicas.statuses(None) if r.state == "starting"]
+            phases = "".join(f"; replica {replica.index}: {replica.detail}" for replica in starting)
+            raise refusal("not-ready", f"the engines are starting{phases}", "replicas")
 
 
 def _versions() -> dict[str, str]:

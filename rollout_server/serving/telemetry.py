@@ -136,7 +136,9 @@ class Telemetry:
         self._in_flight = Gauge(
             "rollout_calls_in_flight", "Those that are running.", registry=registry
         )
-        self._requests = Counter("rollout_requests", "Conversations answered.", registry=registry)
+        self._requests = Counter(
+            "rollout_requests", "Conversations that /infer/ answered.", registry=registry
+        )
         self._images = Counter("rollout_images", "Images in them.", registry=registry)
         self._prompt_tokens = Counter(
             "rollout_prompt_tokens", "Prompt tokens, images expanded.", registry=registry
@@ -157,7 +159,7 @@ class Telemetry:
         )
         self._phase_seconds = Histogram(
             "rollout_phase_seconds",
-            "Seconds such a call spends in each phase.",
+            "Seconds that /infer/ and chat completions spend in each phase.",
             ["phase"],
             buckets=SECONDS,
             registry=registry,

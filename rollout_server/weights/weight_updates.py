@@ -154,11 +154,6 @@ class WeightUpdates:
         )
 
     @property
-    def asleep(self) -> bool:
-        """Whether an engine has given its memory up."""
-        return any(engine.asleep for engine in self._engines.alive())
-
-    @property
     def call(self) -> WeightCall | None:
         """What the server is at, or waits for the learner with; None where it is nothing."""
         if self._call is not None:
@@ -173,13 +168,10 @@ class WeightUpdates:
         )
 
     async def wait_until_ready(self) -> None:
-        """Sit out a running update; raises the `weights-poisoned` and the `not-ready` problem."""
+        """Wait for the end of a running update; raises the `weights-poisoned` problem."""
         await self._settled.wait()
         if self.state == "POISONED":
             raise poisoned()
-        if self.asleep:
-            found = "the engines have given their memory up: /wake_up/ or a push comes first"
-            raise refusal("not-ready", found, "replicas")
 
     async def init_communicator(self, init: InitCommunicator) -> CommunicatorReady:
         """Form the weight group; answers when the learner and every worker have joined.

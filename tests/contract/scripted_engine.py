@@ -4,22 +4,24 @@ Only `engine_protocol` and the wire format were used to write it.
 """
 
 import asyncio
-import json
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from fastapi import Body, FastAPI, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 from PIL.Image import Image
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
+    ChatGenerate,
     ChatMessage,
     Completion,
     Engine,
-    Generated,
+    EngineDead,
     Load,
     Prompt,
 )
@@ -96,23 +98,34 @@ class ScriptedEngine:
             for i in range(config.n)
         ]
 
-    async def chat_models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": "scripted"}]}
+    async def openai_app(self, generate_chat: ChatGenerate) -> FastAPI:
+        """An app whose answer, or stream, has the words of the body's `text`."""
+        app = FastAPI()
 
-    def read_chat(self, fields: dict[str, Any]) -> Any:
-        return fields
+        @app.get("/v1/models")
+        async def models() -> int:
+            return id(self)
 
-    async def chat(
-        self, prompt: Prompt, request: Any, turn: int, send: Callable[[str], None]
-    ) -> Generated:
-        """Each word is an event of a stream; a prompt with the word `forever` does not end."""
+        @app.post("/v1/chat/completions")
+        async def chat(body: Annotated[dict[str, str], Body()]) -> Response:
+            words = generate_chat(body["text"], None, 1, 1)
+            if "stream" in body:
+                return StreamingResponse(words)
+            return JSONResponse([word async for word in words])
+
+        return app
+
+    async def stream(
+        self, prompt: Any, sampling: Any, turn: int, send: Callable[[Any], None]
+    ) -> None:
+        """Send each word; a prompt with the word `forever` does not end, `dead` raises."""
         await self._running.wait()
-        words = prompt.engine_input.split()
-        for piece in words if request["stream"] else [json.dumps(prompt.engine_input)]:
-            send(f"data: {piece}\n\n" if request["stream"] else piece)
-        if "forever" in words:
+        for word in prompt.split():
+            if word == "dead":
+                raise EngineDead("replica 0 is dead")
+            send(word)
+        if "forever" in prompt:
             await asyncio.Event().wait()
-        return Generated(len(words), 0)
 
     async def pause(self) -> None:
         self._running.clear()

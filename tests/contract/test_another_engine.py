@@ -1,6 +1,6 @@
 """A server on the scripted engine: registry, push, and OpenAI's routes (OAI-01).
 
-`test_openai.py` has OpenAI's client and vLLM.
+`test_openai.py` tests OpenAI's client with vLLM.
 """
 
 import subprocess
@@ -23,6 +23,7 @@ from rollout_server.http.app import create_app
 from rollout_server.serving.pool import Pool
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import Problem
+from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.served_app import served_app
 from tests.contract.weight_sender import push, start, weight_group
 
@@ -33,27 +34,26 @@ CALLS = 2
 
 @dataclass
 class Served:
-    """http: a client of the server."""
+    """http: a client of the server. engines: those of its start."""
 
     http: httpx.Client
+    engines: list[ScriptedEngine]
 
     def infer(self, text: str) -> dict[str, Any]:
         (envelope,) = self.http.post("/infer/", json={"infer_requests": [call(text)]}).json()
         return dict(envelope)
 
-    def chat(self, text: str = "a b c", **fields: Any) -> httpx.Response:
-        return self.http.post(CHAT, json=call(text) | fields)
+    def chat(self, text: str) -> httpx.Response:
+        return self.http.post(CHAT, json={"text": text})
 
     @contextmanager
     def streaming(self, text: str = "a forever") -> Iterator[Iterator[str]]:
-        """The lines of a stream after its first event."""
-        with self.http.stream("POST", CHAT, json=call(text) | {"stream": True}) as answer:
-            assert answer.status_code == 200
-            assert answer.headers["content-type"].startswith("text/event-stream")
-            assert answer.headers["x-weights-version"] == "0"
-            lines = answer.iter_lines()
-            assert next(lines) == "data: a"
-            yield lines
+        """The pieces of a stream after its first one."""
+        with self.http.stream("POST", CHAT, json={"text": text, "stream": "yes"}) as answer:
+            assert (answer.status_code, answer.headers["x-weights-version"]) == (200, "0")
+            pieces = answer.iter_text(1)
+            assert next(pieces) == "a"
+            yield pieces
 
     def metric(self, name: str) -> float:
         lines = self.http.get("/metrics/").text.splitlines()
@@ -79,10 +79,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         model=Path("/m"), device="cpu", replicas=2, openai=True, max_concurrent_calls=CALLS
     )
     pool = Pool(settings, "scripted")
+    engines: list[Any] = []
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await pool.start()
+        engines.extend(await pool.serving())
         yield
         await pool.close()
 
@@ -90,7 +92,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         served_app(create_app(pool, lifespan)) as (host, port),
         httpx.Client(base_url=f"http://{host}:{port}", timeout=60, trust_env=False) as http,
     ):
-        yield Served(http)
+        assert http.get("/live/").status_code == 200  # after the lifespan's start
+        yield Served(http, engines)
 
 
 @pytest.mark.req("ARCH-01")
@@ -124,50 +127,44 @@ print(*[name for name in sys.modules if name.partition(".")[0] == "vllm"])
 
 
 @pytest.mark.req("OAI-01")
-def test_chat_completion_carries_the_weights_version_and_is_counted(served: Served) -> None:
+def test_chat_completion_has_the_weights_version_and_is_counted(served: Served) -> None:
     answer = served.chat("one two three")
-    assert answer.status_code == 200
-    assert answer.headers["content-type"] == "application/json"
-    assert (answer.json(), answer.headers["x-weights-version"]) == ("one two three", "0")
-    with served.streaming("a b c") as lines:
-        assert [line for line in lines if line] == ["data: b", "data: c"]
+    assert (answer.json(), answer.headers["x-weights-version"]) == (["one", "two", "three"], "0")
+    with served.streaming("a b c") as pieces:
+        assert "".join(pieces) == "bc"
     served.wait_for('rollout_calls_total{outcome="answered"}', 2)
-    assert served.metric("rollout_generated_tokens_total") == 6
-    models = served.http.get("/v1/models")
-    assert models.json()["data"] == [{"id": "scripted"}]
-    assert models.headers["x-weights-version"] == "0"
+    models = served.http.get("/v1/models/")
+    assert (models.json(), models.headers["x-weights-version"]) == (id(served.engines[0]), "0")
 
 
 @pytest.mark.req("OAI-01")
-def test_infer_and_chat_share_one_limit_and_a_closed_stream_frees_its_place(
+def test_replicas_share_streams_infer_shares_their_limit_and_a_closed_stream_frees_its_place(
     served: Served,
 ) -> None:
     with served.streaming(), served.streaming():
-        for path, body in ((CHAT, call("a")), ("/infer/", {"infer_requests": [call("a")]})):
+        for replica in range(2):
+            assert served.metric(f'rollout_running_sequences{{replica="{replica}"}}') == 1
+        for path, body in ((CHAT, {"text": "a"}), ("/infer/", {"infer_requests": [call("a")]})):
             refused = served.http.post(path, json=body)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        error = served.chat().json()["error"]
-        assert (error["type"], error["code"]) == ("rate_limit_error", "too-many-calls")
     served.wait_for('rollout_calls_total{outcome="gone"}', CALLS)
-    assert served.chat().status_code == 200
+    assert served.chat("a").status_code == 200
     assert served.metric("rollout_calls_in_flight") == 0
 
 
 @pytest.mark.req("OAI-01")
-def test_errors_below_v1_have_the_form_of_openai(served: Served) -> None:
+def test_chat_completion_is_refused_as_a_call_of_infer(served: Served) -> None:
     http = served.http
-    json_type = {"content-type": "application/json"}
-    answers = {
-        404: http.get("/v1/embeddings"),
-        405: http.get(CHAT),
-        400: http.post(CHAT, content=b"{", headers=json_type),
-    }
-    for status, answer in answers.items():
-        assert answer.status_code == status, answer.text
-        assert set(answer.json()) == {"error"}
-    assert http.get("/embeddings").json()["type"] == "urn:rollmatch:not-found"
-    for fields, param in (({"tools": []}, "tools"), ({"n": 5000}, "n"), ({"seed": -1}, "seed")):
-        refused = served.chat(**fields)
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"]) == (400, "invalid-request")
-        assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    refused = [(404, http.get("/v1/embeddings")), (405, http.get(CHAT)), (503, served.chat("dead"))]
+    assert http.post("/sleep/", json={}).status_code == 200
+    refused.append((503, served.chat("a")))
+    for status, answer in refused:
+        assert (answer.status_code, Problem.model_validate(answer.json()).status) == (status,) * 2
+
+
+@pytest.mark.req("OAI-01", "SRV-05")
+def test_chat_completion_is_rendered_by_a_replica_that_is_alive(served: Served) -> None:
+    assert served.chat("a").status_code == 200
+    served.engines[0].alive = False
+    assert served.chat("a").status_code == 200
+    assert served.http.get("/v1/models").json() != id(served.engines[0])

@@ -62,7 +62,8 @@ def test_server_without_engines_lives_and_is_not_healthy(client: TestClient) -> 
     assert client.get("/live/").json()["heartbeat_age_s"] == [None] * 3
     assert client.get("/get_world_size/").json() == {"world_size": 3}
     problem = problem_of(client.get("/health/"))
-    assert (problem.status, problem.detail) == (503, "the engines are starting")
+    assert problem.status == 503
+    assert problem.detail.startswith("the engines are starting")
 
 
 @pytest.mark.req("WIRE-06", "WIRE-07")
@@ -82,8 +83,8 @@ def test_errors_of_the_framework_are_problems(client: TestClient) -> None:
     wrong_method = client.get("/infer/")
     assert problem_of(wrong_method).type == "urn:rollmatch:method-not-allowed"
     assert wrong_method.headers["allow"] == "POST"
-    no_json = client.post("/infer/", content=b"{", headers={"content-type": "application/json"})
-    assert problem_of(no_json).type == "urn:rollmatch:bad-request"
+    invalid = client.post("/infer/", content=b"{", headers={"content-type": "application/json"})
+    assert problem_of(invalid).type == "urn:rollmatch:bad-request"
     line_feed = client.post("/infer/%0A", json={"infer_requests": []})
     assert problem_of(line_feed).type == "urn:rollmatch:not-found"
     as_form = client.post("/infer/", content=b"{}", headers={"content-type": "text/plain"})
@@ -119,7 +120,7 @@ def test_malformed_requests_are_named_with_their_indices(client: TestClient) -> 
 @pytest.mark.parametrize(
     ("content", "faults"),
     [
-        (7, {"": "Input should be a valid string, or: Input should be a valid list"}),
+        (7, {"": "Input should be a valid string, or: Input should be a valid array"}),
         (
             [{"type": "text", "txt": "x"}],
             {

@@ -78,19 +78,17 @@ def test_an_id_is_refused_for_another_body(server: RunningServer) -> None:
     assert (refused.status_code, refused.json()["where"]) == (422, "request_id")
 
 
-@pytest.mark.req("DIST-05", "SRV-07")
-def test_call_goes_on_for_its_retry_when_the_first_client_goes_away(server: RunningServer) -> None:
+@pytest.mark.req("DIST-05")
+def test_repeated_call_joins_the_one_whose_connection_ended(server: RunningServer) -> None:
     requests, config = [text_request()] * 64, SAMPLED | {"max_tokens": 400}
     with growth(server) as grown:
-        first = server.begin_infer(requests, config, request_id="left")
+        cut = server.begin_infer(requests, config, request_id="cut")
         server.wait_for_sequences(lambda running: running == 64)
-        retry = server.begin_infer(requests, config, request_id="left")
-        wait_for_metric(server, "rollout_calls_in_flight", 2)
-        first.close()
-        wait_for_metric(server, "rollout_calls_in_flight", 1)
-        assert server.running_sequences() != [0]
-        assert len(json.loads(retry.getresponse().read())) == 64
-        retry.close()
+        cut.close()
+        wait_for_metric(server, "rollout_calls_in_flight", 0)
+        repeated = server.begin_infer(requests, config, request_id="cut")
+        assert len(json.loads(repeated.getresponse().read())) == 64
+        repeated.close()
     assert grown["rollout_requests_total"] == 64
     assert grown["rollout_calls_total gone"] == 1
     assert grown["rollout_calls_total repeated"] == 1

@@ -8,8 +8,9 @@ import pytest
 
 from rollout_server.engines.engine_protocol import PromptRefused
 from rollout_server.engines.vllm import environment as engine_environment
-from rollout_server.settings.options import LORA_RANKS, ServerSettings
-from rollout_server.settings.repeat_config import PROCESSOR, PROCESSOR_V2
+from rollout_server.settings.options import ServerSettings
+from rollout_server.settings.repeat_config import PROCESSOR
+from rollout_server.settings.run_config import LORA_RANKS
 from shared_contracts.infer import RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 
@@ -91,8 +92,6 @@ def test_repeat_guard_and_adapter_reach_vllm_where_they_are_enabled(
     args = engine_args.engine_args(off.model_copy(update=options), 0)
     assert args.logits_processors == [PROCESSOR]
     assert (args.enable_lora, args.max_loras, args.max_lora_rank) == (True, 1, 64)
-    v2 = ServerSettings(model=model, gpus=(0,), model_runner="v2", repeat_terminate=guard)
-    assert engine_args.engine_args(v2, 0).logits_processors == [PROCESSOR_V2]
     assert engine_args.sampling_params(RequestConfig(), None, 8).stop_token_ids == []
     assert engine_args.sampling_params(RequestConfig(), None, 8, sentinel=5).stop_token_ids == [5]
 

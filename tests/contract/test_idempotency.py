@@ -1,4 +1,4 @@
-"""Calls with a request id: one generation, any number of answers."""
+"""Calls with a request id: one generation for the call and its repetitions."""
 
 import asyncio
 import json
@@ -54,16 +54,22 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
+async def end(call: asyncio.Task[Any]) -> None:
+    """End a call as the end of its connection does."""
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+
+
 @pytest.mark.req("DIST-05")
 def test_retry_gets_the_answer_of_the_first_call() -> None:
     async def test(generate: Generator) -> None:
         generate.free.set()
         calls = IdempotentCalls()
-        assert await calls.give(*call("a"), generate) == (b"1", False)
-        assert await calls.give(*call("a"), generate) == (b"1", True)
-        assert await calls.give(*call("b"), generate) == (b"2", False)
-        assert await calls.give(*call(None), generate) == (b"3", False)
-        assert await calls.give(*call(None), generate) == (b"4", False)
+        assert await calls.answer(*call("a"), generate) == (b"1", False)
+        assert await calls.answer(*call("a"), generate) == (b"1", True)
+        assert await calls.answer(*call("b"), generate) == (b"2", False)
+        assert await calls.answer(*call(None), generate) == (b"3", False)
+        assert await calls.answer(*call(None), generate) == (b"4", False)
 
     run(test)
 
@@ -72,11 +78,11 @@ def test_retry_gets_the_answer_of_the_first_call() -> None:
 def test_retry_joins_the_running_first_call() -> None:
     async def test(generate: Generator) -> None:
         calls = IdempotentCalls()
-        first = asyncio.ensure_future(calls.give(*call("a"), generate))
-        retry = asyncio.ensure_future(calls.give(*call("a"), generate))
+        first = asyncio.create_task(calls.answer(*call("a"), generate))
+        retry = asyncio.create_task(calls.answer(*call("a"), generate))
         await asyncio.sleep(0)
         with pytest.raises(ProblemError) as error:
-            await calls.give(*call("a", "y"), generate)
+            await calls.answer(*call("a", "y"), generate)
         assert (error.value.problem.status, error.value.problem.where) == (422, "request_id")
         generate.free.set()
         assert (await first, await retry) == ((b"1", False), (b"1", True))
@@ -90,32 +96,58 @@ def test_failure_reaches_every_waiting_call_and_is_not_kept() -> None:
     async def test(generate: Generator) -> None:
         calls = IdempotentCalls()
         generate.error = ValueError("broken")
-        waiting = [asyncio.ensure_future(calls.give(*call("a"), generate)) for _ in range(2)]
+        waiting = [asyncio.create_task(calls.answer(*call("a"), generate)) for _ in range(2)]
         await asyncio.sleep(0)
         generate.free.set()
         for outcome in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(outcome, ValueError)
         generate.error = None
-        assert await calls.give(*call("a"), generate) == (b"2", False)
+        assert await calls.answer(*call("a"), generate) == (b"2", False)
+
+    run(test)
+
+
+@pytest.mark.req("DIST-05")
+def test_repeated_call_joins_the_one_whose_connection_ended() -> None:
+    async def test(generate: Generator) -> None:
+        calls = IdempotentCalls(grace_s=60.0)
+        for _ in range(3):  # a proxy that cuts every connection
+            cut = asyncio.create_task(calls.answer(*call("a"), generate))
+            await until(lambda: generate.begun == 1)
+            await end(cut)
+        repeated = asyncio.create_task(calls.answer(*call("a"), generate))
+        await asyncio.sleep(0)
+        generate.free.set()
+        assert await repeated == (b"1", True)
+        assert (generate.begun, generate.cancelled) == (1, 0)
 
     run(test)
 
 
 @pytest.mark.req("DIST-05", "SRV-07")
-def test_generation_ends_when_its_last_client_leaves() -> None:
+def test_generation_ends_after_the_grace_without_a_connection() -> None:
     async def test(generate: Generator) -> None:
-        calls = IdempotentCalls()
-        first = asyncio.ensure_future(calls.give(*call("a"), generate))
-        retry = asyncio.ensure_future(calls.give(*call("a"), generate))
+        calls = IdempotentCalls(grace_s=0.0)
+        first = asyncio.create_task(calls.answer(*call("a"), generate))
+        second = asyncio.create_task(calls.answer(*call("a"), generate))
         await until(lambda: generate.begun == 1)
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
+        await end(first)
         assert generate.cancelled == 0
-        retry.cancel()
-        again = asyncio.ensure_future(calls.give(*call("a"), generate))
-        await until(lambda: (generate.cancelled, generate.begun) == (1, 2))
+        await end(second)
+        await until(lambda: generate.cancelled == 1)
         generate.free.set()
-        assert await again == (b"2", False)
+        assert await calls.answer(*call("a"), generate) == (b"2", False)
+
+    run(test)
+
+
+@pytest.mark.req("SRV-07")
+def test_generation_without_an_id_ends_with_its_connection() -> None:
+    async def test(generate: Generator) -> None:
+        only = asyncio.create_task(IdempotentCalls().answer(*call(None), generate))
+        await until(lambda: generate.begun == 1)
+        await end(only)
+        assert generate.cancelled == 1
 
     run(test)
 
@@ -124,34 +156,19 @@ def test_generation_ends_when_its_last_client_leaves() -> None:
 def test_kept_answers_are_bounded_and_the_least_used_goes_first() -> None:
     async def test(generate: Generator) -> None:
         generate.free.set()
-        calls = IdempotentCalls(most=2, most_bytes=10)
-        await calls.give(*call("a"), generate)
-        await calls.give(*call("b"), generate)
-        assert await calls.give(*call("a"), generate) == (b"1", True)
-        await calls.give(*call("c"), generate)
-        assert await calls.give(*call("a"), generate) == (b"1", True)
-        assert await calls.give(*call("b"), generate) == (b"4", False)
+        calls = IdempotentCalls(kept_answers=2, kept_bytes=10)
+        await calls.answer(*call("a"), generate)
+        await calls.answer(*call("b"), generate)
+        assert await calls.answer(*call("a"), generate) == (b"1", True)
+        await calls.answer(*call("c"), generate)
+        assert await calls.answer(*call("a"), generate) == (b"1", True)
+        assert await calls.answer(*call("b"), generate) == (b"4", False)
         generate.size = 10
-        await calls.give(*call("large"), generate)
-        assert await calls.give(*call("large"), generate) == (b"5" * 10, True)
-        assert await calls.give(*call("b"), generate) == (b"6" * 10, False)
+        await calls.answer(*call("large"), generate)
+        assert await calls.answer(*call("large"), generate) == (b"5" * 10, True)
+        assert await calls.answer(*call("b"), generate) == (b"6" * 10, False)
         generate.size = 11
-        await calls.give(*call("huge"), generate)
-        assert (await calls.give(*call("huge"), generate))[1] is False
-
-    run(test)
-
-
-@pytest.mark.req("DIST-05")
-def test_kept_answers_expire() -> None:
-    async def test(generate: Generator) -> None:
-        generate.free.set()
-        now = 0.0
-        calls = IdempotentCalls(longest_s=10.0, clock=lambda: now)
-        await calls.give(*call("a"), generate)
-        now = 9.0
-        assert await calls.give(*call("a"), generate) == (b"1", True)
-        now = 10.0
-        assert await calls.give(*call("a"), generate) == (b"2", False)
+        await calls.answer(*call("huge"), generate)
+        assert (await calls.answer(*call("huge"), generate))[1] is False
 
     run(test)

@@ -1,11 +1,8 @@
-"""Limits of bodies, calls, sequences and connections; bodies that break the contract."""
+"""Limits of bodies, calls and sequences; bodies that break the contract."""
 
 import asyncio
-import contextlib
-import http.client
 import json
 import pickle
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,15 +14,12 @@ from fastapi.testclient import TestClient
 
 from rollout_server.http.app import create_app
 from rollout_server.http.bodies import MAX_FAULTS
-from rollout_server.http.connections import MAX_HEADER_BYTES, MAX_HEADERS, bounded_protocol
-from rollout_server.http.middleware import MOST_OTHER_BYTES
 from rollout_server.http.problems import RETRY_AFTER_S
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.telemetry import CallRecord
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 from shared_contracts.infer import MAX_FIELDS, MAX_REQUESTS, InferCall, RolloutEnvelope
-from tests.contract.served_app import Address, served_app
 
 MAX_BODY = 1000
 JSON = {"Content-Type": "application/json"}
@@ -84,56 +78,15 @@ def padded(size: int) -> bytes:
     return b'{"infer_requests":[]}'.ljust(size)
 
 
-# --- bytes
-
-
 @pytest.mark.req("SRV-06")
-@pytest.mark.parametrize(
-    ("path", "bound_mib", "most", "named"),
-    [
-        ("/infer/", MAX_BODY / 2**20, MAX_BODY, "max_body_mib"),
-        ("/update_weights/", MAX_BODY / 2**20, MAX_BODY, "max_body_mib"),
-        ("/update_weights/", 256, MOST_OTHER_BYTES, "16 MiB"),
-    ],
-)
-def test_body_above_its_bound_is_refused(
-    path: str, bound_mib: float, most: int, named: str
-) -> None:
-    client = client_of(Pool(settings(max_body_mib=bound_mib)))
-    assert client.post(path, content=padded(most), headers=JSON).status_code in (422, 503)
-    for body in (padded(most + 1), iter([padded(most), b" "])):
+@pytest.mark.parametrize("path", ["/infer/", "/update_weights/"])
+def test_body_above_the_limit_is_refused(path: str) -> None:
+    client = client_of(Pool(settings(max_body_mib=MAX_BODY / 2**20)))
+    assert client.post(path, content=padded(MAX_BODY), headers=JSON).status_code in (422, 503)
+    for body in (padded(MAX_BODY + 1), iter([padded(MAX_BODY), b" "])):
         problem = problem_of(client.post(path, content=body, headers=JSON))
         assert problem.type == "urn:rollmatch:body-too-large"
-        assert named in problem.detail
-
-
-@pytest.mark.req("SRV-06")
-def test_body_is_refused_before_its_end_is_sent() -> None:
-    def status_of(connection: http.client.HTTPConnection) -> int:
-        answer = connection.getresponse()
-        assert answer.headers["content-type"] == PROBLEM_MEDIA_TYPE
-        problem = Problem.model_validate_json(answer.read())
-        connection.close()
-        return problem.status
-
-    pool = Pool(settings(max_body_mib=MAX_BODY / 2**20))
-    with served_app(create_app(pool), lifespan="off") as address:
-        announced = http.client.HTTPConnection(*address, timeout=60)
-        announced.putrequest("POST", "/infer/")
-        announced.putheader("Content-Length", str(10**15))
-        announced.endheaders()
-        assert status_of(announced) == 413
-        endless = http.client.HTTPConnection(*address, timeout=60)
-        endless.putrequest("POST", "/infer/")
-        endless.putheader("Content-Type", "application/json")
-        endless.putheader("Transfer-Encoding", "chunked")
-        endless.endheaders()
-        for _ in range(3):
-            endless.send(b"200\r\n" + b" " * 512 + b"\r\n")
-        assert status_of(endless) == 413
-
-
-# --- calls and sequences
+        assert "max_body_mib" in problem.detail
 
 
 @pytest.mark.req("SRV-06")
@@ -169,9 +122,10 @@ def test_call_of_too_many_requests_or_sequences_is_refused(client: TestClient) -
 
 @pytest.mark.req("SRV-06", "WIRE-05")
 def test_answer_to_many_faults_is_short(client: TestClient) -> None:
-    many = 10 * MAX_REQUESTS
+    many = MAX_REQUESTS + 1
     fields = {f"field{number}": 1 for number in range(MAX_FIELDS + 1)}
     for body in (
+        {"infer_requests": [1] * many},
         {"infer_requests": [REQUEST | {"images": [1] * many}]},
         {"infer_requests": [{"messages": [{"role": "user", "content": [1] * many}]}]},
         {"infer_requests": [], **fields},
@@ -181,7 +135,7 @@ def test_answer_to_many_faults_is_short(client: TestClient) -> None:
         answer = client.post("/infer/", json=body)
         assert problem_of(answer).status == 422
         assert len(answer.content) < 2000
-    problem = problem_of(client.post("/infer/", json={"infer_requests": [1] * many}))
+    problem = problem_of(client.post("/infer/", json={"infer_requests": [1] * 100}))
     assert [error["index"] for error in problem.errors or []] == list(range(MAX_FAULTS))
 
 
@@ -208,8 +162,6 @@ ODD: dict[str, bytes] = {
     "not UTF-8": b'{"infer_requests":["\xff"]}',
     "UTF-16": '{"infer_requests":[]}'.encode("utf-16"),
     "byte order mark": b'\xef\xbb\xbf{"infer_requests":[]}',
-    "key twice": b'{"infer_requests":[],"infer_requests":[1]}',
-    "key twice in a request": b'{"infer_requests":[{"messages":[],"messages":[]}]}',
     "unclosed list": b'{"infer_requests":[',
     "unclosed request": b'{"infer_requests":[{}}',
     "missing comma": b'{"infer_requests":[] "request_id":"a"}',
@@ -238,121 +190,3 @@ def test_odd_query_or_header_is_refused(client: TestClient) -> None:
     odd = {"Rollout-Envelope": "perhaps"}
     answer = client.post("/infer/", json={"infer_requests": []}, headers=odd)
     assert problem_of(answer).status == 422
-
-
-# --- connections
-
-
-POST = b"POST /infer/ HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-
-
-@contextlib.contextmanager
-def listening(
-    max_connections: int = 64,
-    header_s: float = 60.0,
-    body_s: float = 60.0,
-    pool: Pool | None = None,
-) -> Iterator[Address]:
-    """A server without engines."""
-    protocol = bounded_protocol(max_connections, header_s, body_s)
-    app = create_app(pool or Pool(settings()))
-    options = {"http": protocol, "ws": "none", "lifespan": "off"}
-    with served_app(app, force_exit=True, **options) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[Address]:
-    with listening() as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def hasty() -> Iterator[Address]:
-    with listening(header_s=2.0, body_s=0.2) as address:
-        yield address
-
-
-def connect(address: Address) -> socket.socket:
-    return socket.create_connection(address, timeout=60)
-
-
-def answer_of(peer: socket.socket) -> http.client.HTTPResponse:
-    answer = http.client.HTTPResponse(peer)
-    answer.begin()
-    return answer
-
-
-def closing_problem_of(peer: socket.socket) -> str:
-    """The kind of the problem in the answer; the connection is closed after it."""
-    answer = answer_of(peer)
-    assert answer.headers["content-type"] == PROBLEM_MEDIA_TYPE
-    problem = Problem.model_validate_json(answer.read())
-    assert problem.status == answer.status
-    assert peer.recv(1) == b""
-    return problem.kind
-
-
-@pytest.mark.req("SRV-06", "WIRE-05")
-@pytest.mark.parametrize(
-    ("start", "piece"),
-    [
-        pytest.param(b"GET /live/ HTTP/1.1\r\nx: ", b"a", id="value"),
-        pytest.param(b"GET /", b"a", id="path"),
-        pytest.param(b"GET /live/ HTTP/1.1\r\n", b"x: y\r\n", id="fields"),
-    ],
-)
-def test_header_above_its_bound_is_refused(address: Address, start: bytes, piece: bytes) -> None:
-    with connect(address) as peer:
-        peer.sendall((start + piece * MAX_HEADER_BYTES)[: MAX_HEADER_BYTES + 1])
-        assert closing_problem_of(peer) == "header-too-large"
-    for fields, status in ((MAX_HEADERS, 200), (MAX_HEADERS + 1, 431)):
-        with connect(address) as peer:
-            peer.sendall(b"GET /live/ HTTP/1.1\r\n" + b"x: y\r\n" * fields + b"\r\n")
-            assert answer_of(peer).status == status
-
-
-@pytest.mark.req("SRV-06")
-@pytest.mark.parametrize(
-    ("sent", "kind"),
-    [
-        pytest.param(b"", None, id="nothing"),
-        pytest.param(b"GET /live/ HTTP/1.1\r\nx: ", "too-slow", id="half a header"),
-        pytest.param(POST + b"content-length: 100\r\n\r\n{", "too-slow", id="half a body"),
-    ],
-)
-def test_silent_connection_is_closed(hasty: Address, sent: bytes, kind: str | None) -> None:
-    with connect(hasty) as peer:
-        peer.sendall(sent)
-        if kind is None:
-            assert peer.recv(1) == b""
-        else:
-            assert closing_problem_of(peer) == kind
-
-
-@pytest.mark.req("SRV-06")
-def test_incomplete_calls_do_not_count_as_running_calls() -> None:
-    with listening(max_connections=200) as address, contextlib.ExitStack() as stack:
-        for _ in range(100):  # more than `max_concurrent_calls`
-            stack.enter_context(connect(address)).sendall(POST + b"content-length: 100\r\n\r\n{")
-        connection = http.client.HTTPConnection(*address, timeout=60)
-        connection.request("POST", "/infer/", b'{"infer_requests": []}', JSON)
-        assert connection.getresponse().status == 503  # its engines have not started
-        connection.close()
-
-
-@pytest.mark.req("SRV-06", "WIRE-05")
-def test_connection_above_the_limit_replaces_a_silent_one_or_is_refused() -> None:
-    pool = SlowPool(settings())
-    with listening(max_connections=1, pool=pool) as address:
-        with connect(address) as silent:
-            call = http.client.HTTPConnection(*address, timeout=60)
-            call.request("POST", "/infer/", b'{"infer_requests": []}', JSON)
-            assert pool.running.wait(60)
-            with contextlib.suppress(ConnectionError):  # aborted, with or without a reset
-                assert silent.recv(1) == b""
-        with connect(address) as refused:
-            assert closing_problem_of(refused) == "too-many-connections"
-        pool.may_end.set()
-        assert call.getresponse().status == 200
-        call.close()

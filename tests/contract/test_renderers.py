@@ -13,6 +13,7 @@ from PIL import Image
 
 from rollout_server.engines.engine_protocol import ChatMessage, EngineDead, Prompt
 from rollout_server.settings.options import ServerSettings
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 
 pytestmark = pytest.mark.req("FULL-08")
 
@@ -49,7 +50,9 @@ def engines(renderers: Sequence[Any]) -> list[Any]:
     from rollout_server.engines.vllm.engine import VllmEngine
 
     front_ends: list[Any] = [FrontEnd(renderer) for renderer in renderers]
-    return [VllmEngine(each, index, guard=None) for index, each in enumerate(front_ends)]
+    return [
+        VllmEngine(each, index, RepeatTerminateConfig()) for index, each in enumerate(front_ends)
+    ]
 
 
 def conversation(number: int) -> tuple[list[ChatMessage], list[Image.Image]]:

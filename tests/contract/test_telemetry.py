@@ -15,8 +15,8 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_server.engines.vllm import environment as engine_environment
+from rollout_server.http.access_log import log_call
 from rollout_server.http.app import create_app
-from rollout_server.http.middleware import log_call
 from rollout_server.runtime.refusals import refusal
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.telemetry import CallRecord, ReplicaLoad, Telemetry
@@ -188,7 +188,7 @@ def test_internal_error_is_logged_as_failed(caplog: pytest.LogCaptureFixture) ->
 # --- logs of all libraries
 
 
-# The logging set-up of a server without an engine, then that of vLLM.
+# Sets up the logs of a server without an engine, then the logs of vLLM.
 SERVER = """
 import logging
 import warnings

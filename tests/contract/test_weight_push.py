@@ -176,12 +176,12 @@ def test_a_server_that_slept_answers_by_its_weights_and_after_a_push_by_the_new_
     before = pushing.answers(*requests)
     for _ in range(2):  # the second time changes nothing
         assert server.http.post("/sleep/", json={}).json()["state"] == "READY"
-    assert server.http.get("/health/").json()["asleep"]
     refused = server.post_infer(requests)
     assert refused.status_code == 503
     assert "/wake_up/ or a push comes first" in refused.json()["detail"]
+    assert server.http.get("/health/").json() == refused.json()
     assert server.http.post("/wake_up/", json={}).status_code == 200
-    assert not server.http.get("/health/").json()["asleep"]
+    assert server.http.get("/health/").status_code == 200
     assert pushing.answers(*requests) == before
     server.http.post("/sleep/", json={}).raise_for_status()
     with pushing.group() as sender:

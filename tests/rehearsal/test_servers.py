@@ -15,7 +15,7 @@ from learner.operate.estimate.sizes import read_sizes
 from learner.rollout.colocate import place, server_settings
 from learner.rollout.server_process import free_ports
 from learner.training.start_checks import context_of_run
-from rollout_server.settings.repeat_config import PROCESSOR, PROCESSOR_V2
+from rollout_server.settings.repeat_config import PROCESSOR
 from tests.contract.running_server import server_options
 from tests.gpu import servers
 from tests.rehearsal.faked_gpus import UUIDS
@@ -111,9 +111,8 @@ def rehearsed(
     guard = {"enabled": True, "max_consecutive_token_repeats": 64}
     guarded = merge(load_mapping(LORA_4B), {"rollout_matching": {"repeat_terminate": guard}})
     (folder / "guarded.yaml").write_text(dump_mapping(guarded))
-    of_4b_guarded = ("--model", models["4b"], "--run-config", folder / "guarded.yaml", "--gpus=0")
-    made.add("guarded", 80, *of_4b_guarded)
-    made.add("guarded by V2", 80, *of_4b_guarded, "--model-runner=v2")
+    of_4b_guarded = ("--model", models["4b"], "--run-config", folder / "guarded.yaml")
+    made.add("guarded", 80, *of_4b_guarded, "--gpus=0")
     for name, options in servers.STARTED.items():
         made.add(name, 80, *server_options(toy_checkpoint, folder, device=options))
     for form, visible in {**VISIBLE, "MIG": f"0,{MIG}", "another order": "1,0"}.items():
@@ -143,7 +142,7 @@ def test_a_profile_starts_a_server_that_fits_its_gpu(rehearsed: Rehearsed, path:
     for one in replicas:
         assert one["device"] == "cuda"
         assert one["worker"] == "vllm.v1.worker.gpu_worker.Worker"
-        assert not one["v2_runner"]
+        assert one["v2_runner"], "vLLM's default"
         assert (one["dtype"], one["transfer"]) == ("torch.bfloat16", "nccl-met")
         assert one["architecture"] == "Qwen3VLForConditionalGeneration"
         assert longest <= one["max_model_len"] < longest + 256
@@ -194,11 +193,10 @@ def test_servers_of_tests_for_gpus_start(rehearsed: Rehearsed, name: str) -> Non
     assert one["sleep_mode"] == ("--share-gpus" in options)
     assert one["lora"] == ("--enable-lora" in options)
     assert one["share"] == float(options[options.index("--gpu-memory-utilization") + 1])
-    assert not one["v2_runner"]
+    assert one["v2_runner"], "vLLM's default"
 
 
-@pytest.mark.req("REP-04")
-def test_each_runner_has_a_guard_of_its_own(rehearsed: Rehearsed) -> None:
-    found = [rehearsed.found[name][0] for name in ("guarded", "guarded by V2")]
-    runners = [(one["v2_runner"], one["guards"]) for one in found]
-    assert runners == [(False, [PROCESSOR]), (True, [PROCESSOR_V2])]
+@pytest.mark.req("REP-03", "REP-04")
+def test_the_guard_runs_on_the_model_runner_v1(rehearsed: Rehearsed) -> None:
+    (one,) = rehearsed.found["guarded"]
+    assert (one["v2_runner"], one["guards"]) == (False, [PROCESSOR])

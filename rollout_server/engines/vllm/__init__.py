@@ -28,13 +28,17 @@ def environment(settings: ServerSettings) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # Processes talk to each other without pickle, which would run whatever it is sent.
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+        # The bounds of `/infer/`, for OpenAI's routes.
+        "VLLM_MAX_N_SEQUENCES": str(settings.max_requests_per_call),
+        "VLLM_MAX_IMAGE_PIXELS": str(int(settings.max_image_megapixels * 10**6)),
         # stdout belongs to whoever started the server.
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": settings.log_level.upper(),
         # Prompts are tokenized in threads of one process; the Rust pool would warn on spawn.
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # The repeat guard is configured where it runs: in the engine's process.
+    # The engine's process reads the guard's settings. The guard is a logits processor of the model
+    # runner V1; without the guard vLLM chooses the runner.
     variables |= repeat_environment(settings.repeat_terminate)
     variables |= _json_logs() if settings.log_format == "json" else {}
     variables |= _this_machine_only() if settings.distributed_executor_backend != "ray" else {}
@@ -72,13 +76,6 @@ def _cpu(settings: ServerSettings) -> dict[str, str]:
 
 
 def _gpu(settings: ServerSettings) -> dict[str, str]:
-    return {
-        # vLLM would choose V2, which has not run here on a GPU. A logits processor fits one runner.
-        "VLLM_USE_V2_MODEL_RUNNER": "1" if settings.model_runner == "v2" else "0",
-    } | _gpu_ids(settings)
-
-
-def _gpu_ids(settings: ServerSettings) -> dict[str, str]:
     if CUDA_VISIBLE not in os.environ or settings.distributed_executor_backend == "ray":
         return {}
     visible = visible_gpus(os.environ)

@@ -8,7 +8,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from rollout_server.engines.vllm.weight_engines import ENGINES
 from rollout_server.settings.options import ServerSettings
-from rollout_server.settings.repeat_config import PROCESSOR, PROCESSOR_V2
+from rollout_server.settings.repeat_config import PROCESSOR
 from shared_contracts.footprint import ENGINE_SHARE
 
 # Tokens of one CPU forward: some 80 prompts of 200 tokens prefill together.
@@ -21,6 +21,8 @@ def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
     """vLLM's arguments for replica `index`."""
     common: dict[str, Any] = {
         "model": str(settings.checkpoint),
+        # The name in `/v1/models`.
+        "served_model_name": str(settings.model),
         "dtype": settings.dtype,
         # Code that lies in a checkpoint is never run.
         "trust_remote_code": False,
@@ -34,9 +36,11 @@ def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
         # Both ends of the image cache would have to agree on requests that are rendered
         # and then refused because another one in their call is bad.
         "mm_processor_cache_gb": 0,
+        # For OpenAI's routes: images come as data URLs, and no host is allowed.
+        "allowed_media_domains": ["none.invalid"],
         "limit_mm_per_prompt": {"image": settings.max_images_per_request, "video": 0},
         "weight_transfer_config": WeightTransferConfig(backend=ENGINES[settings.transport]),
-        "logits_processors": _repeat_processors(settings),
+        "logits_processors": [PROCESSOR] if settings.repeat_terminate.enabled else None,
         # One adapter at a time; its tensors have the type of the model's.
         "enable_lora": settings.enable_lora,
         "max_loras": 1,
@@ -48,13 +52,6 @@ def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
     }
     extra = _cpu_args(settings) if settings.device == "cpu" else _gpu_args(settings, index)
     return AsyncEngineArgs(**common | extra)
-
-
-def _repeat_processors(settings: ServerSettings) -> list[str] | None:
-    """The class that fits the model runner; the guard's own test shows whether it works there."""
-    if not settings.repeat_terminate.enabled:
-        return None
-    return [PROCESSOR_V2 if settings.model_runner == "v2" else PROCESSOR]
 
 
 def _cpu_args(settings: ServerSettings) -> dict[str, Any]:

@@ -6,10 +6,13 @@ Errors of vLLM leave this module as those of `engine_protocol`.
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Callable, Coroutine
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from importlib import import_module
+from typing import Any, TypeVar
 
+from fastapi import FastAPI
 from PIL import Image
 from pydantic import TypeAdapter
 from vllm.exceptions import VLLMClientError
@@ -23,26 +26,24 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
     Aborted,
+    ChatGenerate,
     ChatMessage,
     Completion,
     EngineDead,
     Finish,
-    Generated,
     Load,
     Prompt,
     PromptRefused,
     WeightPhaseFailed,
 )
 from rollout_server.engines.vllm.arguments import engine_args
-from rollout_server.engines.vllm.engine_guard import EngineGuard
+from rollout_server.engines.vllm.repeat_processor import active_sentinel
 from rollout_server.engines.vllm.staging import SERVED
 from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.infer import RequestConfig
+from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.weights import DtypeName
-
-if TYPE_CHECKING:
-    from rollout_server.engines.vllm.chat import ChatHandlers
 
 
 def sampling_params(
@@ -90,21 +91,20 @@ _FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 class VllmEngine:
     """adapter: what every sequence names, whatever the weights are; None where none is served.
 
-    chat: None where no chat completions are served.
+    guard: settings of the repeat guard that `prepare` requires of every worker.
     """
 
     def __init__(
         self,
         llm: AsyncLLM,
         index: int,
-        guard: EngineGuard | None,
+        guard: RepeatTerminateConfig,
         adapter: LoRARequest | None = None,
-        chat: "ChatHandlers | None" = None,
     ) -> None:
         self._llm = llm
         self._guard = guard
+        self._sentinel: int | None = None  # of the guard, once it is known to be active
         self._adapter = adapter
-        self._chat = chat
         self.index = index
         self.load = Load()
         self.weights_version = FIRST_VERSION
@@ -115,21 +115,13 @@ class VllmEngine:
 
     @classmethod
     def build(cls, settings: ServerSettings, index: int) -> "VllmEngine":
-        """Start the engine process of replica `index` and load the model (seconds).
-
-        Raises GuardInactive when the model leaves the repeat guard no sentinel.
-        """
+        """Start the engine process of replica `index` and load the model (seconds)."""
         config = engine_args(settings, index).create_engine_config()
-        guard = EngineGuard.of(settings.repeat_terminate, config.model_config)
         adapter = SERVED if settings.enable_lora else None
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-        chat = None
-        if settings.openai:
-            from rollout_server.engines.vllm.chat import ChatHandlers  # two seconds of imports
-
-            sentinel = None if guard is None else guard.sentinel
-            chat = ChatHandlers(llm, str(settings.model), adapter, sentinel)
-        return cls(llm, index, guard, adapter, chat)
+        if settings.openai:  # seconds of imports, in this thread
+            import_module("rollout_server.engines.vllm.openai_app")
+        return cls(llm, index, settings.repeat_terminate, adapter)
 
     @property
     def max_model_len(self) -> int:
@@ -228,27 +220,34 @@ class VllmEngine:
             raise PromptRefused(str(error)) from error
         return final
 
-    async def chat_models(self) -> dict[str, Any]:
-        return await self._handlers.models()
+    async def openai_app(self, generate_chat: ChatGenerate) -> FastAPI:
+        """Make vLLM's app of OpenAI's routes (`openai_app.py`)."""
+        from rollout_server.engines.vllm.openai_app import openai_app  # imported by `build`
 
-    def read_chat(self, fields: dict[str, Any]) -> Any:
-        """Raises ChatRefused."""
-        return self._handlers.read(fields)
+        return await openai_app(self._llm, generate_chat)
 
-    async def chat(
-        self, prompt: Prompt, request: Any, turn: int, send: Callable[[str], None]
-    ) -> Generated:
-        """Raises ChatRefused, EngineDead and Aborted."""
-        return await self._reached(self._handlers.answer(prompt.engine_input, request, turn, send))
+    async def stream(
+        self, prompt: Any, sampling: SamplingParams, turn: int, send: Callable[[Any], None]
+    ) -> None:
+        """Pass every output of vLLM's `generate` to `send`, with the text as `/infer/` has it.
 
-    @property
-    def _handlers(self) -> "ChatHandlers":
-        assert self._chat is not None, "chat completions are not served"
-        return self._chat
+        Raises EngineDead, Aborted, and vLLM's errors for a bad request.
+        """
+        sampling.skip_special_tokens = sampling.spaces_between_special_tokens = False
+        if self._sentinel is not None:
+            sampling.stop_token_ids = [*(sampling.stop_token_ids or []), self._sentinel]
+        await self._reached(self._stream(prompt, sampling, turn, send))
 
-    @property
-    def _sentinel(self) -> int | None:
-        return None if self._guard is None else self._guard.sentinel
+    async def _stream(
+        self, prompt: Any, sampling: SamplingParams, turn: int, send: Callable[[Any], None]
+    ) -> None:
+        outputs = self._llm.generate(
+            prompt, sampling, uuid.uuid4().hex, lora_request=self._adapter, priority=turn
+        )
+        async for output in outputs:
+            if any(choice.finish_reason == "abort" for choice in output.outputs):
+                raise Aborted(f"replica {self.index} ended a sequence: abort")
+            send(output)
 
     def _completion(self, output: CompletionOutput) -> Completion:
         finish = _FINISHES.get(output.finish_reason)
@@ -336,18 +335,19 @@ class VllmEngine:
 
     @property
     def guard_active(self) -> bool:
-        """Whether the repeat guard is asked for and proven."""
-        return self._guard is not None and self._guard.proven
+        """Whether `prepare` found the repeat guard in every worker."""
+        return self._sentinel is not None
 
     async def prepare(self) -> None:
-        """What comes before the first sequence; the engine shows that its repeat guard works.
+        """What comes before the first sequence; reads from the workers that the guard is active.
 
         Raises WeightPhaseFailed, GuardInactive and EngineDead.
         """
         if self._adapter is not None:
             await self.weight_phase("serve_no_adapter")
-        if self._guard is not None:
-            await self._reached(self._guard.prove(self._llm))
+        if self._guard.enabled:
+            reports = await self._reached(self._llm.collective_rpc("repeat_guard"))
+            self._sentinel = active_sentinel(self._guard, reports)
 
     async def weight_phase(self, name: str, **arguments: Any) -> list[Any]:
         """Run a phase of `worker_extension` on each worker; what each returned.

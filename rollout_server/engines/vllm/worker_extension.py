@@ -1,7 +1,7 @@
 """Methods vLLM mixes into each worker (`worker_extension_cls`).
 
 weight_phase    runs a phase of a weight update, by its name, and reports how it ended
-repeat_guard    what guards this worker's sequences
+repeat_guard    settings and sentinel of this worker's repeat guard (`RepeatReport`)
 
 A worker call that raises is a dead end in vLLM: with tensor parallelism the executor
 stops reading at the first worker's failure and takes the next worker's failure for the
@@ -25,7 +25,7 @@ from rollout_server.engines.verification import RawPart
 from rollout_server.engines.vllm.load_plan import Plan, shared_parameters, trace
 from rollout_server.engines.vllm.packed_experts import set_up_anew
 from rollout_server.engines.vllm.read_back import Asked, subtotals
-from rollout_server.engines.vllm.repeat_processor import RepeatProcessor, RepeatProcessorV2
+from rollout_server.engines.vllm.repeat_processor import RepeatReport
 from rollout_server.engines.vllm.replay import Replay
 from rollout_server.engines.vllm.staging import AdapterSlot, Arriving, Staged
 from rollout_server.engines.vllm.weight_engines import (
@@ -50,7 +50,7 @@ else:
 Planned = tuple[list[ParameterMeta], Plan]
 
 
-class WorkerExtension(Worker):
+class WorkerExtension(RepeatReport, Worker):
     """What a worker can do beyond vLLM's own; vLLM calls no constructor of it."""
 
     _planned: Planned | None = None
@@ -289,23 +289,6 @@ class WorkerExtension(Worker):
         assert engine is not None
         engine.reset_weight_update_target()
         self._weight_update_active = False
-
-    def repeat_guard(self) -> dict[str, Any] | None:
-        """Settings, sentinel and entry of this worker's repeat processor; None without one."""
-        runner: Any = self.model_runner
-        processors = (
-            runner.sampler.logits_processors
-            if self.use_v2_model_runner
-            else runner.input_batch.logitsprocs.all
-        )
-        for processor in processors:
-            if isinstance(processor, RepeatProcessor | RepeatProcessorV2):
-                return {
-                    "config": processor.config.model_dump(),
-                    "sentinel": processor.sentinel,
-                    "entry": processor.entry,
-                }
-        return None
 
 
 @contextmanager

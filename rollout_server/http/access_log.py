@@ -1,0 +1,99 @@
+"""The access log: one line for each call, and its metrics (SRV-08)."""
+
+import logging
+import time
+from contextlib import nullcontext
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout_server.serving.telemetry import GENERATING, CallRecord, Telemetry
+from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
+
+logger = logging.getLogger("rollout_server.access")
+
+KEEP = "/keep_communicator/"
+WEIGHT_ROUTES = (
+    "/init_communicator/",
+    "/start_weight_update/",
+    "/update_weights/",
+    "/finish_weight_update/",
+    KEEP,
+    "/close_communicator/",
+    "/sleep/",
+    "/wake_up/",
+)
+COUNTS = ("requests", "images", "prompt_tokens", "generated_tokens", "guard_triggers")
+
+
+class AccessLog:
+    """Middleware around all guards, so refused calls are logged too.
+
+    `request.state.call_record` is the `CallRecord` of a call.
+    """
+
+    def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
+        self._app = app
+        self._telemetry = telemetry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = f"{scope['path'].rstrip('/')}/" if scope["type"] == "http" else ""
+        if route in (*GENERATING, *WEIGHT_ROUTES):
+            generates = route in GENERATING
+            with self._telemetry.in_flight() if generates else nullcontext():
+                await self._record(CallRecord(route), scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _record(self, record: CallRecord, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["call_record"] = record
+        problem = bytearray()
+        is_problem = False
+
+        async def observe(message: Message) -> None:
+            nonlocal is_problem
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = Headers(raw=message["headers"])
+                is_problem = headers.get("content-type") == PROBLEM_MEDIA_TYPE
+            elif is_problem:
+                problem.extend(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, observe)
+        except Exception:
+            record.status, record.problem = 500, "internal"  # Starlette's outermost answer
+            raise
+        finally:
+            if problem:
+                record.problem = Problem.model_validate_json(problem).kind
+            self._telemetry.count_call(record)
+            if record.route != KEEP or record.problem is not None:  # every two seconds
+                log_call(record)
+
+
+def log_call(record: CallRecord) -> None:
+    """Write one line. In JSON the fields are keys of the line."""
+    fields: dict[str, object] = {
+        "route": record.route,
+        "status": record.status,
+        "outcome": record.outcome,
+        "seconds": round(time.monotonic() - record.began, 4),
+    }
+    if record.problem is not None:
+        fields["problem"] = record.problem
+    if record.route in GENERATING:
+        fields |= {f"{phase}_seconds": round(s, 4) for phase, s in record.seconds.items()}
+        fields |= {name: getattr(record, name) for name in COUNTS}
+        if record.weights_version is not None:
+            fields["weights_version"] = "-".join(map(str, sorted(set(record.weights_version))))
+        if record.request_id is not None:
+            fields["request_id"] = record.request_id
+    logger.info("%s", " ".join(f"{k}={_escape(v)}" for k, v in fields.items()), extra=fields)
+
+
+def _escape(value: object) -> str:
+    """Escape a caller's id, so that it cannot forge a field or a line."""
+    text = str(value)
+    return text if text.isascii() and text.isprintable() and " " not in text else ascii(text)

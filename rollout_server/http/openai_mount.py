@@ -1,0 +1,153 @@
+"""`GET /v1/models` and `POST /v1/chat/completions`, for `--openai` (OAI-01).
+
+A call waits while the weights are UPDATING. Then the engine's own app renders the prompt and calls
+`OpenAIMount._generate`, which chooses the replica that generates. The app is bound to the renderer
+of one replica; it is made again if that replica is lost. Errors of the app have OpenAI's form, and
+refusals of this server are problem documents.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout_server.engines.engine_protocol import Aborted, ChatEngine, EngineDead
+from rollout_server.http.guards import ConcurrencyLimit
+from rollout_server.http.problems import answer_refusal
+from rollout_server.runtime.concurrency import handed_over
+from rollout_server.runtime.refusals import refusal
+from rollout_server.serving.infer import Turns, charged, least_loaded
+from rollout_server.serving.pool import Pool
+from rollout_server.serving.telemetry import CHAT, CLIENT_GONE, CallRecord
+from shared_contracts.errors import ProblemError
+
+logger = logging.getLogger(__name__)
+
+MODELS = "/v1/models"
+WEIGHTS_VERSION = "X-Weights-Version"
+
+_record: ContextVar[CallRecord] = ContextVar("record of the current call")
+
+
+def add_openai(router: APIRouter, pool: Pool, limit: ConcurrencyLimit) -> None:
+    """Add both routes; `/infer/` shares `limit`."""
+    mount, room = OpenAIMount(pool, limit), [Depends(limit.require_room)]
+    router.add_api_route(MODELS, mount.models, include_in_schema=False)
+    router.add_api_route(
+        CHAT.rstrip("/"),
+        mount.chat_completions,
+        methods=["POST"],
+        dependencies=room,
+        include_in_schema=False,
+    )
+
+
+class OpenAIMount:
+    """The handlers of both routes."""
+
+    def __init__(self, pool: Pool, limit: ConcurrencyLimit) -> None:
+        self._pool = pool
+        self._limit = limit
+        self._making = asyncio.Lock()
+        self._renderer: ChatEngine | None = None
+        self._app = FastAPI()
+
+    async def models(self) -> Response:
+        record = CallRecord(MODELS)
+        return _AppResponse(await self._ready_app(record), record, nullcontext())
+
+    async def chat_completions(self, request: Request) -> Response:
+        record: CallRecord = request.state.call_record
+        return _AppResponse(await self._ready_app(record), record, self._limit.count())
+
+    async def _ready_app(self, record: CallRecord) -> FastAPI:
+        """Return the app of a replica that serves the current weights."""
+        return await self._pool.until_stopped(self._make_app(record))
+
+    async def _make_app(self, record: CallRecord) -> FastAPI:
+        async with self._making:
+            with record.phase("wait"):
+                engines = await self._pool.serving()
+            if self._renderer not in engines:
+                self._app = await engines[0].openai_app(self._generate)
+                self._app.add_exception_handler(ProblemError, answer_refusal)
+                self._renderer = engines[0]
+        record.weights_version = (engines[0].weights_version,) * 2
+        return self._app
+
+    async def _generate(
+        self, prompt: Any, sampling: Any, tokens: int, sequences: int
+    ) -> AsyncGenerator[Any, None]:
+        """Outputs of the least loaded replica (`ChatGenerate`)."""
+        record = _record.get()
+        with record.phase("wait"):
+            engine = least_loaded(await self._pool.serving())
+        turn = Turns().take(engine, sequences)
+
+        async def stream(send: Callable[[Any], None]) -> None:
+            with record.phase("generate"), charged(engine.load, tokens, sequences, turn):
+                running = engine.stream(prompt, sampling, turn, send)
+                await self._pool.until_stopped(running)
+
+        try:
+            async with aclosing(handed_over(stream)) as outputs:
+                async for output in outputs:
+                    # An engine ends its sequences before its version changes.
+                    record.weights_version = (engine.weights_version,) * 2
+                    yield output
+        except (EngineDead, Aborted) as error:
+            raise refusal("not-ready", str(error), f"replicas[{engine.index}]") from error
+
+
+class _AppResponse(Response):
+    """The answer of `app` to the call of this handler. held: entered while `app` runs."""
+
+    def __init__(
+        self, app: ASGIApp, record: CallRecord, held: AbstractContextManager[None]
+    ) -> None:
+        super().__init__()
+        self._app = app
+        self._record = record
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message | None = None
+        complete = gone = False
+
+        async def observed() -> Message:
+            nonlocal gone
+            message = await receive()
+            gone |= message["type"] == "http.disconnect" and not complete
+            return message
+
+        async def versioned(message: Message) -> None:
+            """Send the start with the first body: the weights version is known then."""
+            nonlocal start, complete
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            if start is not None:
+                assert self._record.weights_version is not None
+                headers = MutableHeaders(raw=start["headers"])
+                headers[WEIGHTS_VERSION] = str(self._record.weights_version[1])
+                await send(start)
+                start = None
+            complete = not message.get("more_body", False)
+            await send(message)
+
+        _record.set(self._record)
+        try:
+            with self._held:
+                await self._app({**scope}, observed, versioned)
+        except Exception:
+            if not complete:
+                raise
+            logger.exception("OpenAI's routes answered 500")
+        if gone:
+            self._record.status = CLIENT_GONE
