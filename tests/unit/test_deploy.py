@@ -398,7 +398,7 @@ def test_a_job_starts_servers_and_a_learner_and_stops_the_servers_at_its_end(
         "--node-rank 0 --nnodes 1 --nproc-per-node 8 --master-addr node3 --master-port 29500"
     )
     options = parsed(job.logged("rollout-server"))
-    assert (options["gpus"], options["host"]) == ("0,1,2,3,4,5,6,7", "0.0.0.0")
+    assert (options["gpus"], options["host"]) == (list(range(8)), "0.0.0.0")
     assert options["run_config"] == parsed(torchrun[at + 1 :])["config"]
     # The token is in a file of the user alone, and the umask of the run is unchanged.
     token = tmp_path / "token"
