@@ -44,7 +44,6 @@ app.command(rich_help_panel=_PREPARE)(prepare.preflight)
 app.add_typer(data_app, name="data", rich_help_panel=_PREPARE)
 app.add_typer(toy_app, name="toy", rich_help_panel=_PREPARE)
 app.command(rich_help_panel=_CHECK)(check.doctor)
-app.command(rich_help_panel=_CHECK)(check.probe)
 app.add_typer(config_app, name="config", rich_help_panel=_CHECK)
 
 

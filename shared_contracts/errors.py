@@ -26,6 +26,7 @@ PROBLEM_TITLES: dict[str, tuple[int, str]] = {
     "too-slow": (408, "The call did not arrive in time"),
     "weight-update-order": (409, "A weight-update call came out of order"),
     "group-port-taken": (409, "The port of the weight group is taken"),
+    "taken-over": (409, "Another learner owns the server"),
     "other-weights": (409, "The server holds other weights than the call expects"),
     "body-too-large": (413, "The body is larger than the server takes"),
     "misdirected": (421, "The server does not serve this host"),
@@ -36,11 +37,9 @@ PROBLEM_TITLES: dict[str, tuple[int, str]] = {
     "header-too-large": (431, "The header is larger than the server takes"),
     "internal": (500, "The server failed"),
     "weight-transfer-failed": (502, "A weight transfer broke"),
-    "weights-differ": (502, "An engine does not hold the weights that were sent"),
     "not-ready": (503, "The server cannot answer now"),
     "overloaded": (503, "The server has no room for this now"),
     "push-needed": (503, "The replicas need a push of weights"),
-    "weights-poisoned": (503, "The server needs a full push of weights"),
     "weight-transfer-timeout": (504, "A phase of the weight transfer ran out of time"),
 }
 

@@ -151,7 +151,9 @@ class SyncConfig(StrictModel):
         "learner has a GPU; else `gloo`",
     )
     verify: Verify = Field(
-        default="sample", description="which weights are read back from the engines after a push"
+        default="sample",
+        description="which pushes are proven: two answers of each server are compared with the "
+        "trainer's log-probabilities. `sample`: the first and every hundredth; `full`: every one",
     )
     bucket_mib: int | None = Field(
         default=None,

@@ -52,33 +52,14 @@ class ReplicaStatus(_Wire):
     restarts: Count
 
 
-class WeightCall(_Wire):
-    """The weight call that a server runs, or waits for.
-
-    route: of the call; null between two calls of an update, while the learner's next is awaited.
-    attempt: of the group.
-    running_s: seconds since the call came, or since the one before it ended.
-    heard_s: seconds since its learner was heard of; after GONE_AFTER_S the server gives it up.
-    """
-
-    route: str | None
-    attempt: str
-    running_s: float
-    heard_s: float
-
-
 class Health(_Wire):
-    """`GET /health/`: 200 when every replica can answer `/infer/`.
-
-    weight_call: what calls may have to wait for; null where no weights are coming.
-    """
+    """`GET /health/`: 200 when every replica can answer `/infer/`, if need be after a push."""
 
     status: Literal["ok"] = "ok"
     state: WeightState
     weights_version: Count
     server_epoch: str
     replicas: list[ReplicaStatus]
-    weight_call: WeightCall | None = None
 
 
 class Live(_Wire):
@@ -112,9 +93,7 @@ class Info(_Wire):
     max_model_len: tokens of a context; null until an engine has told.
     enable_lora: an adapter may be pushed instead of full weights.
     server_epoch: changes when the server was started anew, or one of its replicas was lost.
-    weight_group: where the weight group that stands has met, as host:port; null without one.
-    weight_group_heard_s: seconds since the learner of that group formed it or last said that it
-        lives; null of a group that was formed with `if_none`.
+    owner: the learner that pushes to this server; null before one came and after it has left.
     host: name of the server's machine. gpus: their ids there; none on a CPU or where Ray places.
     gpu_uuids: of the same GPUs, where nvidia-smi told them at the start.
     versions: of this server and of what it stands on, by distribution name.
@@ -130,8 +109,7 @@ class Info(_Wire):
     weights_version: Count
     weight_transport: Transport
     server_epoch: str
-    weight_group: str | None = None
-    weight_group_heard_s: float | None = None
+    owner: str | None = None
     host: str = ""
     gpus: list[Count] = []
     gpu_uuids: list[str] = []

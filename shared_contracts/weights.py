@@ -1,42 +1,39 @@
 """Bodies of the weight-update calls (section 5 of the contract).
 
-One push, in order; each call answers when its phase is over on every replica:
+One push of full weights, in order; each call answers when its phase is over on every replica:
 
     POST /init_communicator/     InitCommunicator -> CommunicatorReady   (once)
-    POST /start_weight_update/   StartWeightUpdate -> WeightStatus       manifest; pause, drain
-    POST /update_weights/        UpdateWeights -> WeightStatus           buckets arrive
-    POST /finish_weight_update/  FinishWeightUpdate -> SyncReport        verify, reset, resume
-    POST /keep_communicator/     KeepCommunicator -> WeightStatus        (every KEEP_EVERY_S)
-    POST /close_communicator/    CloseCommunicator (or nothing) -> WeightStatus
+    POST /start_weight_update/   StartWeightUpdate -> WeightStatus       manifest; drain, pause
+    POST /update_weights/        GroupCall -> WeightStatus               buckets arrive, are loaded
+    POST /finish_weight_update/  GroupCall -> SyncReport                 caches, version, resume
+    POST /close_communicator/    GroupCall -> WeightStatus
 
-A push sends the full weights of the checkpoint's layout, or with `adapter` a LoRA adapter
-over the weights the server was started with. With `trial` it sends some parameters that the
-engines hold already: these are received and compared by every worker, and nothing changes.
+A LoRA adapter needs one call, and no group:
 
-`/init_communicator/` and `/update_weights/` answer only when the learner has done its
-half, so the learner posts them from a thread and meanwhile, with `gloo`,
+    POST /load_adapter/?version=N&attempt=A   safetensors -> SyncReport
 
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    group = ProcessGroupGloo(PrefixStore(GLOO_STORE_PREFIX, store), 0, world_size, timeout)
-    group.barrier()
+`/init_communicator/` and `/update_weights/` answer only when the learner has done its part, so the
+learner posts them from a thread. The newest `/init_communicator/` owns the server: every other call
+names its `attempt`, and a call of an older one is refused (`taken-over`). A call whose connection
+ends is given up.
 
-joins as rank 0 (the server closes the store after the barrier). A store that lacks the key
-`attempt_key(attempt)` is one of an earlier call, and is left alone. For each bucket of
-`plan_buckets(parameters, bucket_bytes)` broadcasts one uint8 tensor from rank 0. A bucket
-is its parameters one after another, each as the bytes of its contiguous tensor followed
-by zeros up to `ParameterMeta.wire_bytes`. On a loopback `host` both sides give the group
-a device of that host (`ProcessGroupGloo.create_device(hostname=host)`), so nothing
-listens elsewhere.
+The group. The learner is rank 0, the engine workers are ranks 1... All meet at a store that the
+server opens at `host:port`; it holds the key `attempt_key(attempt)`. Over
+`PrefixStore(group_prefix(number), store)` each rank calls `shared_contracts.rendezvous.meet` and
+joins a process group of torch; then all pass a barrier. With `gloo` and `ipc` it is a gloo group,
+on the device of the address that is used towards `host`; with `nccl` it is an NCCL group. The
+number is 0, unless there are several `senders`.
 
-With `ipc`, for a learner on the same machine, the group is formed in the same way and carries
-signals only. The bytes of the buckets lie in one buffer of the learner's that every worker
-maps: before the first bucket rank 0 broadcasts a `SharedBuffer` (the length of its JSON as
-one int64, then the JSON as uint8); then for each bucket all ranks pass a barrier when rank 0
-has filled the buffer, and another when every worker has copied the bucket out of it.
+The buckets. `plan_buckets(parameters, bucket_bytes)` cuts the manifest. A bucket has the bytes of
+each of its tensors, followed by zeros up to `ParameterMeta.wire_bytes`. Rank 0 broadcasts one uint8
+tensor for each bucket, and then the trailer: for each bucket the `shared_contracts.digests.digest`
+of its 64-bit words, as int64. A worker refuses buckets whose digests differ.
 
-With `nccl` the ranks meet at the same store (`shared_contracts.rendezvous`): none of them calls
-NCCL before all are ready. Then they join by `nccl_unique_id`, and vLLM's packed broadcast carries
-the buckets.
+With `ipc` the group carries signals only. The buckets and the trailer lie in memory of the learner
+that every worker maps; it has two slots of `SharedMemory.slot_bytes`, used by turns. Rank 0
+broadcasts the `SharedMemory` first: the length of its JSON as one int64, then the JSON as uint8.
+For each bucket rank 0 broadcasts one byte when the slot is filled, and all pass a barrier when the
+workers have copied it.
 """
 
 import math
@@ -46,20 +43,24 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Transport = Literal["gloo", "nccl", "ipc"]
-# Those whose ranks form a gloo group.
-GLOO_TRANSPORTS: tuple[Transport, ...] = ("gloo", "ipc")
 
-WeightState = Literal["READY", "UPDATING", "POISONED"]
-
-GLOO_STORE_PREFIX = "rollmatch-weights"
+# READY        the engines answer with one version of the weights
+# UPDATING     a push runs; calls wait
+# PUSH_NEEDED  a push broke: the engines are built again, and answer after the next full push
+WeightState = Literal["READY", "UPDATING", "PUSH_NEEDED"]
 
 
 def attempt_key(attempt: str) -> str:
-    """What the store of the `InitCommunicator` with this `attempt` holds."""
-    return f"{GLOO_STORE_PREFIX}/attempt/{attempt}"
+    """Return a key that the store of the `InitCommunicator` with this `attempt` holds."""
+    return f"attempt/{attempt}"
 
 
-# What `memfd_create` calls the buffer of an `ipc` learner without a GPU.
+def group_prefix(number: int) -> str:
+    """Return the prefix of the keys of a group."""
+    return f"group/{number}"
+
+
+# `memfd_create` names the memory of an `ipc` learner without a GPU so.
 HOST_MEMORY_NAME = "rollmatch-weights"
 
 # A parameter starts on a multiple of this in its bucket, so that it can be viewed in place.
@@ -95,18 +96,13 @@ DTYPE_BYTES: dict[DtypeName, int] = {
 }
 
 
-# No number goes beyond this, so that 64 bits hold it in every process it reaches.
+# Limit of every number, so that 64 bits hold it in every process.
 MOST = 2**62
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-# So often the learner of a weight group says that it lives, from `/init_communicator/` on; after so
-# long without a sign it counts as gone, and the server breaks the call or the update it is in.
-KEEP_EVERY_S = 2.0
-GONE_AFTER_S = 10.0
-
-# A push may be so many versions ahead of the server: one that was started anew, at version 0, is
-# brought to that of a run which has pushed to others, and no single push uses the numbers up.
+# Limit of the versions between the server's and that of a push. A restarted server, at version 0,
+# gets the version of a run that has pushed to other servers.
 MOST_VERSION_STEP = 10**6
 
 MOST_DIMENSIONS = 16
@@ -114,65 +110,48 @@ MOST_RANK = 4096
 
 
 class _Wire(BaseModel):
-    # The bound makes pydantic look at the characters: half of a surrogate pair is no text.
+    # The limit makes pydantic check the characters: half of a surrogate pair is no text.
     model_config = ConfigDict(extra="forbid", str_max_length=2**30)
 
 
 class InitCommunicator(_Wire):
-    """Form the weight group: learner is rank 0, engine workers are ranks 1...
+    """Form the weight group, and own the server.
 
     host, port: address at the server where the store of the rendezvous opens.
-    attempt: of the learner's choice, and another one for every call; it names the group.
-    if_none: refused while a group stands or forms, which otherwise is left for this one.
-    nccl_unique_id: of the NCCL group, made by the learner (`ncclGetUniqueId`), 128 bytes as
-        base64; with `nccl` alone.
-    world_size: 1 + all engine workers.
+    world_size: all ranks, of `senders` learner processes and of all engine workers.
+    senders: learner processes that send. Each has a group of its own with an equal share of the
+        workers, in order: colocated processes give the weights to the workers on their own GPUs.
+    attempt: a new name for every call; it names the group.
+    learner: shown to a learner that loses the server to this one.
+    replaces: attempt of this learner's former group. If the server has a newer owner since, the
+        call is refused. None: of a learner that starts.
     bucket_bytes: size of one packed bucket; both sides must agree.
-    timeout_s: bounds the rendezvous and every collective; a server cuts it to its own
-        `max_weight_timeout_seconds`.
+    timeout_s: limit of every phase; a server cuts it to its own `max_weight_timeout_seconds`.
     """
 
     host: str = Field(min_length=1)
     port: int = Field(ge=1, le=65535)
     world_size: int = Field(ge=2)
-    attempt: str
-    if_none: bool = False
+    senders: int = Field(default=1, ge=1, le=MOST_RANK)
+    attempt: str = Field(min_length=1)
+    learner: str = ""
+    replaces: str | None = None
     transport: Transport = "gloo"
     bucket_bytes: int = Field(default=64 * 2**20, ge=1, le=MOST)
     timeout_s: float = Field(default=240.0, gt=0, le=86400)
-    nccl_unique_id: str | None = Field(default=None, pattern="^[A-Za-z0-9+/]{171}=$", repr=False)
-
-    @model_validator(mode="after")
-    def _nccl_meets_by_its_id(self) -> "InitCommunicator":
-        if (self.transport == "nccl") != (self.nccl_unique_id is not None):
-            raise ValueError("nccl_unique_id belongs to the transport nccl, which needs it")
-        return self
 
 
-class KeepCommunicator(_Wire):
-    """A heartbeat of the learner of a weight group.
-
-    attempt: of the group; refused where another stands.
-    """
+class GroupCall(_Wire):
+    """A call of the owner of the server. attempt: of its `InitCommunicator`."""
 
     attempt: str
-
-
-class CloseCommunicator(_Wire):
-    """Leave the weight group.
-
-    attempt: of the group to leave; another that stands is left alone. None, which must be said:
-        whichever.
-    """
-
-    attempt: str | None
 
 
 class CommunicatorReady(_Wire):
     """The weight group has been formed.
 
-    weights_version: the server's; the learner's pushes count on from it.
-    dtype: in which the engines hold their weights, and the learner sends them.
+    weights_version: of the server; the versions of the learner's pushes follow it.
+    dtype: of the engines' weights; the learner sends this type.
     """
 
     weights_version: Count
@@ -207,9 +186,9 @@ class ParameterMeta(_Wire):
 
 
 class HostMemory(_Wire):
-    """A buffer in the memory of the machine.
+    """Memory of the machine.
 
-    path: a memory file of the learner's named `HOST_MEMORY_NAME`, e.g. `/proc/123/fd/45`.
+    path: a memory file of the learner named `HOST_MEMORY_NAME`, e.g. `/proc/123/fd/45`.
     """
 
     path: str = Field(pattern="^/proc/[0-9]+/fd/[0-9]+$")
@@ -235,10 +214,10 @@ class DeviceMemory(_Wire):
     model_config = ConfigDict(extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
 
 
-class SharedBuffer(_Wire):
-    """Where the learner puts buckets that travel by `ipc`; `bytes` long."""
+class SharedMemory(_Wire):
+    """The two slots of an `ipc` learner, one after the other; each has `slot_bytes`."""
 
-    bytes: int = Field(ge=1, le=MOST)
+    slot_bytes: int = Field(ge=1, le=MOST)
     memory: HostMemory | DeviceMemory
 
 
@@ -261,8 +240,33 @@ def plan_buckets(parameters: Sequence[ParameterMeta], bucket_bytes: int) -> list
     return buckets
 
 
+# transformers stacks these matrices of all experts in one tensor: its name, and their names.
+_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def unfused(name: str, shape: Sequence[int]) -> list[tuple[str, list[int]]]:
+    """Return name and shape of each matrix in a tensor of E fused experts; others stay whole.
+
+    transformers holds `experts.gate_up_proj` (E, 2 * I, H) and `experts.down_proj` (E, H, I); the
+    rows of the gate come first. The order is that of the matrices in memory.
+    """
+    owner, _, leaf = name.rpartition(".")
+    if not owner.endswith(".experts") or leaf not in _FUSED_EXPERTS or len(shape) != 3:
+        return [(name, list(shape))]
+    parts = _FUSED_EXPERTS[leaf]
+    experts, rows, columns = shape
+    return [
+        (f"{owner}.{expert}.{part}.weight", [rows // len(parts), columns])
+        for expert in range(experts)
+        for part in parts
+    ]
+
+
 class AdapterMeta(_Wire):
-    """A LoRA adapter, in peft's words (`LoraConfig`)."""
+    """A LoRA adapter; the fields are those of peft's `LoraConfig`.
+
+    The metadata of an adapter's safetensors have it as JSON under ADAPTER_KEY.
+    """
 
     r: int = Field(ge=1, le=MOST_RANK)
     lora_alpha: float = Field(gt=0, allow_inf_nan=False)
@@ -271,84 +275,27 @@ class AdapterMeta(_Wire):
     use_rslora: bool = False
 
 
-class ParameterDigest(_Wire):
-    """What `shared_contracts.digests` makes of a parameter.
-
-    columns: those it was made of, ascending; None for all.
-    digest: 16 hexadecimal digits.
-    """
-
-    name: str
-    columns: Annotated[list[Count], Field(fail_fast=True)] | None = None
-    digest: str = Field(pattern="^[0-9a-f]{16}$")
+ADAPTER_KEY = "adapter"
 
 
-class AdapterBase(_Wire):
-    """The weights that an adapter is over, or a trial is of, as the learner has them.
-
-    parameters: all of them, as a full push would send them. digests: of some, or of all.
-    """
-
-    parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
-    digests: Annotated[list[ParameterDigest], Field(fail_fast=True)] = []
-
-
-class StartWeightUpdate(_Wire):
+class StartWeightUpdate(GroupCall):
     """The manifest of a push.
 
-    version: the version the server will have after it; higher than before by at most
-        MOST_VERSION_STEP, or the same where a replica does not have the server's version. A
-        trial names the one the server has.
-    parameters: all that will be sent, in the order it travels.
-    adapter: the parameters are those of an adapter over the checkpoint's weights.
-    base: beside an adapter or a trial: what the engines must hold, or it is refused. The
-        learner sends that of an adapter once for each weight group; a replica that starts anew
-        ends the group.
-    trial: the parameters are received and compared, and dropped: weights, caches and version
-        stay, also where it breaks.
-    attempt: of the group that it is to go over, refused where another stands. None, which must be
-        said: whichever.
+    version: of the server after the push. It is higher than before, by at most MOST_VERSION_STEP;
+        or the same if a replica does not have the server's version.
+    parameters: all that will be sent, in this order.
     """
 
     version: Count
     parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
-    adapter: AdapterMeta | None = None
-    base: AdapterBase | None = None
-    trial: bool = False
-    attempt: str | None
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> "StartWeightUpdate":
-        if self.trial and self.adapter is not None:
-            raise ValueError("a trial sends parameters of the checkpoint, and no adapter")
-        return self
-
-
-class UpdateWeights(_Wire):
-    """Receive what the manifest of `version` lists. attempt: as in `StartWeightUpdate`."""
-
-    version: Count
-    attempt: str | None
-
-
-class FinishWeightUpdate(_Wire):
-    """All parameters were sent: verify them, then serve them.
-
-    digests: of parameters as they were sent; the engines must hold the same.
-    attempt: as in `StartWeightUpdate`.
-    """
-
-    version: Count
-    digests: Annotated[list[ParameterDigest], Field(fail_fast=True)] = []
-    attempt: str | None
 
 
 class MoveMemory(_Wire):
-    """The body of `/sleep/` and `/wake_up/`, which has nothing to say."""
+    """The body of `/sleep/` and `/wake_up/`; it has no fields."""
 
 
 class WeightStatus(_Wire):
-    """The server's weights after a call; weights_version: of the last push that was finished."""
+    """The weights after a call. weights_version: of the last finished push."""
 
     state: WeightState
     weights_version: Count
@@ -356,17 +303,11 @@ class WeightStatus(_Wire):
 
 
 class SyncReport(_Wire):
-    """What a push came to.
+    """The result of a push.
 
-    seconds: by phase, of the slowest worker: `pause`, `transfer` (waiting for buckets),
-        `load`, `verify`, `caches`; transfer and load overlap.
-    bytes: payload of one replica.
-    verified: parameters whose digest was compared.
-    trial: nothing was loaded.
+    seconds: of each phase at the server. bytes: payload of one replica.
     """
 
     status: WeightStatus
     seconds: Annotated[dict[str, Seconds], Field(max_length=64)]
     bytes: Count
-    verified: Count
-    trial: bool = False

@@ -56,8 +56,7 @@ _ANSWERS = {
 }
 _SYNC = {
     "whole push, s": "sync/total_s",
-    "send, s": "sync/send_s",
-    "load, s": "sync/load_s",
+    "transfer, s": "sync/transfer_s",
     "verify, s": "sync/verify_s",
     "GB/s": "sync/gb_per_s",
 }

@@ -1,4 +1,4 @@
-"""`learner doctor` and `probe`: what holds of a set-up before GPUs are paid for (DEP-03)."""
+"""`learner doctor`: checks of a set-up before GPUs are paid for (DEP-03)."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,18 +17,18 @@ def doctor(
     file: ConfigFile = None,
     config: ConfigOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
-    probe: Annotated[
+    push: Annotated[
         bool,
         typer.Option(
-            "--probe",
-            help="After the checks, push the checkpoint and compare answers (`learner probe`).",
+            "--push",
+            help="After the checks, push the checkpoint to the servers and compare answers.",
         ),
     ] = False,
 ) -> None:
     """Check the real environment: files, versions, GPUs, memory, and every server.
 
-    Each server answers a few requests, compares one tensor with its weights, and drops it. Nothing
-    is changed without `--probe`.
+    Each server answers a few requests. Nothing is changed without `--push`, which takes the
+    servers over from any other learner.
 
     Exit code 1 if a check fails, 2 if the config is wrong.
     """
@@ -42,40 +42,26 @@ def doctor(
     with console.status("Looking at files and libraries", spinner="line") as status:
         from learner.operate.doctor.findings import failed, skipped
         from learner.operate.doctor.run import examine
-        from learner.operate.doctor.weights import PROBE
+        from learner.operate.doctor.weights import PUSH
 
         findings = []
         for finding in examine(parsed):
             status.update(f"After {finding.check} {finding.about}")
             findings.append(finding)
-        if probe and failed(findings):
-            findings.append(skipped(PROBE, "waits for the checks that failed"))
-        elif probe:
+        if push and failed(findings):
+            findings.append(skipped(PUSH, "waits for the checks that failed"))
+        elif push:
             status.update("Pushing the checkpoint and comparing answers")
-            findings += _probe(parsed)
+            findings += _push(parsed)
     _show(findings, json)
 
 
-def probe(file: ConfigFile = None, config: ConfigOption = None) -> None:
-    """Push the checkpoint to the servers and compare their answers with its own.
-
-    `learner doctor --probe` does the same after every other check.
-    """
-    from learner.config import load_config
-    from learner.training.start_checks import check_model
-
-    parsed = load_config(only_config(file, config))
-    check_model(parsed)
-    use_passive_wait()
-    _show(_probe(parsed), json=False)
-
-
-def _probe(config: "Config") -> "list[Finding]":
-    from learner.operate.doctor.weights import probe_servers, require_servers
+def _push(config: "Config") -> "list[Finding]":
+    from learner.operate.doctor.weights import push_checkpoint, require_servers
     from learner.training.start_checks import reach_servers
 
     require_servers(config)
-    return list(probe_servers(config, reach_servers(config)))
+    return list(push_checkpoint(config, reach_servers(config)))
 
 
 def _show(findings: "list[Finding]", json: bool) -> None:

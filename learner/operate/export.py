@@ -30,7 +30,7 @@ from learner.operate.model_card import write_model_card
 from learner.rollout.client import RolloutClient
 from learner.rollout.hf import evaluating
 from learner.rollout.server_process import ServerProcess
-from learner.rollout.sync.probe import MARGINS, Probe, prompts
+from learner.rollout.sync.probe import ProofOfEffect, probe_call, prompts
 from learner.runs.atomic_files import publish_directory, require_free
 from learner.runs.checkpoint import MANIFEST, BrokenCheckpoint, newest_whole, read_checkpoint
 from learner.runs.hub import push_folder
@@ -38,7 +38,7 @@ from learner.stages.tokens import CoordVocab
 from shared_contracts.adapters import ADAPTER
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
-from shared_contracts.weights import DtypeName
+from shared_contracts.weights import DTYPE_BYTES, DtypeName
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Proof = Literal["all", "transformers"]
@@ -166,22 +166,17 @@ def _prove_by_vllm(model: PreTrainedModel, processor: ProcessorMixin, part: Path
     options = ["--model", str(part), "--device", device]
     if device == "gpu":
         options += ["--gpus", "0"]
-    dtype: DtypeName = next(name for name in MARGINS if getattr(torch, name) == model.dtype)
+    dtype: DtypeName = next(n for n in DTYPE_BYTES if getattr(torch, n) == model.dtype)
     tokenizer = processor.tokenizer
     vocab = CoordVocab.from_tokenizer(tokenizer)
     family = family_of(model)
     loaded = LoadedModel(model, family.inner(model), processor, tokenizer, vocab, family=family)
-    probe = Probe(loaded, dtype)
+    proof = ProofOfEffect(loaded, "full")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "rollout_server.log"
         environment = {**told, TOKEN_VARIABLE: token}
         with ServerProcess(options, log, environment=environment) as server:
             server.wait_until_healthy(_START_S)
             with RolloutClient(server.base_url, token=token) as client:
-                results = probe.ask(client.infer)
-    for result in results:
-        if result.difference is not None:
-            why = probe.describe(result.difference)
-            raise RunError(f"export: vLLM answers the {result.prompt} prompt otherwise: {why}")
-    compared = sum(result.compared for result in results)
-    return f"vLLM serves it: {compared} greedy tokens are the checkpoint's own"
+                found = proof.check(server.base_url, client.infer(probe_call()), dtype)
+    return f"vLLM serves it: log-probabilities differ by {found:.2g} nats in the mean"

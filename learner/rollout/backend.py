@@ -41,21 +41,15 @@ class WeightChannel(Protocol):
     """Puts the training weights into one server."""
 
     def connect(self) -> CommunicatorReady:
-        """Form the weight group, once, with what the server says of itself then.
-
-        Raises ContractError where one is formed anew and another learner has the server by now.
-        """
+        """Form the weight group, once. Raises ContractError if another learner owns the server."""
 
     def push(self, version: int) -> SyncReport:
-        """Make `version` the server's weights, in a group formed anew if there is none.
-
-        The report has the learner's seconds too: `send` (until the server has everything)
-        and `total`.
+        """Make `version` the server's weights. The `seconds` of the report have the `total`, too.
 
         Raises:
-            RunError: the push broke. Another one may succeed, unless the cause is a
-                ProblemError with status 422: the server will never take what is pushed.
-            ContractError: as `connect` does.
+            RunError: the push broke. Another one may succeed, unless the cause is a ProblemError
+                with status 422: the server will never take these weights.
+            ContractError: another learner owns the server.
         """
 
     def abandon(self) -> None:
@@ -129,7 +123,6 @@ class Push:
             "again": self.again,
             "seconds": self.report.seconds,
             "bytes": self.report.bytes,
-            "verified": self.report.verified,
         }
 
 
@@ -139,12 +132,14 @@ class Page:
 
     lost: (server, reason), each time a server was lost.
     splits: (server, first request, count) of requests taken over from another server.
+    probe_s: seconds of a proof of effect, if there was one.
     """
 
     calls: list[Call] = field(default_factory=list)
     pushes: list[Push] = field(default_factory=list)
     lost: list[tuple[str, str]] = field(default_factory=list)
     splits: list[tuple[str, int, int]] = field(default_factory=list)
+    probe_s: float | None = None
 
     def record(self) -> dict[str, Any]:
         """Return it as a line of the log."""
@@ -167,6 +162,8 @@ class Page:
                 "sync/repushes": sum(push.again for push in self.pushes),
             }
         )
+        if self.probe_s is not None:
+            payload.note({"sync/probe_s": self.probe_s})
         if self.pushes:
             slowest = max(self.pushes, key=lambda push: push.seconds)
             payload.merge(_push_payload(slowest.report))
@@ -174,12 +171,12 @@ class Page:
 
 
 def _push_payload(report: SyncReport) -> Payload:
-    """SYNC-10. A phase that only a server of another version knows is in the log alone."""
+    """Return the metrics of SYNC-10. A phase of another server version is in the log alone."""
     seconds = report.seconds
     payload = Payload()
     payload.note({f"sync/{phase}_s": seconds[phase] for phase in SYNC_PHASES if phase in seconds})
     payload.note({"sync/bytes": report.bytes})
-    payload.rate({"sync/gb_per_s": (report.bytes / 1e9, seconds["send"])})
+    payload.rate({"sync/gb_per_s": (report.bytes / 1e9, seconds["transfer"])})
     return payload
 
 
@@ -210,6 +207,9 @@ class Journal:
 
     def push(self, server: str, again: bool, report: SyncReport) -> None:
         self._page.pushes.append(Push(server, again, report))
+
+    def probe(self, seconds: float) -> None:
+        self._page.probe_s = seconds
 
     def lost(self, server: str, reason: str) -> None:
         self._page.lost.append((server, reason))

@@ -46,16 +46,12 @@ from shared_contracts.server_info import (
     process_of,
 )
 from shared_contracts.weights import (
-    KEEP_EVERY_S,
-    CloseCommunicator,
     CommunicatorReady,
-    FinishWeightUpdate,
+    GroupCall,
     InitCommunicator,
-    KeepCommunicator,
     MoveMemory,
     StartWeightUpdate,
     SyncReport,
-    UpdateWeights,
     WeightStatus,
 )
 
@@ -83,7 +79,6 @@ _KEEP_ALIVE = [
 _UNAUTHORIZED, _MISDIRECTED, _TOO_MANY = 401, 421, 429
 _TEMPORARY = (_TOO_MANY, 502, 503, 504)
 _OF_A_PROXY = (502, 504)
-_NEEDS_PUSH = ("weights-poisoned", "push-needed")
 _HTML_TITLE = re.compile(r"<title[^>]*>(.*?)</title>", re.IGNORECASE | re.DOTALL)
 _EXCERPT_CHARACTERS = 200
 _FOREIGN = "about:blank"
@@ -129,7 +124,7 @@ def may_pass(error: BaseException) -> bool:
 
 def needs_push(error: BaseException) -> bool:
     """Return whether the server only needs a full push of weights."""
-    return isinstance(error, ProblemError) and error.problem.kind in _NEEDS_PUSH
+    return isinstance(error, ProblemError) and error.problem.kind == "push-needed"
 
 
 def may_be_of_a_proxy(error: BaseException) -> bool:
@@ -298,20 +293,19 @@ class RolloutClient:
     def start_weight_update(self, body: StartWeightUpdate) -> WeightStatus:
         return self._phase("/start_weight_update/", body, WeightStatus)
 
-    def update_weights(self, body: UpdateWeights) -> WeightStatus:
+    def update_weights(self, body: GroupCall) -> WeightStatus:
         return self._phase("/update_weights/", body, WeightStatus)
 
-    def finish_weight_update(self, body: FinishWeightUpdate) -> SyncReport:
+    def finish_weight_update(self, body: GroupCall) -> SyncReport:
         return self._phase("/finish_weight_update/", body, SyncReport)
 
-    def keep_communicator(self, attempt: str) -> WeightStatus:
-        """Send a heartbeat for the group of this attempt; ends before the next one is due."""
-        body, limit_s = KeepCommunicator(attempt=attempt), min(self.timeout_s, KEEP_EVERY_S)
-        return self._call("POST", "/keep_communicator/", body, limit_s, WeightStatus)
+    def load_adapter(self, version: int, attempt: str, content: bytes) -> SyncReport:
+        """Send the safetensors of an adapter."""
+        path = f"/load_adapter/?version={version}&attempt={attempt}"
+        return self._call("POST", path, content, self._phase_s, SyncReport)
 
-    def close_communicator(self, attempt: str) -> WeightStatus:
-        """Close the group of this attempt at the server, and no other group."""
-        return self._phase("/close_communicator/", CloseCommunicator(attempt=attempt), WeightStatus)
+    def close_communicator(self, body: GroupCall) -> WeightStatus:
+        return self._phase("/close_communicator/", body, WeightStatus)
 
     def sleep(self) -> WeightStatus:
         """Free the memory of the server's GPUs until `wake_up` or a push."""
@@ -329,11 +323,16 @@ class RolloutClient:
         return self._call("POST", path, body, self._phase_s, kind)
 
     def _call(
-        self, method: str, path: str, body: BaseModel | None, limit_s: float, kind: type[Body]
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | bytes | None,
+        limit_s: float,
+        kind: type[Body],
     ) -> Body:
         if self._closed:
             raise RuntimeError("the client is closed")
-        sent = None if body is None else body.model_dump(mode="json")
+        sent = body.model_dump(mode="json") if isinstance(body, BaseModel) else body
 
         async def call() -> Body:
             async with self._connections() as http:
@@ -355,19 +354,22 @@ class RolloutClient:
         http: httpx.AsyncClient,
         method: str,
         path: str,
-        body: dict[str, Any] | None,
+        body: dict[str, Any] | bytes | None,
         limit_s: float | None,
         parse: Callable[[bytes], T],
     ) -> T:
-        """Send `body` as JSON, unless it is None; return the parsed answer.
+        """Send bytes as they are, or anything else but None as JSON; return the parsed answer.
 
         limit_s: for all of it. parse: raises ValueError for a body that breaks the contract.
         """
-        where, content = f"{method} {self.base_url}{path}", bytearray()
+        where, content = f"{method} {self.base_url}{path.partition('?')[0]}", bytearray()
+        sent: dict[str, Any] = {"json": body}
+        if isinstance(body, bytes):
+            sent = {"content": body, "headers": {"Content-Type": "application/octet-stream"}}
         try:
             async with (
                 asyncio.timeout(limit_s),
-                http.stream(method, f"{self.base_url}{path}", json=body) as response,
+                http.stream(method, f"{self.base_url}{path}", **sent) as response,
             ):
                 async for piece in response.aiter_bytes():
                     content += piece

@@ -31,9 +31,10 @@ from learner.rollout.server_handle import (
     no_differences,
 )
 from learner.rollout.server_pool import ServerPool
+from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.types import RolloutOutput
 from shared_contracts.errors import ContractError, RunError
-from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from shared_contracts.infer import RequestConfig, RolloutEnvelope, RolloutInferRequest
 from shared_contracts.weights import MOST_VERSION_STEP, DtypeName
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class ServerBackend:
     peers: the learner processes, each with a backend over the same servers.
     gather: called in each process before a push if the weights are sharded; with the dtype of the
         servers' weights.
+    proof: decides which pushes are proven, and how; None: none is.
     sleep, clock: of pauses and waits, in seconds.
     version: of the weights that were pushed last.
     """
@@ -72,11 +74,13 @@ class ServerBackend:
         differences: Differences = no_differences,
         peers: Peers = SINGLE_PROCESS,
         gather: Callable[[DtypeName], None] | None = None,
+        proof: ProofOfEffect | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.version = WeightsVersion()
         self._dtype: DtypeName = "float32"
         self._gather = gather
+        self._proof = proof
         self._journal = journal or Journal()
         self._peers = peers
         self._is_leader = peers.rank == 0
@@ -139,13 +143,37 @@ class ServerBackend:
         servers fail, process 0 waits for them and pushes once more.
 
         Raises:
-            RunError: no server took the push; in every process.
+            RunError: no server took the push, or one computes with other weights; in every process.
         """
         if self._gather is not None:
             self._gather(self._dtype)
         self._peers.all_gather(lambda: None)  # every process has its answers of the old weights
         self.version.record(self._by_leader(partial(self._push, version)))
+        if self._proof is not None and self._proof.is_due():
+            began = self._clock()
+            self._prove(self._proof, version)
+            self._journal.probe(self._clock() - began)
         self._peers.all_gather(lambda: None)
+
+    def _prove(self, proof: ProofOfEffect, version: int) -> None:
+        """Compare answers of each usable server with the trainer's forward.
+
+        Process 0 asks. Every process compares, because a sharded model computes in all of them.
+        """
+        call = probe_call(version)
+
+        def ask() -> list[tuple[str, DtypeName, list[str]]]:
+            servers = self._pool.usable()
+            answers = in_parallel([partial(server.ask, call) for server in servers])
+            return [
+                (server.url, server.dtype, [envelope.model_dump_json() for envelope in envelopes])
+                for server, envelopes in zip(servers, answers, strict=True)
+                if envelopes
+            ]
+
+        for url, dtype, texts in broadcast_from_rank0(self._peers, ask):
+            envelopes = [RolloutEnvelope.model_validate_json(text) for text in texts]
+            proof.check(url, envelopes, dtype)
 
     def _push(self, version: int) -> int:
         with self._pushing:

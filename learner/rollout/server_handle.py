@@ -203,6 +203,14 @@ class ServerHandle:
         except SERVER_ERRORS:
             return True
 
+    def ask(self, call: InferCall) -> list[RolloutEnvelope]:
+        """Return the answers to a call, or nothing from a server that is lost by it."""
+        try:
+            return self._client.infer(call, self._epoch)
+        except SERVER_ERRORS as error:
+            self.lose(str(error))
+            return []
+
     # --- lost and usable again
 
     def lose_if_restarted(self, envelopes: Sequence[RolloutEnvelope], returns: int) -> bool:

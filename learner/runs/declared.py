@@ -294,14 +294,9 @@ def _diagnostics() -> Iterator[Metric]:
 COORD_DIAG = tuple(_diagnostics())
 
 SYNC_PHASES = {
-    "start": "until the server has accepted the manifest",
-    "pause": "server: until its engines are idle",
-    "send": "learner: from the first parameter to the last",
-    "transfer": "server: waiting for parameters",
-    "load": "server: loading parameters",
-    "finish": "until the server is ready again",
-    "verify": "server: comparing digests",
-    "caches": "server: clearing the caches of the old weights",
+    "pause": "server: until its engines are idle and ready to load",
+    "transfer": "server: receiving and loading parameters",
+    "finish": "server: until it answers with the new weights",
     "total": "the whole push",
 }
 
@@ -322,7 +317,8 @@ def _servers() -> Iterator[Metric]:
     for phase, meaning in SYNC_PHASES.items():
         yield metric(f"sync/{phase}_s", "seconds", "s", f"slowest push: {meaning}", pushed)
     yield metric("sync/bytes", "peak", "bytes", "slowest push: payload of a replica", pushed)
-    yield metric("sync/gb_per_s", "rate", "GB/s", "slowest push: payload / `send`", pushed)
+    yield metric("sync/gb_per_s", "rate", "GB/s", "slowest push: payload / `transfer`", pushed)
+    yield metric("sync/probe_s", "seconds", "s", "proof of effect", "after a push that is proven")
 
 
 SERVERS = tuple(_servers())

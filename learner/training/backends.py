@@ -30,11 +30,11 @@ from learner.rollout.colocate import (
     media_dirs,
     server_settings,
 )
-from learner.rollout.exclusive_lease import require_exclusive_lease
 from learner.rollout.hf import HfBackend
 from learner.rollout.policy import OpenBackend
 from learner.rollout.server import ServerBackend
 from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
+from learner.rollout.sync.probe import ProofOfEffect
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import GatheredWeights, SyncMode
 from learner.runs.atomic_files import publish_text
@@ -120,10 +120,10 @@ def _over_servers(
         gathered = GatheredWeights(loaded.model, sends=peers.rank == 0)
         mode = SyncMode(gathered, None, fallback)
     journal = Journal(servers, mode)
-    transport, verify = transport_of(config), config.rollout_matching.vllm.sync.verify
+    transport = transport_of(config)
     bucket_bytes = bucket_bytes_of(config, transport)
     channels = [
-        WeightPusher(client, entry.group_port, mode, transport, bucket_bytes, verify)
+        WeightPusher(client, entry.group_port, mode, transport, bucket_bytes)
         for client, entry in zip(clients, servers, strict=True)
         if peers.rank == 0
     ]
@@ -136,10 +136,9 @@ def _over_servers(
         differences=partial(differences, config),
         peers=peers,
         gather=None if gathered is None else gathered.gather,
+        proof=ProofOfEffect(loaded, config.rollout_matching.vllm.sync.verify),
     )
     guarded = all(client.info().repeat_terminate.active for client in clients)
-    if peers.rank == 0:
-        require_exclusive_lease(clients)  # the model was loaded since start_checks has looked
     backend.connect()
     return OpenBackend(
         backend,

@@ -35,7 +35,6 @@ from learner.data.show import watch
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import Placement, place
 from learner.rollout.distribution import rank_chunk_size
-from learner.rollout.exclusive_lease import require_exclusive_lease
 from learner.runs.hub import require_hub_access
 from learner.runs.resume import BEGINNING, Start, find_start, require_run_folder
 from learner.runs.run_folder import RESOLVED
@@ -438,8 +437,7 @@ def reach_servers(
     Raises:
         ContractError: a server is not there, or not ready within `timeout_s`; or has
             other settings (of all servers at once); or together they decode less
-            than a request of every learner process at once (DIST-04); or another learner
-            pushes to one.
+            than a request of every learner process at once (DIST-04).
     """
     server = config.rollout_matching.vllm.server
     if config.rollout_matching.backend != "server" or server is None:
@@ -457,7 +455,6 @@ def reach_servers(
         raise ContractErrors(errors)
     sizes, processes = [info.world_size for info in infos], learner_processes(environment)
     rank_chunk_size(config.rollout_matching.decode_batch_size, sizes, processes)
-    require_exclusive_lease(clients)
     return clients
 
 

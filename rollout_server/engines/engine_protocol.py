@@ -3,16 +3,17 @@
 No vLLM here. `docs/architecture.md` says how to add another engine.
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from fastapi import FastAPI
 from PIL.Image import Image
 
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.infer import RequestConfig, Role
-from shared_contracts.weights import DtypeName
+from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
 
 Finish = Literal["stop", "length"]
 
@@ -97,8 +98,6 @@ FIRST_VERSION = 0
 # (prompt, sampling parameters, tokens of both, sequences) -> the outputs of the chosen engine.
 ChatGenerate = Callable[[Any, Any, int, int], AsyncGenerator[Any, None]]
 
-T = TypeVar("T")
-
 
 class WatchedEngine(Protocol):
     """What watching needs of an engine (`serving.replicas`)."""
@@ -182,12 +181,19 @@ class ChatEngine(RolloutEngine, Protocol):
 
 
 class UpdatableEngine(Protocol):
-    """What a weight update needs of an engine (`weights`)."""
+    """Requirements of weight updates (`weights`).
+
+    Every call of the workers raises WeightPhaseFailed with the worker's reason, or EngineDead.
+    """
 
     @property
     def dtype(self) -> DtypeName: ...
     @property
     def weights_version(self) -> int: ...
+    @property
+    def holds_checkpoint(self) -> bool:
+        """Whether its base weights are those of the checkpoint: none were pushed."""
+
     async def pause(self) -> None:
         """Let running sequences end, and hold new ones."""
 
@@ -203,31 +209,27 @@ class UpdatableEngine(Protocol):
     async def wake_weights(self) -> None:
         """Take back the memory of the weights alone, for a push. Raises EngineDead."""
 
-    async def abort_all(self) -> None:
-        """Stay paused and end every sequence."""
+    async def join_group(self, init: InitCommunicator, first_worker: int) -> None:
+        """Have the workers join the weight group.
 
-    async def publish(self, version: int) -> None:
-        """Drop every cache of the old weights and stamp what follows with `version`."""
-
-    async def weight_phase(self, name: str, **arguments: Any) -> list[Any]:
-        """Run a phase on each worker of the engine; what each returned.
-
-        Arguments and answers are plain data. A `parameter` is a `ParameterMeta` as a dict, a
-        `fault` has the fields of `verification.Fault`, and a `part` is a `verification.RawPart`.
-        Raises WeightPhaseFailed and EngineDead.
-
-            join_group(init, transport, rank_offset)       join the group of `InitCommunicator`
-            leave_group()
-            open_weight_update(parameters, dtype)          -> faults; the model can be loaded
-            adapter_faults(adapter, parameters)            -> why it cannot be served, as texts
-            check_base(parameters, dtype, asked)           -> (faults, parts of each asked one)
-            open_adapter_update(adapter, parameters)
-            open_trial(parameters)
-            receive_weights(transport, parameters)         -> seconds by phase
-            complete_load()                                -> seconds by phase
-            read_back(asked)                               -> parts of each asked parameter
-            abandon_weight_update(), abandon_trial()       a phase broke
+        first_worker: number of the engine's first worker among those of all engines.
         """
+
+    async def leave_group(self) -> None: ...
+    async def start_update(self) -> None:
+        """Make the workers ready to load weights of the checkpoint's layout."""
+
+    async def receive_weights(self, parameters: Sequence[ParameterMeta]) -> None:
+        """Receive and load what the learner sends; the digests of all buckets are compared."""
+
+    async def finish_update(self, version: int) -> None:
+        """Complete the load, drop all caches of the old weights, stamp later answers."""
+
+    async def load_adapter(self, version: int, folder: Path) -> None:
+        """Load a LoRA adapter from peft's files, to be used by `use_adapter`."""
+
+    async def use_adapter(self, version: int) -> None:
+        """Answer with this adapter from now on; sequences that run keep theirs."""
 
     def declare_dead(self) -> None: ...
 
@@ -258,11 +260,3 @@ class UpdatableEngines(Protocol):
 
     def alive(self) -> Sequence[UpdatableEngine]:
         """Those that are there."""
-
-
-EngineCall = Callable[[UpdatableEngine], Awaitable[T]]
-
-
-def worker_phase(name: str, **arguments: Any) -> EngineCall[list[Any]]:
-    """A phase of `weight_phase`, for each engine that is to run it."""
-    return lambda engine: engine.weight_phase(name, **arguments)

@@ -6,11 +6,11 @@ CanonicalPaths -> AccessLog -> HostCheck -> BodyLimit -> route
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -42,34 +42,38 @@ from shared_contracts.cli import DISTRIBUTION
 from shared_contracts.infer import ChatCompletionResponse, InferCall, RequestConfig, RolloutEnvelope
 from shared_contracts.server_info import Health, Info, Live, WorldSize
 from shared_contracts.weights import (
-    CloseCommunicator,
     CommunicatorReady,
-    FinishWeightUpdate,
+    Count,
+    GroupCall,
     InitCommunicator,
-    KeepCommunicator,
     MoveMemory,
     StartWeightUpdate,
     SyncReport,
-    UpdateWeights,
     WeightStatus,
 )
 
 CONNECTION_PROBLEMS = ("internal", "too-slow", "misdirected", "header-too-large")
-PROBE_PROBLEMS = ("not-ready", "push-needed", "weights-poisoned")
+PROBE_PROBLEMS = ("not-ready", "push-needed")
 BODY_PROBLEMS = ("bad-request", "body-too-large", "invalid-request", *PROBE_PROBLEMS)
 INFER_PROBLEMS = (*BODY_PROBLEMS, "overloaded", "other-weights", "too-many-calls")
 SLEEP_PROBLEMS = (*BODY_PROBLEMS, "weight-update-order", "weight-transfer-timeout")
 WEIGHT_PROBLEMS = (
     *SLEEP_PROBLEMS,
+    "taken-over",
     "group-port-taken",
     "manifest-mismatch",
     "adapter-refused",
     "weight-transfer-failed",
-    "weights-differ",
 )
 
+ADAPTER_BODY = {
+    "required": True,
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+}
 # Requests whose answers are serialized before other calls have their turn.
 PIECE_REQUESTS = 64
+T = TypeVar("T")
+
 # Between two answers. JSON has no line break in a string.
 SEPARATOR = b",\n"
 
@@ -98,7 +102,7 @@ def create_app(
     _add_infer(calls, pool, limit)
     if pool.settings.openai:
         add_openai(calls, pool, limit)
-    _add_weight_updates(calls, pool)
+    _add_pushes(calls, pool)
     _add_pages(pages, app)
     _add_probes(app, pool)
     token = read_token(pool.settings, os.environ)
@@ -215,40 +219,66 @@ def _without_envelope(line: bytes) -> str:
     return RolloutEnvelope.model_validate_json(line).response.model_dump_json()
 
 
-def _add_weight_updates(calls: APIRouter, pool: Pool) -> None:
-    weight_problems = problem_responses(*WEIGHT_PROBLEMS)
+def _add_pushes(calls: APIRouter, pool: Pool) -> None:
+    """Add the phases of a push; a phase ends with its connection."""
+    problems = problem_responses(*WEIGHT_PROBLEMS)
     sleep_problems = problem_responses(*SLEEP_PROBLEMS)
 
-    @calls.post("/init_communicator/", responses=weight_problems)
+    async def attended(request: Request, phase: Coroutine[Any, Any, T]) -> T:
+        return await cancel_when(_disconnect(request), phase, ClientDisconnect())
+
+    @calls.post("/init_communicator/", responses=problems)
     async def init_communicator(
-        body: Annotated[InitCommunicator, Depends(JsonBody(InitCommunicator))],
+        request: Request, body: Annotated[InitCommunicator, Depends(JsonBody(InitCommunicator))]
     ) -> CommunicatorReady:
-        """Form the weight group of the learner and all workers; the one before it is left."""
-        return await pool.weights.init_communicator(body)
+        """Take the server over, and form the weight group of the learner and all workers."""
+        return await attended(request, pool.weights.init_communicator(body))
 
-    @calls.post("/start_weight_update/", responses=weight_problems)
+    @calls.post("/start_weight_update/", responses=problems)
     async def start_weight_update(
-        body: Annotated[StartWeightUpdate, Depends(JsonBody(StartWeightUpdate))],
+        request: Request, body: Annotated[StartWeightUpdate, Depends(JsonBody(StartWeightUpdate))]
     ) -> WeightStatus:
-        """Let running calls end, pause, and compare the manifest with the model."""
-        return await pool.weights.start(body)
+        """Compare the manifest with the model, let running calls end, and pause."""
+        return await attended(request, pool.weights.start(body))
 
-    @calls.post("/update_weights/", responses=weight_problems)
+    @calls.post("/update_weights/", responses=problems)
     async def update_weights(
-        body: Annotated[UpdateWeights, Depends(JsonBody(UpdateWeights))],
+        request: Request, body: Annotated[GroupCall, Depends(JsonBody(GroupCall))]
     ) -> WeightStatus:
         """Receive and load the parameters of the manifest, which travel over the weight group."""
-        return await pool.weights.receive(body)
+        return await attended(request, pool.weights.update(body))
 
-    @calls.post("/finish_weight_update/", responses=weight_problems)
+    @calls.post("/finish_weight_update/", responses=problems)
     async def finish_weight_update(
-        body: Annotated[FinishWeightUpdate, Depends(JsonBody(FinishWeightUpdate))],
+        request: Request, body: Annotated[GroupCall, Depends(JsonBody(GroupCall))]
     ) -> SyncReport:
-        """Verify, reset the caches, take the new version, and answer calls again."""
-        report = await pool.weights.finish(body)
-        if not report.trial:
-            pool.telemetry.count_push(report)
+        """Reset the caches, take the new version, and answer calls again."""
+        report = await attended(request, pool.weights.finish(body))
+        pool.telemetry.count_push(report)
         return report
+
+    @calls.post("/load_adapter/", responses=problems, openapi_extra={"requestBody": ADAPTER_BODY})
+    async def load_adapter(
+        request: Request,
+        version: Annotated[Count, Query()],
+        attempt: Annotated[str, Query()],
+    ) -> SyncReport:
+        """Answer with a LoRA adapter over the checkpoint's weights from now on.
+
+        The body is peft's safetensors; their metadata have peft's settings as JSON (`AdapterMeta`)
+        under the key `adapter`.
+        """
+        content = await request.body()
+        report = await attended(request, pool.weights.load_adapter(version, attempt, content))
+        pool.telemetry.count_push(report)
+        return report
+
+    @calls.post("/close_communicator/", responses=problems)
+    async def close_communicator(
+        request: Request, body: Annotated[GroupCall, Depends(JsonBody(GroupCall))]
+    ) -> WeightStatus:
+        """Leave the weight group; a push that runs is given up. The server has no owner then."""
+        return await attended(request, pool.weights.close(body))
 
     @calls.post("/sleep/", responses=sleep_problems)
     async def sleep(body: Annotated[MoveMemory, Depends(JsonBody(MoveMemory))]) -> WeightStatus:
@@ -263,20 +293,6 @@ def _add_weight_updates(calls: APIRouter, pool: Pool) -> None:
     async def wake_up(body: Annotated[MoveMemory, Depends(JsonBody(MoveMemory))]) -> WeightStatus:
         """Take the memory back and answer calls again, with the same weights."""
         return await pool.weights.wake_up()
-
-    @calls.post("/keep_communicator/", responses=weight_problems)
-    async def keep_communicator(
-        body: Annotated[KeepCommunicator, Depends(JsonBody(KeepCommunicator))],
-    ) -> WeightStatus:
-        """Note that the learner of the weight group lives; one that is silent is given up."""
-        return pool.weights.heartbeat(body.attempt)
-
-    @calls.post("/close_communicator/", responses=weight_problems)
-    async def close_communicator(
-        body: Annotated[CloseCommunicator, Depends(JsonBody(CloseCommunicator))],
-    ) -> WeightStatus:
-        """Leave the weight group; an update that ran over it is given up."""
-        return await pool.weights.close_communicator(body.attempt)
 
 
 def _add_pages(pages: APIRouter, app: FastAPI) -> None:

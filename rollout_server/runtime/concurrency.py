@@ -10,12 +10,9 @@ from collections.abc import (
     Coroutine,
     Iterable,
     Iterator,
-    Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
-
-from rollout_server.runtime.refusals import refusal
 
 T = TypeVar("T")
 Phase = TypeVar("Phase", bound=str)
@@ -81,35 +78,6 @@ async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-async def gather_with_deadline(
-    calls: Sequence[Awaitable[T]], where: str, deadline_s: float, margin_s: float
-) -> list[T]:
-    """Return the results of `calls`, which may be empty, in order.
-
-    Raises the first failure, once the others are over or `margin_s` has passed. Raises the
-    `weight-transfer-timeout` problem at `where` if some take longer than `deadline_s`.
-    """
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    if not tasks:
-        return []
-    try:
-        done, pending = await asyncio.wait(
-            tasks, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION
-        )
-        failures = [failure for task in done if (failure := task.exception()) is not None]
-        if failures and pending:
-            await asyncio.wait(pending, timeout=margin_s)
-    finally:
-        for task in tasks:
-            task.cancel()
-    if failures:
-        raise failures[0]
-    if pending:
-        detail = f"server: the engines were not done within {deadline_s:g} s"
-        raise refusal("weight-transfer-timeout", detail, where)
-    return [task.result() for task in tasks]
 
 
 class Budget:

@@ -47,6 +47,7 @@ def kill_children(thread: int) -> None:
 
 # Removes a folder when the process that holds the other end of its input ends, however it does.
 _REMOVE = 'trap "" INT TERM HUP; cat > /dev/null; rm -rf -- "$0"'
+_SHARED_MEMORY = "/dev/shm"
 _kept: list[subprocess.Popen[bytes]] = []
 
 
@@ -56,8 +57,20 @@ def use_scratch_folder() -> Path:
     Sockets of the engines and merged checkpoints are among them. Processes that are started
     afterwards take it over.
     """
-    folder = Path(tempfile.mkdtemp(prefix="rollout-server-"))
-    remover = ["sh", "-c", _REMOVE, str(folder)]
-    _kept.append(subprocess.Popen(remover, stdin=subprocess.PIPE, start_new_session=True))
+    folder = _removed_afterwards(tempfile.mkdtemp(prefix="rollout-server-"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     return folder
+
+
+def memory_folder() -> Path:
+    """Make a folder in memory, or with all temporary files on a machine without `/dev/shm`."""
+    if not os.access(_SHARED_MEMORY, os.W_OK):
+        return Path(tempfile.mkdtemp())
+    return _removed_afterwards(tempfile.mkdtemp(prefix="rollout-server-", dir=_SHARED_MEMORY))
+
+
+def _removed_afterwards(folder: str) -> Path:
+    """Have the folder removed when this process ends, in whatever way."""
+    remover = ["sh", "-c", _REMOVE, folder]
+    _kept.append(subprocess.Popen(remover, stdin=subprocess.PIPE, start_new_session=True))
+    return Path(folder)

@@ -1,7 +1,7 @@
 """The server behind the routes: replicas, weights and rollouts as one (SRV-01).
 
 start()  builds every engine, in threads         close()  ends their processes
-infer()  answers a call (`Rollouts`)             weights  the updates (`WeightUpdates`)
+infer()  answers a call (`Rollouts`)             weights  the pushes (`Pushes`)
 health(), live(), info(), world_size()           the probes
 """
 
@@ -9,12 +9,14 @@ import asyncio
 import socket
 import uuid
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 from rollout_server.engines import DEFAULT_ENGINE, engine_package
-from rollout_server.engines.engine_protocol import Engine
+from rollout_server.engines.engine_protocol import FIRST_VERSION, Engine
 from rollout_server.runtime.concurrency import cancel_when
+from rollout_server.runtime.processes import memory_folder
 from rollout_server.runtime.refusals import refusal
 from rollout_server.serving.infer import Rollouts
 from rollout_server.serving.media import MediaLoader
@@ -22,7 +24,8 @@ from rollout_server.serving.prompts import Prompts
 from rollout_server.serving.replicas import Replicas, not_serving
 from rollout_server.serving.telemetry import CallRecord, ReplicaLoad, Telemetry
 from rollout_server.settings.options import ServerSettings
-from rollout_server.weights.weight_updates import WeightUpdates, poisoned
+from rollout_server.weights.manifest import checkpoint_parameters
+from rollout_server.weights.pushes import Pushes
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.machine import query_gpu_use, uuids_of
 from shared_contracts.server_info import (
@@ -42,7 +45,7 @@ class Pool:
     """Until `start` is done calls are refused; the probes answer at any time.
 
     engine: of `engines.ENGINES`.
-    server_epoch: changes the moment a replica is lost: its part of the weight group is gone.
+    server_epoch: changes the moment a replica is lost, which leaves the weight group.
     """
 
     def __init__(self, settings: ServerSettings, engine: str = DEFAULT_ENGINE) -> None:
@@ -57,12 +60,14 @@ class Pool:
             settings.hang_seconds,
             settings.start_seconds,
         )
-        self._weights = WeightUpdates(
+        self._weights = Pushes(
             self._replicas,
-            settings.tensor_parallel_size,
+            settings.num_workers,
             settings.transport,
             lambda: self.server_epoch,
+            partial(checkpoint_parameters, settings.checkpoint),
             settings.max_weight_timeout_seconds,
+            memory_folder() if settings.enable_lora else None,
         )
         prompts = Prompts(MediaLoader(settings))
         self._rollouts = Rollouts(
@@ -93,12 +98,12 @@ class Pool:
         return self._replicas.building
 
     @property
-    def weights(self) -> WeightUpdates:
+    def weights(self) -> Pushes:
         self._require_started()
         return self._weights
 
     async def infer(self, call: InferCall, record: CallRecord) -> list[RolloutEnvelope]:
-        """Answer a call; one that comes during a weight update waits for its end."""
+        """Answer a call; one that comes during a push waits for its end."""
         self._require_started()
         return await self.until_stopped(self._rollouts.answer(call, record))
 
@@ -119,8 +124,6 @@ class Pool:
         status, replicas = self.weights_status(), self.replica_statuses()
         if missing := [replica for replica in replicas if replica.state in ("starting", "dead")]:
             raise not_serving(missing)
-        if status.state == "POISONED":
-            raise poisoned()
         if silent := [replica for replica in replicas if replica.state != "serving"]:
             raise not_serving(silent)
         return Health(
@@ -128,7 +131,6 @@ class Pool:
             weights_version=status.weights_version,
             server_epoch=self.server_epoch,
             replicas=replicas,
-            weight_call=self._weights.call,
         )
 
     def live(self) -> Live:
@@ -141,7 +143,7 @@ class Pool:
     def info(self) -> Info:
         """What the server is; what only an engine tells is missing until one is there."""
         engines, guard = self._replicas.alive(), self.settings.repeat_terminate
-        status = self.weights_status()
+        status, owner = self.weights_status(), self._weights.owner
         return Info(
             model=str(self.settings.model),
             world_size=self.settings.num_workers,
@@ -153,8 +155,7 @@ class Pool:
             weights_version=status.weights_version,
             weight_transport=self.settings.transport,
             server_epoch=self.server_epoch,
-            weight_group=self._weights.group.address,
-            weight_group_heard_s=self._weights.group.heard_s,
+            owner=None if owner is None else owner.learner,
             host=socket.gethostname(),
             gpus=list(self.settings.gpus),
             gpu_uuids=self._gpu_uuids,
@@ -166,10 +167,14 @@ class Pool:
         )
 
     def replica_statuses(self) -> list[ReplicaStatus]:
-        """During an update no replica is in doubt; after a broken one every replica is."""
+        """After a broken push every replica needs one, whatever it holds."""
+        return self._replicas.statuses(self._version_that_answers())
+
+    def _version_that_answers(self) -> int | None:
+        """Return None during a push."""
         status = self.weights_status()
-        doubtful = {"READY": status.weights_version, "UPDATING": None, "POISONED": -1}
-        return self._replicas.statuses(doubtful[status.state])
+        versions = {"READY": status.weights_version, "UPDATING": None, "PUSH_NEEDED": -1}
+        return versions[status.state]
 
     def weights_status(self) -> WeightStatus:
         return self._weights.status
@@ -197,11 +202,11 @@ class Pool:
         Raises the problem that says why there are none.
         """
         self._require_started()
-        await self._weights.wait_until_ready()
-        return self._replicas.current(self._weights.version)
+        await self._weights.wait_until_settled()
+        return self._replicas.current(self._version_that_answers() or FIRST_VERSION)
 
     async def _replica_lost(self, reason: str) -> None:
-        await self._weights.replica_lost(reason)
+        self._weights.replica_lost(reason)
 
     def _require_started(self) -> None:
         if not self._started:

@@ -1,1 +1,1 @@
-"""Weight updates: their states, the weight group, and which updates are admitted."""
+"""Pushes of weights: their states and phases, and the manifest that a push must have."""

@@ -4,7 +4,7 @@
     here         trackers, versions, GPUs,                     inputs.py, machine.py,
                  weights, disk, memory                         memory.py
     each server  http, token, settings, versions, GPUs         servers.py, machine.py
-                 address, group port, rendezvous, one tensor   weights.py
+                 address, group port                           weights.py
                  media, prompt, rollout                        servers.py
 
 A check that fails ends none but those that wait for it, which are `skipped`.
@@ -23,8 +23,7 @@ from learner.config.schema import Config
 from learner.models.load import read_processor
 from learner.operate.doctor import inputs, machine, memory, servers, weights
 from learner.operate.doctor.findings import Finding, of_error, skipped
-from learner.operate.doctor.inputs import CHECKPOINT, Looked
-from learner.operate.estimate.sizes import Sizes
+from learner.operate.doctor.inputs import Looked
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.rollout.colocate import Placement
 from learner.training.backends import transport_of
@@ -59,7 +58,7 @@ def examine(config: Config) -> Iterator[Finding]:
         yield skipped(_SERVERS, why)
         return
     here = machine.Here(socket.gethostname(), visible or [], use)
-    yield from _servers(config, looked, weighed.sizes, ours, here)
+    yield from _servers(config, looked, ours, here)
 
 
 def _nobody_to_ask(config: Config, placement: Placement | None) -> str | None:
@@ -87,16 +86,14 @@ _NEEDS_IT = (
     machine.VERSIONS,
     weights.ADDRESS,
     weights.GROUP_PORT,
-    weights.RENDEZVOUS,
-    weights.TENSOR,
     *_OF_ANSWERS,
 )
 
 
 def _servers(
-    config: Config, looked: Looked, sizes: Sizes | None, ours: Mapping[str, str], here: machine.Here
+    config: Config, looked: Looked, ours: Mapping[str, str], here: machine.Here
 ) -> Iterator[Finding]:
-    """ours: versions of the learner. here: its GPUs. sizes: None without a usable checkpoint."""
+    """ours: versions of the learner. here: its GPUs."""
     server = config.rollout_matching.vllm.server
     assert server is not None, "checked with the config"
     with ExitStack() as closing:
@@ -132,7 +129,7 @@ def _servers(
             yield from servers.judge_settings(config, url, one.info, transport, needed)
             yield machine.compare_versions(ours, one.info.versions, transport, url)
             yield found
-            yield from _way_of_weights(config, sizes, one.client, one.address, ip)
+            yield _way_of_weights(one.client, one.address, ip)
             if processor is None:
                 yield from _skipped(_OF_ANSWERS, "waits for the processor", url)
             else:
@@ -145,34 +142,15 @@ def _skipped(checks: Sequence[str], why: str, url: str) -> Iterator[Finding]:
     return (skipped(check, why, url) for check in checks)
 
 
-def _way_of_weights(
-    config: Config,
-    sizes: Sizes | None,
-    client: RolloutClient,
-    address: ServerAddress,
-    ip: str | None,
-) -> Iterator[Finding]:
-    """The server is asked again: since all were reached, a run may have come to push to it."""
-    url, later = address.base_url, (weights.RENDEZVOUS, weights.TENSOR)
+def _way_of_weights(client: RolloutClient, address: ServerAddress, ip: str | None) -> Finding:
+    """The server is asked again: a run may have come to push to it meanwhile."""
+    url = address.base_url
     try:
-        info = client.info()
+        warning = weights.owned(client.info(), url)
     except (ContractError, *SERVER_ERRORS) as error:
-        yield Finding(weights.GROUP_PORT, url, "fail", str(error), "See the server's log")
-        yield from _skipped(later, f"waits for {weights.GROUP_PORT}", url)
-        return
-    if (why := weights.untouchable(info)) is not None:
-        yield from _skipped((weights.GROUP_PORT, *later), why, url)
-        return
+        return Finding(weights.GROUP_PORT, url, "fail", str(error), "See the server's log")
+    if warning is not None:
+        return warning
     if ip is None:
-        yield from _skipped((weights.GROUP_PORT, *later), f"waits for {weights.ADDRESS}", url)
-        return
-    port = weights.group_port(url, ip, address.group_port)
-    yield port
-    if port.status == "fail":
-        yield from _skipped(later, f"waits for {weights.GROUP_PORT}", url)
-    elif sizes is None:
-        yield from _skipped(later, f"waits for {CHECKPOINT}", url)
-    elif info.weight_transport != transport_of(config):
-        yield from _skipped(later, f"waits for {servers.SETTINGS}", url)
-    else:
-        yield from weights.check(config, client, address.group_port, sizes)
+        return skipped(weights.GROUP_PORT, f"waits for {weights.ADDRESS}", url)
+    return weights.group_port(url, ip, address.group_port)

@@ -1,7 +1,6 @@
-"""The way of weights: addresses and ports, the group forms, one tensor gets to every worker.
+"""The way of weights: addresses, ports, and a whole push.
 
-`probe_servers` is the only check that changes what the servers hold: it pushes the checkpoint to
-every server and compares their answers with its own.
+`push_checkpoint` is the only check that changes the weights of the servers.
 """
 
 import ipaddress
@@ -12,27 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-import torch
-from safetensors import safe_open
-from torch import Tensor
-
 from learner.config.schema import Config
-from learner.models.load import LoadedModel, load_model
-from learner.operate.doctor.findings import Finding, ok, skipped
-from learner.operate.doctor.memory import Stored, stored_tensors
-from learner.operate.estimate.sizes import Shape, Sizes
+from learner.models.load import load_model
+from learner.operate.doctor.findings import Finding, ok
 from learner.rollout.client import SERVER_ERRORS, RolloutClient
-from learner.rollout.exclusive_lease import require_exclusive_lease
-from learner.rollout.sync.probe import Probe, probe_call
-from learner.rollout.sync.push import PhaseTimeouts, WeightPusher, WeightSyncError
-from learner.rollout.sync.weights import MergedWeights, OneSource
+from learner.rollout.sync.probe import ProofOfEffect, WeightsDiffer, probe_call
+from learner.rollout.sync.push import WeightPusher
+from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.training.backends import bucket_bytes_of, transport_of
-from shared_contracts.adapters import checkpoint_chain
-from shared_contracts.errors import ContractError, ProblemError
+from shared_contracts.errors import ContractError
 from shared_contracts.machine import address_towards
 from shared_contracts.rollout_config import ServerAddress
 from shared_contracts.server_info import Info
-from shared_contracts.weights import GONE_AFTER_S, DtypeName, ParameterMeta
 
 ADDRESS, GROUP_PORT = "address", "group port"
 _CONNECT_S = 3.0
@@ -164,236 +154,66 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-RENDEZVOUS, TENSOR = "rendezvous", "one tensor"
-# A doctor waits no longer for a side that does not come; a run has `timeout_s`.
-_PATIENCE_S = 30.0
-
-
-class StoredWeights:
-    """A source of weights with the shapes of a model, which sends one tensor of a file.
-
-    base: of all weights, where this is a source of the one tensor.
-    """
-
-    adapter = None
-
-    def __init__(
-        self, shapes: Mapping[str, Shape], name: str, file: Path, base: "StoredWeights | None"
-    ) -> None:
-        self._shapes, self._name, self._file = shapes, name, file
-        self.base = base or self
-
-    def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        return [
-            ParameterMeta(name=name, dtype=dtype, shape=list(shape))
-            for name, shape in self._shapes.items()
-        ]
-
-    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        with safe_open(self._file, framework="pt") as tensors:
-            yield self._name, tensors.get_tensor(self._name).to(getattr(torch, dtype))
-
-
-def smallest_matrix(sizes: Sizes, stored: dict[str, Stored]) -> str:
-    """The least of the checkpoint's matrices, in one of the layers: fused, sharded or packed.
-
-    Raises ContractError where the files have none of the model's.
-    """
-    matrices = [
-        (torch.Size(shape).numel(), name)
-        for name, shape in sizes.shapes.items()
-        if name in stored and len(shape) == 2 and min(shape) > 1
-    ]
-    if not matrices:
-        raise ContractError(
-            "model.model",
-            "its files name none of the parameters of its model",
-            "Save it with transformers' save_pretrained",
-        )
-    layers = [matrix for matrix in matrices if ".layers." in matrix[1]]
-    return min(layers or matrices)[1]
-
-
-def check(config: Config, client: RolloutClient, port: int, sizes: Sizes) -> list[Finding]:
-    """Form the weight group and send one tensor, which the workers compare and drop.
-
-    A run that has come to push to the server meanwhile is left alone.
-    """
-    url = client.base_url
-    if len(checkpoint_chain(config.model.model, "model.model")) > 1:
-        why = "model.model is an adapter: no file has what the server holds after merging"
-        return [skipped(check, why, url) for check in (RENDEZVOUS, TENSOR)]
-    try:
-        stored = stored_tensors(config.model.model)
-        name = smallest_matrix(sizes, stored)
-    except ContractError as error:
-        return [skipped(check, error.found, url) for check in (RENDEZVOUS, TENSOR)]
-    file, shape = stored[name].file, stored[name].shape
-    every = StoredWeights(sizes.shapes, name, file, None)
-    source = StoredWeights({name: shape}, name, file, every)
-    patience = PhaseTimeouts.of(min(client.timeout_s, _PATIENCE_S))
-    pusher = _pusher(config, client, port, OneSource(source), patience)
-    try:
-        return _tried(pusher, client, name)
-    finally:
-        pusher.close()
-
-
-def untouchable(info: Info) -> str | None:
-    """Why a server is left alone; None where nobody else pushes to it."""
-    if info.weight_group is not None:
-        heard_s = info.weight_group_heard_s
-        group = f"a weight group, which met at {info.weight_group},"
-        if heard_s is not None and heard_s < GONE_AFTER_S:
-            return f"a run pushes to this server: {group} stands, and another would end it"
-        return (
-            f"{group} stands, whose learner gives no sign of life (one that was killed leaves it): "
-            "the next run takes its place"
-        )
-    if info.weights_state == "UPDATING":
-        return "the server is in the middle of a push"
-    return None
-
-
-def _pusher(
-    config: Config,
-    client: RolloutClient,
-    port: int,
-    source: OneSource,
-    timeouts: PhaseTimeouts | None = None,
-) -> WeightPusher:
-    transport = transport_of(config)
-    size = bucket_bytes_of(config, transport)
-    return WeightPusher(client, port, source, transport, size, "full", timeouts)
-
-
-def _tried(pusher: WeightPusher, client: RolloutClient, name: str) -> list[Finding]:
-    url = client.base_url
-    try:
-        ready = pusher.connect(only_if_free=True)
-    except (WeightSyncError, ContractError) as error:
-        return [_no_group(error, url), skipped(TENSOR, f"waits for {RENDEZVOUS}", url)]
-    met = ok(
-        RENDEZVOUS,
-        f"{ready.world_size - 1} worker(s) and the learner met over {ready.transport}",
+def owned(info: Info, url: str) -> Finding | None:
+    """Return a warning if a learner pushes to a server, or None."""
+    if info.owner is None:
+        return None
+    return Finding(
+        GROUP_PORT,
         url,
+        "warn",
+        f"{info.owner} pushes to this server, or was killed and left it so",
+        "Stop it before you start a run: the newest learner takes a server over",
     )
-    try:
-        if (why := needs_push_first(client.info())) is not None:
-            return [met, skipped(TENSOR, why, url)]
-        report = pusher.try_out()
-        found = (
-            f"{name}, {report.bytes} bytes of {ready.dtype}, went to {ready.world_size - 1} "
-            f"worker(s) and is what they hold; version {report.status.weights_version} stays"
-        )
-        return [met, ok(TENSOR, found, url)]
-    except WeightSyncError as error:
-        return [met, judge_refusal(error, ready.weights_version, name, url)]
-    except (ContractError, *SERVER_ERRORS) as error:
-        return [met, Finding(TENSOR, url, "fail", str(error), "See the server's log")]
 
 
-def needs_push_first(info: Info) -> str | None:
-    """Why a server holds nothing that could be compared; None where it does."""
-    mended = "the first push of the run mends it"
-    if info.weights_state == "POISONED":
-        return f"the server's last push broke; {mended}"
-    behind = [replica.index for replica in info.replicas if replica.state == "needs-push"]
-    if behind:
-        which = ", ".join(map(str, behind))
-        return f"replica {which} lacks version {info.weights_version} of the weights; {mended}"
-    return None
-
-
-def _kind(error: Exception) -> str:
-    """Of the problem that the server has answered with; empty where it has not."""
-    cause = error.__cause__
-    return cause.problem.kind if isinstance(cause, ProblemError) else ""
-
-
-def _no_group(error: WeightSyncError | ContractError, url: str) -> Finding:
-    if _kind(error) == "weight-update-order":
-        return skipped(RENDEZVOUS, f"a run has come to push to this server ({error})", url)
-    do = (
-        "See that this machine reaches the server's group_port and that the server's machine "
-        "reaches this one on any port; GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names the network"
-    )
-    if isinstance(error.__cause__, ProblemError):
-        do = "Do what the server says; its log has more"
-    return Finding(RENDEZVOUS, url, "fail", str(error), do)
-
-
-def judge_refusal(error: WeightSyncError, version: int, name: str, url: str) -> Finding:
-    """Of a trial that was refused or broke. version: of the server's weights."""
-    kind = _kind(error)
-    if kind == "weight-update-order":
-        why = f"a run has come to push to this server, or a replica was lost ({error})"
-        return skipped(TENSOR, why, url)
-    started_otherwise = kind == "weights-differ" and error.phase == "start"
-    if started_otherwise and version > 0:
-        why = f"version {version} was pushed to the server, so {name} is not what it holds"
-        return skipped(TENSOR, why, url, "Start the server anew to have it tried")
-    if started_otherwise:
-        found = f"{name} of the server is not that of model.model"
-        do = "Start the server with the checkpoint of model.model; a first full push mends it, too"
-        return Finding(TENSOR, url, "warn", found, do)
-    do = (
-        "Start the server with a checkpoint of the same model"
-        if kind == "manifest-mismatch"
-        else "See the server's log; `learner probe` pushes all weights"
-    )
-    return Finding(TENSOR, url, "fail", str(error), do)
-
-
-PROBE = "probe"
+PUSH = "push"
 
 
 def require_servers(config: Config) -> Sequence[ServerAddress]:
-    """The servers of the config; raises ContractError where it names none."""
+    """Return the servers of the config; raises ContractError if it names none."""
     server = config.rollout_matching.vllm.server
     if config.rollout_matching.backend != "server" or server is None:
         raise ContractError(
             "rollout_matching.vllm.mode",
-            f"the backend is {config.rollout_matching.backend}, and a probe asks servers",
+            f"the backend is {config.rollout_matching.backend}, and --push needs servers",
             "Set it to server and name them in rollout_matching.vllm.server.servers",
         )
     return server.servers
 
 
-def probe_servers(config: Config, clients: Sequence[RolloutClient]) -> Iterator[Finding]:
-    """Push `model.model` to every server, verified in full, and compare answers token by token.
+def push_checkpoint(config: Config, clients: Sequence[RolloutClient]) -> Iterator[Finding]:
+    """Push `model.model` to every server and compare log-probabilities of answers (SYNC-06).
 
-    The prompts are asked before the push too, where the server answers: only then can a
-    cache be stale afterwards.
+    The prompts are asked before the push, too, if the server answers: only then can a cache be
+    stale afterwards.
 
     Raises:
-        ContractError: another learner pushes to a server, or one encodes a prompt differently.
+        ContractError: another learner takes a server over, or one encodes a prompt differently.
         RunError: a push or a call failed.
     """
     loaded = load_model(config)
+    proof, mode = ProofOfEffect(loaded, "full"), SyncMode(MergedWeights(loaded.model), None, False)
+    transport = transport_of(config)
+    bucket_bytes = bucket_bytes_of(config, transport)
     for client, address in zip(clients, require_servers(config), strict=True):
         with suppress(*SERVER_ERRORS):
             client.infer(probe_call())
-        yield from _probe(config, loaded, client, address.group_port)
-
-
-def _probe(
-    config: Config, loaded: LoadedModel, client: RolloutClient, group_port: int
-) -> Iterator[Finding]:
-    pusher = _pusher(config, client, group_port, OneSource(MergedWeights(loaded.model)))
-    require_exclusive_lease([client])  # the model was loaded since start_checks has looked
-    try:
-        ready = pusher.connect()
-        version = ready.weights_version + 1
-        pusher.push(version)
-        probe = Probe(loaded, ready.dtype)
-        for result in probe.ask(client.infer, version):
-            check, url = f"{PROBE} {result.prompt}", client.base_url
-            if result.difference is None:
-                yield ok(check, f"{result.compared} tokens, as the learner", url)
-            else:
-                found = f"{result.compared} tokens compared; {probe.describe(result.difference)}"
-                do = "Start the server anew and compare again; report it with the server's log"
-                yield Finding(check, url, "fail", found, do)
-    finally:
-        pusher.close()
+        pusher = WeightPusher(client, address.group_port, mode, transport, bucket_bytes)
+        try:
+            ready = pusher.connect()
+            version = ready.weights_version + 1
+            report = pusher.push(version)
+            found = proof.check(client.base_url, client.infer(probe_call(version)), ready.dtype)
+        except WeightsDiffer as error:
+            do = "Start the server anew and push again; report it with the server's log"
+            yield Finding(PUSH, client.base_url, "fail", str(error), do)
+        else:
+            text = (
+                f"{report.bytes} bytes of {ready.dtype} in {report.seconds['total']:.2f} s over "
+                f"{ready.transport} to {ready.world_size - 1} worker(s); log-probabilities differ "
+                f"from the trainer's by {found:.2g} nats in the mean; weights {version}"
+            )
+            yield ok(PUSH, text, client.base_url)
+        finally:
+            pusher.close()

@@ -4,17 +4,16 @@
     GatheredWeights   full weights of a sharded model
     AdapterWeights    the adapter alone
     SyncMode          the adapter, until a push of it fails; then full weights
-    Outgoing          digests of what is sent (SYNC-06)
 
-The model in training is never touched. Tied weights appear once, under their first name. Experts,
+The model in training does not change. Tied weights appear once, under their first name. Experts,
 which transformers fuses, are sent one by one: engines load them so for every family.
 """
 
 import copy
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, Protocol, cast
+from collections.abc import Iterator
+from typing import Literal, Protocol
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
@@ -23,67 +22,33 @@ from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shared_contracts.digests import countable_bits, matrix_shape, multipliers, sample, written
 from shared_contracts.errors import ContractError, RunError
-from shared_contracts.rollout_config import Verify
-from shared_contracts.weights import AdapterMeta, DtypeName, ParameterDigest, ParameterMeta
+from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta, unfused
 
-# What transformers stacks in the weights of all experts.
-_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-
-# What of peft a base weight is merged with.
+# Layers of peft whose base weight is merged.
 Adapted = LoraLayer | TrainableTokensLayer
 
 
-class Weights(Protocol):
-    """Named tensors; the same order in `metadata` and in every pass of `tensors`."""
+class WeightSource(Protocol):
+    """Named tensors of one push; the same order in `metadata` and in every pass of `tensors`.
 
-    def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        """Name, type and shape of what `tensors` yields, without making any of it."""
-
-    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """(name, detached tensor of `dtype`), one after another."""
-
-
-class WeightSource(Weights, Protocol):
-    """What one push sends.
-
-    adapter: of a source that yields an adapter's tensors instead of full weights.
-    base: the weights that the adapter is over.
+    adapter: of a source that yields the tensors of an adapter.
     """
 
     @property
     def adapter(self) -> AdapterMeta | None: ...
 
-    @property
-    def base(self) -> Weights | None: ...
+    def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
+        """Return name, type and shape of what `tensors` yields, without making any of it."""
+
+    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, detached tensor of `dtype`)."""
 
 
-class SourceChoice(Protocol):
-    """Which weights a push sends; one choice may serve pushes to several servers at once."""
+class MergedWeights:
+    """All weights of a model, LoRA and DoRA merged."""
 
-    def current(self) -> WeightSource:
-        """What to send now."""
-
-    def failed(self, source: WeightSource, error: Exception) -> bool:
-        """Told that a push of `source` failed; true: push what is `current` then instead."""
-
-
-class OneSource:
-    """Always the same weights; a push that failed is not tried with others."""
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-
-    def current(self) -> WeightSource:
-        return self._source
-
-    def failed(self, source: WeightSource, error: Exception) -> bool:
-        return False
-
-
-class BaseWeights:
-    """All weights of a model but its adapters, as they were before those."""
+    adapter = None
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -91,15 +56,17 @@ class BaseWeights:
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
         """Name, type and shape of what `tensors` yields, without making any of it."""
         return [
-            ParameterMeta(name=name, dtype=dtype, shape=list(part.shape))
+            ParameterMeta(name=name, dtype=dtype, shape=shape)
             for fused, weight, _ in self._entries()
-            for name, part in _experts_apart(fused, torch.empty(weight.shape, device="meta"))
+            for name, shape in unfused(fused, weight.shape)
         ]
 
+    @torch.no_grad()
     def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, weight); a weight that needs no cast is the model's."""
-        for name, weight, _ in self._entries():
-            yield from _experts_apart(name, weight.detach().to(getattr(torch, dtype)))
+        """(checkpoint name, weight); a weight that needs neither merge nor cast is the model's."""
+        for name, weight, layer in self._entries():
+            merged = weight.detach() if layer is None else _merged_weight(layer)
+            yield from _experts_apart(name, merged.to(getattr(torch, dtype)))
 
     def _entries(self) -> Iterator[tuple[str, Tensor, Adapted | None]]:
         """(checkpoint name, parameter, its adapted layer when it has to be merged)."""
@@ -116,21 +83,7 @@ class BaseWeights:
             yield plain, weight, layer
 
 
-class MergedWeights(BaseWeights):
-    """All weights of a model, LoRA and DoRA merged."""
-
-    adapter = None
-    base = None
-
-    @torch.no_grad()
-    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, weight); a weight that needs neither merge nor cast is the model's."""
-        for name, weight, layer in self._entries():
-            merged = weight.detach() if layer is None else _merged_weight(layer)
-            yield from _experts_apart(name, merged.to(getattr(torch, dtype)))
-
-
-class GatheredWeights(BaseWeights):
+class GatheredWeights(MergedWeights):
     """All weights of a model of which every process holds shards (FSDP2).
 
     What is sent are the weights at the last `gather`, in memory of the host and in the type of
@@ -140,9 +93,6 @@ class GatheredWeights(BaseWeights):
 
     sends: this process keeps them, to send them; the others help to gather them.
     """
-
-    adapter = None
-    base = None
 
     def __init__(self, model: nn.Module, *, sends: bool) -> None:
         super().__init__(model)
@@ -174,18 +124,14 @@ class GatheredWeights(BaseWeights):
 
 
 def _experts_apart(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Split the fused weights of E experts into views, one for each matrix; others stay whole.
-
-    transformers holds `experts.gate_up_proj` (E, 2 * I, H) and `experts.down_proj` (E, H, I), with
-    the gate's rows first. Checkpoints of some families have them transposed.
-    """
-    owner, _, leaf = name.rpartition(".")
-    if not owner.endswith(".experts") or leaf not in _FUSED or weight.ndim != 3:
+    """Split the fused weights of experts into views, one for each matrix (`unfused`)."""
+    parts = unfused(name, weight.shape)
+    if parts[0][0] == name:
         yield name, weight
         return
-    for number, matrix in enumerate(weight):
-        for part, rows in zip(_FUSED[leaf], matrix.chunk(len(_FUSED[leaf])), strict=True):
-            yield f"{owner}.{number}.{part}.weight", rows
+    rows, columns = parts[0][1]
+    for (part, _), matrix in zip(parts, weight.reshape(-1, rows, columns), strict=True):
+        yield part, matrix
 
 
 def _gathered(weight: Tensor) -> Tensor:
@@ -203,10 +149,10 @@ def _merged_weight(layer: Adapted) -> Tensor:
 
 
 class AdapterWeights:
-    """What is trained, for engines that have all other weights already.
+    """The trained adapter alone, for engines that have the base weights.
 
-    Every property and method raises RunError where the adapter says not all that training
-    changed, or not how it is to be scaled.
+    Every property and method raises RunError if training changes other weights, too, or if the
+    layers of the adapter have several ranks or scalings.
     """
 
     def __init__(self, model: PeftModel) -> None:
@@ -226,11 +172,6 @@ class AdapterWeights:
             use_dora=config.use_dora,
             use_rslora=config.use_rslora,
         )
-
-    @property
-    def base(self) -> BaseWeights:
-        """What the engines must have: the model's weights without the adapter."""
-        return BaseWeights(self._model)
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
         """Name, type and shape of each tensor of the adapter."""
@@ -281,13 +222,12 @@ FALLBACK = "rollout_matching.vllm.sync.fallback_to_full"
 
 
 class SyncMode:
-    """Which weights the pushes to all servers of a run send (a `SourceChoice`).
+    """Which weights the pushes to all servers of a run send.
 
-    Begins with `adapter`, where there is one. The first push of it that fails, in whatever
-    way, ends that for the rest of the run; pushes that were under way go the same way.
-    Methods may be called from several threads.
+    Starts with `adapter` if there is one. After the first failed push of it, all further pushes
+    send full weights. Methods may be called from several threads.
 
-    fallback_to_full: false has `failed` raise instead.
+    fallback_to_full: false: `failed` raises instead.
     """
 
     def __init__(
@@ -338,7 +278,10 @@ class SyncMode:
         return self._full if self._adapter is None or self.fallback else self._adapter
 
     def failed(self, source: WeightSource, error: Exception) -> bool:
-        """Raises ContractError where the adapter failed and full weights are not wanted."""
+        """Note that a push of `source` failed; return whether to push what is `current` now.
+
+        Raises ContractError if the adapter failed and `fallback_to_full` is false.
+        """
         if source is not self._adapter:
             return False
         with self._lock:
@@ -356,89 +299,3 @@ class SyncMode:
                 "the adapter cannot be pushed, so full weights are pushed: %s", self._failure
             )
         return True
-
-
-# Elements digested at once: on a processor their 64-bit products stay in its cache.
-_CPU_CHUNK, _GPU_CHUNK = 2**15, 2**24
-
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-# Columns of a parameter that are digested; None for all.
-Columns = list[int] | None
-
-
-def verified_columns(
-    verify: Verify, parameters: Sequence[ParameterMeta], version: int
-) -> dict[str, Columns]:
-    """Which parameters a push of `version` has digests of, by name."""
-    match verify:
-        case "off":
-            return {}
-        case "sample":
-            return dict(sample(parameters, version))
-        case "full":
-            return {parameter.name: None for parameter in parameters}
-
-
-class Outgoing:
-    """One pass of weights: as it goes by, the parameters in `columns` are digested.
-
-    newest: name of the last one that was taken; None before the first.
-    """
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], columns: dict[str, Columns]) -> None:
-        self._weights = weights
-        self._columns = columns
-        self._sums: dict[str, Tensor] = {}
-        self.newest: str | None = None
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self._weights:
-            self.newest = name
-            if name in self._columns:
-                self._sums[name] = digest_sum(weight, self._columns[name])
-            yield name, weight
-
-    def digests(self) -> list[ParameterDigest]:
-        """Of what went by so far, in that order."""
-        return [
-            ParameterDigest(name=name, columns=self._columns[name], digest=written(int(total)))
-            for name, total in self._sums.items()
-        ]
-
-
-def digests_of(
-    weights: Iterable[tuple[str, Tensor]], columns: dict[str, Columns]
-) -> list[ParameterDigest]:
-    """Of weights that go nowhere."""
-    passed = Outgoing(weights, columns)
-    for _ in passed:
-        pass
-    return passed.digests()
-
-
-@torch.no_grad()
-def digest_sum(weight: Tensor, columns: Columns) -> Tensor:
-    """The digest of `shared_contracts.digests` as a 64-bit scalar on the weight's device."""
-    height, width = matrix_shape(weight.shape)
-    if columns is None:
-        return _all(weight.reshape(-1))
-    chosen = torch.tensor(columns, dtype=torch.int64, device=weight.device)
-    rows = torch.arange(height, device=weight.device)[:, None]
-    return _terms(weight.reshape(height, width)[:, chosen], rows * width + chosen).sum()
-
-
-def _all(flat: Tensor) -> Tensor:
-    chunk = _CPU_CHUNK if flat.device.type == "cpu" else _GPU_CHUNK
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), chunk):
-        part = flat[start : start + chunk]
-        total += _terms(part, torch.arange(start, start + part.numel(), device=flat.device)).sum()
-    return total
-
-
-def _terms(weight: Tensor, positions: Tensor) -> Tensor:
-    bits = weight.contiguous().view(_SIGNED[weight.element_size()]).to(torch.int64)
-    dtype = cast(DtypeName, str(weight.dtype).removeprefix("torch."))
-    terms: Tensor = countable_bits(bits, dtype) * multipliers(positions)
-    return terms

@@ -6,13 +6,15 @@ from typing import Any
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from rollout_server.engines.vllm.weight_engines import ENGINES
+from rollout_server.engines.vllm.push_engine import BACKEND
 from rollout_server.settings.options import ServerSettings
 from rollout_server.settings.repeat_config import PROCESSOR
 from shared_contracts.footprint import ENGINE_SHARE
 
 # Tokens of one CPU forward: some 80 prompts of 200 tokens prefill together.
 CPU_BATCHED_TOKENS = 16384
+# Reads the guard of a running worker.
+REPORT = "rollout_server.engines.vllm.repeat_processor.RepeatReport"
 # Of one GPU forward: vLLM would choose 2,048 for an engine that no server of its own uses.
 GPU_BATCHED_TOKENS = 8192
 
@@ -29,7 +31,7 @@ def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
         "seed": settings.seed,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
-        # What waits is taken by its turn (`serving.infer.Turns`), not as it came.
+        # Waiting requests are taken by their turn (`serving.infer`), not in their order of arrival.
         "scheduling_policy": "priority",
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enable_prefix_caching": settings.enable_prefix_caching,
@@ -39,17 +41,19 @@ def engine_args(settings: ServerSettings, index: int) -> AsyncEngineArgs:
         # For OpenAI's routes: images come as data URLs, and no host is allowed.
         "allowed_media_domains": ["none.invalid"],
         "limit_mm_per_prompt": {"image": settings.max_images_per_request, "video": 0},
-        "weight_transfer_config": WeightTransferConfig(backend=ENGINES[settings.transport]),
-        "logits_processors": [PROCESSOR] if settings.repeat_terminate.enabled else None,
-        # One adapter at a time; its tensors have the type of the model's.
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        # One adapter in a batch, in the type of the model's weights. vLLM keeps the one before it,
+        # which running sequences use.
         "enable_lora": settings.enable_lora,
         "max_loras": 1,
+        "max_cpu_loras": 2,
         "max_lora_rank": settings.max_lora_rank,
         "lora_dtype": "auto",
         # The learner's adapters may reach into the vision tower.
         "enable_tower_connector_lora": settings.enable_lora,
-        "worker_extension_cls": "rollout_server.engines.vllm.worker_extension.WorkerExtension",
     }
+    if settings.repeat_terminate.enabled:
+        common |= {"logits_processors": [PROCESSOR], "worker_extension_cls": REPORT}
     extra = _cpu_args(settings) if settings.device == "cpu" else _gpu_args(settings, index)
     return AsyncEngineArgs(**common | extra)
 

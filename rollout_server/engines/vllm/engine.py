@@ -7,14 +7,19 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from PIL import Image
 from pydantic import TypeAdapter
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -38,12 +43,11 @@ from rollout_server.engines.engine_protocol import (
 )
 from rollout_server.engines.vllm.arguments import engine_args
 from rollout_server.engines.vllm.repeat_processor import active_sentinel
-from rollout_server.engines.vllm.staging import SERVED
 from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.infer import RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
-from shared_contracts.weights import DtypeName
+from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
 
 
 def sampling_params(
@@ -99,12 +103,13 @@ class VllmEngine:
         llm: AsyncLLM,
         index: int,
         guard: RepeatTerminateConfig,
-        adapter: LoRARequest | None = None,
     ) -> None:
         self._llm = llm
         self._guard = guard
         self._sentinel: int | None = None  # of the guard, once it is known to be active
-        self._adapter = adapter
+        self._adapter: LoRARequest | None = None  # of new sequences; its id is the version
+        self._adapters: list[LoRARequest] = []  # that vLLM may hold
+        self.holds_checkpoint = True
         self.index = index
         self.load = Load()
         self.weights_version = FIRST_VERSION
@@ -117,11 +122,10 @@ class VllmEngine:
     def build(cls, settings: ServerSettings, index: int) -> "VllmEngine":
         """Start the engine process of replica `index` and load the model (seconds)."""
         config = engine_args(settings, index).create_engine_config()
-        adapter = SERVED if settings.enable_lora else None
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         if settings.openai:  # seconds of imports, in this thread
             import_module("rollout_server.engines.vllm.openai_app")
-        return cls(llm, index, settings.repeat_terminate, adapter)
+        return cls(llm, index, settings.repeat_terminate)
 
     @property
     def max_model_len(self) -> int:
@@ -135,7 +139,7 @@ class VllmEngine:
 
     @property
     def alive(self) -> bool:
-        return not self._llm.errored
+        return not (self._llm.errored or self._given_up.is_set())
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -205,20 +209,12 @@ class VllmEngine:
         Raises PromptRefused for what only the engine can tell, EngineDead and Aborted.
         """
         sampling = sampling_params(config, seed, max_tokens, self._sentinel)
-        final = await self._reached(self._final(prompt.engine_input, sampling, request_id, turn))
-        return [self._completion(output) for output in final.outputs]
-
-    async def _final(
-        self, engine_input: Any, sampling: SamplingParams, request_id: str, turn: int
-    ) -> RequestOutput:
+        adapter = self._adapter
         outputs = self._llm.generate(
-            engine_input, sampling, request_id, lora_request=self._adapter, priority=turn
+            prompt.engine_input, sampling, request_id, lora_request=adapter, priority=turn
         )
-        try:
-            (final,) = [output async for output in outputs]  # FINAL_ONLY yields once
-        except VLLMClientError as error:
-            raise PromptRefused(str(error)) from error
-        return final
+        final = await self._reached(_only(outputs))
+        return [self._completion(output, adapter) for output in final.outputs]
 
     async def openai_app(self, generate_chat: ChatGenerate) -> FastAPI:
         """Make vLLM's app of OpenAI's routes (`openai_app.py`)."""
@@ -249,7 +245,7 @@ class VllmEngine:
                 raise Aborted(f"replica {self.index} ended a sequence: abort")
             send(output)
 
-    def _completion(self, output: CompletionOutput) -> Completion:
+    def _completion(self, output: CompletionOutput, adapter: LoRARequest | None) -> Completion:
         finish = _FINISHES.get(output.finish_reason)
         if finish is None:
             raise Aborted(f"replica {self.index} ended a sequence: {output.finish_reason}")
@@ -260,6 +256,8 @@ class VllmEngine:
                 token_ids.pop()
             text = self._decode(token_ids)
         versions = [_version(span.version) for span in output.weight_versions or []]
+        if adapter is not None:  # a sequence keeps its adapter while a newer one is loaded
+            versions = [adapter.lora_int_id]
         return Completion(
             index=output.index,
             text=text,
@@ -278,10 +276,6 @@ class VllmEngine:
     async def pause(self) -> None:
         """Let running sequences finish, hold new ones, drop what old weights cached."""
         await self._reached(self._llm.pause_generation(mode="wait", clear_cache=True))
-
-    async def abort_all(self) -> None:
-        """Stay paused and end every sequence that still waits."""
-        await self._reached(self._llm.pause_generation(mode="abort", clear_cache=True))
 
     async def resume(self) -> None:
         await self._wake_up(WEIGHTS, KV_CACHE)
@@ -339,42 +333,68 @@ class VllmEngine:
         return self._sentinel is not None
 
     async def prepare(self) -> None:
-        """What comes before the first sequence; reads from the workers that the guard is active.
-
-        Raises WeightPhaseFailed, GuardInactive and EngineDead.
-        """
-        if self._adapter is not None:
-            await self.weight_phase("serve_no_adapter")
+        """Read from the workers that the guard is active. Raises GuardInactive and EngineDead."""
         if self._guard.enabled:
             reports = await self._reached(self._llm.collective_rpc("repeat_guard"))
             self._sentinel = active_sentinel(self._guard, reports)
 
-    async def weight_phase(self, name: str, **arguments: Any) -> list[Any]:
-        """Run a phase of `worker_extension` on each worker; what each returned.
+    async def join_group(self, init: InitCommunicator, first_worker: int) -> None:
+        keys = {"host", "port", "world_size", "senders", "transport", "bucket_bytes", "timeout_s"}
+        info = init.model_dump(include=keys) | {"first_worker": first_worker}
+        request = WeightTransferInitRequest(info)
+        await self._worker_call(self._llm.init_weight_transfer_engine(request))
 
-        Raises WeightPhaseFailed with what every failing worker says.
-        """
-        self._phases += 1
-        try:
-            answers = await self._reached(
-                self._llm.collective_rpc("weight_phase", args=(name, arguments))
-            )
-        finally:
-            self._phases -= 1
-            self._last_sign = time.monotonic()
-        failures = [failure for failure, _ in answers if failure is not None]
-        if failures:
-            raise WeightPhaseFailed(f"replica {self.index}, {'; '.join(failures)}")
-        return [value for _, value in answers]
+    async def leave_group(self) -> None:
+        await self._worker_call(self._llm.shutdown_weight_transfer_engine())
 
-    async def publish(self, version: int) -> None:
-        """Drop every cache of the old weights and stamp what follows with `version`."""
+    async def start_update(self) -> None:
+        await self._worker_call(self._llm.start_weight_update())
+
+    async def receive_weights(self, parameters: Sequence[ParameterMeta]) -> None:
+        self.holds_checkpoint = False
+        plain = [parameter.model_dump() for parameter in parameters]
+        request = WeightTransferUpdateRequest({"parameters": plain})
+        await self._worker_call(self._llm.update_weights(request))
+
+    async def finish_update(self, version: int) -> None:
+        """Complete the load, drop every cache of the old weights, stamp what follows."""
+        await self._worker_call(self._llm.finish_weight_update())
         await self._reached(self._llm.reset_mm_cache())
         await self._reached(self._llm.reset_encoder_cache())
         if not await self._reached(self._llm.reset_prefix_cache()):
             raise WeightPhaseFailed(f"replica {self.index}: the prefix cache is still in use")
         await self._reached(self._llm.update_weight_version(str(version)))
+        self._adapter, self._adapters = None, []  # vLLM drops them with the old weights
         self.weights_version = version
+
+    async def load_adapter(self, version: int, folder: Path) -> None:
+        request = LoRARequest(f"version-{version}", version, str(folder))
+        await self._worker_call(self._llm.add_lora(request))
+        self._adapters.append(request)
+
+    async def use_adapter(self, version: int) -> None:
+        """Answer with this adapter from now on; sequences that run keep theirs.
+
+        vLLM reads an adapter again from its folder if a sequence needs it later.
+        """
+        self._adapter = next(a for a in self._adapters if a.lora_int_id == version)
+        self.weights_version = version
+        for former in self._adapters[:-2]:
+            await self._worker_call(self._llm.remove_lora(former.lora_int_id))
+        self._adapters = self._adapters[-2:]
+
+    async def _worker_call(self, call: Coroutine[Any, Any, object]) -> None:
+        """Raises WeightPhaseFailed with what a worker says, and EngineDead."""
+        self._phases += 1
+        try:
+            await self._reached(call)
+        except EngineDead:
+            raise
+        except Exception as error:  # vLLM raises any
+            raise WeightPhaseFailed(f"replica {self.index}: {error}") from error
+        finally:
+            self._phases -= 1
+            self._last_sign = time.monotonic()
 
     def shutdown(self) -> None:
         """End the engine's processes (blocking, seconds at most)."""
@@ -388,6 +408,15 @@ class VllmEngine:
             return await cancel_when(self._given_up.wait(), call, EngineDeadError())
         except EngineDeadError as error:
             raise EngineDead(f"replica {self.index} is dead") from error
+
+
+async def _only(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    """Return the one output of a FINAL_ONLY call. Raises PromptRefused."""
+    try:
+        (final,) = [output async for output in outputs]
+    except VLLMClientError as error:
+        raise PromptRefused(str(error)) from error
+    return final
 
 
 def _vllm_messages(messages: list[ChatMessage], images: list[Image.Image]) -> list[Any]:

@@ -1,0 +1,317 @@
+"""The learner's part of a weight group: rank 0, which sends (SYNC-03).
+
+    Group              over sockets (gloo), or NCCL
+    SharedMemoryGroup  in memory that both sides map, on one machine (ipc)
+
+The wire format is in `shared_contracts.weights`. While one bucket travels, the next one is packed.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import (
+    DistError,
+    PrefixStore,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    TCPStore,
+)
+from torch.multiprocessing.reductions import reduce_tensor
+
+from shared_contracts.digests import digest, positions_of
+from shared_contracts.machine import address_towards
+from shared_contracts.rendezvous import meet
+from shared_contracts.weights import (
+    HOST_MEMORY_NAME,
+    DeviceMemory,
+    HostMemory,
+    InitCommunicator,
+    ParameterMeta,
+    SharedMemory,
+    attempt_key,
+    group_prefix,
+    plan_buckets,
+)
+
+T = TypeVar("T")
+
+_STORE_PROBE_S = 2.0
+_STORE_POLL_S = 0.02
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self, timeout: timedelta, /) -> object: ...
+
+
+class ProcessGroup(Protocol):
+    """Torch's `ProcessGroupGloo` or `ProcessGroupNCCL`, as it is used here."""
+
+    def set_timeout(self, timeout: timedelta, /) -> object: ...
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> Work: ...
+
+    def barrier(self) -> Work: ...
+
+    def allreduce(self, tensor: Tensor, /) -> Work: ...
+
+
+def join_group(body: InitCommunicator, given_up: threading.Event, number: int = 0) -> "Group":
+    """Join the group that `POST /init_communicator/` with `body` forms.
+
+    given_up: set when the call was refused. number: of this learner process among the senders.
+    """
+    store = _open_store(body, given_up)
+    timeout = timedelta(seconds=body.timeout_s)
+    ranks = body.world_size // body.senders
+    prefixed = PrefixStore(group_prefix(number), store)
+    device = torch.device("cpu")
+    if body.transport == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    meet(prefixed, 0, ranks, body.timeout_s, given_up.is_set)
+    group: Any
+    if body.transport == "nccl":
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        group = ProcessGroupNCCL(prefixed, 0, ranks, nccl)
+    else:
+        gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._timeout = timeout
+        gloo._devices = [ProcessGroupGloo.create_device(hostname=address_towards(body.host))]
+        group = ProcessGroupGloo(prefixed, 0, ranks, gloo)
+    group.allreduce(torch.zeros(1, device=device)).wait(timeout)  # all have joined
+    kind = SharedMemoryGroup if body.transport == "ipc" else Group
+    return kind(group, body, device)
+
+
+def _open_store(body: InitCommunicator, given_up: threading.Event) -> TCPStore:
+    """Return the server's store once it is open.
+
+    Torch's own wait cannot be ended: left behind, it would join a later group.
+    """
+    deadline = time.monotonic() + body.timeout_s
+    while not given_up.is_set():
+        try:
+            socket.create_connection((body.host, body.port), _STORE_PROBE_S).close()
+            probe = timedelta(seconds=_STORE_PROBE_S)
+            store = TCPStore(
+                body.host, body.port, is_master=False, wait_for_workers=False, timeout=probe
+            )
+            if store.check([attempt_key(body.attempt)]):
+                store.set_timeout(timedelta(seconds=body.timeout_s))
+                return store
+            missing = "the store there is that of an earlier call"
+        except (OSError, DistError) as error:
+            missing = str(error)
+        if time.monotonic() > deadline:
+            address = f"{body.host}:{body.port}"
+            raise TimeoutError(f"no rendezvous at {address} after {body.timeout_s:g} s ({missing})")
+        given_up.wait(_STORE_POLL_S)
+    raise ConnectionAbortedError("the group was given up")
+
+
+class Group:
+    """Sends over sockets or NCCL. device: of the buckets."""
+
+    def __init__(self, group: ProcessGroup, body: InitCommunicator, device: torch.device) -> None:
+        self._group: ProcessGroup | None = group
+        self._bucket_bytes = body.bucket_bytes
+        self._timeout_s = body.timeout_s
+        self._device = device
+        self._abandoned = threading.Event()
+
+    def send(
+        self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Send one pass of `weights`, which yields exactly `parameters`.
+
+        Raises RuntimeError (torch's) if a worker has left, or is silent for the group's timeout,
+        and ConnectionAbortedError if the group was abandoned.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        plan = [parameters[b.start : b.stop] for b in plan_buckets(parameters, self._bucket_bytes)]
+        sizes = [sum(p.wire_bytes for p in members) for members in plan]
+        packed = [size for members, size in zip(plan, sizes, strict=True) if self._packs(members)]
+        slots = self._slots(max([*packed, 8 * len(plan)]))
+        stream, found, sending = iter(weights), list[Tensor](), None
+        for number, (members, size) in enumerate(zip(plan, sizes, strict=True)):
+            if self._packs(members):
+                bucket = slots[number % 2][:size]
+                pack_bucket(members, stream, bucket)
+            else:
+                bucket = next_bytes(members[0], stream).to(self._device)
+            words = bucket.view(torch.int64)
+            found.append(digest(words, torch.arange(positions_of(len(words)), device=words.device)))
+            sending = self._begin_after(sending, bucket, deadline)
+        trailer = slots[len(plan) % 2][: 8 * len(plan)]
+        trailer.view(torch.int64).copy_(torch.stack(found))
+        self._begin_after(sending, trailer, deadline)()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Leave the group, also in the middle of a `send`.
+
+        Nothing can interrupt a collective of gloo. The end of its group waits for it, in a thread.
+        """
+        self._abandoned.set()
+        held, self._group = [self._group], None
+        threading.Thread(target=held.clear, daemon=True).start()
+
+    def _begin_after(
+        self, former: Callable[[], None] | None, bucket: Tensor, deadline: float
+    ) -> Callable[[], None]:
+        """Wait for the former bucket, then begin to send this one; return the wait for it."""
+        if former is not None:
+            former()
+        group = self._group
+        if group is None or self._abandoned.is_set():
+            raise ConnectionAbortedError("the group was given up")
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        group.set_timeout(left)
+        return self._begin(group, bucket, left)
+
+    def _packs(self, members: Sequence[ParameterMeta]) -> bool:
+        """Return whether a bucket is packed; a large tensor alone is sent from where it lies."""
+        return len(members) > 1 or members[0].num_bytes < members[0].wire_bytes
+
+    def _slots(self, size: int) -> Sequence[Tensor]:
+        """Return the two uint8 tensors that buckets are packed in."""
+        return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+
+    def _begin(self, group: ProcessGroup, bucket: Tensor, left: timedelta) -> Callable[[], None]:
+        work = group.broadcast(bucket, 0)
+        return lambda: _drop(work.wait(left))
+
+
+class SharedMemoryGroup(Group):
+    """Hands slots of memory to workers that map it, on the GPU if there is one."""
+
+    _memory: "Memory | None" = None
+
+    def send(
+        self, parameters: Sequence[ParameterMeta], weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        try:
+            super().send(parameters, weights)
+        finally:
+            if self._memory is not None:
+                self._memory.close()
+            self._memory = None
+
+    def _packs(self, members: Sequence[ParameterMeta]) -> bool:
+        return True
+
+    def _slots(self, size: int) -> Sequence[Tensor]:
+        if self._group is None:
+            raise ConnectionAbortedError("the group was given up")
+        self._memory = memory = Memory(size)
+        text = torch.tensor(list(memory.shared.model_dump_json().encode()), dtype=torch.uint8)
+        timeout = timedelta(seconds=self._timeout_s)
+        for part in (torch.tensor([len(text)]), text):
+            self._group.broadcast(part, 0).wait(timeout)
+        first, second = memory.data.split(memory.shared.slot_bytes)
+        return first, second
+
+    def _begin(self, group: ProcessGroup, bucket: Tensor, left: timedelta) -> Callable[[], None]:
+        """The workers copy the slot while the next one is packed."""
+        if bucket.is_cuda:
+            torch.cuda.synchronize(bucket.device)
+        group.broadcast(torch.zeros(1, dtype=torch.uint8), 0).wait(left)
+        return lambda: _drop(group.barrier().wait(left))
+
+
+def _drop(_: object) -> None: ...
+
+
+class Memory:
+    """Two slots of `size` bytes that other processes of this machine can map.
+
+    data: uint8. shared: what the workers need to map it.
+    """
+
+    def __init__(self, size: int) -> None:
+        size = -(-size // 16) * 16
+        self._file: int | None = None
+        if torch.cuda.is_available():
+            self.data = torch.empty(2 * size, dtype=torch.uint8, device="cuda")
+            memory: HostMemory | DeviceMemory = _device_memory(self.data)
+        else:
+            self._file = os.memfd_create(HOST_MEMORY_NAME)
+            os.truncate(self._file, 2 * size)
+            path = f"/proc/{os.getpid()}/fd/{self._file}"
+            self.data = torch.from_file(path, shared=True, size=2 * size, dtype=torch.uint8)
+            memory = HostMemory(path=path)
+        self.shared = SharedMemory(slot_bytes=size, memory=memory)
+
+    def close(self) -> None:
+        del self.data
+        if self._file is not None:
+            os.close(self._file)
+
+
+def _device_memory(data: Tensor) -> DeviceMemory:
+    _, described = reduce_tensor(data)
+    return DeviceMemory(
+        gpu=str(torch.cuda.get_device_properties(data.device).uuid),
+        tensor_offset=described[3],
+        storage_handle=described[7],
+        storage_size_bytes=described[8],
+        storage_offset_bytes=described[9],
+        ref_counter_handle=described[11],
+        ref_counter_offset=described[12],
+        event_handle=described[13],
+        event_sync_required=described[14],
+    )
+
+
+def pack_bucket(
+    parameters: Sequence[ParameterMeta], stream: Iterator[tuple[str, Tensor]], bucket: Tensor
+) -> None:
+    """Fill `bucket` (uint8) with the next tensors, each padded to its `wire_bytes`."""
+    offset = 0
+    for parameter in parameters:
+        data = next_bytes(parameter, stream)
+        end = offset + data.numel()
+        bucket[offset:end] = data  # copies between devices, too
+        offset += parameter.wire_bytes
+        bucket[end:offset] = 0
+
+
+def next_bytes(parameter: ParameterMeta, stream: Iterator[tuple[str, Tensor]]) -> Tensor:
+    """Return the next tensor, which must be `parameter`, as flat uint8."""
+    name, tensor = next(stream)
+    assert name == parameter.name, f"the manifest says {parameter.name}, the model {name}"
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    assert data.numel() == parameter.num_bytes, f"{name} is not what the manifest says"
+    return data
+
+
+class CurrentGpu:
+    """The GPU that is current in this thread; CUDA starts every other thread at GPU 0.
+
+    Does nothing in a process that has not used CUDA yet.
+    """
+
+    def __init__(self) -> None:
+        self._index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def used_by(self, call: Callable[[], T]) -> Callable[[], T]:
+        """Return `call` for another thread, in which the GPU is made current first."""
+
+        def on_it() -> T:
+            if self._index is not None:
+                torch.cuda.set_device(self._index)
+            return call()
+
+        return on_it

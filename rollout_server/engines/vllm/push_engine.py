@@ -1,0 +1,351 @@
+"""The workers' part of a push: vLLM's plug-in for weight transfer (SYNC-03).
+
+    init_transfer_engine   join the group                         POST /init_communicator/
+    start_weight_update    vLLM's layerwise reload begins         POST /start_weight_update/
+    receive_weights        buckets -> one stream -> load_weights  POST /update_weights/
+    finish_weight_update   vLLM's layerwise reload ends           POST /finish_weight_update/
+    shutdown               leave the group                        POST /close_communicator/
+
+The wire format is in `shared_contracts.weights`. A worker that fails leaves the group, so that the
+learner's send ends at once.
+"""
+
+import mmap
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, ProcessGroupNCCL, TCPStore
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from rollout_server.runtime.processes import die_with_parent
+from shared_contracts.digests import digest, positions_of
+from shared_contracts.machine import address_towards
+from shared_contracts.rendezvous import meet
+from shared_contracts.weights import (
+    HOST_MEMORY_NAME,
+    DeviceMemory,
+    ParameterMeta,
+    SharedMemory,
+    Transport,
+    group_prefix,
+    plan_buckets,
+)
+
+BACKEND = "rollmatch"
+# Limit of a `SharedMemory` as JSON, in bytes.
+_MOST_JSON = 64 * 2**10
+
+
+@dataclass
+class GroupInfo(WeightTransferInitInfo):
+    """first_worker: number of the engine's first worker among those of all engines.
+
+    The other fields are those of `InitCommunicator`.
+    """
+
+    host: str
+    port: int
+    world_size: int
+    senders: int
+    transport: Transport
+    bucket_bytes: int
+    timeout_s: float
+    first_worker: int
+
+
+@dataclass
+class Manifest(WeightTransferUpdateInfo):
+    """parameters: fields of each `ParameterMeta`, in the order in which they travel."""
+
+    parameters: list[dict[str, Any]]
+
+
+class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
+    """One worker in the weight group."""
+
+    init_info_cls = GroupInfo
+    update_info_cls = Manifest
+
+    _group: "Group | None" = None
+    _bucket_bytes = 0
+    _loading = ""  # name of the parameter that is loaded
+
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+        """Join the group; return once every rank has joined.
+
+        Raises TimeoutError with the missing ranks after `timeout_s`.
+        """
+        self.shutdown()
+        self._bucket_bytes = init_info.bucket_bytes
+        number = init_info.first_worker + self.parallel_config.rank
+        self._group = join_group(init_info, number, self.device)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+        for module in self.model.modules() if self.device.type == "cpu" else ():
+            # vLLM packs the experts' weights in place when it sets up this kernel, and not when
+            # it loads them again.
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+
+    def receive_weights(self, update_info: Manifest) -> None:
+        """Receive every bucket and load all of them by one `load_weights`.
+
+        Raises RuntimeError with the parameter that cannot be loaded, or if a digest differs.
+        """
+        if self._group is None:
+            raise RuntimeError("there is no weight group")
+        parameters = [ParameterMeta.model_validate(each) for each in update_info.parameters]
+        self._loading = ""
+        try:
+            self.model.load_weights(self._stream(parameters, self._group))  # type: ignore[operator]
+        except BaseException as error:
+            self.shutdown()
+            if self._loading and isinstance(error, Exception):
+                found = f"{type(error).__name__}: {error}"
+                raise RuntimeError(f"{self._loading} cannot be loaded: {found}") from error
+            raise
+
+    def _stream(
+        self, parameters: Sequence[ParameterMeta], group: "Group"
+    ) -> Iterator[tuple[str, Tensor]]:
+        plan = [parameters[b.start : b.stop] for b in plan_buckets(parameters, self._bucket_bytes)]
+        sizes = [sum(p.wire_bytes for p in members) for members in plan]
+        buckets = group.receive([*sizes, 8 * len(sizes)])
+        found = []
+        for members in plan:
+            bucket = next(buckets)
+            words = bucket.view(torch.int64)
+            positions = torch.arange(positions_of(len(words)), device=words.device)
+            found.append(digest(words, positions))
+            for name, tensor in unpacked(bucket, members):
+                self._loading = name
+                yield name, tensor.to(self.device)
+            self._loading = ""
+        sent = next(buckets).view(torch.int64).tolist()
+        wrong = [i for i, total in enumerate(found) if int(total) != sent[i]]
+        if wrong:
+            first = plan[wrong[0]]
+            raise RuntimeError(
+                f"{len(wrong)} of {len(plan)} buckets are not as they were sent; the first has "
+                f"{first[0].name} to {first[-1].name}"
+            )
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        for module in self.model.modules() if self.device.type == "cpu" else ():
+            if isinstance(module, ParallelLMHead):  # a tied head multiplies with a packed copy
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Leave the group. Its connections close once its last collective is over."""
+        if self._group is not None:
+            held, self._group = [self._group], None
+            threading.Thread(target=held.clear, daemon=True).start()
+
+
+def unpacked(bucket: Tensor, parameters: Sequence[ParameterMeta]) -> Iterator[tuple[str, Tensor]]:
+    """Cut a uint8 bucket into its named tensors, which are views of it."""
+    offset = 0
+    for parameter in parameters:
+        data = bucket[offset : offset + parameter.num_bytes]
+        yield parameter.name, data.view(getattr(torch, parameter.dtype)).view(parameter.shape)
+        offset += parameter.wire_bytes
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self, timeout: timedelta, /) -> object: ...
+
+
+class ProcessGroup(Protocol):
+    """Torch's `ProcessGroupGloo` or `ProcessGroupNCCL`, as it is used here."""
+
+    def set_timeout(self, timeout: timedelta, /) -> object: ...
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> Work: ...
+
+    def barrier(self) -> Work: ...
+
+    def allreduce(self, tensor: Tensor, /) -> Work: ...
+
+
+def join_group(info: GroupInfo, worker: int, device: torch.device) -> "Group":
+    """Join the group of a worker; return once every rank of it has joined.
+
+    worker: its number among the workers of all engines.
+    """
+    timeout = timedelta(seconds=info.timeout_s)
+    store = TCPStore(info.host, info.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    share = (info.world_size - info.senders) // info.senders
+    number, rank, ranks = worker // share, 1 + worker % share, 1 + share
+    prefixed = PrefixStore(group_prefix(number), store)
+    meet(prefixed, rank, ranks, info.timeout_s)
+    group: Any
+    buckets_on = device if info.transport == "nccl" else torch.device("cpu")
+    if info.transport == "nccl":
+        torch.accelerator.set_device_index(device)
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        group = ProcessGroupNCCL(prefixed, rank, ranks, nccl)
+    else:
+        gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._timeout = timeout
+        gloo._devices = [ProcessGroupGloo.create_device(hostname=address_towards(info.host))]
+        group = ProcessGroupGloo(prefixed, rank, ranks, gloo)
+    group.allreduce(torch.zeros(1, device=buckets_on)).wait(timeout)  # all have joined
+    kind = SharedMemoryGroup if info.transport == "ipc" else Group
+    return kind(group, info.timeout_s, buckets_on)
+
+
+class Group:
+    """Receives buckets over sockets or NCCL. device: of the buckets."""
+
+    def __init__(self, group: ProcessGroup, timeout_s: float, device: torch.device) -> None:
+        self._device = device
+        self._group = group
+        self._timeout_s = timeout_s
+
+    def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Yield a uint8 tensor of each size; while one is used, the next one arrives.
+
+        Raises RuntimeError (torch's) if rank 0 is gone, or silent for the group's timeout.
+        """
+        left = _countdown(self._timeout_s)
+        arriving = self._begin(sizes[0], left)
+        for size in [*sizes[1:], None]:
+            data, work = arriving
+            work.wait(left())
+            if size is not None:
+                arriving = self._begin(size, left)
+            yield data
+
+    def _begin(self, size: int, left: Callable[[], timedelta]) -> tuple[Tensor, Work]:
+        self._group.set_timeout(left())
+        # A fresh tensor each time: the reload keeps views of it until a layer is complete.
+        data = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return data, self._group.broadcast(data, 0)
+
+
+class SharedMemoryGroup(Group):
+    """Copies buckets out of memory of the learner."""
+
+    def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Yield a uint8 tensor of each size; while one is used, rank 0 fills the next slot."""
+        left = _countdown(self._timeout_s)
+        shared = self._receive_description(left)
+        slots = mapped(shared).split(shared.slot_bytes)
+        for number, size in enumerate(sizes):
+            self._broadcast(torch.empty(1, dtype=torch.uint8), left)
+            data = slots[number % 2][:size].clone()
+            if data.is_cuda:
+                torch.cuda.synchronize(data.device)
+            self._group.set_timeout(left())
+            self._group.barrier().wait(left())
+            yield data
+
+    def _receive_description(self, left: Callable[[], timedelta]) -> SharedMemory:
+        length = int(self._broadcast(torch.empty(1, dtype=torch.int64), left))
+        if not 0 < length <= _MOST_JSON:
+            raise RuntimeError(f"{length} bytes cannot describe the learner's memory")
+        text = self._broadcast(torch.empty(length, dtype=torch.uint8), left)
+        return SharedMemory.model_validate_json(bytes(text.tolist()))
+
+    def _broadcast(self, tensor: Tensor, left: Callable[[], timedelta]) -> Tensor:
+        self._group.set_timeout(left())
+        self._group.broadcast(tensor, 0).wait(left())
+        return tensor
+
+
+def _countdown(timeout_s: float) -> Callable[[], timedelta]:
+    """Return a function that returns the time left; it raises RuntimeError when there is none."""
+    deadline = time.monotonic() + timeout_s
+
+    def left() -> timedelta:
+        seconds = deadline - time.monotonic()
+        if seconds < 0.001:  # gloo counts in milliseconds
+            raise RuntimeError(f"the transfer was not over within {timeout_s:g} s")
+        return timedelta(seconds=seconds)
+
+    return left
+
+
+def mapped(shared: SharedMemory) -> Tensor:
+    """Return the learner's memory as a uint8 tensor of this process, of two slots.
+
+    Raises RuntimeError if it cannot be mapped (another machine, or another GPU) or is not the
+    memory of a learner.
+    """
+    memory, size = shared.memory, 2 * shared.slot_bytes
+    if isinstance(memory, DeviceMemory):
+        return _device_tensor(memory, size)
+    try:
+        # Not blocking: the path may name a pipe.
+        file = os.open(memory.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise RuntimeError(f"the learner's memory cannot be opened: {error}") from error
+    try:
+        found, held = os.readlink(f"/proc/self/fd/{file}"), os.fstat(file).st_size
+        if not found.startswith(f"/memfd:{HOST_MEMORY_NAME}") or held != size:
+            wanted = f"not a learner's memory of {size} bytes"
+            raise RuntimeError(f"{memory.path} is {found} of {held} bytes, {wanted}")
+        pages = mmap.mmap(file, size, prot=mmap.PROT_READ)
+    finally:
+        os.close(file)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _device_tensor(memory: DeviceMemory, size: int) -> Tensor:
+    tensor: Tensor = rebuild_cuda_tensor(
+        torch.Tensor,
+        torch.Size([size]),
+        (1,),
+        memory.tensor_offset,
+        torch.storage.TypedStorage,
+        torch.uint8,
+        _device_of(memory.gpu),
+        memory.storage_handle,
+        memory.storage_size_bytes,
+        memory.storage_offset_bytes,
+        False,
+        memory.ref_counter_handle,
+        memory.ref_counter_offset,
+        memory.event_handle,
+        memory.event_sync_required,
+    )
+    return tensor
+
+
+def _device_of(gpu: str) -> int:
+    """Return the index of the GPU with this UUID among those that this process sees."""
+    for device in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(device).uuid) == gpu:
+            return device
+    raise RuntimeError(f"the learner's GPU {gpu} is not visible to this worker; use nccl or gloo")
+
+
+@cache
+def register() -> None:
+    """vLLM's plug-in: called in every process of an engine, which ends with its parent."""
+    die_with_parent()
+    WeightTransferEngineFactory.register_engine(BACKEND, PushEngine)

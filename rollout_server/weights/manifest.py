@@ -1,0 +1,65 @@
+"""The manifest that a full push must have: names and shapes of the checkpoint's model (SYNC-05)."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from shared_contracts.errors import Problem, ProblemError
+from shared_contracts.weights import DtypeName, ParameterMeta, unfused
+
+# Faults that a refusal lists; it counts them all.
+MOST_LISTED = 32
+
+
+@cache
+def checkpoint_parameters(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of each parameter of a checkpoint's model, by name; takes a second.
+
+    The names are those of transformers' model, which no file needs to have: a tied parameter has
+    one name, and experts are apart.
+    """
+    import torch  # seconds, in the server's process that has them anyway
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    return {
+        name: shape
+        for fused, parameter in model.named_parameters()
+        for name, shape in unfused(fused, parameter.shape)
+    }
+
+
+def check_manifest(
+    parameters: Sequence[ParameterMeta], expected: Mapping[str, list[int]], dtype: DtypeName
+) -> None:
+    """Raise the `manifest-mismatch` problem with every fault, if there is one.
+
+    expected: `checkpoint_parameters`. dtype: of the engines' weights.
+    """
+    times = Counter(parameter.name for parameter in parameters)
+    faults = [(name, "missing", f"{shape}") for name, shape in expected.items() if not times[name]]
+    faults += [(name, "duplicate", f"{many} times") for name, many in times.items() if many > 1]
+    for parameter in parameters:
+        shape = expected.get(parameter.name)
+        if shape is None:
+            faults.append((parameter.name, "unexpected", "the model has no such parameter"))
+        elif shape != parameter.shape:
+            faults.append((parameter.name, "shape", f"{parameter.shape}, not {shape}"))
+        elif parameter.dtype != dtype:
+            faults.append((parameter.name, "dtype", f"{parameter.dtype}, not {dtype}"))
+    if not faults:
+        return
+    name, kind, detail = faults[0]
+    errors = [
+        {"where": where, "fault": fault, "detail": found}
+        for where, fault, found in faults[:MOST_LISTED]
+    ]
+    text = (
+        f"server: {len(faults)} fault(s), nothing was loaded and the weights have not changed; "
+        f"the first: {name} ({kind}): {detail}"
+    )
+    raise ProblemError(Problem.of("manifest-mismatch", text, "parameters", errors))
+

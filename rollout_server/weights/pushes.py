@@ -1,0 +1,490 @@
+"""The server's part of a push: its states and phases (section 5 of the contract).
+
+                  start                 finish
+    READY(v) ----------------> UPDATING -------> READY(v+1)
+                                   |
+                                   |  a phase failed, or its connection ended
+                                   v
+                              PUSH_NEEDED --- start, update, finish ---> READY(v+1)
+
+The phases have the names and the order of `learner.rollout.sync.push`. Each runs on all replicas at
+once, within the `timeout_s` of the group. From `start` to `finish` the engines are paused. `start`
+refuses a wrong manifest and a drain that takes too long, with nothing changed. Anything that breaks
+later ends the engines, which are built again with the checkpoint's weights.
+
+In READY the engines can `sleep`. `start` wakes the weights, and `finish` the rest.
+"""
+
+import asyncio
+import errno
+import json
+import logging
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import DistError, PrefixStore, TCPStore
+
+from rollout_server.engines.engine_protocol import (
+    FIRST_VERSION,
+    EngineDead,
+    UpdatableEngine,
+    UpdatableEngines,
+    WeightPhaseFailed,
+)
+from rollout_server.runtime.concurrency import all_or_cancel, timed
+from rollout_server.runtime.refusals import refusal
+from rollout_server.weights.manifest import check_manifest
+from shared_contracts.errors import ProblemError
+from shared_contracts.rendezvous import ready_key
+from shared_contracts.weights import (
+    ADAPTER_KEY,
+    MOST_VERSION_STEP,
+    AdapterMeta,
+    CommunicatorReady,
+    GroupCall,
+    InitCommunicator,
+    StartWeightUpdate,
+    SyncReport,
+    Transport,
+    WeightState,
+    WeightStatus,
+    attempt_key,
+    group_prefix,
+)
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.02
+# A worker gives up a rendezvous by itself at its deadline. The server waits so much longer.
+WORKER_MARGIN_S = 2.0
+
+OnEngine = Callable[[UpdatableEngine], Coroutine[None, None, None]]
+Expected = Callable[[], Mapping[str, list[int]]]
+
+
+class Pushes:
+    """The pushes of one server; one phase runs at a time.
+
+    workers: of all engines. expected: returns the parameters of the checkpoint
+        (`manifest.checkpoint_parameters`); blocking.
+    longest_s: limit of a group's `timeout_s`. adapters: folder for adapters; None: of tempfile.
+
+    state, version: of the weights. owner: of the server, or None.
+    """
+
+    def __init__(
+        self,
+        engines: UpdatableEngines,
+        workers: int,
+        transport: Transport,
+        server_epoch: Callable[[], str],
+        expected: Expected,
+        longest_s: float,
+        adapters: Path | None = None,
+    ) -> None:
+        self.state: WeightState = "READY"
+        self.version = FIRST_VERSION
+        self.owner: InitCommunicator | None = None
+        self._engines = engines
+        self._workers = workers
+        self._transport = transport
+        self._server_epoch = server_epoch
+        self._expected = expected
+        self._longest_s = longest_s
+        self._adapters = adapters
+        self._update: StartWeightUpdate | None = None
+        self._seconds: dict[str, float] = {}
+        self._formed = False  # the group of the owner
+        self._store: TCPStore | None = None
+        self._one_phase = asyncio.Lock()
+        self._phase_limit: asyncio.Timeout | None = None  # of the phase that runs
+        self._idle_limit: asyncio.TimerHandle | None = None  # between two phases of a push
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def status(self) -> WeightStatus:
+        return WeightStatus(
+            state=self.state, weights_version=self.version, server_epoch=self._server_epoch()
+        )
+
+    async def wait_until_settled(self) -> None:
+        """Wait for the end of a push that runs."""
+        await self._settled.wait()
+
+    # --- phases of a push
+
+    async def init_communicator(self, init: InitCommunicator) -> CommunicatorReady:
+        """Take the server over and form the weight group of the learner and all workers.
+
+        A phase that runs is given up, and a push that it belongs to.
+        """
+        self._check_group(init)
+        if init.replaces is not None and self.owner is not None:
+            self._require_owner(init.replaces)
+        init = init.model_copy(update={"timeout_s": min(init.timeout_s, self._longest_s)})
+        self.owner = init
+        self._end_phase()
+        async with self._phase("rendezvous", init.attempt):
+            if self.state == "UPDATING":
+                self._give_up("a newer learner has taken the server over")
+            await self._engines_ready()
+            await self._leave_group()
+            try:
+                await self._form_group(init)
+            except BaseException:
+                await self._leave_group()
+                raise
+        return CommunicatorReady(
+            weights_version=self.version,
+            world_size=init.world_size,
+            transport=self._transport,
+            server_epoch=self._server_epoch(),
+            dtype=self._engines.all()[0].dtype,
+        )
+
+    async def start(self, body: StartWeightUpdate) -> WeightStatus:
+        """Check the manifest, drain and pause every engine, make the workers ready to load."""
+        async with self._phase("start", body.attempt):
+            self._require_group("start")
+            engines = self._engines.all()
+            self._check_version(body.version)
+            expected = await asyncio.to_thread(self._expected)
+            check_manifest(body.parameters, expected, engines[0].dtype)
+            before = self.state
+            self._update, self._seconds = body, {}
+            self._enter("UPDATING")
+            with timed(self._seconds, "pause"):
+                try:
+                    await self._on_all(lambda engine: engine.pause())
+                except BaseException:  # nothing has changed
+                    self._enter(before)
+                    await asyncio.gather(*(engine.resume() for engine in self._engines.alive()))
+                    raise
+                async with self._breaking("start"):
+                    await self._on_all(lambda engine: engine.wake_weights())
+                    await self._on_all(lambda engine: engine.start_update())
+        return self.status
+
+    async def update(self, body: GroupCall) -> WeightStatus:
+        """Have the workers receive and load what the learner sends meanwhile."""
+        async with self._phase("transfer", body.attempt):
+            update = self._require_update("transfer")
+            with timed(self._seconds, "transfer"):
+                async with self._breaking("transfer"):
+                    await self._on_all(lambda engine: engine.receive_weights(update.parameters))
+        return self.status
+
+    async def finish(self, body: GroupCall) -> SyncReport:
+        """Complete the load, drop the caches of the old weights, answer with the new version."""
+        async with self._phase("finish", body.attempt):
+            update = self._require_update("finish")
+            if "transfer" not in self._seconds:
+                raise refusal("weight-update-order", "nothing was sent yet", "finish")
+            with timed(self._seconds, "finish"):
+                async with self._breaking("finish"):
+                    await self._on_all(lambda engine: engine.finish_update(update.version))
+                    await self._on_all(lambda engine: engine.resume())
+            self.version = update.version
+            self._enter("READY")
+        size = sum(parameter.num_bytes for parameter in update.parameters)
+        logger.info("weights %d: %d bytes, seconds %s", self.version, size, self._seconds)
+        return SyncReport(status=self.status, seconds=self._seconds, bytes=size)
+
+    async def close(self, body: GroupCall) -> WeightStatus:
+        """Leave the group; the server has no owner then. A phase that runs is given up."""
+        self._require_owner(body.attempt)
+        self._end_phase()
+        async with self._phase("close", body.attempt):
+            if self.state == "UPDATING":
+                self._give_up("the learner left in the middle of a push")
+            await self._leave_group()
+            self.owner = None
+        return self.status
+
+    async def load_adapter(self, version: int, attempt: str, content: bytes) -> SyncReport:
+        """Answer with a LoRA adapter over the checkpoint's weights. Nothing is paused.
+
+        content: safetensors of peft, with an `AdapterMeta` in their metadata.
+        """
+        seconds: dict[str, float] = {}
+        async with self._phase("adapter", attempt):
+            if self.state != "READY":
+                raise refusal("push-needed", "only full weights can follow a broken push", "state")
+            engines = self._engines.all()
+            self._check_version(version)
+            if not all(engine.holds_checkpoint for engine in engines):
+                found = "full weights were pushed: the weights under the adapter are gone"
+                raise refusal("adapter-refused", found, "adapter")
+            with timed(seconds, "transfer"):
+                folder = await asyncio.to_thread(write_adapter, self._adapters, version, content)
+                try:
+                    await self._on_all(lambda engine: engine.load_adapter(version, folder))
+                except WeightPhaseFailed as error:
+                    raise refusal("adapter-refused", f"server: {error}", "adapter") from error
+                await self._on_all(lambda engine: engine.use_adapter(version))
+            self.version = version
+        return SyncReport(status=self.status, seconds=seconds, bytes=len(content))
+
+    # --- memory of the GPUs
+
+    async def sleep(self) -> WeightStatus:
+        """Let running sequences end, then have every engine give its memory up."""
+        return await self._move_memory("/sleep/", lambda engine: engine.sleep())
+
+    async def wake_up(self) -> WeightStatus:
+        """Have every engine take its memory back, with the weights of before."""
+        return await self._move_memory("/wake_up/", lambda engine: engine.resume())
+
+    async def _move_memory(self, route: str, call: OnEngine) -> WeightStatus:
+        async with self._one_phase:
+            if self.state != "READY":
+                raise refusal("weight-update-order", f"the state is {self.state}", route)
+            try:
+                async with asyncio.timeout(self._longest_s):
+                    await self._on_all(call)
+            except TimeoutError:
+                found = f"server: the engines were not done within {self._longest_s:g} s"
+                raise refusal("weight-transfer-timeout", found, route) from None
+            except EngineDead as error:
+                raise refusal("not-ready", f"server: {error}", route) from error
+        return self.status
+
+    # --- one phase
+
+    @asynccontextmanager
+    async def _phase(self, name: str, attempt: str) -> AsyncIterator[None]:
+        """One phase of the owner, within its time; other errors become problems."""
+        self._require_owner(attempt)
+        async with self._one_phase:
+            owner = self._require_owner(attempt)
+            if self._idle_limit is not None:
+                self._idle_limit.cancel()
+            where = f"{name} at {owner.host}:{owner.port}"
+            try:
+                async with asyncio.timeout(owner.timeout_s + WORKER_MARGIN_S) as self._phase_limit:
+                    yield
+            except TimeoutError as error:
+                self._require_owner(attempt)
+                found = str(error) or f"server: not over within {owner.timeout_s:g} s"
+                raise refusal("weight-transfer-timeout", found, where) from error
+            except EngineDead as error:
+                raise refusal("not-ready", f"server: {error}", where) from error
+            except WeightPhaseFailed as error:
+                raise refusal("weight-transfer-failed", f"server: {error}", where) from error
+            finally:
+                self._phase_limit = None
+                if self.state == "UPDATING":
+                    loop = asyncio.get_running_loop()
+                    self._idle_limit = loop.call_later(owner.timeout_s, self._give_up_idle)
+
+    def _end_phase(self) -> None:
+        """End the phase that runs, if there is one."""
+        if self._phase_limit is not None:
+            self._phase_limit.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def _breaking(self, phase: str) -> AsyncIterator[None]:
+        """A block whose failure ends the engines; also the end of its connection is one."""
+        try:
+            yield
+        except BaseException as error:
+            reason = str(error) or type(error).__name__
+            if isinstance(error, asyncio.CancelledError):
+                reason = "its time is over, its connection ended, or a newer learner came"
+            self._give_up(f"{phase}: {reason}")
+            raise
+
+    def _give_up(self, reason: str) -> None:
+        """End a push that broke, and the engines with it: they are built again."""
+        logger.error("a push broke: %s", reason)
+        self._enter("PUSH_NEEDED")
+        self._formed, self._store = False, None
+        for engine in self._engines.alive():
+            engine.declare_dead()
+
+    def _give_up_idle(self) -> None:
+        if self.state == "UPDATING" and not self._one_phase.locked():
+            self._give_up("the next phase did not come in time")
+
+    def replica_lost(self, reason: str) -> None:
+        """Give up a push between two phases; one in a phase fails with the replica."""
+        self._formed, self._store = False, None
+        if self.state == "UPDATING" and not self._one_phase.locked():
+            self._give_up(reason)
+
+    def _enter(self, state: WeightState) -> None:
+        self.state = state
+        if state == "UPDATING":
+            self._settled.clear()
+        else:
+            self._update = None
+            self._settled.set()
+
+    async def _on_all(self, call: OnEngine) -> None:
+        """Call every engine at once. Raises the first failure; the other calls are cancelled."""
+        await all_or_cancel(call(engine) for engine in self._engines.all())
+
+    # --- the group
+
+    async def _engines_ready(self) -> Sequence[UpdatableEngine]:
+        """Return all engines, once those that a broken push has ended are built again."""
+        while True:
+            try:
+                return self._engines.all()
+            except ProblemError:
+                await asyncio.sleep(POLL_S)
+
+    async def _form_group(self, init: InitCommunicator) -> None:
+        """Open a store, wait for the learner, then have all workers join.
+
+        The learner comes first: an engine whose worker waits does not answer.
+        """
+        store = await asyncio.to_thread(open_store, init)
+        self._store = store
+        groups = [PrefixStore(group_prefix(number), store) for number in range(init.senders)]
+        for group in groups:
+            await self._wait_for_learner(group, init)
+        engines = self._engines.all()
+        each = self._workers // len(engines)
+        await all_or_cancel(
+            engine.join_group(init, index * each) for index, engine in enumerate(engines)
+        )
+        if init.transport != "nccl":  # gloo needs its store no longer
+            self._store = None
+        self._formed = True
+
+    async def _wait_for_learner(self, group: PrefixStore, init: InitCommunicator) -> None:
+        try:
+            async with asyncio.timeout(init.timeout_s):
+                while not await asyncio.to_thread(group.check, [ready_key(0)]):
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            found = f"learner (rank 0): missing for {init.timeout_s:g} s"
+            where = f"rendezvous at {init.host}:{init.port}"
+            raise refusal("weight-transfer-timeout", found, where) from None
+
+    async def _leave_group(self) -> None:
+        """Have all workers leave; an engine whose worker does not answer is given up.
+
+        The store closes first, which ends a worker that waits for other ranks.
+        """
+        self._formed, self._store = False, None
+        await asyncio.gather(*(self._leave(engine) for engine in self._engines.alive()))
+
+    async def _leave(self, engine: UpdatableEngine) -> None:
+        try:
+            async with asyncio.timeout(WORKER_MARGIN_S):
+                await engine.leave_group()
+        except (TimeoutError, WeightPhaseFailed, EngineDead) as error:
+            logger.error("an engine is given up, because its workers are in a group: %r", error)
+            engine.declare_dead()
+
+    # --- checks
+
+    def _require_owner(self, attempt: str) -> InitCommunicator:
+        if self.owner is None:
+            found = "no learner owns the server; /init_communicator/ comes first"
+            raise refusal("weight-update-order", found, "attempt")
+        if self.owner.attempt != attempt:
+            found = f"{self.owner.learner or 'a newer learner'} has taken this server over"
+            raise refusal("taken-over", found, "attempt")
+        return self.owner
+
+    def _require_group(self, phase: str) -> None:
+        if not self._formed:
+            found = "a replica has left the weight group; /init_communicator/ comes first"
+            raise refusal("weight-update-order", found, phase)
+
+    def _require_update(self, phase: str) -> StartWeightUpdate:
+        if self._update is None:
+            found = f"the state is {self.state}; /start_weight_update/ comes first"
+            raise refusal("weight-update-order", found, phase)
+        return self._update
+
+    def _check_group(self, init: InitCommunicator) -> None:
+        if init.world_size != init.senders + self._workers or self._workers % init.senders:
+            found = (
+                f"is {init.world_size} with {init.senders} sender(s), and the server has "
+                f"{self._workers} engine worker(s)"
+            )
+            raise refusal("invalid-request", found, "world_size")
+        if init.transport != self._transport:
+            found = f"is {init.transport}, but the server was started with {self._transport}"
+            raise refusal("invalid-request", found, "transport")
+
+    def _check_version(self, version: int) -> None:
+        """A version comes once; again only to replicas without it, or after a broken push."""
+        if self.state == "UPDATING":
+            raise refusal("weight-update-order", "a push is in progress already", "version")
+        behind = any(e.weights_version != self.version for e in self._engines.all())
+        again = self.version > FIRST_VERSION and (behind or self.state == "PUSH_NEEDED")
+        if version < self.version + (not again):
+            found = f"version {version} does not come after the server's, {self.version}"
+            raise refusal("weight-update-order", found, "version")
+        if version > self.version + MOST_VERSION_STEP:
+            found = f"version {version} is more than {MOST_VERSION_STEP} after the server's, "
+            raise refusal("weight-update-order", f"{found}{self.version}", "version")
+
+
+def open_store(init: InitCommunicator) -> TCPStore:
+    """Return a store on exactly `host:port`, open as long as the object lives; blocking.
+
+    Raises the `group-port-taken` problem if the port is not free, `invalid-request` if the address
+    is none of this machine, `weight-transfer-timeout` if the time is too short to open it.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((init.host, init.port))
+    except (OSError, TypeError) as error:  # TypeError: a name with a zero byte
+        listener.close()
+        found = f"server: cannot listen on {init.host}:{init.port} ({error})"
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            do = "give this server another group_port"
+            raise refusal("group-port-taken", f"{found}; {do}", "port") from None
+        do = "name an address of the server"
+        raise refusal("invalid-request", f"{found}; {do}", "host") from None
+    listener.listen()
+    try:
+        store = TCPStore(
+            init.host,
+            init.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=init.timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+    except DistError:
+        found = f"server: no store at {init.host}:{init.port} within {init.timeout_s:g} s"
+        raise refusal("weight-transfer-timeout", found, "timeout_s") from None
+    store.set(attempt_key(init.attempt), "")
+    return store
+
+
+def write_adapter(parent: Path | None, version: int, content: bytes) -> Path:
+    """Write peft's two files of an adapter, and remove those of versions before the last one.
+
+    Raises the `adapter-refused` problem for content that is no safetensors of an adapter.
+    """
+    try:
+        length = int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+        meta = AdapterMeta.model_validate_json(metadata[ADAPTER_KEY])
+    except (ValueError, KeyError, TypeError) as error:
+        found = f"the body is no safetensors with the metadata {ADAPTER_KEY!r} ({error})"
+        raise refusal("adapter-refused", found, "body") from None
+    root = parent or Path(tempfile.gettempdir())
+    folder = root / f"adapter-{version}"
+    for former in sorted(root.glob("adapter-*"), key=lambda path: path.stat().st_mtime)[:-1]:
+        shutil.rmtree(former)
+    folder.mkdir(exist_ok=True)
+    config = meta.model_dump() | {"peft_type": "LORA", "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder
