@@ -4,11 +4,17 @@ Nothing can interrupt a rank inside `ncclCommInitRank`. So no rank enters it bef
 imported what it needs, has chosen its device and has said so at the store of the server.
 """
 
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 _POLL_S = 0.01
+# Torch reads this when it makes an NCCL group.
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_making = threading.Lock()
 
 
 class Store(Protocol):
@@ -41,6 +47,22 @@ def meet(
             missing = [other for other in range(world_size) if not store.check([ready_key(other)])]
             raise TimeoutError(f"{', '.join(map(rank_name, missing))}: missing for {timeout_s:g} s")
         time.sleep(_POLL_S)
+
+
+@contextmanager
+def without_watchdog() -> Iterator[None]:
+    """Have an NCCL group that is made inside raise its errors where its work is waited for.
+
+    Otherwise a thread of torch ends the process: of a learner when its server is lost, and of an
+    engine when its learner is.
+    """
+    with _making:
+        before = os.environ.get(_BLOCKING_WAIT, "0")
+        os.environ[_BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            os.environ[_BLOCKING_WAIT] = before
 
 
 def ready_key(rank: int) -> str:

@@ -21,7 +21,7 @@ from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel
 ROUTES = (
     *("infer", "health", "live", "info", "metrics", "get_world_size", "init_communicator"),
     *("start_weight_update", "update_weights", "finish_weight_update"),
-    *("keep_communicator", "close_communicator", "sleep", "wake_up"),
+    *("load_adapter", "close_communicator", "sleep", "wake_up"),
 )
 _PORTS = {"http": 80, "https": 443}
 

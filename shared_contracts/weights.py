@@ -20,9 +20,9 @@ ends is given up.
 The group. The learner is rank 0, the engine workers are ranks 1... All meet at a store that the
 server opens at `host:port`; it holds the key `attempt_key(attempt)`. Over
 `PrefixStore(group_prefix(number), store)` each rank calls `shared_contracts.rendezvous.meet` and
-joins a process group of torch; then all pass a barrier. With `gloo` and `ipc` it is a gloo group,
-on the device of the address that is used towards `host`; with `nccl` it is an NCCL group. The
-number is 0, unless there are several `senders`.
+joins a process group of torch; then all join an `allreduce` of one float32. With `gloo` and `ipc`
+it is a gloo group, on the device of the address that is used towards `host`; with `nccl` it is an
+NCCL group. The number is 0, unless there are several `senders`.
 
 The buckets. `plan_buckets(parameters, bucket_bytes)` cuts the manifest. A bucket has the bytes of
 each of its tensors, followed by zeros up to `ParameterMeta.wire_bytes`. Rank 0 broadcasts one uint8

@@ -38,7 +38,7 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
             clients = reach_servers(parsed)
 
         use_passive_wait()
-        os.environ.update(learner_environment(inputs.placement))
+        os.environ.update(learner_environment(inputs.placement, inputs.processes))
         if inputs.processes > 1:  # a process that ends is told by name, not by its sockets
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         with waiting_for("PyTorch and its libraries to be imported"):

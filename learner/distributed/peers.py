@@ -216,6 +216,7 @@ class Peers(Protocol):
     ) -> list[T]:
         """What `work` returned in each process, by rank; every process makes the same calls.
 
+        `work` may call `all_gather` itself, in every process.
         The results are values of JSON. meanwhile: called again and again while others work.
 
         Raises what `work` raised here; elsewhere the same as ContractError or RunError.
@@ -269,7 +270,8 @@ class StorePeers:
         self.count = count
         self._store = connect()
         self._timing = timing or Timing()
-        self._round = 0
+        self._rounds = 0
+        self._spent: list[str] = []  # keys that every process has read
         self._watch = Watch(rank, count, connect(), self._timing, launcher, end)
         self._told: BaseException | None = None
         self._heard_of: BaseException | None = None
@@ -277,18 +279,21 @@ class StorePeers:
     def all_gather(
         self, work: Callable[[], T], meanwhile: Callable[[], object] | None = None
     ) -> list[T]:
-        self._round += 1
+        self._rounds += 1
+        this = self._rounds  # `work` may have rounds of its own
+        own = self._key(this, self.rank)
         try:
             said = json.dumps({"value": work()})
         except BaseException as error:
             with suppress(StoreError):
-                self._tell(json.dumps({"error": described(error)}))
+                self._store.set(own, json.dumps({"error": described(error)}))
             self._told = error
             raise
-        self._tell(said)
-        heard = [self._heard(rank, meanwhile) for rank in range(self.count)]
-        if self._round > 1:  # all that are heard in this round have read the last one
-            self._store.delete_key(self._key(self._round - 1, self.rank))
+        self._store.set(own, said)
+        heard = [self._heard(this, rank, meanwhile) for rank in range(self.count)]
+        for key in self._spent:  # whoever is heard in this round has read the rounds before
+            self._store.delete_key(key)
+        self._spent = [own]
         for rank, other in enumerate(heard):
             if "error" in other:
                 self._heard_of = rebuilt(other["error"], rank)
@@ -329,11 +334,10 @@ class StorePeers:
         finally:
             self._watch.stop()
 
-    def _tell(self, said: str) -> None:
-        self._store.set(self._key(self._round, self.rank), said)
-
-    def _heard(self, rank: int, meanwhile: Callable[[], object] | None) -> dict[str, Any]:
-        key = self._key(self._round, rank)
+    def _heard(
+        self, this: int, rank: int, meanwhile: Callable[[], object] | None
+    ) -> dict[str, Any]:
+        key = self._key(this, rank)
         with waiting_for(f"learner process {rank}"):
             self._await(key, rank, meanwhile)
         heard: dict[str, Any] = json.loads(self._store.get(key))

@@ -3,12 +3,15 @@
     visible_gpus -> place -> server_settings -> a server process -> ColocatedBackend
                           -> learner_environment, before torch is imported
 
-The server is used like any other, with the backend of servers. This module places it, and says who
-has the memory of the GPU:
+The server is used like any other, with the backend of servers. With several learner processes,
+process 0 owns it, and it has one worker on the device of each. This module places the server, and
+decides which side has the memory of the GPUs:
 
     serving   the learner moves away what `offload` names; the server takes its memory back, for a
               push (the weights first, then the KV cache) or for answers
     else      the server gives its memory up; the learner has its own
+
+All learner processes enter and leave `serving` together.
 
 Imports no torch and no numpy.
 """
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from learner.config.schema import Config
+from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -44,7 +48,7 @@ TENSOR_PARALLEL_SIZES = (4, 2, 1)
 class Placement:
     """The devices of the server.
 
-    gpus: ids on this machine; empty: the CPU.
+    gpus: ids on this machine; empty: the CPU. replicas: engines, of `tensor_parallel_size` workers.
     adapted: how it differs from the defaults of the contract, and why; empty if it does not.
     """
 
@@ -52,43 +56,60 @@ class Placement:
     tensor_parallel_size: int
     gpu_memory_utilization: float
     adapted: str
+    replicas: int = 1
 
     def __str__(self) -> str:
         device = f"GPU {', '.join(map(str, self.gpus))}" if self.gpus else "the CPU"
         shape = f"tensor_parallel_size {self.tensor_parallel_size}"
+        if self.replicas > 1:
+            shape = f"{self.replicas} replicas, {shape}"
         memory = f", gpu_memory_utilization {self.gpu_memory_utilization:g}" if self.gpus else ""
         return f"{device}, {shape}{memory}{f' ({self.adapted})' if self.adapted else ''}"
 
 
-def place(vllm: VllmConfig, gpus: Sequence[int]) -> Placement:
+def place(vllm: VllmConfig, gpus: Sequence[int], processes: int = 1) -> Placement:
     """Choose the GPUs of the server among those that the learner sees.
 
-    Raises ContractError for a `tensor_parallel_size` that asks for more of them.
+    processes: of the learner; several have a worker on the GPU of each, the first ones visible.
+    Raises ContractError for a `tensor_parallel_size` that does not fit.
     """
-    asked, there = vllm.tensor_parallel_size, max(len(gpus), 1)
+    asked, there = vllm.tensor_parallel_size, processes if processes > 1 else max(len(gpus), 1)
+    where = "rollout_matching.vllm.tensor_parallel_size"
+    if processes > 1 and there % (asked or 1):
+        raise ContractError(
+            where,
+            f"{asked}, and there is one worker for each of {processes} learner processes",
+            "Set it to a divisor of the number of processes, or leave it out",
+        )
     if asked is not None and asked > there:
         seen = "no GPU is" if not gpus else f"{len(gpus)} of them are"
         raise ContractError(
-            "rollout_matching.vllm.tensor_parallel_size",
+            where,
             f"{asked} GPUs are asked for, and {seen} visible to the learner",
             f"Lower it to {there} or leave it out, or make more visible ({CUDA_VISIBLE})",
         )
-    size = asked or next(size for size in TENSOR_PARALLEL_SIZES if size <= there)
+    fits = [size for size in TENSOR_PARALLEL_SIZES if size <= there and not there % size]
+    size = asked or (fits[0] if processes == 1 or gpus else 1)
     adapted = ""
-    if size < TENSOR_PARALLEL_SIZES[0] and asked is None:
+    if processes == 1 and size < TENSOR_PARALLEL_SIZES[0] and asked is None:
         found = "no GPU is visible" if not gpus else f"{len(gpus)} visible"
         adapted = f"tensor_parallel_size {TENSOR_PARALLEL_SIZES[0]} by default, but {found}"
+    replicas = processes // size if processes > 1 else 1
     return Placement(
-        gpus=tuple(gpus[:size]),
+        gpus=tuple(gpus[: replicas * size]),
         tensor_parallel_size=size,
         gpu_memory_utilization=vllm.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
         adapted=adapted,
+        replicas=replicas,
     )
 
 
-def learner_environment(placement: Placement | None) -> dict[str, str]:
-    """Return the variables of the learner: it trains only on the first GPU of its server."""
-    if placement is None or not placement.gpus:
+def learner_environment(placement: Placement | None, processes: int = 1) -> dict[str, str]:
+    """Return the variables of a learner: one process trains on the first GPU of its server.
+
+    Each of several processes uses the GPU of its own number.
+    """
+    if placement is None or not placement.gpus or processes > 1:
         return {}
     return {CUDA_VISIBLE: str(placement.gpus[0])}
 
@@ -112,7 +133,8 @@ def server_settings(
         "weight_transport": transport,
     }
     if not placement.gpus:
-        return settings | {"device": "cpu"}
+        replicas = {"replicas": placement.replicas} if placement.replicas > 1 else {}
+        return settings | {"device": "cpu"} | replicas
     return settings | {
         "device": "gpu",
         "gpus": list(placement.gpus),
@@ -125,6 +147,16 @@ def server_settings(
 def media_dirs(samples: Iterable[Sample]) -> list[Path]:
     """Return the folders of all images; the server must be allowed to read them."""
     return sorted({image.parent for sample in samples for image in sample.images})
+
+
+class NoServer:
+    """Stands for the server in the processes that do not own it."""
+
+    starts = 1
+
+    def await_ready(self) -> None: ...
+    def check(self) -> None: ...
+    def stop(self) -> None: ...
 
 
 class OwnServer(Protocol):
@@ -158,7 +190,8 @@ class ColocatedBackend:
     """The backend of servers, with the one server of the learner.
 
     room: frees memory of the learner while the server works. memory: of the server, which gives it
-    up while the learner works; None where it keeps it, as on the CPU.
+    up while the learner works; None where it keeps it, as on the CPU. peers: the learner processes;
+    process 0 owns the server.
     """
 
     def __init__(
@@ -167,11 +200,13 @@ class ColocatedBackend:
         own: OwnServer,
         room: Callable[[], AbstractContextManager[None]],
         memory: ServerMemory | None = None,
+        peers: Peers = SINGLE_PROCESS,
     ) -> None:
         self._servers = servers
         self._own = own
         self._room = room
         self._memory = memory
+        self._peers = peers
         self._is_serving = False
         self._asleep = False
 
@@ -187,6 +222,7 @@ class ColocatedBackend:
         with self._room():
             self._is_serving = True
             try:
+                self._peers.all_gather(lambda: None)  # every process has made room
                 yield
             except BaseException:
                 if self._memory is not None:
@@ -200,10 +236,15 @@ class ColocatedBackend:
                 self._is_serving = False
 
     def sleep(self) -> None:
-        """Have the server give its memory up."""
+        """Have the server give its memory up, once every process has its answers."""
+        self._peers.all_gather(lambda: None)
         if self._memory is not None:
-            self._working(self._memory.sleep)
+            broadcast_from_rank0(self._peers, partial(self._working, self._sleep))
             self._asleep = True
+
+    def _sleep(self) -> None:
+        assert self._memory is not None
+        self._memory.sleep()
 
     def rollout(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
@@ -226,12 +267,16 @@ class ColocatedBackend:
             self._own.stop()
 
     def _working(self, work: Callable[[], T]) -> T:
-        """The work's result; a start may take longer than other servers are waited for.
+        """Return the work's result. A start may take longer than other servers are waited for.
+
+        Several processes do not repeat work that failed: each waits for the others in it.
 
         Raises what `work` raises, or why the server is gone for good.
         """
         while True:
             self._own.await_ready()
+            if self._peers.count > 1:
+                return work()
             starts = self._own.starts
             try:
                 return work()

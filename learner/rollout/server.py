@@ -32,6 +32,7 @@ from learner.rollout.server_handle import (
 )
 from learner.rollout.server_pool import ServerPool
 from learner.rollout.sync.probe import ProofOfEffect, probe_call
+from learner.rollout.sync.shared_push import SharedPush
 from learner.types import RolloutOutput
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutEnvelope, RolloutInferRequest
@@ -59,6 +60,7 @@ class ServerBackend:
     peers: the learner processes, each with a backend over the same servers.
     gather: called in each process before a push if the weights are sharded; with the dtype of the
         servers' weights.
+    shared: pushes to the one server by all processes; after a failure process 0 pushes alone.
     proof: decides which pushes are proven, and how; None: none is.
     sleep, clock: of pauses and waits, in seconds.
     version: of the weights that were pushed last.
@@ -75,12 +77,14 @@ class ServerBackend:
         peers: Peers = SINGLE_PROCESS,
         gather: Callable[[DtypeName], None] | None = None,
         proof: ProofOfEffect | None = None,
+        shared: SharedPush | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.version = WeightsVersion()
         self._dtype: DtypeName = "float32"
         self._gather = gather
         self._proof = proof
+        self._shared = shared
         self._journal = journal or Journal()
         self._peers = peers
         self._is_leader = peers.rank == 0
@@ -106,6 +110,8 @@ class ServerBackend:
         """Give up running requests of all threads, and leave the servers."""
         for dispatch in tuple(self._dispatches):
             dispatch.give_up()
+        if self._shared is not None:
+            self._shared.close()
         for server in self._servers:
             server.close()
 
@@ -145,15 +151,33 @@ class ServerBackend:
         Raises:
             RunError: no server took the push, or one computes with other weights; in every process.
         """
-        if self._gather is not None:
-            self._gather(self._dtype)
         self._peers.all_gather(lambda: None)  # every process has its answers of the old weights
-        self.version.record(self._by_leader(partial(self._push, version)))
+        if not self._push_shared(version):
+            if self._gather is not None:
+                self._gather(self._dtype)
+            self.version.record(self._by_leader(partial(self._push, version)))
         if self._proof is not None and self._proof.is_due():
             began = self._clock()
             self._prove(self._proof, version)
             self._journal.probe(self._clock() - began)
         self._peers.all_gather(lambda: None)
+
+    def _push_shared(self, version: int) -> bool:
+        """Push by all processes; return whether that was possible."""
+        if self._shared is None:
+            return False
+        if broadcast_from_rank0(self._peers, lambda: bool(self._pool.lost())):
+            return False
+        (server,) = self._servers
+        try:
+            report = self._shared.push(version, self._dtype)
+        except RunError as error:
+            if self._is_leader:
+                server.lose(str(error))
+            return False
+        self._by_leader(partial(server.adopt_push, version, report))
+        self.version.record(version)
+        return True
 
     def _prove(self, proof: ProofOfEffect, version: int) -> None:
         """Compare answers of each usable server with the trainer's forward.

@@ -35,7 +35,7 @@ from learner.rollout.client import (
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RolloutEnvelope
 from shared_contracts.server_info import Info
-from shared_contracts.weights import DtypeName
+from shared_contracts.weights import DtypeName, SyncReport
 
 _LOG = logging.getLogger(__name__)
 
@@ -385,6 +385,12 @@ class ServerHandle:
         if report.status.server_epoch != self._epoch:
             raise RunError(f"{self.url} lost a replica while weights were pushed")
         self._journal.push(self.url, again, report)
+        self._use()
+
+    def adopt_push(self, version: int, report: SyncReport) -> None:
+        """Note a push that several processes made together."""
+        self._pushed, self._epoch = version, report.status.server_epoch
+        self._journal.push(self.url, False, report)
         self._use()
 
     def _has(self, version: int, info: Info) -> bool:

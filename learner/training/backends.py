@@ -19,13 +19,15 @@ from transformers import PreTrainedModel
 
 from learner.config import Config, dump_mapping, dump_resolved
 from learner.config.schema import resolved_sync_mode
-from learner.distributed.peers import SINGLE_PROCESS, Peers
+from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.models.load import LoadedModel, Offload
 from learner.models.packed_forward import encode_request
 from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import (
     ColocatedBackend,
+    NoServer,
+    OwnServer,
     Placement,
     media_dirs,
     server_settings,
@@ -36,7 +38,8 @@ from learner.rollout.server import ServerBackend
 from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
 from learner.rollout.sync.probe import ProofOfEffect
 from learner.rollout.sync.push import WeightPusher
-from learner.rollout.sync.weights import GatheredWeights, SyncMode
+from learner.rollout.sync.shared_push import SharedPush
+from learner.rollout.sync.weights import GatheredWeights, StreamedWeights, SyncMode
 from learner.runs.atomic_files import publish_text
 from learner.training.start_checks import context_of_run, differences
 from learner.types import Sample
@@ -82,7 +85,7 @@ def open_backend(
             return _over_servers(config, loaded, clients, server.servers, peers)
         case "colocate":
             assert placement is not None, "found by start_checks"
-            return _colocate(config, loaded, folder, samples, placement, optimizer)
+            return _colocate(config, loaded, folder, samples, placement, optimizer, peers)
 
 
 def _hf(config: Config, loaded: LoadedModel) -> OpenBackend:
@@ -120,23 +123,30 @@ def _over_servers(
         gathered = GatheredWeights(loaded.model, sends=peers.rank == 0)
         mode = SyncMode(gathered, None, fallback)
     journal = Journal(servers, mode)
+    together = config.rollout_matching.backend == "colocate" and peers.count > 1
     transport = transport_of(config)
     bucket_bytes = bucket_bytes_of(config, transport)
+    # Process 0 alone cannot share the memory of its GPU with the workers on the other ones.
+    alone: Transport = "gloo" if together else transport
     channels = [
-        WeightPusher(client, entry.group_port, mode, transport, bucket_bytes)
+        WeightPusher(client, entry.group_port, mode, alone, bucket_bytes)
         for client, entry in zip(clients, servers, strict=True)
         if peers.rank == 0
     ]
-    batch = config.rollout_matching.decode_batch_size
+    shared = None
+    if together:
+        source = mode.current() if gathered is None else StreamedWeights(gathered)
+        shared = SharedPush(peers, channels[0] if channels else None, source, transport)
     backend = ServerBackend(
         clients,
         channels,
-        batch,
+        config.rollout_matching.decode_batch_size,
         journal,
         differences=partial(differences, config),
         peers=peers,
         gather=None if gathered is None else gathered.gather,
         proof=ProofOfEffect(loaded, config.rollout_matching.vllm.sync.verify),
+        shared=shared,
     )
     guarded = all(client.info().repeat_terminate.active for client in clients)
     backend.connect()
@@ -180,22 +190,31 @@ def _colocate(
     samples: Sequence[Sample],
     placement: Placement,
     optimizer: Optimizer | None,
+    peers: Peers,
 ) -> OpenBackend:
+    """Process 0 starts the server and owns it; all processes call it."""
     wanted = config.rollout_matching.offload
     offload = Offload(
         model=loaded.model if wanted.enabled and wanted.offload_model else None,
         optimizer=optimizer if wanted.enabled and wanted.offload_optimizer else None,
     )
-    token = secrets.token_urlsafe(32)
+    own: OwnServer = NoServer()
+
+    def start() -> tuple[str, str, int]:
+        nonlocal own
+        token = secrets.token_urlsafe(32)
+        own = server = _start_server(config, placement, folder, samples, token)
+        stack.callback(server.stop)
+        return server.base_url, token, free_ports(1)[0]
+
     with ExitStack() as stack:
         with offload.room():
-            own = _start_server(config, placement, folder, samples, token)
-            stack.callback(own.stop)
-            client = RolloutClient(own.base_url, COLOCATED_TIMEOUT_S, token=token)
-            address = ServerAddress(base_url=own.base_url, group_port=free_ports(1)[0])
-            opened = _over_servers(config, loaded, [client], [address])
+            base_url, token, group_port = broadcast_from_rank0(peers, start)
+            client = RolloutClient(base_url, COLOCATED_TIMEOUT_S, token=token)
+            address = ServerAddress(base_url=base_url, group_port=group_port)
+            opened = _over_servers(config, loaded, [client], [address], peers)
             memory = client if placement.gpus else None
-            backend = ColocatedBackend(opened.backend, own, offload.room, memory)
+            backend = ColocatedBackend(opened.backend, own, offload.room, memory, peers)
             backend.sleep()
         stack.pop_all()
     return OpenBackend(

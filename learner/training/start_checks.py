@@ -154,7 +154,15 @@ def check_backend(
         resolved_sync_mode(config, learner_processes(environment))
     if rollout.backend != "colocate":
         return None
-    placement = place(rollout.vllm, visible_gpus(environment, gpus))
+    processes = learner_processes(environment)
+    here = environment.get("LOCAL_WORLD_SIZE", str(processes))
+    if here != str(processes):
+        raise ContractError(
+            "rollout_matching.vllm.mode",
+            f"colocate, and {here} of {processes} learner processes run on this machine",
+            "Use vllm.mode: server, or start all processes on one machine",
+        )
+    placement = place(rollout.vllm, visible_gpus(environment, gpus), processes)
     _check_own_server(config)
     return placement
 
@@ -188,13 +196,7 @@ def learner_processes(environment: Mapping[str, str]) -> int:
 
 
 def check_processes(config: Config, processes: int) -> None:
-    """A colocated server belongs to one process, and shards to several; ContractError if not."""
-    if processes > 1 and generates(config) and config.rollout_matching.backend == "colocate":
-        raise ContractError(
-            "rollout_matching.vllm.mode",
-            f"colocate, and there are {processes} learner processes",
-            "Use vllm.mode: server with GPUs of its own, or one process",
-        )
+    """Raise ContractError if so many processes cannot share the model."""
     if config.training.data_parallel == "fsdp2":
         _check_sharding(config, processes)
 

@@ -12,13 +12,12 @@ from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
 
 logger = logging.getLogger("rollout_server.access")
 
-KEEP = "/keep_communicator/"
 WEIGHT_ROUTES = (
     "/init_communicator/",
     "/start_weight_update/",
     "/update_weights/",
     "/finish_weight_update/",
-    KEEP,
+    "/load_adapter/",
     "/close_communicator/",
     "/sleep/",
     "/wake_up/",
@@ -69,8 +68,7 @@ class AccessLog:
             if problem:
                 record.problem = Problem.model_validate_json(problem).kind
             self._telemetry.count_call(record)
-            if record.route != KEEP or record.problem is not None:  # every two seconds
-                log_call(record)
+            log_call(record)
 
 
 def log_call(record: CallRecord) -> None:

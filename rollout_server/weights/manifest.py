@@ -62,4 +62,3 @@ def check_manifest(
         f"the first: {name} ({kind}): {detail}"
     )
     raise ProblemError(Problem.of("manifest-mismatch", text, "parameters", errors))
-

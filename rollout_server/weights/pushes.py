@@ -21,7 +21,6 @@ import json
 import logging
 import shutil
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -72,7 +71,8 @@ class Pushes:
 
     workers: of all engines. expected: returns the parameters of the checkpoint
         (`manifest.checkpoint_parameters`); blocking.
-    longest_s: limit of a group's `timeout_s`. adapters: folder for adapters; None: of tempfile.
+    longest_s: limit of a group's `timeout_s`. adapters: folder for adapters alone; None: adapters
+        are refused.
 
     state, version: of the weights. owner: of the server, or None.
     """
@@ -125,7 +125,10 @@ class Pushes:
         A phase that runs is given up, and a push that it belongs to.
         """
         self._check_group(init)
-        if init.replaces is not None and self.owner is not None:
+        # An owner that replaces the same group is of the same learner: that call failed, or its
+        # answer was lost.
+        owner = self.owner
+        if init.replaces is not None and owner is not None and owner.replaces != init.replaces:
             self._require_owner(init.replaces)
         init = init.model_copy(update={"timeout_s": min(init.timeout_s, self._longest_s)})
         self.owner = init
@@ -218,6 +221,9 @@ class Pushes:
                 raise refusal("push-needed", "only full weights can follow a broken push", "state")
             engines = self._engines.all()
             self._check_version(version)
+            if self._adapters is None:
+                found = "the server takes no adapters; start it with --enable-lora"
+                raise refusal("adapter-refused", found, "adapter")
             if not all(engine.holds_checkpoint for engine in engines):
                 found = "full weights were pushed: the weights under the adapter are gone"
                 raise refusal("adapter-refused", found, "adapter")
@@ -284,8 +290,8 @@ class Pushes:
                     self._idle_limit = loop.call_later(owner.timeout_s, self._give_up_idle)
 
     def _end_phase(self) -> None:
-        """End the phase that runs, if there is one."""
-        if self._phase_limit is not None:
+        """End the phase that runs, if there is one that does not end already."""
+        if self._phase_limit is not None and not self._phase_limit.expired():
             self._phase_limit.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
@@ -350,6 +356,7 @@ class Pushes:
         groups = [PrefixStore(group_prefix(number), store) for number in range(init.senders)]
         for group in groups:
             await self._wait_for_learner(group, init)
+        del store, groups  # the traceback of a failure would keep the store open
         engines = self._engines.all()
         each = self._workers // len(engines)
         await all_or_cancel(
@@ -414,7 +421,7 @@ class Pushes:
                 f"{self._workers} engine worker(s)"
             )
             raise refusal("invalid-request", found, "world_size")
-        if init.transport != self._transport:
+        if init.transport not in (self._transport, "gloo"):
             found = f"is {init.transport}, but the server was started with {self._transport}"
             raise refusal("invalid-request", found, "transport")
 
@@ -467,8 +474,10 @@ def open_store(init: InitCommunicator) -> TCPStore:
     return store
 
 
-def write_adapter(parent: Path | None, version: int, content: bytes) -> Path:
+def write_adapter(root: Path, version: int, content: bytes) -> Path:
     """Write peft's two files of an adapter, and remove those of versions before the last one.
+
+    root: has folders of adapters alone.
 
     Raises the `adapter-refused` problem for content that is no safetensors of an adapter.
     """
@@ -476,12 +485,12 @@ def write_adapter(parent: Path | None, version: int, content: bytes) -> Path:
         length = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + length])["__metadata__"]
         meta = AdapterMeta.model_validate_json(metadata[ADAPTER_KEY])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         found = f"the body is no safetensors with the metadata {ADAPTER_KEY!r} ({error})"
         raise refusal("adapter-refused", found, "body") from None
-    root = parent or Path(tempfile.gettempdir())
     folder = root / f"adapter-{version}"
-    for former in sorted(root.glob("adapter-*"), key=lambda path: path.stat().st_mtime)[:-1]:
+    formers = [path for path in root.iterdir() if path != folder]
+    for former in sorted(formers, key=lambda path: int(path.name.partition("-")[2]))[:-1]:
         shutil.rmtree(former)
     folder.mkdir(exist_ok=True)
     config = meta.model_dump() | {"peft_type": "LORA", "bias": "none"}

@@ -3,8 +3,8 @@
 | distribution | must agree | why |
 | --- | --- | --- |
 | rollmatch | yes | bodies of calls refuse unknown fields; digests and buckets are its own |
-| vllm | with `nccl` | both ends of the packed broadcast are its code; else the server's alone |
-| torch | a warning | its gloo and its TCPStore are both ends of the group; no version is promised |
+| vllm | no | it runs in the server alone |
+| torch | a warning | both ends of a weight group are its code; no version is promised |
 | transformers | a warning | it encodes prompts on both sides, which the check of prompts compares |
 | python | no | nothing of it travels |
 """
@@ -17,7 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from learner.operate.doctor.findings import Finding, Status, ok, skipped
 from shared_contracts.machine import CUDA_VISIBLE, IDLE_MIB, GpuUse, in_gib
 from shared_contracts.server_info import Info
-from shared_contracts.weights import Transport
 
 GPUS = "gpus"
 _APART = f"Set {CUDA_VISIBLE} to other GPUs, or give the server others (--gpus)"
@@ -113,26 +112,23 @@ def versions_here() -> dict[str, str]:
 
 
 def versions_of_learner(ours: Mapping[str, str], needs_vllm: bool) -> Finding:
-    """needs_vllm: for NCCL, or for a server of the learner's own."""
+    """needs_vllm: for a server of the learner's own."""
     if needs_vllm and not _vllm(ours):
         do = "Install it (the extra cpu or gpu)"
         return Finding(VERSIONS, "learner", "fail", f"{_listed(ours)}; vllm is missing", do)
     return ok(VERSIONS, _listed(ours), "learner")
 
 
-def compare_versions(
-    ours: Mapping[str, str], theirs: Mapping[str, str], transport: Transport, about: str
-) -> Finding:
+def compare_versions(ours: Mapping[str, str], theirs: Mapping[str, str], about: str) -> Finding:
     """How a server's versions stand beside the learner's."""
     differing = [
         (name, mine or "none", yours or "none", severity)
         for name, mine, yours, severity in (
             ("rollmatch", ours.get("rollmatch"), theirs.get("rollmatch"), "fail"),
-            ("vllm", _vllm(ours), _vllm(theirs), "fail" if transport == "nccl" else "ok"),
             ("torch", ours.get("torch"), theirs.get("torch"), "warn"),
             ("transformers", ours.get("transformers"), theirs.get("transformers"), "warn"),
         )
-        if _public(mine) != _public(yours) and severity != "ok"
+        if _public(mine) != _public(yours)
     ]
     if not differing:
         return ok(VERSIONS, _listed(theirs), about)

@@ -127,7 +127,7 @@ def _servers(
             found, ip = weights.address(url, host, one.info.host)
             addresses += [ip] if ip is not None else []
             yield from servers.judge_settings(config, url, one.info, transport, needed)
-            yield machine.compare_versions(ours, one.info.versions, transport, url)
+            yield machine.compare_versions(ours, one.info.versions, url)
             yield found
             yield _way_of_weights(one.client, one.address, ip)
             if processor is None:

@@ -162,7 +162,7 @@ def owned(info: Info, url: str) -> Finding | None:
         GROUP_PORT,
         url,
         "warn",
-        f"{info.owner} pushes to this server, or was killed and left it so",
+        f"{info.owner or 'a learner'} pushes to this server, or was killed and left it so",
         "Stop it before you start a run: the newest learner takes a server over",
     )
 

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from shared_contracts.digests import digest, positions_of
 from shared_contracts.machine import address_towards
-from shared_contracts.rendezvous import meet
+from shared_contracts.rendezvous import meet, without_watchdog
 from shared_contracts.weights import (
     HOST_MEMORY_NAME,
     DeviceMemory,
@@ -81,7 +81,8 @@ def join_group(body: InitCommunicator, given_up: threading.Event, number: int = 
     if body.transport == "nccl":
         nccl = ProcessGroupNCCL.Options()
         nccl._timeout = timeout
-        group = ProcessGroupNCCL(prefixed, 0, ranks, nccl)
+        with without_watchdog():
+            group = ProcessGroupNCCL(prefixed, 0, ranks, nccl)
     else:
         gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = timeout

@@ -37,6 +37,7 @@ from shared_contracts.weights import (
     CommunicatorReady,
     GroupCall,
     InitCommunicator,
+    ParameterMeta,
     StartWeightUpdate,
     SyncReport,
     Transport,
@@ -87,6 +88,8 @@ class WeightPusher:
     group_port: port of the rendezvous. timeout_s: limit of every phase at the server; None: that of
     the client. join: how the group is joined. gpu: the one that sends; None: that of the thread
     that makes the pusher.
+
+    senders: learner processes that send in the group; 0 without one.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class WeightPusher:
         self._ready: CommunicatorReady | None = None
         self._group: Group | None = None
         self._attempt: str | None = None  # of the newest group; also after it was abandoned
+        self.senders = 0
         self._leaving = threading.Lock()
         self._closed = False
 
@@ -123,23 +127,33 @@ class WeightPusher:
             WeightSyncError: the server refused, or a side did not join in time.
             ContractError: another learner owns the server now.
         """
-        if self._ready is not None:
-            return self._ready
+        if self._ready is None or self.senders != 1:
+            self.form_group(self.new_group(1, self._transport))
+        assert self._ready is not None
+        return self._ready
+
+    def new_group(self, senders: int, transport: Transport) -> InitCommunicator:
+        """Return the call that forms a group in which so many learner processes send."""
         if self._closed:
             raise self._broken("learner", "reach", ConnectionAbortedError(_CLOSED))
+        self.abandon()
         host = urlsplit(self._client.base_url).hostname
         assert host is not None, f"{self._client.base_url} was validated with the config"
-        init = InitCommunicator(
+        return InitCommunicator(
             host=self._phase("reach", partial(socket.gethostbyname, host)),
             port=self._port,
-            world_size=1 + self._phase("reach", self._client.world_size),
+            world_size=senders + self._phase("reach", self._client.world_size),
+            senders=senders,
             attempt=uuid4().hex,
             learner=f"the learner on {socket.gethostname()} (process {os.getpid()})",
             replaces=self._attempt,
-            transport=self._transport,
+            transport=transport,
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
         )
+
+    def form_group(self, init: InitCommunicator) -> None:
+        """Form a new group; raises as `connect`."""
         given_up, ready, group = threading.Event(), list[CommunicatorReady](), list[Group]()
         try:
             self._together(
@@ -152,14 +166,15 @@ class WeightPusher:
         with self._leaving:
             if not self._closed:
                 self._ready, self._group, self._attempt = ready[0], group[0], init.attempt
-                return ready[0]
+                self.senders = init.senders
+                return
         group[0].abandon()
         raise self._broken("learner", "rendezvous", ConnectionAbortedError(_CLOSED))
 
     def abandon(self) -> None:
         """Leave the group of a lost server; the next push forms it anew."""
         with self._leaving:
-            group, self._group, self._ready = self._group, None, None
+            group, self._group, self._ready, self.senders = self._group, None, None, 0
         if group is not None:
             group.abandon()
 
@@ -211,19 +226,33 @@ class WeightPusher:
     def _push_full(
         self, source: WeightSource, ready: CommunicatorReady, version: int
     ) -> SyncReport:
+        parameters = source.metadata(ready.dtype)
+        self.start(version, parameters)
+        self.transfer(parameters, Sent(source.tensors(ready.dtype)))
+        return self.finish(parameters)
+
+    def start(self, version: int, parameters: list[ParameterMeta]) -> None:
+        """Send the manifest; the server drains and pauses."""
+        assert self._attempt is not None
+        body = StartWeightUpdate(attempt=self._attempt, version=version, parameters=parameters)
+        self._phase("start", lambda: self._client.start_weight_update(body))
+
+    def transfer(self, parameters: list[ParameterMeta], sent: "Sent") -> None:
+        """Send the weights while the server receives and loads them."""
         assert self._attempt is not None
         assert self._group is not None
-        parameters = source.metadata(ready.dtype)
-        manifest = StartWeightUpdate(attempt=self._attempt, version=version, parameters=parameters)
         call, group = GroupCall(attempt=self._attempt), self._group
-        sent = Sent(source.tensors(ready.dtype))
-        self._phase("start", lambda: self._client.start_weight_update(manifest))
         self._together(
             "transfer",
             lambda: self._client.update_weights(call),
             lambda: group.send(parameters, sent),
             sent,
         )
+
+    def finish(self, parameters: list[ParameterMeta]) -> SyncReport:
+        """Have the server answer with the new weights."""
+        assert self._attempt is not None
+        call = GroupCall(attempt=self._attempt)
         report = self._phase("finish", lambda: self._client.finish_weight_update(call))
         size = sum(parameter.num_bytes for parameter in parameters)
         if report.bytes != size:

@@ -2,6 +2,7 @@
 
     MergedWeights     full weights; LoRA and DoRA merged layer by layer, in a copy (SYNC-02)
     GatheredWeights   full weights of a sharded model
+    StreamedWeights   the same, gathered by all processes while they are sent
     AdapterWeights    the adapter alone
     SyncMode          the adapter, until a push of it fails; then full weights
 
@@ -86,12 +87,11 @@ class MergedWeights:
 class GatheredWeights(MergedWeights):
     """All weights of a model of which every process holds shards (FSDP2).
 
-    What is sent are the weights at the last `gather`, in memory of the host and in the type of
-    the servers. They stay there until the next one and are not gathered while they are sent: a
-    server that was lost is pushed to while the other processes generate or train, each server
-    takes them at its own speed, and a push that breaks leaves no process in a collective.
+    `tensors` yields the weights of the last `gather`, from memory of the host and in the type of
+    the servers. Nothing is gathered then: process 0 pushes to a restarted server while the other
+    processes generate or train, and a push that breaks leaves no process in a collective.
 
-    sends: this process keeps them, to send them; the others help to gather them.
+    sends: this process keeps the weights; the others help to gather them.
     """
 
     def __init__(self, model: nn.Module, *, sends: bool) -> None:
@@ -99,15 +99,22 @@ class GatheredWeights(MergedWeights):
         self._sends = sends
         self._whole: dict[str, Tensor] = {}
 
-    @torch.no_grad()
     def gather(self, dtype: DtypeName) -> None:
-        """Put every parameter together, one after another; all processes at the same time.
+        """Put every parameter together; all processes at the same time."""
+        for _ in self.gathered(dtype):
+            pass
+
+    @torch.no_grad()
+    def gathered(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole parameter), one after another; all processes at the same time.
 
         Each shard is cast before it travels. On the device of the model one parameter is whole at
         a time. A host tensor of the last call is written to again.
         """
         for name, weight, _ in self._entries():
-            self._keep(name, _gathered(weight.detach().to(getattr(torch, dtype))))
+            whole = _gathered(weight.detach().to(getattr(torch, dtype)))
+            self._keep(name, whole)
+            yield name, whole
 
     def _keep(self, name: str, whole: Tensor) -> None:
         if not self._sends:
@@ -121,6 +128,23 @@ class GatheredWeights(MergedWeights):
         assert self._whole, "`gather` comes before a push, which another process makes"
         for name, weight in self._whole.items():
             yield from _experts_apart(name, weight.to(getattr(torch, dtype)))
+
+
+class StreamedWeights:
+    """The same weights, gathered while they are sent; all processes send at the same time."""
+
+    adapter = None
+
+    def __init__(self, gathered: GatheredWeights) -> None:
+        self._gathered = gathered
+
+    def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
+        return self._gathered.metadata(dtype)
+
+    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, weight). Each step is a collective."""
+        for name, weight in self._gathered.gathered(dtype):
+            yield from _experts_apart(name, weight)
 
 
 def _experts_apart(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

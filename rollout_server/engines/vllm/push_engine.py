@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload import (
 from rollout_server.runtime.processes import die_with_parent
 from shared_contracts.digests import digest, positions_of
 from shared_contracts.machine import address_towards
-from shared_contracts.rendezvous import meet
+from shared_contracts.rendezvous import meet, without_watchdog
 from shared_contracts.weights import (
     HOST_MEMORY_NAME,
     DeviceMemory,
@@ -198,14 +198,17 @@ def join_group(info: GroupInfo, worker: int, device: torch.device) -> "Group":
     share = (info.world_size - info.senders) // info.senders
     number, rank, ranks = worker // share, 1 + worker % share, 1 + share
     prefixed = PrefixStore(group_prefix(number), store)
-    meet(prefixed, rank, ranks, info.timeout_s)
-    group: Any
-    buckets_on = device if info.transport == "nccl" else torch.device("cpu")
+    buckets_on = torch.device("cpu")
     if info.transport == "nccl":
         torch.accelerator.set_device_index(device)
+        buckets_on = device
+    meet(prefixed, rank, ranks, info.timeout_s)
+    group: Any
+    if info.transport == "nccl":
         nccl = ProcessGroupNCCL.Options()
         nccl._timeout = timeout
-        group = ProcessGroupNCCL(prefixed, rank, ranks, nccl)
+        with without_watchdog():
+            group = ProcessGroupNCCL(prefixed, rank, ranks, nccl)
     else:
         gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = timeout
