@@ -15,7 +15,7 @@ from urllib.request import ProxyHandler, build_opener
 
 TIMEOUT_S = 5.0
 MOST_BYTES, SHOWN = 2**20, 1000  # of an answer that says no
-NEEDS_PUSH = ("urn:rollmatch:push-needed", "urn:rollmatch:weights-poisoned")
+NEEDS_PUSH = "urn:rollmatch:push-needed"
 
 DIRECTLY = build_opener(ProxyHandler({}))  # a proxy of the environment is not asked
 
@@ -28,7 +28,7 @@ def fault(base_url: str) -> str | None:
     except HTTPError as error:
         body = error.read(MOST_BYTES)
         told = body[:SHOWN].decode(errors="replace").encode("unicode_escape").decode()
-        return None if problem_type(body) in NEEDS_PUSH else f"{error.code}: {told}"
+        return None if problem_type(body) == NEEDS_PUSH else f"{error.code}: {told}"
     except (OSError, ValueError, HTTPException) as error:
         return str(error) or repr(error)
 

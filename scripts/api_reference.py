@@ -64,8 +64,10 @@ def _route(path: str, method: str, operation: dict[str, Any]) -> str:
 def _told(operation: dict[str, Any]) -> Iterator[str]:
     yield f"{operation['description']}\n"
     for parameter in operation.get("parameters", ()):
-        default = json.dumps(parameter["schema"]["default"])
-        yield f"- {parameter['in']} `{parameter['name']}`: default `{default}`"
+        is_required = parameter["required"]
+        default = _default(parameter["schema"], required=is_required)
+        shown = default if is_required else f"default {default}"
+        yield f"- {parameter['in']} `{parameter['name']}`: {shown}"
     if body := operation.get("requestBody"):
         yield f"- body: {_type(_content(body))}"
     for status, response in sorted(operation["responses"].items()):
@@ -110,7 +112,7 @@ def _type(schema: dict[str, Any]) -> str:
         return " or ".join(_type(option) for option in options)
     if values := schema.get("enum", [schema["const"]] if "const" in schema else None):
         return ", ".join(f"`{json.dumps(value)}`" for value in values)
-    kind = schema.get("type", "any")
+    kind = "bytes" if schema.get("format") == "binary" else schema.get("type", "any")
     if kind == "array":
         return f"list of {_type(schema['items'])}" if "items" in schema else "list"
     return str(kind)

@@ -88,7 +88,8 @@ def place(vllm: VllmConfig, gpus: Sequence[int], processes: int = 1) -> Placemen
             f"{asked} GPUs are asked for, and {seen} visible to the learner",
             f"Lower it to {there} or leave it out, or make more visible ({CUDA_VISIBLE})",
         )
-    fits = [size for size in TENSOR_PARALLEL_SIZES if size <= there and not there % size]
+    sizes = [size for size in TENSOR_PARALLEL_SIZES if size <= there]
+    fits = [size for size in sizes if processes == 1 or not there % size]
     size = asked or (fits[0] if processes == 1 or gpus else 1)
     adapted = ""
     if processes == 1 and size < TENSOR_PARALLEL_SIZES[0] and asked is None:

@@ -26,7 +26,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
@@ -64,6 +64,7 @@ WORKER_MARGIN_S = 2.0
 
 OnEngine = Callable[[UpdatableEngine], Coroutine[None, None, None]]
 Expected = Callable[[], Mapping[str, list[int]]]
+OpenStore = Callable[[InitCommunicator], Store]
 
 
 class Pushes:
@@ -72,7 +73,7 @@ class Pushes:
     workers: of all engines. expected: returns the parameters of the checkpoint
         (`manifest.checkpoint_parameters`); blocking.
     longest_s: limit of a group's `timeout_s`. adapters: folder for adapters alone; None: adapters
-        are refused.
+        are refused. open_store: for a group; blocking; None: `open_tcp_store`.
 
     state, version: of the weights. owner: of the server, or None.
     """
@@ -86,6 +87,7 @@ class Pushes:
         expected: Expected,
         longest_s: float,
         adapters: Path | None = None,
+        open_store: OpenStore | None = None,
     ) -> None:
         self.state: WeightState = "READY"
         self.version = FIRST_VERSION
@@ -97,10 +99,11 @@ class Pushes:
         self._expected = expected
         self._longest_s = longest_s
         self._adapters = adapters
+        self._open_store = open_store or open_tcp_store
         self._update: StartWeightUpdate | None = None
         self._seconds: dict[str, float] = {}
         self._formed = False  # the group of the owner
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
         self._one_phase = asyncio.Lock()
         self._phase_limit: asyncio.Timeout | None = None  # of the phase that runs
         self._idle_limit: asyncio.TimerHandle | None = None  # between two phases of a push
@@ -351,12 +354,10 @@ class Pushes:
 
         The learner comes first: an engine whose worker waits does not answer.
         """
-        store = await asyncio.to_thread(open_store, init)
+        store = await asyncio.to_thread(self._open_store, init)
         self._store = store
-        groups = [PrefixStore(group_prefix(number), store) for number in range(init.senders)]
-        for group in groups:
-            await self._wait_for_learner(group, init)
-        del store, groups  # the traceback of a failure would keep the store open
+        await self._wait_for_learner(store, init)
+        del store  # the traceback of a failure would keep it open
         engines = self._engines.all()
         each = self._workers // len(engines)
         await all_or_cancel(
@@ -366,11 +367,13 @@ class Pushes:
             self._store = None
         self._formed = True
 
-    async def _wait_for_learner(self, group: PrefixStore, init: InitCommunicator) -> None:
+    async def _wait_for_learner(self, store: Store, init: InitCommunicator) -> None:
         try:
             async with asyncio.timeout(init.timeout_s):
-                while not await asyncio.to_thread(group.check, [ready_key(0)]):
-                    await asyncio.sleep(POLL_S)
+                for number in range(init.senders):
+                    group = PrefixStore(group_prefix(number), store)
+                    while not await asyncio.to_thread(group.check, [ready_key(0)]):
+                        await asyncio.sleep(POLL_S)
         except TimeoutError:
             found = f"learner (rank 0): missing for {init.timeout_s:g} s"
             where = f"rendezvous at {init.host}:{init.port}"
@@ -439,7 +442,7 @@ class Pushes:
             raise refusal("weight-update-order", f"{found}{self.version}", "version")
 
 
-def open_store(init: InitCommunicator) -> TCPStore:
+def open_tcp_store(init: InitCommunicator) -> TCPStore:
     """Return a store on exactly `host:port`, open as long as the object lives; blocking.
 
     Raises the `group-port-taken` problem if the port is not free, `invalid-request` if the address

@@ -1,33 +1,33 @@
-"""A learner to be killed in the middle of a push, by the real client and pusher.
+"""A learner that stops in the middle of a push: the real client and pusher.
 
-    python -m tests.contract.dying_pusher URL GROUP_PORT CHECKPOINT PHASE [TRANSPORT]
+    python -m tests.contract.dying_pusher URL GROUP_PORT CHECKPOINT PHASE TIMEOUT_S [TRANSPORT]
 
-TRANSPORT is gloo, or nccl with the weights in bfloat16 on the current GPU.
+TRANSPORT is gloo, or nccl with the weights on the current GPU.
 
-Prints the name of the phase when it is there, and then waits to be killed:
+Prints PHASE when it is there, and waits for a line on its input; at the end of the input it goes
+on with the push:
 
     rendezvous   the server waits for it to join
-    start        the server has paused
+    start        it calls; here it does not wait, but the server does while sequences run
     transfer     half of the weights are sent
-    finish       all are sent
+    finish       all are sent, and no call is open
 """
 
 import sys
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from learner.rollout.client import RolloutClient
+from learner.rollout.sync.group import Group, join_group
 from learner.rollout.sync.push import WeightPusher
-from learner.rollout.sync.transports import WeightGroup, join_group
-from learner.rollout.sync.weights import OneSource
+from learner.rollout.sync.weights import SyncMode
 from shared_contracts.weights import (
     DtypeName,
-    FinishWeightUpdate,
+    GroupCall,
     InitCommunicator,
     ParameterMeta,
     StartWeightUpdate,
@@ -38,68 +38,72 @@ from shared_contracts.weights import (
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import BUCKET_BYTES, Weights, manifest
 
-# A next learner must not wait so long.
-TIMEOUT_S = 100.0
 
-
-class Doomed:
+class Stop:
     """Stops in one phase."""
 
     def __init__(self, phase: str) -> None:
         self._phase = phase
 
-    def at(self, phase: str) -> None:
+    def at(self, phase: str, *, waits: bool = True) -> None:
         if phase == self._phase:
             print(phase, flush=True)
-            threading.Event().wait(120)
+            if waits:
+                sys.stdin.readline()
 
-    def join(self, body: InitCommunicator, given_up: threading.Event) -> WeightGroup:
+    def join(self, body: InitCommunicator, given_up: threading.Event) -> Group:
         self.at("rendezvous")
         return join_group(body, given_up)
 
 
-class DoomedClient(RolloutClient):
-    def __init__(self, url: str, doomed: Doomed) -> None:
-        super().__init__(url, TIMEOUT_S)
-        self._doomed = doomed
+class StoppingClient(RolloutClient):
+    def __init__(self, url: str, timeout_s: float, stop: Stop) -> None:
+        super().__init__(url, timeout_s)
+        self._stop = stop
 
     def start_weight_update(self, body: StartWeightUpdate) -> WeightStatus:
-        status = super().start_weight_update(body)
-        self._doomed.at("start")
-        return status
+        self._stop.at("start", waits=False)
+        return super().start_weight_update(body)
 
-    def finish_weight_update(self, body: FinishWeightUpdate) -> SyncReport:
-        self._doomed.at("finish")
+    def finish_weight_update(self, body: GroupCall) -> SyncReport:
+        self._stop.at("finish")
         return super().finish_weight_update(body)
 
 
-class DoomedWeights:
+class StoppingWeights:
     adapter = None
-    base = None
 
-    def __init__(self, weights: Weights, doomed: Doomed) -> None:
+    def __init__(self, weights: Weights, stop: Stop) -> None:
         self._weights = weights
-        self._doomed = doomed
+        self._stop = stop
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
-        return manifest(self._weights)
+        return manifest(dict(self.tensors(dtype, stops=False)))
 
-    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
-        for number, named in enumerate(self._weights.items()):
-            if number == len(self._weights) // 2:
-                self._doomed.at("transfer")
-            yield named
+    def tensors(self, dtype: DtypeName, *, stops: bool = True) -> Iterator[tuple[str, Tensor]]:
+        for number, (name, weight) in enumerate(self._weights.items()):
+            if stops and number == len(self._weights) // 2:
+                self._stop.at("transfer")
+            yield name, weight.to(getattr(torch, dtype))
 
 
-def push(url: str, port: str, checkpoint: str, phase: str, transport: Transport = "gloo") -> None:
-    doomed, weights = Doomed(phase), read_weights(Path(checkpoint))
+def push(
+    url: str,
+    port: str,
+    checkpoint: str,
+    phase: str,
+    timeout_s: str,
+    transport: Transport = "gloo",
+) -> None:
+    stop, weights = Stop(phase), read_weights(Path(checkpoint))
     if transport == "nccl":
-        weights = {name: weight.to("cuda", torch.bfloat16) for name, weight in weights.items()}
-    source = OneSource(DoomedWeights(weights, doomed))
-    make = partial(WeightPusher, transport=transport, bucket_bytes=BUCKET_BYTES, verify="sample")
-    client = DoomedClient(url, doomed)
-    version = client.health().weights_version + 1
-    make(client, int(port), source, join=doomed.join).push(version)
+        weights = {name: weight.cuda() for name, weight in weights.items()}
+    mode = SyncMode(StoppingWeights(weights, stop), None, fallback_to_full=False)
+    client = StoppingClient(url, float(timeout_s), stop)
+    version = client.info().weights_version + 1
+    pusher = WeightPusher(client, int(port), mode, transport, BUCKET_BYTES, join=stop.join)
+    pusher.push(version)
+    pusher.close()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """A real rollout server under test, with short calls."""
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,6 +68,31 @@ class RunningServer:
         while not all(map(holds, self.running_sequences())):
             assert time.monotonic() < deadline, self.running_sequences()
             time.sleep(0.02)
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """The replicas in `/info/`."""
+        replicas: list[dict[str, Any]] = self.http.get("/info/").json()["replicas"]
+        return replicas
+
+    def wait_for_replicas(self, holds: Callable[[list[dict[str, Any]]], bool]) -> None:
+        """Wait as long as a start may take."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not holds(self.replicas()):
+            assert time.monotonic() < deadline, self.replicas()
+            time.sleep(0.1)
+
+    def rebuild(self) -> None:
+        """Kill every engine; return when all are built again, with the checkpoint's weights."""
+        before = [replica["restarts"] for replica in self.replicas()]
+        for name, pid in self.processes().items():
+            if name != "server":
+                os.kill(pid, signal.SIGKILL)
+        self.wait_for_replicas(
+            lambda replicas: all(
+                replica["restarts"] > restarts and replica["state"] in ("serving", "needs-push")
+                for replica, restarts in zip(replicas, before, strict=True)
+            )
+        )
 
     def processes(self) -> dict[str, int]:
         """Pid of the server and of each engine process below it, by role."""
@@ -145,6 +172,12 @@ def children(pid: int) -> list[int]:
         for child in map(int, task.read_text().split()):
             found += [child, *children(child)]
     return [child for child in found if is_alive(child)]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Variables with which a process was started."""
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 def is_alive(pid: int) -> bool:

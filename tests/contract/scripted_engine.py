@@ -5,15 +5,13 @@ Only `engine_protocol` and the wire format were used to write it.
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from fastapi import Body, FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from PIL.Image import Image
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
@@ -24,17 +22,19 @@ from rollout_server.engines.engine_protocol import (
     EngineDead,
     Load,
     Prompt,
+    WeightPhaseFailed,
 )
+from rollout_server.runtime.concurrency import cancel_when
 from rollout_server.settings.options import ServerSettings
-from shared_contracts.digests import matrix_shape
 from shared_contracts.infer import RequestConfig
-from shared_contracts.weights import GLOO_STORE_PREFIX, DtypeName, ParameterMeta, plan_buckets
-from tests.contract.weight_sender import digest
+from shared_contracts.weights import DtypeName, InitCommunicator, ParameterMeta
+from tests.contract.weight_worker import Worker
 
 
 class ScriptedEngine:
-    """weights: of its only worker, by name.
+    """Records the calls of a push; `script` maps the name of one to what happens in it.
 
+    worker: does the work of a push; None: nothing does.
     A test sets `alive`, `hung` (heartbeats do not return) and `failure` (heartbeats raise it).
     given_up, ended: `declare_dead` and `shutdown` were called.
     """
@@ -48,13 +48,18 @@ class ScriptedEngine:
     ended = False
     asleep = False
     guard_active = False
+    holds_checkpoint = True
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, worker: Worker | None = None) -> None:
         self.index = index
         self.load = Load()
         self.weights_version = FIRST_VERSION
-        self.weights = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+        self.worker = worker
+        self.calls: list[str] = []
+        self.script: dict[str, Callable[[], Awaitable[None]]] = {}
+        self.joined: list[tuple[InitCommunicator, int]] = []
         self.heartbeat_age_s = 0.0
+        self._dead = asyncio.Event()
         self._running = asyncio.Event()
         self._running.set()
 
@@ -69,7 +74,8 @@ class ScriptedEngine:
     async def prepare(self) -> None: ...
 
     def declare_dead(self) -> None:
-        self.given_up = True
+        self.alive, self.given_up = False, True
+        self._dead.set()
 
     def shutdown(self) -> None:
         self.ended = True
@@ -90,7 +96,8 @@ class ScriptedEngine:
         turn: int,
     ) -> list[Completion]:
         await self._running.wait()
-        total = sum(float(weight.sum()) for weight in self.weights.values())
+        weights = {} if self.worker is None else self.worker.weights
+        total = sum(float(weight.sum()) for weight in weights.values())
         text = f"{total:g} {prompt.engine_input}"[:max_tokens]
         version = self.weights_version
         return [
@@ -127,85 +134,62 @@ class ScriptedEngine:
         if "forever" in prompt:
             await asyncio.Event().wait()
 
+    async def _do(self, name: str, *given: Any) -> None:
+        """Record a call, do what the script has for it, then the worker's method of its name."""
+
+        async def happen() -> None:
+            if name in self.script:
+                await self.script[name]()
+            if work := getattr(self.worker, name, None):
+                await asyncio.to_thread(work, *given)
+
+        self.calls.append(name)
+        try:
+            await cancel_when(self._dead.wait(), happen(), EngineDead("it was given up"))
+        except RuntimeError as error:
+            raise WeightPhaseFailed(f"replica {self.index}: {error}") from error
+
     async def pause(self) -> None:
         self._running.clear()
+        await self._do("pause")
 
     async def resume(self) -> None:
+        await self._do("resume")
         self.asleep = False
         self._running.set()
 
     async def sleep(self) -> None:
         self._running.clear()
+        await self._do("sleep")
         self.asleep = True
 
-    async def wake_weights(self) -> None: ...
+    async def wake_weights(self) -> None:
+        await self._do("wake_weights")
 
-    async def abort_all(self) -> None: ...
+    async def join_group(self, init: InitCommunicator, first_worker: int) -> None:
+        self.joined.append((init, first_worker))
+        await self._do("join_group", init, 1 + first_worker)
 
-    async def publish(self, version: int) -> None:
+    async def leave_group(self) -> None:
+        await self._do("leave_group")
+
+    async def start_update(self) -> None:
+        await self._do("start_update")
+
+    async def receive_weights(self, parameters: Sequence[ParameterMeta]) -> None:
+        self.holds_checkpoint = False
+        await self._do("receive_weights", parameters)
+
+    async def finish_update(self, version: int) -> None:
+        await self._do("finish_update")
         self.weights_version = version
 
-    async def weight_phase(self, name: str, **arguments: Any) -> list[Any]:
-        phases: dict[str, Callable[..., Any]] = {
-            "join_group": self._join_group,
-            "leave_group": self._leave_group,
-            "open_weight_update": self._open_weight_update,
-            "receive_weights": self._receive_weights,
-            "abandon_weight_update": lambda: None,
-            "complete_load": dict,
-            "read_back": self._read_back,
-        }
-        return [await asyncio.to_thread(phases[name], **arguments)]
+    async def load_adapter(self, version: int, folder: Path) -> None:
+        await self._do("load_adapter")
 
-    def _join_group(self, init: dict[str, Any], transport: str, rank_offset: int) -> None:
-        timeout = timedelta(seconds=init["timeout_s"])
-        store = TCPStore(init["host"], init["port"], is_master=False, wait_for_workers=False)
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timeout
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        prefixed = PrefixStore(GLOO_STORE_PREFIX, store)
-        self._group = ProcessGroupGloo(prefixed, rank_offset, init["world_size"], options)
-        self._bucket_bytes = init["bucket_bytes"]
-        self._group.barrier().wait()  # type: ignore[attr-defined]
-
-    def _leave_group(self) -> None:
-        del self._group
-
-    def _open_weight_update(
-        self, parameters: list[dict[str, Any]], dtype: str
-    ) -> list[dict[str, str]]:
-        held = {name: list(weight.shape) for name, weight in self.weights.items()}
-        wrong = [p["name"] for p in parameters if held.get(p["name"]) != p["shape"]]
-        return [{"name": name, "kind": "unexpected", "detail": "not here"} for name in wrong]
-
-    def _receive_weights(
-        self, transport: str, parameters: list[dict[str, Any]]
-    ) -> dict[str, float]:
-        manifest = [ParameterMeta.model_validate(parameter) for parameter in parameters]
-        for bucket in plan_buckets(manifest, self._bucket_bytes):
-            coming = [manifest[i] for i in bucket]
-            data = torch.empty(sum(p.wire_bytes for p in coming), dtype=torch.uint8)
-            self._group.broadcast(data, 0).wait()  # type: ignore[attr-defined]
-            offset = 0
-            for p in coming:
-                own = data[offset : offset + p.num_bytes]
-                self.weights[p.name] = own.view(getattr(torch, p.dtype)).view(p.shape)
-                offset += p.wire_bytes
-        return {"transfer": 0.0}
-
-    def _read_back(self, asked: Sequence[tuple[str, Sequence[int] | None]]) -> list[Any]:
-        return [
-            [
-                (
-                    name,
-                    0,
-                    0,
-                    *matrix_shape(self.weights[name].shape),
-                    int(digest(self.weights[name], columns), 16),
-                )
-            ]
-            for name, columns in asked
-        ]
+    async def use_adapter(self, version: int) -> None:
+        await self._do("use_adapter")
+        self.weights_version = version
 
 
 def environment(settings: ServerSettings) -> dict[str, str]:
@@ -213,4 +197,4 @@ def environment(settings: ServerSettings) -> dict[str, str]:
 
 
 def build(settings: ServerSettings, index: int) -> Engine:
-    return ScriptedEngine(index)
+    return ScriptedEngine(index, Worker())

@@ -2,12 +2,10 @@
 
 import copy
 import logging
-import os
-import re
 import shutil
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,29 +14,18 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
 from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import free_ports
-from learner.rollout.sync.push import WeightPusher, WeightSyncError
-from learner.rollout.sync.weights import (
-    AdapterWeights,
-    MergedWeights,
-    OneSource,
-    SourceChoice,
-    SyncMode,
-)
-from shared_contracts.errors import ContractError, ProblemError
-from shared_contracts.weights import (
-    AdapterMeta,
-    ParameterMeta,
-    StartWeightUpdate,
-    SyncReport,
-)
+from learner.rollout.sync.push import WeightPusher
+from learner.rollout.sync.weights import AdapterWeights, MergedWeights, SyncMode
+from shared_contracts.errors import ContractError
+from shared_contracts.weights import AdapterMeta, DtypeName, SyncReport
 from tests.contract import reference
 from tests.contract.running_server import (
     PROMPT,
-    START_TIMEOUT_S,
     RunningServer,
     draw_scene,
     image_request,
@@ -46,12 +33,13 @@ from tests.contract.running_server import (
     running_server,
     text_request,
 )
-from tests.unit.push_worker import wait_until
 
 pytestmark = pytest.mark.slow
 
 RANK, ALPHA, ROOM = 4, 12, 8
 MAX_TOKENS = 16
+
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def adapted(checkpoint: Path, seed: int, **config: Any) -> PeftModel:
@@ -68,8 +56,9 @@ def adapted(checkpoint: Path, seed: int, **config: Any) -> PeftModel:
     return model
 
 
-def adapter_of(model: PeftModel) -> OneSource:
-    return OneSource(AdapterWeights(model))
+def adapter_of(model: PeftModel) -> SyncMode:
+    """A refused adapter is a ContractError."""
+    return SyncMode.of(model, "adapter", fallback_to_full=False)
 
 
 @dataclass
@@ -81,20 +70,16 @@ class Adapting:
 
     server: RunningServer
     client: RolloutClient
-    port: int
     folder: Path
     scenes: list[Path]
     merged: dict[PeftModel, Path] = field(default_factory=dict)
 
-    def pusher(self, choice: SourceChoice) -> WeightPusher:
-        return WeightPusher(self.client, self.port, choice, "gloo", 2**16, "full")
+    def pusher(self, mode: SyncMode) -> closing[WeightPusher]:
+        return closing(WeightPusher(self.client, free_ports(1)[0], mode, "gloo", 2**16))
 
-    def push(self, choice: SourceChoice) -> SyncReport:
-        pusher = self.pusher(choice)
-        try:
+    def push(self, mode: SyncMode) -> SyncReport:
+        with self.pusher(mode) as pusher:
             return pusher.push(self.version + 1)
-        finally:
-            pusher.close()
 
     @property
     def version(self) -> int:
@@ -124,184 +109,112 @@ class Adapting:
             merged.save_pretrained(folder)
         return folder
 
-    def rebuild(self) -> None:
-        """Kill the engine; built again, it has the checkpoint's weights."""
-        restarts = self.client.info().replicas[0].restarts
-        os.kill(self.server.processes()["engine 0"], signal.SIGKILL)
-        wait_until(lambda: self.client.info().replicas[0].restarts > restarts, START_TIMEOUT_S)
-
 
 @pytest.fixture(scope="module")
 def lora_server(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapting]:
+    """Its tests run in order: the later ones push full weights."""
     folder = tmp_path_factory.mktemp("adapters")
-    (port,) = free_ports(1)
     options = ("--enable-lora", "--max-lora-rank", str(ROOM), "--max-num-seqs", "4")
     with (
         running_server(tied, folder / "server", *options) as server,
-        RolloutClient(server.process.base_url, timeout_s=30) as client,
+        RolloutClient(server.process.base_url, timeout_s=60) as client,
     ):
         scenes = [draw_scene(server.media / f"{number}.png", number) for number in (1, 6)]
-        yield Adapting(server, client, port, folder, scenes)
+        yield Adapting(server, client, folder, scenes)
 
 
-@pytest.fixture
-def adapting(lora_server: Adapting) -> Adapting:
-    """The engine has the checkpoint's weights and an adapter that changes nothing."""
-    idle = adapted(lora_server.server.checkpoint, seed=0)
-    with torch.no_grad():
-        for name, parameter in idle.named_parameters():
-            if "lora_B" in name:
-                parameter.zero_()
-    try:
-        lora_server.push(adapter_of(idle))
-    except WeightSyncError:
-        lora_server.rebuild()
-        lora_server.push(adapter_of(idle))
-    return lora_server
-
-
-@pytest.mark.req("SYNC-01", "SYNC-06")
+@pytest.mark.req("SYNC-01", "SYNC-05")
 def test_an_adapter_answers_as_its_merged_weights_and_a_second_one_replaces_it(
-    adapting: Adapting,
+    lora_server: Adapting,
 ) -> None:
     """The same prompts again and again, so that nothing cached may answer for other weights."""
-    assert adapting.client.info().enable_lora
-    answers = [adapting.answers()]
-    assert answers[0] == adapting.expected(None)
+    assert lora_server.client.info().enable_lora
+    answers = [lora_server.answers()]
+    assert answers[0] == lora_server.expected(None)
     for seed, alpha in ((1, ALPHA), (2, 7)):
-        model = adapted(adapting.server.checkpoint, seed, lora_alpha=alpha)
-        report = adapting.push(adapter_of(model))
-        assert report.verified == len(AdapterWeights(model).metadata("float32"))
-        assert report.bytes == sum(t.nbytes for _, t in AdapterWeights(model).tensors("float32"))
-        answers.append(adapting.answers())
-        assert answers[-1] == adapting.expected(model)
+        model = adapted(lora_server.server.checkpoint, seed, lora_alpha=alpha)
+        report = lora_server.push(adapter_of(model))
+        size = sum(t.nbytes for _, t in AdapterWeights(model).tensors("float32"))
+        assert size < report.bytes < 1.5 * size
+        answers.append(lora_server.answers())
+        assert answers[-1] == lora_server.expected(model)
     for earlier, later in pairwise(answers):
         assert all(then != now for then, now in zip(earlier, later, strict=True))
     # Greedy, as vLLM samples several continuations: among one token.
     one_of_one = {"n": 3, "temperature": 1.0, "top_k": 1, "seed": 1, "max_tokens": MAX_TOKENS}
-    (envelope,) = adapting.server.infer([text_request()], **one_of_one)
+    (envelope,) = lora_server.server.infer([text_request()], **one_of_one)
     choices = envelope["response"]["choices"]
     assert [choice["token_ids"] for choice in choices] == [answers[-1][0]] * 3
 
 
-@pytest.mark.req("SYNC-01", "SYNC-05")
-def test_a_sequence_that_waits_in_the_engine_during_a_push_has_the_new_adapter(
-    adapting: Adapting,
-) -> None:
-    """Four are decoded at once, so that most wait inside the engine when the push begins."""
-    old, new = (adapted(adapting.server.checkpoint, seed) for seed in (4, 5))
-    adapting.push(adapter_of(old))
-    version = adapting.version
-    expected = {version: adapting.expected(old)[0], version + 1: adapting.expected(new)[0]}
+@pytest.mark.req("SYNC-01", "SYNC-05", "WIRE-03")
+def test_sequences_in_flight_keep_their_adapter(lora_server: Adapting) -> None:
+    """Four are decoded at once, so that most wait inside the engine during the pushes."""
+    models = [adapted(lora_server.server.checkpoint, seed) for seed in (4, 5, 6)]
+    lora_server.push(adapter_of(models[0]))
+    version = lora_server.version
     with ThreadPoolExecutor() as threads:
         running = threads.submit(
-            adapting.server.infer, [text_request()] * 48, max_tokens=MAX_TOKENS
+            lora_server.server.infer, [text_request()] * 48, max_tokens=MAX_TOKENS
         )
-        adapting.server.wait_for_sequences(lambda number: number == 4)
-        adapting.push(adapter_of(new))
+        lora_server.server.wait_for_sequences(lambda number: number == 4)
+        for model in models[1:]:
+            lora_server.push(adapter_of(model))
+        assert not running.done()
         envelopes = running.result()
-    seen = set()
     for envelope in envelopes:
-        first, last = envelope["coordexp"]["weights_version"]
-        assert first == last
-        assert response_ids(envelope) == expected[first]
-        seen.add(first)
-    assert seen == expected.keys()
+        assert envelope["coordexp"]["weights_version"] == [version, version]
+        assert response_ids(envelope) == lora_server.expected(models[0])[0]
+    assert lora_server.answers() == lora_server.expected(models[-1])
 
 
 # --- what cannot be served
 
 
+class Faulty(AdapterWeights):
+    """An adapter with changed settings or tensors."""
+
+    def __init__(self, model: PeftModel, settings: dict[str, Any], change: Change) -> None:
+        super().__init__(model)
+        self._settings = settings
+        self._change = change
+
+    @property
+    def adapter(self) -> AdapterMeta:
+        return super().adapter.model_copy(update=self._settings)
+
+    def tensors(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
+        yield from self._change(dict(super().tensors(dtype))).items()
+
+
+FOREIGN = "base_model.model.model.layers.0.q_proj.lora_A.weight"
+
+
 @pytest.mark.req("SYNC-01", "SYNC-05")
+@pytest.mark.parametrize(
+    ("settings", "change", "reason"),
+    [
+        ({"r": 16}, dict, "rank 16 is greater than"),
+        ({"use_dora": True}, dict, "DoRA"),
+        ({"target_modules": ["nothing"]}, dict, "x"),
+        ({}, lambda tensors: tensors | {FOREIGN: torch.zeros(RANK, 8)}, "x"),
+        ({}, lambda tensors: {name: t[:, :-1] for name, t in tensors.items()}, "x"),
+        ({}, lambda tensors: dict(list(tensors.items())[1:]), "x"),
+    ],
+    ids=["rank", "DoRA", "other modules", "unknown", "narrow", "half"],
+)
 def test_an_adapter_that_cannot_be_served_is_refused_and_changes_nothing(
-    adapting: Adapting,
+    lora_server: Adapting, settings: dict[str, Any], change: Change, reason: str
 ) -> None:
-    model = adapted(adapting.server.checkpoint, seed=6)
-    adapting.push(adapter_of(model))
-    version, before = adapting.version, adapting.answers()
-    meta, parameters = AdapterWeights(model).adapter, AdapterWeights(model).metadata("float32")
-    stranger = ParameterMeta(
-        name="base_model.model.model.layers.0.q_proj.lora_A.weight", dtype="float32", shape=[4, 8]
-    )
-    saved = ParameterMeta(name="base_model.model.lm_head.weight", dtype="float32", shape=[4, 8])
-    wide = parameters[0].model_copy(update={"shape": [RANK, 7]})
-    bad: list[tuple[AdapterMeta, list[ParameterMeta], str]] = [
-        (meta.model_copy(update={"r": 16}), parameters, "rank 16 is greater than"),
-        (meta.model_copy(update={"use_dora": True}), parameters, "DoRA"),
-        (meta, [*parameters, stranger], "no LoRA layer there"),
-        (meta, [*parameters, saved], "no A or B"),
-        (meta, parameters[1:], "not one A and one B"),
-        (meta, [*parameters, parameters[0]], "not one A and one B"),
-        (meta, [wide, *parameters[1:]], f"not [{RANK}, "),
-        (meta.model_copy(update={"r": 2}), parameters, "not [2, "),
-    ]
-    pusher = adapting.pusher(adapter_of(model))
-    pusher.connect()
-    for adapter, listed, reason in bad:
-        body = StartWeightUpdate(
-            version=version + 1, parameters=listed, adapter=adapter, attempt=None
-        )
-        with pytest.raises(ProblemError) as caught:
-            adapting.client.start_weight_update(body)
-        problem = caught.value.problem
-        assert (problem.status, problem.kind) == (422, "adapter-refused")
-        assert reason in problem.detail
-        health = adapting.client.health()
-        assert (health.state, health.weights_version) == ("READY", version)
-    assert adapting.answers() == before
-    pusher.close()
-
-
-# Read back through a packed layer that holds two others, too.
-CHANGED = "model.language_model.layers.1.self_attn.k_proj.weight"
-
-
-@pytest.mark.req("SYNC-01", "SYNC-05", "SYNC-06")
-def test_an_adapter_of_another_base_is_refused_and_full_weights_come_instead(
-    adapting: Adapting,
-) -> None:
-    """One frozen weight differs."""
-    old, strange = (adapted(adapting.server.checkpoint, seed) for seed in (11, 12))
-    adapting.push(adapter_of(old))
-    version, before = adapting.version, adapting.answers()
-    assert before == adapting.expected(old)
-    with torch.no_grad():
-        dict(AdapterWeights(strange).base.tensors("float32"))[CHANGED].neg_()
-    named = f"not the learner's base: {re.escape(CHANGED)}: replica 0: .* is held .1 fault"
-    with pytest.raises(WeightSyncError, match=named) as caught:
-        adapting.push(adapter_of(strange))
-    assert caught.value.phase == "start"
-    health = adapting.client.health()
-    assert (health.state, health.weights_version) == ("READY", version)
-    assert adapting.answers() == before
-
-    mode = SyncMode.of(strange, "adapter", fallback_to_full=True)
-    adapting.push(mode)
-    assert mode.mode == "full"
-    assert CHANGED in str(mode.fallback)
-    assert adapting.answers() == adapting.expected(strange)
+    model = adapted(lora_server.server.checkpoint, seed=6)
+    before = lora_server.version, lora_server.answers()
+    faulty = Faulty(model, settings, change)
+    with pytest.raises(ContractError, match=reason):
+        lora_server.push(SyncMode(MergedWeights(model), faulty, fallback_to_full=False))
+    assert (lora_server.version, lora_server.answers()) == before
 
 
 # --- full weights
-
-
-@pytest.mark.req("SYNC-01", "SYNC-05")
-def test_no_adapter_follows_full_weights_until_a_restart(lora_server: Adapting) -> None:
-    first, second = (adapted(lora_server.server.checkpoint, seed) for seed in (8, 9))
-    lora_server.push(OneSource(MergedWeights(second)))
-    with pytest.raises(WeightSyncError, match="full weights were pushed"):
-        lora_server.push(adapter_of(first))
-    assert lora_server.answers() == lora_server.expected(second)
-
-    mode = SyncMode.of(first, "adapter", fallback_to_full=True)
-    lora_server.push(mode)
-    assert mode.mode == "full"
-    assert "full weights were pushed" in str(mode.fallback)
-    assert lora_server.answers() == lora_server.expected(first)
-
-    lora_server.rebuild()
-    lora_server.push(adapter_of(second))
-    assert lora_server.answers() == lora_server.expected(second)
 
 
 @pytest.mark.req("SYNC-01", "SYNC-02")
@@ -310,19 +223,29 @@ def test_adapter_sync_can_fall_back_to_full_sync(
 ) -> None:
     """A DoRA adapter, which vLLM cannot serve. Without the fallback the push is an error."""
     model = adapted(lora_server.server.checkpoint, seed=10, use_dora=True)
-    version, before = lora_server.version, lora_server.answers()
+    before = lora_server.version, lora_server.answers()
     with pytest.raises(ContractError, match="DoRA"):
-        lora_server.push(SyncMode.of(model, "adapter", fallback_to_full=False))
-    assert (lora_server.version, lora_server.answers()) == (version, before)
+        lora_server.push(adapter_of(model))
+    assert (lora_server.version, lora_server.answers()) == before
 
     mode = SyncMode.of(model, "adapter", fallback_to_full=True)
-    pusher = lora_server.pusher(mode)
-    with caplog.at_level(logging.WARNING):
+    with lora_server.pusher(mode) as pusher, caplog.at_level(logging.WARNING):
         for _ in range(2):
             pusher.push(lora_server.version + 1)
             assert lora_server.answers() == lora_server.expected(model)
-    pusher.close()
     assert mode.mode == "full"
-    assert "DoRA" in str(mode.fallback)
     (warned,) = [record.getMessage() for record in caplog.records if "DoRA" in record.getMessage()]
     assert "full" in warned
+
+
+@pytest.mark.req("SYNC-01", "SYNC-05")
+def test_no_adapter_follows_full_weights_until_a_restart(lora_server: Adapting) -> None:
+    first, second = (adapted(lora_server.server.checkpoint, seed) for seed in (8, 9))
+    lora_server.push(SyncMode(MergedWeights(second), None, fallback_to_full=False))
+    with pytest.raises(ContractError, match="full weights were pushed"):
+        lora_server.push(adapter_of(first))
+    assert lora_server.answers() == lora_server.expected(second)
+
+    lora_server.server.rebuild()
+    lora_server.push(adapter_of(first))
+    assert lora_server.answers() == lora_server.expected(first)

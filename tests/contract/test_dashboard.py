@@ -26,7 +26,7 @@ TOKEN = "a-token-of-a-test"
 STATUS = WeightStatus(state="READY", weights_version=1, server_epoch="e")
 # Labels that Prometheus adds to what it scrapes.
 SCRAPED = {"instance", "job"}
-PUSH_PHASES = ("pause", "transfer", "load", "verify", "caches")
+PUSH_PHASES = ("pause", "transfer", "finish")
 
 Series = dict[str, dict[str, set[str]]]
 
@@ -66,7 +66,7 @@ def series() -> Series:
     record.seconds = dict.fromkeys(get_args(Phase), 0.5)
     telemetry.count_call(record)
     seconds = dict.fromkeys(PUSH_PHASES, 0.5)
-    telemetry.count_push(SyncReport(status=STATUS, seconds=seconds, bytes=3, verified=2))
+    telemetry.count_push(SyncReport(status=STATUS, seconds=seconds, bytes=3))
     found: Series = {"up": {}}
     for family in text_string_to_metric_families(telemetry.exposition().decode()):
         for sample in family.samples:

@@ -1,60 +1,194 @@
-"""A server that was pushed to and a server that loaded the same checkpoint are one."""
+"""A server that was pushed to answers as an engine that loaded the same weights (SYNC-06).
 
+Every case starts one server. Its engines load `new`, then are killed and built again with `old`
+from the same folder, then get `new` by a push.
+"""
+
+import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
+from learner.config import load_mapping, merge, parse_config
+from learner.data.toy import make_data
+from learner.models.toy import ToyFamily
+from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import free_ports
+from learner.rollout.sync.push import WeightPusher
+from learner.rollout.sync.weights import MergedWeights, SyncMode
+from learner.training.start_checks import check_inputs, reach_servers
+from learner.training.train import train
+from shared_contracts.weights import Transport
 from tests.contract.running_server import (
     RunningServer,
     children,
     draw_scene,
+    environment_of,
     image_request,
     response_ids,
     running_server,
     text_request,
     wait_until_gone,
 )
-from tests.contract.toy_checkpoints import read_weights
-from tests.contract.weight_sender import push, weight_group
+from tests.contract.toy_checkpoints import WEIGHTS, make_checkpoint
+from tests.unit.fleets import wait_until
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo" / "two_channel.yaml"
+STEPS = 2
 
 pytestmark = pytest.mark.slow
 
+Answers = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Case:
+    family: ToyFamily
+    tie: bool
+    transport: Transport
+    options: tuple[str, ...] = ()
+
+
+# A tied Qwen3-VL in float32 is that of the shared server (test_weight_push.py).
+FLOAT32 = {
+    "qwen2_5_vl": Case("qwen2_5_vl", True, "gloo"),
+    "qwen3_vl_moe": Case("qwen3_vl_moe", False, "gloo"),
+}
+CASES = FLOAT32 | {
+    "two replicas": Case("qwen3_vl", False, "ipc", ("--replicas", "2")),
+    "bfloat16": Case("qwen3_vl", True, "gloo", ("--dtype", "bfloat16")),
+    "tensor parallel": Case(
+        "qwen3_vl_moe", True, "ipc", ("--dtype", "bfloat16", "--tensor-parallel-size", "2")
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A server, and its answers with the weights `new`, `old`, and `new` again."""
+
+    server: RunningServer
+    transport: Transport
+    loaded: Answers
+    before: Answers
+    pushed: Answers
+
+
+def checkpoint(folder: Path, case: Case, seed: int) -> Path:
+    """A toy whose norms and biases are random, too; it can be split in two."""
+    make_checkpoint(folder, seed, case.tie, case.family)
+    weights, draw = load_file(folder / WEIGHTS), torch.Generator().manual_seed(seed)
+    for weight in weights.values():
+        if weight.ndim == 1:
+            weight += 0.3 * torch.randn(weight.shape, generator=draw)
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["num_heads"] = 4
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def answers(server: RunningServer) -> Answers:
+    """Greedy answers to texts and images, of which each replica gets every one."""
+    scenes = [str(draw_scene(server.media / f"{number}.png", number)) for number in range(4)]
+    requests = [text_request(), text_request("red square"), *map(image_request, scenes)]
+    twice = [request for request in requests for _ in range(2)]
+    return [response_ids(envelope) for envelope in server.infer(twice, max_tokens=32)]
+
+
+def serve(server: RunningServer, weights: Path) -> None:
+    """Have new engines load `weights`, from the same folder."""
+    copied = shutil.copy(weights, server.checkpoint / "copied")
+    copied.replace(server.checkpoint / WEIGHTS)
+    server.rebuild()
+
 
 @pytest.fixture(scope="module")
-def fresh(other_tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(other_tied, tmp_path_factory.mktemp("fresh") / "server") as fresh:
-        yield fresh
+def pushed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pushed]:
+    case = CASES[request.param]
+    folder = tmp_path_factory.mktemp("fresh")
+    new, old = (checkpoint(folder / str(seed), case, seed) for seed in (1, 0))
+    shutil.copytree(new, folder / "served")
+    options = ("--weight-transport", case.transport, *case.options)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")  # for two workers on one machine
+        with (
+            running_server(folder / "served", folder / "server", *options) as server,
+            RolloutClient(server.process.base_url, timeout_s=60.0) as client,
+        ):
+            loaded = answers(server)
+            serve(server, old / WEIGHTS)
+            before = answers(server)
+            model = AutoModelForImageTextToText.from_pretrained(new, dtype=torch.float32)
+            source = SyncMode(MergedWeights(model), None, fallback_to_full=False)
+            pusher = WeightPusher(client, free_ports(1)[0], source, case.transport, 2**18)
+            pusher.push(1)
+            pusher.close()
+            yield Pushed(server, case.transport, loaded, before, answers(server))
 
 
-@pytest.mark.req("SYNC-02", "SYNC-03", "SEED-02")
-def test_tied_head_pushed_equals_loaded(
-    server: RunningServer, fresh: RunningServer, tied: Path, other_tied: Path
+@pytest.mark.req("FAM-01", "SYNC-02", "SYNC-03", "SYNC-05", "SYNC-06", "SEED-02", "SRV-05")
+@pytest.mark.parametrize("pushed", CASES, indirect=True)
+def test_a_pushed_engine_answers_as_one_that_loaded_the_weights(pushed: Pushed) -> None:
+    assert pushed.pushed == pushed.loaded
+    assert all(old != new for old, new in zip(pushed.before, pushed.loaded, strict=True))
+
+
+@pytest.mark.req("FAM-01", "SYNC-02", "SYNC-06", "SYNC-10", "STEP-01")
+@pytest.mark.parametrize("pushed", FLOAT32, indirect=True)
+def test_a_run_trains_and_every_push_has_the_effect_of_the_trained_weights(
+    pushed: Pushed, tmp_path: Path
 ) -> None:
-    """Greedy and seeded answers, to text and to images."""
-    (port,) = free_ports(1)
-    with weight_group(server.http, port) as sender:
-        push(server.http, sender, read_weights(other_tied), 901)
-        pushed = answers(server)
-        push(server.http, sender, read_weights(tied), 902)
-    assert pushed == answers(fresh)
-    assert pushed != answers(server)
+    """Channel B; `verify: full` raises if the server computes with other weights."""
+    server = pushed.server
+    data = make_data(server.media / "toy", train=4, val=1, seed=0)
+    address = {"base_url": server.process.base_url, "group_port": free_ports(1)[0]}
+    sync = {"transport": pushed.transport, "verify": "full"}
+    sections: dict[str, Any] = {
+        "model": {"model": str(server.checkpoint)},
+        "data": {"train_jsonl": str(data.train_jsonl), "val_jsonl": str(data.val_jsonl)},
+        "training": {
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": STEPS,
+            "effective_batch_size": 4,
+            "learning_rate": 0.01,
+            "save_strategy": "no",
+        },
+        "stage2_ab": {"schedule": {"b_ratio": 1.0}},
+        "rollout_matching": {
+            "max_new_tokens": 24,
+            "vllm": {"server": {"servers": [address]}, "sync": sync},
+        },
+    }
+    config = parse_config(merge(load_mapping(DEMO), sections))
+    out = train(config, check_inputs(config), reach_servers(config), Console(quiet=True))
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if "loss" in line]
+    assert [line["sync/weights_version"] for line in steps] == [2, 3]
+    assert all(line["sync/probe_s"] > 0 for line in steps)
+    trained = zip(answers(server), pushed.pushed, strict=True)
+    assert all(now != then for now, then in trained)
 
 
-def answers(server: RunningServer) -> list[list[int]]:
-    scenes = [str(draw_scene(server.media / f"{i}.png", i)) for i in range(4)]
-    requests = [text_request()] + [image_request(scene) for scene in scenes]
-    greedy = server.infer(requests, max_tokens=32)
-    sampled = server.infer(requests, max_tokens=32, temperature=1.0, seed=11)
-    return [response_ids(envelope) for envelope in greedy + sampled]
-
-
-@pytest.mark.req("SRV-05")
-def test_a_killed_server_leaves_no_orphan(fresh: RunningServer) -> None:
-    below = children(fresh.process.pid)
-    assert len(below) >= 1
-    os.kill(fresh.process.pid, signal.SIGKILL)
+@pytest.mark.req("SRV-05", "SRV-08")
+@pytest.mark.parametrize("pushed", list(FLOAT32)[:1], indirect=True)
+def test_a_killed_server_leaves_no_orphan_and_no_file(pushed: Pushed) -> None:
+    """The last test of its server."""
+    below = children(pushed.server.process.pid)
+    scratch = Path(environment_of(pushed.server.processes()["engine 0"])["TMPDIR"])
+    assert scratch.exists()
+    os.kill(pushed.server.process.pid, signal.SIGKILL)
     assert wait_until_gone(below, timeout_s=60) == []
+    wait_until(lambda: not scratch.exists())

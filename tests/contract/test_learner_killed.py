@@ -1,135 +1,174 @@
-"""SIGKILL and SIGSTOP of a learner in a push, and the push of the next learner."""
+"""SIGKILL and SIGSTOP of a learner in a push, and the push of the next learner (SYNC-04)."""
 
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from socket import create_connection
 
 import pytest
 
 from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync.push import WeightPusher
-from learner.rollout.sync.weights import OneSource
-from tests.contract.dying_pusher import Doomed, DoomedWeights
-from tests.contract.running_server import (
-    START_TIMEOUT_S,
-    RunningServer,
-    response_ids,
-    running_server,
-    text_request,
-)
+from learner.rollout.sync.weights import SyncMode
+from tests.contract.dying_pusher import Stop, StoppingWeights
+from tests.contract.running_server import RunningServer, response_ids, text_request
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import BUCKET_BYTES
-from tests.unit.push_worker import wait_until
+from tests.unit.fleets import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.req("SYNC-04", "SYNC-05", "SYNC-07")]
 
-PHASES = ("rendezvous", "start", "transfer", "finish")
-TIMEOUT_S = 60.0
+# Longer than any wait of a test: what is noticed here is not noticed by the deadline of a phase.
+LONG_S, SHORT_S = 200.0, 4.0
 # Descriptors and threads that a thread pool or the allocator may add.
-SLACK = 2
+SLACK = 3
+
+Process = subprocess.Popen[str]
 
 
 @contextmanager
 def learner(
-    server: RunningServer, port: int, weights: Path, phase: str
-) -> Iterator["subprocess.Popen[str]"]:
-    """A learner that will stop in `phase`."""
-    command = [sys.executable, "-m", "tests.contract.dying_pusher"]
-    arguments = [server.process.base_url, str(port), str(weights), phase]
-    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
+    server: RunningServer, port: int, weights: Path, phase: str, timeout_s: float = LONG_S
+) -> Iterator[Process]:
+    """A learner that is in `phase` of a push (see `dying_pusher`)."""
+    command = [sys.executable, "-m", "tests.contract.dying_pusher", server.process.base_url]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [*command, str(port), str(weights), phase, str(timeout_s)],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )
     assert process.stdout is not None
-    with process.stdout:
+    with process:
         try:
+            assert process.stdout.readline().strip() == phase, process.communicate()[1]
             yield process
         finally:
             process.kill()
-            process.wait()
 
 
-def die_in(process: "subprocess.Popen[str]", phase: str) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline().strip() == phase, "its error is above"
-    process.kill()
-    process.wait()
+def error_of(process: Process) -> str:
+    """Have a learner go on, which must fail; return what it prints."""
+    process.send_signal(signal.SIGCONT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    return error
 
 
 def push_again(server: RunningServer, port: int, weights: Path) -> None:
     """As the next learner: a group over the same port, and a full push."""
-    source = OneSource(DoomedWeights(read_weights(weights), Doomed("no phase")))
-    with RolloutClient(server.process.base_url, TIMEOUT_S) as client:
-        pusher = WeightPusher(client, port, source, "gloo", BUCKET_BYTES, "full")
+    mode = SyncMode(StoppingWeights(read_weights(weights), Stop("")), None, False)
+    with RolloutClient(server.process.base_url, LONG_S) as client:
+        pusher = WeightPusher(client, port, mode, "gloo", BUCKET_BYTES)
         pusher.push(client.info().weights_version + 1)
         pusher.close()
 
 
+def weights_state(server: RunningServer) -> str:
+    state: str = server.http.get("/info/").json()["weights_state"]
+    return state
+
+
+def wait_until_push_needed(server: RunningServer) -> None:
+    wait_until(lambda: weights_state(server) == "PUSH_NEEDED")
+
+
 def resources(server: RunningServer) -> dict[str, int]:
-    """Descriptors and threads of the server and of its engine, without a group."""
-    assert server.http.post("/close_communicator/", json={"attempt": None}).status_code == 200
-    return {
-        f"{kind} of {name}": len(list(Path(f"/proc/{pid}/{kind}").iterdir()))
-        for name, pid in server.processes().items()
-        for kind in ("fd", "task")
-    }
+    """Descriptors and threads of the server."""
+    process = Path(f"/proc/{server.process.pid}")
+    return {kind: len(list((process / kind).iterdir())) for kind in ("fd", "task")}
 
 
-def assert_not_grown(server: RunningServer, before: dict[str, int]) -> None:
-    """Cut connections are noticed some time later."""
-
-    def settled() -> bool:
-        now = resources(server)
-        return all(now[name] <= before[name] + SLACK for name in now)
-
-    wait_until(settled)
-
-
-@pytest.mark.req("SYNC-04", "SYNC-05", "SYNC-07")
-def test_a_learner_killed_in_any_phase_leaves_a_server_for_the_next_one(
-    server: RunningServer, tied: Path, other_tied: Path
-) -> None:
+@pytest.fixture
+def port(server: RunningServer, tied: Path) -> Iterator[int]:
+    """Of the group. After the test the next learner pushes, and nothing is left behind."""
     (port,) = free_ports(1)
-    answer = response_ids(server.infer([text_request()])[0])
     push_again(server, port, tied)
-    before = resources(server)
-    for phase in PHASES:
-        with learner(server, port, other_tied, phase) as process:
-            die_in(process, phase)
-        push_again(server, port, tied)
-        assert server.http.get("/health/").json()["state"] == "READY"
-        assert response_ids(server.infer([text_request()])[0]) == answer, phase
-    assert_not_grown(server, before)
+    before, answer = resources(server), response_ids(server.infer([text_request()])[0])
+    yield port
+    push_again(server, port, tied)
+    assert server.http.get("/health/").json()["state"] == "READY"
+    assert response_ids(server.infer([text_request()])[0]) == answer
+    wait_until(lambda: all(resources(server)[kind] <= before[kind] + SLACK for kind in before))
 
 
-def wait_until_poisoned(server: RunningServer, replica_lost: bool) -> None:
-    """Before the deadline of the push itself, which is TIMEOUT_S of `dying_pusher`."""
-
-    def poisoned() -> bool:
-        info = server.http.get("/info/").json()
-        lost = info["replicas"][0]["restarts"] > 0
-        return bool(info["weights_state"] == "POISONED" and lost >= replica_lost)
-
-    wait_until(poisoned, START_TIMEOUT_S)
+def is_open(port: int) -> bool:
+    try:
+        create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
 
 
-@pytest.mark.req("SYNC-04", "SYNC-05", "SYNC-07")
-def test_a_learner_that_is_suspended_in_a_transfer_is_given_up(
-    tied: Path, other_tied: Path, tmp_path: Path
+def test_a_rendezvous_ends_with_its_learner(
+    server: RunningServer, port: int, other_tied: Path
 ) -> None:
-    """SIGSTOP: its connections stay. The worker that waits for its bytes is built again."""
-    (port,) = free_ports(1)
-    with running_server(tied, tmp_path) as server:
-        answer = response_ids(server.infer([text_request()])[0])
-        with learner(server, port, other_tied, "transfer") as process:
-            assert process.stdout is not None
-            assert process.stdout.readline().strip() == "transfer", "its error is above"
-            call = server.http.get("/health/").json()["weight_call"]
-            assert call["route"] == "/update_weights/"
-            assert call["attempt"]
-            process.send_signal(signal.SIGSTOP)
-            wait_until_poisoned(server, replica_lost=True)
-            push_again(server, port, tied)
-            assert server.http.get("/health/").json()["weight_call"] is None
-            assert response_ids(server.infer([text_request()])[0]) == answer
+    with learner(server, port, other_tied, "rendezvous") as process:
+        wait_until(lambda: is_open(port))
+        process.kill()
+        wait_until(lambda: not is_open(port))
+    assert weights_state(server) == "READY"
+
+
+def test_a_drain_ends_with_its_learner_and_nothing_has_changed(
+    server: RunningServer, port: int, other_tied: Path
+) -> None:
+    version = server.http.get("/health/").json()["weights_version"]
+    long = {"temperature": 1.0, "max_tokens": 480}
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(server.infer, [text_request()] * 64, **long)
+        server.wait_for_sequences(lambda number: number > 0)
+        with learner(server, port, other_tied, "start") as process:
+            wait_until(lambda: weights_state(server) == "UPDATING")
+            process.kill()
+            wait_until(lambda: weights_state(server) == "READY")
+        assert not running.done()
+        stamps = [envelope["coordexp"]["weights_version"] for envelope in running.result()]
+    assert stamps == [[version, version]] * 64
+    assert server.replicas()[0]["state"] == "serving"
+
+
+def test_a_transfer_ends_with_its_learner(
+    server: RunningServer, port: int, other_tied: Path
+) -> None:
+    with learner(server, port, other_tied, "transfer") as process:
+        process.kill()
+        wait_until_push_needed(server)
+
+
+def test_a_push_whose_learner_died_between_two_calls_is_given_up_for_the_next_one(
+    server: RunningServer, port: int, tied: Path, other_tied: Path
+) -> None:
+    with learner(server, port, other_tied, "finish") as process:
+        process.kill()
+    assert weights_state(server) == "UPDATING"
+    push_again(server, port, tied)
+
+
+def test_a_suspended_learner_loses_the_push_by_its_deadline(
+    server: RunningServer, port: int, other_tied: Path
+) -> None:
+    """SIGSTOP: its connections stay."""
+    with learner(server, port, other_tied, "transfer", SHORT_S) as process:
+        process.send_signal(signal.SIGSTOP)
+        wait_until_push_needed(server)
+        assert "in phase transfer" in error_of(process)
+
+
+def test_a_suspended_learner_loses_the_server_to_a_newer_one(
+    server: RunningServer, port: int, tied: Path, other_tied: Path
+) -> None:
+    with learner(server, port, other_tied, "transfer") as process:
+        process.send_signal(signal.SIGSTOP)
+        push_again(server, port, tied)
+        assert weights_state(server) == "READY"
+        error = error_of(process)
+    assert "ContractError" in error
+    assert "taken this server over" in error

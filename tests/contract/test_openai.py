@@ -32,7 +32,7 @@ from tests.contract.running_server import (
     wait_until_gone,
 )
 from tests.contract.toy_checkpoints import read_weights
-from tests.contract.weight_sender import Sender, push, weight_group
+from tests.contract.weight_sender import push, weight_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.req("OAI-01")]
 
@@ -259,29 +259,13 @@ def test_lost_engine_ends_a_stream_with_an_error(
     served.process.wait_until_healthy(START_TIMEOUT_S)
 
 
-@contextmanager
-def learner_of(server: RunningServer) -> Iterator[Sender]:
-    """A weight group with the heartbeats of a learner."""
-    (port,) = free_ports(1)
-    over = threading.Event()
-
-    def beat() -> None:
-        while not over.wait(1.0):
-            server.http.post("/keep_communicator/", json={"attempt": "sender"})
-
-    with weight_group(server.http, port, timeout_s=120) as sender, ThreadPoolExecutor() as threads:
-        threads.submit(beat)
-        try:
-            yield sender
-        finally:
-            over.set()
-
-
 def test_push_waits_for_a_stream_and_later_answers_have_the_new_version(
     client: openai.OpenAI, served: RunningServer, tied: Path, other_tied: Path
 ) -> None:
     before = Chat(client, served.checkpoint, USER, max_tokens=24)
-    with learner_of(served) as sender, ThreadPoolExecutor() as threads:
+    (port,) = free_ports(1)
+    group = weight_group(served.http, port, timeout_s=120)
+    with group as sender, ThreadPoolExecutor() as threads:
         with streaming(client, served.checkpoint, max_tokens=64) as stream:
             pushing = threads.submit(push, served.http, sender, read_weights(other_tied), 1)
             while served.http.get("/info/").json()["weights_state"] != "UPDATING":

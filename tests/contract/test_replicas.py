@@ -1,7 +1,6 @@
-"""Two replicas behind one port: load, pushes, deaths and hangs; a fresh server beside them."""
+"""Two replicas behind one port: load, pushes, deaths and hangs."""
 
 import os
-import shutil
 import signal
 import stat
 import tempfile
@@ -20,9 +19,9 @@ from learner.rollout.server_process import free_ports
 from shared_contracts.server_info import TOKEN_VARIABLE
 from tests.contract.running_server import (
     PROMPT,
-    START_TIMEOUT_S,
     RunningServer,
     children,
+    environment_of,
     response_ids,
     running_server,
     text_request,
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 HANG_S = 15.0
 TOKEN = "a-token-that-engines-need-not-have"
-MOST = 4
+MOST = 8
 LARGE = 128
 
 
@@ -46,16 +45,21 @@ def untied(checkpoints: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def other_untied(checkpoints: Path) -> Path:
-    return make_checkpoint(checkpoints / "other_untied", seed=4, tie=False)
-
-
-@pytest.fixture(scope="module")
 def replicas(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """With a token in the environment, which `http` sends, and a folder for temporary files."""
     folder = tmp_path_factory.mktemp("replicas") / "server"
-    options = ("--replicas", "2", "--hang-seconds", str(HANG_S), "--grace-seconds", "1")
-    with running_server(untied, folder, *options) as replicas:
-        yield replicas
+    options = ("--replicas", "2", "--max-num-seqs", str(MOST))
+    options += ("--hang-seconds", str(HANG_S), "--grace-seconds", "1")
+    with (
+        pytest.MonkeyPatch.context() as environment,
+        tempfile.TemporaryDirectory() as temporary,  # short, since sockets have a path in it
+    ):
+        environment.setenv(TOKEN_VARIABLE, TOKEN)
+        environment.setenv("TMPDIR", temporary)
+        with running_server(untied, folder, *options) as replicas:
+            assert replicas.http.get("/info/").status_code == 401
+            replicas.http.headers["Authorization"] = f"Bearer {TOKEN}"
+            yield replicas
 
 
 @pytest.mark.req("SRV-01", "WIRE-06")
@@ -72,62 +76,37 @@ def test_load_is_spread_and_order_and_seeds_stay(replicas: RunningServer) -> Non
         assert response_ids(alone) == response_ids(together[i])
 
 
-@pytest.mark.req("SYNC-02", "SYNC-03", "SRV-02", "SEED-02", "SRV-06", "SRV-08")
-def test_pushed_weights_equal_loaded_ones(
-    replicas: RunningServer, other_untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.req("SRV-02", "SEED-02")
+def test_a_short_call_takes_the_next_free_place_beside_a_large_one(
+    replicas: RunningServer,
 ) -> None:
-    """With an untied head, on both replicas; the fresh server has more to show."""
-    before = answers(replicas)
-    _push_both(replicas, other_untied)
-    pushed = [answers(replicas) for _ in range(3)]
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    # Short, since sockets have a path in it.
-    temporary = Path(tempfile.mkdtemp())
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    with running_server(other_untied, tmp_path / "server", "--max-num-seqs", str(MOST)) as fresh:
-        assert fresh.http.get("/info/").status_code == 401
-        fresh.http.headers["Authorization"] = f"Bearer {TOKEN}"
-        assert pushed == [answers(fresh)] * 3
-        _check_short_call_beside_a_large_one(fresh)
-        scratch = _check_scratch(fresh, temporary)
-        os.kill(fresh.process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while scratch.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    assert list(temporary.glob("vllm_dist_*")) == []
-    shutil.rmtree(temporary)
-    assert pushed[0] != before
-
-
-def _check_short_call_beside_a_large_one(server: RunningServer) -> None:
-    """A call of one request takes the next free place, and answers are those of calls alone."""
+    """Answers are those of calls alone."""
     many = [text_request(f"{PROMPT} {number}") for number in range(LARGE)]
     with ThreadPoolExecutor(1) as threads:
-        large = threads.submit(server.infer, many, max_tokens=64)
-        server.wait_for_sequences(lambda running: running == MOST)
-        (one,) = server.infer([text_request()], max_tokens=8)
+        large = threads.submit(replicas.infer, many, max_tokens=64)
+        replicas.wait_for_sequences(lambda running: running == MOST)
+        (one,) = replicas.infer([text_request()], max_tokens=8)
         assert not large.done()
         envelopes = large.result()
     created = [envelope["response"]["created"] for envelope in envelopes]
     assert sum(second < one["response"]["created"] for second in created) < 0.5 * LARGE
-    (alone,) = server.infer([text_request()], max_tokens=8)
+    (alone,) = replicas.infer([text_request()], max_tokens=8)
     assert response_ids(one) == response_ids(alone)
-    few = [response_ids(envelope) for envelope in server.infer(many[::32], max_tokens=64)]
+    few = [response_ids(envelope) for envelope in replicas.infer(many[::32], max_tokens=64)]
     assert few == [response_ids(envelope) for envelope in envelopes[::32]]
 
 
-def _check_scratch(server: RunningServer, temporary: Path) -> Path:
-    """The engine has no token, and a private folder for temporary files."""
-    entries = Path(f"/proc/{server.processes()['engine 0']}/environ").read_text().split("\0")
-    environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+@pytest.mark.req("SRV-06", "SRV-08")
+def test_engines_have_no_token_and_a_private_folder_for_temporary_files(
+    replicas: RunningServer,
+) -> None:
+    environment = environment_of(replicas.processes()["engine 0"])
     assert TOKEN_VARIABLE not in environment
     assert TOKEN not in environment.values()
     scratch = Path(environment["TMPDIR"])
-    assert scratch.is_relative_to(temporary)
+    assert scratch.is_relative_to(environment_of(replicas.process.pid)["TMPDIR"])
     assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
     assert list(scratch.iterdir())
-    return scratch
 
 
 @pytest.mark.req("SRV-05", "SYNC-07")
@@ -153,7 +132,7 @@ def test_killed_engine_is_named_built_again_and_serves_after_a_push(
     assert (health.status_code, health.json()["where"]) == (503, lost)
     assert "needs-push" in health.json()["detail"]
     assert health.json()["type"] == "urn:rollmatch:push-needed"
-    with RolloutClient(replicas.process.base_url, timeout_s=60) as client:
+    with RolloutClient(replicas.process.base_url, timeout_s=60, token=TOKEN) as client:
         client.wait_until_pushable()
     _others_answer(replicas, before["weights_version"])
     _push_both(replicas, untied)
@@ -234,10 +213,7 @@ def _others_answer(server: RunningServer, version: int | None = None) -> None:
 
 
 def _wait_for_states(server: RunningServer, states: set[str]) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while {r["state"] for r in server.http.get("/info/").json()["replicas"]} != states:
-        assert time.monotonic() < deadline, server.http.get("/info/").json()["replicas"]
-        time.sleep(0.2)
+    server.wait_for_replicas(lambda replicas: {r["state"] for r in replicas} == states)
 
 
 def _push_both(server: RunningServer, checkpoint: Path) -> None:

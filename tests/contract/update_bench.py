@@ -1,245 +1,160 @@
-"""`WeightUpdates` over two scripted engines, and a learner that joins their group."""
+"""`Pushes` over two scripted engines, with learners that set their keys in a store in memory."""
 
 import asyncio
-import base64
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
 from typing import Any, ParamSpec
 
-from torch.distributed import TCPStore
+import pytest
+from torch.distributed import HashStore
 
-from learner.rollout.server_process import free_ports
 from rollout_server.runtime.refusals import refusal
-from rollout_server.weights.weight_updates import WeightUpdates
+from rollout_server.weights.pushes import Pushes
+from shared_contracts.errors import Problem, ProblemError
 from shared_contracts.weights import (
-    GLOO_STORE_PREFIX,
-    DtypeName,
-    FinishWeightUpdate,
+    CommunicatorReady,
+    GroupCall,
     InitCommunicator,
-    ParameterDigest,
     ParameterMeta,
     StartWeightUpdate,
     SyncReport,
-    UpdateWeights,
-    WeightStatus,
 )
+from tests.contract.scripted_engine import ScriptedEngine
 
 P = ParamSpec("P")
-# Only a test that fails waits so long.
-LIMIT_S = 60.0
-
-NCCL_ID = base64.b64encode(bytes(range(128))).decode()
+# Of a group. No test waits so long: see `Clock`.
+TIMEOUT_S = 1000.0
 PARAMETER = ParameterMeta(name="a", dtype="float32", shape=[2])
-DIGEST = ParameterDigest(name="a", digest=f"{7:016x}")
-FAULT = {"name": "a", "kind": "missing", "detail": "1 of 2 elements are filled"}
-
-# Answers of the one worker, by phase.
-ANSWERS: dict[str, list[Any]] = {
-    "open_weight_update": [[]],
-    "adapter_faults": [[]],
-    "check_base": [([], [[("m", 0, 0, 2, 1, 7)]])],
-    "receive_weights": [{"transfer": 1.0, "load": 2.0}],
-    "complete_load": [{"load": 4.0}],
-    "read_back": [[[("m", 0, 0, 2, 1, 7)]]],
-}
-
-Happening = Callable[[], Awaitable[list[Any] | None]]
 
 
-class ScriptedEngine:
-    """Records the calls; `script` maps a phase to a function that runs in it.
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose time a test can move on."""
 
-    That function may return the answers of the engine's workers. An engine has one.
-    """
+    _skipped_s = 0.0
 
-    dtype: DtypeName = "float32"
+    def time(self) -> float:
+        return super().time() + self._skipped_s
+
+    @classmethod
+    def skip(cls, seconds: float = 10 * TIMEOUT_S) -> None:
+        """Move the time of the running loop on."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, cls)
+        loop._skipped_s += seconds
+
+
+class Hang:
+    """A call that does not end until `end` is set. cancelled: so it ended."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.script: dict[str, Happening] = {}
-        self.inits: list[dict[str, Any]] = []
-        self.weights_version = 0
-        self.given_up = False
-        self.asleep = False
+        self.begun, self.end = asyncio.Event(), asyncio.Event()
+        self.cancelled = False
 
-    def declare_dead(self) -> None:
-        self.given_up = True
-
-    async def _do(self, name: str) -> list[Any]:
-        self.calls.append(name)
-        answers = await self.script[name]() if name in self.script else None
-        return ANSWERS.get(name, [None]) if answers is None else answers
-
-    async def pause(self) -> None:
-        await self._do("pause")
-
-    async def resume(self) -> None:
-        await self._do("resume")
-        self.asleep = False
-
-    async def sleep(self) -> None:
-        await self._do("sleep")
-        self.asleep = True
-
-    async def wake_weights(self) -> None:
-        if self.asleep:
-            await self._do("wake_weights")
-
-    async def abort_all(self) -> None:
-        await self._do("abort_all")
-
-    async def publish(self, version: int) -> None:
-        await self._do(f"publish {version}")
-        self.weights_version = version
-
-    async def weight_phase(self, name: str, **arguments: Any) -> list[Any]:
-        if name == "join_group":
-            self.inits.append(arguments["init"] | {"rank_offset": arguments["rank_offset"]})
-        return await self._do(name)
+    async def __call__(self) -> None:
+        self.begun.set()
+        try:
+            await self.end.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
 
 
-def fails(error: Exception) -> Happening:
+def fails(error: Exception) -> Callable[[], Awaitable[None]]:
     async def fail() -> None:
         raise error
 
     return fail
 
 
-def answers(*of_workers: Any) -> Happening:
-    async def answer() -> list[Any]:
-        return list(of_workers)
-
-    return answer
-
-
-class Hang:
-    """A phase that never ends. given_up: whether it was cancelled."""
-
-    given_up = False
-
-    async def __call__(self) -> None:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            self.given_up = True
-            raise
+async def refused(call: Awaitable[object], kind: str, found: str | None = None) -> Problem:
+    """Return the problem of `call`."""
+    with pytest.raises(ProblemError, match=found) as caught:
+        await call
+    assert caught.value.problem.kind == kind
+    return caught.value.problem
 
 
-class ScriptedEngines(list[ScriptedEngine]):
-    """Two engines; `lost` holds the indices of those that are gone."""
-
-    def __init__(self) -> None:
-        super().__init__([ScriptedEngine(), ScriptedEngine()])
-        self.lost: set[int] = set()
+class Engines(list[ScriptedEngine]):
+    """Two engines."""
 
     def all(self) -> list[ScriptedEngine]:
-        if self.lost:
-            raise refusal("not-ready", "an engine is gone", f"replicas[{min(self.lost)}]")
+        for engine in self:
+            if not engine.alive:
+                raise refusal("not-ready", "an engine is gone", f"replicas[{engine.index}]")
         return list(self)
 
     def alive(self) -> list[ScriptedEngine]:
-        return [engine for index, engine in enumerate(self) if index not in self.lost]
+        return [engine for engine in self if engine.alive]
 
-
-async def arrive(port: int) -> None:
-    """Do what a learner's process group does first, as soon as there is a store at `port`."""
-    while True:
-        try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            await asyncio.sleep(0.005)
-        else:
-            writer.close()
-            break
-    store = await asyncio.to_thread(
-        TCPStore, "127.0.0.1", port, is_master=False, wait_for_workers=False
-    )
-    await asyncio.to_thread(store.set, f"{GLOO_STORE_PREFIX}/0/0", "")
+    def build_again(self) -> None:
+        """Replace those that are gone."""
+        self[:] = [e if e.alive else ScriptedEngine(e.index) for e in self]
 
 
 class Bench:
-    def __init__(
-        self,
-        transport: Any = "gloo",
-        tensor_parallel_size: int = 1,
-        worker_margin_s: float = 0.1,
-        longest_s: float = 60.0,
-        gone_after_s: float = 10.0,
-    ) -> None:
-        self.engines = ScriptedEngines()
-        self.updates = WeightUpdates(
+    """`init` and the calls after it are of the learner `attempt`. options: of `Pushes`."""
+
+    def __init__(self, **options: Any) -> None:
+        self.engines = Engines([ScriptedEngine(0), ScriptedEngine(1)])
+        given: dict[str, Any] = {"workers": 2, "transport": "gloo", "longest_s": 10 * TIMEOUT_S}
+        given |= {"open_store": self._open_store}
+        self.pushes = Pushes(
             self.engines,
-            tensor_parallel_size,
-            transport,
-            lambda: "epoch",
-            longest_s,
-            worker_margin_s,
-            gone_after_s,
+            server_epoch=lambda: "epoch",
+            expected=lambda: {PARAMETER.name: PARAMETER.shape},
+            **given | options,
         )
-        self.transport = transport
-        self.world_size = 1 + 2 * tensor_parallel_size
+        self.attempt, self._comes = "", 0
 
     @classmethod
     async def formed(cls, **options: Any) -> "Bench":
-        """With a weight group."""
+        """With a group."""
         bench = cls(**options)
         await bench.init()
         return bench
 
     async def init(
-        self,
-        timeout_s: float = 5.0,
-        attempt: str = "",
-        if_none: bool = False,
-        learner_comes: bool = True,
-    ) -> None:
-        (port,) = free_ports(1)
-        coming = asyncio.create_task(arrive(port)) if learner_comes else None
-        try:
-            await self.updates.init_communicator(
-                InitCommunicator(
-                    host="127.0.0.1",
-                    port=port,
-                    world_size=self.world_size,
-                    transport=self.transport,
-                    timeout_s=timeout_s,
-                    attempt=attempt,
-                    if_none=if_none,
-                    nccl_unique_id=NCCL_ID if self.transport == "nccl" else None,
-                )
-            )
-        finally:
-            if coming is not None:
-                coming.cancel()
+        self, attempt: str = "first", comes: int = 1, **fields: Any
+    ) -> CommunicatorReady:
+        """Take the server over. comes: senders that come to the store."""
+        self.attempt, self._comes = attempt, comes
+        given = {"host": "127.0.0.1", "port": 1, "world_size": 3, "timeout_s": TIMEOUT_S}
+        given |= {"attempt": attempt, "learner": f"the {attempt} learner"} | fields
+        return await self.pushes.init_communicator(InitCommunicator.model_validate(given))
+
+    def _open_store(self, init: InitCommunicator) -> HashStore:
+        store = HashStore()
+        for number in range(self._comes):
+            store.set(f"group/{number}/ready/0", "")
+        return store
 
     @property
-    def state(self) -> str:
-        return self.updates.state
+    def held(self) -> tuple[str, int]:
+        """State and version."""
+        return self.pushes.state, self.pushes.version
 
-    async def start(self, version: int) -> WeightStatus:
-        return await self.updates.start(
-            StartWeightUpdate(version=version, parameters=[PARAMETER], attempt=None)
-        )
+    async def start(self, version: int) -> None:
+        body = StartWeightUpdate(attempt=self.attempt, version=version, parameters=[PARAMETER])
+        await self.pushes.start(body)
 
-    async def receive(self, version: int) -> WeightStatus:
-        return await self.updates.receive(UpdateWeights(version=version, attempt=None))
+    async def update(self) -> None:
+        await self.pushes.update(GroupCall(attempt=self.attempt))
 
-    async def finish(self, version: int) -> SyncReport:
-        return await self.updates.finish(
-            FinishWeightUpdate(version=version, digests=[DIGEST], attempt=None)
-        )
+    async def finish(self) -> SyncReport:
+        return await self.pushes.finish(GroupCall(attempt=self.attempt))
 
     async def push(self, version: int) -> SyncReport:
         await self.start(version)
-        await self.receive(version)
-        return await self.finish(version)
+        await self.update()
+        return await self.finish()
 
 
 def asynchronous(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """A test that runs in an event loop of its own."""
+    """A test that runs in an event loop of its own, a `Clock`."""
 
     @wraps(test)
     def run(*arguments: P.args, **named: P.kwargs) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **named), LIMIT_S))
+        with asyncio.Runner(loop_factory=Clock) as runner:
+            runner.run(test(*arguments, **named))
 
     return run

@@ -24,7 +24,7 @@ RUN_S = 280.0
 def pushed_from_shards(
     folder: Path, server_device: Sequence[str], transport: Transport, **environment: str
 ) -> list[dict[str, Any]]:
-    """The logged steps of a run of channel B whose pushes the server has verified in full.
+    """The logged steps of a run of channel B; every push has the effect of the trained weights.
 
     environment: of the learner, over this one's.
     """
@@ -73,7 +73,7 @@ def logged_steps(run: Path) -> list[dict[str, Any]]:
 
 
 def check_pushes(steps: Sequence[dict[str, Any]]) -> None:
-    """Before each step, whole weights, compared with what the server holds."""
+    """Before each step, whole weights; the server computes with them."""
     assert [step["sync/pushes"] for step in steps] == [1] * STEPS
-    assert all(step["sync/verify_s"] > 0 for step in steps)
+    assert all(step["sync/probe_s"] > 0 for step in steps)
     assert steps[-1]["sync/weights_version"] == steps[0]["sync/weights_version"] + STEPS - 1

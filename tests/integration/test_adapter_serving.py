@@ -11,7 +11,7 @@ from learner.models.load import load_model
 from learner.operate.export import export
 from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import ServerProcess
-from learner.rollout.sync.probe import Probe
+from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.training.start_checks import check_inputs
 from learner.training.train import train
 from tests.contract.running_server import CPU, START_TIMEOUT_S
@@ -40,6 +40,5 @@ def test_an_adapter_is_exported_and_served_by_vllm(
         server.wait_until_healthy(START_TIMEOUT_S)
         with RolloutClient(server.base_url) as client:
             assert client.info().model == str(adapter)
-            results = Probe(exported, "float32").ask(client.infer)
-    assert results
-    assert not any(result.difference for result in results)
+            envelopes = client.infer(probe_call())
+    assert ProofOfEffect(exported, "full").difference(envelopes) < 1e-4

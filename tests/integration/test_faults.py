@@ -22,20 +22,17 @@ from learner.rollout.client import RolloutClient
 from learner.rollout.server import ServerBackend
 from learner.rollout.server_process import ServerProcess, SupervisedServer, free_ports
 from learner.rollout.sync.push import WeightPusher
-from learner.rollout.sync.weights import MergedWeights, OneSource
+from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.types import Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig
-from shared_contracts.weights import (
-    DtypeName,
-    FinishWeightUpdate,
-    SyncReport,
-)
+from shared_contracts.weights import DtypeName, GroupCall, SyncReport
 from tests.contract.running_server import CPU, PROMPT, START_TIMEOUT_S, children
 
 TIMEOUT_S = 120.0
 REQUESTS = 8
 MAX_TOKENS = 300
+SEED = 5
 BUCKET_BYTES = 2**16
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
@@ -58,7 +55,7 @@ class ClientWithMoments(RolloutClient):
         super().__init__(base_url, timeout_s, live_interval_s=0.5)
         self._moments = moments
 
-    def finish_weight_update(self, body: FinishWeightUpdate) -> SyncReport:
+    def finish_weight_update(self, body: GroupCall) -> SyncReport:
         self._moments.now("finish")
         report = super().finish_weight_update(body)
         self._moments.now("finished")
@@ -95,11 +92,14 @@ class Play:
         self.backend.push_weights(self.version)
 
     def ask(self) -> list[list[int]]:
-        """Greedy answers, all by the weights of the last push."""
+        """Sampled answers, all by the weights of the last push."""
         samples = [Sample(str(number), (), 64, 64, ()) for number in range(REQUESTS)]
         requests = [build_request(s, f"{PROMPT} {s.sample_id}", None) for s in samples]
-        config = RequestConfig(max_tokens=MAX_TOKENS, temperature=0.0, return_details=True)
+        config = RequestConfig(
+            max_tokens=MAX_TOKENS, temperature=1.0, seed=SEED, return_details=True
+        )
         outputs = self.backend.rollout(requests, config)
+        assert [output.seed for output in outputs] == [SEED + i for i in range(REQUESTS)]
         assert {output.weights_version for output in outputs} == {(self.version, self.version)}
         return [output.response_token_ids for output in outputs]
 
@@ -151,7 +151,8 @@ def backend_to(
 ) -> ServerBackend:
     client = ClientWithMoments(server.base_url, timeout_s, moments)
     (port,) = free_ports(1)
-    pusher = WeightPusher(client, port, OneSource(weights), "gloo", BUCKET_BYTES, "sample")
+    mode = SyncMode(weights, None, fallback_to_full=False)
+    pusher = WeightPusher(client, port, mode, "gloo", BUCKET_BYTES)
     return ServerBackend([client], [pusher], REQUESTS, Journal())
 
 

@@ -56,9 +56,9 @@ class HangUp:
 
 
 class ScriptedServer:
-    """Routes by `METHOD /path/`, each a function of the JSON body; records every call.
+    """Routes by `METHOD /path/`, each a function of the body; records every call.
 
-    calls: (route, body) in the order of arrival.
+    calls: (route, body) in the order of arrival; a body that is no JSON as (query, bytes).
     authorizations: the header of each call, in the same order.
     """
 
@@ -108,9 +108,10 @@ def scripted_server() -> Iterator[ScriptedServer]:
 
         def _serve(self) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            body = json.loads(content) if content else None
+            path, _, query = self.path.partition("?")
+            body = json.loads(content) if content and not query else (query, content)
             server.authorizations.append(self.headers.get("Authorization"))
-            reply = server.answer(f"{self.command} {self.path}", body)
+            reply = server.answer(f"{self.command} {path}", body if content else None)
             if reply == HangUp():
                 self.close_connection = True
             elif isinstance(reply, HangUp):
@@ -278,7 +279,7 @@ class ScriptedRollouts:
     faults: how the next calls of `/infer/` are answered, each by one of the methods below.
     dead: every connection is closed. asleep: until a push or `/wake_up/`.
     starting_looks: the next calls of `/health/` that find it starting.
-    guarded: its guard is active. stale: a replica lacks the newest weights.
+    guarded: its guard is active. stale: a replica lacks the newest weights. broken: a push broke.
     peak: most requests in flight at once. answered: numbers of the requests, by call.
     """
 
@@ -291,8 +292,7 @@ class ScriptedRollouts:
         self.guarded = True
         self.process, self.losses = 1, 0
         self.version: int | None = 0
-        self.poisoned = False
-        self.stale = self.asleep = False
+        self.broken = self.stale = self.asleep = False
         self.peak = 0
         self.answered: list[list[int]] = []
         self._call_ids: dict[str, list[int]] = {}
@@ -353,8 +353,9 @@ class ScriptedRollouts:
         self.restart_process()
         return HangUp()
 
-    def poison(self, call: InferCall) -> Reply:
-        self.poisoned = True
+    def break_a_push(self, call: InferCall) -> Reply:
+        """A push of another learner; the engines have been built again."""
+        self.losses, self.broken = self.losses + 1, True
         return self._refusal()
 
     def die(self, call: InferCall) -> Reply:
@@ -363,7 +364,7 @@ class ScriptedRollouts:
 
     def restart_process(self) -> None:
         self.process, self.losses = self.process + 1, 0
-        self.version, self.poisoned, self.stale, self.asleep = 0, False, False, False
+        self.version, self.broken, self.stale, self.asleep = 0, False, False, False
 
     # --- routes
 
@@ -388,7 +389,7 @@ class ScriptedRollouts:
     def _info(self, _: object) -> Info:
         state = {
             "replicas": [replica(0, "asleep" if self.asleep else "serving")],
-            "weights_state": "POISONED" if self.poisoned else "READY",
+            "weights_state": "PUSH_NEEDED" if self.broken else "READY",
             "weights_version": self.version or 0,
             "server_epoch": self.epoch,
         }
@@ -396,8 +397,8 @@ class ScriptedRollouts:
         return info(guard, world_size=self.world_size).model_copy(update=state)
 
     def _refusal(self) -> Reply | None:
-        if self.poisoned:
-            return problem("weights-poisoned", "an update broke", "weights")
+        if self.broken:
+            return problem("push-needed", "a push broke", "weights")
         if self.version is None:
             return problem("push-needed", "the replica was built again", "replicas[0]")
         if self.asleep:
@@ -449,8 +450,8 @@ def _numbers(call: InferCall) -> list[int]:
 class ScriptedChannel:
     """Pushes into the state of scripted rollouts, which refuse what a real server refuses.
 
-    failures: errors of the next pushes, raised before the weights arrive. answer_lost,
-        disbelieved: a push fails after they have arrived.
+    failures: errors of the next pushes, raised before the weights arrive. answer_lost: the next
+        push fails after they have arrived.
     taken: raised when the next group is formed. blocked: no group can be formed.
     loses_a_replica: at the end of the next push. forms_anew: the next push forms a group first.
     tries: attempts to form a group. groups: groups that were formed. pushed: versions.
@@ -459,7 +460,6 @@ class ScriptedChannel:
     def __init__(self, rollouts: ScriptedRollouts) -> None:
         self.failures: deque[Exception] = deque()
         self.answer_lost = False
-        self.disbelieved = False
         self.taken: ContractError | None = None
         self.blocked = False
         self.tries = 0
@@ -497,18 +497,16 @@ class ScriptedChannel:
         if ready.server_epoch != rollouts.epoch:
             raise RunError("there is no weight group")
         if self.failures:
-            rollouts.poisoned = True
+            rollouts.losses, rollouts.broken = rollouts.losses + 1, True
             raise self.failures.popleft()
-        if rollouts.version == version and not (rollouts.poisoned or rollouts.stale):
+        if rollouts.version == version and not (rollouts.broken or rollouts.stale):
             raise RunError(f"version {version} does not come after the server's")
         self.pushed.append(version)
-        rollouts.version, rollouts.poisoned = version, False
-        rollouts.stale = rollouts.asleep = False
+        rollouts.version = version
+        rollouts.broken = rollouts.stale = rollouts.asleep = False
         if self.answer_lost:
             self.answer_lost = False
             raise RunError("the answer was lost") from ServerUnreachable("timed out")
-        if self.disbelieved:
-            raise RunError("it compared 0 of 3 parameters")
         if self.loses_a_replica:
             self.loses_a_replica = False
             rollouts.losses, rollouts.stale = rollouts.losses + 1, True
@@ -522,12 +520,11 @@ class ScriptedChannel:
 
 
 def report(version: int, epoch: str, seconds: float = 2.0, size: int = 4_000_000_000) -> SyncReport:
-    """The report of a push of `seconds`; a quarter of them was spent sending."""
+    """The report of a push of `seconds`; the transfer took a quarter of them."""
     return SyncReport(
         status=WeightStatus(state="READY", weights_version=version, server_epoch=epoch),
-        seconds={"load": 0.1, "send": seconds / 4, "total": seconds},
+        seconds={"pause": 0.1, "transfer": seconds / 4, "finish": 0.2, "total": seconds},
         bytes=size,
-        verified=3,
     )
 
 

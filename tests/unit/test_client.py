@@ -5,7 +5,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,16 @@ from learner.rollout.client import (
     may_pass,
     needs_push,
 )
-from learner.rollout.exclusive_lease import require_exclusive_lease
 from shared_contracts.errors import (
     PROBLEM_TITLES,
     ContractError,
-    ContractErrors,
     Problem,
     ProblemError,
 )
 from shared_contracts.infer import InferCall, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, WorldSize
-from shared_contracts.weights import GONE_AFTER_S, MOST_VERSION_STEP, WeightStatus
+from shared_contracts.weights import MOST_VERSION_STEP, WeightStatus
 from tests.unit.fleets import PausedClock, fleet_of
 from tests.unit.scripted_server import (
     INFER,
@@ -322,7 +320,7 @@ def test_only_temporary_errors_are_retried() -> None:
     assert may_pass(ServerUnreachable("no"))
     for kind in PROBLEM_TITLES:
         error = ProblemError(Problem.of(kind, "", ""))
-        assert needs_push(error) is (kind in ("push-needed", "weights-poisoned"))
+        assert needs_push(error) is (kind == "push-needed")
         temporary = error.problem.status in (429, 502, 503, 504)
         assert may_pass(error) is (temporary and not needs_push(error))
 
@@ -557,47 +555,3 @@ def test_server_too_far_ahead_of_the_others_is_named() -> None:
             pass
     assert caught.value.where == f"POST {other.base_url}/init_communicator/"
     assert "another server of the run has 0" in caught.value.found
-
-
-# --- One learner at a time pushes to a server --------------------------------------------
-
-
-def group_of(server: ScriptedServer, *heartbeat_ages_s: float | None) -> None:
-    """The server reports a weight group, and these ages of its newest heartbeat one by one."""
-    ages = iter(heartbeat_ages_s)
-    server.routes["GET /info/"] = lambda _: info().model_copy(
-        update={"weight_group": "127.0.0.1:51216", "weight_group_heard_s": next(ages)}
-    )
-
-
-@contextmanager
-def servers(count: int) -> Iterator[tuple[list[ScriptedServer], list[RolloutClient]]]:
-    with ExitStack() as stack:
-        running = [stack.enter_context(scripted_server()) for _ in range(count)]
-        yield running, [stack.enter_context(RolloutClient(one.base_url)) for one in running]
-
-
-@pytest.mark.req("SYNC-07")
-@pytest.mark.parametrize(
-    "heartbeat_ages_s", [(None,), (0.1, 0.6, GONE_AFTER_S, GONE_AFTER_S + 0.5)]
-)
-def test_server_without_a_living_learner_is_free(heartbeat_ages_s: tuple[float | None]) -> None:
-    with servers(2) as ((one, other), clients):
-        group_of(one, *heartbeat_ages_s)
-        require_exclusive_lease(clients, PausedClock().sleep)
-        assert len(one.bodies("GET /info/")) == len(heartbeat_ages_s)
-        assert len(other.bodies("GET /info/")) == 1
-
-
-@pytest.mark.req("SYNC-07", "REP-06")
-def test_server_of_a_living_learner_is_refused() -> None:
-    with servers(2) as ((one, other), clients):
-        group_of(one, 0.6, 0.1)
-        group_of(other, GONE_AFTER_S + 1.0, 0.1)  # a heartbeat that was late
-        with pytest.raises(ContractErrors) as caught:
-            require_exclusive_lease(clients, PausedClock().sleep)
-    first, _ = caught.value.errors
-    assert first.where == f"GET {one.base_url}/info/ weight_group"
-    assert "another learner pushes" in first.found
-    assert "127.0.0.1:51216" in first.found
-    assert "name other servers" in first.do

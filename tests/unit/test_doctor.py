@@ -1,6 +1,9 @@
 """The checks of `learner doctor`: files, machine, memory, servers; and how they are shown."""
 
 import json
+import os
+import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +12,27 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
+from typer.testing import CliRunner
 
+from learner.cli import app
+from learner.config import dump_mapping
 from learner.config.schema import Config, LoraTuner
 from learner.data.jsonl import build_request, read_samples
 from learner.data.toy import ToyData
 from learner.models.packed_forward import encode_request
-from learner.operate.doctor import inputs, machine, memory, servers
+from learner.operate.doctor import inputs, machine, memory, servers, weights
 from learner.operate.doctor.findings import Finding, as_json, ok, skipped, summary, tables
 from learner.operate.doctor.run import examine
 from learner.operate.estimate import sizes
-from learner.rollout.client import ServerUnreachable
+from learner.rollout.client import RolloutClient, ServerUnreachable
 from shared_contracts.errors import ContractError, Problem, ProblemError
+from shared_contracts.infer import ChoiceLogprobs, InferCall, RolloutEnvelope
 from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse
+from shared_contracts.weights import CommunicatorReady
 from tests.unit.findings import by_check, worst
 from tests.unit.scripted_server import envelope
 from tests.unit.scripted_server import info as info_of
-from tests.unit.small_run import small_config
+from tests.unit.small_run import small_config, small_mapping
 
 URL = "http://serve-0:8000"
 GIB = 2**30
@@ -96,19 +104,18 @@ OURS = {"rollmatch": "1", "torch": "2.13.0", "transformers": "5.19.0", "vllm": "
 
 
 @pytest.mark.parametrize(
-    ("theirs", "transport", "status"),
+    ("theirs", "status"),
     [
-        ({}, "gloo", "ok"),
-        ({"torch": "2.13.0+cpu"}, "gloo", "ok"),
-        ({"rollmatch": "2"}, "gloo", "fail"),
-        ({"torch": "2.14.0"}, "gloo", "warn"),
-        ({"transformers": "5.18.0"}, "gloo", "warn"),
-        ({"vllm": "0.33.0"}, "gloo", "ok"),
-        ({"vllm": "0.33.0"}, "nccl", "fail"),
+        ({}, "ok"),
+        ({"torch": "2.13.0+cpu"}, "ok"),
+        ({"vllm": "0.33.0"}, "ok"),
+        ({"rollmatch": "2"}, "fail"),
+        ({"torch": "2.14.0"}, "warn"),
+        ({"transformers": "5.18.0"}, "warn"),
     ],
 )
-def test_versions_must_agree(theirs: dict[str, str], transport: str, status: str) -> None:
-    finding = machine.compare_versions(OURS, OURS | theirs, transport, URL)  # type: ignore[arg-type]
+def test_versions_must_agree(theirs: dict[str, str], status: str) -> None:
+    finding = machine.compare_versions(OURS, OURS | theirs, URL)
     assert finding.status == status
     for name in theirs if status != "ok" else ():
         assert f"{name} is {theirs[name]} there and {OURS[name]} here" in finding.found
@@ -215,7 +222,7 @@ def refused(kind: str, detail: str, *wheres: str) -> ProblemError:
             "00001.png",
             "same path",
         ),
-        (refused("weights-poisoned", "broke"), "skipped", "", ""),
+        (refused("push-needed", "it broke"), "skipped", "the first push of the run mends it", ""),
         (refused("body-too-large", "9 MiB"), "fail", "9 MiB", "--max-body-mib"),
         (ServerUnreachable("gone"), "fail", "gone", ""),
     ],
@@ -250,6 +257,82 @@ def test_prompt_of_the_server_must_have_every_id_of_the_learner(
         assert f"position {min(len(theirs), len(ours))}" in differs.found
         assert "no token" in differs.found
         assert f"lengths {len(ours)} and {len(theirs)}" in differs.found
+
+
+# --- weights ----------------------------------------------------------------------------
+
+
+def test_a_taken_group_port_is_a_failure_that_names_its_process() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        free = weights.group_port(URL, "127.0.0.1", port)
+        held.listen()
+        taken = weights.group_port(URL, "127.0.0.1", port)
+    assert (free.status, taken.status) == ("ok", "fail")
+    assert f"(pid {os.getpid()})" in taken.found
+
+
+def test_owner_of_a_server_is_a_warning() -> None:
+    assert weights.owned(info_of(), URL) is None
+    found = weights.owned(info_of().model_copy(update={"owner": "the learner on node-3"}), URL)
+    assert found is not None
+    assert (found.check, found.status) == ("group port", "warn")
+    assert "the learner on node-3 pushes to this server" in found.found
+    assert "takes a server over" in found.do
+
+
+class ScriptedPusher:
+    """Notes its calls."""
+
+    def __init__(self, calls: list[object]) -> None:
+        self._calls = calls
+
+    def connect(self) -> CommunicatorReady:
+        return CommunicatorReady(
+            weights_version=4, world_size=2, transport="gloo", server_epoch="a-0", dtype="float32"
+        )
+
+    def push(self, version: int) -> None:
+        self._calls.append(f"push {version}")
+
+    def close(self) -> None:
+        self._calls.append("close")
+
+
+@pytest.mark.req("SYNC-06")
+def test_push_fails_if_the_server_answers_with_other_weights(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scripted server is certain of every token, and the toy model of none."""
+    processor = AutoProcessor.from_pretrained(config.model.model)
+    calls: list[object] = []
+
+    class Client(RolloutClient):
+        def infer(self, call: InferCall, *_: Any) -> list[RolloutEnvelope]:
+            calls.append(call.expected_weights_version)
+            prompts = [encode_request(processor, each).ids.tolist() for each in call.infer_requests]
+            envelopes = [envelope([1, 2], prompt) for prompt in prompts]
+            for each in envelopes:
+                each.response.choices[0].logprobs = ChoiceLogprobs.of([0.0, 0.0])
+            return envelopes
+
+    monkeypatch.setattr(weights, "WeightPusher", lambda *_: ScriptedPusher(calls))
+    (finding,) = weights.push_checkpoint(config, [Client(URL)])
+    assert calls == [None, "push 5", 5, "close"]
+    assert (finding.check, finding.about, finding.status) == ("push", URL, "fail")
+    assert "does not compute with the weights that were pushed" in finding.found
+
+
+def test_push_waits_for_the_other_checks(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    file, data = tmp_path / "run.yaml", replace(toy_data, train_jsonl=tmp_path / "none.jsonl")
+    file.write_text(dump_mapping(small_mapping(toy_checkpoint, data, tmp_path / "run")))
+    result = CliRunner().invoke(app, ["doctor", str(file), "--json", "--push"])
+    assert result.exit_code == 1, result.output
+    last = json.loads(result.stdout)["findings"][-1]
+    assert (last["check"], last["status"]) == ("push", "skipped")
 
 
 # --- the whole --------------------------------------------------------------------------

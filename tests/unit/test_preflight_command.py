@@ -276,7 +276,7 @@ def real_preflight(folder: Path, config: Config) -> str:
 
 @pytest.mark.req("CFG-09", "SYNC-05")
 @pytest.mark.parametrize(
-    ("kind", "starts"), [(None, True), ("not-ready", False), ("weights-poisoned", True)], ids=str
+    ("kind", "starts"), [(None, True), ("not-ready", False), ("push-needed", True)], ids=str
 )
 def test_training_starts_once_every_server_is_healthy_or_needs_a_push(
     tmp_path: Path, kind: str | None, starts: bool

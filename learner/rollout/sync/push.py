@@ -55,6 +55,7 @@ _ANSWER_MARGIN_S = 60.0
 # Limit of the call that tells a server that the learner leaves.
 _FAREWELL_S = 10.0
 _CLOSED = "the learner has left this server"
+_ABANDONED = "the learner has left the group"
 _NO_GROUP = "rollout_matching.vllm.mode: colocate and rollout_backend: hf need no network group"
 
 
@@ -240,8 +241,9 @@ class WeightPusher:
     def transfer(self, parameters: list[ParameterMeta], sent: "Sent") -> None:
         """Send the weights while the server receives and loads them."""
         assert self._attempt is not None
-        assert self._group is not None
         call, group = GroupCall(attempt=self._attempt), self._group
+        if group is None:  # another thread has abandoned it
+            raise self._broken("learner", "transfer", ConnectionAbortedError(_ABANDONED))
         self._together(
             "transfer",
             lambda: self._client.update_weights(call),
@@ -337,5 +339,5 @@ def _is_lost_at_start(error: Exception) -> bool:
         return False
     cause = error.__cause__
     if isinstance(cause, ProblemError):
-        return cause.problem.kind in ("weight-update-order", "push-needed", "not-ready")
+        return cause.problem.kind in ("weight-update-order", "not-ready")
     return isinstance(cause, (ServerUnreachable, TimeoutError))

@@ -26,7 +26,6 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers.params import ChatParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
@@ -404,10 +403,13 @@ class VllmEngine:
         self._llm.shutdown()
 
     async def _reached(self, call: Coroutine[Any, Any, T]) -> T:
+        dead = EngineDead(f"replica {self.index} is dead")
         try:
-            return await cancel_when(self._given_up.wait(), call, EngineDeadError())
-        except EngineDeadError as error:
-            raise EngineDead(f"replica {self.index} is dead") from error
+            return await cancel_when(self._given_up.wait(), call, dead)
+        except Exception as error:
+            if self._llm.errored:
+                raise dead from error
+            raise
 
 
 async def _only(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:

@@ -1,18 +1,16 @@
 """OpenAI's routes by vLLM's own routers and handlers (OAI-01)."""
 
+from argparse import ArgumentParser
 from collections.abc import AsyncGenerator
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI
-from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
 from vllm.entrypoints.openai.models.api_router import router as models_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout_server.engines.engine_protocol import ChatGenerate
@@ -36,7 +34,7 @@ class BalancedClient:
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: object
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[Any, None]:
         """Generate with the server's own priority, adapter and request id; options are ignored."""
         n, max_tokens = sampling_params.n, sampling_params.max_tokens or 0
         tokens = len(prompt["prompt_token_ids"]) + n * max_tokens
@@ -46,12 +44,12 @@ class BalancedClient:
 async def openai_app(llm: AsyncLLM, generate_chat: ChatGenerate) -> FastAPI:
     """Make the app with vLLM's chat and models routes; it is bound to the renderer of `llm`."""
     model = str(llm.model_config.served_model_name)
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model])
+    args = make_arg_parser(ArgumentParser()).parse_args(["--model", model])
     app = FastAPI(openapi_url=None)
     app.include_router(models_router)
     app.include_router(chat_router)
     init_exception_handler(app)
     app.state.args = args
-    client = cast(EngineClient, BalancedClient(llm, generate_chat))
+    client: Any = BalancedClient(llm, generate_chat)
     await init_app_state(client, app.state, args, ("generate",))
     return app

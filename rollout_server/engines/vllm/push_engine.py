@@ -27,7 +27,6 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, ProcessGroupNCCL, T
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -150,9 +149,14 @@ class PushEngine(WeightTransferEngine[GroupInfo, Manifest]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        weights = set[int]()
         for module in self.model.modules() if self.device.type == "cpu" else ():
-            if isinstance(module, ParallelLMHead):  # a tied head multiplies with a packed copy
-                module.quant_method.process_weights_after_loading(module)
+            # A head that shares the weight of the embedding multiplies with a packed copy, which
+            # the reload does not pack again.
+            weight: Any = getattr(module, "weight", None)
+            if id(weight) in weights and (method := getattr(module, "quant_method", None)):
+                method.process_weights_after_loading(module)
+            weights.add(id(weight))
 
     def shutdown(self) -> None:
         """Leave the group. Its connections close once its last collective is over."""

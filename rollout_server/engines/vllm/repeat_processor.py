@@ -21,7 +21,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
+from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from rollout_server.engines.engine_protocol import GuardInactive
 from rollout_server.settings.repeat_config import repeat_config_from_environment
@@ -88,11 +88,25 @@ class RepeatProcessor(LogitsProcessor):
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch. `apply` reads the ids: asynchronous scheduling writes them later."""
-        if process_dict_updates(self._rows, batch_update, self._new_sequence):
-            last_ids = {sequence.last_id for sequence in self._rows.values()}
-            self._hide_sentinel = self.sentinel in last_ids
+    def update_state(self, batch_update: Any) -> None:
+        """Follow the batch (vLLM's `BatchUpdate`, or None if it has not changed).
+
+        `apply` reads the ids: asynchronous scheduling writes them later.
+        """
+        if batch_update is None:
+            return
+        rows = self._rows
+        for row in batch_update.removed:
+            rows.pop(row, None)
+        for row, params, _, output_ids in batch_update.added:
+            rows[row] = self._new_sequence(params, output_ids)
+        for source, target, direction in batch_update.moved:
+            moved, other = rows.pop(source, None), rows.pop(target, None)
+            if moved is not None:
+                rows[target] = moved
+            if other is not None and direction.name == "SWAP":
+                rows[source] = other
+        self._hide_sentinel = self.sentinel in {sequence.last_id for sequence in rows.values()}
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """logits: rows x vocabulary, changed in place."""
@@ -104,9 +118,7 @@ class RepeatProcessor(LogitsProcessor):
                 logits[row, sequence.last_id] = 0.0
         return logits
 
-    def _new_sequence(
-        self, params: SamplingParams, _: list[int] | None, output_ids: list[int]
-    ) -> "_Sequence":
+    def _new_sequence(self, params: SamplingParams, output_ids: list[int]) -> "_Sequence":
         # params.eos_token_id is None if the request ignores the end of a sequence.
         eos = self._eos_token_id if params.eos_token_id is None else params.eos_token_id
         stops_at_sentinel = self.sentinel in (params.stop_token_ids or ())
