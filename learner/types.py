@@ -50,6 +50,9 @@ DropReason = Literal[
     "poly_unsupported",
 ]
 
+# What an answer begins with in place of its `{` (RES-32).
+LeadIn = Literal["prose_before", "fenced"]
+
 
 class Shape(NamedTuple):
     """A geometry in norm1000 space: flat x, y, x, y, ... integers in 0..999."""
@@ -127,6 +130,15 @@ class RolloutOutput:
     logprobs: list[float] | None = None
 
 
+def lead_in(text: str) -> LeadIn | None:
+    """What stands before the first `{` of an answer's text, if more than white space does."""
+    before, brace, _ = text.partition("{")
+    before = before.strip(" \t\n\r")
+    if not (brace and before):
+        return None
+    return "fenced" if before.startswith("```") else "prose_before"
+
+
 @dataclass(frozen=True)
 class ParsedObject:
     """A valid predicted object.
@@ -166,6 +178,7 @@ class ParsedRollout:
     entry_ends: for each top-level entry in the prefix, valid or not, in order: index of
         the token that holds the last character of its value, and its index into
         `objects` or None for a dropped one.
+    unaligned: how many of `dropped` spell coordinates in text whose ids are not their tokens.
     """
 
     objects: list[ParsedObject]
@@ -175,6 +188,7 @@ class ParsedRollout:
     truncated: bool
     invalid_rollout: bool
     entry_ends: list[tuple[int, int | None]]
+    unaligned: int = 0
 
 
 @dataclass(frozen=True)
@@ -286,6 +300,12 @@ class AssessedRollout(NamedTuple):
     left_out: str | None = None
     chunk: int = 0
     duplicates: tuple[Duplicate, ...] | None = None
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the answer is cut, be it within its outermost object or before that opens."""
+        unopened = self.parsed.invalid_rollout and self.rollout.finish_reason == "length"
+        return self.parsed.truncated or unopened
 
 
 @dataclass(frozen=True)

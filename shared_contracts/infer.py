@@ -19,6 +19,11 @@ MAX_FIELDS = 64
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
+# What vLLM's `SamplingParams` take; a training YAML has the same bounds.
+Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+
 
 class Wire(BaseModel):
     """A body, or a part of one: bounded, and no field more than its own."""
@@ -110,9 +115,9 @@ class RequestConfig(Wire):
     """
 
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0.0)
-    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     repetition_penalty: float | None = Field(default=None, gt=0.0)
     presence_penalty: float = 0.0

@@ -305,9 +305,15 @@ class WeightStatus(_Wire):
 class SyncReport(_Wire):
     """The result of a push.
 
-    seconds: of each phase at the server. bytes: payload of one replica.
+    seconds: of each phase at the server; `transfer` is one. bytes: payload of one replica.
     """
 
     status: WeightStatus
     seconds: Annotated[dict[str, Seconds], Field(max_length=64)]
     bytes: Count
+
+    @model_validator(mode="after")
+    def _has_a_transfer(self) -> "SyncReport":
+        if "transfer" not in self.seconds:
+            raise ValueError("the seconds of `transfer` are missing")
+        return self

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from learner.analysis.watched import Numbers, Watched
 from learner.runs.console import channel_of, duration, narrow_number, score, step_line, tell
+from learner.runs.declared import LEAD_INS
 from learner.runs.run_folder import LOGS, RESOLVED, RUN, RunFolder
 from shared_contracts.cli import printable
 from shared_contracts.errors import ContractError, RunError
@@ -40,7 +41,9 @@ _ENDED_BY_SIGNAL = 128
 # From the first to the last of a step; `push` is before the answers, or beside.
 _PHASES = ("step", "push", "rollout", "target", "pack", "wait", "learn")
 _MEAN_OF = 20
-_STRICT_DROP = "stage2_ab/channel_b/strict_drop/"
+_CHANNEL_B = "stage2_ab/channel_b/"
+# Keys of the reasons for which objects, or all of an answer, were dropped.
+_REASONS = (f"{_CHANNEL_B}strict_drop/", *(_CHANNEL_B + name for name in LEAD_INS))
 _ANSWERS = {
     "rollouts/s": "rollout/per_second",
     "tokens, mean": "rollout/gen_new_tokens_mean",
@@ -57,7 +60,7 @@ _ANSWERS = {
 _SYNC = {
     "whole push, s": "sync/total_s",
     "transfer, s": "sync/transfer_s",
-    "verify, s": "sync/verify_s",
+    "proof, s": "sync/probe_s",
     "GB/s": "sync/gb_per_s",
 }
 _SCORES = ("f1", "precision", "recall", "box_f1")
@@ -417,13 +420,13 @@ def _table_of(run: Watched, title: str, keys: dict[str, str], needed: str) -> Se
 
 
 def _answers(run: Watched) -> Section:
-    """What came from the servers, and why objects were dropped."""
+    """What came from the servers, and why objects or answers were dropped."""
     section = _table_of(run, "Answers", _ANSWERS, "rollout/per_second")
     totals: dict[str, float] = {}
     for step in run.steps:
         for key, dropped in step.items():
-            if key.startswith(_STRICT_DROP) and dropped:
-                reason = key.removeprefix(_STRICT_DROP)
+            if key.startswith(_REASONS) and dropped:
+                reason = key.rpartition("/")[2]
                 totals[reason] = totals.get(reason, 0) + dropped
     said = ", ".join(f"{reason} {narrow_number(n)}" for reason, n in totals.items())
     dropped_line = _text(f"dropped: {said or 'none'}")

@@ -114,6 +114,15 @@ RETIRED_KEYS: dict[str, Retired] = {
     ),
 }
 
+# Sections without keys, and what to use in place of those of other programs (RES-30).
+EMPTY_SECTIONS = {
+    "quantization": "to train adapters over frozen weights, set tuner.train_type to lora",
+    "rlhf": "the objective is the pipeline of the trainer's variant",
+    "debug": "your own tools may have keys in custom.extra",
+    "experiment": "training.run_name names the run, and custom.extra may have notes",
+    "deepspeed": "to shard the model over processes, set training.data_parallel to fsdp2",
+}
+
 RETIRED_VALUES: dict[str, dict[str, Retired]] = {
     "custom.trainer_variant": {
         "stage2_ab_training": _removed("Use stage2_two_channel"),
@@ -140,6 +149,12 @@ def _entry_errors(value: Any, where: str, pattern: str) -> Iterator[ContractErro
         yield from _relocated(value, where, "rollout_matching")
     elif retired := RETIRED_KEYS.get(pattern):
         yield _error(where, "this key", retired)
+    elif instead := EMPTY_SECTIONS.get(pattern):
+        do = f"Remove it: there are no keys here; {instead}"
+        for key in value if isinstance(value, dict) else ():
+            yield ContractError(joined(where, key), "unknown key", do)
+        if value is not None and not isinstance(value, dict):
+            yield ContractError(where, f"{shown(value)} is not a mapping", do)
     elif isinstance(value, str) and value in (known := RETIRED_VALUES.get(pattern, {})):
         retired = known[value]
         yield _error(where, shown(value), retired)

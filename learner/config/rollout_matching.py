@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from learner.objectives.config import PipelineConfig
 from learner.types import BackendName
+from shared_contracts.infer import Temperature, TopK, TopP
 from shared_contracts.rollout_config import SharedRolloutConfig
 from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel, refuse_all
 
@@ -14,20 +15,11 @@ DecodeMode = Literal["greedy", "sampling", "beam"]
 
 
 class DecodingConfig(StrictModel):
-    temperature: float = Field(default=0.0, ge=0, description="temperature of sampling; 0: greedy")
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="probability mass that is sampled from"
+    temperature: Temperature = Field(default=0.0, description="temperature of sampling; 0: greedy")
+    top_p: TopP = Field(default=1.0, description="probability mass that is sampled from")
+    top_k: TopK = Field(
+        default=-1, description="number of most likely tokens that are sampled from; -1 and 0: all"
     )
-    top_k: int = Field(
-        default=-1, description="number of most likely tokens that are sampled from; -1: all"
-    )
-
-    @field_validator("top_k")
-    @classmethod
-    def _all_or_some(cls, top_k: int) -> int:
-        if top_k != -1 and top_k < 1:
-            raise Refusal(f"{top_k}", "Use -1 for all tokens, or a positive number")
-        return top_k
 
 
 class MatchingConfig(StrictModel):
@@ -68,16 +60,6 @@ class OffloadConfig(StrictModel):
     offload_optimizer: bool = Field(
         default=False, description="move the state of the optimizer to host memory"
     )
-
-    @model_validator(mode="after")
-    def _something_moves(self) -> "OffloadConfig":
-        if self.enabled and not (self.offload_model or self.offload_optimizer):
-            raise Refusal(
-                "is true, and neither offload_model nor offload_optimizer is",
-                "Set one of them to true, or enabled to false",
-                "enabled",
-            )
-        return self
 
 
 class AsyncRolloutConfig(StrictModel):
@@ -220,13 +202,12 @@ class RolloutMatchingConfig(SharedRolloutConfig):
             yield from self._of_async()
 
     def _of_decoding(self) -> Iterator[Refusal]:
-        temperature = self.decoding.temperature
-        if (self.decode_mode == "sampling") != (temperature > 0):
-            yield Refusal(
-                f"{temperature} with decode_mode: {self.decode_mode}",
-                "Use temperature 0 with greedy and beam, above 0 with sampling",
-                "decoding.temperature",
-            )
+        temperature, sampled = self.decoding.temperature, self.decode_mode == "sampling"
+        if sampled != (temperature > 0):
+            do = "Add rollout_matching.decode_mode: sampling, or set it to 0"
+            do = "Raise it above 0, or set decode_mode to greedy" if sampled else do
+            found = f"{temperature} with decode_mode: {self.decode_mode}"
+            yield Refusal(found, do, "decoding.temperature")
 
     def _of_logprobs(self) -> Iterator[Refusal]:
         if self.logprobs and self.rollout_backend == "hf":

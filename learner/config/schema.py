@@ -403,12 +403,12 @@ class Config(StrictModel):
 
     def _of_adapters(self) -> Iterator[Refusal]:
         rollout = self.rollout_matching
-        adapters = rollout.backend != "hf" and rollout.vllm.sync.mode == "adapter"
-        if adapters and self.tuner.train_type != "lora":
+        served = rollout.backend != "hf" and rollout.vllm.enable_lora
+        if served and self.tuner.train_type != "lora":
             yield Refusal(
-                f"adapter, and tuner.train_type is {self.tuner.train_type}",
-                "Use full, or train with tuner.train_type: lora",
-                "rollout_matching.vllm.sync.mode",
+                f"is true, and tuner.train_type {self.tuner.train_type} has no adapter to serve",
+                "Set it to false, or train with tuner.train_type: lora",
+                "rollout_matching.vllm.enable_lora",
             )
 
     def _of_channels(self) -> Iterator[Refusal]:
@@ -502,10 +502,9 @@ SyncMode = Literal["full", "adapter"]
 
 
 def wanted_sync_mode(config: Config) -> SyncMode:
-    """`sync.mode` without `auto`, which is `adapter` where one is trained and served."""
+    """`sync.mode` without `auto`, which is `adapter` with `enable_lora`."""
     vllm = config.rollout_matching.vllm
-    served = vllm.enable_lora and config.tuner.train_type == "lora"
-    if vllm.sync.mode == "full" or (vllm.sync.mode == "auto" and not served):
+    if vllm.sync.mode == "full" or (vllm.sync.mode == "auto" and not vllm.enable_lora):
         return "full"
     return "adapter"
 

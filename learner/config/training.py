@@ -13,10 +13,8 @@ from shared_contracts.errors import ContractError
 from shared_contracts.extends import written_path
 from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel, refuse_all, shown
 
-# A float keeps every decimal of up to 15 digits apart from every other (C's DBL_DIG).
-_FLOAT_DIGITS = 15
-# More than any share needs; exact arithmetic takes memory by the place.
-_MOST_PLACES = 30
+# No float is written with more; exact arithmetic takes memory by the place.
+_MOST_PLACES = 340
 
 
 def _absolute(value: Any) -> Path:
@@ -30,11 +28,6 @@ def _decimal(value: Any) -> Decimal:
         number = Decimal(repr(value) if isinstance(value, float) else value)
     except InvalidOperation:
         raise Refusal(f"{shown(value)} is not a number", "Write a decimal such as 0.5") from None
-    if isinstance(value, float) and len(number.as_tuple().digits) > _FLOAT_DIGITS:
-        raise Refusal(
-            f"{value!r} has more digits than a YAML number keeps",
-            f"Write it with at most {_FLOAT_DIGITS} digits, or in quotes",
-        )
     if number.is_finite() and _places(number) > _MOST_PLACES:
         raise Refusal(
             f"{shown(value)} has more than {_MOST_PLACES} places", "Write a decimal such as 0.5"
@@ -51,9 +44,7 @@ def _places(number: Decimal) -> int:
 
 def _plain(number: Decimal) -> float | str:
     """A float where it is read back as this decimal, else text."""
-    near = Decimal(repr(float(number)))
-    exact = near == number and len(near.as_tuple().digits) <= _FLOAT_DIGITS
-    return float(number) if exact else str(number)
+    return float(number) if Decimal(repr(float(number))) == number else str(number)
 
 
 # Relative paths start at the current working directory.

@@ -35,6 +35,10 @@ from learner.stages.tokens import CoordVocab, Tokenizer
 from shared_contracts.adapters import checkpoint_chain, folder_with
 from shared_contracts.errors import ContractError
 
+_WHOLE = "Give the folder of a whole Qwen3-VL checkpoint, saved with its processor"
+# Parameters of one kind of fault that an error names.
+_NAMED = 3
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -113,13 +117,49 @@ def load_weights(config: Config) -> PreTrainedModel:
         )
 
 
+def check_parameters(checkpoint: Path, where: str = "model.model") -> None:
+    """The files of a checkpoint, or of what an adapter is over, hold the parameters of its config.
+
+    transformers decides: what it ties, renames, fuses or ignores is no fault. On the meta device
+    it reads names and shapes alone.
+
+    Raises ContractError, about `where`, with every kind of fault and the first names of each.
+    """
+    *_, folder = checkpoint_chain(checkpoint, where)
+    with loading(where, str(folder), _WHOLE):
+        _, found = AutoModelForImageTextToText.from_pretrained(
+            folder, device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    shapes = [f"{k} {list(held)}, not {list(own)}" for k, held, own in found["mismatched_keys"]]
+    kinds = {
+        "in no file": found["missing_keys"],
+        "not of the model": found["unexpected_keys"],
+        "of another shape": shapes,
+    }
+    faults = [
+        f"{len(names)} {kind}, first {', '.join(sorted(names)[:_NAMED])}"
+        for kind, names in kinds.items()
+        if names
+    ]
+    if faults:
+        raise ContractError(
+            where,
+            f"parameters of {folder} do not fit its config.json: {'; '.join(faults)}",
+            "Copy or save the checkpoint again, whole, or mend config.json; tie_word_embeddings at "
+            "its top says whether lm_head.weight is a parameter of its own",
+        )
+
+
 def read_model(
     folder: Path, dtype: torch.dtype | Literal["auto"], attention: AttentionChoice = "auto"
 ) -> PreTrainedModel:
     """The model of a folder: of a checkpoint, or of an adapter, merged into what it is over.
 
     Its `name_or_path` is the folder: an adapter that is trained on top will name it.
+
+    Raises ContractError as `check_parameters` does, before weights are read.
     """
+    check_parameters(folder)
     *adapters, base = checkpoint_chain(folder, "model.model")
     model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
         base, dtype=dtype, attn_implementation=attention_of(attention)
@@ -159,6 +199,8 @@ def read_processor(folder: Path) -> ProcessorMixin:
     """That of a checkpoint, of an adapter, or of what the adapter is over."""
     place = folder_with(folder, "tokenizer.json", "model.model")
     processor: ProcessorMixin = AutoProcessor.from_pretrained(place, trust_remote_code=False)
+    if processor.chat_template is None:  # it stands in tokenizer_config.json alone
+        processor.chat_template = processor.tokenizer.chat_template
     return processor
 
 
@@ -245,13 +287,21 @@ def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def _loading(config: Config) -> AbstractContextManager[None]:
-    fix = "Give the folder of a whole Qwen3-VL checkpoint, saved with its processor"
-    return loading("model.model", str(config.model.model), fix)
+    return loading("model.model", str(config.model.model), _WHOLE)
 
 
 def pinned_like(tensor: Tensor) -> Tensor | None:
     """Page-locked host memory for a tensor of a GPU; None for one that is on the host already."""
-    return None if tensor.is_cpu else torch.empty_like(tensor, device="cpu", pin_memory=True)
+    if tensor.is_cpu:
+        return None
+    try:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        raise ContractError(
+            "rollout_matching.offload.enabled",
+            f"no page-locked host memory for {tensor.nbytes} bytes ({str(error).splitlines()[0]})",
+            "Set it to false, free host memory, or set rollout_matching.vllm.mode to server",
+        ) from error
 
 
 class Offload:

@@ -22,7 +22,6 @@ LEAST_NLL = 1e-6
 
 class DuplicateULConfig(StrictModel):
     radius: int | None = Field(
-        default=None,
         ge=0,
         lt=COORD_BINS,
         description="only of coordinates, and with the bins within this distance counted as one "

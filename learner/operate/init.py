@@ -35,7 +35,7 @@ from learner.data.lengths import checkpoint_family, read_tokenizer
 from learner.data.show import check_tables, new_table, print_tables, watch
 from learner.models.coord_tokens import describe_expanded, expand_vocab, untrained
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
-from learner.models.load import on_meta
+from learner.models.load import check_parameters, on_meta
 from learner.operate.doctor.memory import stored_rows
 from learner.operate.estimate.report import Estimate, estimate
 from learner.operate.estimate.sizes import USABLE, gib, sizes_of
@@ -154,6 +154,7 @@ def init(asked: Asked, console: Console) -> None:
     require_free(asked.out)
     disable_progress_bar()
     has_tokens = _has_coordinate_tokens(asked.model)
+    check_parameters(asked.model, "--model")
     samples = check_data(asked, console)
     with publish_directory(asked.out) as part:
         model = asked.model

@@ -75,7 +75,7 @@ def place(vllm: VllmConfig, gpus: Sequence[int], processes: int = 1) -> Placemen
     """
     asked, there = vllm.tensor_parallel_size, processes if processes > 1 else max(len(gpus), 1)
     where = "rollout_matching.vllm.tensor_parallel_size"
-    if processes > 1 and there % (asked or 1):
+    if processes > 1 and asked is not None and (there % asked or (asked > 1 and not gpus)):
         raise ContractError(
             where,
             f"{asked}, and there is one worker for each of {processes} learner processes",

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 from learner.objectives import DIAGNOSTICS, OBJECTIVES
 from learner.objectives.mismatch import TOKEN_KINDS
 from learner.objectives.objective import LOSS_PREFIX
-from learner.types import Channel, DropReason
+from learner.types import Channel, DropReason, LeadIn
 
 Kind = Literal["counter", "loss", "seconds", "flag", "peak", "rate", "whole"]
 Reduction = Literal["sum", "max", "rate"]
@@ -146,7 +146,7 @@ ROLLOUT = (
         "99th percentile of the lengths of answers; the largest of all processes",
         _B,
     ),
-    Metric("rollout/parse_truncated_rate", "rate", "1", "truncated answers / answers", _B),
+    Metric("rollout/parse_truncated_rate", "rate", "1", "answers cut, opened or not / answers", _B),
     Metric("rollout/parse_dropped_invalid", "counter", "objects", "dropped as invalid", _B),
     Metric("sync/weights_version", "peak", "version", "version of the weights that answered", _B),
 )
@@ -212,6 +212,10 @@ _DROPS: dict[DropReason, str] = {
     "bbox_invalid": "a box whose corners are the wrong way round",
     "poly_unsupported": "a polygon in stage2_two_channel",
 }
+LEAD_INS: dict[LeadIn, str] = {
+    "prose_before": "other text before their `{`",
+    "fenced": "a code fence before their `{`",
+}
 
 
 def _channel_b() -> Iterator[Metric]:
@@ -222,9 +226,13 @@ def _channel_b() -> Iterator[Metric]:
     yield counter("N_drop_invalid", "objects", "predicted and dropped as invalid")
     for reason in get_args(DropReason):
         yield counter(f"strict_drop/{reason}", "objects", f"of those: {_DROPS[reason]}")
+    spelled = "of `non_coord_token`: the text spells coordinates, and its ids are not their tokens"
+    yield counter("coord_unaligned", "objects", spelled)
     yield counter(
         "invalid_rollout", "answers", "answers without a `{`, or with other text before it"
     )
+    for name, meaning in LEAD_INS.items():
+        yield counter(name, "answers", f"of those: with {meaning}")
     yield counter("matched", "objects", "predicted and matched to a ground truth")
     yield counter("false_positives", "objects", "predicted, valid and not matched")
     yield counter("fn_appended", "objects", "ground truths that were missed, and appended")

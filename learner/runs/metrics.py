@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from learner.objectives.mismatch import Mismatch
 from learner.runs.declared import METRICS, Reduction
-from learner.types import AssessedRollout, Channel, DropReason
+from learner.types import AssessedRollout, Channel, DropReason, LeadIn, lead_in
 
 if TYPE_CHECKING:
     import torch
@@ -154,6 +154,7 @@ def rollout_payload(answers: Sequence[AssessedRollout]) -> Payload:
             f"{_B}/invalid_rollout": sum(each.parsed.invalid_rollout for each in answers),
             f"{_B}/N_valid_pred": sum(len(each.parsed.objects) for each in answers),
             f"{_B}/N_drop_invalid": dropped.total(),
+            f"{_B}/coord_unaligned": sum(each.parsed.unaligned for each in answers),
             f"{_B}/matched": matched,
             f"{_B}/false_positives": sum(len(each.match.false_positives) for each in answers),
             f"{_B}/gated": sum(each.match.gated for each in answers),
@@ -171,10 +172,11 @@ def rollout_payload(answers: Sequence[AssessedRollout]) -> Payload:
             }
         )
     payload.add({f"{_B}/strict_drop/{why}": dropped[why] for why in get_args(DropReason)})
-    truncated = sum(each.parsed.truncated for each in answers)
+    led_in = Counter(lead_in(each.rollout.text) for each in answers if each.parsed.invalid_rollout)
+    payload.add({f"{_B}/{name}": led_in[name] for name in get_args(LeadIn)})
     payload.rate(
         {
-            "rollout/parse_truncated_rate": (truncated, len(answers)),
+            "rollout/parse_truncated_rate": (sum(each.truncated for each in answers), len(answers)),
             "rollout/gen_new_tokens_mean": (sum(lengths), len(answers)),
             f"{_B}/match_rate": (matched, matched + missed),
         }

@@ -201,7 +201,7 @@ class LoggedAnswer(_Record):
             category_lists=sample.category_lists,
             supervised=target is not None,
             parse=LoggedParse(
-                truncated=parsed.truncated,
+                truncated=assessed.truncated,
                 invalid=parsed.invalid_rollout,
                 objects=[LoggedPrediction.model_validate(o) for o in parsed.objects],
                 dropped=parsed.dropped,

@@ -83,6 +83,7 @@ def clean(
         dropped=parsed.dropped,
         truncated=parsed.truncated,
         invalid_rollout=parsed.invalid_rollout,
+        unaligned=parsed.unaligned,
     )
     return rest, tuple(duplicates)
 

@@ -29,7 +29,13 @@ from learner.config.training import TrainingConfig
 from learner.config.yaml12 import read_mapping
 from learner.data.images import UnreadableImage, Watch
 from learner.data.jsonl import build_messages, capped, read_samples, scan
-from learner.data.lengths import SampleLengths, TokenLimits, image_rule, read_tokenizer
+from learner.data.lengths import (
+    SampleLengths,
+    TokenLimits,
+    chat_template,
+    image_rule,
+    read_tokenizer,
+)
 from learner.data.order import image_faults
 from learner.data.show import watch
 from learner.rollout.client import RolloutClient
@@ -225,14 +231,18 @@ def check_launcher(environment: Mapping[str, str], gpus: Path = GPU_DEVICES) -> 
 
 def _check_sharding(config: Config, processes: int) -> None:
     """What needs whole weights in one process, which are pieces in several under FSDP2."""
-    do = "Set it to ddp"
+    do, rollout = "Set it to ddp", config.rollout_matching
+    moved = rollout.offload.offload_model or rollout.offload.offload_optimizer
     if processes == 1:
         found = "fsdp2, and there is one learner process: nothing to shard over"
         do = "Set it to ddp, or use several processes"
     elif config.tuner.train_type == "lora":
         found = "fsdp2 beside tuner.train_type lora: adapters are merged into whole weights"
-    elif generates(config) and config.rollout_matching.backend == "hf":
+    elif generates(config) and rollout.backend == "hf":
         found = "fsdp2 beside rollout_backend hf, which generates with the whole model"
+    elif generates(config) and rollout.backend == "colocate" and rollout.offload.enabled and moved:
+        found = "fsdp2 beside rollout_matching.offload, which cannot move pieces of tensors"
+        do = "Set it to ddp, or rollout_matching.offload.enabled to false"
     else:
         return
     raise ContractError("training.data_parallel", found, do)
@@ -303,7 +313,7 @@ def check_taught_format(checkpoint: Path, wanted: str, where: str) -> None:
 
 
 def check_checkpoint(folder: Path, end_marker: str = IM_END) -> None:
-    """The folder is a checkpoint whose tokenizer has the coordinate tokens and the end marker.
+    """The folder is a checkpoint with a chat template, the coordinate tokens and the end marker.
 
     It may be an adapter over one, whose tokenizer may be in either.
 
@@ -324,6 +334,7 @@ def check_checkpoint(folder: Path, end_marker: str = IM_END) -> None:
                 f"{folder} has no {name}",
                 "Give the folder of a checkpoint saved with its processor",
             )
+    chat_template(having["tokenizer.json"])
     tokenizer = read_tokenizer(having["tokenizer.json"] / "tokenizer.json")
     if tokenizer.token_to_id(end_marker) is None:
         raise ContractError(

@@ -3,7 +3,7 @@
 No vLLM here. `docs/architecture.md` says how to add another engine.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -229,7 +229,11 @@ class UpdatableEngine(Protocol):
         """Load a LoRA adapter from peft's files, to be used by `use_adapter`."""
 
     async def use_adapter(self, version: int) -> None:
-        """Answer with this adapter from now on; sequences that run keep theirs."""
+        """Answer with the adapter that was loaded last; sequences that run keep theirs."""
+
+    @property
+    def adapters(self) -> Set[int]:
+        """Versions whose adapter the engine may read again from its folder."""
 
     def declare_dead(self) -> None: ...
 

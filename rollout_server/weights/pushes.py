@@ -21,7 +21,7 @@ import json
 import logging
 import shutil
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -238,6 +238,8 @@ class Pushes:
                     raise refusal("adapter-refused", f"server: {error}", "adapter") from error
                 await self._on_all(lambda engine: engine.use_adapter(version))
             self.version = version
+            used = set[int]().union(*(engine.adapters for engine in engines))
+            await asyncio.to_thread(remove_adapters, self._adapters, used)
         return SyncReport(status=self.status, seconds=seconds, bytes=len(content))
 
     # --- memory of the GPUs
@@ -478,9 +480,7 @@ def open_tcp_store(init: InitCommunicator) -> TCPStore:
 
 
 def write_adapter(root: Path, version: int, content: bytes) -> Path:
-    """Write peft's two files of an adapter, and remove those of versions before the last one.
-
-    root: has folders of adapters alone.
+    """Write peft's two files of an adapter. root: has folders of adapters alone.
 
     Raises the `adapter-refused` problem for content that is no safetensors of an adapter.
     """
@@ -492,11 +492,15 @@ def write_adapter(root: Path, version: int, content: bytes) -> Path:
         found = f"the body is no safetensors with the metadata {ADAPTER_KEY!r} ({error})"
         raise refusal("adapter-refused", found, "body") from None
     folder = root / f"adapter-{version}"
-    formers = [path for path in root.iterdir() if path != folder]
-    for former in sorted(formers, key=lambda path: int(path.name.partition("-")[2]))[:-1]:
-        shutil.rmtree(former)
     folder.mkdir(exist_ok=True)
     config = meta.model_dump() | {"peft_type": "LORA", "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     (folder / "adapter_model.safetensors").write_bytes(content)
     return folder
+
+
+def remove_adapters(root: Path, used: Set[int]) -> None:
+    """Remove the folders of `write_adapter` but those of the versions `used`."""
+    for folder in root.iterdir():
+        if int(folder.name.partition("-")[2]) not in used:
+            shutil.rmtree(folder)

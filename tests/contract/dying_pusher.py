@@ -4,11 +4,10 @@
 
 TRANSPORT is gloo, or nccl with the weights on the current GPU.
 
-Prints PHASE when it is there, and waits for a line on its input; at the end of the input it goes
-on with the push:
+Prints PHASE when it is there, and goes on with the push after a line or the end of its input:
 
     rendezvous   the server waits for it to join
-    start        it calls; here it does not wait, but the server does while sequences run
+    start        the next call has the server drain
     transfer     half of the weights are sent
     finish       all are sent, and no call is open
 """
@@ -45,11 +44,10 @@ class Stop:
     def __init__(self, phase: str) -> None:
         self._phase = phase
 
-    def at(self, phase: str, *, waits: bool = True) -> None:
+    def at(self, phase: str) -> None:
         if phase == self._phase:
             print(phase, flush=True)
-            if waits:
-                sys.stdin.readline()
+            sys.stdin.readline()
 
     def join(self, body: InitCommunicator, given_up: threading.Event) -> Group:
         self.at("rendezvous")
@@ -62,7 +60,7 @@ class StoppingClient(RolloutClient):
         self._stop = stop
 
     def start_weight_update(self, body: StartWeightUpdate) -> WeightStatus:
-        self._stop.at("start", waits=False)
+        self._stop.at("start")
         return super().start_weight_update(body)
 
     def finish_weight_update(self, body: GroupCall) -> SyncReport:

@@ -59,6 +59,7 @@ class ScriptedEngine:
         self.script: dict[str, Callable[[], Awaitable[None]]] = {}
         self.joined: list[tuple[InitCommunicator, int]] = []
         self.heartbeat_age_s = 0.0
+        self.adapters_in_use: set[int] = set()
         self._dead = asyncio.Event()
         self._running = asyncio.Event()
         self._running.set()
@@ -190,6 +191,10 @@ class ScriptedEngine:
     async def use_adapter(self, version: int) -> None:
         await self._do("use_adapter")
         self.weights_version = version
+
+    @property
+    def adapters(self) -> set[int]:
+        return self.adapters_in_use | {self.weights_version}
 
 
 def environment(settings: ServerSettings) -> dict[str, str]:

@@ -3,12 +3,14 @@
 `test_openai.py` tests OpenAI's client with vLLM.
 """
 
+import json
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,12 @@ from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import Problem
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.served_app import served_app
-from tests.contract.weight_sender import push, start, weight_group
+from tests.contract.toy_checkpoints import read_weights
+from tests.contract.weight_sender import CALL, Sender, Weights, push, start, weight_group
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
 CALLS = 2
 
 
@@ -38,10 +42,6 @@ class Served:
 
     http: httpx.Client
     engines: list[ScriptedEngine]
-
-    def infer(self, text: str) -> dict[str, Any]:
-        (envelope,) = self.http.post("/infer/", json={"infer_requests": [call(text)]}).json()
-        return dict(envelope)
 
     def chat(self, text: str) -> httpx.Response:
         return self.http.post(CHAT, json={"text": text})
@@ -71,12 +71,16 @@ def call(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]}
 
 
+# Its requests go to both replicas.
+CALL_OF_ALL = {"infer_requests": [call("hello")] * 4}
+
+
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def served(monkeypatch: pytest.MonkeyPatch, tied: Path) -> Iterator[Served]:
     """A server with two scripted engines and OpenAI's routes."""
     monkeypatch.setitem(ENGINES, "scripted", "tests.contract.scripted_engine")
     settings = ServerSettings(
-        model=Path("/m"), device="cpu", replicas=2, openai=True, max_concurrent_calls=CALLS
+        model=tied, device="cpu", replicas=2, openai=True, max_concurrent_calls=CALLS
     )
     pool = Pool(settings, "scripted")
     engines: list[Any] = []
@@ -96,21 +100,43 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         yield Served(http, engines)
 
 
-@pytest.mark.req("ARCH-01")
-def test_engine_of_another_package_answers_and_takes_weights(served: Served) -> None:
-    http = served.http
-    assert http.get("/health/").status_code == 200
-    before = served.infer("hello")
-    assert before["response"]["choices"][0]["message"]["content"] == "0 hello"
-    (port,) = free_ports(1)
-    weights = {"a": torch.full((2, 3), 1.5), "b": torch.ones(4)}
-    with weight_group(http, port, world_size=3) as sender:
-        assert push(http, sender, weights, version=1)["verified"] == 2
+@pytest.mark.req("ARCH-01", "SYNC-03", "SYNC-04", "SYNC-05", "SYNC-07")
+def test_engines_of_another_package_take_weights_and_are_built_again_after_a_broken_push(
+    served: Served, tied: Path, other_tied: Path
+) -> None:
+    http, weights, others = served.http, read_weights(tied), read_weights(other_tied)
+    assert_answers(served, {}, 0)
+    with group(http) as sender:
+        push(http, sender, weights, version=1)
+        assert_answers(served, weights, 1)
         refused = start(http, 2, {"c": torch.ones(1)})
         assert Problem.model_validate(refused.json()).kind == "manifest-mismatch"
-    after = served.infer("hello")
-    assert after["response"]["choices"][0]["message"]["content"] == "13 hello"
-    assert after["coordexp"]["weights_version"] == [1, 1]
+        assert_answers(served, weights, 1)
+        assert start(http, 2, others).status_code == 200
+        with closing(HTTPConnection(http.base_url.host, http.base_url.port or 80)) as learner:
+            learner.request("POST", "/update_weights/", json.dumps(CALL), JSON)
+            while served.engines[1].calls[-1] != "receive_weights":
+                time.sleep(0.01)
+        served.wait_for('rollout_weights_state{state="PUSH_NEEDED"}', 1)
+    served.wait_for('rollout_replica_state{replica="1",state="needs-push"}', 1)
+    for refused in (http.get("/health/"), http.post("/infer/", json=CALL_OF_ALL)):
+        assert Problem.model_validate(refused.json()).status == 503
+    with group(http) as sender:
+        push(http, sender, others, version=2)
+    assert_answers(served, others, 2)
+
+
+def group(http: httpx.Client) -> AbstractContextManager[Sender]:
+    (port,) = free_ports(1)
+    return weight_group(http, port, world_size=3)
+
+
+def assert_answers(served: Served, weights: Weights, version: int) -> None:
+    """Every replica answers with these weights."""
+    total = sum(float(weight.sum()) for weight in weights.values())
+    for answer in served.http.post("/infer/", json=CALL_OF_ALL).json():
+        assert answer["response"]["choices"][0]["message"]["content"] == f"{total:g} hello"
+        assert answer["coordexp"]["weights_version"] == [version, version]
 
 
 @pytest.mark.req("ARCH-01")

@@ -122,16 +122,17 @@ def test_a_drain_ends_with_its_learner_and_nothing_has_changed(
 ) -> None:
     version = server.http.get("/health/").json()["weights_version"]
     long = {"temperature": 1.0, "max_tokens": 480}
-    with ThreadPoolExecutor() as threads:
-        running = threads.submit(server.infer, [text_request()] * 64, **long)
+    with learner(server, port, other_tied, "start") as process, ThreadPoolExecutor() as threads:
+        running = threads.submit(server.infer, [text_request()] * 16, **long)
         server.wait_for_sequences(lambda number: number > 0)
-        with learner(server, port, other_tied, "start") as process:
-            wait_until(lambda: weights_state(server) == "UPDATING")
-            process.kill()
-            wait_until(lambda: weights_state(server) == "READY")
+        assert process.stdin is not None
+        process.stdin.close()
+        wait_until(lambda: weights_state(server) == "UPDATING")
+        process.kill()
+        wait_until(lambda: weights_state(server) == "READY")
         assert not running.done()
         stamps = [envelope["coordexp"]["weights_version"] for envelope in running.result()]
-    assert stamps == [[version, version]] * 64
+    assert stamps == [[version, version]] * 16
     assert server.replicas()[0]["state"] == "serving"
 
 

@@ -444,7 +444,7 @@ async def load(bench: Bench, version: int, content: bytes = adapter()) -> SyncRe
 
 @pytest.mark.req("SYNC-01")
 @asynchronous
-async def test_an_adapter_needs_no_pause_and_the_last_two_are_kept(tmp_path: Path) -> None:
+async def test_an_adapter_needs_no_pause_and_is_kept_while_it_is_used(tmp_path: Path) -> None:
     bench = await Bench.formed(adapters=tmp_path)
     report = await load(bench, 8)
     assert all(e.calls == [*JOINED, "load_adapter", "use_adapter"] for e in bench.engines)
@@ -454,9 +454,10 @@ async def test_an_adapter_needs_no_pause_and_the_last_two_are_kept(tmp_path: Pat
     assert (folder / "adapter_model.safetensors").read_bytes() == adapter()
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
+    bench.engines[1].adapters_in_use.add(8)
     for version in (9, 10, 11):
         await load(bench, version)
-    assert {path.name for path in tmp_path.iterdir()} == {"adapter-10", "adapter-11"}
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter-8", "adapter-11"}
     await refused(load(bench, 11), "weight-update-order", "does not come after")
     await bench.push(12)
     await refused(load(bench, 13), "adapter-refused", "full weights were pushed")

@@ -1,4 +1,4 @@
-"""Bodies of weight updates, and how their parameters are cut into buckets."""
+"""Bodies of a push, and how their parameters are cut into buckets."""
 
 import itertools
 from typing import Any
@@ -11,51 +11,60 @@ from pydantic import BaseModel, ValidationError
 from shared_contracts.weights import (
     DTYPE_BYTES,
     AdapterMeta,
-    FinishWeightUpdate,
+    HostMemory,
     InitCommunicator,
     ParameterMeta,
+    SharedMemory,
     StartWeightUpdate,
-    UpdateWeights,
     plan_buckets,
+    unfused,
 )
 
 PARAMETER = {"name": "a", "dtype": "float32", "shape": [2, 3]}
-START = {"version": 1, "parameters": [PARAMETER], "attempt": None}
-UPDATE = {"version": 1, "attempt": None}
+START = {"version": 1, "parameters": [PARAMETER], "attempt": "a"}
 INIT = {"host": "127.0.0.1", "port": 6000, "world_size": 2, "attempt": "a"}
 ADAPTER = {"r": 8, "lora_alpha": 16.0, "target_modules": ["q_proj"]}
 
+MEMORY = {"path": "/proc/1/fd/3"}
+
+SOUND: dict[type[BaseModel], dict[str, Any]] = {
+    ParameterMeta: PARAMETER,
+    AdapterMeta: ADAPTER,
+    InitCommunicator: INIT,
+    StartWeightUpdate: START,
+    HostMemory: MEMORY,
+    SharedMemory: {"slot_bytes": 1, "memory": MEMORY},
+}
 UNSOUND: list[tuple[type[BaseModel], dict[str, Any]]] = [
-    (ParameterMeta, PARAMETER | {"shape": [2**64]}),
-    (ParameterMeta, PARAMETER | {"shape": [-1]}),
-    (ParameterMeta, PARAMETER | {"shape": [2**30, 2**30]}),
-    (ParameterMeta, PARAMETER | {"shape": [1] * 17}),
-    (ParameterMeta, PARAMETER | {"name": "\ud800"}),
-    (StartWeightUpdate, START | {"version": 2**64}),
-    (UpdateWeights, UPDATE | {"version": 2**64}),
-    (FinishWeightUpdate, UPDATE | {"version": 2**64}),
-    (
-        FinishWeightUpdate,
-        UPDATE | {"digests": [{"name": "a", "columns": [2**64], "digest": "0" * 16}]},
-    ),
-    (InitCommunicator, INIT | {"bucket_bytes": 2**64}),
-    (InitCommunicator, INIT | {"attempt": "\ud800"}),
-    (AdapterMeta, ADAPTER | {"r": 2**64}),
-    (AdapterMeta, ADAPTER | {"lora_alpha": float("inf")}),
-    (AdapterMeta, ADAPTER | {"lora_alpha": float("nan")}),
+    (ParameterMeta, {"shape": [2**64]}),
+    (ParameterMeta, {"shape": [-1]}),
+    (ParameterMeta, {"shape": [2**30, 2**30]}),
+    (ParameterMeta, {"shape": [1] * 17}),
+    (ParameterMeta, {"name": "\ud800"}),
+    (StartWeightUpdate, {"version": 2**64}),
+    (StartWeightUpdate, {"parameters": []}),
+    (InitCommunicator, {"bucket_bytes": 2**64}),
+    (InitCommunicator, {"attempt": "\ud800"}),
+    (InitCommunicator, {"attempt": ""}),
+    (InitCommunicator, {"senders": 0}),
+    (AdapterMeta, {"r": 2**64}),
+    (AdapterMeta, {"lora_alpha": float("inf")}),
+    (AdapterMeta, {"lora_alpha": float("nan")}),
+    (AdapterMeta, {"target_modules": []}),
+    (SharedMemory, {"slot_bytes": 2**64}),
+    *((HostMemory, {"path": path}) for path in ("/etc/passwd", "/proc/self/fd/3", "")),
+    (HostMemory, {"path": "/proc/1/fd/../mem"}),
 ]
 
 
-@pytest.mark.req("SYNC-05", "WIRE-05")
+@pytest.mark.req("SYNC-05", "WIRE-05", "SRV-06")
 @pytest.mark.parametrize(("body", "fields"), UNSOUND)
-def test_a_body_with_huge_or_invalid_numbers_or_text_is_refused(
+def test_a_body_with_an_invalid_field_is_refused(
     body: type[BaseModel], fields: dict[str, Any]
 ) -> None:
-    sound = {ParameterMeta: PARAMETER, AdapterMeta: ADAPTER, InitCommunicator: INIT}
-    sound |= {StartWeightUpdate: START, UpdateWeights: UPDATE, FinishWeightUpdate: UPDATE}
-    body.model_validate(sound[body])
+    body.model_validate(SOUND[body])
     with pytest.raises(ValidationError):
-        body.model_validate(fields)
+        body.model_validate(SOUND[body] | fields)
 
 
 def parameter(*shape: int, dtype: str = "float32") -> ParameterMeta:
@@ -74,6 +83,26 @@ def test_a_bucket_takes_parameters_while_they_fit() -> None:
         range(2, 3),
     ]
     assert plan_buckets([], 32) == []
+
+
+@pytest.mark.req("SYNC-02")
+@pytest.mark.parametrize(
+    ("name", "shape", "parts"),
+    [
+        ("a.experts.gate_up_proj", [2, 6, 4], ["gate_proj", "up_proj"]),
+        ("a.experts.down_proj", [2, 4, 3], ["down_proj"]),
+        ("a.experts.gate_up_proj_bias", [2, 6], None),
+        ("a.experts.down_proj", [4, 3], None),
+        ("a.mlp.down_proj", [2, 4, 3], None),
+    ],
+)
+def test_fused_experts_come_apart(name: str, shape: list[int], parts: list[str] | None) -> None:
+    """Other tensors stay whole."""
+    expected = [(name, shape)]
+    if parts is not None:
+        matrix = [shape[1] // len(parts), shape[2]]
+        expected = [(f"a.experts.{e}.{part}.weight", matrix) for e in range(2) for part in parts]
+    assert unfused(name, shape) == expected
 
 
 parameters = st.lists(

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -65,8 +65,9 @@ class Sender:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._group.broadcast(tensor, 0).wait()
 
-    def leave(self) -> None:
-        self._group.shutdown()
+    def close(self) -> None:
+        """Leave the group."""
+        self._group = None
 
 
 def pack(weights: Weights, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
@@ -113,10 +114,9 @@ def weight_group(
 ) -> Iterator[Sender]:
     """Form the group with the server; leave it at the end."""
     posting = Posting(http, "/init_communicator/", init_body(port, world_size, timeout_s))
-    sender = Sender(port, world_size, timeout_s)
-    assert posting.answer().status_code == 200, posting.answer().text
-    yield sender
-    sender.leave()
+    with closing(Sender(port, world_size, timeout_s)) as sender:
+        assert posting.answer().status_code == 200, posting.answer().text
+        yield sender
 
 
 def start(http: httpx.Client, version: int, weights: Weights) -> httpx.Response:

@@ -5,7 +5,7 @@ Everything above is real: both programs' groups, their rendezvous, torch's store
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +22,6 @@ from shared_contracts.rendezvous import ready_key
 # Only a test that fails waits so long.
 NEVER_S = 60.0
 ERROR = "NCCL error: unhandled system error"
-RANKS = 3
 
 _thread = threading.local()
 
@@ -48,8 +47,9 @@ class ProcessGroupNCCL:
 
     made: ClassVar[list[int]]
     hangs = dies = (-1, -1)
-    hanging, over = threading.Event(), threading.Event()
-    all_in = threading.Barrier(RANKS)
+    hanging: ClassVar[threading.Event]
+    over: ClassVar[threading.Event]
+    all_in: ClassVar[threading.Barrier]
 
     class Options:
         _timeout = timedelta(minutes=10)
@@ -63,6 +63,11 @@ class ProcessGroupNCCL:
         self._gloo: Any = None
         self._next = 0
         self._gone = threading.Event()
+
+    @classmethod
+    def when_one_hangs(cls, call: Callable[[], None]) -> None:
+        cls.hanging.wait(NEVER_S)
+        call()
 
     def __del__(self) -> None:
         self._gone.set()
@@ -99,7 +104,7 @@ def install(patch: pytest.MonkeyPatch) -> Iterator[type[ProcessGroupNCCL]]:
     import rollout_server.engines.vllm.push_engine as receiver
 
     class Nccl(ProcessGroupNCCL):
-        made, all_in = [], threading.Barrier(RANKS)
+        made, all_in = [], threading.Barrier(3)
         hanging, over = threading.Event(), threading.Event()
 
     def set_device(_: object) -> None:

@@ -1,53 +1,67 @@
-"""Plans of pushes of full-size models, on the meta device: no weights, no GPU, no engine.
+"""Pushes of full-size models into vLLM's, on the meta device: no weights, no GPU, no engine.
 
 Run as a module, since vLLM's model needs a process group of its own:
 `python -m tests.rehearsal.full_size_plans [--rounds N] FOLDER SIZE...` prints one JSON object for
-each size, with the processor time of N pushes by vLLM's loaders and by the plan. A model of experts
-is only planned: vLLM's CPU build packs them by an operator that has no meta form.
+each size, with a worker's processor time of N pushes.
 """
 
 import argparse
 import json
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
+from vllm import distributed
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
 
+from learner.rollout.server_process import free_ports
 from learner.rollout.sync.weights import MergedWeights
-from rollout_server.engines.vllm.load_plan import Plan, shared_parameters, trace
-from rollout_server.engines.vllm.replay import Replay
-from rollout_server.engines.vllm.weight_engines import unpack
-from shared_contracts.weights import ParameterMeta, plan_buckets
+from rollout_server.engines.vllm import push_engine
+from rollout_server.engines.vllm.push_engine import Group, Manifest, PushEngine
+from rollout_server.weights.manifest import checkpoint_parameters
+from shared_contracts.digests import digest
+from shared_contracts.weights import ParameterMeta
 from tests.unit.full_size_models import make_full_size
 
 BUCKET_BYTES = 64 * 2**20
+SMALL = torch.zeros(8192, dtype=torch.int64)
+
+
+class Buckets(Group):
+    """Buckets without data, and a trailer of zeros."""
+
+    def __init__(self) -> None: ...
+
+    def receive(self, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+        for size in sizes[:-1]:
+            yield torch.empty(size, dtype=torch.uint8, device="meta")
+        yield torch.zeros(sizes[-1], dtype=torch.uint8)
+
+
+def digest_of_nothing(*_: object) -> int:
+    """Take the processor time of a digest; on the meta device each operation is slow Python."""
+    digest(SMALL, SMALL)
+    return 0
 
 
 def manifest(folder: Path) -> list[ParameterMeta]:
+    """Return what a learner sends."""
     described = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model: Any = AutoModelForImageTextToText.from_config(described, dtype=torch.bfloat16)
     return MergedWeights(model).metadata("bfloat16")
 
 
-def engine_model(folder: Path) -> tuple[Any, Any]:
-    """vLLM's config and its model of the folder, on the meta device."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import (
-        destroy_model_parallel,
-        init_distributed_environment,
-        initialize_model_parallel,
-        model_parallel_is_initialized,
-    )
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
+def worker(folder: Path) -> PushEngine:
+    """Return vLLM's model of the folder in a worker's plug-in."""
     config = EngineArgs(
         model=str(folder),
         dtype="bfloat16",
@@ -57,95 +71,52 @@ def engine_model(folder: Path) -> tuple[Any, Any]:
         limit_mm_per_prompt={"image": 1, "video": 0},
     ).create_engine_config()
     with set_current_vllm_config(config):
-        if model_parallel_is_initialized():
-            destroy_model_parallel()  # only a model of experts has a group for them
+        if distributed.model_parallel_is_initialized():
+            distributed.destroy_model_parallel()  # only a model of experts has a group for them
         else:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-            init_distributed_environment(1, 0, place, 0, backend="gloo")
-        initialize_model_parallel(1, 1)
+            (port,) = free_ports(1)
+            place = f"tcp://127.0.0.1:{port}"
+            distributed.init_distributed_environment(1, 0, place, 0, backend="gloo")
+        distributed.initialize_model_parallel(1, 1)
         with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
-            model = initialize_model(config)
-        ties = shared_parameters(model)
-        initialize_layerwise_reload(model)
-        for name in ties:
-            _give_its_own(model, name)
-    return config, (model, ties)
+            model: Any = initialize_model(config)
+            record_metadata_for_reloading(model)
+    transfer: Any = config.weight_transfer_config
+    engine = PushEngine(transfer, config, torch.device("meta"), model)
+    engine._group, engine._bucket_bytes = Buckets(), BUCKET_BYTES
+    return engine
 
 
-def _give_its_own(model: Any, name: str) -> None:
-    """As vLLM's reload does with a tied parameter, but not with one on the meta device."""
-    owner, _, leaf = name.rpartition(".")
-    tied = getattr(model.get_submodule(owner), leaf)
-    own = torch.nn.Parameter(torch.empty_like(tied), requires_grad=False)
-    vars(own).update(vars(tied))
-    setattr(model.get_submodule(owner), leaf, own)
-
-
-def milliseconds(work: Callable[[], object]) -> float:
-    """Of processor time."""
-    began = time.process_time()
-    work()
-    return 1000 * (time.process_time() - began)
-
-
-def pushes(
-    model: Any, model_config: Any, plan: Plan, sent: list[ParameterMeta], rounds: int
-) -> Any:
-    """Milliseconds of each push by vLLM's loaders and by the plan; a worker's part of it."""
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
-
-    described = [parameter.model_dump() for parameter in sent]
-    replay = Replay(model, model_config, plan)
-
-    def buckets() -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        parameters = [ParameterMeta.model_validate(each) for each in described]
-        for bucket in plan_buckets(parameters, BUCKET_BYTES):
-            together = parameters[bucket.start : bucket.stop]
-            size = sum(each.wire_bytes for each in together)
-            data = torch.empty(size, dtype=torch.uint8, device="meta")
-            yield unpack(data, together, data.device)
-
-    def load() -> None:
-        initialize_layerwise_reload(model)
-        for bucket in buckets():
-            model.load_weights(bucket)
-        finalize_layerwise_reload(model, model_config)
-
-    def copy() -> None:
-        assert replay.begin()
-        for bucket in buckets():
-            replay.load_weights(bucket)
-        replay.finish()
-
-    found = [(milliseconds(load), milliseconds(copy)) for _ in range(rounds + 1)][1:]
-    return {"loaders_ms": [a for a, _ in found], "replay_ms": [b for _, b in found]}
+def lacks_weights(module: Any) -> bool:
+    """Return whether vLLM's reload waits for more than the padding of a vocabulary."""
+    info = get_layerwise_info(module)
+    if not info.load_numel_total or not list(module.parameters(recurse=False)):
+        return False
+    padded, rows = (getattr(module, n, 0) for n in ("num_embeddings_padded", "org_vocab_size"))
+    padding = (padded - rows) * getattr(module, "embedding_dim", 0)
+    return bool(info.load_numel + padding < info.load_numel_total)
 
 
 def describe(folder: Path, rounds: int) -> dict[str, Any]:
-    """The plan of a push, its manifest, and the milliseconds of pushes."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    plain = manifest(folder)
-    config, (model, ties) = engine_model(folder)
-    with set_current_vllm_config(config):
-        plan = trace(model, plain, "bfloat16", ties)
-        times: dict[str, list[float]] = {}
-        if rounds > 0 and config.model_config.get_num_experts() == 0:
-            finalize_layerwise_reload(model, config.model_config)
-            times = pushes(model, config.model_config, plan, plain, rounds)
+    """Push once and look what is filled; then measure milliseconds of processor time."""
+    sent, engine = manifest(folder), worker(folder)
+    described = [parameter.model_dump() for parameter in sent]
+    times, unfilled = [], list[str]()
+    with set_current_vllm_config(engine.vllm_config):
+        for number in range(rounds + 1):
+            began = time.process_time()
+            engine.start_weight_update()
+            engine.receive_weights(Manifest(described))
+            if number == 0:
+                modules = engine.model.named_modules()
+                unfilled = [name for name, module in modules if lacks_weights(module)]
+            engine.finish_weight_update()
+            times.append(1000 * (time.process_time() - began))
     return {
-        "faults": [str(fault) for fault in plan.faults],
-        "parameters": len(plain),
-        "planned": len(plan.placements),
-        "bytes": sum(p.num_bytes for p in plain),
-        "tied": len(ties),
-        **times,
+        "bytes": sum(parameter.num_bytes for parameter in sent),
+        "expected": checkpoint_parameters(folder) == {each.name: each.shape for each in sent},
+        "unfilled": unfilled,
+        "ms": times[1:],
     }
 
 
@@ -155,6 +126,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("sizes", nargs="+")
     options = parser.parse_args()
+    module: Any = push_engine
+    module.digest = digest_of_nothing
+    # vLLM's CPU build packs experts by an operator that has no meta form.
+    torch.library.register_fake("_C::prepack_moe_weight", lambda weight, output, isa: None)
     for size in options.sizes:
         folder = make_full_size(options.folder / size, size)
         print(json.dumps({"size": size, **describe(folder, options.rounds)}))

@@ -5,7 +5,7 @@ Faked are vLLM around the plug-in, HTTP, and NCCL itself.
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from learner.rollout.sync.push import WeightPusher, WeightSyncError
 from learner.rollout.sync.weights import SyncMode
 from rollout_server.weights.pushes import Pushes
 from shared_contracts.repeat_guard import RepeatTerminateConfig
-from tests.rehearsal.fake_nccl import ERROR, NEVER_S, ProcessGroupNCCL, install
+from tests.rehearsal.fake_nccl import ERROR, NEVER_S, install
 
 pytestmark = pytest.mark.slow
 
@@ -86,20 +86,19 @@ class Server:
     def pusher(self, timeout_s: float) -> WeightPusher:
         """Return that of a new learner."""
 
-        def call(phase: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
-            return asyncio.run_coroutine_threadsafe(phase(*arguments), self._loop).result()
+        def call(phase: str, body: Any) -> Any:
+            answer = getattr(self.pushes, phase)(body)
+            return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
 
-        client: Any = SimpleNamespace(
-            base_url="http://127.0.0.1:1",
-            timeout_s=timeout_s,
-            world_size=lambda: 2,
-            init_communicator=partial(call, self.pushes.init_communicator),
-            start_weight_update=partial(call, self.pushes.start),
-            update_weights=partial(call, self.pushes.update),
-            finish_weight_update=partial(call, self.pushes.finish),
-        )
+        client: Any = SimpleNamespace(base_url="http://127.0.0.1:1", timeout_s=timeout_s)
+        client.world_size = lambda: 2
+        client.init_communicator = partial(call, "init_communicator")
+        client.start_weight_update = partial(call, "start")
+        client.update_weights = partial(call, "update")
+        client.finish_weight_update = partial(call, "finish")
+        (port,) = free_ports(1)
         mode = SyncMode.of(MODEL, "full", fallback_to_full=True)
-        return WeightPusher(client, *free_ports(1), mode, "nccl", bucket_bytes=1000)
+        return WeightPusher(client, port, mode, "nccl", bucket_bytes=1000)
 
     def assert_pushed(self, version: int) -> None:
         for engine in self.engines:
@@ -108,20 +107,15 @@ class Server:
             assert all(map(torch.equal, engine.llm.loaded.values(), WEIGHTS.values()))
 
 
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ProcessGroupNCCL]]:
-    with install(monkeypatch) as made:
-        yield made
-
-
 @pytest.mark.req("SYNC-03", "FULL-07", "FULL-10")
-def test_every_worker_gets_what_the_learner_sends(nccl: type[ProcessGroupNCCL]) -> None:
+def test_every_worker_gets_what_the_learner_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake asserts what every rank does before NCCL."""
     server = Server()
-    pusher = server.pusher(NEVER_S)
-    for version in (1, 2):
-        pusher.push(version)
-        server.assert_pushed(version)
+    with install(monkeypatch) as nccl:
+        pusher = server.pusher(NEVER_S)
+        for version in (1, 2):
+            pusher.push(version)
+            server.assert_pushed(version)
     assert sorted(nccl.made) == [0, 1, 2], "one group for both pushes"
 
 
@@ -134,6 +128,7 @@ def test_every_worker_gets_what_the_learner_sends(nccl: type[ProcessGroupNCCL]) 
         ("hangs", (0, 2), "server .* in phase transfer"),
         ("hangs", (2, 3), "server .* in phase transfer"),
         ("hangs", (1, 0), "server .* in phase rendezvous.* not over within 1 s"),
+        ("hangs, and the learner leaves", (0, 2), "in phase transfer"),
     ],
 )
 def test_a_rank_that_fails_in_nccl_ends_the_push_and_the_next_one_succeeds(
@@ -143,9 +138,12 @@ def test_a_rank_that_fails_in_nccl_ends_the_push_and_the_next_one_succeeds(
     server = Server()
     before = server.engines
     with install(monkeypatch) as nccl:
-        setattr(nccl, fault, place)
+        setattr(nccl, "dies" if fault == "dies" else "hangs", place)
+        pusher = server.pusher(SHORT_S if fault == "hangs" else NEVER_S)
+        if "leaves" in fault:
+            threading.Thread(target=nccl.when_one_hangs, args=[pusher.abandon]).start()
         with pytest.raises(WeightSyncError, match=reason):
-            server.pusher(NEVER_S if fault == "dies" else SHORT_S).push(1)
+            pusher.push(1)
     with install(monkeypatch):
         server.pusher(NEVER_S).push(1)
     server.assert_pushed(1)
@@ -161,7 +159,7 @@ def test_a_rank_that_fails_in_nccl_ends_the_push_and_the_next_one_succeeds(
     ],
 )
 def test_no_rank_calls_nccl_before_all_have_met(
-    nccl: type[ProcessGroupNCCL], comes: bool, timeout_s: float, reason: str
+    monkeypatch: pytest.MonkeyPatch, comes: bool, timeout_s: float, reason: str
 ) -> None:
     server = Server()
 
@@ -175,24 +173,11 @@ def test_no_rank_calls_nccl_before_all_have_met(
 
     last = server.engines[1].llm
     joins, last.init_weight_transfer_engine = last.init_weight_transfer_engine, fail
-    with pytest.raises(WeightSyncError, match=reason):
-        server.pusher(timeout_s).push(1)
-    assert nccl.made == []
-    assert all(engine.alive for engine in server.engines)
-    last.init_weight_transfer_engine = joins
-    server.pusher(NEVER_S).push(1)
+    with install(monkeypatch) as nccl:
+        with pytest.raises(WeightSyncError, match=reason):
+            server.pusher(timeout_s).push(1)
+        assert nccl.made == []
+        assert all(engine.alive for engine in server.engines)
+        last.init_weight_transfer_engine = joins
+        server.pusher(NEVER_S).push(1)
     server.assert_pushed(1)
-
-
-@pytest.mark.req("FULL-07", "SYNC-04")
-def test_a_send_that_hangs_ends_when_the_learner_leaves(nccl: type[ProcessGroupNCCL]) -> None:
-    nccl.hangs = (0, 2)
-    pusher = Server().pusher(NEVER_S)
-
-    def leave() -> None:
-        nccl.hanging.wait(NEVER_S)
-        pusher.abandon()
-
-    threading.Thread(target=leave).start()
-    with pytest.raises(WeightSyncError, match="in phase transfer"):
-        pusher.push(1)

@@ -52,6 +52,8 @@ VISIBLE = {
     "an id and a UUID": f"0,{UUIDS[1]}",
     "more than it takes": ",".join(UUIDS),
 }
+# Of our plug-in for weight transfer.
+BACKEND = "rollmatch"
 MIG = "MIG-41b3b2a1-9f6f-5a3e-8f0e-1f3f6b7e2c55"
 
 
@@ -143,7 +145,7 @@ def test_a_profile_starts_a_server_that_fits_its_gpu(rehearsed: Rehearsed, path:
         assert one["device"] == "cuda"
         assert one["worker"] == "vllm.v1.worker.gpu_worker.Worker"
         assert one["v2_runner"], "vLLM's default"
-        assert (one["dtype"], one["transfer"]) == ("torch.bfloat16", "nccl-met")
+        assert (one["dtype"], one["transfer"]) == ("torch.bfloat16", BACKEND)
         assert one["architecture"] == "Qwen3VLForConditionalGeneration"
         assert longest <= one["max_model_len"] < longest + 256
         assert one["max_num_seqs"] == config.rollout_matching.decode_batch_size >= 64
@@ -189,7 +191,7 @@ def test_servers_of_tests_for_gpus_start(rehearsed: Rehearsed, name: str) -> Non
     options = servers.STARTED[name]
     assert one["gpus"] == ([0, 1] if "0,1" in options else [0])
     assert (one["dtype"], one["max_model_len"]) == ("torch.bfloat16", 512)
-    assert one["transfer"] == ("shared-memory" if "ipc" in options else "nccl-met")
+    assert one["transfer"] == BACKEND
     assert one["sleep_mode"] == ("--share-gpus" in options)
     assert one["lora"] == ("--enable-lora" in options)
     assert one["share"] == float(options[options.index("--gpu-memory-utilization") + 1])

@@ -9,6 +9,7 @@ from learner.data.jsonl import build_request
 from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
 from learner.rollout.server import ServerBackend
+from learner.rollout.sync.probe import ProofOfEffect
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
@@ -86,12 +87,21 @@ def fleet(
 
 
 @contextmanager
-def fleet_of(rollouts: list[ScriptedRollouts], decode_batch_size: int) -> Iterator[Fleet]:
+def fleet_of(
+    rollouts: list[ScriptedRollouts], decode_batch_size: int, proof: ProofOfEffect | None = None
+) -> Iterator[Fleet]:
     channels = [ScriptedChannel(one) for one in rollouts]
     clients = [RolloutClient(one.server.base_url, timeout_s=60.0) for one in rollouts]
     journal, clock = Journal(), PausedClock()
     backend = ServerBackend(
-        clients, channels, decode_batch_size, journal, clock.sleep, differences, clock=clock
+        clients,
+        channels,
+        decode_batch_size,
+        journal,
+        clock.sleep,
+        differences,
+        proof=proof,
+        clock=clock,
     )
     backend.connect()
     backend.push_weights(1)

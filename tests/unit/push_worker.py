@@ -1,11 +1,13 @@
 """The server's side of a push, written from the docstring of `shared_contracts.weights` alone."""
 
+import itertools
 import json
 import mmap
 import socket
 import struct
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,13 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from shared_contracts.weights import (
     CommunicatorReady,
     InitCommunicator,
-    ParameterMeta,
     StartWeightUpdate,
     SyncReport,
-    Transport,
     WeightState,
     WeightStatus,
     plan_buckets,
 )
 from tests.contract.weight_sender import digest
-from tests.unit.fleets import wait_until as wait_until
 from tests.unit.scripted_server import Reply, ScriptedServer, problem
 
 
@@ -48,8 +47,7 @@ class Weights(nn.Module):
 
 
 def open_store(asked: InitCommunicator, attempt: str | None = None) -> TCPStore:
-    """The store of the rendezvous, open as long as the object lives."""
-    # Torch's own listener sometimes takes 5 s to answer a client that comes early.
+    """The store of the rendezvous. Torch's own listener sometimes needs 5 s to answer."""
     listening = socket.create_server((asked.host, asked.port))
     store = TCPStore(
         *(asked.host, asked.port, None, True, timedelta(seconds=60), False),
@@ -59,50 +57,50 @@ def open_store(asked: InitCommunicator, attempt: str | None = None) -> TCPStore:
     return store
 
 
-def join(store: TCPStore, ranks: int) -> ProcessGroupGloo:
-    """Join the group as rank 1."""
-    keys = PrefixStore("group/0", store)
+def join(store: TCPStore, number: int = 0) -> ProcessGroupGloo:
+    """Join a group of two as rank 1."""
+    keys = PrefixStore(f"group/{number}", store)
     keys.set("ready/1", "")
-    keys.wait([f"ready/{rank}" for rank in range(ranks)])
+    keys.wait(["ready/0", "ready/1"])
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=60)
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    group = ProcessGroupGloo(keys, 1, ranks, options)
+    group = ProcessGroupGloo(keys, 1, 2, options)
     group.allreduce(torch.zeros(1)).wait()  # type: ignore[attr-defined]
     return group
 
 
 class Worker:
-    """Rank 1 of a real group, behind the routes of a scripted server.
+    """Rank 1 of a real group of each sender, behind the routes of a scripted server.
 
-    received: tensors of the newest update, by name.
+    received: tensors of the newest update, by name; the same from every sender.
     breaks_after: so many buckets; then the call fails, while the worker stays in its group.
     """
 
-    def __init__(self, server: ScriptedServer, transport: Transport = "gloo") -> None:
+    def __init__(self, server: ScriptedServer) -> None:
         self.received: dict[str, Tensor] = {}
         self.groups_formed = 0
         self.breaks_after: int | None = None
-        self._transport, self._version = transport, 0
-        self._group: Any = None
+        self._version, self._groups = 0, list[Any]()
         server.routes |= {
             "POST /init_communicator/": self.init,
             "POST /start_weight_update/": self.start,
             "POST /update_weights/": self.update,
             "POST /finish_weight_update/": self.finish,
             "POST /load_adapter/": self.load_adapter,
-            "POST /close_communicator/": self.close,
+            "POST /close_communicator/": self.leave,
         }
 
     def init(self, body: object) -> Reply:
         self._asked = InitCommunicator.model_validate(body)
         self.leave()
-        self._group = join(open_store(self._asked), self._asked.world_size)
+        store = open_store(self._asked)
+        self._groups = [join(store, number) for number in range(self._asked.senders)]
         self.groups_formed += 1
         return CommunicatorReady(
             weights_version=0,
-            world_size=2,
-            transport=self._transport,
+            world_size=self._asked.world_size,
+            transport=self._asked.transport,
             server_epoch="epoch-1",
             dtype="bfloat16",
         )
@@ -112,18 +110,11 @@ class Worker:
         return self._status("UPDATING")
 
     def update(self, body: object) -> Reply:
-        parameters, digests = self._manifest.parameters, list[int]()
-        self.received = {}
-        receive = self._receive_mapped() if self._transport == "ipc" else self._broadcast
-        for indices in plan_buckets(parameters, self._asked.bucket_bytes):
-            if len(digests) == self.breaks_after:
+        for number, group in enumerate(self._groups):
+            former, self.received = self.received, {}
+            if not self._receive(group):
                 return problem("weight-transfer-failed", "server: no such name", "transfer")
-            members = parameters[indices.start : indices.stop]
-            bucket = receive(sum(p.wire_bytes for p in members))
-            self._unpack(members, bucket)
-            digests.append(digest(bucket.numpy().tobytes()))
-        trailer = receive(8 * len(digests)).numpy().tobytes()
-        assert struct.unpack(f"<{len(digests)}Q", trailer) == tuple(digests)
+            assert not number or all(torch.equal(self.received[n], former[n]) for n in former)
         return self._status("UPDATING")
 
     def finish(self, body: object) -> Reply:
@@ -133,48 +124,57 @@ class Worker:
         query, content = body
         return self._report(int(query.partition("&")[0].removeprefix("version=")), len(content))
 
-    def close(self, body: object) -> Reply:
-        self.leave()
+    def leave(self, body: object = None) -> Reply:
+        while self._groups:
+            self._groups.pop().shutdown()
         return self._status("READY")
 
-    def leave(self) -> None:
-        if self._group is not None:
-            self._group.shutdown()
-            self._group = None
-
-    def _broadcast(self, size: int) -> Tensor:
-        data = torch.empty(size, dtype=torch.uint8)
-        self._group.broadcast(data, 0).wait()
-        return data
-
-    def _receive_mapped(self) -> Callable[[int], Tensor]:
-        """Map the learner's memory; return a function that copies the next slot."""
-        length = int(self._broadcast(8).view(torch.int64))
-        shared = json.loads(self._broadcast(length).numpy().tobytes())
-        with Path(shared["memory"]["path"]).open("rb") as file:
-            pages = mmap.mmap(file.fileno(), 2 * shared["slot_bytes"], prot=mmap.PROT_READ)
-        turns = iter(range(10**6))
-
-        def copy(size: int) -> Tensor:
-            self._broadcast(1)
-            begin = next(turns) % 2 * shared["slot_bytes"]
-            data = torch.tensor(list(pages[begin : begin + size]), dtype=torch.uint8)
-            self._group.barrier().wait()
-            return data
-
-        return copy
-
-    def _unpack(self, members: list[ParameterMeta], bucket: Tensor) -> None:
-        for p in members:
-            own, bucket = bucket[: p.wire_bytes], bucket[p.wire_bytes :]
-            data, padding = own[: p.num_bytes], own[p.num_bytes :]
-            self.received[p.name] = data.clone().view(getattr(torch, p.dtype)).view(p.shape)
-            assert not padding.any(), p.name
+    def _receive(self, group: Any) -> bool:
+        parameters, digests = self._manifest.parameters, list[int]()
+        receive = mapped(group) if self._asked.transport == "ipc" else partial(broadcast, group)
+        for bounds in plan_buckets(parameters, self._asked.bucket_bytes):
+            if len(digests) == self.breaks_after:
+                return False
+            members = [parameters[i] for i in bounds]
+            bucket = receive(sum(p.wire_bytes for p in members))
+            digests.append(digest(bucket.numpy().tobytes()))
+            for p in members:
+                own, bucket = bucket[: p.wire_bytes], bucket[p.wire_bytes :]
+                data, padding = own[: p.num_bytes], own[p.num_bytes :]
+                self.received[p.name] = data.clone().view(getattr(torch, p.dtype)).view(p.shape)
+                assert not padding.any(), p.name
+        trailer = receive(8 * len(digests)).numpy().tobytes()
+        assert struct.unpack(f"<{len(digests)}Q", trailer) == tuple(digests)
+        return True
 
     def _status(self, state: WeightState) -> WeightStatus:
         return WeightStatus(state=state, weights_version=self._version, server_epoch="epoch-1")
 
     def _report(self, version: int, size: int) -> SyncReport:
-        self._version = version
-        seconds = {"pause": 0.1, "transfer": 0.2, "finish": 0.3}
+        self._version, seconds = version, {"pause": 0.1, "transfer": 0.2, "finish": 0.3}
         return SyncReport(status=self._status("READY"), seconds=seconds, bytes=size)
+
+
+def broadcast(group: Any, size: int) -> Tensor:
+    """Receive so many bytes from rank 0."""
+    data = torch.empty(size, dtype=torch.uint8)
+    group.broadcast(data, 0).wait()
+    return data
+
+
+def mapped(group: Any) -> Callable[[int], Tensor]:
+    """Map the learner's memory; return a function that copies the next slot."""
+    length = int(broadcast(group, 8).view(torch.int64))
+    shared = json.loads(broadcast(group, length).numpy().tobytes())
+    with Path(shared["memory"]["path"]).open("rb") as file:
+        pages = mmap.mmap(file.fileno(), 2 * shared["slot_bytes"], prot=mmap.PROT_READ)
+    begins = itertools.cycle([0, shared["slot_bytes"]])
+
+    def copy(size: int) -> Tensor:
+        broadcast(group, 1)
+        pages.seek(next(begins))
+        data = torch.tensor(list(pages.read(size)), dtype=torch.uint8)
+        group.barrier().wait()
+        return data
+
+    return copy

@@ -252,6 +252,7 @@ def test_metrics_count_calls_and_time_the_slowest_push() -> None:
     pushed.seconds["warp"] = 3.0  # a phase of a newer server is no metric
     journal.push(A, False, pushed)
     journal.push(B, True, report(5, "p-0", seconds=8.0, size=6_000_000_000))
+    journal.probe(0.5)
     journal.healthy = 1
     _, payload = journal.take()
     assert payload.metrics() == {
@@ -262,9 +263,11 @@ def test_metrics_count_calls_and_time_the_slowest_push() -> None:
         "sync/pushes": 2,
         "sync/repushes": 1,
         "sync/fell_back": 0.0,
-        "sync/load_s": 0.1,
-        "sync/send_s": 2.0,
+        "sync/pause_s": 0.1,
+        "sync/transfer_s": 2.0,
+        "sync/finish_s": 0.2,
         "sync/total_s": 8.0,
+        "sync/probe_s": 0.5,
         "sync/bytes": 6_000_000_000,
         "sync/gb_per_s": 3.0,
     }

@@ -11,6 +11,7 @@ from learner.data.toy import ToyData
 from learner.models.load import LoadedModel, load_model
 from learner.models.packed_forward import PromptEncoder, Segment, make_pack
 from learner.runs.metrics import rollout_payload
+from learner.runs.rollout_log import LoggedAnswer
 from learner.stages.targets import build_ground_truth_target
 from learner.stages.tokens import decode_exactly
 from learner.training.channels import ChannelA, ChannelB, Encoding
@@ -166,6 +167,44 @@ def test_an_invalid_rollout_still_trains_on_the_full_append(
     assert stats["rollout/parse_truncated_rate"] == 0
 
 
+@pytest.mark.req("RES-32", "PARSE-05")
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("Sure: {", "prose_before"),
+        ("\u00a0{}", "prose_before"),
+        (" \n```json\n{", "fenced"),
+        ("```{}```", "fenced"),
+        ("garbage", None),
+        ("", None),
+        (" \n{} so", None),
+    ],
+)
+def test_what_stands_before_an_answer_is_counted_by_name(
+    answering: Answering, text: str, named: str | None
+) -> None:
+    _, (assessed,) = answering.channel.segments([answering.scene], [answering.rollout(text)])
+    rollout = replace(assessed.rollout, text=text)
+    stats = rollout_payload([assessed._replace(rollout=rollout)]).metrics()
+    expected = {name: float(name == named) for name in ("prose_before", "fenced")}
+    assert counted(stats, *expected) == expected
+    assert stats[f"{B}/invalid_rollout"] == (not text.lstrip(" \n").startswith("{"))
+
+
+@pytest.mark.req("MET-02")
+@pytest.mark.parametrize(
+    ("text", "finish", "rate"),
+    [("Let me", "length", 1), ("Let me", "stop", 0), ("{}", "length", 0), ("{", "stop", 1)],
+)
+def test_an_answer_that_is_cut_before_its_first_brace_is_truncated(
+    answering: Answering, text: str, finish: str, rate: int
+) -> None:
+    cut = replace(answering.rollout(text), finish_reason=finish)
+    _, assessed = answering.channel.segments([answering.scene], [cut])
+    assert rollout_payload(assessed).metrics()["rollout/parse_truncated_rate"] == rate
+    assert LoggedAnswer.of(assessed[0]).parse.truncated == rate
+
+
 @pytest.mark.req("CHB-01")
 def test_an_answer_cut_short_is_kept_up_to_its_last_object(answering: Answering) -> None:
     cut = written(CAT, DOG)[:-20]
@@ -258,22 +297,24 @@ def test_the_metrics_of_a_step_are_counted_by_hand(answering: Answering) -> None
         f"{{{three}}}",
         "garbage",
         written(far)[:-1],
+        written(CAT).replace("coord", "c\\u006ford"),
     ]
     _, metrics = answering.segments(*texts)
     lengths = [len(answering.rollout(text).response_token_ids) for text in texts]
-    assert metrics["rollout/parse_truncated_rate"] == pytest.approx(1 / 5)
-    assert metrics["rollout/parse_dropped_invalid"] == 1
-    assert metrics["rollout/gen_new_tokens_mean"] == pytest.approx(sum(lengths) / 5)
+    assert metrics["rollout/parse_truncated_rate"] == pytest.approx(1 / 6)
+    assert metrics["rollout/parse_dropped_invalid"] == 2
+    assert metrics["rollout/gen_new_tokens_mean"] == pytest.approx(sum(lengths) / 6)
     assert sorted(lengths)[-2] <= metrics["rollout/gen_new_tokens_p99"] <= max(lengths)
     assert metrics["rollout/repeat_terminate_triggered_sequences"] == 0
     assert metrics[f"{B}/invalid_rollout"] == 1
     assert metrics[f"{B}/N_valid_pred"] == 5
-    assert metrics[f"{B}/N_drop_invalid"] == 1
+    assert metrics[f"{B}/N_drop_invalid"] == 2
     assert metrics[f"{B}/strict_drop/wrong_arity"] == 1
+    assert metrics[f"{B}/coord_unaligned"] == 1
     assert metrics[f"{B}/matched"] == 3
     assert metrics[f"{B}/false_positives"] == 2
-    assert metrics[f"{B}/fn_appended"] == 7
-    assert metrics[f"{B}/match_rate"] == pytest.approx(3 / 10)
+    assert metrics[f"{B}/fn_appended"] == 9
+    assert metrics[f"{B}/match_rate"] == pytest.approx(3 / 12)
     assert metrics[f"{B}/closure_supervision/N_drop"] == 0
     assert metrics[f"{B}/gated"] >= 1
 

@@ -334,7 +334,7 @@ DUPLICATE_UL = {
     "enabled": True,
     "weight": 1.0,
     "channels": ["B"],
-    "config": {},
+    "config": {"radius": None},
 }
 
 

@@ -31,7 +31,7 @@ from shared_contracts.errors import (
 from shared_contracts.infer import InferCall, RequestConfig
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, WorldSize
-from shared_contracts.weights import MOST_VERSION_STEP, WeightStatus
+from shared_contracts.weights import MOST_VERSION_STEP, GroupCall, WeightStatus
 from tests.unit.fleets import PausedClock, fleet_of
 from tests.unit.scripted_server import (
     INFER,
@@ -44,6 +44,7 @@ from tests.unit.scripted_server import (
     info,
     live,
     problem,
+    report,
     response,
     scripted_server,
 )
@@ -440,6 +441,7 @@ def test_token_is_in_no_log(
 # --- Wrong answers: one size limit, one deadline, typed fields ---------------------------
 
 
+FINISH = "POST /finish_weight_update/"
 STATUS = WeightStatus(state="READY", weights_version=3, server_epoch="e-0")
 DETAILED = CALL.model_copy(
     update={"request_config": RequestConfig(return_details=True, logprobs=True)}
@@ -448,6 +450,7 @@ ROUTES: dict[str, Callable[[RolloutClient], object]] = {
     "GET /info/": RolloutClient.info,
     INFER: lambda client: client.infer(DETAILED),
     "POST /sleep/": RolloutClient.sleep,
+    FINISH: lambda client: client.finish_weight_update(GroupCall(attempt="a")),
 }
 ROLLOUT = envelope([5, 6], [1, 2], 7, "text").model_dump()
 ROLLOUT["response"]["choices"][0]["logprobs"] = {"content": [{"logprob": -0.5}] * 2}
@@ -455,6 +458,7 @@ HONEST: dict[str, Any] = {
     "GET /info/": info().model_dump(),
     INFER: [ROLLOUT],
     "POST /sleep/": STATUS.model_dump(),
+    FINISH: report(3, "e-0").model_dump(),
 }
 
 
@@ -473,6 +477,8 @@ CHOICE = "0.response.choices.0"
 FAULTS = [
     ("GET /info/", "weights_version", -1),
     ("POST /sleep/", "state", "BUSY"),
+    (FINISH, "seconds", {"pause": 1.0}),
+    (FINISH, "seconds.transfer", -1.0),
     (INFER, f"{CHOICE}.index", -1),
     (INFER, f"{CHOICE}.token_ids", None),
     (INFER, f"{CHOICE}.logprobs", None),

@@ -18,6 +18,7 @@ from torch import nn
 
 from learner.config import dump_mapping, dump_resolved, load_mapping, merge, parse_config
 from learner.config.schema import Config
+from learner.distributed.peers import Peers
 from learner.models.load import Offload
 from learner.rollout.colocate import (
     ColocatedBackend,
@@ -40,6 +41,7 @@ from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.rollout_config import VllmConfig
 from shared_contracts.weights import Transport
 from tests.unit.fleets import wait_until
+from tests.unit.ranks_in_threads import in_ranks
 
 WARMUP = load_mapping(Path(__file__).parents[2] / "configs/demo/warmup.yaml")
 BARE = {key: section for key, section in WARMUP.items() if key != "rollout_matching"}
@@ -148,11 +150,45 @@ def test_more_gpus_than_visible_are_refused(asked: int, gpus: list[int]) -> None
     assert CUDA_VISIBLE in caught.value.do
 
 
+@pytest.mark.req("ROLL-03")
+@pytest.mark.parametrize(
+    ("processes", "gpus", "asked", "size"),
+    [
+        (2, [], None, 1),
+        (2, [4, 5, 6], None, 2),
+        (4, [0, 1, 2, 3], None, 4),
+        (4, [0, 1, 2, 3], 2, 2),
+        (6, [*range(8)], None, 2),
+        (3, [0, 1, 2], None, 1),
+    ],
+)
+def test_server_of_several_processes_has_a_worker_for_each(
+    tmp_path: Path, processes: int, gpus: list[int], asked: int | None, size: int
+) -> None:
+    config = config_of({"vllm": {"mode": "colocate", "tensor_parallel_size": asked}})
+    placement = place(config.rollout_matching.vllm, gpus, processes)
+    assert placement.gpus == tuple(gpus[:processes])
+    assert (placement.tensor_parallel_size, placement.replicas) == (size, processes // size)
+    assert learner_environment(placement, processes) == {}
+    settings = settings_of(config, gpus, "ipc", tmp_path, processes)
+    assert settings.num_workers == processes
+
+
+@pytest.mark.req("ROLL-03")
+@pytest.mark.parametrize(("gpus", "processes"), [([0, 1, 2], 3), ([], 2)])
+def test_processes_that_do_not_split_into_replicas_are_refused(
+    gpus: list[int], processes: int
+) -> None:
+    with pytest.raises(ContractError, match=f"each of {processes} learner processes") as caught:
+        place(VllmConfig(tensor_parallel_size=2), gpus, processes)
+    assert caught.value.where == "rollout_matching.vllm.tensor_parallel_size"
+
+
 def settings_of(
-    config: Config, gpus: list[int], transport: Transport, folder: Path
+    config: Config, gpus: list[int], transport: Transport, folder: Path, processes: int = 1
 ) -> ServerSettings:
     own, run = folder / "server.yaml", folder / "run.yaml"
-    placement = place(config.rollout_matching.vllm, gpus)
+    placement = place(config.rollout_matching.vllm, gpus, processes)
     own.write_text(dump_mapping(server_settings(config, placement, [folder], transport, 640)))
     run.write_text(dump_resolved(config))
     return load_settings(own, {}, run)
@@ -246,6 +282,14 @@ def test_adapters_of_several_processes_are_refused(checkpoint: dict[str, Any]) -
         check_backend(config, {CUDA_VISIBLE: "", "WORLD_SIZE": "2"})
     assert caught.value.where == "rollout_matching.vllm.sync.mode"
     check_backend(config, {CUDA_VISIBLE: ""})
+
+
+@pytest.mark.req("ROLL-03")
+def test_processes_on_several_machines_are_refused(checkpoint: dict[str, Any]) -> None:
+    there = {CUDA_VISIBLE: "", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(ContractError, match="2 of 4 learner processes") as caught:
+        check_backend(config_of(model=checkpoint), there)
+    assert caught.value.where == "rollout_matching.vllm.mode"
 
 
 def test_checkpoint_without_safetensors_is_refused(tmp_path: Path) -> None:
@@ -452,6 +496,21 @@ def test_host_buffers_are_reused_and_freed_with_their_tensors() -> None:
     assert gone == len(list(trained.model.parameters())), "the buffers of the gradients"
 
 
+@pytest.mark.req("ROLL-03", "CFG-05")
+def test_page_locked_memory_that_cannot_be_had_names_the_key_and_a_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(torch, "empty_like", refuse)
+    offload = Offload(nn.Linear(2, 3, device="meta"), None)
+    with pytest.raises(ContractError, match=r"24 bytes \(CUDA error: out of memory\)") as caught:
+        offload.room().__enter__()
+    assert caught.value.where == "rollout_matching.offload.enabled"
+    assert "vllm.mode to server" in caught.value.do
+
+
 @pytest.mark.req("ROLL-03")
 def test_only_requested_tensors_are_moved_and_an_error_restores_them() -> None:
     trained = Trained()
@@ -593,6 +652,27 @@ def test_rollout_is_repeated_after_a_restart_of_the_server() -> None:
     assert colocated(scene).rollout([], RequestConfig()) == []
     asked = [f"start {start} is ready" for start in (1, 2, 3)]
     assert [call for call in scene.calls if call != "rollout"] == ["room", *asked, "restored"]
+
+
+@pytest.mark.req("ROLL-03", "SYNC-08")
+def test_processes_make_room_together_and_process_0_has_the_server_sleep() -> None:
+    scenes, calls = [Scene(), Scene()], list[str]()
+
+    def work(peers: Peers) -> None:
+        scene = scenes[peers.rank]
+        scene.calls = calls
+        backend = ColocatedBackend(scene, scene, scene.room, scene, peers)
+        backend.sleep()
+        with backend.serving():
+            backend.push_weights(1)
+            backend.rollout([], RequestConfig())
+
+    for rank in in_ranks(2, work):
+        rank.result()
+    moves = scenes[0].moves
+    assert moves[:3] == ["sleep", "room", "room"]
+    assert sorted(moves[3:7]) == ["push 1", "push 1", "rollout", "rollout"]
+    assert moves[7:] == ["sleep", "restored", "restored"]
 
 
 @pytest.mark.req("ROLL-03")

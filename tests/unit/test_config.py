@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from learner.config import Config, merge, parse_config
+from learner.config.moved_keys import EMPTY_SECTIONS
 from learner.config.schema import resolved_sync_mode
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
@@ -110,6 +111,8 @@ LATE = {"enabled": True, "version_window": 0, "sync_every_steps": 2}
         {"rollout_matching": {"repeat_terminate": GUARD | {"enabled": False}}},
         {"rollout_matching": {"repeat_terminate": {"ngram_size": 2, "ngram_repeats": 3}}},
         {"rollout_matching": {"offload": {"enabled": True, "offload_model": True}}},
+        {"rollout_matching": {"offload": {"enabled": True}}},
+        {"rollout_matching": {"offload": {"enabled": True}, "vllm": IN_SERVERS}},
         {"rollout_matching": {"vllm": IN_SERVERS, "async_rollout": LATE}} | BOTH,
         {"rollout_matching": {"matching": ALIGNED["rollout_matching"]["matching"]}},
         {"training": {"packing": False, "packing_drop_last": False}},
@@ -176,7 +179,6 @@ def test_the_backend_follows_from_the_config(rollout: dict[str, Any], backend: s
         ("full", True, LORA, "full"),
         ("auto", False, {}, "full"),
         ("auto", False, LORA, "full"),
-        ("auto", True, {}, "full"),
         ("auto", True, LORA, "adapter"),
         ("adapter", True, LORA, "adapter"),
     ],
@@ -247,11 +249,22 @@ def test_the_eval_batch_size_leaves_rollout_batching_alone() -> None:
 
 
 @pytest.mark.req("CFG-02", "STEP-01")
-@given(st.integers(0, 10**15))
-def test_b_ratio_is_the_decimal_that_was_written(digits: int) -> None:
-    share = Decimal(digits).scaleb(-15)
-    for value in (float(share), str(share)):
-        assert parse_config(changed("stage2_ab.schedule.b_ratio", value)).b_ratio == share
+@given(st.integers(0, 10**15).map(lambda digits: digits / 10**15) | st.floats(0, 1))
+@example(0.3333333333333333)
+@example(5e-324)
+@example(2.2250738585072014e-308)
+def test_b_ratio_is_the_decimal_that_was_written(share: float) -> None:
+    for value in (share, repr(share)):
+        config = parse_config(changed("stage2_ab.schedule.b_ratio", value))
+        assert config.b_ratio == Decimal(repr(share))
+        assert parse_config(config.model_dump(mode="json")).b_ratio == config.b_ratio
+
+
+@pytest.mark.req("RES-30", "CFG-02")
+@pytest.mark.parametrize("value", [None, {}])
+def test_sections_without_keys_may_be_null_or_empty(value: dict[str, Any] | None) -> None:
+    assert not EMPTY_SECTIONS.keys() & WARMUP.keys()
+    assert parse_config(WARMUP | dict.fromkeys(EMPTY_SECTIONS, value)) == parse_config(WARMUP)
 
 
 # --- Variants ---------------------------------------------------------------------------

@@ -124,6 +124,19 @@ def test_every_shipped_config_loads_and_its_resolved_form_loads_equal(
     assert "extends" not in read_mapping(resolved)
 
 
+@pytest.mark.req("CFG-04")
+@pytest.mark.parametrize("path", sorted(TWO_CHANNEL.glob("gpu/*.yaml")), ids=config_name)
+def test_a_profile_of_a_gpu_is_a_canonical_leaf_but_for_its_folder(
+    path: Path, tmp_path: Path
+) -> None:
+    """Profiles beside prod and smoke are bound to one hop and the explicit fields, too."""
+    folder = tmp_path / TWO_CHANNEL.name
+    written(folder / "base.yaml", (TWO_CHANNEL / "base.yaml").read_text(encoding="utf-8"))
+    leaf = written(folder / "prod" / path.name, path.read_text(encoding="utf-8"))
+    assert is_canonical_leaf(leaf)
+    assert load_config(leaf) == load_config(path)
+
+
 def weights_of(pipeline: PipelineConfig) -> dict[str, Any]:
     return {
         key: value

@@ -22,8 +22,8 @@ from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
 from learner.types import AssessedRollout, RolloutOutput, Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from tests.unit.fleets import wait_until
 from tests.unit.logged_runs import opened
-from tests.unit.push_worker import wait_until
 from tests.unit.small_run import small_config
 from tests.unit.streams import in_chunks
 from tests.unit.test_step import Parts, Scripted

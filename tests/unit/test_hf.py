@@ -1,7 +1,6 @@
 """The hf backend on a toy model, compared with plain transformers."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,15 @@ from transformers import (
 )
 
 from learner.data.jsonl import build_request
-from learner.models.load import LoadedModel
 from learner.models.packed_forward import encode_request
 from learner.rollout.hf import HfBackend
-from learner.rollout.sync.probe import MARGINS, Ask, Probe, probe_call
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import RunError
-from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
+from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.repeat_guard import RepeatGuard, RepeatTerminateConfig, entry_token_ids
 from tests.contract import reference
 from tests.contract.running_server import draw_scene
 from tests.contract.toy_checkpoints import make_checkpoint
-from tests.unit.loaded_models import loaded_from
-from tests.unit.scripted_server import envelope
 
 NEW_TOKENS = 24
 GREEDY = RequestConfig(max_tokens=NEW_TOKENS)
@@ -269,60 +264,3 @@ def test_rollout_does_not_change_a_model_in_training(
     peft.zero_grad()
     peft(input_ids=prompt, labels=prompt, use_cache=False).loss.backward()
     assert answers == backend_of(peft.get_base_model(), processor).rollout(requests, GREEDY)
-
-
-# --- The probe, on answers of the model itself and on changed answers --------------------
-
-
-@pytest.fixture
-def loaded(checkpoint: Path) -> LoadedModel:
-    return loaded_from(checkpoint)
-
-
-def answers_of(loaded: LoadedModel, edit: Callable[[list[int]], list[int]] = list) -> Ask:
-    """Greedy answers of a model, each with its token ids edited."""
-    model, processor = loaded.model, loaded.processor
-    assert isinstance(model, Qwen3VLForConditionalGeneration)
-    encode = partial(encode_request, processor)
-    backend = HfBackend(model, encode, processor.tokenizer, RepeatTerminateConfig(), 1)
-
-    def ask(call: InferCall) -> Sequence[RolloutEnvelope]:
-        assert call.request_config is not None
-        envelopes = []
-        for output in backend.rollout(call.infer_requests, call.request_config):
-            answer = envelope(edit(output.response_token_ids), output.prompt_token_ids)
-            answer.response.choices[0].finish_reason = output.finish_reason  # type: ignore[assignment]
-            envelopes.append(answer)
-        return envelopes
-
-    return ask
-
-
-@pytest.mark.req("SYNC-06")
-def test_own_answers_agree_and_the_model_is_unchanged(loaded: LoadedModel) -> None:
-    loaded.model.get_submodule("model.visual").eval()
-    results = Probe(loaded, "float32").ask(answers_of(loaded))
-    assert [result.prompt for result in results] == ["text", "image"]
-    assert [result.difference for result in results] == [None, None]
-    assert all(result.compared > 1 for result in results)
-    assert loaded.model.training
-    assert not loaded.model.get_submodule("model.visual").training
-    assert all(p.grad is None for p in loaded.model.parameters())
-
-
-@pytest.mark.req("SYNC-06")
-def test_changed_token_is_named_with_its_position_and_both_tokens(loaded: LoadedModel) -> None:
-    own = answers_of(loaded)(probe_call())[0].response.choices[0].token_ids
-    assert own is not None
-
-    def third_is_seven(ids: list[int]) -> list[int]:
-        return [*ids[:3], 7, *ids[4:]]
-
-    probe = Probe(loaded, "float32")
-    difference = probe.ask(answers_of(loaded, third_is_seven))[0].difference
-    assert difference is not None
-    assert (difference.position, difference.server, difference.learner) == (3, 7, own[3])
-    assert difference.margin > MARGINS["float32"]
-    told = probe.describe(difference)
-    assert "token 3: the server says 7 " in told
-    assert f"the learner {own[3]} " in told

@@ -8,34 +8,54 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 from torch.distributed import HashStore
 
 from learner.data.jsonl import build_request
-from learner.distributed.peers import StorePeers, Timing
+from learner.distributed.peers import Peers, StorePeers, Timing
 from learner.rollout.backend import Journal, PushNeeded
 from learner.rollout.client import RolloutClient
 from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.server import ServerBackend
+from learner.rollout.server_process import free_ports
+from learner.rollout.sync.probe import ProofOfEffect
+from learner.rollout.sync.push import WeightPusher
+from learner.rollout.sync.shared_push import SharedPush
+from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import Problem, ProblemError, RunError
-from shared_contracts.infer import InferCall, RequestConfig, RolloutInferRequest
+from shared_contracts.infer import (
+    ChoiceLogprobs,
+    InferCall,
+    RequestConfig,
+    RolloutEnvelope,
+    RolloutInferRequest,
+)
+from shared_contracts.server_info import WorldSize
+from shared_contracts.weights import DtypeName, SyncReport
 from tests.unit.fleets import S, differences, wait_until
+from tests.unit.push_worker import Weights, Worker
+from tests.unit.ranks_in_threads import in_ranks
 from tests.unit.scripted_server import (
+    INFER,
     Fault,
     Reply,
     ScriptedChannel,
     ScriptedRollouts,
     bodies,
+    envelope,
+    problem,
+    report,
     scripted_server,
 )
 
 T = TypeVar("T")
 
 _LIMIT_S = 60.0
+UPDATE = "POST /update_weights/"
 
 
 class CountedPeers(StorePeers):
@@ -159,7 +179,9 @@ def ranks(
     count: int = 2,
     decode_batch_size: int = 4,
     world_sizes: Sequence[int] | None = None,
+    **options: Any,
 ) -> Iterator[Ranks]:
+    """options: of every backend."""
     with ExitStack() as stack:
         sizes = world_sizes or [1] * servers
         rollouts = [S(stack.enter_context(scripted_server()), size) for size in sizes]
@@ -184,6 +206,7 @@ def ranks(
                 partial(pause, ended),
                 differences,
                 peers,
+                **options,
             )
             made.append(Rank(peers, backend, journal))
         yield Ranks(rollouts, channels, made)
@@ -292,6 +315,86 @@ def test_failed_push_of_process_0_raises_the_same_error_in_all() -> None:
     assert all("learner process 0 failed" in str(error) for error in errors[1:])
 
 
+@pytest.mark.req("SYNC-06", "SYNC-08")
+def test_process_0_asks_for_the_proof_and_all_processes_compare() -> None:
+    compared: list[tuple[str, int]] = []
+
+    class Proof(ProofOfEffect):
+        def check(self, url: str, envelopes: Sequence[RolloutEnvelope], dtype: DtypeName) -> float:
+            compared.append((url, len(envelopes)))
+            return 0.0
+
+    with ranks(1, count=3, proof=Proof(cast(Any, None), "full")) as run:
+        server = run.rollouts[0].server
+        answers = [envelope([number], [1]) for number in range(2)]
+        for answer in answers:
+            answer.response.choices[0].logprobs = ChoiceLogprobs.of([-0.1])
+        server.routes[INFER] = lambda _: answers
+        run.results(begin)
+        assert len(bodies(server)) == 1
+        assert compared == [(server.base_url, 2)] * 3
+
+
+# --- Pushes by all processes ------------------------------------------------------------
+
+
+@pytest.mark.req("ROLL-03", "SYNC-03", "FULL-07")
+def test_every_process_sends_to_its_own_worker() -> None:
+    """The server compares the weights of both. A push that broke is repeated in new groups."""
+    with scripted_server() as server, RolloutClient(server.base_url, _LIMIT_S) as client:
+        worker, model = Worker(server), Weights()
+        server.routes["GET /get_world_size/"] = lambda _: WorldSize(world_size=2)
+        weights = MergedWeights(model)
+        mode, (port,) = SyncMode(weights, None, False), free_ports(1)
+        pusher = WeightPusher(client, port, mode, "gloo", bucket_bytes=256)
+
+        def engines_end(body: object) -> Reply:
+            worker.leave()
+            return problem("weight-transfer-failed", "an engine is gone", "transfer")
+
+        def work(peers: Peers) -> list[int]:
+            shared = SharedPush(peers, None if peers.rank else pusher, weights, "gloo")
+            versions = [shared.push(v, "bfloat16").status.weights_version for v in (1, 2)]
+            server.routes[UPDATE] = engines_end
+            with pytest.raises(RunError, match="weight sync failed"):
+                shared.push(3, "bfloat16")
+            server.routes[UPDATE] = worker.update
+            peers.all_gather(pusher.abandon)
+            versions.append(shared.push(3, "bfloat16").status.weights_version)
+            shared.close()
+            return versions
+
+        assert [rank.result() for rank in in_ranks(2, work)] == [[1, 2, 3]] * 2
+        pusher.close()
+    assert worker.groups_formed == 2
+    assert worker.received.keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.req("ROLL-03", "SYNC-07")
+def test_after_a_push_by_all_that_breaks_process_0_pushes_alone() -> None:
+    class Shared:
+        """One for all processes; the second push breaks."""
+
+        def push(self, version: int, dtype: DtypeName) -> SyncReport:
+            one = run.rollouts[0]
+            if version == 2:
+                raise RunError("a worker is gone")
+            one.version = version
+            return report(version, one.epoch)
+
+        def close(self) -> None: ...
+
+    def work(rank: Rank) -> None:
+        begin(rank)
+        for version in (2, 3):
+            rank.backend.push_weights(version)
+            rank.ask(2, version)
+
+    with ranks(1, shared=Shared()) as run:
+        run.results(work)
+        assert run.pushed() == [[2]]
+
+
 # --- Shares of the servers --------------------------------------------------------------
 
 
@@ -393,7 +496,7 @@ def test_server_is_killed_and_started_again_while_all_processes_ask(servers: int
 
 
 @pytest.mark.req("SYNC-07", "SYNC-08")
-@pytest.mark.parametrize("fault", [S.restart, S.poison, S.lose_a_replica])
+@pytest.mark.parametrize("fault", [S.restart, S.break_a_push, S.lose_a_replica])
 def test_process_0_repairs_a_server_that_it_does_not_ask(fault: Fault) -> None:
     with ranks(1, decode_batch_size=2) as run:
 

@@ -111,7 +111,7 @@ def test_every_kind_has_its_reduction_and_its_form_of_key() -> None:
         assert (kind == "rate") >= key.endswith(("_rate", "_mean")), key
 
 
-@pytest.mark.req("MET-02", "LOSS-06")
+@pytest.mark.req("MET-02", "LOSS-06", "RES-32")
 def test_the_keys_that_the_contract_names_are_declared_with_their_kind() -> None:
     kinds = {
         "rollout/repeat_terminate_active": "flag",
@@ -125,6 +125,9 @@ def test_the_keys_that_the_contract_names_are_declared_with_their_kind() -> None
         f"{B}/gated": "counter",
         f"{B}/fn_appended": "counter",
         f"{B}/invalid_rollout": "counter",
+        f"{B}/prose_before": "counter",
+        f"{B}/fenced": "counter",
+        f"{B}/coord_unaligned": "counter",
         f"{B}/closure_supervision/N_drop": "counter",
     }
     reasons = (

@@ -1,5 +1,6 @@
 """The strict parser: objects, drop reasons, cuts and numbers (section 8 of the contract)."""
 
+import re
 import unicodedata
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,10 @@ from tokenizers.normalizers import NFC
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from learner.stages.formats.coord_json import parse_rollout
+from learner.stages.formats import AnswerFormat
+from learner.stages.formats.coord_json import COORD_JSON, parse_rollout
 from learner.stages.formats.json_scanner import MAX_BRACKETS
+from learner.stages.formats.objects_array import OBJECTS_ARRAY
 from learner.stages.tokens import HALF_CHARACTER, IM_END, PLACEHOLDERS, token_table
 from learner.types import ParsedRollout
 from tests.unit.answers import (
@@ -214,6 +217,36 @@ def test_text_that_spells_a_coordinate_token_in_other_tokens_is_none(
     ]
     assert '["<|coord_1|>", "<|coord_2|>"' in text_of(tokenizer, ids)
     assert parse_rollout(ids, tokenizer).dropped == [("object_1", "non_coord_token")]
+
+
+ESCAPED = entry(2).replace("<|coord_", "<|c\\u006ford_")
+
+
+@pytest.mark.req("PARSE-03", "MET-02")
+@pytest.mark.scenario(
+    "Ambiguous coord-slot alignment excludes object from self-context supervision"
+)
+@pytest.mark.parametrize(
+    ("second", "unaligned"),
+    [
+        (ESCAPED, 1),
+        (ESCAPED.replace("<|c\\u006ford_10|>", "<|coord_10|>"), 1),
+        (ESCAPED.replace('"cat"', '" "'), 0),
+        (entry(2), 0),
+        (entry(2).replace('"<|coord_10|>"', "10"), 0),
+        (entry(2).replace("<|coord_10|>", "left"), 0),
+    ],
+)
+@pytest.mark.parametrize("answers", [COORD_JSON, OBJECTS_ARRAY])
+def test_objects_whose_coordinates_are_spelled_in_other_tokens_have_a_count_of_their_own(
+    tokenizer: PreTrainedTokenizerFast, answers: AnswerFormat, second: str, unaligned: int
+) -> None:
+    text = "{" + entry(1) + ", " + second + "}"
+    if answers is OBJECTS_ARRAY:
+        text = re.sub(r'"object_\d": ', "", f'{{"objects":[{text[1:-1]}]}}')
+    parsed = answers.parse(encode(tokenizer, text), tokenizer)
+    assert parsed.unaligned == unaligned
+    assert [why for _, why in parsed.dropped].count("non_coord_token") >= unaligned
 
 
 KEYS = ["cat", "object", "object_", "object_x", "Object_2", " object_2", "object_-2", ""]

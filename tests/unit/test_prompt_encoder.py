@@ -17,7 +17,7 @@ from learner.data.toy import ToyData
 from learner.models.packed_forward import ENCODING_THREADS, PromptEncoder
 from learner.types import Sample
 from shared_contracts.errors import ContractError
-from tests.unit.push_worker import wait_until
+from tests.unit.fleets import wait_until
 from tests.unit.watched_processor import WatchedProcessor
 
 pytestmark = pytest.mark.req("STEP-03", "FULL-08")

@@ -87,7 +87,7 @@ def test_every_tensor_arrives_bit_for_bit_in_buckets_of_any_size(
     server: ScriptedServer, transport: Any, bucket_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The worker compares every digest. The second push sends the newest values."""
-    worker, model = Worker(server, transport), Weights()
+    worker, model = Worker(server), Weights()
     with pusher_to(server, model, transport=transport, bucket_bytes=bucket_bytes) as pusher:
         pusher.push(version=1)
         with torch.no_grad():
@@ -420,7 +420,7 @@ def test_a_process_ends_though_its_collective_hangs() -> None:
     asked = body(free_ports(1)[0], timeout_s=600)
     store = open_store(asked)
     with subprocess.Popen([sys.executable, "-c", program, asked.model_dump_json()]) as ours:
-        group = join(store, 2)
+        group = join(store)
         assert ours.wait(120.0) == 0
     del group
 

@@ -214,6 +214,11 @@ def worsening() -> list[dict[str, Any]]:
             "look answers: 12.0% of the answers were truncated",
         ),
         (
+            spoilt(4, **{f"{B}/prose_before": 12.0}),
+            "look answers: 12 answers taught nothing, with other text before their `{` "
+            "(prose_before)",
+        ),
+        (
             worsening(),
             "look answers: Drop reason bbox_invalid rises: 2.33% of the predicted objects in the "
             "first third, 8.70% in the last",

@@ -12,11 +12,14 @@ from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_mapping
 
 HF = {"rollout_matching": {"rollout_backend": "hf", "max_new_tokens": 12}}
+OFFLOAD = {
+    "rollout_matching": {"offload": {"enabled": True, "offload_model": True}, "max_new_tokens": 12}
+}
 CHANNEL_B = {"stage2_ab": {"schedule": {"b_ratio": 1.0}}}
 LORA = {"tuner": {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8}}
 
 
-@pytest.mark.req("RUN-02", "DDP-02")
+@pytest.mark.req("RUN-02", "DDP-02", "CFG-05", "ROLL-03")
 @pytest.mark.parametrize(
     ("processes", "changes", "named"),
     [
@@ -25,8 +28,9 @@ LORA = {"tuner": {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8}}
         (1, {}, "one learner process"),
         (2, LORA, "tuner.train_type lora"),
         (2, HF | CHANNEL_B, "rollout_backend hf"),
+        (2, OFFLOAD | CHANNEL_B, "rollout_matching.offload"),
     ],
-    ids=["channel A", "hf without channel B", "one process", "lora", "hf"],
+    ids=["channel A", "hf without channel B", "one process", "lora", "hf", "offload"],
 )
 def test_sharding_of_a_model_that_has_to_be_whole_is_refused(
     toy_checkpoint: Path,

@@ -16,9 +16,7 @@ from learner.rollout.sync.push import WeightSyncError
 from learner.rollout.sync.weights import (
     AdapterWeights,
     MergedWeights,
-    SourceChoice,
     SyncMode,
-    Weights,
 )
 from shared_contracts.errors import ContractError, Problem, ProblemError
 from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta
@@ -30,7 +28,6 @@ class Source:
     """Weights by name only."""
 
     adapter: AdapterMeta | None = None
-    base: Weights | None = None
 
     def metadata(self, dtype: DtypeName) -> list[ParameterMeta]:
         return []
@@ -106,7 +103,7 @@ def test_the_sources_of_a_model() -> None:
     plain, layers = nn.Sequential(nn.Linear(4, 4)), cast(Any, nn.Sequential(nn.Linear(4, 4)))
     adapted = get_peft_model(layers, LoraConfig(target_modules=["0"]))
     assert {SyncMode.of(m, "full", True).mode for m in (plain, adapted)} == {"full"}
-    choice: SourceChoice = SyncMode.of(adapted, "adapter", True)
+    choice = SyncMode.of(adapted, "adapter", True)
     assert isinstance(choice.current(), AdapterWeights)
     choice.failed(choice.current(), RuntimeError("x"))
     assert isinstance(choice.current(), MergedWeights)

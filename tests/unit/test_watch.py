@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from learner.cli import app
 from learner.runs.run_folder import identity_of_this_process, is_alive
 from shared_contracts.errors import RunError
+from tests.unit.report_folder import MadeRun, step_line
 from tests.unit.trained_run import STEPS, TrainedRun
 
 # Above the kernel's own limit of 2^22.
@@ -29,6 +30,14 @@ def test_watch_shows_a_finished_run(trained_run: TrainedRun) -> None:
     lines = watch(str(trained_run.folder))
     assert lines.exit_code == 0
     assert f"step {STEPS} training has ended after " in lines.output.splitlines()[-1]
+
+
+@pytest.mark.req("RES-32")
+def test_watch_names_why_objects_and_whole_answers_were_dropped(tmp_path: Path) -> None:
+    counts = {"strict_drop/bbox_invalid": 3.0, "fenced": 2.0, "invalid_rollout": 2.0}
+    line = step_line(1, **{f"stage2_ab/channel_b/{name}": n for name, n in counts.items()})
+    run = MadeRun(tmp_path / "run", [line | {"rollout/per_second": 1.0}]).write()
+    assert "dropped: bbox_invalid 3, fenced 2 " in watch(str(run.path), "--once").output
 
 
 @pytest.mark.req("RUN-01")

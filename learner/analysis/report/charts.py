@@ -445,9 +445,8 @@ _MEANINGS = {
     "target": "parsing, matching, targets, segments",
     "pack": "from segments to packs",
 }
-# Of a push, on the clock of the learner; the others are the server's.
-_OF_LEARNER = {"start": 3, "send": 1, "finish": 4}
-_OF_SERVER = {"pause": 2, "transfer": 5, "load": 6, "verify": 7, "caches": 8}
+# Phases of a push, in order.
+_PUSHED = {"pause": 2, "transfer": 5, "finish": 4}
 _MOST_SERVERS = 8
 
 
@@ -529,12 +528,11 @@ def push_charts(run: RunView) -> list[Chart]:
             bar_chart(
                 f"push-{place}",
                 f"Pushes to {server}",
-                ["learner, s", "server, s"],
+                ["seconds"],
                 range(1, len(pushes) + 1),
                 [
-                    Bars(phase, colour, [push["seconds"].get(phase) for _, push in pushes], row)
-                    for row, phases in enumerate((_OF_LEARNER, _OF_SERVER), start=1)
-                    for phase, colour in phases.items()
+                    Bars(phase, colour, [push["seconds"].get(phase) for _, push in pushes])
+                    for phase, colour in _PUSHED.items()
                 ],
                 x_title="push",
                 hover=[f"{when}, version {push['version']}" for when, push in pushes],

@@ -1,24 +1,26 @@
 """What a checkpoint weighs, and what a run keeps of it in memory and on disk, beside what is here.
 
-stored_*     what the files of the checkpoint hold, from their headers
+stored_rows  the coordinate rows in the files of the checkpoint
 judge_*      what a run needs by `learner.operate.estimate`, beside what there is
 weigh        all findings
 """
 
 import math
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from learner.config.rollout_matching import OffloadConfig
 from learner.config.schema import Config, LoraTuner
 from learner.models.coord_tokens import untrained
-from learner.models.load import weight_dtype
+from learner.models.load import check_parameters, weight_dtype
+from learner.models.loading import loading
 from learner.operate.doctor import machine
 from learner.operate.doctor.findings import Finding, Status, of_error, ok, skipped
 from learner.operate.doctor.inputs import CHECKPOINT, DATA, IMAGES, Looked, spread
@@ -26,7 +28,6 @@ from learner.operate.estimate.sizes import (
     ENGINE_BYTES,
     USABLE,
     Serving,
-    Shape,
     Sizes,
     gib,
     read_sizes,
@@ -48,50 +49,30 @@ from shared_contracts.machine import GpuUse
 FLOAT32 = 4
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a checkpoint and the file it is in."""
-
-    file: Path
-    shape: Shape
-
-
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """What the safetensors files of a checkpoint hold, by name, from their headers.
-
-    Raises ContractError for a file that is none.
-    """
-    found: dict[str, Stored] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  not a mapping
-                    found[name] = Stored(file, tuple(tensors.get_slice(name).get_shape()))
-        except (OSError, SafetensorError) as error:
-            do = "Save the checkpoint again, or copy it whole"
-            raise ContractError(str(file), f"is no safetensors file ({error})", do) from error
-    return found
-
-
 def stored_rows(folder: Path, ids: Sequence[int]) -> Iterator[Tensor]:
     """The rows [ids, width] of a checkpoint's embedding, and of its head where it has one.
 
-    Those of an adapter where it has any.
+    Those of an adapter where it has any. Raises ContractError for a file that is not whole.
     """
     *adapters, folder = checkpoint_chain(folder, "model.model")
     for adapter in adapters:
-        own = [each for each in stored_tensors(adapter).items() if ".trainable_tokens_" in each[0]]
-        for name, stored in own:
-            with safe_open(stored.file, framework="pt") as tensors:
-                yield tensors.get_tensor(name)
-        if own:
+        if own := list(_stored(adapter, re.compile(r"\.trainable_tokens_"), slice(None))):
+            yield from own
             return
-    for name, stored in stored_tensors(folder).items():
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            with safe_open(stored.file, framework="pt") as tensors:
-                first = min(ids)
-                rows: Tensor = tensors.get_slice(name)[first : max(ids) + 1]
-                yield rows[[each - first for each in ids]]
+    first = min(ids)
+    names = re.compile(r"(embed_tokens|lm_head)\.weight$")
+    for rows in _stored(folder, names, slice(first, max(ids) + 1)):
+        yield rows[[each - first for each in ids]]
+
+
+def _stored(folder: Path, names: re.Pattern[str], rows: slice) -> Iterator[Tensor]:
+    """Rows of the tensors in a folder's safetensors files whose names are searched for."""
+    for file in sorted(folder.glob("*.safetensors")):
+        fix = "Save the checkpoint again, or copy it whole"
+        with loading(str(file), "it", fix), safe_open(file, framework="pt") as tensors:
+            found = filter(names.search, tensors.keys())
+            held = [tensors.get_slice(name)[rows] for name in found]
+        yield from held
 
 
 LEARNER, SERVER = "memory (estimate)", "server memory (estimate)"
@@ -191,11 +172,11 @@ def weigh(
         return Weighed([skipped(check, f"waits for {CHECKPOINT}") for check in _CHECKS])
     try:
         sizes = read_sizes(config)
-        *_, base = checkpoint_chain(config.model.model, "model.model")
-        files = judge_files(str(base), sizes, stored_tensors(base))
+        check_parameters(config.model.model)
     except ContractError as error:
         return Weighed([*of_error(WEIGHTS, error), skipped(LEARNER, f"waits for {WEIGHTS}")])
-    found = [files, *_rows(config)]
+    counted = f"{_millions(sizes.parameters)} parameters, {_millions(sizes.trained)} trained"
+    found = [ok(WEIGHTS, counted, str(config.model.model)), *_rows(config)]
     if not looked.samples:
         return Weighed([*found, skipped(LEARNER, f"waits for {DATA}")], sizes)
     found.append(judge_disk(config, sizes, len(looked.samples)))
@@ -211,30 +192,6 @@ def weigh(
 
 
 _CHECKS = (WEIGHTS, LEARNER)
-
-
-def judge_files(folder: str, sizes: Sizes, stored: Mapping[str, Stored]) -> Finding:
-    """Whether the files of a checkpoint have what its config describes."""
-    if not stored:
-        return skipped(WEIGHTS, "there are no safetensors files to look into", folder)
-    missing = [name for name in sizes.shapes if name not in stored]
-    other = [
-        name
-        for name, shape in sizes.shapes.items()
-        if name in stored and stored[name].shape != shape
-    ]
-    if not missing and not other:
-        found = f"{_millions(sizes.parameters)} parameters, {_millions(sizes.trained)} trained"
-        return ok(WEIGHTS, found, folder)
-    found = (
-        f"{len(missing)} parameters of its config are in no file, {len(other)} have another shape; "
-        f"first {[*other, *missing][0]}"
-    )
-    do = (
-        "Save it again with transformers' save_pretrained: what transformers does not find, it "
-        "draws at random"
-    )
-    return Finding(WEIGHTS, folder, "fail" if other else "warn", found, do)
 
 
 def _rows(config: Config) -> list[Finding]:

@@ -25,7 +25,7 @@ from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.stages.formats.coord_json import parse_rollout
 from learner.stages.tokens import Tokenizer
 from learner.training.start_checks import differences, learner_processes
-from learner.types import Sample
+from learner.types import Sample, lead_in
 from shared_contracts.errors import ContractError, Problem, ProblemError, RunError
 from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress, ServerConfig
@@ -309,7 +309,8 @@ def judge_answer(
         if choice.index in envelope.coordexp.repeat_terminated_choices
         else (choice.finish_reason)
     )
-    says = "invalid" if parsed.invalid_rollout else f"{len(parsed.objects)} object(s)"
+    invalid = lead_in(choice.message.content) or "invalid"
+    says = invalid if parsed.invalid_rollout else f"{len(parsed.objects)} object(s)"
     reasons = ", ".join(sorted({reason for _, reason in parsed.dropped}))
     dropped = f", {len(parsed.dropped)} dropped ({reasons})" if parsed.dropped else ""
     cut = ", cut off" if parsed.truncated else ""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,22 +46,8 @@ _STORE_PROBE_S = 2.0
 _STORE_POLL_S = 0.02
 
 
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self, timeout: timedelta, /) -> object: ...
-
-
-class ProcessGroup(Protocol):
-    """Torch's `ProcessGroupGloo` or `ProcessGroupNCCL`, as it is used here."""
-
-    def set_timeout(self, timeout: timedelta, /) -> object: ...
-
-    def broadcast(self, tensor: Tensor, root: int, /) -> Work: ...
-
-    def barrier(self) -> Work: ...
-
-    def allreduce(self, tensor: Tensor, /) -> Work: ...
+# `ProcessGroupGloo` or `ProcessGroupNCCL`: the stubs of torch lack their methods.
+ProcessGroup: TypeAlias = Any
 
 
 def join_group(body: InitCommunicator, given_up: threading.Event, number: int = 0) -> "Group":
@@ -77,7 +63,7 @@ def join_group(body: InitCommunicator, given_up: threading.Event, number: int = 
     if body.transport == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     meet(prefixed, 0, ranks, body.timeout_s, given_up.is_set)
-    group: Any
+    group: ProcessGroup
     if body.transport == "nccl":
         nccl = ProcessGroupNCCL.Options()
         nccl._timeout = timeout
@@ -285,6 +271,7 @@ def pack_bucket(
         data = next_bytes(parameter, stream)
         end = offset + data.numel()
         bucket[offset:end] = data  # copies between devices, too
+        del data  # a gathered parameter must not stay while the next one is gathered
         offset += parameter.wire_bytes
         bucket[end:offset] = 0
 

@@ -274,7 +274,8 @@ class WeightPusher:
 
     def _log(self, version: int, report: SyncReport) -> None:
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.seconds.items())
-        url, rate = self._client.base_url, report.bytes / report.seconds["transfer"] / 1e9
+        rate = report.bytes / max(report.seconds["transfer"], 1e-9) / 1e9
+        url = self._client.base_url
         _LOG.info("weights %d are at %s: %.2f GB/s (%s)", version, url, rate, phases)
 
     # --- one phase
@@ -325,12 +326,16 @@ class Sent:
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._weights = weights
+        self._taking = threading.Lock()  # a broken push is taken to its end by another thread
         self.newest: str | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self._weights:
-            self.newest = name
-            yield name, weight
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        with self._taking:
+            self.newest, weight = next(self._weights)
+        return self.newest, weight
 
 
 def _is_lost_at_start(error: Exception) -> bool:

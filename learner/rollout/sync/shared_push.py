@@ -10,12 +10,14 @@ Every process makes the same calls of `peers`; a failure in one of them is raise
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from learner.distributed.peers import Peers, broadcast_from_rank0
 from learner.rollout.sync.group import Group, join_group
 from learner.rollout.sync.push import Sent, WeightPusher
 from learner.rollout.sync.weights import WeightSource
+from shared_contracts.errors import RunError
 from shared_contracts.weights import DtypeName, InitCommunicator, SyncReport, Transport
 
 Join = Callable[[InitCommunicator, threading.Event, int], Group]
@@ -61,7 +63,8 @@ class SharedPush:
                     pusher.transfer(parameters, sent)
                 else:
                     assert self._group is not None
-                    self._group.send(parameters, sent)
+                    with _named(peers.rank):
+                        self._group.send(parameters, sent)
             except Exception:
                 for _ in sent:  # the other processes may wait for this one to gather
                     pass
@@ -102,6 +105,16 @@ class SharedPush:
             if pusher is not None:
                 pusher.form_group(init)
             else:
-                self._group = self._join(init, threading.Event(), peers.rank)
+                with _named(peers.rank):
+                    self._group = self._join(init, threading.Event(), peers.rank)
 
         peers.all_gather(join)
+
+
+@contextmanager
+def _named(rank: int) -> Iterator[None]:
+    """Raise what breaks in the group of a process as a RunError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise RunError(f"weight sync failed at learner process {rank}: {error}") from error

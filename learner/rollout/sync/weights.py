@@ -13,6 +13,7 @@ which transformers fuses, are sent one by one: engines load them so for every fa
 import copy
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
@@ -101,10 +102,8 @@ class GatheredWeights(MergedWeights):
 
     def gather(self, dtype: DtypeName) -> None:
         """Put every parameter together; all processes at the same time."""
-        for _ in self.gathered(dtype):
-            pass
+        deque(self.gathered(dtype), maxlen=0)
 
-    @torch.no_grad()
     def gathered(self, dtype: DtypeName) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole parameter), one after another; all processes at the same time.
 
@@ -115,6 +114,7 @@ class GatheredWeights(MergedWeights):
             whole = _gathered(weight.detach().to(getattr(torch, dtype)))
             self._keep(name, whole)
             yield name, whole
+            del whole
 
     def _keep(self, name: str, whole: Tensor) -> None:
         if not self._sends:
@@ -145,6 +145,7 @@ class StreamedWeights:
         """Yield (checkpoint name, weight). Each step is a collective."""
         for name, weight in self._gathered.gathered(dtype):
             yield from _experts_apart(name, weight)
+            del weight
 
 
 def _experts_apart(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -81,6 +81,7 @@ def _assess(scan: Scanner, answer: Answer, allow_poly: bool) -> ParsedRollout:
     objects: list[ParsedObject] = []
     dropped: list[tuple[str, str]] = []
     entry_ends: list[tuple[int, int | None]] = []
+    unaligned = 0
     seen: set[str] = set()
     for entry in scan.entries:
         found = _read_entry(entry, answer, seen, allow_poly)
@@ -90,6 +91,7 @@ def _assess(scan: Scanner, answer: Answer, allow_poly: bool) -> ParsedRollout:
             objects.append(found)
             continue
         dropped.append((entry.key, "key_invalid" if isinstance(found, ParsedObject) else found))
+        unaligned += found == "non_coord_token" and answer.misaligns(entry)
         if kept:
             entry_ends.append((answer.tokens.token_at(entry.end), None))
     if scan.unfinished_key is not None:
@@ -103,6 +105,7 @@ def _assess(scan: Scanner, answer: Answer, allow_poly: bool) -> ParsedRollout:
         truncated=scan.close_at is None,
         invalid_rollout=False,
         entry_ends=entry_ends,
+        unaligned=unaligned,
     )
 
 

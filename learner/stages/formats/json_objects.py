@@ -37,6 +37,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 # How each bin may be written in an array: quoted, or bare and read as a number.
 _SPELLINGS = [(coord_token(k), k) for k in range(COORD_BINS)]
+_SPELLED = re.compile(r"<\|coord_[0-9]{1,3}\|>")
 
 
 def _refuse_constant(name: str) -> None:
@@ -62,6 +63,13 @@ class Answer(NamedTuple):
     coord_starts: list[int]
     vocab: CoordVocab
     tokenizer: Tokenizer
+
+    def misaligns(self, entry: Entry) -> bool:
+        """Whether an entry of `non_coord_token` spells coordinates, in ids not of their tokens."""
+        inside = _coords_between(entry.value_start, entry.end, self)
+        fields = _read_fields(entry, inside, self) or {}
+        lists = (value for value in fields.values() if isinstance(value, list))
+        return any(all(_SPELLED.fullmatch(str(each)) for each in values) for values in lists)
 
 
 def read_answer(

@@ -113,6 +113,7 @@ def _assess(scan: ListScanner, answer: Answer, allow_poly: bool) -> ParsedRollou
     objects: list[ParsedObject] = []
     dropped: list[tuple[str, str]] = []
     entry_ends: list[tuple[int, int | None]] = []
+    unaligned = 0
     for number, entry in enumerate(scan.entries, start=1):
         key = f"object_{number}"
         found = read_object(entry, key, number, answer, allow_poly)
@@ -122,6 +123,7 @@ def _assess(scan: ListScanner, answer: Answer, allow_poly: bool) -> ParsedRollou
             objects.append(found)
             continue
         dropped.append((key, "key_invalid" if isinstance(found, ParsedObject) else found))
+        unaligned += found == "non_coord_token" and answer.misaligns(entry)
         if kept:
             entry_ends.append((answer.tokens.token_at(entry.end), None))
     if scan.unfinished_key is not None or scan.garbage:
@@ -135,6 +137,7 @@ def _assess(scan: ListScanner, answer: Answer, allow_poly: bool) -> ParsedRollou
         truncated=scan.close_at is None,
         invalid_rollout=False,
         entry_ends=entry_ends,
+        unaligned=unaligned,
     )
 
 

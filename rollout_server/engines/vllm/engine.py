@@ -7,7 +7,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -107,7 +109,8 @@ class VllmEngine:
         self._guard = guard
         self._sentinel: int | None = None  # of the guard, once it is known to be active
         self._adapter: LoRARequest | None = None  # of new sequences; its id is the version
-        self._adapters: list[LoRARequest] = []  # that vLLM may hold
+        self._loaded: LoRARequest | None = None  # the newest adapter, which may not be used yet
+        self._users = Counter[int]()  # calls, by the version of their adapter
         self.holds_checkpoint = True
         self.index = index
         self.load = Load()
@@ -208,11 +211,11 @@ class VllmEngine:
         Raises PromptRefused for what only the engine can tell, EngineDead and Aborted.
         """
         sampling = sampling_params(config, seed, max_tokens, self._sentinel)
-        adapter = self._adapter
-        outputs = self._llm.generate(
-            prompt.engine_input, sampling, request_id, lora_request=adapter, priority=turn
-        )
-        final = await self._reached(_only(outputs))
+        with self._keeping_adapter() as adapter:
+            outputs = self._llm.generate(
+                prompt.engine_input, sampling, request_id, lora_request=adapter, priority=turn
+            )
+            final = await self._reached(_only(outputs))
         return [self._completion(output, adapter) for output in final.outputs]
 
     async def openai_app(self, generate_chat: ChatGenerate) -> FastAPI:
@@ -231,13 +234,19 @@ class VllmEngine:
         sampling.skip_special_tokens = sampling.spaces_between_special_tokens = False
         if self._sentinel is not None:
             sampling.stop_token_ids = [*(sampling.stop_token_ids or []), self._sentinel]
-        await self._reached(self._stream(prompt, sampling, turn, send))
+        with self._keeping_adapter() as adapter:
+            await self._reached(self._stream(prompt, sampling, turn, send, adapter))
 
     async def _stream(
-        self, prompt: Any, sampling: SamplingParams, turn: int, send: Callable[[Any], None]
+        self,
+        prompt: Any,
+        sampling: SamplingParams,
+        turn: int,
+        send: Callable[[Any], None],
+        adapter: LoRARequest | None,
     ) -> None:
         outputs = self._llm.generate(
-            prompt, sampling, uuid.uuid4().hex, lora_request=self._adapter, priority=turn
+            prompt, sampling, uuid.uuid4().hex, lora_request=adapter, priority=turn
         )
         async for output in outputs:
             if any(choice.finish_reason == "abort" for choice in output.outputs):
@@ -363,24 +372,33 @@ class VllmEngine:
         if not await self._reached(self._llm.reset_prefix_cache()):
             raise WeightPhaseFailed(f"replica {self.index}: the prefix cache is still in use")
         await self._reached(self._llm.update_weight_version(str(version)))
-        self._adapter, self._adapters = None, []  # vLLM drops them with the old weights
+        self._adapter = None
         self.weights_version = version
 
     async def load_adapter(self, version: int, folder: Path) -> None:
-        request = LoRARequest(f"version-{version}", version, str(folder))
+        # In place: an adapter of this version may have been loaded by a push that broke.
+        name = f"version-{version}"
+        request = LoRARequest(name, version, str(folder), load_inplace=True)
         await self._worker_call(self._llm.add_lora(request))
-        self._adapters.append(request)
+        self._loaded = LoRARequest(name, version, str(folder))
 
     async def use_adapter(self, version: int) -> None:
-        """Answer with this adapter from now on; sequences that run keep theirs.
+        self._adapter, self.weights_version = self._loaded, version
 
-        vLLM reads an adapter again from its folder if a sequence needs it later.
-        """
-        self._adapter = next(a for a in self._adapters if a.lora_int_id == version)
-        self.weights_version = version
-        for former in self._adapters[:-2]:
-            await self._worker_call(self._llm.remove_lora(former.lora_int_id))
-        self._adapters = self._adapters[-2:]
+    @property
+    def adapters(self) -> set[int]:
+        return {version for version, calls in self._users.items() if calls} | {self.weights_version}
+
+    @contextmanager
+    def _keeping_adapter(self) -> Iterator[LoRARequest | None]:
+        """Keep the adapter of new sequences readable during a call."""
+        adapter = self._adapter
+        version = FIRST_VERSION if adapter is None else adapter.lora_int_id
+        self._users[version] += 1
+        try:
+            yield adapter
+        finally:
+            self._users[version] -= 1
 
     async def _worker_call(self, call: Coroutine[Any, Any, object]) -> None:
         """Raises WeightPhaseFailed with what a worker says, and EngineDead."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -174,22 +174,8 @@ def unpacked(bucket: Tensor, parameters: Sequence[ParameterMeta]) -> Iterator[tu
         offset += parameter.wire_bytes
 
 
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self, timeout: timedelta, /) -> object: ...
-
-
-class ProcessGroup(Protocol):
-    """Torch's `ProcessGroupGloo` or `ProcessGroupNCCL`, as it is used here."""
-
-    def set_timeout(self, timeout: timedelta, /) -> object: ...
-
-    def broadcast(self, tensor: Tensor, root: int, /) -> Work: ...
-
-    def barrier(self) -> Work: ...
-
-    def allreduce(self, tensor: Tensor, /) -> Work: ...
+# `ProcessGroupGloo` or `ProcessGroupNCCL`: the stubs of torch lack their methods.
+ProcessGroup: TypeAlias = Any
 
 
 def join_group(info: GroupInfo, worker: int, device: torch.device) -> "Group":
@@ -207,7 +193,7 @@ def join_group(info: GroupInfo, worker: int, device: torch.device) -> "Group":
         torch.accelerator.set_device_index(device)
         buckets_on = device
     meet(prefixed, rank, ranks, info.timeout_s)
-    group: Any
+    group: ProcessGroup
     if info.transport == "nccl":
         nccl = ProcessGroupNCCL.Options()
         nccl._timeout = timeout
@@ -245,7 +231,7 @@ class Group:
                 arriving = self._begin(size, left)
             yield data
 
-    def _begin(self, size: int, left: Callable[[], timedelta]) -> tuple[Tensor, Work]:
+    def _begin(self, size: int, left: Callable[[], timedelta]) -> tuple[Tensor, Any]:
         self._group.set_timeout(left())
         # A fresh tensor each time: the reload keeps views of it until a layer is complete.
         data = torch.empty(size, dtype=torch.uint8, device=self._device)
