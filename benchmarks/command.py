@@ -7,7 +7,7 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -25,15 +25,19 @@ def run(
     make_bench: Callable[[Path, int, ExitStack], Bench],
     rounds: int,
     errors: tuple[type[Exception], ...],
+    parents: Sequence[argparse.ArgumentParser] = (),
 ) -> None:
     """Run the parts that were asked for, in order, and print the table of docs/benchmarks.md.
 
     make_bench: from a new folder, the rounds, and where what has been started is ended.
     rounds: of each part unless told otherwise.
     errors: what ends the run with a message; the results until then are printed.
+    parents: with more options.
     """
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=parents,
     )
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), metavar="PART")
     parser.add_argument("--rounds", type=int, default=rounds)

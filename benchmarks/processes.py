@@ -32,8 +32,8 @@ class PeerFailed(Exception):
 class Peer:
     """`python -m MODULE ARGS...` with its output in a log file.
 
-    environment: variables it finds besides the benchmark's own.
-    piped: talked to in lines, over its standard input and output.
+    module: or the path of a script. environment: variables it finds besides the benchmark's own.
+    piped: talked to in lines, over its standard input and output. folder: where it runs.
     """
 
     def __init__(
@@ -43,11 +43,14 @@ class Peer:
         log: Path,
         environment: dict[str, str],
         piped: bool = False,
+        folder: Path | None = None,
     ) -> None:
         self.module, self._log = module, log
+        program = [module] if module.endswith(".py") else ["-m", module]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *args],
+                [sys.executable, *program, *args],
+                cwd=folder,
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else output,
                 stderr=output,
@@ -95,6 +98,11 @@ class Peer:
         if not line:
             raise self.failure("ended")
         return line
+
+    def ask(self, line: str) -> str:
+        """Return its answer to a line. Raises PeerFailed."""
+        self.say(line)
+        return self.hear()
 
     def failure(self, found: str) -> PeerFailed:
         lines = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]

@@ -20,8 +20,8 @@ _Count = Annotated[int, Field(ge=0, le=2**62)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 # What vLLM's `SamplingParams` take; a training YAML has the same bounds.
-Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
-TopP = Annotated[float, Field(gt=0.0, le=1.0)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 
 

@@ -1,75 +1,34 @@
-"""Rank 1 of a gloo group of two: receives what the benchmark broadcasts, and drops it.
+"""Rank 1 of a gloo group of two: receives tensors as gloo sends them, and drops them.
 
-    python -m benchmarks.peers.gloo_receiver INIT
+    python -m benchmarks.peers.gloo_receiver PORT BYTES
 
-INIT is a JSON object of `GlooInitInfo`. Reads a line of JSON per broadcast and answers `{}`
-when it has come:
-
-    {"raw": BYTES}              one tensor of so many bytes, as gloo sends it
-    {"parameters": [...]}       a manifest, in buckets, received as a server's worker does
+Receives BYTES for each line of its input, and then prints a line.
 """
 
-import json
-import os
 import sys
-from collections.abc import Iterable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroupGloo, TCPStore
 
 from benchmarks.processes import end_with_benchmark
-from rollout_server.engines.vllm.weight_engines import (
-    GlooInitInfo,
-    GlooUpdateInfo,
-    GlooWeightTransferEngine,
-    join_group,
-)
 
 
-class Dropped:
-    """A model that loads nothing."""
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for _ in weights:
-            pass
-
-
-class Receiver:
-    """A worker's transfer engine in a group with the benchmark, which opened the store.
-
-    model: has `load_weights`.
-    """
-
-    def __init__(self, info: GlooInitInfo, model: object) -> None:
-        config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), model_config=None)
-        self._engine = GlooWeightTransferEngine(
-            cast(Any, None), cast(Any, config), torch.device("cpu"), cast(torch.nn.Module, model)
-        )
-        self._engine.init_transfer_engine(info)
-
-    def receive(self, parameters: list[dict[str, Any]]) -> None:
-        self._engine.receive_weights(GlooUpdateInfo(parameters=parameters))
+def gloo_group(port: int, rank: int) -> Any:
+    """Join the group of two whose store rank 0 opens at `port`."""
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return ProcessGroupGloo(store, rank, 2, options)
 
 
 def main() -> None:
     end_with_benchmark()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    info = GlooInitInfo(**json.loads(sys.argv[1]))
-    raw = join_group(info, 1)
-    print("ready", file=answers, flush=True)
-    info.port = int(sys.stdin.readline())
-    receiver = Receiver(info, Dropped())
-    print("ready", file=answers, flush=True)
-    while line := sys.stdin.readline():
-        asked = json.loads(line)
-        if "raw" in asked:
-            tensor = torch.empty(asked["raw"], dtype=torch.uint8)
-            raw.broadcast(tensor, 0).wait()  # type: ignore[attr-defined]
-        else:
-            receiver.receive(asked["parameters"])
-        print("{}", file=answers, flush=True)
+    port, size = map(int, sys.argv[1:])
+    group = gloo_group(port, 1)
+    for _ in sys.stdin:
+        group.broadcast(torch.empty(size, dtype=torch.uint8), 0).wait()
+        print("received", flush=True)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ SHARES = {
     "POST /start_weight_update/": 4,
     "POST /update_weights/": 3,
     "POST /finish_weight_update/": 3,
-    "POST /keep_communicator/": 1,
+    "POST /load_adapter/": 1,
     "POST /close_communicator/": 2,
 }
 

@@ -120,14 +120,13 @@ class Client(threading.Thread):
         return None if first.content == again.content else "another answer the second time"
 
     def _refused(self) -> str | None:
-        update = {"version": NO_VERSION, "attempt": None}
         bad: list[tuple[int, Callable[[], httpx.Response]]] = [
             (422, lambda: self._send(self._broken_image())),
             (422, lambda: self._send(self._body(tokens=8) | {"colour": "red"})),
             (400, lambda: self._http.post("/infer/", content=b'{"infer_requests": [')),
             (404, lambda: self._http.get("/nothing/")),
             (405, lambda: self._http.get("/infer/")),
-            (409, lambda: self._http.post("/update_weights/", json=update)),
+            (409, lambda: self._http.post("/update_weights/", json={"attempt": "none"})),
             (413, lambda: self._http.post("/infer/", content=b" " * (MAX_BODY_MIB * 2**20 + 1))),
         ]
         status, call = self._chance.choice(bad)

@@ -25,7 +25,7 @@ from learner.rollout.client import RolloutClient
 from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync.push import WeightPusher
-from learner.rollout.sync.weights import AdapterWeights, MergedWeights, OneSource, WeightSource
+from learner.rollout.sync.weights import SyncMode
 
 RANK = 4
 BUCKET_BYTES = 2**20
@@ -41,8 +41,8 @@ class Learner:
         self._halves = [p for name, p in model.named_parameters() if "lora_B" in name]
         self._random = torch.Generator().manual_seed(0)
         self._pushers = [
-            _pusher(full_url, MergedWeights(model)),
-            _pusher(adapter_url, AdapterWeights(model)),
+            _pusher(full_url, SyncMode.of(model, "full", fallback_to_full=False)),
+            _pusher(adapter_url, SyncMode.of(model, "adapter", fallback_to_full=False)),
         ]
         self._version = 0
 
@@ -68,10 +68,10 @@ class Learner:
             pusher.close()
 
 
-def _pusher(url: str, source: WeightSource) -> WeightPusher:
+def _pusher(url: str, mode: SyncMode) -> WeightPusher:
     client = RolloutClient(url, TIMEOUT_S)
     (port,) = free_ports(1)
-    return WeightPusher(client, port, OneSource(source), "gloo", BUCKET_BYTES, "sample")
+    return WeightPusher(client, port, mode, "gloo", BUCKET_BYTES)
 
 
 def main() -> None:

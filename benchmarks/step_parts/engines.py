@@ -45,7 +45,7 @@ class FixedPushes:
     def push(self, version: int) -> SyncReport:
         self._version = version
         status = WeightStatus(state="READY", weights_version=version, server_epoch=self._epoch)
-        return SyncReport(status=status, seconds={"send": 0.0, "total": 0.0}, bytes=0, verified=0)
+        return SyncReport(status=status, seconds={"transfer": 0.0, "total": 0.0}, bytes=0)
 
     def abandon(self) -> None:
         """There is no group."""

@@ -161,7 +161,7 @@ def chat_template(checkpoint: Path) -> str:
             return template
     raise ContractError(
         str(checkpoint),
-        f"it has no chat template, in {alone.name} or tokenizer_config.json",
+        f"it has no chat template as text in {alone.name} or tokenizer_config.json",
         "Give the folder of a checkpoint saved with its processor",
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -127,9 +127,10 @@ def check_parameters(checkpoint: Path, where: str = "model.model") -> None:
     """
     *_, folder = checkpoint_chain(checkpoint, where)
     with loading(where, str(folder), _WHOLE):
-        _, found = AutoModelForImageTextToText.from_pretrained(
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
             folder, device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True
         )
+    _, found = loaded
     shapes = [f"{k} {list(held)}, not {list(own)}" for k, held, own in found["mismatched_keys"]]
     kinds = {
         "in no file": found["missing_keys"],

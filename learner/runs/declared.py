@@ -231,8 +231,8 @@ def _channel_b() -> Iterator[Metric]:
     yield counter(
         "invalid_rollout", "answers", "answers without a `{`, or with other text before it"
     )
-    for name, meaning in LEAD_INS.items():
-        yield counter(name, "answers", f"of those: with {meaning}")
+    for lead_in, meaning in LEAD_INS.items():
+        yield counter(lead_in, "answers", f"of those: with {meaning}")
     yield counter("matched", "objects", "predicted and matched to a ground truth")
     yield counter("false_positives", "objects", "predicted, valid and not matched")
     yield counter("fn_appended", "objects", "ground truths that were missed, and appended")

@@ -226,7 +226,7 @@ class UpdatableEngine(Protocol):
         """Complete the load, drop all caches of the old weights, stamp later answers."""
 
     async def load_adapter(self, version: int, folder: Path) -> None:
-        """Load a LoRA adapter from peft's files, to be used by `use_adapter`."""
+        """Load a LoRA adapter from peft's files, for `use_adapter`; wakes from `sleep`."""
 
     async def use_adapter(self, version: int) -> None:
         """Answer with the adapter that was loaded last; sequences that run keep theirs."""

@@ -1,12 +1,14 @@
-"""The manifest that a full push must have: names and shapes of the checkpoint's model (SYNC-05)."""
+"""What a push must have: names and shapes of the checkpoint's model (SYNC-05)."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from rollout_server.runtime.refusals import refusal
 from shared_contracts.errors import Problem, ProblemError
-from shared_contracts.weights import DtypeName, ParameterMeta, unfused
+from shared_contracts.weights import AdapterMeta, DtypeName, ParameterMeta, unfused
 
 # Faults that a refusal lists; it counts them all.
 MOST_LISTED = 32
@@ -62,3 +64,36 @@ def check_manifest(
         f"the first: {name} ({kind}): {detail}"
     )
     raise ProblemError(Problem.of("manifest-mismatch", text, "parameters", errors))
+
+
+_PEFT = "base_model.model."
+_HALF = re.compile(r"\.lora_(A\.weight|B\.weight|magnitude_vector)$")
+
+
+def check_adapter(
+    shapes: Mapping[str, list[int]], meta: AdapterMeta, expected: Mapping[str, list[int]]
+) -> None:
+    """Raise the `adapter-refused` problem unless every tensor fits, and none is missing.
+
+    vLLM ignores names that it does not know, and loads tensors that are too small.
+
+    shapes: by peft's names. expected: `checkpoint_parameters`.
+    """
+    wanted: dict[str, list[int]] = {}
+    for layer in {_HALF.sub("", name) for name in shapes}:
+        matrix = expected.get(f"{layer.removeprefix(_PEFT)}.weight", [])
+        if len(matrix) == 2:
+            wanted |= {
+                f"{layer}.lora_A.weight": [meta.r, matrix[1]],
+                f"{layer}.lora_B.weight": [matrix[0], meta.r],
+            }
+            if meta.use_dora:
+                wanted[f"{layer}.lora_magnitude_vector"] = matrix[:1]
+    names = sorted(shapes.keys() | wanted.keys())
+    if wrong := [name for name in names if shapes.get(name) != wanted.get(name)]:
+        found = f"{wrong[0]} is {shapes.get(wrong[0], 'missing')}"
+        must = wanted.get(wrong[0], "a name of this model")
+        detail = (
+            f"server: {len(wrong)} fault(s), nothing was loaded; the first: {found}, not {must}"
+        )
+        raise refusal("adapter-refused", detail, "adapter")

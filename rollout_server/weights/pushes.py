@@ -37,7 +37,7 @@ from rollout_server.engines.engine_protocol import (
 )
 from rollout_server.runtime.concurrency import all_or_cancel, timed
 from rollout_server.runtime.refusals import refusal
-from rollout_server.weights.manifest import check_manifest
+from rollout_server.weights.manifest import check_adapter, check_manifest
 from shared_contracts.errors import ProblemError
 from shared_contracts.rendezvous import ready_key
 from shared_contracts.weights import (
@@ -231,7 +231,9 @@ class Pushes:
                 found = "full weights were pushed: the weights under the adapter are gone"
                 raise refusal("adapter-refused", found, "adapter")
             with timed(seconds, "transfer"):
-                folder = await asyncio.to_thread(write_adapter, self._adapters, version, content)
+                expected = await asyncio.to_thread(self._expected)
+                folder = self._adapters / f"adapter-{version}"
+                await asyncio.to_thread(write_adapter, folder, content, expected)
                 try:
                     await self._on_all(lambda engine: engine.load_adapter(version, folder))
                 except WeightPhaseFailed as error:
@@ -479,28 +481,29 @@ def open_tcp_store(init: InitCommunicator) -> TCPStore:
     return store
 
 
-def write_adapter(root: Path, version: int, content: bytes) -> Path:
-    """Write peft's two files of an adapter. root: has folders of adapters alone.
+def write_adapter(folder: Path, content: bytes, expected: Mapping[str, list[int]]) -> None:
+    """Write peft's two files of an adapter.
 
-    Raises the `adapter-refused` problem for content that is no safetensors of an adapter.
+    Raises the `adapter-refused` problem for content that is no safetensors of an adapter for
+    `expected` (`manifest.checkpoint_parameters`).
     """
     try:
         length = int.from_bytes(content[:8], "little")
-        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
-        meta = AdapterMeta.model_validate_json(metadata[ADAPTER_KEY])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        header = json.loads(content[8 : 8 + length])
+        meta = AdapterMeta.model_validate_json(header.pop("__metadata__")[ADAPTER_KEY])
+        shapes = {name: entry["shape"] for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = f"the body is no safetensors with the metadata {ADAPTER_KEY!r} ({error})"
         raise refusal("adapter-refused", found, "body") from None
-    folder = root / f"adapter-{version}"
+    check_adapter(shapes, meta, expected)
     folder.mkdir(exist_ok=True)
     config = meta.model_dump() | {"peft_type": "LORA", "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     (folder / "adapter_model.safetensors").write_bytes(content)
-    return folder
 
 
 def remove_adapters(root: Path, used: Set[int]) -> None:
-    """Remove the folders of `write_adapter` but those of the versions `used`."""
+    """Remove the folders of all adapters but those of the versions `used`."""
     for folder in root.iterdir():
         if int(folder.name.partition("-")[2]) not in used:
             shutil.rmtree(folder)

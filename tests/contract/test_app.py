@@ -12,32 +12,19 @@ from shared_contracts.errors import PROBLEM_MEDIA_TYPE, PROBLEM_TITLES, Problem
 from tests.contract.test_limits import client_of, problem_of, settings
 
 GET_PATHS = ("/health", "/live", "/get_world_size", "/info", "/metrics")
-POST_PATHS = (
-    "/infer",
-    "/init_communicator",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/sleep",
-    "/wake_up",
-    "/keep_communicator",
-    "/close_communicator",
-)
+CALL = {"attempt": "a"}
 BODIES: dict[str, Any] = {
     "/infer": {"infer_requests": []},
-    "/init_communicator": {"host": "127.0.0.1", "port": 5000, "world_size": 4, "attempt": "a"},
-    "/start_weight_update": {
-        "version": 1,
-        "parameters": [{"name": "a", "dtype": "float32", "shape": [1]}],
-        "attempt": None,
-    },
-    "/update_weights": {"version": 1, "attempt": None},
-    "/finish_weight_update": {"version": 1, "attempt": None},
+    "/init_communicator": CALL | {"host": "127.0.0.1", "port": 5000, "world_size": 4},
+    "/start_weight_update": CALL
+    | {"version": 1, "parameters": [{"name": "a", "dtype": "float32", "shape": [1]}]},
+    "/update_weights": CALL,
+    "/finish_weight_update": CALL,
+    "/close_communicator": CALL,
     "/sleep": {},
     "/wake_up": {},
-    "/keep_communicator": {"attempt": "a"},
-    "/close_communicator": {"attempt": None},
 }
+ADAPTER = "/load_adapter"
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +39,9 @@ def client() -> Iterator[TestClient]:
 def test_paths_work_with_and_without_their_slash(client: TestClient, slash: str) -> None:
     for path in GET_PATHS:
         assert client.get(path + slash).status_code in (200, 503)
-    for path in POST_PATHS:
-        answer = client.post(path + slash, json=BODIES[path])
+    answers = [client.post(path + slash, json=body) for path, body in BODIES.items()]
+    answers.append(client.post(f"{ADAPTER}{slash}?version=1&attempt=a", content=b""))
+    for answer in answers:
         assert problem_of(answer).type == "urn:rollmatch:not-ready"
 
 
@@ -156,10 +144,16 @@ def test_weight_call_without_its_attempt_is_refused(client: TestClient, path: st
         assert problem_of(answer).status in (400, 422)
 
 
+@pytest.mark.req("SRV-06", "WIRE-05")
+@pytest.mark.parametrize("query", ["", "version=1", "attempt=a", "version=-1&attempt=a"])
+def test_adapter_without_its_version_or_attempt_is_refused(client: TestClient, query: str) -> None:
+    assert problem_of(client.post(f"{ADAPTER}/?{query}", content=b"")).status == 422
+
+
 @pytest.mark.req("WIRE-05", "WIRE-06")
 def test_openapi_document_has_each_path_once_with_its_problems(client: TestClient) -> None:
     document = client.get("/openapi.json").json()
-    assert set(document["paths"]) == {f"{path}/" for path in (*GET_PATHS, *POST_PATHS)}
+    assert set(document["paths"]) == {f"{path}/" for path in (*GET_PATHS, *BODIES, ADAPTER)}
     for path, methods in document["paths"].items():
         for operation in methods.values():
             responses = operation["responses"]

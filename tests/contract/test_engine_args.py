@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
+from learner.config.rollout_matching import DecodingConfig
 from rollout_server.engines.engine_protocol import PromptRefused
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import ServerSettings
@@ -35,7 +37,7 @@ def test_replicas_have_their_own_gpus(engine_args: Any, model: Path) -> None:
     args = [engine_args.engine_args(settings, index) for index in range(2)]
     assert [a.device_ids for a in args] == [[3, 4], [5, 6]]
     assert [a.tensor_parallel_size for a in args] == [2, 2]
-    assert [a.weight_transfer_config.backend for a in args] == ["nccl-met", "nccl-met"]
+    assert [a.weight_transfer_config.backend for a in args] == ["rollmatch", "rollmatch"]
 
 
 @pytest.mark.req("SRV-01")
@@ -125,6 +127,22 @@ def test_every_parameter_reaches_vllm(engine_args: Any) -> None:
     assert {name: getattr(made, name) for name in given} == given
     assert (made.max_tokens, made.skip_special_tokens) == (8, False)
     assert params(engine_args, temperature=1.0, top_k=-1).top_k == 0
+
+
+@pytest.mark.req("WIRE-05", "CFG-05")
+@pytest.mark.parametrize(
+    ("name", "inside", "beyond"),
+    [("temperature", 2.0, 2.01), ("top_p", 1.0, 1.01), ("top_k", -1, -2)],
+)
+def test_bounds_are_those_of_vllm(
+    engine_args: Any, name: str, inside: float, beyond: float
+) -> None:
+    assert params(engine_args, **{name: inside})
+    with pytest.raises(engine_args.VLLMClientError):
+        engine_args.SamplingParams(**{name: beyond})
+    for side in (RequestConfig, DecodingConfig):
+        with pytest.raises(ValidationError, match=name):
+            side.model_validate({name: beyond})
 
 
 @pytest.mark.req("WIRE-05")

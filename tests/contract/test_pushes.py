@@ -114,7 +114,7 @@ async def test_a_version_or_a_manifest_that_is_refused_changes_nothing() -> None
     other = PARAMETER.model_copy(update={"shape": [3]})
     body = StartWeightUpdate(attempt="first", version=4, parameters=[other])
     problem = await refused(bench.pushes.start(body), "manifest-mismatch", "nothing was loaded")
-    assert problem.errors == [{"where": "a", "fault": "shape", "detail": "[3], not [2]"}]
+    assert problem.errors == [{"where": "a.weight", "fault": "shape", "detail": "[3], not [2, 1]"}]
     assert bench.held == ("READY", 3)
     assert all(engine.calls == [*JOINED, *PHASES] for engine in bench.engines)
     await bench.push(last)
@@ -425,16 +425,26 @@ async def test_engines_sleep_until_they_are_woken_or_pushed_to() -> None:
 # --- adapters
 
 
-def adapter(**metadata: str) -> bytes:
+HALF_A, HALF_B = (f"base_model.model.a.lora_{half}.weight" for half in "AB")
+HALVES = {HALF_A: torch.zeros(4, 1), HALF_B: torch.zeros(2, 4)}
+
+
+def adapter(tensors: dict[str, torch.Tensor] = HALVES, **metadata: str) -> bytes:
     """Safetensors of an adapter."""
-    meta = AdapterMeta(r=4, lora_alpha=8, target_modules=["q_proj"])
-    given = metadata or {ADAPTER_KEY: meta.model_dump_json()}
-    return save({"x": torch.zeros(2)}, metadata=given)
+    meta = AdapterMeta(r=4, lora_alpha=8, target_modules=["a"])
+    return save(tensors, metadata=metadata or {ADAPTER_KEY: meta.model_dump_json()})
 
 
 NO_ADAPTERS = [
     *(b"", b"\xff" * 20, b"\4\0\0\0\0\0\0\0null", (10**5).to_bytes(8, "little") + b"[" * 10**5),
     *(adapter(other="{}"), adapter(adapter="{}")),
+]
+
+
+UNFIT = [
+    ({HALF_A: HALVES[HALF_A]}, r"lora_B.weight is missing, not \[2, 4\]"),
+    (HALVES | {HALF_A: torch.zeros(4, 2)}, r"lora_A.weight is \[4, 2\], not \[4, 1\]"),
+    (HALVES | {"c.lora_A.weight": torch.zeros(4, 1)}, "c.lora_A.weight is .* not a name of this"),
 ]
 
 
@@ -462,6 +472,18 @@ async def test_an_adapter_needs_no_pause_and_is_kept_while_it_is_used(tmp_path: 
     await bench.push(12)
     await refused(load(bench, 13), "adapter-refused", "full weights were pushed")
     await refused(load(await Bench.formed(), 1), "adapter-refused", "--enable-lora")
+
+
+@pytest.mark.req("SYNC-01", "SYNC-05")
+@pytest.mark.parametrize(("tensors", "found"), UNFIT)
+@asynchronous
+async def test_an_adapter_that_does_not_fit_the_model_is_refused(
+    tensors: dict[str, torch.Tensor], found: str, tmp_path: Path
+) -> None:
+    bench = await Bench.formed(adapters=tmp_path)
+    await refused(load(bench, 1, adapter(tensors)), "adapter-refused", found)
+    assert all(engine.calls == JOINED for engine in bench.engines)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.req("SYNC-01", "SYNC-05", "WIRE-05")

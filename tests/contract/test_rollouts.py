@@ -79,7 +79,7 @@ class EchoEngine(ScriptedEngine):
             return Prompt(None, [ord(letter) for letter in text])
 
     def check_sampling(self, config: RequestConfig) -> None:
-        if config.temperature == 9.0:
+        if config.temperature == 2.0:
             raise PromptRefused("too hot")
 
     async def generate(
@@ -172,7 +172,7 @@ def test_bad_requests_and_bad_sampling_generate_nothing() -> None:
     assert error.value.problem.errors is not None
     assert [e["index"] for e in error.value.problem.errors] == [1, 2, 3, 4, 5]
     with pytest.raises(ProblemError, match="too hot"):
-        run(answer(call("fine", temperature=9.0), engine))
+        run(answer(call("fine", temperature=2.0), engine))
     assert engine.generated == []
 
 

@@ -91,10 +91,10 @@ def test_gauges_show_the_current_state_of_the_server() -> None:
     assert found["rollout_replica_restarts{replica=1}"] == 2
     assert found["rollout_weights_version"] == 7
     assert found["rollout_weights_state{state=READY}"] == 1
-    server.ready, server.state = False, "POISONED"
+    server.ready, server.state = False, "PUSH_NEEDED"
     found = samples(telemetry.exposition().decode())
     assert found["rollout_ready"] == 0
-    assert found["rollout_weights_state{state=POISONED}"] == 1
+    assert found["rollout_weights_state{state=PUSH_NEEDED}"] == 1
     assert found["rollout_weights_state{state=READY}"] == 0
 
 
@@ -116,7 +116,7 @@ def test_nested_seconds_of_one_phase_count_once(monkeypatch: pytest.MonkeyPatch)
 START = {
     "version": 1,
     "parameters": [{"name": "a", "dtype": "float32", "shape": [1]}],
-    "attempt": None,
+    "attempt": "a",
 }
 
 
@@ -130,14 +130,14 @@ def test_refused_call_is_logged_and_counted_with_its_problem(
     client.post("/infer/", json=body, headers={"authorization": SECRET})
     client.get("/infer/")
     client.post("/start_weight_update/", json=START)
-    client.post("/keep_communicator/", json={"attempt": "a"})
+    client.post("/close_communicator/", json={"attempt": "a"})
     client.get("/health/")
     assert [(r.route, r.status, r.problem) for r in access_lines(caplog)] == [
         ("/infer/", 422, "invalid-request"),
         ("/infer/", 503, "not-ready"),
         ("/infer/", 405, "method-not-allowed"),
         ("/start_weight_update/", 503, "not-ready"),
-        ("/keep_communicator/", 503, "not-ready"),
+        ("/close_communicator/", 503, "not-ready"),
     ]
     assert SECRET not in caplog.text
     found = samples(client.get("/metrics/").text)

@@ -24,7 +24,7 @@ from tests.contract.scripted_engine import ScriptedEngine
 P = ParamSpec("P")
 # Of a group. No test waits so long: see `Clock`.
 TIMEOUT_S = 1000.0
-PARAMETER = ParameterMeta(name="a", dtype="float32", shape=[2])
+PARAMETER = ParameterMeta(name="a.weight", dtype="float32", shape=[2, 1])
 
 
 class Clock(asyncio.SelectorEventLoop):

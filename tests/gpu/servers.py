@@ -21,7 +21,7 @@ STARTED = {
     "a push to two workers": (*OF_TWO_WORKERS, *over("nccl")),
     "loaded": ON_0,
     "loaded by two workers": OF_TWO_WORKERS,
-    "an adapter over NCCL": (*ON_0, *LORA, *over("nccl")),
+    "an adapter": (*SHARED_0, *LORA, *over("ipc")),
     "sleep": (*SLEEPS, *over("ipc")),
     "sleep with an adapter": (*SLEEPS, *LORA, *over("ipc")),
 }

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from learner.rollout.client import RolloutClient
-from learner.rollout.sync.weights import AdapterWeights, MergedWeights
 from tests.contract.running_server import running_server
-from tests.contract.test_adapter import adapted
+from tests.contract.test_adapter import adapted, adapter_of
 from tests.gpu.servers import FRACTION, LORA, SLEEPS, over
-from tests.gpu.test_gpu_transfer import answers, model_on, push
+from tests.gpu.test_gpu_transfer import answers, push, weights_on
 
 # Two servers one after another, which compile what they run and capture graphs.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -27,7 +26,7 @@ def free_bytes() -> int:
 def test_a_sleeping_server_frees_the_gpu_and_answers_afterwards(
     tied: Path, other_tied: Path, tmp_path: Path
 ) -> None:
-    model = model_on(0, other_tied)
+    weights = weights_on(0, other_tied)
     total = torch.cuda.mem_get_info(0)[1]
     options = (*SLEEPS, *over("ipc"))
     with (
@@ -45,7 +44,7 @@ def test_a_sleeping_server_frees_the_gpu_and_answers_afterwards(
         assert free_bytes() < asleep - GIVEN_UP * FRACTION * total
         for _ in range(2):
             client.sleep()
-            push(server, "ipc", MergedWeights(model))
+            push(server, "ipc", weights)
             pushed = answers(server)
         client.sleep()
         assert free_bytes() > asleep - 2**30, "a push leaves no memory behind"
@@ -56,16 +55,16 @@ def test_a_sleeping_server_frees_the_gpu_and_answers_afterwards(
 
 @pytest.mark.req("ROLL-03", "SYNC-01")
 def test_a_base_and_its_adapter_are_there_after_a_sleep(tied: Path, tmp_path: Path) -> None:
-    adapting = adapted(tied, seed=1).to("cuda:0")
+    adapting = adapter_of(adapted(tied, seed=1).to("cuda:0"))
     with (
         running_server(tied, tmp_path, *LORA, device=(*SLEEPS, *over("ipc"))) as server,
         RolloutClient(server.process.base_url) as client,
     ):
-        push(server, "ipc", AdapterWeights(adapting))
+        push(server, "ipc", adapting)
         before = answers(server)
         client.sleep()
         client.wake_up()
         assert answers(server) == before
         client.sleep()
-        push(server, "ipc", AdapterWeights(adapting))
+        push(server, "ipc", adapting)
         assert answers(server) == before

@@ -15,9 +15,10 @@ from transformers import Qwen3VLForConditionalGeneration
 from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync.push import WeightPusher
-from learner.rollout.sync.weights import AdapterWeights, MergedWeights, OneSource, WeightSource
-from shared_contracts.weights import SyncReport, Transport
+from learner.rollout.sync.weights import SyncMode
+from shared_contracts.weights import Transport
 from tests.contract.running_server import (
+    START_TIMEOUT_S,
     RunningServer,
     draw_scene,
     image_request,
@@ -25,37 +26,32 @@ from tests.contract.running_server import (
     running_server,
     text_request,
 )
-from tests.contract.test_adapter import adapted
-from tests.contract.test_learner_killed import die_in, wait_until_poisoned
+from tests.contract.test_adapter import adapted, adapter_of
 from tests.contract.weight_sender import BUCKET_BYTES
 from tests.gpu.servers import LORA, OF_TWO_WORKERS, ON_0, SHARED_0, over
+from tests.unit.fleets import wait_until
 
 # Two servers one after another, which compile what they run and capture graphs.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-TIMEOUT_S = 60.0
+# Of a learner that is killed: its end is noticed before.
+LONG_S = 600.0
 
 
-def model_on(gpu: int, checkpoint: Path) -> torch.nn.Module:
-    """As a learner has it that trains on this GPU."""
+def weights_on(gpu: int, checkpoint: Path) -> SyncMode:
+    """Return full weights of a learner that trains on this GPU."""
     torch.cuda.set_device(gpu)
     model: torch.nn.Module = Qwen3VLForConditionalGeneration.from_pretrained(
         checkpoint, dtype=torch.float32
     )
-    return model.to(f"cuda:{gpu}")
+    return SyncMode.of(model.to(f"cuda:{gpu}"), "full", fallback_to_full=False)
 
 
-def push(server: RunningServer, transport: Transport, *sources: WeightSource) -> list[SyncReport]:
-    """Push one after another, each verified in full."""
-    (port,) = free_ports(1)
-    reports = []
-    with RolloutClient(server.process.base_url, TIMEOUT_S) as client:
-        for source in sources:
-            choice = OneSource(source)
-            pusher = WeightPusher(client, port, choice, transport, BUCKET_BYTES, "full")
-            reports.append(pusher.push(client.info().weights_version + 1))
-            pusher.close()
-    return reports
+def push(server: RunningServer, transport: Transport, mode: SyncMode) -> None:
+    with RolloutClient(server.process.base_url, START_TIMEOUT_S) as client:
+        pusher = WeightPusher(client, free_ports(1)[0], mode, transport, BUCKET_BYTES)
+        pusher.push(client.info().weights_version + 1)
+        pusher.close()
 
 
 def answers(server: RunningServer) -> list[list[int]]:
@@ -88,32 +84,31 @@ def test_pushed_between_gpus_equals_loaded(
     other_tied: Path,
     tmp_path: Path,
 ) -> None:
-    model = model_on(learner_gpu, other_tied)
+    weights = weights_on(learner_gpu, other_tied)
     pushed_to = (*devices, *over(transport))
     with running_server(tied, tmp_path / "pushed", device=pushed_to) as server:
         before = answers(server)
-        (report,) = push(server, transport, MergedWeights(model))
+        push(server, transport, weights)
         pushed = answers(server)
-    assert report.verified == len(list(model.named_parameters()))
     with running_server(other_tied, tmp_path / "loaded", device=devices) as server:
         assert pushed == answers(server)
     assert pushed != before
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.req("SYNC-01", "SYNC-03", "SYNC-06")
-def test_an_adapter_is_pushed_over_nccl_and_replaced(tied: Path, tmp_path: Path) -> None:
-    torch.cuda.set_device(1)
-    adapting, idle = (adapted(tied, seed=1).to("cuda:1") for _ in range(2))
+@pytest.mark.req("SYNC-01", "SYNC-06")
+def test_an_adapter_is_pushed_and_replaced(tied: Path, tmp_path: Path) -> None:
+    """The learner trains on the GPU of the engine."""
+    adapting, idle = (adapted(tied, seed=1).to("cuda:0") for _ in range(2))
     with torch.no_grad():
         for name, parameter in idle.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
-    with running_server(tied, tmp_path, *LORA, *over("nccl"), device=ON_0) as server:
+    options = (*LORA, *over("ipc"))
+    with running_server(tied, tmp_path, *options, device=SHARED_0) as server:
         before = answers(server)
-        push(server, "nccl", AdapterWeights(adapting))
+        push(server, "ipc", adapter_of(adapting))
         assert answers(server) != before
-        push(server, "nccl", AdapterWeights(idle))
+        push(server, "ipc", adapter_of(idle))
         assert answers(server) == before, "an adapter that adds nothing"
 
 
@@ -123,18 +118,21 @@ def test_a_learner_killed_in_a_broadcast_leaves_a_server_for_the_next_one(
     tied: Path, other_tied: Path, tmp_path: Path
 ) -> None:
     (port,) = free_ports(1)
-    model = model_on(1, tied)
+    weights = weights_on(1, tied)
     command = [sys.executable, "-m", "tests.contract.dying_pusher"]
     with running_server(tied, tmp_path, *over("nccl"), device=ON_0) as server:
         before = answers(server)
-        arguments = [server.process.base_url, str(port), str(other_tied), "transfer", "nccl"]
+        url, phase = server.process.base_url, "transfer"
         with subprocess.Popen(
-            [*command, *arguments],
+            [*command, url, str(port), str(other_tied), phase, str(LONG_S), "nccl"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "1"},
         ) as process:
-            die_in(process, "transfer")
-        wait_until_poisoned(server, replica_lost=False)
-        push(server, "nccl", MergedWeights(model))
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == phase, "its error is above"
+            process.kill()
+        wait_until(lambda: server.http.get("/info/").json()["weights_state"] == "PUSH_NEEDED")
+        push(server, "nccl", weights)
         assert answers(server) == before

@@ -1,11 +1,8 @@
-"""NCCL between threads of this process: torch's `ProcessGroupNCCL` over gloo, and CUDA's devices.
-
-Everything above is real: both programs' groups, their rendezvous, torch's store.
-"""
+"""NCCL between threads of this process, over gloo, and CUDA's devices."""
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,8 +30,8 @@ class Hanging:
     gone: threading.Event
 
     def wait(self, timeout: timedelta) -> None:
-        aborted = self.gone.wait(timeout.total_seconds())
-        raise RuntimeError("NCCL was aborted" if aborted else "timed out in blocking wait")
+        self.gone.wait(timeout.total_seconds())
+        raise RuntimeError("NCCL was aborted, or timed out")
 
 
 class ProcessGroupNCCL:
@@ -42,12 +39,12 @@ class ProcessGroupNCCL:
 
     made: the ranks, in the order in which they made their groups.
     hangs, dies: (rank, number of its collective, from 0) that does not end, or fails.
-    hanging: a collective hangs. over: the test has no more use for it.
+    on_hang: called when a collective hangs. over: the test has no more use for it.
     """
 
     made: ClassVar[list[int]]
     hangs = dies = (-1, -1)
-    hanging: ClassVar[threading.Event]
+    on_hang = staticmethod(lambda: None)
     over: ClassVar[threading.Event]
     all_in: ClassVar[threading.Barrier]
 
@@ -64,11 +61,6 @@ class ProcessGroupNCCL:
         self._next = 0
         self._gone = threading.Event()
 
-    @classmethod
-    def when_one_hangs(cls, call: Callable[[], None]) -> None:
-        cls.hanging.wait(NEVER_S)
-        call()
-
     def __del__(self) -> None:
         self._gone.set()
 
@@ -82,7 +74,7 @@ class ProcessGroupNCCL:
             self._gloo = None  # closes the connections
             raise RuntimeError(ERROR)
         if place == self.hangs:
-            self.hanging.set()
+            self.on_hang()
         if place[1] == 0:  # `ncclCommInitRank` waits for all ranks, without a deadline
             (self.over if place == self.hangs else self.all_in).wait(NEVER_S)
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -104,8 +96,7 @@ def install(patch: pytest.MonkeyPatch) -> Iterator[type[ProcessGroupNCCL]]:
     import rollout_server.engines.vllm.push_engine as receiver
 
     class Nccl(ProcessGroupNCCL):
-        made, all_in = [], threading.Barrier(3)
-        hanging, over = threading.Event(), threading.Event()
+        made, all_in, over = [], threading.Barrier(3), threading.Event()
 
     def set_device(_: object) -> None:
         _thread.gpu = 0

@@ -28,7 +28,6 @@ from rollout_server.engines.vllm import push_engine
 from rollout_server.engines.vllm.push_engine import Group, Manifest, PushEngine
 from rollout_server.weights.manifest import checkpoint_parameters
 from shared_contracts.digests import digest
-from shared_contracts.weights import ParameterMeta
 from tests.unit.full_size_models import make_full_size
 
 BUCKET_BYTES = 64 * 2**20
@@ -50,14 +49,6 @@ def digest_of_nothing(*_: object) -> int:
     """Take the processor time of a digest; on the meta device each operation is slow Python."""
     digest(SMALL, SMALL)
     return 0
-
-
-def manifest(folder: Path) -> list[ParameterMeta]:
-    """Return what a learner sends."""
-    described = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model: Any = AutoModelForImageTextToText.from_config(described, dtype=torch.bfloat16)
-    return MergedWeights(model).metadata("bfloat16")
 
 
 def worker(folder: Path) -> PushEngine:
@@ -99,9 +90,11 @@ def lacks_weights(module: Any) -> bool:
 
 def describe(folder: Path, rounds: int) -> dict[str, Any]:
     """Push once and look what is filled; then measure milliseconds of processor time."""
-    sent, engine = manifest(folder), worker(folder)
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+    sent, engine = MergedWeights(model).metadata("bfloat16"), worker(folder)
     described = [parameter.model_dump() for parameter in sent]
-    times, unfilled = [], list[str]()
+    times, unfilled = list[float](), list[str]()
     with set_current_vllm_config(engine.vllm_config):
         for number in range(rounds + 1):
             began = time.process_time()
@@ -113,6 +106,7 @@ def describe(folder: Path, rounds: int) -> dict[str, Any]:
             engine.finish_weight_update()
             times.append(1000 * (time.process_time() - began))
     return {
+        "parameters": len(sent),
         "bytes": sum(parameter.num_bytes for parameter in sent),
         "expected": checkpoint_parameters(folder) == {each.name: each.shape for each in sent},
         "unfilled": unfilled,

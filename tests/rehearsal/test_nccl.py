@@ -1,6 +1,6 @@
 """Pushes over NCCL without a GPU: the learner's pusher, the server and its workers' plug-in.
 
-Faked are vLLM around the plug-in, HTTP, and NCCL itself.
+Faked are vLLM around the plug-in, HTTP, and NCCL.
 """
 
 import asyncio
@@ -38,12 +38,10 @@ WEIGHTS = dict(MODEL.named_parameters())
 def built(index: int) -> Any:
     """Return an engine with one worker, of which only the plug-in is real."""
     from rollout_server.engines.vllm.engine import VllmEngine
-    from rollout_server.engines.vllm.push_engine import PushEngine
-
-    llm = AsyncMock(errored=False, loaded={})
+    from rollout_server.engines.vllm.push_engine import GroupInfo, Manifest, PushEngine
 
     def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
-        llm.loaded.update((name, tensor.clone()) for name, tensor in weights)
+        llm.loaded = {name: tensor.clone() for name, tensor in weights}
 
     model: Any = SimpleNamespace(load_weights=load_weights)
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), model_config=None)
@@ -53,13 +51,10 @@ def built(index: int) -> Any:
     async def work(call: Callable[..., None], *arguments: Any) -> None:
         await asyncio.wrap_future(thread.submit(call, *arguments))
 
-    llm.model_config = SimpleNamespace(dtype="float32")
-    llm.init_weight_transfer_engine = lambda request: work(
-        plug_in.init_transfer_engine, plug_in.parse_init_info(request.init_info)
-    )
-    llm.update_weights = lambda request: work(
-        plug_in.receive_weights, plug_in.parse_update_info(request.update_info)
-    )
+    llm = AsyncMock(errored=False, model_config=SimpleNamespace(dtype="float32"))
+    join, receive = plug_in.init_transfer_engine, plug_in.receive_weights
+    llm.init_weight_transfer_engine = lambda body: work(join, GroupInfo(**body.init_info))
+    llm.update_weights = lambda body: work(receive, Manifest(**body.update_info))
     llm.shutdown_weight_transfer_engine = lambda: work(plug_in.shutdown)
     engine: Any = VllmEngine(llm, index, RepeatTerminateConfig())
     engine.llm = llm
@@ -141,7 +136,7 @@ def test_a_rank_that_fails_in_nccl_ends_the_push_and_the_next_one_succeeds(
         setattr(nccl, "dies" if fault == "dies" else "hangs", place)
         pusher = server.pusher(SHORT_S if fault == "hangs" else NEVER_S)
         if "leaves" in fault:
-            threading.Thread(target=nccl.when_one_hangs, args=[pusher.abandon]).start()
+            nccl.on_hang = staticmethod(pusher.abandon)
         with pytest.raises(WeightSyncError, match=reason):
             pusher.push(1)
     with install(monkeypatch):

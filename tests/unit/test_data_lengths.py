@@ -16,9 +16,11 @@ from learner.data.jsonl import build_messages, read_samples
 from learner.data.lengths import SampleLengths, chat_template
 from learner.data.toy import PROMPT, ToyData
 from learner.models.families.qwen_vl import QwenImageRule
+from learner.models.load import read_processor
 from learner.models.packed_forward import PromptEncoder
 from learner.stages.formats.coord_json import serialize_objects
 from learner.stages.targets import build_ground_truth_target
+from learner.training.start_checks import check_checkpoint
 from learner.types import GroundTruthObject, Sample
 from shared_contracts.errors import ContractError
 from tests.unit.data_files import LYING, box, line, paint, write_lines
@@ -122,13 +124,26 @@ def test_the_chat_template_is_found_wherever_checkpoints_keep_it(
     toy_checkpoint: Path, tmp_path: Path
 ) -> None:
     template = chat_template(toy_checkpoint)
-    with pytest.raises(ContractError, match=r"no chat_template\.jinja"):
+    with pytest.raises(ContractError, match="no chat template"):
         chat_template(tmp_path)
     for name in ("tokenizer_config.json", "chat_template.json"):
         (tmp_path / name).write_text(json.dumps({"chat_template": name + template}))
         assert chat_template(tmp_path) == name + template
     shutil.copy(toy_checkpoint / "chat_template.jinja", tmp_path)
     assert chat_template(tmp_path) == template
+
+
+def test_a_template_beside_the_tokenizer_alone_is_the_processors(
+    toy_checkpoint: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(toy_checkpoint, tmp_path / "model")
+    (copy / "chat_template.jinja").unlink()
+    with pytest.raises(ContractError, match="no chat template"):
+        check_checkpoint(copy)
+    file, template = copy / "tokenizer_config.json", chat_template(toy_checkpoint)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    check_checkpoint(copy)
+    assert read_processor(copy).chat_template == template
 
 
 def test_a_second_image_that_cannot_be_opened_is_told(

@@ -2,13 +2,13 @@
 
 import json
 import os
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
@@ -25,7 +25,7 @@ from learner.operate.doctor.findings import Finding, as_json, ok, skipped, summa
 from learner.operate.doctor.run import examine
 from learner.operate.estimate import sizes
 from learner.rollout.client import RolloutClient, ServerUnreachable
-from shared_contracts.errors import ContractError, Problem, ProblemError
+from shared_contracts.errors import Problem, ProblemError
 from shared_contracts.infer import ChoiceLogprobs, InferCall, RolloutEnvelope
 from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse
 from shared_contracts.weights import CommunicatorReady
@@ -146,19 +146,15 @@ def test_gpus_of_both_sides_are_compared_by_uuid(
     assert says in found.found
 
 
-def test_files_with_missing_or_other_weights_are_found(config: Config, tmp_path: Path) -> None:
-    known = sizes.read_sizes(config)
-    held = load_file(config.model.model / "model.safetensors")
-    name = "model.language_model.norm.weight"
-    save_file({n: w for n, w in held.items() if n != name}, tmp_path / "a.safetensors")
-    missing = memory.judge_files("model", known, memory.stored_tensors(tmp_path))
-    assert (missing.status, name in missing.found) == ("warn", True)
-    save_file({name: torch.zeros(3)}, tmp_path / "b.safetensors")
-    other = memory.judge_files("model", known, memory.stored_tensors(tmp_path))
-    assert other.status == "fail"
-    (tmp_path / "c.safetensors").write_bytes(b"torn")
-    with pytest.raises(ContractError, match="no safetensors file"):
-        memory.stored_tensors(tmp_path)
+def test_a_missing_parameter_is_a_failure(config: Config, tmp_path: Path) -> None:
+    model = shutil.copytree(config.model.model, tmp_path / "model")
+    held = load_file(model / "model.safetensors")
+    del held["model.language_model.norm.weight"]
+    save_file(held, model / "model.safetensors", {"format": "pt"})
+    own = config.model_copy(update={"model": config.model.model_copy(update={"model": model})})
+    found = by_check(memory.weigh(own, inputs.look(own), [], None, None).findings)
+    assert found["weights"].status == "fail"
+    assert "model.language_model.norm.weight" in found["weights"].found
 
 
 @pytest.mark.req("FULL-03")

@@ -257,6 +257,7 @@ def test_kept_states_are_offloaded_where_the_server_needs_the_memory(
         (["--gpu", "cpu", "--model", "broken"], "--model", "has no config.json"),
         (["--gpu", "cpu", "--model", "other"], "--model", "model_type is bert"),
         (["--gpu", "cpu", "--model", "empty"], "--model", "no *.safetensors"),
+        (["--gpu", "cpu", "--model", "holed"], "--model", "model.language_model.norm.weight"),
         (["--gpu", "cpu", "--data", "none.jsonl"], "none.jsonl", ""),
         (["--gpu", "cpu", "--out", "full"], "full", "is not an empty directory"),
     ],
@@ -278,6 +279,9 @@ def test_bad_options_are_refused_before_anything_is_written(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": family}))
         shutil.copy(stock / "tokenizer.json", tmp_path / name)
+    weights = load_file(shutil.copytree(stock, tmp_path / "holed") / "model.safetensors")
+    del weights["model.language_model.norm.weight"]
+    save_file(weights, tmp_path / "holed" / "model.safetensors", {"format": "pt"})
     before = sorted(tmp_path.rglob("*"))
     words = ["--model", str(stock), "--data", str(toy_data.train_jsonl), "--out", "out", *options]
     error = CliRunner().invoke(app, ["init", *words]).exception

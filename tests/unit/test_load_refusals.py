@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from learner.config.schema import Config, LoraTuner
 from learner.data.toy import ToyData
@@ -48,6 +50,50 @@ def test_an_incomplete_checkpoint_is_refused(config: Config, spoil: Callable[[Pa
         load_model(config)
     assert caught.value.where == "model.model"
     assert str(config.model.model) in caught.value.found
+
+
+def untied_above(folder: Path) -> None:
+    """What reads `text_config` alone takes the head for a tied one."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    assert config["text_config"]["tie_word_embeddings"]
+    file.write_text(json.dumps({**config, "tie_word_embeddings": False}))
+
+
+def other_tensors(folder: Path) -> None:
+    """Every kind of fault: four are missing, one is unknown, one has another shape."""
+    file = folder / "model.safetensors"
+    kept = {k: v for k, v in load_file(file).items() if not k.endswith("mlp.down_proj.weight")}
+    changed = {"model.language_model.norm.weight": torch.ones(3), "model.extra": torch.ones(1)}
+    save_file({**kept, **changed}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (untied_above, ["1 in no file, first lm_head.weight"]),
+        (
+            other_tensors,
+            [
+                "4 in no file, first model.language_model.layers.0.mlp.down_proj.weight, ",
+                "1 not of the model, first model.extra",
+                "1 of another shape, first model.language_model.norm.weight [3], not [128]",
+            ],
+        ),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused_by_name(
+    config: Config, spoil: Callable[[Path], None], found: list[str]
+) -> None:
+    load_model(config)
+    spoil(config.model.model)
+    with pytest.raises(ContractError, match="do not fit its config") as caught:
+        load_model(config)
+    assert caught.value.where == "model.model"
+    assert str(config.model.model) in caught.value.found
+    for each in found:
+        assert each in caught.value.found
+    assert "layers.3" not in caught.value.found
 
 
 @pytest.mark.parametrize(

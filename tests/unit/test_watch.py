@@ -35,7 +35,7 @@ def test_watch_shows_a_finished_run(trained_run: TrainedRun) -> None:
 @pytest.mark.req("RES-32")
 def test_watch_names_why_objects_and_whole_answers_were_dropped(tmp_path: Path) -> None:
     counts = {"strict_drop/bbox_invalid": 3.0, "fenced": 2.0, "invalid_rollout": 2.0}
-    line = step_line(1, **{f"stage2_ab/channel_b/{name}": n for name, n in counts.items()})
+    line = step_line(1) | {f"stage2_ab/channel_b/{name}": n for name, n in counts.items()}
     run = MadeRun(tmp_path / "run", [line | {"rollout/per_second": 1.0}]).write()
     assert "dropped: bbox_invalid 3, fenced 2 " in watch(str(run.path), "--once").output
 

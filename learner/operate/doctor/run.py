@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from transformers import ProcessorMixin
+from transformers.utils.logging import disable_progress_bar
 
 from learner.config.schema import Config
 from learner.models.load import read_processor
@@ -37,6 +38,7 @@ _SERVERS = "servers"
 
 def examine(config: Config) -> Iterator[Finding]:
     """Every finding, as it is made. Asks the config's servers for answers, and changes nothing."""
+    disable_progress_bar()
     looked = inputs.look(config)
     yield from looked.findings
     yield from inputs.trackers(config, os.environ, Path.home())

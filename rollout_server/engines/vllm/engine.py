@@ -376,6 +376,8 @@ class VllmEngine:
         self.weights_version = version
 
     async def load_adapter(self, version: int, folder: Path) -> None:
+        if self._asleep:  # then it has no memory for the adapter
+            await self.resume()
         # In place: an adapter of this version may have been loaded by a push that broke.
         name = f"version-{version}"
         request = LoRARequest(name, version, str(folder), load_inplace=True)

@@ -44,7 +44,8 @@ class BalancedClient:
 async def openai_app(llm: AsyncLLM, generate_chat: ChatGenerate) -> FastAPI:
     """Make the app with vLLM's chat and models routes; it is bound to the renderer of `llm`."""
     model = str(llm.model_config.served_model_name)
-    args = make_arg_parser(ArgumentParser()).parse_args(["--model", model])
+    parser: Any = ArgumentParser()  # the options of vLLM's own parser, with its defaults
+    args = make_arg_parser(parser).parse_args(["--model", model])
     app = FastAPI(openapi_url=None)
     app.include_router(models_router)
     app.include_router(chat_router)
