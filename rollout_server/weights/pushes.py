@@ -149,7 +149,7 @@ class Pushes:
         return CommunicatorReady(
             weights_version=self.version,
             world_size=init.world_size,
-            transport=self._transport,
+            transport=init.transport,
             server_epoch=self._server_epoch(),
             dtype=self._engines.all()[0].dtype,
         )

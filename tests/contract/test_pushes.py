@@ -165,13 +165,13 @@ async def test_a_phase_out_of_order_is_refused() -> None:
 @pytest.mark.parametrize("senders", [1, 2])
 @asynchronous
 async def test_workers_are_numbered_in_the_order_of_the_engines(senders: int) -> None:
-    bench = Bench(workers=4, longest_s=5.0)
+    bench = Bench(workers=4, longest_s=5.0, transport="nccl")
     ready = await bench.init(comes=senders, senders=senders, world_size=senders + 4)
     assert (ready.world_size, ready.weights_version, ready.dtype) == (senders + 4, 0, "float32")
     ((first, of_first),), ((second, of_second),) = (engine.joined for engine in bench.engines)
     assert first == second == bench.pushes.owner
     assert (of_first, of_second) == (0, 2)
-    assert first.timeout_s == 5.0, "the server's limit"
+    assert (first.timeout_s, ready.transport) == (5.0, "gloo"), "the server's limit"
 
 
 @pytest.mark.req("SYNC-04")
@@ -439,8 +439,6 @@ NO_ADAPTERS = [
     *(b"", b"\xff" * 20, b"\4\0\0\0\0\0\0\0null", (10**5).to_bytes(8, "little") + b"[" * 10**5),
     *(adapter(other="{}"), adapter(adapter="{}")),
 ]
-
-
 UNFIT = [
     ({HALF_A: HALVES[HALF_A]}, r"lora_B.weight is missing, not \[2, 4\]"),
     (HALVES | {HALF_A: torch.zeros(4, 2)}, r"lora_A.weight is \[4, 2\], not \[4, 1\]"),
@@ -474,27 +472,23 @@ async def test_an_adapter_needs_no_pause_and_is_kept_while_it_is_used(tmp_path: 
     await refused(load(await Bench.formed(), 1), "adapter-refused", "--enable-lora")
 
 
-@pytest.mark.req("SYNC-01", "SYNC-05")
-@pytest.mark.parametrize(("tensors", "found"), UNFIT)
-@asynchronous
-async def test_an_adapter_that_does_not_fit_the_model_is_refused(
-    tensors: dict[str, torch.Tensor], found: str, tmp_path: Path
-) -> None:
-    bench = await Bench.formed(adapters=tmp_path)
-    await refused(load(bench, 1, adapter(tensors)), "adapter-refused", found)
-    assert all(engine.calls == JOINED for engine in bench.engines)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.req("SYNC-01", "SYNC-05", "WIRE-05")
-@pytest.mark.parametrize("content", [*NO_ADAPTERS, adapter()])
+@pytest.mark.parametrize(
+    ("content", "where", "found"),
+    [
+        *((content, "body", "is no safetensors") for content in NO_ADAPTERS),
+        *((adapter(tensors), "adapter", found) for tensors, found in UNFIT),
+        (adapter(), "adapter", "server: no"),
+    ],
+)
 @asynchronous
-async def test_an_adapter_that_is_refused_changes_nothing(content: bytes, tmp_path: Path) -> None:
+async def test_an_adapter_that_is_refused_changes_nothing(
+    content: bytes, where: str, found: str, tmp_path: Path
+) -> None:
     """By the server, or by a worker that refuses all."""
     bench = await Bench.formed(adapters=tmp_path)
     bench.engines[1].script["load_adapter"] = fails(BROKEN)
-    problem = await refused(load(bench, 1, content), "adapter-refused")
-    assert problem.where == ("body" if content in NO_ADAPTERS else "adapter")
+    assert (await refused(load(bench, 1, content), "adapter-refused", found)).where == where
     assert not any("use_adapter" in engine.calls for engine in bench.engines)
     assert bench.held == ("READY", 0)
     bench.engines[1].script.clear()

@@ -427,9 +427,9 @@ class VllmEngine:
         try:
             return await cancel_when(self._given_up.wait(), call, dead)
         except Exception as error:
-            if self._llm.errored:
-                raise dead from error
-            raise
+            if error is dead or not self._llm.errored:
+                raise
+            raise dead from error
 
 
 async def _only(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
