@@ -108,7 +108,7 @@ def answers(server: RunningServer) -> Answers:
 
 def serve(server: RunningServer, weights: Path) -> None:
     """Have new engines load `weights`, from the same folder."""
-    copied = shutil.copy(weights, server.checkpoint / "copied")
+    copied = Path(shutil.copy(weights, server.checkpoint / "copied"))
     copied.replace(server.checkpoint / WEIGHTS)
     server.rebuild()
 

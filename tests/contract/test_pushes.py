@@ -200,7 +200,7 @@ async def test_a_wrong_group_is_refused(fields: dict[str, Any], kind: str, where
 @asynchronous
 async def test_no_engine_joins_before_every_sender_is_there(senders: int) -> None:
     bench = Bench()
-    fields = {"senders": senders, "world_size": senders + 2}
+    fields: dict[str, Any] = {"senders": senders, "world_size": senders + 2}
     coming = bench.init(comes=senders - 1, timeout_s=0.1, **fields)
     missing = r"learner \(rank 0\): missing for 0.1 s"
     problem = await refused(coming, "weight-transfer-timeout", missing)

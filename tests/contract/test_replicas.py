@@ -48,7 +48,7 @@ def untied(checkpoints: Path) -> Path:
 def replicas(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """With a token in the environment, which `http` sends, and a folder for temporary files."""
     folder = tmp_path_factory.mktemp("replicas") / "server"
-    options = ("--replicas", "2", "--max-num-seqs", str(MOST))
+    options: tuple[str, ...] = ("--replicas", "2", "--max-num-seqs", str(MOST))
     options += ("--hang-seconds", str(HANG_S), "--grace-seconds", "1")
     with (
         pytest.MonkeyPatch.context() as environment,
