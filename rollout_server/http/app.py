@@ -35,6 +35,7 @@ from rollout_server.http.idempotency import IdempotentCalls
 from rollout_server.http.openai_mount import add_openai
 from rollout_server.http.problems import install_problem_handlers, problem_responses
 from rollout_server.runtime.concurrency import cancel_when, in_pieces
+from rollout_server.runtime.refusals import refusal
 from rollout_server.serving.pool import Pool
 from rollout_server.serving.telemetry import CallRecord
 from rollout_server.settings.preflight import is_loopback, read_token
@@ -66,9 +67,10 @@ WEIGHT_PROBLEMS = (
     "weight-transfer-failed",
 )
 
+BYTES = "application/octet-stream"
 ADAPTER_BODY = {
     "required": True,
-    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    "content": {BYTES: {"schema": {"type": "string", "format": "binary"}}},
 }
 # Requests whose answers are serialized before other calls have their turn.
 PIECE_REQUESTS = 64
@@ -268,6 +270,8 @@ def _add_pushes(calls: APIRouter, pool: Pool) -> None:
         The body is peft's safetensors; their metadata have peft's settings as JSON (`AdapterMeta`)
         under the key `adapter`.
         """
+        if request.headers.get("content-type") != BYTES:  # a browser sends others for any page
+            raise refusal("bad-request", f"give the header `content-type: {BYTES}`", "body")
         content = await request.body()
         report = await attended(request, pool.weights.load_adapter(version, attempt, content))
         pool.telemetry.count_push(report)

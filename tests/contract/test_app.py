@@ -24,7 +24,7 @@ BODIES: dict[str, Any] = {
     "/sleep": {},
     "/wake_up": {},
 }
-ADAPTER = "/load_adapter"
+ADAPTER, AS_BYTES = "/load_adapter", {"content-type": "application/octet-stream"}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,8 @@ def test_paths_work_with_and_without_their_slash(client: TestClient, slash: str)
     for path in GET_PATHS:
         assert client.get(path + slash).status_code in (200, 503)
     answers = [client.post(path + slash, json=body) for path, body in BODIES.items()]
-    answers.append(client.post(f"{ADAPTER}{slash}?version=1&attempt=a", content=b""))
+    adapter = f"{ADAPTER}{slash}?version=1&attempt=a"
+    answers.append(client.post(adapter, content=b"", headers=AS_BYTES))
     for answer in answers:
         assert problem_of(answer).type == "urn:rollmatch:not-ready"
 
@@ -147,7 +148,16 @@ def test_weight_call_without_its_attempt_is_refused(client: TestClient, path: st
 @pytest.mark.req("SRV-06", "WIRE-05")
 @pytest.mark.parametrize("query", ["", "version=1", "attempt=a", "version=-1&attempt=a"])
 def test_adapter_without_its_version_or_attempt_is_refused(client: TestClient, query: str) -> None:
-    assert problem_of(client.post(f"{ADAPTER}/?{query}", content=b"")).status == 422
+    answer = client.post(f"{ADAPTER}/?{query}", content=b"", headers=AS_BYTES)
+    assert problem_of(answer).status == 422
+
+
+@pytest.mark.req("SRV-06")
+def test_adapter_of_a_web_page_is_refused(client: TestClient) -> None:
+    """A browser sends this content type to any server, without asking it."""
+    text = {"content-type": "text/plain"}
+    answer = client.post(f"{ADAPTER}/?version=1&attempt=a", content=b"", headers=text)
+    assert problem_of(answer).type == "urn:rollmatch:bad-request"
 
 
 @pytest.mark.req("WIRE-05", "WIRE-06")
