@@ -38,7 +38,8 @@ class ProcessGroupNCCL:
     """One rank. As in torch, its end aborts what runs.
 
     made: the ranks, in the order in which they made their groups.
-    hangs, dies: (rank, number of its collective, from 0) that does not end, or fails.
+    hangs, dies: (rank, number of its collective, from 0) that does not end as those after it, or
+        fails.
     on_hang: called when a collective hangs. over: the test has no more use for it.
     """
 
@@ -75,12 +76,13 @@ class ProcessGroupNCCL:
             raise RuntimeError(ERROR)
         if place == self.hangs:
             self.on_hang()
+        hangs = place[0] == self.hangs[0] and place[1] >= self.hangs[1]
         if place[1] == 0:  # `ncclCommInitRank` waits for all ranks, without a deadline
-            (self.over if place == self.hangs else self.all_in).wait(NEVER_S)
+            (self.over if hangs else self.all_in).wait(NEVER_S)
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             self._gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
-        return Hanging(self._gone) if place == self.hangs else getattr(self._gloo, name)(*arguments)
+        return Hanging(self._gone) if hangs else getattr(self._gloo, name)(*arguments)
 
     allreduce = partialmethod(_begin, "allreduce")
     broadcast = partialmethod(_begin, "broadcast")
