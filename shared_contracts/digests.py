@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 Int64Array: TypeAlias = Any
 
 _WIDTH = 4096
-_BLOCK, _MOST_BLOCKS = 16, 16  # rows of 32 KiB
 
 
 def positions_of(words: int) -> int:
@@ -27,15 +26,8 @@ def digest(words: Int64Array, positions: Int64Array) -> Int64Array:
     whole = len(words) // _WIDTH * _WIDTH
     rows = words[:whole].reshape(-1, _WIDTH)
     tail = words[whole:]
-    # Entry (row, column) has the multiplier 2 * (row * _WIDTH + column) + 1. A block of rows is
-    # small enough to be in a cache when it is read again.
-    columns, of_rows = 0 * positions[:_WIDTH], 0
-    step = max(_BLOCK, len(rows) // _MOST_BLOCKS)
-    for start in range(0, len(rows), step):
-        block = rows[start : start + step]
-        columns = columns + block.sum(0)
-        of_rows = of_rows + (block.sum(1) * positions[start : start + len(block)]).sum()
-    of_columns = (columns * (2 * positions[:_WIDTH] + 1)).sum()
-    of_rows = of_rows * (2 * _WIDTH)
+    # Entry (row, column) has the multiplier 2 * (row * _WIDTH + column) + 1.
+    of_columns = (rows.sum(0) * (2 * positions[:_WIDTH] + 1)).sum()
+    of_rows = (rows.sum(1) * positions[: len(rows)]).sum() * (2 * _WIDTH)
     of_tail = (tail * (2 * (positions[: len(tail)] + whole) + 1)).sum()
     return of_columns + of_rows + of_tail

@@ -240,11 +240,6 @@ def plan_buckets(parameters: Sequence[ParameterMeta], bucket_bytes: int) -> list
     return buckets
 
 
-def in_flight(bucket_bytes: int) -> int:
-    """Return how many buckets of this size travel at once, while others are packed and loaded."""
-    return min(4, max(1, 64 * 2**20 // bucket_bytes))
-
-
 # transformers stacks these matrices of all experts in one tensor: its name, and their names.
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 

@@ -10,7 +10,6 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
@@ -38,7 +37,6 @@ from shared_contracts.weights import (
     SharedMemory,
     attempt_key,
     group_prefix,
-    in_flight,
     plan_buckets,
 )
 
@@ -130,21 +128,19 @@ class Group:
         sizes = [sum(p.wire_bytes for p in members) for members in plan]
         packed = [size for members, size in zip(plan, sizes, strict=True) if self._packs(members)]
         slots = self._slots(max([*packed, 8 * len(plan)]))
-        stream, found, sending = iter(weights), list[Tensor](), deque[Callable[[], None]]()
+        stream, found, sending = iter(weights), list[Tensor](), None
         for number, (members, size) in enumerate(zip(plan, sizes, strict=True)):
             if self._packs(members):
-                bucket = slots[number % len(slots)][:size]
+                bucket = slots[number % 2][:size]
                 pack_bucket(members, stream, bucket)
             else:
                 bucket = next_bytes(members[0], stream).to(self._device)
             words = bucket.view(torch.int64)
             found.append(digest(words, torch.arange(positions_of(len(words)), device=words.device)))
-            self._begin_after(sending, len(slots) - 1, bucket, deadline)
-        trailer = slots[len(plan) % len(slots)][: 8 * len(plan)]
+            sending = self._begin_after(sending, bucket, deadline)
+        trailer = slots[len(plan) % 2][: 8 * len(plan)]
         trailer.view(torch.int64).copy_(torch.stack(found))
-        self._begin_after(sending, len(slots) - 1, trailer, deadline)
-        for wait in sending:
-            wait()
+        self._begin_after(sending, trailer, deadline)()
 
     def close(self) -> None:
         """Leave the group."""
@@ -160,26 +156,25 @@ class Group:
         threading.Thread(target=held.clear, daemon=True).start()
 
     def _begin_after(
-        self, sending: deque[Callable[[], None]], most: int, bucket: Tensor, deadline: float
-    ) -> None:
-        """Wait until fewer than `most` buckets are sent, then begin to send this one, too."""
-        if len(sending) == most:
-            sending.popleft()()
+        self, former: Callable[[], None] | None, bucket: Tensor, deadline: float
+    ) -> Callable[[], None]:
+        """Wait for the former bucket, then begin to send this one; return the wait for it."""
+        if former is not None:
+            former()
         group = self._group
         if group is None or self._abandoned.is_set():
             raise ConnectionAbortedError("the group was given up")
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
         group.set_timeout(left)
-        sending.append(self._begin(group, bucket, left))
+        return self._begin(group, bucket, left)
 
     def _packs(self, members: Sequence[ParameterMeta]) -> bool:
         """Return whether a bucket is packed; a large tensor alone is sent from where it lies."""
         return len(members) > 1 or members[0].num_bytes < members[0].wire_bytes
 
     def _slots(self, size: int) -> Sequence[Tensor]:
-        """Return the uint8 tensors that buckets are packed in: one more than are sent at once."""
-        slots = 1 + in_flight(size)
-        return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(slots)]
+        """Return the two uint8 tensors that buckets are packed in."""
+        return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
     def _begin(self, group: ProcessGroup, bucket: Tensor, left: timedelta) -> Callable[[], None]:
         work = group.broadcast(bucket, 0)

@@ -15,7 +15,6 @@ import os
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,7 +43,6 @@ from shared_contracts.weights import (
     SharedMemory,
     Transport,
     group_prefix,
-    in_flight,
     plan_buckets,
 )
 
@@ -220,18 +218,17 @@ class Group:
         self._timeout_s = timeout_s
 
     def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield a uint8 tensor of each size; while one is used, the next ones arrive.
+        """Yield a uint8 tensor of each size; while one is used, the next one arrives.
 
         Raises RuntimeError (torch's) if rank 0 is gone, or silent for the group's timeout.
         """
         left = _countdown(self._timeout_s)
-        ahead = in_flight(max(sizes))
-        arriving = deque(self._begin(size, left) for size in sizes[:ahead])
-        for size in [*sizes[ahead:], *[None] * len(arriving)]:
-            data, work = arriving.popleft()
+        arriving = self._begin(sizes[0], left)
+        for size in [*sizes[1:], None]:
+            data, work = arriving
             work.wait(left())
             if size is not None:
-                arriving.append(self._begin(size, left))
+                arriving = self._begin(size, left)
             yield data
 
     def _begin(self, size: int, left: Callable[[], timedelta]) -> tuple[Tensor, Any]:
