@@ -21,7 +21,7 @@ import json
 import logging
 import shutil
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Set
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +39,7 @@ from rollout_server.runtime.concurrency import all_or_cancel, timed
 from rollout_server.runtime.refusals import refusal
 from rollout_server.weights.manifest import check_adapter, check_manifest
 from shared_contracts.errors import ProblemError
-from shared_contracts.rendezvous import ready_key
+from shared_contracts.rendezvous import rank_name, ready_key
 from shared_contracts.weights import (
     ADAPTER_KEY,
     MOST_VERSION_STEP,
@@ -303,7 +303,7 @@ class Pushes:
 
     @asynccontextmanager
     async def _breaking(self, phase: str) -> AsyncIterator[None]:
-        """A block whose failure ends the engines; also the end of its connection is one."""
+        """A block whose failure ends the engines. The end of its connection is a failure, too."""
         try:
             yield
         except BaseException as error:
@@ -345,11 +345,12 @@ class Pushes:
 
     # --- the group
 
-    async def _engines_ready(self) -> Sequence[UpdatableEngine]:
-        """Return all engines, once those that a broken push has ended are built again."""
+    async def _engines_ready(self) -> None:
+        """Wait until the engines that a broken push has ended are built again."""
         while True:
             try:
-                return self._engines.all()
+                self._engines.all()
+                return
             except ProblemError:
                 await asyncio.sleep(POLL_S)
 
@@ -379,7 +380,7 @@ class Pushes:
                     while not await asyncio.to_thread(group.check, [ready_key(0)]):
                         await asyncio.sleep(POLL_S)
         except TimeoutError:
-            found = f"learner (rank 0): missing for {init.timeout_s:g} s"
+            found = f"{rank_name(0)}: missing for {init.timeout_s:g} s"
             where = f"rendezvous at {init.host}:{init.port}"
             raise refusal("weight-transfer-timeout", found, where) from None
 
