@@ -334,7 +334,6 @@ def check_checkpoint(folder: Path, end_marker: str = IM_END) -> None:
                 f"{folder} has no {name}",
                 "Give the folder of a checkpoint saved with its processor",
             )
-    chat_template(having["tokenizer.json"])
     tokenizer = read_tokenizer(having["tokenizer.json"] / "tokenizer.json")
     if tokenizer.token_to_id(end_marker) is None:
         raise ContractError(
@@ -350,6 +349,7 @@ def check_checkpoint(folder: Path, end_marker: str = IM_END) -> None:
             f"tokens, first {coord_token(missing[0])}",
             "Add them with `learner toy make-model --expand-vocab SOURCE --out FOLDER`",
         )
+    chat_template(having["tokenizer.json"])
 
 
 def coordinate_ids(folder: Path) -> list[int]:

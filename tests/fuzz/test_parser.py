@@ -1,5 +1,6 @@
 """The fuzz target runs, and finds a planted fault."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,9 @@ def fuzz(command: list[str], folder: Path, runs: int) -> "subprocess.CompletedPr
 def test_the_fuzzer_finds_nothing(tmp_path: Path) -> None:
     done = fuzz([str(TARGET)], tmp_path, runs=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Done 500 runs" in done.stderr
+    runs = re.search(r"Done (\d+) runs", done.stderr)  # some more than were asked for, at times
+    assert runs is not None
+    assert int(runs[1]) >= 500
     assert "INFO: Instrumenting learner.stages.formats.coord_json" in done.stderr
 
 
