@@ -4,7 +4,9 @@
 
 pipelined    a channel-B step whose chunks are rolled out while others are learned, over the
              longer of the two alone; a step that does one after the other is reported beside it
-assessed     the same where a chunk takes as long to assess as to answer and to learn
+in_parts     a channel-B step of a shipped profile (32 samples, all decoded at once, answers of
+             lognormal length) over the longer of its longest answer and its learning
+assessed     the same as `pipelined` where a chunk takes as long to assess as to answer and to learn
 async        channel-B steps per second with answers that are asked for beside training, over
              those of steps that ask and then learn, both sides of equal length
 formats      a channel-B step of the toy model in `compact` over one in `object_keys`, on the same
@@ -24,6 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.command import run
+from benchmarks.peers.fixed_servers import answer_s
 from benchmarks.processes import PeerFailed
 from benchmarks.results import Result, median_of
 from benchmarks.step_parts.engines import (
@@ -52,12 +55,15 @@ from shared_contracts.infer import RequestConfig
 CONFIG = Path(__file__).parents[1] / "configs" / "demo" / "warmup.yaml"
 PIPELINED_GOAL = 1.1
 ASSESSED_GOAL = 1.15
+IN_PARTS_GOAL = 1.8
 ASYNC_GOAL = 1.8
 LINEAR_GOAL = 0.95
 CPU_MS_GOAL = 1.0
 FORMATS_GOAL = 0.5
 # A step of the pipeline: so many chunks, each of them so long on either side.
 CHUNKS, CHUNK_SAMPLES, CHUNK_S = 16, 8, 0.5
+# A step of a shipped profile: its batch, and answers of which few are long.
+BATCH, ANSWER_S, ANSWER_SIGMA = 32, 1.0, 0.5
 # Steps of as many samples as one server decodes at once.
 ASYNC_STEPS, SHARE_SAMPLES, SHARE_S = 30, 8, 0.4
 SEQUENCES = 64
@@ -80,6 +86,21 @@ def pipelined(bench: Bench) -> list[Result]:
     return _overlapped(bench, name, PIPELINED_GOAL, detail)
 
 
+def in_parts(bench: Bench) -> list[Result]:
+    """Learning takes as long as the longest answer. A step that learns at the end takes 2."""
+    longest = max(answer_s(one.sample_id, ANSWER_S, ANSWER_SIGMA) for one in samples(BATCH))
+    in_four, at_the_end = [], []
+    with fixed_servers(1, ANSWER_S, SEQUENCES, bench.folder, ANSWER_SIGMA) as backend:
+        for _ in range(bench.rounds):
+            for ratios, stream in ((in_four, backend.stream), (at_the_end, None)):
+                seconds = _step_s(backend, stream, forward_s=longest / BATCH, count=BATCH)
+                ratios.append(seconds / longest)
+    name = f"channel-B step of {BATCH} samples that are decoded at once, over the longer side"
+    detail = f"lognormal answers, sigma {ANSWER_SIGMA:g}; learned at the end: "
+    detail += f"{statistics.median(at_the_end):.2f}"
+    return [median_of(name, in_four, IN_PARTS_GOAL, at_least=False, detail=detail)]
+
+
 def assessed(bench: Bench) -> list[Result]:
     name = "channel-B step over the longest of rollouts, assessment and learning"
     return _overlapped(bench, name, ASSESSED_GOAL, f"{CHUNK_S:g} s each", CHUNK_S / CHUNK_SAMPLES)
@@ -99,14 +120,19 @@ def _overlapped(
     return [median_of(name, overlapped, goal, at_least=False, detail=detail)]
 
 
-def _step_s(backend: ServerBackend, stream: Stream | None, assess_s: float) -> float:
-    """Seconds of one channel-B step. stream: None: no overlap."""
+def _step_s(
+    backend: ServerBackend,
+    stream: Stream | None,
+    assess_s: float = 0.0,
+    forward_s: float = CHUNK_S / CHUNK_SAMPLES,
+    count: int = CHUNKS * CHUNK_SAMPLES,
+) -> float:
+    """Seconds of one channel-B step of `count` samples. stream: None: no overlap."""
     asking = Asking("", None, RequestConfig(max_tokens=ANSWER_TOKENS, return_details=True))
     policy = Policy(OpenBackend(backend, backend.version, stream=stream), asking)
-    forward_s = CHUNK_S / CHUNK_SAMPLES
     recipe = Recipe(_config(), FixedA(forward_s), FixedB(forward_s, assess_s), FixedPipeline())
     runner = StepRunner(_config(), recipe, policy)
-    own = samples(CHUNKS * CHUNK_SAMPLES)
+    own = samples(count)
     began = time.perf_counter()
     runner.run(Weights(), own, 0, PlainEngine())
     return time.perf_counter() - began
@@ -212,6 +238,7 @@ def formats(bench: Bench) -> list[Result]:
 
 PARTS = {
     "pipelined": pipelined,
+    "in_parts": in_parts,
     "assessed": assessed,
     "async": asynchronous,
     "formats": formats,

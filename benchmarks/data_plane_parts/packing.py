@@ -22,7 +22,7 @@ from functools import partial
 from binpacking.to_constant_volume import to_constant_volume
 
 from benchmarks.results import Result, median_of
-from learner.stages.packing.plan import EXACT_POOL, fewest_packs, plan_packs
+from learner.stages.packing.plan import plan_packs
 
 CAPACITY = 12_000
 LARGE_CAPACITY = 131_072
@@ -54,7 +54,6 @@ class Pool:
 def measure(rounds: int) -> list[Result]:
     """Each round draws pools of its own."""
     step = [_rollouts(32, n) + _long(32, n) for n in range(rounds)]
-    exact = [_rollouts(EXACT_POOL, n) + _long(EXACT_POOL, n) for n in range(rounds)]
     large = [_rollouts(256, n, LARGE_CAPACITY) for n in range(rounds)]
     long = [_long(256, n, draws=20) for n in range(rounds)]
     thousand = [[_thousand(capacity, n) for capacity in CAPACITIES] for n in range(rounds)]
@@ -64,7 +63,6 @@ def measure(rounds: int) -> list[Result]:
         _speed(rounds),
         _long_segments(rounds),
         _worst("slowest plan of a step of 32 segments", step, 20),
-        _worst(f"slowest plan of {EXACT_POOL} segments, exact", exact, 20),
         _worst(f"slowest plan of 256 segments in packs of {LARGE_CAPACITY:,}", large, 100),
         _worst("slowest plan of 256 long segments", long, 250),
         _worst("slowest plan of 1,000 long segments at any capacity", thousand, 1_500),
@@ -101,6 +99,28 @@ def _draw(
         Pool([min(max(1, length()), capacity) for _ in range(segments)], capacity)
         for _ in range(draws)
     ]
+
+
+# ---- the lower bound -----------------------------------------------------------------
+
+
+def fewest_packs(lengths: Sequence[int], capacity: int) -> int:
+    """The bound L2 of Martello and Toth (Knapsack Problems, 1990, section 8.3).
+
+    No two segments over half a pack share one. Beside those that leave room for `limit`
+    tokens go segments of `limit` tokens up to half a pack; what they cannot take needs
+    packs of its own. The least limit alone asks for ceil(total / capacity) or more.
+    """
+    long = sorted(length for length in lengths if 2 * length > capacity)
+    short = sorted((length for length in lengths if 2 * length <= capacity), reverse=True)
+    bound, with_room, room, to_place = len(long), 0, 0, 0
+    for limit in short:
+        to_place += limit
+        while with_room < len(long) and long[with_room] + limit <= capacity:
+            room += capacity - long[with_room]
+            with_room += 1
+        bound = max(bound, len(long) - (room - to_place) // capacity)
+    return bound
 
 
 # ---- the peer ------------------------------------------------------------------------

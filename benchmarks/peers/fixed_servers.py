@@ -1,13 +1,16 @@
 """Rollout servers whose engines take a fixed time: what remains is what the learner makes of it.
 
-    python -m benchmarks.peers.fixed_servers SERVERS SECONDS SEQUENCES PROMPT_TOKENS ANSWER_TOKENS
+    python -m benchmarks.peers.fixed_servers SERVERS SECONDS SIGMA SEQUENCES PROMPT_TOKENS \
+        ANSWER_TOKENS
 
 Prints the base URLs as a line of JSON. An engine decodes at most SEQUENCES at once, each of them in
-SECONDS; a call waits until there is a place for all of its sequences.
+`answer_s` seconds; a call waits until there is a place for all of its sequences.
 Every answer has the weights version that the call expects.
 """
 
 import json
+import math
+import random
 import sys
 import threading
 import time
@@ -79,14 +82,20 @@ def info() -> Info:
     )
 
 
+def answer_s(uuid: str, seconds: float, sigma: float) -> float:
+    """Return the seconds of an answer: lognormal around `seconds`, the same for each uuid."""
+    return seconds * math.exp(sigma * random.Random(uuid).gauss())
+
+
 class FixedServer(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, seconds: float, sequences: int, one: str) -> None:
+    def __init__(self, seconds: float, sigma: float, sequences: int, one: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.engine = threading.Condition()
         self.free = sequences
         self.seconds = seconds
+        self.sigma = sigma
         self.one = one
         self.told = {
             "/live/": Live(server_epoch=EPOCH, heartbeat_age_s=[0.0]).model_dump_json(),
@@ -96,10 +105,14 @@ class FixedServer(ThreadingHTTPServer):
 
     def answer(self, call: dict[str, Any]) -> str:
         count = len(call["infer_requests"])
+        longest = max(
+            answer_s(request["uuid"], self.seconds, self.sigma)
+            for request in call["infer_requests"]
+        )
         with self.engine:
             self.engine.wait_for(lambda: self.free >= count)
             self.free -= count
-        time.sleep(self.seconds)
+        time.sleep(longest)
         with self.engine:
             self.free += count
             self.engine.notify_all()
@@ -132,10 +145,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    count, seconds, sequences, prompt_tokens, answer_tokens = sys.argv[1:]
+    count, seconds, sigma, sequences, prompt_tokens, answer_tokens = sys.argv[1:]
     end_with_benchmark()
     one = envelope(int(prompt_tokens), int(answer_tokens))
-    servers = [FixedServer(float(seconds), int(sequences), one) for _ in range(int(count))]
+    servers = [
+        FixedServer(float(seconds), float(sigma), int(sequences), one) for _ in range(int(count))
+    ]
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     print(json.dumps([f"http://127.0.0.1:{s.server_port}" for s in servers]), flush=True)

@@ -56,10 +56,10 @@ class FixedPushes:
 
 @contextmanager
 def fixed_servers(
-    count: int, seconds: float, sequences: int, folder: Path
+    count: int, seconds: float, sequences: int, folder: Path, sigma: float = 0.0
 ) -> Iterator[ServerBackend]:
-    """A backend over `count` servers that decode `sequences` at once, each in `seconds`."""
-    args = list(map(str, [count, seconds, sequences, PROMPT_TOKENS, ANSWER_TOKENS]))
+    """A backend over `count` servers that decode `sequences` at once, each in `answer_s`."""
+    args = list(map(str, [count, seconds, sigma, sequences, PROMPT_TOKENS, ANSWER_TOKENS]))
     peer = Peer("benchmarks.peers.fixed_servers", args, folder / "servers.log", {}, piped=True)
     with peer:
         clients = [RolloutClient(url, TIMEOUT_S) for url in json.loads(peer.hear())]

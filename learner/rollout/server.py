@@ -21,6 +21,7 @@ from learner.rollout.answers import output_of
 from learner.rollout.backend import Journal, PushNeeded, WeightChannel, WeightsVersion
 from learner.rollout.client import RolloutClient
 from learner.rollout.dispatch import Dispatch, Job
+from learner.rollout.distribution import part_size
 from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.server_handle import (
     Clock,
@@ -267,8 +268,9 @@ class ServerBackend:
     def stream(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> Generator[list[RolloutOutput], None, None]:
-        """Yield the same outputs `round_size` at a time, in order, while later ones are made."""
-        return self._chunks(requests, request_config, self._restore_lost, self.round_size())
+        """Yield the same outputs in parts, in order, while later ones are generated."""
+        size = part_size(len(requests), self.round_size())
+        return self._chunks(requests, request_config, self._restore_lost, size)
 
     def rollout_asynchronous(
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig

@@ -118,6 +118,21 @@ def test_one_slow_answer_keeps_only_its_own_place() -> None:
     assert channel.taken == [[n, n + 1] for n in range(0, 20, 2)]
 
 
+def test_a_step_that_fits_the_servers_at_once_is_learned_in_four_parts() -> None:
+    """All requests are sent at once. The first three parts are learned before the last ends."""
+    with fleet(1, decode_batch_size=64) as run:
+        slow = Slow(31)
+        every_call(run, slow)
+        with step_of(run, 32) as (channel, chunks):
+            for _ in range(3):
+                next(chunks)
+            assert slow.early == set(range(32))
+            assert not slow.free.is_set()
+            slow.free.set()
+            list(chunks)
+    assert channel.taken == [[*range(k, k + 8)] for k in range(0, 32, 8)]
+
+
 @pytest.mark.req("SEED-01", "DIST-01")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_seeds_and_order_are_those_of_the_step_whatever_ends_first(rank: int) -> None:

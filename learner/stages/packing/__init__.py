@@ -112,10 +112,10 @@ class StepPacker(Generic[S, P]):
         self._packs = 0
 
     def chunk(self, segments: Sequence[S], *, last: bool) -> list[P]:
-        """Packs that are made when a chunk of the step has come; after the last none waits.
+        """Return the packs that can be made once this chunk of the step has arrived.
 
-        Before the last chunk a pack is made as soon as its tokens have come. The last segments,
-        and all that waits, share the fewest packs.
+        Before the last chunk these are packs for as long as a whole pack of tokens waits. The
+        last chunk and all segments that still wait share the fewest packs (`plan_packs`).
         """
         numbered = list(enumerate(segments, start=self._come))
         self._come += len(segments)
@@ -133,9 +133,11 @@ class StepPacker(Generic[S, P]):
         packs = []
         for each in numbered:
             self._buffer.add(each, len(each[1]), each[1].sample_id)
-            while not last and self._buffer.holds_a_pack:
-                packs.append(self._buffer.take_pack())
-        return self._buffer.take_pool(self._min_fill) if last else packs
+        if last:
+            return self._buffer.take_pool(self._min_fill)
+        while self._buffer.holds_a_pack:
+            packs.append(self._buffer.take_pack())
+        return packs
 
     @property
     def places(self) -> list[Place]:
