@@ -17,6 +17,8 @@ from collections.abc import Callable
 from typing import Any, TypeGuard, cast
 
 import torch
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
@@ -57,11 +59,13 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def chunked(head: nn.Module) -> Callable[[Tensor], Tensor]:
-    """`head` for the chunks of one forward: (r, H) -> logits (r, V).
+    """Return a function for the chunks of one forward: (r, H) -> logits (r, V).
 
-    A head that is no plain product, as one that peft has wrapped, is called as it is: its weight is
-    frozen, and has no gradient. `check_head` has refused others.
+    head: a plain product, or one that peft has wrapped (its weight is frozen and gets no gradient).
+    `check_head` has refused others.
     """
+    if isinstance(head, TrainableTokensWrapper):
+        return _with_trained_rows(head.token_adapter)
     if not _is_product(head):
         return head.forward
     one_gradient = cast(Callable[..., Tensor], _OneGradient.apply)
@@ -69,6 +73,24 @@ def chunked(head: nn.Module) -> Callable[[Tensor], Tensor]:
     total = _Total()
     weight = one_gradient(head.weight, total)
     return lambda hidden: product(hidden, weight, total)
+
+
+def _with_trained_rows(adapter: TrainableTokensLayer) -> Callable[[Tensor], Tensor]:
+    """Return the product with a frozen weight, of which `adapter` trains some rows.
+
+    peft would copy the whole weight, and make a gradient of it, for each chunk. Here the logits of
+    the trained rows are computed apart and replace those of the frozen ones.
+    """
+    (name,) = adapter.active_adapters
+    weight = adapter.get_base_layer().weight
+    rows = adapter.trainable_tokens_delta[name]
+    ids = torch.tensor(adapter.token_indices[name], device=weight.device)
+
+    def logits(hidden: Tensor) -> Tensor:
+        own = linear(hidden, rows.to(weight.dtype))
+        return linear(hidden, weight).index_copy(-1, ids, own)
+
+    return logits
 
 
 def _is_product(head: nn.Module) -> TypeGuard[nn.Linear]:
@@ -82,20 +104,21 @@ def _refused(found: str) -> ContractError:
 
 
 class _Total:
-    """The sum of the products of one backward."""
+    """The sum of the products of one backward, float32 or wider (FULL-03)."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
         self._backward = -1
 
     def add(self, gradient: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Add `gradient.T @ hidden`; (r, V), (r, H) -> (V, H), in the type of `weight`.
+        """Add `gradient.T @ hidden`; (r, V), (r, H) -> (V, H).
 
         By blocks of V, so that a product in 16 bits is never there as a whole.
         """
         backward = torch._C._current_graph_task_id()
         if self._sum is None or backward != self._backward:  # the one before wanted rows alone
-            self._sum, self._backward = torch.zeros_like(weight), backward
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            self._sum, self._backward = torch.zeros_like(weight, dtype=dtype), backward
         step = max(1, _BLOCK_ELEMENTS // weight.shape[1])
         for part, columns in zip(self._sum.split(step), gradient.split(step, dim=1), strict=True):
             part += columns.T @ hidden

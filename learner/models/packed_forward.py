@@ -251,7 +251,12 @@ def packed_forward(
     def instead(_: nn.Module, __: tuple[Tensor], nothing: Tensor) -> T:
         return read(HeadInput(given.pop().squeeze(0), chunked(head), nothing.shape[-1]))
 
-    hooks = [head.register_forward_pre_hook(before), head.register_forward_hook(instead)]
+    # `instead` runs before FSDP2's own hook. So FSDP2 gathers the head again before the backward of
+    # what `read` returns, for each of several forwards.
+    hooks = [
+        head.register_forward_pre_hook(before),
+        head.register_forward_hook(instead, prepend=True),
+    ]
     try:
         with _known_on_host(model, pack.family, pack.bounds, pack.patches, pack.image_grid_thw):
             output = model(

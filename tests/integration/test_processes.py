@@ -49,6 +49,17 @@ CONSTANT = {
 }
 HALF = merge(CONSTANT, {"training": {"max_steps": 2}})
 
+# A head of its own, which FSDP2 shards apart from the embedding.
+UNTIED = {
+    f"untied_{mode}_{count}": {"stage2_ab": {"n_softctx_iter": count, "softctx_grad_mode": mode}}
+    for count, mode in [
+        (1, "unroll"),
+        (2, "unroll"),
+        (2, "em_detach"),
+        (3, "unroll"),
+        (3, "em_detach"),
+    ]
+}
 ALSO_ALONE: dict[str, dict[str, Any]] = {
     "unroll": UNROLL,
     "detach": DETACH,
@@ -65,18 +76,21 @@ OF_TWO: dict[str, dict[str, Any]] = {
     "sharded_packed": merge(PACKED, FSDP2),
     "sharded_bfloat16": merge(BFLOAT16, FSDP2),
     "sharded_constant": merge(HALF, FSDP2),
+    **{f"sharded_{name}": merge(change, FSDP2) for name, change in UNTIED.items()},
     "sharded_resumed": merge(merge(CONSTANT, FSDP2), {"training": {"resume": "auto"}}),
 }
 
 
 @dataclass(frozen=True)
 class Run:
-    """weights: whole, by rank. rates: learning rates by parameter. steps: as logged.
+    """start: weights of its checkpoint. weights: whole, by rank. steps: as logged.
 
-    pushed: what process 0 would push. gathered: dtypes of a layer's weight in its forwards.
+    rates: learning rates by parameter. pushed: what process 0 would push. gathered: dtypes of a
+        layer's weight in its forwards.
     """
 
     folder: Path
+    start: dict[str, Tensor]
     weights: list[dict[str, Tensor]]
     rates: list[dict[str, float]]
     steps: list[dict[str, float]]
@@ -91,17 +105,16 @@ class Run:
 class World:
     folder: Path
     model: Path
+    untied: Path
     data: ToyData
-
-    def start(self) -> dict[str, Tensor]:
-        return load_file(self.model / "model.safetensors")
 
     def configs(self, group: str, changes: dict[str, dict[str, Any]]) -> list[Path]:
         (self.folder / group).mkdir()
         files = []
         for name, change in changes.items():
             own = "sharded_constant" if name == "sharded_resumed" else name
-            mapping = small_mapping(self.model, self.data, self.folder / group / f"run-{own}")
+            model = self.untied if "untied" in name else self.model
+            mapping = small_mapping(model, self.data, self.folder / group / f"run-{own}")
             mapping["rollout_matching"] = HF
             mapping["training"] |= {"packing": False, "effective_batch_size": 8}
             files.append(self.folder / group / f"{name}.yaml")
@@ -113,10 +126,12 @@ class World:
 
     def _read(self, file: Path) -> Run:
         states = [torch.load(path) for path in sorted(file.parent.glob(f"{file.stem}-[0-9].pt"))]
-        folder = Path(load_config(file).training.output_dir)
+        config = load_config(file)
+        folder = Path(config.training.output_dir)
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         return Run(
             folder,
+            load_file(config.model.model / "model.safetensors"),
             [state["weights"] for state in states],
             [state["rates"] for state in states],
             [line for line in lines if "loss" in line],
@@ -129,8 +144,9 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("processes")
     make_model(folder / "model", seed=0)
+    make_model(folder / "untied", seed=0, tie=False)
     data = make_data(folder / "data", train=24, val=4, seed=0)
-    return World(folder, folder / "model", data)
+    return World(folder, folder / "model", folder / "untied", data)
 
 
 def torchrun(world: World, processes: int, changes: dict[str, dict[str, Any]]) -> dict[str, Run]:
@@ -152,7 +168,7 @@ def torchrun(world: World, processes: int, changes: dict[str, dict[str, Any]]) -
 
 @pytest.fixture(scope="module")
 def alone(world: World) -> dict[str, Run]:
-    files = world.configs("alone", ALSO_ALONE)
+    files = world.configs("alone", {**ALSO_ALONE, **UNTIED})
     for file in files:
         run(SINGLE_PROCESS, file, file.parent)
     return world.runs("alone", files)
@@ -169,12 +185,12 @@ def two(world: World) -> dict[str, Run]:
     return torchrun(world, 2, OF_TWO)
 
 
-def assert_same(world: World, one: Run, other: Run) -> None:
+def assert_same(one: Run, other: Run) -> None:
     """Losses differ by at most 1e-5, updates by at most 1e-5 of their size."""
     assert other.losses() == pytest.approx(one.losses(), rel=1e-5)
     expected, found = one.weights[0], other.weights[0]
     assert found.keys() == expected.keys()
-    start = world.start()
+    start = one.start
     moved = sum(float((w - start[n]).square().sum()) for n, w in expected.items() if n in start)
     off = sum(float((found[name] - w).square().sum()) for name, w in expected.items())
     scale = moved if expected.keys() <= start.keys() else squares(expected)
@@ -188,9 +204,9 @@ def squares(weights: dict[str, Tensor]) -> float:
 @pytest.mark.req("RES-14", "STEP-02", "DDP-02", "CHA-02", "RUN-02", "MET-01")
 @pytest.mark.parametrize("name", ALSO_ALONE)
 def test_two_processes_make_the_steps_of_one(
-    world: World, alone: dict[str, Run], two: dict[str, Run], name: str
+    alone: dict[str, Run], two: dict[str, Run], name: str
 ) -> None:
-    assert_same(world, alone[name], two[name])
+    assert_same(alone[name], two[name])
     assert two[name].rates == alone[name].rates * 2
     for step in two[name].steps:
         assert step["packing/post_rollout_segments"] == 8, "metrics are of all processes"
@@ -198,9 +214,17 @@ def test_two_processes_make_the_steps_of_one(
 
 @pytest.mark.req("DDP-02", "CHA-02", "RUN-02")
 @pytest.mark.parametrize("name", ["unroll", "detach", "packed"])
-def test_sharded_steps_are_those_of_ddp(world: World, two: dict[str, Run], name: str) -> None:
-    assert_same(world, two[name], two[f"sharded_{name}"])
+def test_sharded_steps_are_those_of_ddp(two: dict[str, Run], name: str) -> None:
+    assert_same(two[name], two[f"sharded_{name}"])
     assert two[f"sharded_{name}"].rates == two[name].rates
+
+
+@pytest.mark.req("DDP-02", "CHA-02", "RUN-02")
+@pytest.mark.parametrize("name", UNTIED)
+def test_sharded_steps_of_a_head_of_its_own_are_those_of_one_process(
+    alone: dict[str, Run], two: dict[str, Run], name: str
+) -> None:
+    assert_same(alone[name], two[f"sharded_{name}"])
 
 
 @pytest.mark.req("FULL-03")
@@ -230,7 +254,7 @@ def test_process_0_pushes_whole_weights_of_a_sharded_model(
 def test_four_processes_make_the_steps_of_one(world: World, alone: dict[str, Run]) -> None:
     of_four = {"unroll": UNROLL, "sharded_unroll": merge(UNROLL, FSDP2)}
     for one in torchrun(world, 4, of_four).values():
-        assert_same(world, alone["unroll"], one)
+        assert_same(alone["unroll"], one)
 
 
 @pytest.mark.req("DDP-02")
@@ -252,11 +276,11 @@ def test_all_processes_have_the_same_weights_after_every_kind_of_step(two: dict[
 
 @pytest.mark.req("RUN-01")
 def test_a_sharded_run_resumes_from_a_checkpoint_that_plain_transformers_loads(
-    world: World, two: dict[str, Run]
+    two: dict[str, Run],
 ) -> None:
     resumed = two["sharded_resumed"]
     assert [step["step"] for step in resumed.steps] == [1, 2, 3]
-    assert_same(world, two["constant"], resumed)
+    assert_same(two["constant"], resumed)
     checkpoint = resumed.folder / "checkpoint-3"
     loaded: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, output_loading_info=True)
     model, info = loaded

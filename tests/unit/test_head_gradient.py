@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import embedding
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.full_size import peak_of
@@ -120,6 +121,52 @@ def test_a_head_that_peft_wraps_is_called_as_it_is() -> None:
     model: Any = nn.Sequential(OrderedDict(lm_head=nn.Linear(4, 6, bias=False)))
     wrapped: Any = get_peft_model(model, LoraConfig(target_modules=["lm_head"])).base_model.model[0]
     assert chunked(wrapped) == wrapped.forward
+
+
+class Shapes(TorchDispatchMode):
+    """Collects the shapes of all results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.t.default and isinstance(found, Tensor):
+            self.seen.add(tuple(found.shape))
+        return found
+
+
+def test_rows_that_peft_trains_get_their_gradient_without_a_copy_of_the_weight() -> None:
+    task = double(tied=False)
+    adapted = nn.Linear(4, 4, dtype=torch.float64)
+    model: Any = nn.Sequential(OrderedDict(adapted=adapted, lm_head=task.head))
+    lora = LoraConfig(target_modules=["adapted"], trainable_token_indices={"lm_head": [3, 40, 41]})
+    wrapped: Any = get_peft_model(model, lora).base_model.model[1]
+    rows = wrapped.token_adapter.trainable_tokens_delta["default"]
+    with torch.no_grad():
+        rows += torch.randn(rows.shape, generator=torch.Generator().manual_seed(1))
+    both: Any = (rows, task.rows)
+    wanted = torch.autograd.grad(task.loss(wrapped.forward), both)
+    with Shapes() as shapes:
+        found = torch.autograd.grad(task.loss(chunked(wrapped)), both)
+    torch.testing.assert_close(found, wanted)
+    assert rows.shape in shapes.seen
+    assert task.weight.shape not in shapes.seen
+
+
+def test_a_weight_of_16_bits_gets_the_sum_of_its_chunks_in_32() -> None:
+    """As under FSDP2, which gathers bfloat16: each of 60 chunks would round the sum again."""
+    task = Task(50, 16, torch.bfloat16, tied=False)
+    task.rows = torch.ones(60 * CHUNK, 16, dtype=torch.bfloat16)
+    task.pulls = torch.ones(60 * CHUNK, 50, dtype=torch.bfloat16)
+    (found,) = torch.autograd.grad(task.loss(chunked(task.head)), task.weight)
+    (of_one_chunk,) = torch.autograd.grad(
+        (chunked(task.head)(task.rows[:CHUNK].tanh()).square() * task.pulls[:CHUNK]).sum(),
+        task.weight,
+    )
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), 60 * of_one_chunk.float(), rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize(
