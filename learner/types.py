@@ -50,8 +50,8 @@ DropReason = Literal[
     "poly_unsupported",
 ]
 
-# What an answer begins with in place of its `{` (RES-32).
-LeadIn = Literal["prose_before", "fenced"]
+# Why an answer is not read as its format, or not to its end (RES-32).
+AnswerFault = Literal["prose_before", "fenced", "other_format", "wrong_container", "text_behind"]
 
 
 class Shape(NamedTuple):
@@ -130,13 +130,17 @@ class RolloutOutput:
     logprobs: list[float] | None = None
 
 
-def lead_in(text: str) -> LeadIn | None:
-    """What stands before the first `{` of an answer's text, if more than white space does."""
-    before, brace, _ = text.partition("{")
-    before = before.strip(" \t\n\r")
-    if not (brace and before):
-        return None
-    return "fenced" if before.startswith("```") else "prose_before"
+def lead_in(text: str) -> AnswerFault | None:
+    """Return what a text of no known format begins with; None for text without a bracket.
+
+    `other_format`: a brace or a bracket.
+    """
+    text = text.lstrip(" \t\n\r")
+    if text.startswith("```"):
+        return "fenced"
+    if text.startswith(("{", "[")):
+        return "other_format"
+    return "prose_before" if "{" in text or "[" in text else None
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,8 @@ class ParsedRollout:
         the token that holds the last character of its value, and its index into
         `objects` or None for a dropped one.
     unaligned: how many of `dropped` spell coordinates in text whose ids are not their tokens.
+    fault: why the answer was not read as its format, or not to its end; None if it was. It is for
+        counts alone, so equality ignores it.
     """
 
     objects: list[ParsedObject]
@@ -189,6 +195,7 @@ class ParsedRollout:
     invalid_rollout: bool
     entry_ends: list[tuple[int, int | None]]
     unaligned: int = 0
+    fault: AnswerFault | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

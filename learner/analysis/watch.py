@@ -26,7 +26,7 @@ from rich.text import Text
 
 from learner.analysis.watched import Numbers, Watched
 from learner.runs.console import channel_of, duration, narrow_number, score, step_line, tell
-from learner.runs.declared import LEAD_INS
+from learner.runs.declared import ANSWER_FAULTS
 from learner.runs.run_folder import LOGS, RESOLVED, RUN, RunFolder
 from shared_contracts.cli import printable
 from shared_contracts.errors import ContractError, RunError
@@ -43,7 +43,7 @@ _PHASES = ("step", "push", "rollout", "target", "pack", "wait", "learn")
 _MEAN_OF = 20
 _CHANNEL_B = "stage2_ab/channel_b/"
 # Keys of the reasons for which objects, or all of an answer, were dropped.
-_REASONS = (f"{_CHANNEL_B}strict_drop/", *(_CHANNEL_B + name for name in LEAD_INS))
+_REASONS = (f"{_CHANNEL_B}strict_drop/", *(_CHANNEL_B + name for name in ANSWER_FAULTS))
 _ANSWERS = {
     "rollouts/s": "rollout/per_second",
     "tokens, mean": "rollout/gen_new_tokens_mean",

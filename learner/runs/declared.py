@@ -18,7 +18,7 @@ from typing import Literal, get_args
 from learner.objectives import DIAGNOSTICS, OBJECTIVES
 from learner.objectives.mismatch import TOKEN_KINDS
 from learner.objectives.objective import LOSS_PREFIX
-from learner.types import Channel, DropReason, LeadIn
+from learner.types import AnswerFault, Channel, DropReason
 
 Kind = Literal["counter", "loss", "seconds", "flag", "peak", "rate", "whole"]
 Reduction = Literal["sum", "max", "rate"]
@@ -212,9 +212,12 @@ _DROPS: dict[DropReason, str] = {
     "bbox_invalid": "a box whose corners are the wrong way round",
     "poly_unsupported": "a polygon in stage2_two_channel",
 }
-LEAD_INS: dict[LeadIn, str] = {
-    "prose_before": "other text before their `{`",
-    "fenced": "a code fence before their `{`",
+ANSWER_FAULTS: dict[AnswerFault, str] = {
+    "prose_before": "other text before the first bracket",
+    "fenced": "a code fence before the first bracket",
+    "other_format": "brackets or keys of another answer format",
+    "wrong_container": "objects in a bracket too many, or a bracket that is missing",
+    "text_behind": "text behind the closed container, which is not read",
 }
 
 
@@ -231,8 +234,8 @@ def _channel_b() -> Iterator[Metric]:
     yield counter(
         "invalid_rollout", "answers", "answers without a `{`, or with other text before it"
     )
-    for lead_in, meaning in LEAD_INS.items():
-        yield counter(lead_in, "answers", f"of those: with {meaning}")
+    for fault, meaning in ANSWER_FAULTS.items():
+        yield counter(fault, "answers", f"answers with {meaning}")
     yield counter("matched", "objects", "predicted and matched to a ground truth")
     yield counter("false_positives", "objects", "predicted, valid and not matched")
     yield counter("fn_appended", "objects", "ground truths that were missed, and appended")

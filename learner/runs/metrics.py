@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from learner.objectives.mismatch import Mismatch
 from learner.runs.declared import METRICS, Reduction
-from learner.types import AssessedRollout, Channel, DropReason, LeadIn, lead_in
+from learner.types import AnswerFault, AssessedRollout, Channel, DropReason
 
 if TYPE_CHECKING:
     import torch
@@ -172,8 +172,8 @@ def rollout_payload(answers: Sequence[AssessedRollout]) -> Payload:
             }
         )
     payload.add({f"{_B}/strict_drop/{why}": dropped[why] for why in get_args(DropReason)})
-    led_in = Counter(lead_in(each.rollout.text) for each in answers if each.parsed.invalid_rollout)
-    payload.add({f"{_B}/{name}": led_in[name] for name in get_args(LeadIn)})
+    faults = Counter(each.parsed.fault for each in answers)
+    payload.add({f"{_B}/{fault}": faults[fault] for fault in get_args(AnswerFault)})
     payload.rate(
         {
             "rollout/parse_truncated_rate": (sum(each.truncated for each in answers), len(answers)),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,7 +16,7 @@ from learner.runs.rollout_log import LoggedAnswer
 from learner.stages.targets import build_ground_truth_target
 from learner.stages.tokens import decode_exactly
 from learner.training.channels import ChannelA, ChannelB, Encoding
-from learner.types import GroundTruthObject, Role, RolloutOutput, Sample, Shape
+from learner.types import AnswerFault, GroundTruthObject, Role, RolloutOutput, Sample, Shape
 from shared_contracts.errors import ContractError
 from tests.unit.answers import encode, entry
 from tests.unit.small_run import rollout, small_config, written
@@ -175,18 +176,18 @@ def test_an_invalid_rollout_still_trains_on_the_full_append(
         ("\u00a0{}", "prose_before"),
         (" \n```json\n{", "fenced"),
         ("```{}```", "fenced"),
+        ('{"objects": []}', "other_format"),
+        ("{} so", "text_behind"),
         ("garbage", None),
         ("", None),
-        (" \n{} so", None),
     ],
 )
-def test_what_stands_before_an_answer_is_counted_by_name(
+def test_an_answer_that_is_not_read_to_its_end_is_counted_by_the_reason(
     answering: Answering, text: str, named: str | None
 ) -> None:
     _, (assessed,) = answering.channel.segments([answering.scene], [answering.rollout(text)])
-    rollout = replace(assessed.rollout, text=text)
-    stats = rollout_payload([assessed._replace(rollout=rollout)]).metrics()
-    expected = {name: float(name == named) for name in ("prose_before", "fenced")}
+    stats = rollout_payload([assessed]).metrics()
+    expected = {name: float(name == named) for name in get_args(AnswerFault)}
     assert counted(stats, *expected) == expected
     assert stats[f"{B}/invalid_rollout"] == (not text.lstrip(" \n").startswith("{"))
 

@@ -11,7 +11,7 @@ from learner.analysis.report.answers import DROPS, GUARD, Tally, drop_meanings, 
 from learner.analysis.report.charts import seconds
 from learner.analysis.report.run_view import Line, Point, RunView, numbers, of_channel, points
 from learner.runs.console import counted, fraction, number, score
-from learner.runs.declared import LEAD_INS
+from learner.runs.declared import ANSWER_FAULTS
 
 Weight = Literal["bad", "look", "good"]
 
@@ -107,9 +107,9 @@ def _answers(run: RunView, tally: Tally) -> Iterator[Highlight]:
         if rates and sum(rates) / len(rates) >= _TRUNCATED:
             text = f"{fraction(sum(rates), len(rates))} of the answers were truncated"
             yield Highlight("look", text, "answers")
-    for name, meaning in LEAD_INS.items():
+    for name, meaning in ANSWER_FAULTS.items():
         if lost := int(sum(numbers(run.series(f"{_B}/{name}")))):
-            text = f"{counted(lost, 'answer')} taught nothing, with {meaning} ({name})"
+            text = f"{counted(lost, 'answer')} with {meaning} ({name})"
             yield Highlight("look", text, "answers")
     if ended := int(sum(numbers(run.series(GUARD)))):
         yield Highlight("look", f"The repeat guard ended {counted(ended, 'answer')}", "answers")

@@ -40,6 +40,7 @@ from learner.types import (
     GroundTruthObject,
     ParsedObject,
     ParsedRollout,
+    lead_in,
 )
 
 CLOSING = "."
@@ -174,6 +175,7 @@ def _assess(answer: _Answer, allow_poly: bool) -> ParsedRollout:
         truncated=not answer.closed and not nothing,
         invalid_rollout=nothing,
         entry_ends=entry_ends,
+        fault=None if objects else lead_in(answer.tokens.text),
     )
 
 

@@ -35,11 +35,13 @@ from learner.stages.formats.json_objects import Answer, cut, object_text, read_a
 from learner.stages.formats.json_scanner import WHITE_SPACE, Entry, Scanner
 from learner.stages.tokens import IM_END, Edit, Tokenizer
 from learner.types import (
+    AnswerFault,
     DropReason,
     FieldOrder,
     GroundTruthObject,
     ParsedObject,
     ParsedRollout,
+    lead_in,
 )
 from shared_contracts.errors import ContractError
 
@@ -75,7 +77,7 @@ def _assess(scan: Scanner, answer: Answer, allow_poly: bool) -> ParsedRollout:
     """What a scanned answer holds."""
     place = cut(scan, answer)
     if place is None:
-        return _invalid_rollout(answer.tokenizer)
+        return _invalid_rollout(answer)
     end, prefix_ids = place
 
     objects: list[ParsedObject] = []
@@ -106,19 +108,33 @@ def _assess(scan: Scanner, answer: Answer, allow_poly: bool) -> ParsedRollout:
         invalid_rollout=False,
         entry_ends=entry_ends,
         unaligned=unaligned,
+        fault=_fault(scan),
     )
 
 
-def _invalid_rollout(tokenizer: Tokenizer) -> ParsedRollout:
+def _fault(scan: Scanner) -> AnswerFault | None:
+    """Return why an opened answer was not read as this format, or not to its end."""
+    keys = [entry.key for entry in scan.entries]
+    if scan.unfinished_key is not None:
+        keys.append(scan.unfinished_key)
+    if keys and not any(map(_OBJECT_KEY.fullmatch, keys)):
+        return "other_format"
+    if scan.unpaired:
+        return "wrong_container"
+    return "text_behind" if scan.text_behind else None
+
+
+def _invalid_rollout(answer: Answer) -> ParsedRollout:
     """Nothing of the response can be kept; the sample trains on all its ground truth."""
     return ParsedRollout(
         objects=[],
         dropped=[],
-        prefix_token_ids=tokenizer.encode("{", add_special_tokens=False),
+        prefix_token_ids=answer.tokenizer.encode("{", add_special_tokens=False),
         max_object_index=0,
         truncated=False,
         invalid_rollout=True,
         entry_ends=[],
+        fault=lead_in(answer.tokens.text),
     )
 
 

@@ -83,6 +83,7 @@ class Scanner:
 
     open_at, close_at: the outermost braces, None until they come.
     entries: those that have ended, in order.
+    unpaired: an object stands in brackets, or a bracket between objects closes none.
     """
 
     _head = _FIRST_BRACE
@@ -92,11 +93,18 @@ class Scanner:
         self.open_at: int | None = None
         self.close_at: int | None = None
         self.entries: list[Entry] = []
+        self.unpaired = False
         self._text = text
         self._brackets = 0  # open ones between objects
         self._next = self._first
         self._draft = Entry()
         self._stopped = False
+
+    @property
+    def text_behind(self) -> bool:
+        """Whether more than white space stands behind the closed object."""
+        behind = "" if self.close_at is None else self._text[self.close_at + 1 :]
+        return bool(behind.strip(WHITE_SPACE))
 
     @property
     def unfinished_key(self) -> str | None:
@@ -137,6 +145,7 @@ class Scanner:
             self._next = _Next.VALUE
         else:
             if char in "[]":
+                self.unpaired |= char == "]" and self._brackets == 0
                 self._brackets = max(self._brackets + (1 if char == "[" else -1), 0)
             self._take_plain_value(start, end)
         return end
@@ -150,6 +159,7 @@ class Scanner:
     def _read_object(self, start: int) -> int:
         """Read an object, of an entry or inside of brackets; the place after it."""
         draft = self._draft
+        self.unpaired |= self._brackets > 0
         if self._brackets == 0:
             draft.well_led &= self._next is _Next.VALUE
             draft.value_start = start
@@ -240,8 +250,10 @@ class ListScanner(Scanner):
             if ending[1]:
                 self.close_at = ending.start(1)
             self.garbage = bool(ending[2])
+            self.unpaired |= self.garbage
             return True
         self.garbage = char == "}"
+        self.unpaired |= self.garbage
         return self.garbage
 
     def _end_outer_string(self, start: int, end: int) -> None:

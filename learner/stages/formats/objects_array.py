@@ -25,7 +25,7 @@ from learner.stages.formats import ReadBack
 from learner.stages.formats.json_objects import Answer, cut, object_text, read_answer, read_object
 from learner.stages.formats.json_scanner import WHITE_SPACE, ListScanner
 from learner.stages.tokens import IM_END, Edit, Tokenizer
-from learner.types import FieldOrder, GroundTruthObject, ParsedObject, ParsedRollout
+from learner.types import FieldOrder, GroundTruthObject, ParsedObject, ParsedRollout, lead_in
 from shared_contracts.errors import ContractError
 
 HEAD, CLOSING = '{"objects":[', "]}"
@@ -99,6 +99,7 @@ def _assess(scan: ListScanner, answer: Answer, allow_poly: bool) -> ParsedRollou
     scan.scan()
     place = cut(scan, answer)
     if place is None:
+        cut_short = HEAD.startswith("".join(answer.tokens.text.split()))
         return ParsedRollout(
             objects=[],
             dropped=[],
@@ -107,6 +108,7 @@ def _assess(scan: ListScanner, answer: Answer, allow_poly: bool) -> ParsedRollou
             truncated=False,
             invalid_rollout=True,
             entry_ends=[],
+            fault=None if cut_short else lead_in(answer.tokens.text),
         )
     end, prefix_ids = place
 
@@ -138,6 +140,7 @@ def _assess(scan: ListScanner, answer: Answer, allow_poly: bool) -> ParsedRollou
         invalid_rollout=False,
         entry_ends=entry_ends,
         unaligned=unaligned,
+        fault="wrong_container" if scan.unpaired else "text_behind" if scan.text_behind else None,
     )
 
 
