@@ -101,7 +101,7 @@ def test_offload_context_does_not_break_the_training_step(run: Run) -> None:
     assert {answer.weights_version[1] for answer in run.answers} == set(versions)
 
 
-@pytest.mark.req("REP-02", "REP-03", "CHB-01")
+@pytest.mark.req("REP-02", "REP-03", "CHB-01", "RES-31")
 def test_channel_b_run_in_vllm_mode_uses_repeat_aware_termination(run: Run) -> None:
     """An answer ends where it repeats itself. The step uses all answers."""
     assert all(line["rollout/repeat_terminate_active"] == 1.0 for line in run.metrics)

@@ -224,6 +224,7 @@ def test_a_unit_is_unprivileged_and_not_restarted_after_bad_input(unit: Path) ->
     assert settings["Type"] == ["exec"], "the programs do not notify systemd"
 
 
+@pytest.mark.req("RES-29")
 def test_the_units_start_a_server_and_a_learner_on_different_gpus() -> None:
     server = parsed(start_words(SERVER_UNIT))
     script, option, gpus, config = start_words(LEARNER_UNIT)

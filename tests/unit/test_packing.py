@@ -122,7 +122,7 @@ def first_come_total(lengths: Sequence[int]) -> int:
     return total
 
 
-@pytest.mark.req("PACK-02")
+@pytest.mark.req("PACK-02", "RES-28")
 @pytest.mark.scenario(
     "Deterministic selection",
     "Shared packing helper yields deterministic selection",
@@ -275,7 +275,7 @@ def test_the_order_of_a_pool_does_not_matter_to_its_packs(
     assert packs == others
 
 
-@pytest.mark.req("PACK-03")
+@pytest.mark.req("PACK-03", "RES-28")
 def test_plans_of_steps_have_at_most_one_pack_more_than_their_tokens_need_in_1_of_20() -> None:
     chance = random.Random(0)
     more = 0

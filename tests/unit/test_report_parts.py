@@ -215,8 +215,7 @@ def worsening() -> list[dict[str, Any]]:
         ),
         (
             spoilt(4, **{f"{B}/prose_before": 12.0}),
-            "look answers: 12 answers taught nothing, with other text before their `{` "
-            "(prose_before)",
+            "look answers: 12 answers with other text before the first bracket (prose_before)",
         ),
         (
             worsening(),

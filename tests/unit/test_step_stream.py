@@ -133,7 +133,7 @@ def test_a_step_that_fits_the_servers_at_once_is_learned_in_four_parts() -> None
     assert channel.taken == [[*range(k, k + 8)] for k in range(0, 32, 8)]
 
 
-@pytest.mark.req("SEED-01", "DIST-01")
+@pytest.mark.req("SEED-01", "DIST-01", "RES-27")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_seeds_and_order_are_those_of_the_step_whatever_ends_first(rank: int) -> None:
     base = rank_seed_base(rollout_seed_base(5, 3), rank)
