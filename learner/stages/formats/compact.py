@@ -16,23 +16,14 @@ A description is any text of one line without coordinate tokens that is not blan
 cannot be written; the target of such a sample cannot be read back.
 """
 
-import operator
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, SupportsIndex
 
 from learner.stages.coords import coord_token
 from learner.stages.formats import ReadBack
-from learner.stages.tokens import (
-    HALF_CHARACTER,
-    IM_END,
-    Edit,
-    Tokenizer,
-    TokenText,
-    decode_exactly,
-    spell_leading,
-    token_table,
-)
+from learner.stages.formats.answer_text import Answer, entry_spans, read_answer, removals
+from learner.stages.tokens import HALF_CHARACTER, IM_END, Tokenizer
 from learner.types import (
     DropReason,
     FieldOrder,
@@ -58,15 +49,11 @@ class _Line(NamedTuple):
     coords: list[int]
 
 
-class _Answer(NamedTuple):
-    """A response up to where it ends. closed: the dot stands behind the last line, alone."""
+class _Scan(NamedTuple):
+    """The ended lines of an answer. closed: the dot stands behind the last line, alone."""
 
-    ids: list[int]
-    tokens: TokenText
-    bins: dict[int, int]
     lines: list[_Line]
     closed: bool
-    tokenizer: Tokenizer
 
 
 class Compact:
@@ -77,31 +64,20 @@ class Compact:
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True
     ) -> ParsedRollout:
-        return _assess(self._read(token_ids, tokenizer), allow_poly)
+        answer = read_answer(token_ids, tokenizer, self.end_marker)
+        return _assess(_scan(answer), answer, allow_poly)
 
     def read_back(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> ReadBack | None:
-        answer = self._read(token_ids, tokenizer)
-        eos = len(answer.ids)
-        end_id = token_table(tokenizer, self.end_marker).vocab.end_id
-        if not answer.closed or list(token_ids[eos : eos + 1]) != [end_id]:
+        answer = read_answer(token_ids, tokenizer, self.end_marker)
+        scan, eos = _scan(answer), len(answer.ids)
+        if not scan.closed or not answer.is_followed_by_eos(token_ids):
             return None
-        tokens = answer.tokens
-        spans = []
-        start = 0
-        for line in answer.lines:
-            end = tokens.token_at(line.end - 1) + 1
-            spans.append((start, end))
-            start = end if tokens.start_of(end) == line.end else end - 1
-        return ReadBack(_assess(answer, allow_poly=True), spans, (eos - 1, eos))
+        spans = entry_spans(answer.tokens, (line.end for line in scan.lines))
+        return ReadBack(_assess(scan, answer, allow_poly=True), spans, (eos - 1, eos))
 
     def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
-        answer = self._read(parsed.prefix_token_ids, tokenizer)
-        edits: list[Edit] = []
-        for place, line in enumerate(answer.lines):
-            if place not in kept:
-                joined = edits and edits[-1].end == line.start
-                start = edits.pop().start if joined else line.start
-                edits.append(Edit(start, line.end, ""))
+        answer = read_answer(parsed.prefix_token_ids, tokenizer, self.end_marker)
+        edits = removals((line.end for line in _scan(answer).lines), kept)
         return answer.tokens.edited(answer.ids, edits, tokenizer)
 
     def key(self, index: int) -> str:
@@ -119,24 +95,15 @@ class Compact:
     ) -> str:
         return "".join(_written(item, field_order) for item in objects) + CLOSING
 
-    def _read(self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer) -> _Answer:
-        table = token_table(tokenizer, self.end_marker)
-        ids = list(map(operator.index, token_ids))
-        ends = table.vocab.end_ids.intersection(ids)
-        ids = ids[: min(map(ids.index, ends), default=len(ids))]
-        tokens = TokenText(table.pieces(ids, tokenizer))
-        coords = iter([*table.vocab.coords_of(ids), len(ids)])
-        lines = []
-        coord, place = next(coords), 0
-        while found := _LINE.match(tokens.text, place):
-            place = found.end()
-            own = []
-            while coord < len(ids) and tokens.start_of(coord) < place:
-                own.append(coord)
-                coord = next(coords)
-            lines.append(_Line(found.start(), place, own))
-        closed = tokens.text[place:] == CLOSING
-        return _Answer(ids, tokens, table.vocab.bins, lines, closed, tokenizer)
+
+def _scan(answer: Answer) -> _Scan:
+    """Find the lines; one pass over the text and the coordinates."""
+    text, lines, place = answer.tokens.text, list[_Line](), 0
+    while found := _LINE.match(text, place):
+        inside = answer.coords_between(place, found.end())
+        lines.append(_Line(place, found.end(), [answer.coords[i] for i in inside]))
+        place = found.end()
+    return _Scan(lines, text[place:] == CLOSING)
 
 
 def _written(item: GroundTruthObject, field_order: FieldOrder) -> str:
@@ -145,12 +112,12 @@ def _written(item: GroundTruthObject, field_order: FieldOrder) -> str:
     return f"{''.join(parts)}\n"
 
 
-def _assess(answer: _Answer, allow_poly: bool) -> ParsedRollout:
-    kept, prefix_ids = _cut(answer)
+def _assess(scan: _Scan, answer: Answer, allow_poly: bool) -> ParsedRollout:
+    kept, prefix_ids = _cut(scan.lines, answer)
     objects: list[ParsedObject] = []
     dropped: list[tuple[str, str]] = []
     entry_ends: list[tuple[int, int | None]] = []
-    for number, line in enumerate(answer.lines, start=1):
+    for number, line in enumerate(scan.lines, start=1):
         found = _judge(line, number, answer, allow_poly)
         within = number <= kept
         last = answer.tokens.token_at(line.end - 1)
@@ -163,45 +130,35 @@ def _assess(answer: _Answer, allow_poly: bool) -> ParsedRollout:
         )
         if within:
             entry_ends.append((last, None))
-    rest = answer.tokens.text[answer.lines[-1].end if answer.lines else 0 :]
-    if rest and not answer.closed:
-        dropped.append((f"object_{len(answer.lines) + 1}", "key_invalid"))
-    nothing = not answer.lines and not answer.closed and bool(rest)
+    rest = answer.tokens.text[scan.lines[-1].end if scan.lines else 0 :]
+    if rest and not scan.closed:
+        dropped.append((f"object_{len(scan.lines) + 1}", "key_invalid"))
+    nothing = not scan.lines and not scan.closed and bool(rest)
     return ParsedRollout(
         objects=objects,
         dropped=dropped,
         prefix_token_ids=prefix_ids,
         max_object_index=kept,
-        truncated=not answer.closed and not nothing,
+        truncated=not scan.closed and not nothing,
         invalid_rollout=nothing,
         entry_ends=entry_ends,
         fault=None if objects else lead_in(answer.tokens.text),
     )
 
 
-def _cut(answer: _Answer) -> tuple[int, list[int]]:
+def _cut(lines: Sequence[_Line], answer: Answer) -> tuple[int, list[int]]:
     """How many lines are kept, and their ids: all up to the last one with a coordinate.
 
     A line whose end no ids spell is passed over for the one before it.
     """
-    tokens = answer.tokens
-    for kept in range(len(answer.lines), 0, -1):
-        line = answer.lines[kept - 1]
-        if not line.coords:
-            continue
-        last = tokens.token_at(line.end - 1)
-        leading = tokens.text[tokens.start_of(last) : line.end]
-        spelled: list[int] | None = [answer.ids[last]]
-        if leading != tokens.pieces[last]:
-            spelled = spell_leading(answer.tokenizer, answer.ids[last], leading)
-        if spelled is not None:
-            return kept, answer.ids[:last] + spelled
+    for kept in range(len(lines), 0, -1):
+        line = lines[kept - 1]
+        if line.coords and (ids := answer.ids_up_to(line.end - 1)) is not None:
+            return kept, ids
     return 0, []
 
 
-def _judge(
-    line: _Line, number: int, answer: _Answer, allow_poly: bool
-) -> ParsedObject | DropReason:
+def _judge(line: _Line, number: int, answer: Answer, allow_poly: bool) -> ParsedObject | DropReason:
     """One ended line, valid or with the first reason against it."""
     tokens, coords = answer.tokens, line.coords
     if not coords:
@@ -216,7 +173,7 @@ def _judge(
     desc = _exact(*described[0], answer) if described else ""
     if not desc.strip():
         return "missing_desc"
-    bins = [answer.bins[answer.ids[position]] for position in coords]
+    bins = [answer.vocab.bins[answer.ids[position]] for position in coords]
     kind: GeometryKind = "bbox_2d" if len(bins) == 4 else "poly"
     if len(bins) < 4 or len(bins) % 2:
         return "wrong_arity"
@@ -236,14 +193,14 @@ def _judge(
     )
 
 
-def _exact(start: int, end: int, answer: _Answer) -> str:
+def _exact(start: int, end: int, answer: Answer) -> str:
     """The text between two places; tokens that share a character are decoded together."""
     tokens = answer.tokens
     text = tokens.text[start:end]
     if HALF_CHARACTER not in text:
         return text
     first, last = tokens.token_at(start), tokens.token_at(end - 1)
-    whole = decode_exactly(answer.tokenizer, answer.ids[first : last + 1])
+    whole = "".join(answer.joined_pieces(first, last))
     # What stands beside the description in its tokens is ASCII: a newline.
     before = start - tokens.start_of(first)
     behind = tokens.start_of(last + 1) - end

@@ -1,35 +1,36 @@
-"""Objects of an answer in JSON: what one holds, where it can be cut, and how it is written.
+"""Formats whose answers are JSON: what an object holds, and how it is read and written.
 
     {"desc": "cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}
 
-    read_answer    ids -> text, with the token of each character and the coordinate tokens
-    cut            the last place at which the ids can be continued
+    JsonFormat     parse, read_back and keep; a format names its entries and its text
     read_object    one entry of a scanner -> an object, or the first reason against it
     object_text    an annotated object as text
 
-The formats whose answers are JSON share this; `json_scanner` finds the entries for them.
+`json_scanner` finds the entries.
 """
 
 import json
 import operator
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
-from itertools import groupby
-from typing import Any, NamedTuple, SupportsIndex, cast
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, ClassVar, SupportsIndex, cast
 
 from learner.stages.coords import COORD_BINS, coord_token
+from learner.stages.formats import ReadBack
+from learner.stages.formats.answer_text import Answer, entry_spans, read_answer, removals
 from learner.stages.formats.json_scanner import Entry, Scanner
-from learner.stages.tokens import (
-    HALF_CHARACTER,
-    CoordVocab,
-    Tokenizer,
-    TokenText,
-    decode_exactly,
-    spell_leading,
-    token_table,
+from learner.stages.tokens import HALF_CHARACTER, IM_END, Edit, Tokenizer
+from learner.types import (
+    AnswerFault,
+    DropReason,
+    FieldOrder,
+    GeometryKind,
+    GroundTruthObject,
+    ParsedObject,
+    ParsedRollout,
+    lead_in,
 )
-from learner.types import DropReason, FieldOrder, GeometryKind, GroundTruthObject, ParsedObject
 
 GEOMETRY_KEYS = ("bbox_2d", "poly")
 
@@ -50,67 +51,127 @@ _DECODER = json.JSONDecoder(
 )
 
 
-class Answer(NamedTuple):
-    """A response up to where it ends.
+class JsonFormat:
+    """What the formats have in common whose answers are JSON; a format is a subclass.
 
-    coords, coord_starts: position of each coordinate token in the ids, in order, and the
-        place in the text where it begins.
+    scanner: finds the entries of an answer.
+    opening: text of the prefix of an answer of which nothing can be kept.
     """
 
-    ids: list[int]
-    tokens: TokenText
-    coords: list[int]
-    coord_starts: list[int]
-    vocab: CoordVocab
-    tokenizer: Tokenizer
+    end_marker = IM_END
+    scanner: ClassVar[type[Scanner]]
+    opening: ClassVar[str]
 
-    def misaligns(self, entry: Entry) -> bool:
-        """Whether an entry of `non_coord_token` spells coordinates, in ids not of their tokens."""
-        inside = _coords_between(entry.value_start, entry.end, self)
-        fields = _read_fields(entry, inside, self) or {}
-        lists = (value for value in fields.values() if isinstance(value, list))
-        return any(all(_SPELLED.fullmatch(str(each)) for each in values) for values in lists)
+    def name(self, entry: Entry, number: int) -> tuple[str, int | None]:
+        """Return the key of an entry as logs have it, and its index; None: a wrong key.
+
+        number: of the entry, from 1.
+        """
+        raise NotImplementedError
+
+    def largest_index(self, prefix_text: str, entries: Sequence[Entry]) -> int:
+        """Return the largest index in a prefix, which its entries and others have taken."""
+        raise NotImplementedError
+
+    def fault(self, scan: Scanner, text: str) -> AnswerFault | None:
+        """Return why `text` was not read as this format, or not to its end."""
+        if scan.open_at is None:
+            return lead_in(text)
+        if scan.unpaired:
+            return "wrong_container"
+        return "text_behind" if scan.text_behind else None
+
+    def removals(self, scan: Scanner, prefix: ParsedRollout, kept: Collection[int]) -> list[Edit]:
+        """Return the edits that leave only some entries of a prefix."""
+        return removals((entry.end + 1 for entry in scan.entries), kept)
+
+    def parse(
+        self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True
+    ) -> ParsedRollout:
+        answer = read_answer(token_ids, tokenizer, self.end_marker)
+        return self.assess(self.scanner(answer.tokens.text).scan(), answer, allow_poly)
+
+    def read_back(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> ReadBack | None:
+        answer = read_answer(token_ids, tokenizer, self.end_marker)
+        scan = self.scanner(answer.tokens.text).scan()
+        if scan.close_at is None or not answer.is_followed_by_eos(token_ids):
+            return None
+        spans = entry_spans(answer.tokens, (entry.end + 1 for entry in scan.entries))
+        closure = (answer.tokens.token_at(scan.close_at), len(answer.ids))
+        return ReadBack(self.assess(scan, answer, allow_poly=True), spans, closure)
+
+    def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
+        answer = read_answer(parsed.prefix_token_ids, tokenizer, self.end_marker)
+        edits = self.removals(self.scanner(answer.tokens.text).scan(), parsed, kept)
+        return answer.tokens.edited(answer.ids, edits, tokenizer)
+
+    def key(self, index: int) -> str:
+        return f"object_{index}"
+
+    def assess(self, scan: Scanner, answer: Answer, allow_poly: bool) -> ParsedRollout:
+        """Judge the entries of a scanned answer."""
+        fault = self.fault(scan, answer.tokens.text)
+        place = _cut(scan, answer)
+        if place is None:
+            return ParsedRollout(
+                objects=[],
+                dropped=[],
+                prefix_token_ids=answer.tokenizer.encode(self.opening, add_special_tokens=False),
+                max_object_index=0,
+                truncated=False,
+                invalid_rollout=True,
+                entry_ends=[],
+                fault=fault,
+            )
+        end, prefix_ids = place
+        objects: list[ParsedObject] = []
+        dropped: list[tuple[str, str]] = []
+        entry_ends: list[tuple[int, int | None]] = []
+        unaligned = 0
+        seen: set[str] = set()
+        for number, entry in enumerate(scan.entries, start=1):
+            key, index = self.name(entry, number)
+            found: ParsedObject | DropReason = "key_invalid"
+            if index is not None and key not in seen:
+                found = read_object(entry, key, index, answer, allow_poly)
+            seen.add(key)
+            kept = entry.end <= end
+            if isinstance(found, ParsedObject) and kept:
+                entry_ends.append((found.token_span[1] - 1, len(objects)))
+                objects.append(found)
+                continue
+            dropped.append((key, "key_invalid" if isinstance(found, ParsedObject) else found))
+            unaligned += found == "non_coord_token" and _misaligns(entry, answer)
+            if kept:
+                entry_ends.append((answer.tokens.token_at(entry.end), None))
+        if scan.unfinished is not None:
+            dropped.append((self.name(scan.unfinished, len(scan.entries) + 1)[0], "key_invalid"))
+        return ParsedRollout(
+            objects=objects,
+            dropped=dropped,
+            prefix_token_ids=prefix_ids,
+            max_object_index=self.largest_index(answer.tokens.text[: end + 1], scan.entries),
+            truncated=scan.close_at is None,
+            invalid_rollout=False,
+            entry_ends=entry_ends,
+            unaligned=unaligned,
+            fault=fault,
+        )
 
 
-def read_answer(
-    token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, end_marker: str
-) -> Answer:
-    table = token_table(tokenizer, end_marker)
-    ids = list(map(operator.index, token_ids))
-    ends = table.vocab.end_ids.intersection(ids)
-    ids = ids[: min(map(ids.index, ends), default=len(ids))]
-    tokens = TokenText(table.pieces(ids, tokenizer))
-    coords = table.vocab.coords_of(ids)
-    starts = [tokens.start_of(position) for position in coords]
-    return Answer(ids, tokens, coords, starts, table.vocab, tokenizer)
+def _cut(scan: Scanner, answer: Answer) -> tuple[int, list[int]] | None:
+    """Return the place of the last character to keep, and the ids up to it; None for no place.
 
-
-# ---- the cut -------------------------------------------------------------------------
-
-
-def cut(scan: Scanner, answer: Answer) -> tuple[int, list[int]] | None:
-    """Place of the last character to keep, and the ids up to it; None for no such place.
-
-    The end of the last object, else `open_at` (PARSE-05). A place inside a token
-    whose leading piece no ids spell exactly is passed over for the one before it.
+    The end of the last object, else `open_at` (PARSE-05). A place inside a token whose leading
+    piece no ids spell exactly is passed over for the one before it.
     """
     if scan.open_at is None:
         return None
     ends = [entry.end for entry in scan.entries if entry.is_object]
     for place in (*reversed(ends), scan.open_at):
-        token = answer.tokens.token_at(place)
-        last_ids = _leading_ids(token, place, answer)
-        if last_ids is not None:
-            return place, answer.ids[:token] + last_ids
+        if (ids := answer.ids_up_to(place)) is not None:
+            return place, ids
     return None
-
-
-def _leading_ids(token: int, place: int, answer: Answer) -> list[int] | None:
-    """Ids for what a token holds up to `place`; None if none spell it."""
-    leading = answer.tokens.text[answer.tokens.start_of(token) : place + 1]
-    if leading == answer.tokens.pieces[token]:
-        return [answer.ids[token]]
-    return spell_leading(answer.tokenizer, answer.ids[token], leading)
 
 
 # ---- one object ----------------------------------------------------------------------
@@ -125,7 +186,7 @@ def read_object(
     """
     if not (entry.is_object and entry.well_led):
         return "key_invalid"
-    inside = _coords_between(entry.value_start, entry.end, answer)
+    inside = answer.coords_between(entry.value_start, entry.end)
     fields = _read_fields(entry, inside, answer)
     if fields is None:
         return "key_invalid"
@@ -136,10 +197,12 @@ def read_object(
     return _check_coords(parsed, fields[parsed.kind], allow_poly) or parsed
 
 
-def _coords_between(start: int, end: int, answer: Answer) -> range:
-    """Indices into `answer.coords` of those that begin in [start, end)."""
-    starts = answer.coord_starts
-    return range(bisect_left(starts, start), bisect_left(starts, end))
+def _misaligns(entry: Entry, answer: Answer) -> bool:
+    """Return whether an entry spells coordinates in text whose ids are not their tokens."""
+    inside = answer.coords_between(entry.value_start, entry.end)
+    fields = _read_fields(entry, inside, answer) or {}
+    lists = (value for value in fields.values() if isinstance(value, list))
+    return any(all(_SPELLED.fullmatch(str(each)) for each in values) for values in lists)
 
 
 def _read_fields(entry: Entry, inside: range, answer: Answer) -> dict[str, Any] | None:
@@ -165,7 +228,7 @@ def _value_text(entry: Entry, inside: range, answer: Answer) -> str:
         return text
     first = answer.tokens.token_at(entry.value_start)
     last = answer.tokens.token_at(entry.end)
-    pieces = _join_half_characters(answer, first, last)
+    pieces = answer.joined_pieces(first, last)
     for token in bare:
         pieces[token - first] = f" {answer.vocab.bins[answer.ids[token]]} "
     text = "".join(pieces)
@@ -187,22 +250,6 @@ def _bare_coords(entry: Entry, inside: range, answer: Answer) -> list[int]:
         if not before or entry.strings[before - 1][1] <= start:
             bare.append(answer.coords[i])
     return bare
-
-
-def _join_half_characters(answer: Answer, first: int, last: int) -> list[str]:
-    """Text of the tokens first..last; tokens that share a character are decoded together."""
-    joined: list[str] = []
-    position = first
-    pieces = answer.tokens.pieces[first : last + 1]
-    for half, group in groupby(pieces, lambda piece: HALF_CHARACTER in piece):
-        run = list(group)
-        if half:
-            ids = answer.ids[position : position + len(run)]
-            joined += [decode_exactly(answer.tokenizer, ids)] + [""] * (len(run) - 1)
-        else:
-            joined += run
-        position += len(run)
-    return joined
 
 
 def _check_fields(fields: dict[str, Any]) -> DropReason | None:
@@ -239,7 +286,7 @@ def _build_object(
     """
     first_key, second_key = fields
     opening, closing = entry.strings[1 if first_key == "desc" else -1]
-    described = _coords_between(opening, closing, answer)
+    described = answer.coords_between(opening, closing)
     positions = (
         answer.coords[inside.start : described.start] + answer.coords[described.stop : inside.stop]
     )

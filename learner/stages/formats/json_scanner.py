@@ -107,9 +107,9 @@ class Scanner:
         return bool(behind.strip(WHITE_SPACE))
 
     @property
-    def unfinished_key(self) -> str | None:
-        """Key of the entry in which the answer ended, None where there is none."""
-        return None if self._draft.start == NOWHERE else self._draft.key
+    def unfinished(self) -> Entry | None:
+        """The entry in which the answer ended, None where there is none."""
+        return None if self._draft.start == NOWHERE else self._draft
 
     def scan(self) -> "Scanner":
         """Read the text up to the end of the outermost object."""
@@ -232,16 +232,13 @@ class ListScanner(Scanner):
 
     open_at: the opening bracket; None where the text does not begin like that.
     close_at: the outermost closing brace, right behind the list.
-    garbage: something else stands behind the list, or a brace in place of the bracket that ends
-        it. Nothing is read behind it.
+
+    Something else behind the list, or a brace in place of the bracket that ends it, is
+    `unpaired` and an unfinished entry. Nothing is read behind it.
     """
 
     _head = _LIST_HEAD
     _first = _Next.VALUE
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.garbage = False
 
     def _closes(self, char: str, place: int) -> bool:
         if char == "]" and self._brackets == 0:
@@ -249,12 +246,13 @@ class ListScanner(Scanner):
             assert ending is not None, "it begins with this bracket"
             if ending[1]:
                 self.close_at = ending.start(1)
-            self.garbage = bool(ending[2])
-            self.unpaired |= self.garbage
-            return True
-        self.garbage = char == "}"
-        self.unpaired |= self.garbage
-        return self.garbage
+            return self._ends_wrongly(place) if ending[2] else True
+        return char == "}" and self._ends_wrongly(place)
+
+    def _ends_wrongly(self, place: int) -> bool:
+        self.unpaired = True
+        self._draft.start = place
+        return True
 
     def _end_outer_string(self, start: int, end: int) -> None:
         self._take_plain_value(start, end)

@@ -18,60 +18,34 @@ An answer that does not begin with `{"objects":[` has no objects; its target is 
 brace where the list is still open.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import SupportsIndex
+from collections.abc import Sequence
 
-from learner.stages.formats import ReadBack
-from learner.stages.formats.json_objects import Answer, cut, object_text, read_answer, read_object
-from learner.stages.formats.json_scanner import WHITE_SPACE, ListScanner
-from learner.stages.tokens import IM_END, Edit, Tokenizer
-from learner.types import FieldOrder, GroundTruthObject, ParsedObject, ParsedRollout, lead_in
+from learner.stages.formats.json_objects import JsonFormat, object_text
+from learner.stages.formats.json_scanner import WHITE_SPACE, Entry, ListScanner, Scanner
+from learner.types import AnswerFault, FieldOrder, GroundTruthObject
 from shared_contracts.errors import ContractError
 
 HEAD, CLOSING = '{"objects":[', "]}"
 SEPARATORS = (",", ":")
 
 
-class ObjectsArray:
+class ObjectsArray(JsonFormat):
     """The format, as `learner.stages.formats` describes it."""
 
-    end_marker = IM_END
+    scanner = ListScanner
+    opening = HEAD
 
-    def parse(
-        self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True
-    ) -> ParsedRollout:
-        answer = read_answer(token_ids, tokenizer, self.end_marker)
-        return _assess(ListScanner(answer.tokens.text), answer, allow_poly)
+    def name(self, entry: Entry, number: int) -> tuple[str, int | None]:
+        return self.key(number), number
 
-    def read_back(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> ReadBack | None:
-        answer = read_answer(token_ids, tokenizer, self.end_marker)
-        tokens, eos = answer.tokens, len(answer.ids)
-        scan = ListScanner(tokens.text)
-        parsed = _assess(scan, answer, allow_poly=True)
-        if scan.close_at is None or list(token_ids[eos : eos + 1]) != [answer.vocab.end_id]:
+    def largest_index(self, prefix_text: str, entries: Sequence[Entry]) -> int:
+        return sum(entry.end < len(prefix_text) for entry in entries)
+
+    def fault(self, scan: Scanner, text: str) -> AnswerFault | None:
+        """A text that ends within the head is none of another format."""
+        if scan.open_at is None and HEAD.startswith("".join(text.split())):
             return None
-        spans = []
-        start = 0
-        for entry in scan.entries:
-            end = tokens.token_at(entry.end) + 1
-            spans.append((start, end))
-            start = end if tokens.start_of(end) == entry.end + 1 else end - 1
-        return ReadBack(parsed, spans, (tokens.token_at(scan.close_at), eos))
-
-    def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
-        answer = read_answer(parsed.prefix_token_ids, tokenizer, self.end_marker)
-        edits: list[Edit] = []
-        begin = 0
-        for place, entry in enumerate(ListScanner(answer.tokens.text).scan().entries):
-            if place not in kept:
-                joined = edits and edits[-1].end == begin
-                start = edits.pop().start if joined else begin
-                edits.append(Edit(start, entry.end + 1, ""))
-            begin = entry.end + 1
-        return answer.tokens.edited(answer.ids, edits, tokenizer)
-
-    def key(self, index: int) -> str:
-        return f"object_{index}"
+        return super().fault(scan, text)
 
     def write(self, objects: Sequence[GroundTruthObject], field_order: FieldOrder) -> str:
         return HEAD + self.append(HEAD, objects, 1, field_order)
@@ -92,56 +66,6 @@ class ObjectsArray:
             )
         items = ",".join(object_text(item, field_order, SEPARATORS) for item in objects)
         return ("," if last == "}" and items else "") + items + CLOSING
-
-
-def _assess(scan: ListScanner, answer: Answer, allow_poly: bool) -> ParsedRollout:
-    """What an answer holds; `scan` is at its beginning."""
-    scan.scan()
-    place = cut(scan, answer)
-    if place is None:
-        cut_short = HEAD.startswith("".join(answer.tokens.text.split()))
-        return ParsedRollout(
-            objects=[],
-            dropped=[],
-            prefix_token_ids=answer.tokenizer.encode(HEAD, add_special_tokens=False),
-            max_object_index=0,
-            truncated=False,
-            invalid_rollout=True,
-            entry_ends=[],
-            fault=None if cut_short else lead_in(answer.tokens.text),
-        )
-    end, prefix_ids = place
-
-    objects: list[ParsedObject] = []
-    dropped: list[tuple[str, str]] = []
-    entry_ends: list[tuple[int, int | None]] = []
-    unaligned = 0
-    for number, entry in enumerate(scan.entries, start=1):
-        key = f"object_{number}"
-        found = read_object(entry, key, number, answer, allow_poly)
-        kept = entry.end <= end
-        if isinstance(found, ParsedObject) and kept:
-            entry_ends.append((found.token_span[1] - 1, len(objects)))
-            objects.append(found)
-            continue
-        dropped.append((key, "key_invalid" if isinstance(found, ParsedObject) else found))
-        unaligned += found == "non_coord_token" and answer.misaligns(entry)
-        if kept:
-            entry_ends.append((answer.tokens.token_at(entry.end), None))
-    if scan.unfinished_key is not None or scan.garbage:
-        dropped.append((f"object_{len(scan.entries) + 1}", "key_invalid"))
-
-    return ParsedRollout(
-        objects=objects,
-        dropped=dropped,
-        prefix_token_ids=prefix_ids,
-        max_object_index=len(entry_ends),
-        truncated=scan.close_at is None,
-        invalid_rollout=False,
-        entry_ends=entry_ends,
-        unaligned=unaligned,
-        fault="wrong_container" if scan.unpaired else "text_behind" if scan.text_behind else None,
-    )
 
 
 OBJECTS_ARRAY = ObjectsArray()

@@ -74,10 +74,10 @@ def plan_packs(lengths: Sequence[int], capacity: int, min_fill: float) -> list[l
     least, most = -(-sum(pool) // capacity), min(map(len, plans))
     plans += [_even(pool, count) for count in range(least, most + 1)]
 
-    def badness(plan: Sequence[Sequence[int]]) -> tuple[int, int, int]:
+    def badness(plan: Iterable[Iterable[int]]) -> tuple[int, int, int]:
         totals = [sum(pack) for pack in plan]
         underfilled = sum(total / capacity < min_fill for total in totals)
-        return len(plan), underfilled, -min(totals)
+        return len(totals), underfilled, -min(totals)
 
     fitting = [plan for plan in plans if max(map(sum, plan)) <= capacity]
     return sorted(segments_of(min(fitting, key=badness), lengths))

@@ -1,0 +1,111 @@
+"""The text of an answer: its tokens up to where it ends, and the places of its coordinates."""
+
+import operator
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple, SupportsIndex
+
+from learner.stages.tokens import (
+    HALF_CHARACTER,
+    CoordVocab,
+    Edit,
+    Tokenizer,
+    TokenText,
+    decode_exactly,
+    spell_leading,
+    token_table,
+)
+
+
+class Answer(NamedTuple):
+    """A response up to where it ends.
+
+    coords, coord_starts: position of each coordinate token in the ids, in order, and the
+        place in the text where it begins.
+    """
+
+    ids: list[int]
+    tokens: TokenText
+    coords: list[int]
+    coord_starts: list[int]
+    vocab: CoordVocab
+    tokenizer: Tokenizer
+
+    def coords_between(self, start: int, end: int) -> range:
+        """Return the indices into `coords` of those that begin in [start, end)."""
+        return range(bisect_left(self.coord_starts, start), bisect_left(self.coord_starts, end))
+
+    def ids_up_to(self, place: int) -> list[int] | None:
+        """Return ids that spell the text up to the character at `place`; None if no ids do."""
+        token = self.tokens.token_at(place)
+        leading = self.tokens.text[self.tokens.start_of(token) : place + 1]
+        if leading == self.tokens.pieces[token]:
+            return self.ids[: token + 1]
+        spelled = spell_leading(self.tokenizer, self.ids[token], leading)
+        return None if spelled is None else self.ids[:token] + spelled
+
+    def joined_pieces(self, first: int, last: int) -> list[str]:
+        """Return the text of the tokens first..last; those that share a character as one."""
+        joined: list[str] = []
+        position = first
+        pieces = self.tokens.pieces[first : last + 1]
+        for half, group in groupby(pieces, lambda piece: HALF_CHARACTER in piece):
+            run = list(group)
+            if half:
+                ids = self.ids[position : position + len(run)]
+                joined += [decode_exactly(self.tokenizer, ids)] + [""] * (len(run) - 1)
+            else:
+                joined += run
+            position += len(run)
+        return joined
+
+    def is_followed_by_eos(self, token_ids: Sequence[int]) -> bool:
+        """Return whether the format's EOS follows the answer in `token_ids`."""
+        return list(token_ids[len(self.ids) : len(self.ids) + 1]) == [self.vocab.end_id]
+
+
+def read_answer(
+    token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, end_marker: str
+) -> Answer:
+    """Read response ids, each of them alone, up to `end_marker` or a placeholder (PARSE-02).
+
+    Raises `ContractError` for a tokenizer without the tokens of the format.
+    """
+    table = token_table(tokenizer, end_marker)
+    ids = list(map(operator.index, token_ids))
+    ends = table.vocab.end_ids.intersection(ids)
+    ids = ids[: min(map(ids.index, ends), default=len(ids))]
+    tokens = TokenText(table.pieces(ids, tokenizer))
+    coords = table.vocab.coords_of(ids)
+    starts = [tokens.start_of(position) for position in coords]
+    return Answer(ids, tokens, coords, starts, table.vocab, tokenizer)
+
+
+def entry_spans(tokens: TokenText, ends: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the tokens [start, end) of each entry (`ReadBack.spans`).
+
+    ends: the places behind the last character of the entries, in order.
+    """
+    spans = []
+    start = 0
+    for behind in ends:
+        end = tokens.token_at(behind - 1) + 1
+        spans.append((start, end))
+        start = end if tokens.start_of(end) == behind else end - 1
+    return spans
+
+
+def removals(ends: Iterable[int], kept: Collection[int]) -> list[Edit]:
+    """Return the edits that leave only the entries `kept`, one for each run of removed ones.
+
+    ends: the places behind the last character of the entries, in order.
+    """
+    edits: list[Edit] = []
+    begin = 0
+    for place, end in enumerate(ends):
+        if place not in kept:
+            start = edits.pop().start if edits and edits[-1].end == begin else begin
+            edits.append(Edit(start, end, ""))
+        begin = end
+    return edits
