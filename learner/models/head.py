@@ -82,7 +82,8 @@ def _with_trained_rows(adapter: TrainableTokensLayer) -> Callable[[Tensor], Tens
     the trained rows are computed apart and replace those of the frozen ones.
     """
     (name,) = adapter.active_adapters
-    weight = adapter.get_base_layer().weight
+    base: Any = adapter.get_base_layer()
+    weight: Tensor = base.weight
     rows = adapter.trainable_tokens_delta[name]
     ids = torch.tensor(adapter.token_indices[name], device=weight.device)
 

@@ -41,7 +41,7 @@ from learner.rollout.server_process import LOOPBACK, ServerProcess, free_ports
 from learner.runs.atomic_files import publish_text, require_free
 from learner.runs.console import tell
 from learner.runs.run_folder import EVALUATIONS
-from learner.training.run_log import evaluation_facts, score_checkpoint
+from learner.training.evaluation import evaluation_facts, score_checkpoint
 from learner.training.start_checks import check_inputs, generates, reach_servers
 from learner.training.train import train
 from learner.types import Sample

@@ -30,7 +30,7 @@ from learner.models.load import LoadedModel, load_model
 from learner.operate.eval_plan import EvaluationPlan
 from learner.rollout.client import RolloutClient
 from learner.runs.console import score, showing_waits
-from learner.training.run_log import evaluation_facts, score_checkpoint
+from learner.training.evaluation import evaluation_facts, score_checkpoint
 from shared_contracts.errors import ContractError
 
 _WORST = 10

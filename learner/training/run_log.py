@@ -33,25 +33,14 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 
-from learner.analysis.evaluation.folder import EvaluationLog
-from learner.analysis.evaluation.scores import Evaluation, evaluate
 from learner.config import dump_resolved
 from learner.config.schema import Config, resolved_sync_mode
 from learner.config.training import TrainingConfig
-from learner.distributed.peers import Peers
-from learner.distributed.waiting import waiting_for
-from learner.models.load import LoadedModel, load_model
-from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import Placement, describe_backend
-from learner.rollout.policy import Policy, asking_of
-from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.atomic_files import append_line, publish_text
 from learner.runs.console import PHASES, channel_of, step_line, tell
 from learner.runs.resume import BEGINNING, Start, data_digest, prepare_folder
 from learner.runs.run_folder import METRICS, RESOLVED, RUN, identity_of_this_process
-from learner.stages.formats import answer_format
-from learner.training.backends import open_backend
-from learner.types import Sample
 from shared_contracts.adapters import folder_with
 from shared_contracts.errors import RunError
 
@@ -290,68 +279,3 @@ def _does_not_start(tracker: str, error: Exception) -> RunError:
         f"the tracker {tracker} does not start: {error}. Correct that, or take it out of "
         "training.report_to"
     )
-
-
-def score_checkpoint(
-    config: Config,
-    samples: list[Sample],
-    clients: list[RolloutClient],
-    folder: Path | None = None,
-    placement: Placement | None = None,
-    load: Callable[[Config], LoadedModel] = load_model,
-) -> Evaluation:
-    """Score the answers of `model.model`, given by the backend of `config`.
-
-    folder, placement: of a colocated server, if there is one. load: what is scored may be more
-    than the folder of `model.model`.
-    """
-    with waiting_for("the model to be loaded"):
-        loaded = load(config)
-    folder = folder or Path(config.training.output_dir)
-    with waiting_for("rollouts to be set up"):
-        opened = open_backend(config, loaded, clients, folder, samples, placement)
-    policy = Policy(opened, asking_of(config))
-    try:
-        with policy.serving():
-            policy.push_if_stale()
-            return evaluate(
-                policy,
-                samples,
-                evaluation_seed(config),
-                loaded.tokenizer,
-                allow_poly=config.allow_poly,
-                resolution=config.rollout_matching.matching.maskiou_resolution,
-                answers=answer_format(config),
-            )
-    finally:
-        policy.close()
-
-
-def evaluation_seed(config: Config, rank: int = 0) -> int:
-    """Of the first sample of a process; sample i has the seed + i."""
-    base = rank_seed_base(rollout_seed_base(config.training.seed, 0), rank)
-    return request_seed(base, 0, 0)
-
-
-def evaluation_facts(config: Config, data: Path) -> dict[str, Any]:
-    """How samples are scored, beside by which weights."""
-    return {
-        "data": str(data),
-        "seed": evaluation_seed(config),
-        "settings": {
-            "trainer_variant": config.custom.trainer_variant,
-            "template": config.template.model_dump(mode="json"),
-            "torch_dtype": config.model.torch_dtype,
-            "rollout_matching": config.rollout_matching.model_dump(mode="json"),
-        },
-        **software(),
-    }
-
-
-def evaluation_log(config: Config, peers: Peers) -> EvaluationLog:
-    """Where an evaluation of a run leaves its answers, in the run's folder."""
-    folder, data = Path(config.training.output_dir), config.data.val_jsonl
-    assert data is not None, "checked with the config"
-    facts = {"run": str(folder), **evaluation_facts(config, data)}
-    save = config.rollout_matching.eval_detection.save_answers
-    return EvaluationLog(folder, data, facts, polygons=config.allow_poly, save=save, peers=peers)

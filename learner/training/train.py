@@ -24,7 +24,7 @@ ours only hands it whole steps of raw samples (RUN-02).
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,6 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from learner.analysis.evaluation.scores import Evaluation, evaluate, evaluation_metrics
 from learner.analysis.report.run_page import reported
 from learner.config.schema import Config
 from learner.data.lengths import image_rule
@@ -55,7 +54,6 @@ from learner.rollout.policy import Policy, asking_of
 from learner.runs.atomic_files import writing
 from learner.runs.checkpoint import Checkpoints, RunFacts
 from learner.runs.console import tell
-from learner.runs.metrics import over_processes
 from learner.runs.resume import Start, data_digest, log_sizes
 from learner.runs.rollout_log import RolloutLog
 from learner.runs.run_folder import RUN
@@ -63,19 +61,17 @@ from learner.stages.formats import answer_format
 from learner.training.asynchronous_rollouts import async_source
 from learner.training.backends import open_backend
 from learner.training.channels import ChannelB, Encoding
+from learner.training.evaluation import build_scorer
 from learner.training.recipes import recipe_class
 from learner.training.run_log import (
     CallLog,
     JsonlLog,
     ProgressDisplay,
-    evaluation_log,
-    evaluation_seed,
     open_run_folder,
     tracker_callbacks,
 )
 from learner.training.start_checks import RunInputs, generates
 from learner.training.step import StepRunner
-from learner.training.synchronous_rollouts import RolloutSource
 from learner.training.trainer import (
     BatchLoader,
     StepsOfThisConfig,
@@ -186,7 +182,8 @@ def train_as(
             stack.callback(runner.source.close)
             if state := start.state(peers.rank, peers.count):
                 runner.source.restore(state)
-        trainer = build_trainer(parts, runner, build_scorer(parts, runner.source), display)
+        scorer = build_scorer(config, inputs.val, loaded, policy, calls.write, peers, runner.source)
+        trainer = build_trainer(parts, runner, scorer, display)
         with peers.propagate_errors():
             trainer.train(resume_from_checkpoint=start.folder)
     return trainer
@@ -279,56 +276,6 @@ def build_runner(parts: RunParts, channel_b: type[ChannelB] = ChannelB) -> StepR
         log,
         parts.bad_samples,
     )
-
-
-def build_scorer(
-    parts: RunParts, source: RolloutSource | None = None
-) -> Callable[[int], dict[str, float]]:
-    """The evaluation of a run: scores of its validation samples, and what they took.
-
-    It is called with the optimizer steps that were made.
-
-    Each rank evaluates every `world_size`-th sample; the scores are those of all ranks.
-    source: of the steps, which keep out meanwhile.
-    """
-    config, loaded, peers = parts.config, parts.loaded, parts.peers
-    own = parts.inputs.val[peers.rank :: peers.count]
-    seed = evaluation_seed(config, peers.rank)
-    device = next(loaded.model.parameters()).device
-    detection = config.rollout_matching.eval_detection
-    log = evaluation_log(config, peers) if detection.enabled else None
-
-    def score(step: int) -> dict[str, float]:
-        policy = parts.policy
-        assert policy is not None, "a run that evaluates has a policy"
-        evaluations: list[Evaluation] = []
-
-        def answered() -> None:
-            evaluation = evaluate(
-                policy,
-                own,
-                seed,
-                loaded.tokenizer,
-                parts.calls.write,
-                allow_poly=config.allow_poly,
-                resolution=config.rollout_matching.matching.maskiou_resolution,
-                answers=answer_format(config),
-            )
-            evaluations.append(evaluation)
-            if log is not None:
-                log.leave(evaluation.answers)
-
-        alone = nullcontext() if source is None else source.exclusive_access()
-        with alone, policy.serving():
-            policy.push_if_stale()
-            peers.all_gather(answered, meanwhile=policy.repush_restarted)
-        (evaluation,) = evaluations
-        payloads = (evaluation.scores.payload(), evaluation.notes)
-        scores, notes = (over_processes(payload, device) for payload in payloads)
-        metrics = evaluation_metrics(scores, notes)
-        return metrics if log is None else {**metrics, **log.finish(step)}
-
-    return score
 
 
 def build_trainer(

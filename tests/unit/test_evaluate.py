@@ -29,13 +29,15 @@ from learner.analysis.evaluation.scores import (
 from learner.cli import app
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
+from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.load import load_model
 from learner.rollout.backend import Call, Journal
 from learner.rollout.policy import Asking, OpenBackend, Policy, asking_of
 from learner.stages.targets import build_ground_truth_target
+from learner.training.evaluation import build_scorer
 from learner.training.run_log import CallLog, ProgressDisplay
 from learner.training.start_checks import read_inputs
-from learner.training.train import RunParts, build_runner, build_scorer, build_trainer
+from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import build_optimizer
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
 from shared_contracts.errors import ContractError
@@ -378,7 +380,9 @@ def test_calls_and_push_of_an_evaluation_are_logged_with_its_scores(
     display = ProgressDisplay(Console(file=io.StringIO()), "evaluation")
     optimizer = build_optimizer(loaded.model, config.training)
     parts = RunParts(config, inputs, loaded, optimizer, policy, CallLog(tmp_path))
-    build_trainer(parts, build_runner(parts), build_scorer(parts), display).evaluate()
+    calls = parts.calls.write
+    scorer = build_scorer(config, inputs.val, loaded, policy, calls, SINGLE_PROCESS)
+    build_trainer(parts, build_runner(parts), scorer, display).evaluate()
     display.stop()
     (record,) = map(json.loads, (tmp_path / "rollout_calls.jsonl").read_text().splitlines())
     assert record["evaluation_seed"] is not None

@@ -1,0 +1,141 @@
+"""Evaluations by rollouts: of a run between its steps, and of a checkpoint by `learner eval`."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from learner.analysis.evaluation.folder import EvaluationLog
+from learner.analysis.evaluation.scores import Evaluation, evaluate, evaluation_metrics
+from learner.config.schema import Config
+from learner.distributed.peers import Peers
+from learner.distributed.waiting import waiting_for
+from learner.models.load import LoadedModel, load_model
+from learner.rollout.client import RolloutClient
+from learner.rollout.colocate import Placement
+from learner.rollout.policy import Policy, asking_of
+from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
+from learner.runs.metrics import over_processes
+from learner.stages.formats import answer_format
+from learner.training.backends import open_backend
+from learner.training.run_log import software
+from learner.training.synchronous_rollouts import RolloutSource
+from learner.types import Sample
+
+
+def build_scorer(
+    config: Config,
+    samples: Sequence[Sample],
+    loaded: LoadedModel,
+    policy: Policy | None,
+    write_calls: Callable[[dict[str, Any]], None],
+    peers: Peers,
+    source: RolloutSource | None = None,
+) -> Callable[[int], dict[str, float]]:
+    """Return the evaluation of a run: optimizer steps so far -> metrics of `samples`.
+
+    Each rank evaluates every `world_size`-th sample; the scores are those of all ranks.
+    source: of the steps; it makes no requests during an evaluation.
+    write_calls: takes a record of the requests.
+    """
+    own = samples[peers.rank :: peers.count]
+    seed = evaluation_seed(config, peers.rank)
+    device = next(loaded.model.parameters()).device
+    detection = config.rollout_matching.eval_detection
+    log = evaluation_log(config, peers) if detection.enabled else None
+
+    def score(step: int) -> dict[str, float]:
+        assert policy is not None, "a run that evaluates has a policy"
+        evaluations: list[Evaluation] = []
+
+        def answered() -> None:
+            evaluation = evaluate(
+                policy,
+                own,
+                seed,
+                loaded.tokenizer,
+                write_calls,
+                allow_poly=config.allow_poly,
+                resolution=config.rollout_matching.matching.maskiou_resolution,
+                answers=answer_format(config),
+            )
+            evaluations.append(evaluation)
+            if log is not None:
+                log.leave(evaluation.answers)
+
+        alone = nullcontext() if source is None else source.exclusive_access()
+        with alone, policy.serving():
+            policy.push_if_stale()
+            peers.all_gather(answered, meanwhile=policy.repush_restarted)
+        (evaluation,) = evaluations
+        payloads = (evaluation.scores.payload(), evaluation.notes)
+        scores, notes = (over_processes(payload, device) for payload in payloads)
+        metrics = evaluation_metrics(scores, notes)
+        return metrics if log is None else {**metrics, **log.finish(step)}
+
+    return score
+
+
+def score_checkpoint(
+    config: Config,
+    samples: list[Sample],
+    clients: list[RolloutClient],
+    folder: Path | None = None,
+    placement: Placement | None = None,
+    load: Callable[[Config], LoadedModel] = load_model,
+) -> Evaluation:
+    """Score the answers of `model.model`, given by the backend of `config`.
+
+    folder, placement: of a colocated server, if there is one. load: what is scored may be more
+    than the folder of `model.model`.
+    """
+    with waiting_for("the model to be loaded"):
+        loaded = load(config)
+    folder = folder or Path(config.training.output_dir)
+    with waiting_for("rollouts to be set up"):
+        opened = open_backend(config, loaded, clients, folder, samples, placement)
+    policy = Policy(opened, asking_of(config))
+    try:
+        with policy.serving():
+            policy.push_if_stale()
+            return evaluate(
+                policy,
+                samples,
+                evaluation_seed(config),
+                loaded.tokenizer,
+                allow_poly=config.allow_poly,
+                resolution=config.rollout_matching.matching.maskiou_resolution,
+                answers=answer_format(config),
+            )
+    finally:
+        policy.close()
+
+
+def evaluation_seed(config: Config, rank: int = 0) -> int:
+    """Of the first sample of a process; sample i has the seed + i."""
+    base = rank_seed_base(rollout_seed_base(config.training.seed, 0), rank)
+    return request_seed(base, 0, 0)
+
+
+def evaluation_facts(config: Config, data: Path) -> dict[str, Any]:
+    """How samples are scored, beside by which weights."""
+    return {
+        "data": str(data),
+        "seed": evaluation_seed(config),
+        "settings": {
+            "trainer_variant": config.custom.trainer_variant,
+            "template": config.template.model_dump(mode="json"),
+            "torch_dtype": config.model.torch_dtype,
+            "rollout_matching": config.rollout_matching.model_dump(mode="json"),
+        },
+        **software(),
+    }
+
+
+def evaluation_log(config: Config, peers: Peers) -> EvaluationLog:
+    """Where an evaluation of a run leaves its answers, in the run's folder."""
+    folder, data = Path(config.training.output_dir), config.data.val_jsonl
+    assert data is not None, "checked with the config"
+    facts = {"run": str(folder), **evaluation_facts(config, data)}
+    save = config.rollout_matching.eval_detection.save_answers
+    return EvaluationLog(folder, data, facts, polygons=config.allow_poly, save=save, peers=peers)
