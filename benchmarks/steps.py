@@ -89,7 +89,7 @@ def pipelined(bench: Bench) -> list[Result]:
 def in_parts(bench: Bench) -> list[Result]:
     """Learning takes as long as the longest answer. A step that learns at the end takes 2."""
     longest = max(answer_s(one.sample_id, ANSWER_S, ANSWER_SIGMA) for one in samples(BATCH))
-    in_four, at_the_end = [], []
+    in_four, at_the_end = list[float](), list[float]()
     with fixed_servers(1, ANSWER_S, SEQUENCES, bench.folder, ANSWER_SIGMA) as backend:
         for _ in range(bench.rounds):
             for ratios, stream in ((in_four, backend.stream), (at_the_end, None)):

@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from binpacking.to_constant_volume import to_constant_volume
@@ -257,10 +258,8 @@ def test_a_plan_holds_every_segment_once_and_is_no_worse_than_either_baseline(
     found = lengths_in(packs, lengths)
     assert all(0 < sum(pack) <= capacity for pack in found)
     assert packs == plan_packs(tuple(lengths), capacity, min_fill)
-    for baseline in (
-        first_fit_decreasing(lengths, capacity),
-        to_constant_volume(list(lengths), capacity),
-    ):
+    peer: Any = to_constant_volume(list(lengths), capacity)
+    for baseline in (first_fit_decreasing(lengths, capacity), peer):
         assert badness(found, capacity, min_fill) <= badness(baseline, capacity, min_fill)
 
 
@@ -292,7 +291,7 @@ def test_plans_of_steps_have_at_most_one_pack_more_than_their_tokens_need_in_1_o
 @pytest.mark.parametrize(("samples", "median"), [(32, 1_500), (32, 2_500), (8, 2_500)])
 def test_packs_of_a_step_learned_in_parts_are_nearly_as_full(samples: int, median: int) -> None:
     chance = random.Random(0)
-    whole, parts = [], []
+    whole, parts = list[float](), list[float]()
     for _ in range(50):
         drawn = [round(chance.lognormvariate(math.log(median), 0.5)) for _ in range(samples)]
         coming = items(*[min(length, 12_000) for length in drawn])
