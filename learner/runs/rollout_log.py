@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from learner.runs.atomic_files import publish_text
 from learner.types import (
+    AnswerFault,
     AssessedRollout,
     CoordGroup,
     Departure,
@@ -96,6 +97,7 @@ class LoggedParse(_Record):
     """dropped: (key, reason) of each object that the parser refused.
 
     duplicates: valid ones that repeat another and were removed; `objects` has the rest.
+    fault: why the answer was not read as its format, or not to its end.
     """
 
     truncated: bool
@@ -103,6 +105,7 @@ class LoggedParse(_Record):
     objects: list[LoggedPrediction]
     dropped: list[tuple[str, str]]
     duplicates: Annotated[list[LoggedPrediction], Field(exclude_if=lambda value: not value)] = []
+    fault: Annotated[AnswerFault | None, Field(exclude_if=lambda value: value is None)] = None
 
 
 class LoggedMatch(_Record):
@@ -206,6 +209,7 @@ class LoggedAnswer(_Record):
                 objects=[LoggedPrediction.model_validate(o) for o in parsed.objects],
                 dropped=parsed.dropped,
                 duplicates=[LoggedPrediction.model_validate(d.found) for d in duplicates or ()],
+                fault=parsed.fault,
             ),
             match=LoggedMatch.model_validate(match),
             target=LoggedTarget.of(target, rollout.response_token_ids) if target else None,
