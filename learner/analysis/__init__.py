@@ -1,1 +1,1 @@
-"""Scores and shows answers: evaluation, report, replay, and the live view of a run."""
+"""Scores of answers (`evaluation`), and views of a run (`report`, `replay`)."""

@@ -10,7 +10,8 @@ from shared_contracts.errors import ContractError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from learner.analysis.replay import Difference, LoggedStep, Rebuilder, StepLog
+    from learner.analysis.replay.compare import Difference
+    from learner.analysis.replay.rebuild import LoggedStep, Rebuilder, StepLog
     from learner.runs.rollout_log import StepAnswer
 
 _INTERRUPTED = 130
@@ -45,7 +46,7 @@ def report(
     ] = None,
 ) -> None:
     """Write report.html, the page of a run, also during the run. It needs no network."""
-    from learner.analysis.report import write_report
+    from learner.analysis.report.run_page import write_report
     from learner.analysis.report.run_view import REPORT
     from learner.runs.atomic_files import require_file
     from learner.runs.run_folder import RunFolder
@@ -76,8 +77,12 @@ def replay(
     ] = None,
 ) -> None:
     """Compute logged steps again from their answers, and compare every bit."""
-    from learner.analysis.replay import Rebuilder, StepLog
-    from learner.analysis.replay.rebuild import find_tokenizer, load_tokenizer
+    from learner.analysis.replay.rebuild import (
+        Rebuilder,
+        StepLog,
+        find_tokenizer,
+        load_tokenizer,
+    )
     from learner.analysis.replay.show import notes_on
     from learner.runs.run_folder import RunFolder
 
@@ -87,12 +92,10 @@ def replay(
         step = log.step_with(sample)
     logged = None if step is None else log.step(step)
     answered = [] if logged is None or sample is None else logged.sample(sample)
-    steps = log.steps if logged is None else [logged.step]
     found = find_tokenizer(folder, config, tokenizer)
-    for note in (found.note, *notes_on(folder.facts(), steps[0])):
-        if note:
-            typer.echo(f"note: {note}", err=True)
-    rebuilder = Rebuilder(config, load_tokenizer(found.folder))
+    for note in notes_on(folder.facts()):
+        typer.echo(f"note: {note}", err=True)
+    rebuilder = Rebuilder(config, load_tokenizer(found))
     same = (
         _replay_all(log, rebuilder) if logged is None else _replay_step(logged, answered, rebuilder)
     )
@@ -128,7 +131,7 @@ def _replay_step(
     logged: "LoggedStep", answered: "Sequence[StepAnswer]", rebuilder: "Rebuilder"
 ) -> bool:
     """One step, with the stories of some of its answers."""
-    from learner.analysis.replay import compare
+    from learner.analysis.replay.compare import compare
     from learner.analysis.replay.show import difference_table, step_table, story, verdict
     from learner.data.show import print_tables
 
@@ -136,11 +139,11 @@ def _replay_step(
     tables = [
         table
         for answer in answered
-        for table in story(answer, replayed.assessed(answer), logged.mates(answer), tokenizer)
+        for table in story(answer, replayed.assessed(answer), tokenizer)
     ]
     tables.append(step_table(replayed))
     if replayed.first is not None:
-        tables.append(difference_table(replayed.first, tokenizer))
+        tables.append(difference_table(replayed.first))
     print_tables(tables)
     typer.echo(f"\n{verdict(replayed)}")
     return replayed.first is None
@@ -151,19 +154,13 @@ def _replay_all(log: "StepLog", rebuilder: "Rebuilder") -> bool:
     from rich.console import Console
     from rich.progress import track
 
-    from learner.analysis.replay import compare
-    from learner.analysis.replay.show import (
-        DifferingStep,
-        difference_table,
-        steps_table,
-        verdict_on_all,
-    )
+    from learner.analysis.replay.compare import compare
+    from learner.analysis.replay.show import about, difference_table, steps_table, verdict_on_all
     from learner.data.show import print_tables
 
     bar = Console(stderr=True)
     first: Difference | None = None
-    different: list[DifferingStep] = []
-    identical: list[int] = []
+    differences: dict[int, str] = {}
     refused: list[ContractError] = []
     hidden = not bar.is_terminal
     for step in track(log.steps, "Steps", console=bar, transient=True, disable=hidden):
@@ -173,16 +170,13 @@ def _replay_all(log: "StepLog", rebuilder: "Rebuilder") -> bool:
             refused.append(error)
             typer.echo(f"note: step {step} is left out: {error}", err=True)
             continue
-        if found is None:
-            identical.append(step)
-        else:
-            first = first or found
-            different.append(DifferingStep.of(step, found))
-    if refused and not (identical or different):
+        first = first or found
+        differences[step] = f"{found.field}, {about(found)}" if found else ""
+    if refused and not differences:
         raise refused[0]
-    tables = [steps_table(different, identical)]
+    tables = [steps_table(differences)]
     if first is not None:
-        tables.append(difference_table(first, rebuilder.tokenizer))
+        tables.append(difference_table(first))
     print_tables(tables)
-    typer.echo(f"\n{verdict_on_all(len(different), len(identical), len(refused))}")
-    return not different
+    typer.echo(f"\n{verdict_on_all([*differences.values()], len(refused))}")
+    return first is None

@@ -21,8 +21,8 @@ from learner.analysis.evaluation.detections import AveragePrecision, Overlap
 from learner.analysis.evaluation.folder import Scored, write_evaluation
 from learner.analysis.evaluation.scores import ScoredAnswer, Scores
 from learner.analysis.report.answers import badness
-from learner.analysis.report.gallery import precision_title
-from learner.analysis.report.run_page import told
+from learner.analysis.report.evaluation_page import precision_title
+from learner.analysis.report.run_page import error_text
 from learner.config.schema import Config
 from learner.data.show import new_table, plain
 from learner.distributed.waiting import waiting_for
@@ -75,7 +75,7 @@ def _with_adapter(config: Config, folder: Path) -> LoadedModel:
         weights = load_peft_weights(str(folder))
         result: Any = set_peft_model_state_dict(loaded.model, weights)
     except (OSError, ValueError, RuntimeError) as error:
-        raise _unfit(folder, told(error)) from error
+        raise _unfit(folder, error_text(error)) from error
     if result.unexpected_keys:
         raise _unfit(folder, f"no place for {result.unexpected_keys[0]}")
     return loaded

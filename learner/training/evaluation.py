@@ -60,8 +60,6 @@ def build_scorer(
                 answers=answer_format(config),
             )
             evaluations.append(evaluation)
-            if log is not None:
-                log.leave(evaluation.answers)
 
         alone = nullcontext() if source is None else source.exclusive_access()
         with alone, policy.serving():
@@ -71,7 +69,7 @@ def build_scorer(
         payloads = (evaluation.scores.payload(), evaluation.notes)
         scores, notes = (over_processes(payload, device) for payload in payloads)
         metrics = evaluation_metrics(scores, notes)
-        return metrics if log is None else {**metrics, **log.finish(step)}
+        return metrics if log is None else {**metrics, **log.finish(step, evaluation.answers)}
 
     return score
 

@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
-from learner.analysis.replay import Rebuilder, StepLog, compare
-from learner.analysis.replay.rebuild import load_tokenizer
+from learner.analysis.replay.compare import compare
+from learner.analysis.replay.rebuild import Rebuilder, StepLog, load_tokenizer
 from learner.config import dump_mapping, load_config
 from learner.data.order import BatchOrder
 from learner.data.toy import ToyData, make_data

@@ -53,14 +53,6 @@ def by_name(detected: Detected) -> dict[str, float | None]:
     return {category.name: category.ap for category in detected.categories}
 
 
-def test_correct_answers_have_average_precision_1() -> None:
-    crowd = [box("cat", 80 * place, 0, 80 * place + 60, 60) for place in range(12)]
-    found = boxes(([CAT, DOG], [DOG, CAT]), ([CAT], [CAT]), (crowd, crowd))
-    for scores in (found.objects, found.alone):
-        for value in (scores.ap, scores.ap50, scores.ap75, scores.ar):
-            assert value == pytest.approx(1)
-
-
 def test_equal_scores_rank_in_the_order_of_the_data_file() -> None:
     """A false detection in front of a right one halves the precision there; behind, it does not."""
     right, wrong = ([CAT], [CAT]), ([CAT], [ELSEWHERE])

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from learner.analysis.replay import LoggedStep, Rebuilder, compare
+from learner.analysis.replay.compare import compare
+from learner.analysis.replay.rebuild import LoggedStep, Rebuilder
 from learner.cli import app
 from learner.config import dump_mapping, load_config, merge
 from learner.config.schema import Config
@@ -158,8 +159,7 @@ def test_any_answer_is_rebuilt_as_it_was_logged(
     (answer,) = RunFolder(empty).answers(4)
     replayed = compare(LoggedStep(4, [[answer]], {}), Rebuilder(roomy, tokenizer))
     assert replayed.first is None
-    assert replayed.stages["length"].compared == 1
-    assert replayed.packs == len(places)
+    assert replayed.stages["packs"].compared == 1
 
 
 def in_first(change: Callable[[dict[str, Any]], object]) -> Callable[[list[dict[str, Any]]], None]:
@@ -194,18 +194,18 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
         (put("parse", "dropped", [["object_9", "key_invalid"]]), ["parse.dropped[0]", "nothing"]),
         (
             put("match", "pairs", []),
-            ["match.pairs[0]", "logged nothing", "rebuilt [0, 0]", "with ground truth 1 ("],
+            ["match.pairs[0]", "logged nothing", "rebuilt [0, 0]"],
         ),
-        (put("target", "ids", -1, 5), ["target.token_ids[", ">><|im_end|><<"]),
+        (put("target", "ids", -1, 5), ["target.token_ids[", "logged 5"]),
         (
             lambda line: line["target"].update(roles="4" + line["target"]["roles"][1:]),
-            ["target.roles[0]", "appended structure", "matched structure", "token 0: >>{"],
+            ["target.roles[0]", "logged 4", "rebuilt 1"],
         ),
         (
             lambda line: line["target"]["groups"][0][1].__setitem__(2, 2.5),
-            ["target.groups[0].bins[2]", "logged 2.5", ">><|coord_"],
+            ["target.groups[0].bins[2]", "logged 2.5"],
         ),
-        (put("segment", None), ["length.tokens", "logged null"]),
+        (put("segment", None), ["field packs", "logged null"]),
         (put("segment", "pack", 77), ["packs.pack", "logged 77"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -216,7 +216,7 @@ def test_first_difference_is_named(
     edit(run, in_first(change), rank=1)
     result = replay(run, "--step", "4")
     assert result.exit_code == 1, result.output
-    stage = parts[0].partition(".")[0]
+    stage = parts[0].removeprefix("field ").partition(".")[0]
     assert f"First difference: {stage}, sample " in result.output
     assert "of process 1" in result.output
     shown = " ".join(result.output.split())
@@ -245,11 +245,11 @@ def test_metrics_of_the_step_are_compared_with_its_line(run: Path) -> None:
     result = replay(run, "--step", "4")
     assert result.exit_code == 1
     assert re.search(r"field +metrics\.packing/post_rollout_packs", result.output)
-    assert re.search(r"metrics +\d+ +numbers +\d+ +2\b", result.output)
+    assert re.search(r"metrics +\d+ +2\b", result.output)
     write(lines[:3])
     result = replay(run, "--step", "4")
     assert result.exit_code == 0
-    assert 'no line of "step": 4' in result.output
+    assert re.search(r"metrics +not compared", result.output)
 
 
 @pytest.mark.req("REPLAY-01")
@@ -292,7 +292,7 @@ def test_steps_and_samples_that_are_not_logged_are_refused(run: Path, tmp_path: 
     assert "step 4 has no sample '0'" in refusal(run, "--step", "4", "--sample", "0")
     assert "no logged step has a sample 'x'" in refusal(run, "--sample", "x")
     (run / "rollouts" / "step_000004.rank1.jsonl").unlink()
-    assert "process 1 asked for answers, and its file" in refusal(run, "--step", "4")
+    assert "process 1 requested answers, and its file" in refusal(run, "--step", "4")
     assert "note: step 4 is left out" in replay(run).output
     shutil.rmtree(run / "rollouts")
     assert "no answers are logged in it" in refusal(run)
@@ -304,11 +304,9 @@ def test_tokenizer_must_be_that_of_the_run(run: Path, toy_checkpoint: Path) -> N
     file = run / "resolved_config.yaml"
     mapping = yaml.safe_load(file.read_text())
     file.write_text(dump_mapping(merge(mapping, {"model": {"model": str(gone)}})))
-    assert f"{gone} is gone. Name a folder" in refusal(run)
+    assert f"{gone} has no tokenizer.json. Name a folder" in refusal(run)
     saved = shutil.copytree(toy_checkpoint, run / "checkpoint-4")
-    result = replay(run)
-    assert result.exit_code == 0
-    assert f"note: {gone} is gone; that of {saved} is the same" in result.output
+    assert replay(run).exit_code == 0
     file = saved / "tokenizer.json"
     file.write_text(file.read_text() + " ")
     assert "checkpoint-4 has another tokenizer.json than when the run was started" in refusal(run)
@@ -318,4 +316,4 @@ def test_tokenizer_must_be_that_of_the_run(run: Path, toy_checkpoint: Path) -> N
     facts = json.loads((run / "run.json").read_text())
     del facts["tokenizer_sha256"]
     (run / "run.json").write_text(json.dumps(facts))
-    assert "does not say which tokenizer" in refusal(run)
+    assert "has no tokenizer_sha256" in refusal(run)

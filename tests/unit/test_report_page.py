@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from learner.analysis.report import write_report
 from learner.analysis.report.page import inert_json
-from learner.analysis.report.run_page import renew, reported
+from learner.analysis.report.run_page import renew, reported, write_report
 from learner.commands.look import report as report_command
 from shared_contracts.errors import ContractError, RunError
 from tests.unit.report_folder import MadeRun, answer, call_line, step_line
@@ -101,7 +100,7 @@ def test_report_is_one_file_that_refers_to_nothing_outside(tmp_path: Path) -> No
     assert allowed is not None
     assert set(allowed[1].split()) == digests
     assert "@import" not in (tmp_path / "report.html").read_text().partition("</style>")[0]
-    assert page.data["charts-data"].keys() >= {"loss", "steps", "push-1", "tokens", "scores"}
+    assert page.data["plots-data"].keys() >= {"training-loss", "the-step-s", "evaluation-1"}
     assert len(page.data["gallery-data"]["cards"]) == 10
     assert "Finished: 20 steps in 1m00s." in page.text
 
@@ -118,7 +117,7 @@ def test_text_of_answers_is_never_markup(tmp_path: Path) -> None:
             text=EVIL,
         )
     ]
-    run.facts = {"rollouts": EVIL, "rollout_backend": EVIL, "versions": {EVIL: EVIL}}
+    run.facts = {"rollouts": EVIL, "versions": {EVIL: EVIL}}
     run.sections = {"training": {"run_name": EVIL}}
     plain, page = report(made(tmp_path / "plain")), report(run)
     tags = [tag for tag, _ in page.tags]
@@ -144,7 +143,7 @@ NO_PUSHES = [call_line(step, "the learner", pushes=[]) for step in (2, 4)]
     [
         (
             MadeRun(Path(), [step_line(1, "A")], sections=B_RATIO_0),
-            "No step asked for answers yet.",
+            "No step generated answers yet.",
         ),
         (MadeRun(Path()), "No step is logged yet."),
         (replace(made(Path()), answers=[]), "No answers are logged"),
@@ -162,7 +161,7 @@ NO_PUSHES = [call_line(step, "the learner", pushes=[]) for step in (2, 4)]
 def test_every_kind_of_run_has_a_report(run: MadeRun, text: str, tmp_path: Path) -> None:
     page = report(replace(run, path=tmp_path))
     assert text in page.text
-    assert set(page.data) == {"charts-data", "gallery-data"}
+    assert set(page.data) == {"plots-data", "gallery-data"}
 
 
 PROGRAM = """
@@ -206,8 +205,8 @@ def test_bad_input_is_refused(run: str, out: str | None, found: str, tmp_path: P
 def test_training_leaves_its_report(trained_run: TrainedRun) -> None:
     page = Page(trained_run.folder / "report.html")
     assert f"Finished: {STEPS} steps in " in page.text
-    losses = [trace["y"] for trace in page.data["charts-data"]["loss"]["data"]]
-    assert sum(map(len, losses)) >= STEPS
+    losses = [line["y"] for line in page.data["plots-data"]["training-loss"]["lines"]]
+    assert sum(map(len, losses)) == STEPS
     assert len(page.data["gallery-data"]["cards"]) == 4, "of the step of channel B"
     assert f"Report: {trained_run.folder}/report.html" in trained_run.printed
 

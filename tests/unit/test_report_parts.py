@@ -1,29 +1,19 @@
-"""Answers, charts, findings and headline of a run's report."""
+"""Answers, plots, findings and headline of a run's report."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plotly.graph_objects import Figure
 
-from learner.analysis.report.answers import Chooser, FaultName, Tally, choose, faults_of
-from learner.analysis.report.charts import (
-    curves,
-    histogram,
-    present,
-    push_charts,
-    quantile,
-    step_chart,
-    thinned,
-)
-from learner.analysis.report.findings import Highlight, findings
+from learner.analysis.report.answers import MOST, Tally, faults_of, read_answers, sample_answers
+from learner.analysis.report.findings import Finding, findings
+from learner.analysis.report.page import Tile
+from learner.analysis.report.plots import plots, running_mean, thinned
 from learner.analysis.report.run_view import (
     RunView,
-    Tile,
     evaluations_of,
     headline,
     how_to_evaluate,
@@ -31,7 +21,7 @@ from learner.analysis.report.run_view import (
     tiles,
 )
 from learner.runs.rollout_log import LoggedAnswer, StepAnswer
-from tests.unit.report_folder import B, MadeRun, answer, call_line, step_line
+from tests.unit.report_folder import B, MadeRun, answer, step_line
 
 FAR = (700, 700, 900, 900)
 CAT = ("cat", (100, 100, 400, 400))
@@ -50,19 +40,20 @@ def good(count: int, step: int = 1) -> list[StepAnswer]:
     ("made", "fault"),
     [
         (answer(truncated=True), "truncated"),
-        (answer(invalid=True), "no_object"),
-        (answer(repeat_terminated=True), "repeated"),
-        (answer(dropped=[("object_2", "bbox_invalid")]), "dropped"),
-        (answer(truths=[CAT, ("owl", FAR)]), "missed"),
-        (answer(predicted=[CAT, ("owl", FAR)]), "false_positive"),
-        (answer(supervised=False), "not_supervised"),
+        (answer(invalid=True), "no JSON object"),
+        (answer(repeat_terminated=True), "ended by the repeat guard"),
+        (answer(dropped=[("object_2", "bbox_invalid")]), "dropped objects"),
+        (answer(truths=[CAT, ("owl", FAR)]), "missed objects"),
+        (answer(predicted=[CAT, ("owl", FAR)]), "false positives"),
+        (answer(predicted=[("dog", CAT[1])]), "wrong description"),
+        (answer(supervised=False), "not trained on"),
     ],
 )
-def test_faults_of_an_answer_are_named(made: StepAnswer, fault: FaultName) -> None:
+def test_faults_of_an_answer_are_named(made: StepAnswer, fault: str) -> None:
     assert faults_of(answer()) == []
     assert faults_of(made) == [fault]
     alone = LoggedAnswer(**made.model_dump(exclude={"step", "rank", "chunk", "segment"}))
-    expected = [] if fault == "not_supervised" else [fault]
+    expected = [] if fault == "not trained on" else [fault]
     assert faults_of(alone) == expected, "an evaluation trains on nothing"
 
 
@@ -70,21 +61,30 @@ def test_faults_of_an_answer_are_named(made: StepAnswer, fault: FaultName) -> No
 def test_answers_are_ordered_by_f1_then_by_missed_objects() -> None:
     best, one, three = answer("a:1"), missing(1, "b:1"), missing(3, "c:1")
     half = answer("d:1", predicted=[CAT, ("owl", FAR)])
-    assert choose([best, half, one, three]) == [three, one, half, best]
+    assert sample_answers([best, half, one, three]) == [three, one, half, best]
+    worst = [missing(1, f"worst:{place}") for place in range(5)]
+    shown = sample_answers([*good(40), *worst], most=9)
+    assert shown[:5] == worst
+    assert len(shown) == 9
 
 
 @pytest.mark.req("REPORT-01")
-def test_each_third_of_a_run_shows_its_worst_answers() -> None:
-    steps = list(range(0, 300, 2))
-    chooser = Chooser[StepAnswer](steps, most=90)
-    for place, step in enumerate(steps):
-        worst = missing(9 if place < 50 else 1, f"worst:{step}", step)
-        chooser.offer(step, [worst, *good(40, step)])
-    chosen = chooser.chosen()
-    assert len({id(each) for each in chosen}) == len(chosen) == 90
-    worst_of = [each.step // 100 for each in chosen if "worst" in each.sample_id]
-    assert [worst_of.count(third) for third in range(3)] == [20, 20, 20]
-    assert {each.step for each in chosen if "worst" not in each.sample_id} == {0, 150, 298}
+def test_each_third_of_a_run_shows_its_worst_answers(tmp_path: Path) -> None:
+    """The first third is much worse than the others."""
+    answers: list[StepAnswer] = []
+    for step in range(1, 31):
+        worst = [missing(9 if step <= 10 else 1, f"worst:{step}-{n}", step) for n in range(8)]
+        answers += [*worst, *good(40, step)]
+    run = MadeRun(tmp_path, answers=answers).write()
+    read = read_answers(run)
+    assert read.tally.answers == len(answers)
+    assert len({id(each) for each in read.shown}) == len(read.shown) == MOST // 3 * 3
+    worst_of = [(each.step - 1) // 10 for each in read.shown if "worst" in each.sample_id]
+    assert [worst_of.count(third) >= 44 for third in range(3)] == [True] * 3
+    assert any("worst" not in each.sample_id for each in read.shown)
+    part = read_answers(run, most_steps=3)
+    assert {each.step for each in part.shown} == {1, 15, 30}
+    assert (part.steps, part.read) == (30, 3)
 
 
 VALUES = st.one_of(st.none(), st.floats(-1e6, 1e6))
@@ -103,53 +103,30 @@ def test_thinned_series_keeps_extremes_order_and_gaps(values: list[float | None]
     assert (None in values) == any(value is None for _, value in short)
 
 
-@given(st.dictionaries(st.integers(0, 5000), st.integers(1, 9), min_size=1))
-def test_histogram_counts_every_answer_once(counts: dict[int, int]) -> None:
-    chart = histogram("a", "A", "tokens", counts, 1)
-    assert chart is not None
-    (trace,) = chart.figure["data"]
-    assert sum(trace["y"]) == sum(counts.values())
-    assert len(trace["customdata"]) == len(trace["y"]) <= 42
-    assert histogram("a", "A", "tokens", {}, 1) is None
-    assert [quantile({1: 1, 2: 2, 10: 1}, q) for q in (0.25, 0.5, 0.75, 1.0)] == [1, 2, 2, 10]
-
-
-@pytest.mark.req("REPORT-01")
-def test_sequential_phases_add_up_to_the_step(tmp_path: Path) -> None:
-    lines = [step_line(1, "A"), step_line(2), step_line(3)]
-    chart = step_chart(RunView.of(MadeRun(tmp_path, lines).write()))
-    assert chart is not None
-    traces = chart.figure["data"]
-    above = {trace["name"]: trace["y"] for trace in traces if trace["yaxis"] == "y1"}
-    below = {trace["name"]: trace["y"] for trace in traces if trace["yaxis"] == "y2"}
-    assert set(above) == {"push", "wait", "learn", "other"}
-    assert set(below) == {"rollout", "target", "pack"}
-    for place, line in enumerate(lines):
-        together = sum(heights[place] or 0 for heights in above.values())
-        assert together == pytest.approx(line["time/step_s"])
+def test_running_mean_skips_gaps() -> None:
+    points = [(1, 2.0), (2, None), (3, 4.0), (4, 6.0), (5, 8.0), (6, 10.0)]
+    assert running_mean(points) == [(1, 2.0), (2, None), (3, 3.0), (4, 4.0), (5, 5.0), (6, 7.0)]
 
 
 @pytest.mark.req("REPORT-01", "LOGP-01")
-def test_run_of_two_channels_has_all_charts_as_valid_plotly_figures(tmp_path: Path) -> None:
+def test_every_logged_metric_has_a_line_in_the_plot_of_its_group(tmp_path: Path) -> None:
     lines = [step_line(step, "AB"[step % 2]) for step in range(1, 60)]
     lines[1] |= {"loss": None}
     lines[2] |= dict.fromkeys(["mismatch/tokens", "mismatch/all_mean", "mismatch/all_p99"], 0.5)
     lines.append({"step": 59, "eval/f1": 0.5, "eval/precision": 0.5, "eval/recall": 0.5})
-    run = RunView.of(MadeRun(tmp_path, lines, [call_line(2), call_line(4)]).write())
-    drawn = {chart.slug: chart for chart in curves(run)}
-    assert set(drawn) >= {
-        *("loss", "loss-a", "loss-b", "scores", "match-rate", "parse-rates", "lengths"),
-        *("learning-rate", "grad-norm", "mismatch-mean", "mismatch-p99"),
+    drawn = {plot.slug: plot for plot in plots(RunView.of(MadeRun(tmp_path, lines).write()))}
+    names = {slug: {line["name"] for line in plot.lines} for slug, plot in drawn.items()}
+    assert names["training-loss"] == {"loss (A)", "loss (B)"}
+    assert names["evaluation-1"] == {"eval/f1", "eval/precision", "eval/recall"}
+    assert names["the-step-s"] >= {"time/push_s", "time/step_s (A)", "time/step_s (B)"}
+    assert names["log-probabilities-of-engine-and-trainer-nats"] == {
+        "mismatch/all_mean",
+        "mismatch/all_p99",
     }
-    assert [row.name for row in drawn["loss"].table] == ["channel A", "channel B"]
-    assert None in drawn["loss"].figure["data"][0]["y"], "a loss that is no number is a gap"
-    limit = next(row for row in drawn["lengths"].table if row.name == "max_new_tokens")
-    assert limit.highest == "16"
-    lengths = histogram("a", "A", "tokens", {1: 2, 3: 4}, 1)
-    for chart in [*drawn.values(), *present(step_chart(run), lengths), *push_charts(run)]:
-        text = re.sub(r"var\(--[a-z0-9-]+\)|transparent", "black", json.dumps(chart.figure))
-        figure = json.loads(text)
-        Figure(figure["data"], figure["layout"])  # raises ValueError for an unknown name
+    assert f"{B}/strict_drop/bbox_invalid" not in set().union(*names.values()), "it is always 0"
+    (loss_of_a,) = (line for line in drawn["training-loss"].lines if "A" in line["name"])
+    assert None in loss_of_a["y"], "a loss that is no number is a gap"
+    json.dumps([plot.lines for plot in drawn.values()], allow_nan=False)
 
 
 END = {"train_runtime": 115.2, "train_loss": 1.0}
@@ -165,15 +142,15 @@ def found(
     answers: list[StepAnswer] | None = None,
     unreadable: int = 0,
     **run: Any,
-) -> list[Highlight]:
+) -> list[Finding]:
     error = run.pop("error", None)
     view = RunView.of(MadeRun(path, lines, **run).write(), error)
     tally = Tally()
-    tally.offer(answers or [])
+    tally.add(answers or [])
     return findings(view, tally, unreadable)
 
 
-def texts(found: list[Highlight]) -> list[str]:
+def texts(found: list[Finding]) -> list[str]:
     return [f"{finding.weight} {finding.section}: {finding.text}" for finding in found]
 
 
@@ -203,26 +180,26 @@ def worsening() -> list[dict[str, Any]]:
             spoilt(7, loss=None),
             "bad curves: The loss was not a finite number in 1 step (first: step 7)",
         ),
-        (spoilt(3, **{"rollout/servers_lost": 2.0}), "bad sync: Servers were lost 2 times"),
+        (spoilt(3, **{"rollout/servers_lost": 2.0}), "bad servers: Servers were lost 2 times"),
         (
             spoilt(9, **{"time/push_s": 0.9}),
-            "look timeline: 1 push took longer than the step's training",
+            "look curves: 1 push took longer than the step's training",
         ),
-        (steps(), "look timeline: Steps with answers spent 33% of their time waiting for packs"),
+        (steps(), "look curves: Steps with answers spent 33% of their time waiting for packs"),
         (
             steps(rollout__parse_truncated_rate=0.12),
-            "look answers: 12.0% of the answers were truncated",
+            "look dropped: 12.0% of the answers were truncated",
         ),
         (
             spoilt(4, **{f"{B}/prose_before": 12.0}),
-            "look answers: 12 answers with other text before the first bracket (prose_before)",
+            "look dropped: 12 answers with prose_before: other text before the first bracket",
         ),
         (
             worsening(),
-            "look answers: Drop reason bbox_invalid rises: 2.33% of the predicted objects in the "
-            "first third, 8.70% in the last",
+            "look dropped: 60 objects dropped as bbox_invalid (4.76%): a box whose corners are the "
+            "wrong way round",
         ),
-        (worsening(), "look curves: The best F1 was 0.800 at step 20; the last is 0.750"),
+        (worsening(), "look evaluations: The best F1 was 0.800 at step 20; the last is 0.750"),
     ],
 )
 def test_each_fault_of_a_run_has_a_finding(
@@ -244,8 +221,7 @@ def test_faults_of_answers_have_findings(tmp_path: Path) -> None:
         *[answer(predicted=[("dog", (110, 100, 400, 400))])] * 15,
     ]
     assert {text for text in texts(found(tmp_path, steps(), answers, 3)) if "answer" in text} >= {
-        "look answers: 11.0% of the answers were truncated at max_new_tokens (16)",
-        "look answers: 0.9% of the answers are no JSON object at all",
+        "look dropped: 11.0% of the answers were truncated at max_new_tokens (16)",
         "look gallery: 1 answer could not be trained on and were left out",
         "look gallery: 13.8% of the answers describe an object they found by a wrong name",
         "look gallery: 3 images of the answers shown cannot be read any more",
@@ -310,7 +286,7 @@ def test_headline_is_the_newest_score_of_held_out_data(tmp_path: Path) -> None:
     evaluated(run, "d", path / "checkpoint-31", data.val_jsonl, 0.8)  # of steps thrown away
     evaluated(run, "e", tmp_path / "other" / "checkpoint-30", data.val_jsonl, 0.7)
     found = evaluations_of(run)
-    assert [(each.step, each.f1, each.held_out) for each in found] == [
+    assert [(each.step, each.scores["f1"], each.held_out) for each in found] == [
         (0, 0.1, True),
         (10, 0.9, True),
         (20, 0.6, True),
@@ -320,5 +296,5 @@ def test_headline_is_the_newest_score_of_held_out_data(tmp_path: Path) -> None:
     evaluated(run, "f", path / "checkpoint-30", data.val_jsonl, 0.65)
     first = headline(evaluations_of(run), data.val_jsonl)
     assert first is not None
-    assert (first.f1, first.precision, first.recall, first.ap) == (0.65, 0.25, 0.75, 0.125)
+    assert first.scores == {"f1": 0.65, "precision": 0.25, "recall": 0.75, "ap": 0.125}
     assert first.link(path / "report.html") == "evaluations/f/report.html"

@@ -1,13 +1,13 @@
-"""What the numbers of an evaluation are made of: by description, IoU, size, and what was confused.
+"""The parts of an evaluation: by description, IoU and size, and the confused descriptions.
 
-ScoredAnswer -> Breakdown: `breakdown` in `scores.json`, and the tables of the page
+ScoredAnswer -> Breakdown    `breakdown` in `scores.json`, and the tables of the page
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -17,19 +17,13 @@ from learner.data.coco import pixel_area
 from learner.runs.rollout_log import LoggedAnswer, LoggedObject
 from learner.types import normalized
 
-SizeName = Literal["small", "medium", "large"]
-
-# Square pixels of the image, from and to; COCO's areas.
-SIZES: dict[SizeName, tuple[float, float]] = {
-    "small": (0, 32**2),
-    "medium": (32**2, 96**2),
-    "large": (96**2, inf),
-}
+# The largest area of each size in square pixels, as COCO has them.
+SIZES = {"small": 32**2, "medium": 96**2, "large": inf}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Some of the objects. A score is None where it would divide by nothing."""
+    """Counts of some of the objects. A score is None where it would divide by zero."""
 
     hits: int
     predicted: int
@@ -56,9 +50,9 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class OfDescription(Counts):
-    """f1_95, f1_miou: where a hit needs an IoU of 0.95, and the mean over `IOU_THRESHOLDS`.
+    """f1_95: with hits from IoU 0.95. f1_miou: the mean over `IOU_THRESHOLDS`.
 
-    ap, ap50: COCO's of its boxes; None where it is no ground truth's.
+    ap, ap50: COCO's AP of its boxes; None without ground truth.
     """
 
     name: str
@@ -70,26 +64,23 @@ class OfDescription(Counts):
 
 @dataclass(frozen=True, kw_only=True)
 class AtThreshold(Counts):
-    """All objects, where a hit needs this IoU."""
+    """All objects, with hits from this IoU."""
 
     iou: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfSize(Counts):
-    """Ground truths of a size. Predicted are those that hit them, and others of this size.
+    """Ground truths of a size, the predictions that hit them, and other predictions of the size."""
 
-    So every prediction is counted once, and a hit of another size than its truth is no error.
-    """
-
-    size: SizeName
+    size: str
 
 
 @dataclass(frozen=True)
 class Confused:
-    """How many objects of one description were answered as another.
+    """count: objects of the description `truth` that were predicted as `predicted`.
 
-    truth: None for predictions at whose place no object is. predicted: None for missed objects.
+    truth: None for predictions where no object is. predicted: None for missed objects.
     """
 
     truth: str | None
@@ -101,9 +92,8 @@ class Confused:
 class Breakdown:
     """descriptions: by name. thresholds: 0.50 to 0.95. sizes: small, medium, large.
 
-    confusion: every pair that occurs, the most frequent first. Hits are taken out first, and what
-    is left is paired by place alone; so the pairs of equal names are the hits, the counts of one
-    truth are its ground truths, and those of one predicted name its predictions.
+    confusion: every pair, the most frequent first. Pairs of equal names are the hits; the others
+    are paired by place alone. Every ground truth and every judged prediction is in one pair.
     """
 
     descriptions: tuple[OfDescription, ...]
@@ -115,40 +105,38 @@ class Breakdown:
     def of(
         cls, answers: Sequence[ScoredAnswer], categories: Iterable[CategoryPrecision]
     ) -> "Breakdown":
-        """categories: with the AP of each description, as `Detected` has them of boxes."""
+        """categories: the AP of each description by boxes, as in `Detected`."""
         confusion = Counter(pair for answer in answers for pair in _named_pairs(answer))
         return cls(
-            tuple(_descriptions(confusion, _sum_of_hits(answers), categories)),
+            tuple(_descriptions(answers, confusion, categories)),
             tuple(_thresholds(answers)),
             tuple(_sizes(answers)),
             tuple(Confused(*pair, count) for pair, count in sorted(confusion.items(), key=_rank)),
         )
 
     def worst(self, count: int) -> list[OfDescription]:
-        """Descriptions of the lowest F1 that are a ground truth's, the frequent ones first."""
-        there = [each for each in self.descriptions if each.ground_truths]
-        return sorted(there, key=lambda each: (each.f1, -each.ground_truths, each.name))[:count]
+        """Annotated descriptions with the lowest F1; of equal ones the frequent ones first."""
+        annotated = [each for each in self.descriptions if each.ground_truths]
+        return sorted(annotated, key=lambda each: (each.f1, -each.ground_truths, each.name))[:count]
 
     def numbers(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        return {
-            "descriptions": [each.numbers() for each in self.descriptions],
-            "thresholds": [each.numbers() for each in self.thresholds],
-            "sizes": [each.numbers() for each in self.sizes],
-            "confusion": [asdict(each) for each in self.confusion],
-        }
+        """For JSON."""
+        parts = {"descriptions": self.descriptions, "thresholds": self.thresholds}
+        counts = {name: [each.numbers() for each in rows] for name, rows in parts.items()}
+        sizes = [each.numbers() for each in self.sizes]
+        return {**counts, "sizes": sizes, "confusion": [asdict(each) for each in self.confusion]}
 
 
 NamedPair = tuple[str | None, str | None]
 
 
 def _named_pairs(answer: LoggedAnswer) -> Iterator[NamedPair]:
-    """(truth, predicted) of every object that is judged, paired or alone."""
+    """(truth, predicted) of every judged object, paired or alone."""
     truths = [normalized(item.desc) for item in answer.ground_truth]
-    said = [normalized(item.desc) for item in answer.parse.objects]
-    yield from ((truths[g], said[p]) for p, g in answer.match.pairs)
+    predicted = [normalized(item.desc) for item in answer.parse.objects]
+    yield from ((truths[g], predicted[p]) for p, g in answer.match.pairs)
     yield from ((truths[g], None) for g in answer.match.false_negatives)
-    yield from ((None, said[p]) for p in answer.match.false_positives)
+    yield from ((None, predicted[p]) for p in answer.match.false_positives)
 
 
 def _rank(counted: tuple[NamedPair, int]) -> tuple[int, str, str]:
@@ -156,37 +144,28 @@ def _rank(counted: tuple[NamedPair, int]) -> tuple[int, str, str]:
     return -count, truth or "", predicted or ""
 
 
-def _sum_of_hits(answers: Iterable[ScoredAnswer]) -> dict[str, FloatArray]:
-    """Of each description that has any, at each threshold."""
-    hits: dict[str, FloatArray] = {}
-    for answer in answers:
-        for name, counts in answer.hits_of.items():
-            hits[name] = hits.get(name, 0) + np.array(counts, dtype=float)
-    return hits
-
-
 def _descriptions(
+    answers: Sequence[ScoredAnswer],
     confusion: Counter[NamedPair],
-    hits_of: Mapping[str, FloatArray],
     categories: Iterable[CategoryPrecision],
 ) -> Iterator[OfDescription]:
-    """hits_of: each description at each threshold; one that is not there has none."""
     precise = {category.name: category for category in categories}
-    truths, said, hits = Counter[str](), Counter[str](), Counter[str]()
-    for (truth, predicted), count in confusion.items():
+    truths, predicted = Counter[str](), Counter[str]()
+    for (truth, answered), count in confusion.items():
         if truth is not None:
             truths[truth] += count
-        if predicted is not None:
-            said[predicted] += count
-        if truth is not None and truth == predicted:
-            hits[truth] += count
-    none = np.zeros(len(IOU_THRESHOLDS))
-    for name in sorted({*truths, *said}):
-        f1 = 2 * hits_of.get(name, none) / (said[name] + truths[name])
+        if answered is not None:
+            predicted[answered] += count
+    hits_at: dict[str, FloatArray] = {}
+    for answer in answers:
+        for name, counts in answer.hits_of.items():
+            hits_at[name] = hits_at.get(name, 0) + np.array(counts, dtype=float)
+    for name in sorted({*truths, *predicted}):
+        f1 = 2 * hits_at.get(name, np.zeros(len(IOU_THRESHOLDS))) / (predicted[name] + truths[name])
         yield OfDescription(
             name=name,
-            hits=hits[name],
-            predicted=said[name],
+            hits=confusion[name, name],
+            predicted=predicted[name],
             ground_truths=truths[name],
             f1_95=float(f1[-1]),
             f1_miou=float(f1.mean()),
@@ -204,20 +183,21 @@ def _thresholds(answers: Sequence[ScoredAnswer]) -> Iterator[AtThreshold]:
 
 
 def _sizes(answers: Iterable[LoggedAnswer]) -> Iterator[OfSize]:
-    truths, said, hits = Counter[SizeName](), Counter[SizeName](), Counter[SizeName]()
+    truths, predicted, hits = Counter[str](), Counter[str](), Counter[str]()
     for answer in answers:
         sizes = [_size(item, answer) for item in answer.ground_truth]
         truths.update(sizes)
         hit = {p: sizes[g] for p, g in answer.hit_pairs}
         hits.update(hit.values())
-        unjudged = {*answer.match.unjudged}
-        judged = (each for each in enumerate(answer.parse.objects) if each[0] not in unjudged)
-        said.update(hit.get(p) or _size(o, answer) for p, o in judged)
+        for p, item in enumerate(answer.parse.objects):
+            if p not in answer.match.unjudged:
+                predicted[hit.get(p) or _size(item, answer)] += 1
     for size in SIZES:
-        yield OfSize(size=size, hits=hits[size], predicted=said[size], ground_truths=truths[size])
+        counts = {"predicted": predicted[size], "ground_truths": truths[size]}
+        yield OfSize(size=size, hits=hits[size], **counts)
 
 
-def _size(item: LoggedObject, answer: LoggedAnswer) -> SizeName:
-    """Areas on a border are of the smaller size."""
+def _size(item: LoggedObject, answer: LoggedAnswer) -> str:
+    """An area on a border has the smaller size."""
     area = pixel_area(item.shape, answer.width, answer.height)
-    return next(size for size, (_, most) in SIZES.items() if area <= most)
+    return next(size for size, most in SIZES.items() if area <= most)

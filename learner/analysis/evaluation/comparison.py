@@ -1,11 +1,11 @@
 """Two evaluations of the same samples, side by side (EVAL-02). Imports no torch.
 
-answers of both -> a row of counts for each sample -> totals of resampled samples -> intervals
+    answers of both -> counts of each sample -> totals of resampled samples -> intervals
 
-The intervals are those of the paired bootstrap (Efron and Tibshirani, 1993, chapter 13; Koehn,
-2004, for pairs): samples are drawn with replacement, the same ones for both, and each draw has a
-difference. An interval holds the middle 95 % of these. It covers the choice of the samples, and
-not that of the seed of a training.
+An interval is that of the paired bootstrap (Efron and Tibshirani, 1993, chapter 13; Koehn, 2004,
+for pairs): a draw takes samples with replacement, the same ones for both evaluations. The interval
+holds the middle 95 % of the differences of all draws. It covers the choice of the samples, and not
+the seed of a training.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,15 +25,17 @@ from shared_contracts.errors import ContractError
 
 DRAWS = 2000
 INTERVAL_PERCENT = (2.5, 97.5)
-# Draws at a time, so that their weights take little memory.
+# Draws at a time: (draws, samples) counts are in memory.
 _AT_ONCE = 50
 
-Totals = npt.NDArray[np.float64]
+Array = npt.NDArray[np.float64]
+# Arrays (..., samples) or (...,) by name; `hits` has a last axis over `IOU_THRESHOLDS`.
+Totals = dict[str, Array]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One score. difference: second - first; low, high: of its interval."""
+    """One score. difference: second - first. low, high: its interval."""
 
     name: str
     first: float
@@ -116,74 +118,60 @@ def compare(
     first: Sequence[ScoredAnswer], second: Sequence[ScoredAnswer], seed: int
 ) -> Iterator[Compared]:
     """Every score. first, second: answers to the same samples in the same order."""
-    a, b = _counts(first), _counts(second)
-    rng = np.random.default_rng(seed)
-    drawn = [_draw(rng, a, b, draws) for draws in [_AT_ONCE] * (DRAWS // _AT_ONCE)]
-    of_a, of_b = (np.concatenate(totals) for totals in zip(*drawn, strict=True))
+    sides = (_counts(first), _counts(second))
+    whole = [{name: counts.sum(axis=0) for name, counts in side.items()} for side in sides]
+    drawn = [_resampled(side, seed) for side in sides]
     for name, score in SCORES.items():
-        one, other = (float(score(counts.sum(axis=0, keepdims=True))[0]) for counts in (a, b))
-        low, high = np.percentile(score(of_b) - score(of_a), INTERVAL_PERCENT).tolist()
+        one, other = (float(score(totals)) for totals in whole)
+        low, high = np.percentile(score(drawn[1]) - score(drawn[0]), INTERVAL_PERCENT).tolist()
         yield Compared(name, one, other, other - one, low, high)
 
 
-def _draw(rng: np.random.Generator, a: Totals, b: Totals, draws: int) -> tuple[Totals, Totals]:
-    """Totals (draws, counts) of both, over as many samples as there are, drawn for both alike."""
-    samples = len(a)
-    times = rng.multinomial(samples, np.full(samples, 1 / samples), draws)
-    return times @ a, times @ b
-
-
-_COUNTED = ("answers", "predicted", "truths", "duplicates", "oversized", "truncated", "tokens")
+def _resampled(counts: Totals, seed: int) -> Totals:
+    """Totals (draws,) of resampled samples; equal seeds draw the same samples."""
+    rng, samples = np.random.default_rng(seed), len(counts["answers"])
+    parts: list[Totals] = []
+    for _ in range(DRAWS // _AT_ONCE):
+        times = rng.multinomial(samples, np.full(samples, 1 / samples), _AT_ONCE)
+        parts.append({name: times @ of_samples for name, of_samples in counts.items()})
+    return {name: np.concatenate([part[name] for part in parts]) for name in counts}
 
 
 def _counts(answers: Sequence[ScoredAnswer]) -> Totals:
-    """(samples, counts): `_COUNTED`, then the hits at each of `IOU_THRESHOLDS`."""
-    rows = [
-        (
-            1,
-            answer.counted,
-            len(answer.ground_truth),
-            answer.duplicates,
-            answer.oversized,
-            answer.parse.truncated,
-            len(answer.response_token_ids),
-            *answer.hits_at,
-        )
-        for answer in answers
-    ]
-    return np.array(rows, dtype=np.float64)
+    """Counts of each sample."""
+    counts = {
+        "answers": [1 for _ in answers],
+        "predicted": [answer.counted for answer in answers],
+        "truths": [len(answer.ground_truth) for answer in answers],
+        "duplicates": [answer.duplicates for answer in answers],
+        "oversized": [answer.oversized for answer in answers],
+        "truncated": [answer.parse.truncated for answer in answers],
+        "tokens": [len(answer.response_token_ids) for answer in answers],
+        "hits": [answer.hits_at for answer in answers],
+    }
+    return {name: np.array(values, dtype=np.float64) for name, values in counts.items()}
 
 
-def _count(totals: Totals, name: str) -> Totals:
-    counts: Totals = totals[:, _COUNTED.index(name)]
-    return counts
-
-
-def _hits(totals: Totals, at: int) -> Totals:
-    hits: Totals = totals[:, len(_COUNTED) :][:, at]
-    return hits
-
-
-def _f1(totals: Totals, at: int) -> Totals:
-    both = _count(totals, "predicted") + _count(totals, "truths")
-    f1: Totals = 2 * _hits(totals, at) / np.maximum(both, 1)
+def _f1(totals: Totals, at: int) -> Array:
+    both = totals["predicted"] + totals["truths"]
+    f1: Array = 2 * totals["hits"][..., at] / np.maximum(both, 1)
     return f1
 
 
-def _mean_f1(totals: Totals) -> Totals:
-    mean: Totals = np.mean([_f1(totals, at) for at in range(len(IOU_THRESHOLDS))], axis=0)
+def _mean_f1(totals: Totals) -> Array:
+    mean: Array = np.mean([_f1(totals, at) for at in range(len(IOU_THRESHOLDS))], axis=0)
     return mean
 
 
-def _hits_per(name: str) -> Callable[[Totals], Totals]:
-    return lambda totals: _hits(totals, 0) / np.maximum(_count(totals, name), 1)
+def _hits_per(name: str) -> Callable[[Totals], Array]:
+    return lambda totals: totals["hits"][..., 0] / np.maximum(totals[name], 1)
 
 
-def _per_answer(name: str) -> Callable[[Totals], Totals]:
-    return lambda totals: _count(totals, name) / _count(totals, "answers")
+def _per_answer(name: str) -> Callable[[Totals], Array]:
+    return lambda totals: totals[name] / totals["answers"]
 
 
-SCORES: dict[str, Callable[[Totals], Totals]] = {
+SCORES: dict[str, Callable[[Totals], Array]] = {
     "F1": lambda totals: _f1(totals, 0),
     "F1 at IoU 0.95": lambda totals: _f1(totals, -1),
     "F1@mIoU": _mean_f1,

@@ -1,24 +1,21 @@
 """Answers as COCO detections and their average precision (EVAL-01). Imports no torch.
 
-    answers -> CocoFiles   what `coco_gt.json` and `coco_preds.json` hold
-            -> Detected    COCO's numbers of them, by pycocotools
+    answers -> CocoFiles   the content of `coco_gt.json` and `coco_preds.json`
+            -> Detected    the numbers of pycocotools
 
-With log-probabilities (`rollout_matching.logprobs`) a detection has the confidence of its box for a
-score (LOGP-01). Without them, every detection has the score 1: the rest of this text is about that.
-pycocotools draws precision over recall in the order of scores and, where those are equal, of image
-ids. Its curve has therefore one point that means something, its end: precision and recall of all
-answers. AP is about their product, averaged over IoU thresholds, and moves a little with the order
-of the images, which is that of the data file here. A detector that gives confidences is not
-punished for what it is unsure of and scores higher by that alone: compare AP only among answers
-that are scored like this. Precision, recall and F1 depend on no order.
+With log-probabilities (`rollout_matching.logprobs`) the score of a detection is the confidence of
+its box (LOGP-01). Without them every detection has the score 1. pycocotools then ranks detections
+by image, in the order of the data file. Only the end of its curve has a meaning, which is precision
+and recall of all answers. AP is about their product, averaged over IoU thresholds. Compare AP only
+among answers that are ranked in the same way. Precision, recall and F1 depend on no order.
 
-Categories are descriptions in Unicode NFC, of ground truths and of predictions. One that
-only predictions have counts nowhere in AP: it has no ground truth to find, and COCO averages over
-categories that have. What it costs is the recall of the object it should have been.
+Categories are descriptions in Unicode NFC, of ground truths and of predictions. AP does not count a
+category that only predictions have, because COCO averages over categories with ground truth. Such a
+prediction costs the recall of the object at its place.
 
-Where the data has LVIS's lists, the protocol is that of LVIS (Gupta, Dollar and Girshick, CVPR
-2019): detections of a category count in the images that show it or where its absence was verified;
-without an object, they are no errors where it was not annotated exhaustively.
+With LVIS's lists in the data, the protocol is that of LVIS (Gupta, Dollar and Girshick, CVPR 2019):
+detections of a category count in images that show it or whose list excludes it. If an image was not
+annotated exhaustively for a category, detections without an object are ignored.
 """
 
 from collections import defaultdict
@@ -30,7 +27,7 @@ from io import StringIO
 from math import exp
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from pycocotools.coco import COCO
@@ -50,12 +47,12 @@ Overlap = Literal["bbox", "segm"]
 
 
 def confidence(found: ParsedObject, logprobs: Sequence[float] | None) -> float | None:
-    """exp of the mean log-probability of the coordinate tokens: their geometric mean, 0 to 1.
+    """Geometric mean of the probabilities of the coordinate tokens, 0 to 1.
 
-    The mean makes it independent of how many tokens a shape has (length-normalised likelihood;
-    Malinin and Gales, "Uncertainty estimation in autoregressive structured prediction", ICLR 2021).
-    The description's tokens do not count: COCO ranks within a description. logprobs: of all tokens
-    of the answer; without them there is no confidence.
+    The mean does not depend on the number of tokens (length-normalised likelihood; Malinin and
+    Gales, "Uncertainty estimation in autoregressive structured prediction", ICLR 2021).
+
+    logprobs: of all tokens of the answer; None without them.
     """
     if logprobs is None:
         return None
@@ -67,10 +64,10 @@ class CocoFiles:
     """Ground truth and detections in pixels, as `pycocotools` reads them.
 
     ground_truth: for `COCO`; image i is the i-th answer in the order of the data file.
-    detections: for its `loadRes`; they have ids, as FiftyOne documents.
-    polygons: every object has a `segmentation`, a box its four corners.
-    ranked: detections have the confidences of their boxes for scores; else all have the score 1.
-    federated: an image has lists of LVIS, so that `ground_truth` has them for all.
+    detections: for its `loadRes`, with ids, as FiftyOne documents.
+    polygons: every object has a `segmentation`; a box has its four corners.
+    ranked: scores are confidences; else all scores are 1.
+    federated: an image has LVIS's lists; `ground_truth` then has them for all.
     """
 
     ground_truth: dict[str, Any]
@@ -86,16 +83,17 @@ class CocoFiles:
         """polygons: false in the two-channel variant. Image files are named from `image_root`."""
         in_order = sorted(answers, key=data_order)
         samples = [_with_objects(answer, answer.ground_truth) for answer in in_order]
-        said = [_with_objects(answer, answer.parse.objects) for answer in in_order]
-        predicted = to_coco(said, image_root)
+        answered = [_with_objects(answer, answer.parse.objects) for answer in in_order]
+        predicted = to_coco(answered, image_root)
         names = {category["id"]: category["name"] for category in predicted["categories"]}
         federated = any(answer.category_lists for answer in in_order)
         truth = (to_lvis if federated else to_coco)(samples, image_root, behind=names.values())
         ids = {category["name"]: category["id"] for category in truth["categories"]}
-        sure = [item.confidence for answer in in_order for item in answer.parse.objects]
-        # Confidences and the score 1 in one list would rank what is not known first.
-        ranked = bool(sure) and None not in sure
-        scores = sure if ranked else [SCORE] * len(sure)
+        scores = [item.confidence for answer in in_order for item in answer.parse.objects]
+        # In one list with confidences, the score 1 would rank first.
+        ranked = bool(scores) and None not in scores
+        if not ranked:
+            scores = [SCORE] * len(scores)
         detections = [
             {
                 "id": found["id"],
@@ -121,13 +119,13 @@ class CocoFiles:
 
 
 def data_order(answer: LoggedAnswer) -> tuple[str, int]:
-    """What sorts answers as the data file has them; sample ids are `file:line`."""
+    """Sort key of the order in the data file; sample ids are `file:line`."""
     file, _, line = answer.sample_id.rpartition(":")
     return file, int(line) if line.isdecimal() else 0
 
 
 def _with_objects(answer: LoggedAnswer, objects: Sequence[LoggedObject]) -> Sample:
-    """The sample, if these were its objects."""
+    """The sample of an answer with other objects."""
     named = tuple(GroundTruthObject(normalized(o.desc), o.shape) for o in objects)
     return replace(answer.sample, objects=named)
 
@@ -139,10 +137,10 @@ def _corners(bbox: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class AveragePrecision:
-    """COCO's summary, of at most 100 detections a category and image; of LVIS 300 an image.
+    """COCO's summary, of at most 100 detections per category and image; LVIS's of 300 per image.
 
     ap: over IoU 0.50 to 0.95. ap_small, ap_medium, ap_large: of areas to 32^2, to 96^2 and above,
-    in pixels. ar: recall, averaged over the same IoUs. None: there is no such ground truth.
+    in pixels. ar: recall, averaged over the same IoUs. None without such ground truth.
     """
 
     ap: float | None
@@ -154,20 +152,15 @@ class AveragePrecision:
     ar: float | None
 
 
-class Curves(NamedTuple):
-    """Arrays of pycocotools, -1 where there is no ground truth.
-
-    precision: (IoU, recall, category, area, detections); recall has no second axis. Areas are any,
-    small, medium, large; the last number of detections is the largest one.
-    """
-
-    precision: Any
-    recall: Any
+# `precision` (IoU, recall, category, area, detections) and `recall` (without the second axis) of
+# pycocotools, -1 without ground truth. Areas are any, small, medium, large. The last number of
+# detections is the largest one.
+Curves = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class CategoryPrecision:
-    """Of one description; None where it is no ground truth's."""
+    """The numbers of one description; None without ground truth."""
 
     name: str
     ground_truths: int
@@ -179,7 +172,7 @@ class CategoryPrecision:
 
 @dataclass(frozen=True)
 class Detected:
-    """By one kind of overlap.
+    """The numbers by one kind of overlap.
 
     objects: means over the categories. alone: all descriptions as one category.
     categories: in the order of their ids.
@@ -200,7 +193,7 @@ def detect(files: CocoFiles) -> dict[Overlap, Detected]:
 
 
 def precision_payload(detected: dict[Overlap, Detected]) -> Payload:
-    """As an evaluation logs it; what has no ground truth is left out."""
+    """The metrics of an evaluation, without those that have no ground truth."""
     boxes = detected["bbox"]
     values = {f"eval/{name}": value for name, value in asdict(boxes.objects).items()}
     values |= {"eval/box_ap": boxes.alone.ap, "eval/box_ap50": boxes.alone.ap50}
@@ -214,7 +207,7 @@ def precision_payload(detected: dict[Overlap, Detected]) -> Payload:
 
 
 def _loaded(files: CocoFiles) -> tuple[COCO, COCO]:
-    """pycocotools writes into what it is given."""
+    """Copies, because pycocotools changes its arguments."""
     truth = _coco(deepcopy(files.ground_truth))
     found = list(_decided(files, truth)) if files.federated else files.detections
     if found:
@@ -223,7 +216,7 @@ def _loaded(files: CocoFiles) -> tuple[COCO, COCO]:
 
 
 def _decided(files: CocoFiles, truth: COCO) -> Iterator[dict[str, Any]]:
-    """LVIS: the first detections of an image, and of these the categories that it decides on."""
+    """LVIS: the first 300 detections of an image, of the categories that it shows or excludes."""
     of_image = defaultdict(list)
     for found in files.detections:
         of_image[found["image_id"]].append(found)
@@ -253,8 +246,10 @@ def _detected(truth: COCO, found: COCO, kind: Overlap, most: list[int]) -> Detec
 
 
 def _of_category(scored: COCOeval, category: int) -> Curves:
-    """Of one description, over the images that have it: with thousands of descriptions,
-    pycocotools would look for each of them in every image."""
+    """The curves of one description over the images that have it.
+
+    With thousands of descriptions, pycocotools would visit every image for each of them.
+    """
     truth, found = scored.cocoGt.catToImgs, scored.cocoDt.catToImgs
     images = {*truth[category], *found.get(category, ())}
     scored.params.catIds, scored.params.imgIds = [category], sorted(images)
@@ -262,11 +257,7 @@ def _of_category(scored: COCOeval, category: int) -> Curves:
 
 
 def _curves(scored: COCOeval) -> Curves:
-    """Evaluate what its parameters choose.
-
-    By LVIS's protocol, a detection without an object is no error in an image where its category was
-    not annotated exhaustively.
-    """
+    """Evaluate the categories and images of `scored.params`; with LVIS's lists by its protocol."""
     scored.evaluate()
     for found in scored.evalImgs:
         if found is None:
@@ -276,15 +267,15 @@ def _curves(scored: COCOeval) -> Curves:
             categories = [scored.cocoDt.anns[one]["category_id"] for one in found["dtIds"]]
             found["dtIgnore"] |= (found["dtMatches"] == 0) & np.isin(categories, partly)
     scored.accumulate()
-    return Curves(scored.eval["precision"], scored.eval["recall"])
+    return {name: scored.eval[name] for name in ("precision", "recall")}
 
 
 def _means(of_each: Sequence[Curves]) -> AveragePrecision:
-    """Over the categories, as pycocotools takes them: those with ground truth."""
+    """Means over the categories with ground truth, as in pycocotools."""
     if not of_each:
         return AveragePrecision(*[None] * 7)
-    precision = np.concatenate([each.precision for each in of_each], axis=2)[..., -1]
-    recall = np.concatenate([each.recall for each in of_each], axis=1)[..., -1]
+    precision = np.concatenate([each["precision"] for each in of_each], axis=2)[..., -1]
+    recall = np.concatenate([each["recall"] for each in of_each], axis=1)[..., -1]
     whole = precision[..., 0]
     at_50, at_75 = whole[:1], whole[5:6]
     by_size = (precision[..., size] for size in (1, 2, 3))
@@ -298,7 +289,8 @@ def _by_category(
     for category, named in truth.cats.items():
         precision = recall = np.empty(0)
         if curves := of_each.get(category):
-            precision, recall = curves.precision[:, :, 0, 0, -1], curves.recall[:, 0, 0, -1]
+            precision = curves["precision"][:, :, 0, 0, -1]
+            recall = curves["recall"][:, 0, 0, -1]
         yield CategoryPrecision(
             named["name"],
             len(truth.catToImgs.get(category, ())),
@@ -310,6 +302,6 @@ def _by_category(
 
 
 def _mean(values: Any) -> float | None:
-    """-1 is what pycocotools says where there is no ground truth."""
+    """The mean without -1, which pycocotools has where there is no ground truth."""
     there = values[values > -1]
     return float(np.mean(there)) if there.size else None

@@ -1,13 +1,13 @@
-"""The folder of an evaluation, which says all there is to say of it (EVAL-01). Imports no torch.
+"""The folder of an evaluation (EVAL-01). Imports no torch.
 
     coco_gt.json        ground truth, for `pycocotools.coco.COCO`
     coco_preds.json     detections, for its `loadRes`
     gt_vs_pred.jsonl    a line for each sample: the answer, its matches and its own scores
-    scores.json         every number, and what it is of
+    scores.json         every number, with its data and checkpoint
     report.html         the scores as tables, and the answers as pictures, the worst first
 
-In a run folder they are in `evaluations`: `step_000120` is what the run itself found after 120
-steps, other names are of `learner eval`.
+In a run folder these folders are in `evaluations`: the run itself writes `step_000120` after 120
+steps, and `learner eval` writes folders with other names.
 """
 
 import json
@@ -15,7 +15,6 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,8 @@ from learner.analysis.evaluation.detections import (
     precision_payload,
 )
 from learner.analysis.evaluation.scores import IOU_THRESHOLD, ScoredAnswer, Scores
-from learner.analysis.report import write_gallery
-from learner.analysis.report.run_page import told
+from learner.analysis.report.evaluation_page import write_gallery
+from learner.analysis.report.run_page import error_text
 from learner.analysis.report.run_view import REPORT, SCORES
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.runs.atomic_files import publish_directory, publish_text, writing
@@ -46,14 +45,13 @@ ANSWERS = "gt_vs_pred.jsonl"
 GROUND_TRUTH = "coco_gt.json"
 DETECTIONS = "coco_preds.json"
 
-_UNFINISHED = ".unfinished"
 _PLACES = ("box_precision", "box_recall", "box_f1")
 _DERIVED = ("precision", "recall", "f1", "f1_95", "f1_miou", *_PLACES, "hits")
 
 
 @dataclass(frozen=True)
 class Scored:
-    """All answers of an evaluation, in the order of the data file, and what they come to."""
+    """All answers of an evaluation, in the order of the data file, and their scores."""
 
     answers: list[ScoredAnswer]
     scores: Scores
@@ -63,7 +61,7 @@ class Scored:
 
     @classmethod
     def of(cls, answers: Iterable[ScoredAnswer], data: Path, *, polygons: bool) -> "Scored":
-        """data: the file of the samples; images below its folder are named from there."""
+        """data: the file of the samples; image names are relative to its folder."""
         in_order = sorted(answers, key=data_order)
         files = CocoFiles.of(in_order, data.parent, polygons=polygons)
         detected = detect(files)
@@ -71,7 +69,7 @@ class Scored:
         return cls(in_order, Scores.of(in_order), files, detected, breakdown)
 
     def numbers(self) -> dict[str, Any]:
-        """All of them, for `scores.json`; null where there is no ground truth to measure."""
+        """For `scores.json`; null without ground truth."""
         faults = Counter[str](truncated=0, invalid=0, repeat_terminated=0)
         for answer in self.answers:
             faults["truncated"] += answer.parse.truncated
@@ -92,10 +90,9 @@ class Scored:
 
 
 def write_evaluation(out: Path, scored: Scored, facts: Mapping[str, Any]) -> None:
-    """Make the folder `out`, which is free; it appears whole or not at all.
+    """Write the free folder `out` atomically.
 
-    facts: what was scored, with what; they open `scores.json`, and the page shows those that are
-    plain text.
+    facts: data, checkpoint and settings, for `scores.json`; the page shows those that are text.
 
     Raises RunError when the disk is full.
     """
@@ -104,7 +101,7 @@ def write_evaluation(out: Path, scored: Scored, facts: Mapping[str, Any]) -> Non
 
 
 def write_files(folder: Path, scored: Scored, facts: Mapping[str, Any]) -> None:
-    """The files of an evaluation, in a folder that is there."""
+    """Write the files of an evaluation into an existing folder."""
     lines = [answer.model_dump_json() + "\n" for answer in scored.answers]
     publish_text(folder / GROUND_TRUTH, _json(scored.files.ground_truth))
     publish_text(folder / DETECTIONS, _json(scored.files.detections))
@@ -118,90 +115,63 @@ def write_files(folder: Path, scored: Scored, facts: Mapping[str, Any]) -> None:
 def read_answers(path: Path) -> list[ScoredAnswer]:
     """The lines of `gt_vs_pred.jsonl`, or of such a file in a folder.
 
-    Raises ContractError for a file that is not there or is something else.
+    Raises ContractError for a missing or another file.
     """
     file = path / ANSWERS if path.is_dir() else path
     try:
         lines = file.read_text(encoding="utf-8").split("\n")[:-1]  # text may hold other line ends
         return [ScoredAnswer.model_validate_json(line) for line in lines]
     except (OSError, UnicodeDecodeError, ValidationError) as error:
-        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise ContractError(
             str(file),
-            f"is no {ANSWERS} of this version ({said})",
+            f"is no {ANSWERS} of this version ({problem})",
             "Name a folder that `learner eval` has made",
         ) from error
 
 
+@dataclass(frozen=True)
 class EvaluationLog:
-    """The evaluations of a run, of all its processes.
-
-    Each of them leaves its answers in the run folder, which they share; process 0 scores all.
+    """The evaluations of a run; process 0 scores the answers of all processes.
 
     folder: of the run. data: the file of the samples. facts: of every evaluation, for
     `write_evaluation`. save: keep the answers.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        data: Path,
-        facts: Mapping[str, Any],
-        *,
-        polygons: bool,
-        save: bool,
-        peers: Peers = SINGLE_PROCESS,
-    ) -> None:
-        self._folder = folder / EVALUATIONS
-        self._data = data
-        self._facts = facts
-        self._polygons = polygons
-        self._save = save
-        self._peers = peers
+    folder: Path
+    data: Path
+    facts: Mapping[str, Any]
+    polygons: bool
+    save: bool
+    peers: Peers = SINGLE_PROCESS
 
-    def leave(self, answers: Sequence[ScoredAnswer]) -> None:
-        """What this process got; before `finish` all must have done it.
+    def finish(self, step: int, answers: Sequence[ScoredAnswer]) -> dict[str, float]:
+        """The metrics of average precision over the answers of all processes.
 
-        Raises RunError where it cannot be written: the others score it, too.
+        Every process calls it. step: optimizer steps that were made.
         """
-        part = self._part(self._peers.rank)
-        try:
-            part.parent.mkdir(parents=True, exist_ok=True)
-            publish_text(part, "".join(f"{answer.model_dump_json()}\n" for answer in answers))
-        except OSError as problem:
-            raise RunError(f"the answers of an evaluation cannot be shared: {problem}") from problem
+        parts = self.peers.all_gather(lambda: [answer.model_dump_json() for answer in answers])
 
-    def finish(self, step: int) -> dict[str, float]:
-        """Average precision of all answers, as it is logged; every process calls it.
+        def finished() -> dict[str, float]:
+            gathered = [ScoredAnswer.model_validate_json(line) for part in parts for line in part]
+            scored = Scored.of(gathered, self.data, polygons=self.polygons)
+            if self.save:
+                self._keep(step, scored)
+            return precision_payload(scored.detected).metrics()
 
-        step: optimizer steps that were made.
-        """
-        return broadcast_from_rank0(self._peers, lambda: self._finished(step))
-
-    def _finished(self, step: int) -> dict[str, float]:
-        parts = [self._part(rank) for rank in range(self._peers.count)]
-        answers = [answer for part in parts for answer in read_answers(part)]
-        scored = Scored.of(answers, self._data, polygons=self._polygons)
-        if self._save:
-            self._keep(step, scored)
-        shutil.rmtree(self._folder / _UNFINISHED, ignore_errors=True)
-        with suppress(OSError):  # there are evaluations in it
-            self._folder.rmdir()
-        return precision_payload(scored.detected).metrics()
+        return broadcast_from_rank0(self.peers, finished)
 
     def _keep(self, step: int, scored: Scored) -> None:
-        """Raises RunError when the disk is full; else what cannot be kept is told."""
-        out = self._folder / f"step_{step:06d}"
+        """Raises RunError when the disk is full; any other failure is a warning."""
+        out = self.folder / EVALUATIONS / f"step_{step:06d}"
         shutil.rmtree(out, ignore_errors=True)
         try:
-            write_evaluation(out, scored, {"step": step, **self._facts})
+            write_evaluation(out, scored, {"step": step, **self.facts})
         except RunError:
             raise
         except Exception as problem:  # noqa: BLE001  # a run does not end because of its pages
-            _LOG.warning("the answers of the evaluation %s are not kept: %s", out, told(problem))
-
-    def _part(self, rank: int) -> Path:
-        return self._folder / _UNFINISHED / f"rank{rank}.jsonl"
+            reason = error_text(problem)
+            _LOG.warning("the answers of the evaluation %s are not kept: %s", out, reason)
 
 
 def _json(value: Any, indent: int | None = None) -> str:

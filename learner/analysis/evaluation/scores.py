@@ -1,18 +1,17 @@
-"""Score a policy by its rollouts: generate, parse strictly, match, count (EVAL-01, -02, RES-20).
+"""Scores of a policy by its rollouts: generate, parse, match, count (EVAL-01, -02, RES-20).
 
 Sample -> RolloutOutput -> ParsedRollout -> MatchResult -> ScoredAnswer -> Scores
 
 A hit is a prediction and a ground truth of the same description (in Unicode NFC) with an IoU of at
-least 0.5. The IoU of two boxes is exact; where one of the pair is a polygon, it is that of both
-masks on the canvas of `matching.maskiou_resolution`. Each object is in one hit at most, and of all
-ways to pair them that with the most hits holds; of several, the one of the largest sum of IoUs.
-F1@mIoU is the mean of the F1 at `IOU_THRESHOLDS` (Rex-Omni, arXiv 2510.12798).
+least 0.5. The IoU of two boxes is exact. If one of them is a polygon, it is the IoU of both masks
+on a canvas of `matching.maskiou_resolution`. An object is in one hit at most. Of all pairings the
+one with the most hits counts; of several, the one with the largest sum of IoUs. F1@mIoU is the mean
+of the F1 at `IOU_THRESHOLDS` (Rex-Omni, arXiv 2510.12798).
 
-Where LVIS's lists leave open whether an object is there (Gupta, Dollar and Girshick, CVPR 2019), a
-prediction of it that is no hit at an IoU of 0.5 is unjudged: precision and F1 do not count it.
+With LVIS's lists (Gupta, Dollar and Girshick, CVPR 2019), a prediction is unjudged if the lists do
+not say whether such an object exists and it is no hit at IoU 0.5. Precision and F1 ignore it.
 
-Training matches otherwise (`learner.stages.matching`): there the description does not matter, and
-boxes are masks too.
+In training (`learner.stages.matching`) descriptions do not matter, and boxes are rasterized.
 """
 
 from collections import Counter
@@ -50,9 +49,9 @@ from learner.types import (
 
 IOU_THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 IOU_THRESHOLD = IOU_THRESHOLDS[0]
-# An object that agrees so much with an earlier one of its description repeats it.
+# IoU from which an object repeats an earlier one of its description (EVAL-02).
 DUPLICATE_IOU = 0.9
-# Of the image's area; an object that covers it and hits nothing is oversized.
+# Share of the image from which an object without a hit is oversized (EVAL-02).
 OVERSIZED_SHARE = 0.95
 
 BoolArray = npt.NDArray[np.bool_]
@@ -62,16 +61,16 @@ Described = ParsedObject | GroundTruthObject
 
 
 class ScoredAnswer(LoggedAnswer):
-    """An answer, how it was matched at IoU 0.5, and its own scores.
+    """An answer with its matches at IoU 0.5 and its own scores.
 
-    match: the hits, and of what they leave the most pairs by place alone.
+    match: the hits, and the most pairs of the other objects by place alone.
     hits: matched objects of the right description. hits_at: the most hits at each of
-    `IOU_THRESHOLDS`. hits_of: the same by description, in Unicode NFC, of those that have any.
-    located: the most pairs, if descriptions are ignored from the start.
-    duplicates: predictions that repeat an earlier one. oversized: those of the whole image that
-    are judged and no hit.
-    precision: hits / judged predictions; recall: hits / ground truths; None where that divides by
-    nothing. f1: as `f1_of` has it.
+    `IOU_THRESHOLDS`. hits_of: hits_at by description (in Unicode NFC), without those of 0.
+    located: the most pairs if descriptions are ignored.
+    duplicates: predictions that repeat an earlier one. oversized: judged predictions of the whole
+    image without a hit.
+    precision: hits / judged predictions; recall: hits / ground truths; None for a division by zero.
+    f1: as in `f1_of`.
     """
 
     hits: int
@@ -91,18 +90,18 @@ class ScoredAnswer(LoggedAnswer):
         resolution: of the canvas for pairs with a polygon.
         """
         answer = LoggedAnswer.of(assessed)
-        said, truths = assessed.parsed.objects, assessed.sample.objects
+        predicted, truths = assessed.parsed.objects, assessed.sample.objects
         iou, parse, match = assessed.match.mask_iou, answer.parse, answer.match
         objects = [
             item.model_copy(update={"confidence": confidence(found, answer.logprobs)})
-            for item, found in zip(parse.objects, said, strict=True)
+            for item, found in zip(parse.objects, predicted, strict=True)
         ]
         ious, unjudged = [float(iou[pair]) for pair in match.pairs], _unjudged(assessed)
         parse = parse.model_copy(update={"objects": objects})
         match = match.model_copy(update={"ious": ious, "unjudged": unjudged})
         answer = answer.model_copy(update={"parse": parse, "match": match})
-        judged = ~np.isin(np.arange(len(said)), unjudged)[:, None]
-        named = judged & same_description(said, truths)
+        judged = ~np.isin(np.arange(len(predicted)), unjudged)[:, None]
+        named = judged & same_description(predicted, truths)
         pairs_at = [most_pairs(iou, named & (iou >= least)) for least in IOU_THRESHOLDS]
         hits = len(answer.hit_pairs)
         return cls(
@@ -111,7 +110,7 @@ class ScoredAnswer(LoggedAnswer):
             hits_at=[len(pairs) for pairs in pairs_at],
             hits_of=_by_description(pairs_at, answer.ground_truth),
             located=len(most_pairs(iou, judged & (iou >= IOU_THRESHOLD))),
-            duplicates=_duplicates(said, resolution),
+            duplicates=len(repeats(predicted, DUPLICATE_IOU, resolution)),
             oversized=_oversized(answer),
             precision=hits / answer.counted if answer.counted else None,
             recall=hits / len(truths) if truths else None,
@@ -121,11 +120,9 @@ class ScoredAnswer(LoggedAnswer):
 
 @dataclass(frozen=True)
 class Scores:
-    """Micro-averaged over all objects of all answers; the fields are sums of `ScoredAnswer`'s.
+    """Scores over all objects of all answers; the fields are sums of those of `ScoredAnswer`.
 
-    predicted: those that are judged.
-
-    hits_at: for each of `IOU_THRESHOLDS`. A hit without an IoU has one of at least 0.5.
+    predicted: judged predictions. hits_at: for each of `IOU_THRESHOLDS`.
     """
 
     answers: int
@@ -170,7 +167,7 @@ class Scores:
 
     @property
     def f1_95(self) -> float:
-        """Where a hit needs an IoU of 0.95."""
+        """F1 with hits from IoU 0.95."""
         return 2 * self.hits_at[-1] / max(self.predicted + self.ground_truths, 1)
 
     @property
@@ -181,7 +178,7 @@ class Scores:
 
     @property
     def box_precision(self) -> float:
-        """The same of places alone: descriptions are ignored, in pairing too."""
+        """Precision by place alone: the pairing ignores descriptions, too."""
         return self.located / max(self.predicted, 1)
 
     @property
@@ -214,7 +211,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """answers: one per sample, in order. notes: metrics of the calls, and of the push if any."""
+    """answers: one per sample, in order. notes: metrics of the calls and of a push."""
 
     answers: list[ScoredAnswer]
     notes: Payload
@@ -235,12 +232,12 @@ def evaluate(
     resolution: int,
     answers: AnswerFormat = COORD_JSON,
 ) -> Evaluation:
-    """Roll out every sample with the weights that were pushed last, and score the answers.
+    """Roll out every sample with the newest pushed weights, and score the answers.
 
     log_calls: takes the record of the calls.
     allow_poly: false in the two-channel variant, where a polygon is no prediction.
     resolution: of the canvas for pairs with a polygon.
-    answers: the format they are in.
+    answers: the format of the answers.
     """
     try:
         with waiting_for("the answers of an evaluation", policy.progress(len(samples))):
@@ -262,7 +259,7 @@ def evaluate(
 
 
 def evaluation_metrics(scores: Payload, notes: Payload) -> dict[str, float]:
-    """Scores and what they took, as they are logged: every key under `eval/`."""
+    """Scores, and metrics of the calls, as they are logged: every key under `eval/`."""
     taken = {f"eval/{key}": value for key, value in notes.metrics().items()}
     return scores.metrics() | taken
 
@@ -276,27 +273,27 @@ def assess_by_name(
     resolution: int,
     answers: AnswerFormat = COORD_JSON,
 ) -> AssessedRollout:
-    """Parse an answer and match it by `match_named`; nothing is trained on it."""
+    """Parse an answer and match it by `match_named`."""
     match = partial(match_named, resolution=resolution, lists=sample.category_lists)
     return assess(sample, output, tokenizer, match, allow_poly=allow_poly, answers=answers)
 
 
 def match_named(
-    said: Sequence[ParsedObject],
+    predicted: Sequence[ParsedObject],
     truths: Sequence[GroundTruthObject],
     resolution: int,
     lists: Mapping[str, Sequence[str]] | None = None,
 ) -> MatchResult:
-    """The most hits at IoU 0.5; then, of what they leave, the most pairs by place alone.
+    """The most hits at IoU 0.5; then the most pairs of the other objects by place alone.
 
-    lists: of LVIS, as `Sample` has them. A prediction that is no hit is not paired, and is no false
-    positive, where they leave open whether such an object is there.
+    lists: of LVIS, as in `Sample`. An unjudged prediction is neither paired nor a false positive.
     """
-    iou = exact_iou(said, truths, resolution)
+    iou = exact_iou(predicted, truths, resolution)
     near = iou >= IOU_THRESHOLD
-    hits = most_pairs(iou, near & same_description(said, truths))
+    hits = most_pairs(iou, near & same_description(predicted, truths))
     hit = {p for p, _ in hits}
-    unjudged = {p for p, o in enumerate(said) if _left_open(o.desc, truths, lists or {})} - hit
+    lists = lists or {}
+    unjudged = {p for p, o in enumerate(predicted) if _left_open(o.desc, truths, lists)} - hit
     near[[*unjudged], :] = False
     for p, g in hits:
         near[p, :] = near[:, g] = False
@@ -304,7 +301,7 @@ def match_named(
     paired, found = {p for p, _ in pairs}, {g for _, g in pairs}
     return MatchResult(
         pairs=pairs,
-        false_positives=[p for p in range(len(said)) if p not in paired | unjudged],
+        false_positives=[p for p in range(len(predicted)) if p not in paired | unjudged],
         false_negatives=[g for g in range(len(truths)) if g not in found],
         gated=int(np.count_nonzero(iou < IOU_THRESHOLD)),
         mask_iou=iou,
@@ -314,7 +311,7 @@ def match_named(
 def _left_open(
     desc: str, truths: Iterable[GroundTruthObject], lists: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Whether such an object may be in the image without an annotation (LVIS)."""
+    """Whether LVIS's lists allow such an object without an annotation."""
     name = normalized(desc)
     if name in lists.get(NOT_EXHAUSTIVE_CATEGORIES, ()):
         return True
@@ -324,7 +321,7 @@ def _left_open(
 
 
 def _unjudged(assessed: AssessedRollout) -> list[int]:
-    """The predictions that are neither paired nor false."""
+    """The predictions that are neither paired nor false positives."""
     match = assessed.match
     judged = {p for p, _ in match.pairs} | {*match.false_positives}
     return [p for p in range(len(assessed.parsed.objects)) if p not in judged]
@@ -333,19 +330,14 @@ def _unjudged(assessed: AssessedRollout) -> list[int]:
 def _by_description(
     pairs_at: Sequence[Pairs], truths: Sequence[LoggedObject]
 ) -> dict[str, list[int]]:
-    """How many hits each description has at each threshold; one without any is left out."""
+    """The hits of each description at each threshold."""
     counts = [Counter(normalized(truths[g].desc) for _, g in pairs) for pairs in pairs_at]
     names = sorted(set().union(*counts))
     return {name: [count[name] for count in counts] for name in names}
 
 
-def _duplicates(said: Sequence[ParsedObject], resolution: int) -> int:
-    """Objects that have the description of an earlier one and nearly its place (EVAL-02)."""
-    return len(repeats(said, DUPLICATE_IOU, resolution))
-
-
 def _oversized(answer: LoggedAnswer) -> int:
-    """Objects of nearly the whole image, where they hit nothing (EVAL-02)."""
+    """Judged objects of nearly the whole image without a hit (EVAL-02)."""
     right = {p for p, _ in answer.hit_pairs} | {*answer.match.unjudged}
     most = OVERSIZED_SHARE * answer.width * answer.height
     areas = (pixel_area(o.shape, answer.width, answer.height) for o in answer.parse.objects)
@@ -353,9 +345,9 @@ def _oversized(answer: LoggedAnswer) -> int:
 
 
 def most_pairs(iou: FloatArray, allowed: BoolArray) -> Pairs:
-    """As many pairs (P, G) as can be; of several ways that of the largest sum of IoUs.
+    """The most pairs (p, g); of several pairings the one with the largest sum of IoUs.
 
-    iou: (P, G). allowed: (P, G), the pairs that may be made.
+    iou: (P, G). allowed: (P, G), the possible pairs.
     """
     alone = float(sum(iou.shape))  # more than all pairs together can differ in IoU
     return assign(np.where(allowed, 1.0 - iou, np.inf), alone, alone)

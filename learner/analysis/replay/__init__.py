@@ -1,22 +1,10 @@
-"""A step of channel B, built again from its log alone, and compared with it (REPLAY-01).
+"""A step of channel B, rebuilt from its log alone and compared with it (REPLAY-01).
 
-    RunFolder -> StepLog         the answers of all processes, or why there are none
-    Rebuilder                    ids -> parse -> match -> target -> length -> packs -> metrics,
-                                 by the functions that training calls
-    compare                      what was logged against what was rebuilt, stage by stage
-    show                         the verdict, and all that became of one answer
+    RunFolder -> LoggedStep      rebuild.py   the answers of all processes
+    Rebuilder                    rebuild.py   ids -> parse -> match -> target -> packs -> metrics
+    compare                      compare.py   logged against rebuilt, stage by stage
+    tables and sentences         show.py
 
-It takes the config and the log of the run and the tokenizer of its model; no server, no weights
-and no images. Its own modules import no torch; transformers does, to read the tokenizer.
+Needs the config and the log of the run and the tokenizer of its model; no server, no weights and
+no images.
 """
-
-from learner.analysis.replay.rebuild import (
-    Difference,
-    LoggedStep,
-    Rebuilder,
-    Replayed,
-    StepLog,
-    compare,
-)
-
-__all__ = ["Difference", "LoggedStep", "Rebuilder", "Replayed", "StepLog", "compare"]

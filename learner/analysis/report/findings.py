@@ -1,179 +1,154 @@
-"""What a person should look at first, computed from the logs.
+"""The problems of a run that a person should look at first, computed from its logs.
 
-Each finding has a threshold below which it is not worth a line; they are here in one place.
+A finding has a threshold; the thresholds are the constants of this module.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from learner.analysis.report.answers import DROPS, GUARD, Tally, drop_meanings, drop_totals
-from learner.analysis.report.charts import seconds
-from learner.analysis.report.run_view import Line, Point, RunView, numbers, of_channel, points
+from learner.analysis.report.answers import LEFT_OUT, WRONG, Counted, Tally
+from learner.analysis.report.run_view import Line, Point, RunView, mean, points_of
 from learner.runs.console import counted, fraction, number, score
-from learner.runs.declared import ANSWER_FAULTS
+from learner.runs.declared import CHANNEL_B, ANSWER_FAULTS
 
 Weight = Literal["bad", "look", "good"]
 
-_B = "stage2_ab/channel_b"
-# Shares from which on something is told.
+B = "stage2_ab/channel_b/"
+DROPS = f"{B}strict_drop/"
+GUARD = "rollout/repeat_terminate_triggered_sequences"
+
+# Shares.
 _TRUNCATED = 0.01
-_DROPPED = 0.01
 _WRONG = 0.1
 _WAITING = 0.3
 _PUSHING = 0.3
-# A reason for drops rises when it is so much more frequent in the last third than in the first.
-_RISES = 1.5
-_FEW = 5
-# Steps that are compared at both ends of a run.
+# Fewest steps whose first and last third are compared.
 _FEWEST_STEPS = 12
 
 
 @dataclass(frozen=True)
-class Highlight:
-    """A sentence of the report. section: of the page, where it is shown."""
+class Finding:
+    """A sentence of the page. section: slug of the section with the details."""
 
     weight: Weight
     text: str
     section: str
 
 
-def findings(run: RunView, tally: Tally, unreadable: int) -> list[Highlight]:
-    """What is wrong first, then what is worth a look. unreadable: images of shown answers."""
+def findings(run: RunView, tally: Tally, unreadable: int) -> list[Finding]:
+    """Bad ones first, then those worth a look. unreadable: images of shown answers."""
     found = [
-        *_broken(run),
-        *_servers(run),
+        *_failures(run),
+        *_drops(run, tally),
         *_answers(run, tally),
-        *_drops(run),
         *_trends(run),
         *_time(run),
     ]
     if unreadable:
         text = f"{counted(unreadable, 'image')} of the answers shown cannot be read any more"
-        found.append(Highlight("look", text, "gallery"))
+        found.append(Finding("look", text, "gallery"))
     weights: Sequence[Weight] = ("bad", "look", "good")
     return sorted(found, key=lambda finding: weights.index(finding.weight))
 
 
-def _broken(run: RunView) -> Iterator[Highlight]:
+def drop_meanings() -> dict[str, str]:
+    """Why the parser drops an object, by reason."""
+    return {
+        metric.key.removeprefix(DROPS): metric.meaning.removeprefix("of those: ")
+        for metric in CHANNEL_B
+        if metric.key.startswith(DROPS)
+    }
+
+
+def dropped_objects(run: RunView) -> list[Counted]:
+    """Every reason, the most frequent first, with its share of all predicted objects."""
+    meanings = drop_meanings()
+    totals = {reason: run.total(DROPS + reason) for reason in meanings}
+    predicted = run.total(f"{B}N_valid_pred") + sum(totals.values())
+    ordered = sorted(totals.items(), key=lambda item: -item[1])
+    return [Counted.of(reason, meanings[reason], count, predicted) for reason, count in ordered]
+
+
+def dropped_answers(run: RunView, tally: Tally) -> list[Counted]:
+    """Answers that were not read to their end, by reason, with their share of the read answers."""
+    meanings = {**ANSWER_FAULTS, "invalid_rollout": "no start of the answer format"}
+    return [
+        Counted.of(name, meaning, run.total(f"{B}{name}"), tally.answers)
+        for name, meaning in meanings.items()
+    ]
+
+
+def _failures(run: RunView) -> Iterator[Finding]:
+    if run.error is not None:
+        yield Finding("bad", f"The run was ended by an error: {run.error}", "config")
     for key, name in (("loss", "The loss"), ("grad_norm", "The gradient norm")):
         broken = [step for step, value in run.series(key) if value is None]
         if broken:
             where = f"{counted(len(broken), 'step')} (first: step {broken[0]})"
-            yield Highlight("bad", f"{name} was not a finite number in {where}", "curves")
-    if run.error is not None:
-        yield Highlight("bad", f"The run was ended by an error: {run.error}", "config")
+            yield Finding("bad", f"{name} was not a finite number in {where}", "curves")
 
-
-def _servers(run: RunView) -> Iterator[Highlight]:
     def total(key: str) -> int:
-        return int(sum(value or 0 for value in (line.get(key) for line in run.metrics)))
+        keys = (key, f"eval/{key}")
+        return int(sum(line.get(each) or 0 for line in run.metrics for each in keys))
 
-    if lost := total("rollout/servers_lost") + total("eval/rollout/servers_lost"):
-        yield Highlight("bad", f"Servers were lost {counted(lost, 'time')}", "sync")
-    if retries := total("rollout/retries") + total("eval/rollout/retries"):
-        yield Highlight("look", f"{counted(retries, 'server call')} had to be made again", "sync")
+    if lost := total("rollout/servers_lost"):
+        yield Finding("bad", f"Servers were lost {counted(lost, 'time')}", "servers")
+    if retries := total("rollout/retries"):
+        yield Finding("look", f"{counted(retries, 'server call')} had to be repeated", "servers")
     fallbacks = {line["sync_fallback"] for line in run.calls if line.get("sync_fallback")}
     for reason in sorted(map(str, fallbacks)):
-        yield Highlight("bad", f"Full weights replaced the adapter: {reason}", "sync")
+        yield Finding("bad", f"Full weights replaced the adapter: {reason}", "servers")
 
 
-def _answers(run: RunView, tally: Tally) -> Iterator[Highlight]:
-    limit = run.config.rollout_matching.max_new_tokens
+def _drops(run: RunView, tally: Tally) -> Iterator[Finding]:
+    """Each reason for which answers were not read to their end, or objects were dropped."""
+    counts = [("answer", "with", each) for each in dropped_answers(run, tally)]
+    counts += [("object", "dropped as", each) for each in dropped_objects(run)]
+    for unit, verb, each in counts:
+        if each.count:
+            share = "" if each.share == "-" else f" ({each.share})"
+            text = f"{counted(each.count, unit)} {verb} {each.name}{share}: {each.meaning}"
+            yield Finding("look", text, "dropped")
+
+
+def _answers(run: RunView, tally: Tally) -> Iterator[Finding]:
+    truncated = mean(run.series("rollout/parse_truncated_rate")) or 0.0
+    limit = ""
     if tally.answers:
-        cut = tally.cut_short / tally.answers
-        if cut >= _TRUNCATED:
-            text = f"{cut:.1%} of the answers were truncated at max_new_tokens ({limit})"
-            yield Highlight("look", text, "answers")
-        if empty := tally.faults["no_object"]:
-            text = f"{fraction(empty, tally.answers)} of the answers are no JSON object at all"
-            yield Highlight("look", text, "answers")
-        if (dropped := tally.faults["dropped"]) / tally.answers >= _DROPPED:
-            of_all = fraction(dropped, tally.answers)
-            totals = drop_totals(run.steps, drop_meanings())
-            most = max(totals, key=lambda reason: totals[reason])
-            as_most = f", most of them as {most}" if totals[most] else ""
-            text = f"The parser dropped objects of {of_all} of the answers{as_most}"
-            yield Highlight("look", text, "answers")
-        if (wrong := tally.faults["wrong_desc"]) / tally.answers >= _WRONG:
-            of_all = fraction(wrong, tally.answers)
-            text = f"{of_all} of the answers describe an object they found by a wrong name"
-            yield Highlight("look", text, "gallery")
-        if left := tally.faults["not_supervised"]:
-            text = f"{counted(left, 'answer')} could not be trained on and were left out"
-            yield Highlight("look", text, "gallery")
-    else:
-        rates = list(numbers(run.series("rollout/parse_truncated_rate")))
-        if rates and sum(rates) / len(rates) >= _TRUNCATED:
-            text = f"{fraction(sum(rates), len(rates))} of the answers were truncated"
-            yield Highlight("look", text, "answers")
-    for name, meaning in ANSWER_FAULTS.items():
-        if lost := int(sum(numbers(run.series(f"{_B}/{name}")))):
-            text = f"{counted(lost, 'answer')} with {meaning} ({name})"
-            yield Highlight("look", text, "answers")
-    if ended := int(sum(numbers(run.series(GUARD)))):
-        yield Highlight("look", f"The repeat guard ended {counted(ended, 'answer')}", "answers")
+        truncated = tally.cut_short / tally.answers
+        limit = f" at max_new_tokens ({run.config.rollout_matching.max_new_tokens})"
+    if truncated >= _TRUNCATED:
+        yield Finding("look", f"{truncated:.1%} of the answers were truncated{limit}", "dropped")
+    wrong, left_out = tally.faults[WRONG], tally.faults[LEFT_OUT]
+    if tally.answers and wrong / tally.answers >= _WRONG:
+        of_all = fraction(wrong, tally.answers)
+        text = f"{of_all} of the answers describe an object they found by a wrong name"
+        yield Finding("look", text, "gallery")
+    if left_out:
+        text = f"{counted(left_out, 'answer')} could not be trained on and were left out"
+        yield Finding("look", text, "gallery")
+    if ended := run.total(GUARD):
+        yield Finding("look", f"The repeat guard ended {counted(ended, 'answer')}", "dropped")
 
 
-def _drops(run: RunView) -> Iterator[Highlight]:
-    lines = [line for line in run.steps if f"{_B}/N_valid_pred" in line]
-    first, last = _ends(lines)
-    reasons = {key for line in lines for key in line if key.startswith(DROPS)}
-    for key in sorted(reasons):
-        before, after = _per_object(first, key), _per_object(last, key)
-        often = sum(line.get(key) or 0 for line in last) >= _FEW
-        if often and after >= _RISES * before:
+def _trends(run: RunView) -> Iterator[Finding]:
+    for channel, lines in run.by_channel.items():
+        ends = _ends(points_of(lines, "loss"))
+        if ends and ends[1] > ends[0]:
             text = (
-                f"Drop reason {key.removeprefix(DROPS)} rises: {before:.2%} of the predicted "
-                f"objects in the first third, {after:.2%} in the last"
+                f"The loss of channel {channel} rose: {number(ends[0])} in the first third of its "
+                f"steps, {number(ends[1])} in the last"
             )
-            yield Highlight("look", text, "answers")
-
-
-def _ends(lines: list[Line]) -> tuple[list[Line], list[Line]]:
-    """The first and the last third; nothing of a run that is too short to compare them."""
-    third = len(lines) // 3
-    return (lines[:third], lines[-third:]) if len(lines) >= _FEWEST_STEPS else ([], [])
-
-
-def _per_object(lines: list[Line], key: str) -> float:
-    def total(name: str) -> float:
-        return sum(line.get(name) or 0 for line in lines)
-
-    predicted = total(f"{_B}/N_valid_pred") + total(f"{_B}/N_drop_invalid")
-    return total(key) / predicted if predicted else 0.0
-
-
-def _trends(run: RunView) -> Iterator[Highlight]:
-    for channel in run.channels:
-        before, after = _change(run.series("loss", channel))
-        if before is not None and after is not None and after > before:
-            text = (
-                f"The loss of channel {channel} rose: {number(before)} in the first third of its "
-                f"steps, {number(after)} in the last"
-            )
-            yield Highlight("look", text, "curves")
-    before, after = _change(run.series(f"{_B}/match_rate"))
-    if before is not None and after is not None:
-        text = f"{before:.1%} in the first third of the steps with answers, {after:.1%} in the last"
-        if after > before:
-            yield Highlight("good", f"The match rate of training images rose: {text}", "curves")
-        else:
-            text = f"The match rate of training images did not rise: {text}"
-            yield Highlight("look", text, "curves")
-    yield from _best(points(run.evaluations, "eval/f1"))
-
-
-def _change(series: list[Point]) -> tuple[float | None, float | None]:
-    """Means of the first and the last third."""
-    third = len(series) // 3
-    if len(series) < _FEWEST_STEPS:
-        return None, None
-    first, last = list(numbers(series[:third])), list(numbers(series[-third:]))
-    return (sum(first) / len(first) if first else None), (sum(last) / len(last) if last else None)
-
-
-def _best(scores: list[Point]) -> Iterator[Highlight]:
+            yield Finding("look", text, "curves")
+    if ends := _ends(run.series(f"{B}match_rate")):
+        rose = ends[1] > ends[0]
+        text = (
+            f"The match rate of training images {'rose' if rose else 'did not rise'}: "
+            f"{ends[0]:.1%} in the first third of the steps with answers, {ends[1]:.1%} in the last"
+        )
+        yield Finding("good" if rose else "look", text, "curves")
+    scores = points_of(run.evaluations, "eval/f1")
     known = [(value, step) for step, value in scores if value is not None]
     if len(known) < 2:
         return
@@ -181,26 +156,35 @@ def _best(scores: list[Point]) -> Iterator[Highlight]:
     last = known[-1][0]
     if last < best:
         text = f"The best F1 was {score(best)} at step {step}; the last is {score(last)}"
-        yield Highlight("look", text, "curves")
+        yield Finding("look", text, "evaluations")
     elif best > 0:
-        yield Highlight("good", f"The last F1, {score(last)}, is the best", "curves")
+        yield Finding("good", f"The last F1, {score(last)}, is the best", "evaluations")
 
 
-def _time(run: RunView) -> Iterator[Highlight]:
-    lines = [line for line in run.steps if "time/step_s" in line]
-    of_b = of_channel(lines, "B")
-    slow = [line for line in lines if seconds(line, "push") > seconds(line, "learn") > 0]
+def _ends(series: list[Point]) -> tuple[float, float] | None:
+    """Means of the first and the last third; None for a short series, or without values."""
+    third = len(series) // 3
+    if len(series) < _FEWEST_STEPS:
+        return None
+    first, last = mean(series[:third]), mean(series[-third:])
+    return None if first is None or last is None else (first, last)
+
+
+def _time(run: RunView) -> Iterator[Finding]:
+    def took(line: Line, phase: str) -> float:
+        return float(line.get(f"time/{phase}_s") or 0.0)
+
+    slow = [line for line in run.steps if took(line, "push") > took(line, "learn") > 0]
     if slow:
         verb = "push took" if len(slow) == 1 else "pushes took"
-        yield Highlight("look", f"{len(slow)} {verb} longer than the step's training", "timeline")
-    whole = sum(seconds(line, "step") for line in of_b)
-    if not whole:
-        return
-    waited = sum(seconds(line, "wait") for line in of_b) / whole
-    pushed = sum(seconds(line, "push") for line in of_b) / whole
-    if waited >= _WAITING:
-        text = f"Steps with answers spent {waited:.0%} of their time waiting for packs"
-        yield Highlight("look", text, "timeline")
-    if pushed >= _PUSHING:
-        text = f"Steps with answers spent {pushed:.0%} of their time pushing weights"
-        yield Highlight("look", text, "timeline")
+        yield Finding("look", f"{len(slow)} {verb} longer than the step's training", "curves")
+    of_b = run.by_channel.get("B", [])
+    whole = sum(took(line, "step") for line in of_b)
+    for phase, least, doing in (
+        ("wait", _WAITING, "waiting for packs"),
+        ("push", _PUSHING, "pushing weights"),
+    ):
+        share = sum(took(line, phase) for line in of_b) / whole if whole else 0.0
+        if share >= least:
+            text = f"Steps with answers spent {share:.0%} of their time {doing}"
+            yield Finding("look", text, "curves")

@@ -1,6 +1,6 @@
-"""One HTML file of a template, styles, scripts and data, all in it.
+"""One HTML file: a template with its styles, scripts, tables, plots and pictures.
 
-Its content security policy lets it ask for nothing, and run no script but its own.
+The content security policy of a page allows no request, and no script but its own.
 """
 
 import base64
@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,32 +18,53 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from learner.runs.atomic_files import publish_text
-from learner.runs.console import score
 
-# What would end a script, or begin a comment, in the text of one.
+# Characters that would end a script element, or begin a comment in it.
 _INERT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
-def publish_page(
-    out: Path, template: str, scripts: Sequence[str], values: Mapping[str, Any]
-) -> None:
-    """Render `template` into the file `out`, which appears whole or not at all.
+@dataclass(frozen=True)
+class Tile:
+    """A number in large letters. note: what it is a mean of. link: URL of its details, or empty."""
 
-    scripts: JavaScript, run in this order when the page is there. The template has `values`,
-    `style`, `scripts` and `policy`.
+    name: str
+    value: str
+    note: str = ""
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """columns: headings; one that begins with `#` holds numbers. rows: text, or `Markup`.
+
+    sortable: the heading of a column sorts by it.
     """
-    shown = (
-        _environment()
-        .get_template(template)
-        .render(
-            **values,
-            style=asset("page.css"),
-            early=asset("theme_early.js"),
-            scripts=scripts,
-            policy=_policy([asset("theme_early.js"), *scripts]),
-        )
-    )
-    publish_text(out, shown)
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    sortable: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """slug: its anchor. plots: (slug, title) of each plot, by the heading above them."""
+
+    slug: str
+    title: str
+    lead: str = ""
+    plots: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    tables: Sequence[Table] = ()
+
+
+def publish_page(out: Path, scripts: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Render `page.html` into the file `out`, atomically.
+
+    scripts: JavaScript, run in this order at the end of the page. values: of the template.
+    """
+    template = _environment().get_template("page.html")
+    style, policy = asset("page.css"), _policy(scripts)
+    publish_text(out, template.render(**values, style=style, scripts=scripts, policy=policy))
 
 
 @cache
@@ -51,13 +73,18 @@ def asset(name: str) -> str:
 
 
 def inert_json(value: Any) -> str:
-    """JSON that may stand in a script element whatever strings it holds. Has no NaN."""
+    """JSON for a script element; no string in it is markup. Raises ValueError for NaN."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(_INERT)
 
 
+def link(text: str, url: str) -> Markup:
+    """A cell of a table that is a link."""
+    return Markup('<a href="{}">{}</a>').format(url, text)
+
+
 def _code(text: str) -> Markup:
-    """What stands between backticks as code."""
+    """Text between backticks becomes code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
@@ -81,6 +108,4 @@ def _environment() -> Environment:
     )
     environment.filters["inert_json"] = lambda value: Markup(inert_json(value))
     environment.filters["code"] = _code
-    environment.filters["score"] = score
-    environment.filters["path"] = lambda value: escape(value).replace("/", Markup("/<wbr>"))
     return environment

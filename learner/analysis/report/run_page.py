@@ -1,47 +1,37 @@
-"""`report.html` of a run folder, on request and when training ends."""
+"""`report.html` of a run folder, on request and when training ends.
 
-from collections.abc import Iterator, Mapping
+run folder -> lines, evaluations, head      run_view.py
+           -> counts, shown answers         answers.py
+           -> problems                      findings.py
+           -> curves                        plots.py
+           -> cards with pictures           gallery.py
+           -> one HTML file                 page.py, assets/
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from learner.analysis.report.answers import (
-    MOST_STEPS,
-    ReadAnswers,
-    drop_chart,
-    drop_meanings,
-    drop_rows,
-    fault_rows,
-    finish_rows,
-    guard_chart,
-    histograms,
-    read_answers,
-)
-from learner.analysis.report.charts import (
-    curves,
-    phase_rows,
-    present,
-    push_charts,
-    push_meanings,
-    server_rows,
-    step_chart,
-)
-from learner.analysis.report.findings import findings
-from learner.analysis.report.gallery import Gallery
-from learner.analysis.report.page import asset, publish_page
+from learner.analysis.report.answers import MOST_STEPS, Counted, ReadAnswers, read_answers
+from learner.analysis.report.findings import dropped_answers, dropped_objects, findings
+from learner.analysis.report.gallery import gallery
+from learner.analysis.report.page import Section, Table, asset, link, publish_page
+from learner.analysis.report.plots import Plot, plots
 from learner.analysis.report.run_view import (
     REPORT,
+    SCORE_NAMES,
+    RunEvaluation,
     RunView,
     evaluations_of,
-    facts,
     headline,
     how_to_evaluate,
     state,
     tiles,
 )
-from learner.runs.console import tell
+from learner.runs.console import score, tell
 from learner.runs.run_folder import RESOLVED, RUN, RunFolder
 
 
@@ -51,9 +41,9 @@ def write_report(
     error: str | None = None,
     most_steps: int = MOST_STEPS,
 ) -> Path:
-    """Write the page, by default into the folder; returns where it is.
+    """Write the page, by default into the folder; returns its path.
 
-    error: what ended the run, where that is known. most_steps: whose answers are read.
+    error: what ended the run, if that is known. most_steps: steps whose answers are read.
 
     Raises:
         ContractError: a log cannot be read.
@@ -62,71 +52,128 @@ def write_report(
     run = RunView.of(folder, error)
     answers = read_answers(folder, most_steps)
     resolution = run.config.rollout_matching.matching.maskiou_resolution
-    gallery = Gallery(answers.chosen, answers.tally.answers, resolution, run.replay).data()
-    values = {**_values(run, answers, gallery), **_evaluated(run, out)}
-    scripts = [asset("theme.js"), asset("gallery.js"), plotly(), asset("charts.js")]
-    publish_page(out, "report.html", scripts, values)
+    shown = gallery(answers.shown, answers.tally.answers, resolution, run.replay)
+    unreadable = sum(bool(picture["problem"]) for picture in shown["pictures"])
+    evaluations, curves = evaluations_of(run), plots(run)
+    newest = headline(evaluations, run.config.data.val_jsonl)
+    link_of_tile = (newest.link(out) if newest else "") or "#evaluations"
+    known = {
+        "model": run.config.model.model,
+        "data": run.config.data.train_jsonl,
+        "rollouts": run.facts.get("rollouts"),
+        "commit": run.facts.get("commit"),
+    }
+    values = {
+        "title": run.config.training.run_name,
+        "state": state(run),
+        "finished": run.ended is not None and run.error is None,
+        "tiles": tiles(run, newest, link_of_tile),
+        "findings": findings(run, answers.tally, unreadable),
+        "facts": {name: str(value) for name, value in known.items() if value},
+        "sections": [
+            _evaluations(run, evaluations, newest, out),
+            _curves(curves),
+            _servers(run),
+            _dropped(run, answers),
+        ],
+        "plots": {plot.slug: asdict(plot) for plot in curves},
+        "gallery": shown,
+        "texts": {
+            name: (run.folder.path / name).read_text(encoding="utf-8") for name in (RESOLVED, RUN)
+        },
+    }
+    publish_page(out, [asset("gallery.js"), plotly(), asset("charts.js")], values)
     return out
 
 
 def plotly() -> str:
-    """The library that draws the charts, whole, with its licence."""
+    """Plotly's script with its licence."""
     from plotly.offline import get_plotlyjs
 
     script: str = get_plotlyjs()
     return script
 
 
-def _values(run: RunView, answers: ReadAnswers, gallery: Mapping[str, Any]) -> dict[str, Any]:
-    meanings = drop_meanings()
-    unreadable = sum(bool(picture["problem"]) for picture in gallery["pictures"])
-    steps, pushes, drawn = step_chart(run), push_charts(run), curves(run)
-    drops, guard = drop_chart(run, meanings), guard_chart(run)
-    lengths = histograms(answers.tally)
-    charts = [*drawn, *present(steps, *pushes, drops, guard), *lengths]
-    return {
-        "title": run.config.training.run_name,
-        "state": state(run),
-        "finished": run.ended is not None and run.error is None,
-        "facts": facts(run),
-        "findings": findings(run, answers.tally, unreadable),
-        "curves": drawn,
-        "step_chart": steps,
-        "phases": phase_rows(run),
-        "pushes": pushes,
-        "push_meanings": push_meanings(pushes),
-        "servers": server_rows(run),
-        "drops": drops,
-        "drop_rows": drop_rows(run, meanings),
-        "guard": guard,
-        "guard_active": run.config.rollout_matching.repeat_terminate.enabled,
-        "finishes": finish_rows(answers.tally),
-        "faults": fault_rows(answers.tally),
-        "histograms": lengths,
-        "answers": answers,
-        "asked": "B" in run.channels,
-        "gallery": gallery,
-        "figures": {each.slug: each.figure for each in charts},
-        "config": _text(run, RESOLVED),
-        "run_json": _text(run, RUN),
-    }
+def _evaluations(
+    run: RunView, evaluations: Sequence[RunEvaluation], newest: RunEvaluation | None, out: Path
+) -> Section:
+    rows = []
+    for each in reversed(evaluations):
+        scores = [score(each.scores[name]) for name in SCORE_NAMES]
+        data = each.data.name + ("" if each.held_out else " (trained on)")
+        url = each.link(out)
+        page = link("answers and tables", url) if url else "not kept"
+        rows.append([f"{each.step:,}", *scores, data, page])
+    columns = ["#step", *(f"#{name}" for name in SCORE_NAMES), "data", "page"]
+    tables = [Table("Newest first", columns, rows)] if rows else []
+    lead = (
+        "A hit has an IoU of at least 0.5 and the right description. A run keeps the pages of its "
+        "evaluations with `rollout_matching.eval_detection.save_answers`."
+    )
+    if newest is None:
+        lead = (
+            "This run has no evaluation on held-out data. Its match rate is of images that it "
+            "trains on. A run evaluates itself with `data.val_jsonl`, `training.eval_strategy` "
+            f"and `training.eval_steps`. Evaluate a checkpoint with `{how_to_evaluate(run)}`"
+        )
+    return Section("evaluations", "Evaluations", lead, tables=tables)
 
 
-def _evaluated(run: RunView, out: Path) -> dict[str, Any]:
-    """What the page `out` has of the run's evaluations."""
-    found = evaluations_of(run)
-    first = headline(found, run.config.data.val_jsonl)
-    link = first.link(out) if first else ""
-    return {
-        "tiles": tiles(run, first, link or "#evaluations"),
-        "evaluations": [(each, each.link(out)) for each in reversed(found)],
-        "headline": first,
-        "how_to_evaluate": how_to_evaluate(run),
-    }
+def _curves(drawn: Sequence[Plot]) -> Section:
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for plot in drawn:
+        groups.setdefault(plot.group, []).append((plot.slug, plot.title))
+    lead = (
+        "Steps are counted from 1, as in metrics.jsonl and TensorBoard. Drag over a part to look "
+        "closer, double-click to see all again, click a name to hide it. Of 40 steps or more, the "
+        "strong line is the running mean. docs/metrics.md describes every metric."
+    )
+    return Section("curves", "Curves", lead if drawn else "No step is logged yet.", plots=groups)
 
 
-def _text(run: RunView, name: str) -> str:
-    return (run.folder.path / name).read_text(encoding="utf-8")
+def _servers(run: RunView) -> Section:
+    """Servers in the order of the log; the learner itself is one of them."""
+    pushes = [push for line in run.calls for push in line.get("pushes", ())]
+    calls = [call for line in run.calls for call in line.get("calls", ())]
+    lost = [server for line in run.calls for server, _ in line.get("lost", ())]
+    configured = [entry["base_url"] for entry in run.facts.get("servers", ())]
+    names = [*configured, *(each["server"] for each in [*pushes, *calls]), *lost]
+    rows = []
+    for server in dict.fromkeys(names):
+        seconds = [push["seconds"]["total"] for push in pushes if push["server"] == server]
+        outcomes = [call["outcome"] for call in calls if call["server"] == server]
+        answered = outcomes.count("answered")
+        mean = f"{sum(seconds) / len(seconds):.3g} s" if seconds else "-"
+        slowest = f"{max(seconds):.3g} s" if seconds else "-"
+        counts = [answered, len(outcomes) - answered, lost.count(server)]
+        rows.append([server, f"{len(seconds):,}", mean, slowest, *(f"{n:,}" for n in counts)])
+    columns = ["", "#pushes", "#mean", "#slowest", "#calls answered", "#failed", "#times lost"]
+    lead = "" if pushes else "No weights were pushed to a server."
+    tables = [Table("", columns, rows)] if rows else []
+    return Section("servers", "Servers and pushes", lead, tables=tables)
+
+
+def _dropped(run: RunView, answers: ReadAnswers) -> Section:
+    title = "What was dropped"
+    if "B" not in run.by_channel:
+        return Section("dropped", title, "No step generated answers yet.")
+    tally = answers.tally
+    tables = [
+        _count_table("Dropped objects, of all predicted", "#objects", dropped_objects(run)),
+        _count_table("Dropped answers", "#answers", dropped_answers(run, tally)),
+        _count_table("Faults of answers", "#answers", tally.fault_counts()),
+    ]
+    lead = f"Answers of {answers.read:,} of {answers.steps:,} steps are counted."
+    if not tally.answers:
+        lead = "No answers are logged (`training.log_rollouts`)."
+    return Section("dropped", title, lead, tables=[table for table in tables if table.rows])
+
+
+def _count_table(title: str, unit: str, counts: Sequence[Counted]) -> Table:
+    rows = [
+        [each.name, f"{each.count:,}", each.share, each.meaning] for each in counts if each.count
+    ]
+    return Table(title, ["", unit, "#share", "meaning"], rows)
 
 
 # Where an error ends several processes, each has seconds left: answers of so many steps are read.
@@ -135,22 +182,22 @@ _FEW = 100
 
 @contextmanager
 def reported(folder: Path, console: Console) -> Iterator[None]:
-    """Write report.html when the block is over, also when an error ended it.
+    """Write report.html at the end of the block, also after an error.
 
-    A report that cannot be written is told in one line; it ends no run and hides no error.
+    A report that fails is a warning: it ends no run and hides no error.
     """
     try:
         yield
     except Exception as error:
-        _write(folder, console, told(error))
+        _write(folder, console, error_text(error))
         raise
     _write(folder, console, None)
 
 
 def renew(folder: Path, console: Console) -> None:
-    """Write the report of a finished run again, which has a new evaluation.
+    """Write the report of a finished run again, after a new evaluation.
 
-    Of a run that goes on or was ended by an error, the command that writes it is named.
+    Of an unfinished or failed run, print the command that writes it.
     """
     if RunView.of(RunFolder.open(folder)).ended is not None:
         _write(folder, console, None)
@@ -158,8 +205,8 @@ def renew(folder: Path, console: Console) -> None:
         tell(console, f"The page of the run has it after: learner report {folder}")
 
 
-def told(error: Exception) -> str:
-    """The first line of what it says."""
+def error_text(error: Exception) -> str:
+    """The first line of its text, or its type."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
@@ -170,7 +217,7 @@ def _write(folder: Path, console: Console, error: str | None) -> None:
             return
         out = write_report(run, error=error, most_steps=MOST_STEPS if error is None else _FEW)
     except Exception as problem:  # noqa: BLE001  # a run does not end because of its report
-        line = f"Warning: no report.html: {told(problem)}; try learner report {folder}"
+        line = f"Warning: no report.html: {error_text(problem)}; try learner report {folder}"
     else:
         line = f"Report: {out}"
     tell(console, line)

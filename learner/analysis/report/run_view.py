@@ -1,10 +1,10 @@
-"""A run folder as the page shows it: its lines, its evaluations, and the head of the page."""
+"""A run folder as its page shows it: its lines, its evaluations, and the head of the page."""
 
 import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -12,22 +12,29 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from learner.analysis.report.page import Tile
 from learner.config import Config
 from learner.runs.checkpoint import checkpoints_in
 from learner.runs.console import channel_of, duration, number, score
 from learner.runs.run_folder import EVALUATIONS, METRICS, RESOLVED, RunFolder, total_steps
 from shared_contracts.errors import ContractError
 
+REPORT = "report.html"
+SCORES = "scores.json"
+
 Line = dict[str, Any]
-# (step, value); the value is None where it was not a number.
+# (step, value); the value is None where it was not a finite number.
 Point = tuple[int, float | None]
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_MEAN_OF = 10
 
 
 @dataclass(frozen=True)
 class RunView:
-    """metrics: lines of metrics.jsonl. calls: those of rollout_calls*.jsonl.
+    """metrics: lines of metrics.jsonl. calls: lines of rollout_calls*.jsonl.
 
-    error: what ended the run, where that is known.
+    error: what ended the run, if that is known.
     """
 
     folder: RunFolder
@@ -43,18 +50,21 @@ class RunView:
 
     @cached_property
     def steps(self) -> list[Line]:
-        """A line for each optimizer step that was logged."""
+        """The lines of optimizer steps."""
         return [line for line in self.metrics if "loss" in line]
 
     @cached_property
     def evaluations(self) -> list[Line]:
+        """The lines of evaluations."""
         return [line for line in self.metrics if "eval/f1" in line]
 
-    @property
-    def channels(self) -> str:
-        """Which channels it has run: `A`, `B`, `AB`, or nothing yet."""
-        ran = {bool(line.get("step/channel_b")) for line in self.steps}
-        return ("A" if False in ran else "") + ("B" if True in ran else "")
+    @cached_property
+    def by_channel(self) -> dict[str, list[Line]]:
+        """The lines of the steps of each channel that ran, `A` before `B`."""
+        lines: dict[str, list[Line]] = {}
+        for line in sorted(self.steps, key=channel_of):
+            lines.setdefault(channel_of(line), []).append(line)
+        return lines
 
     @property
     def last_step(self) -> int:
@@ -62,70 +72,51 @@ class RunView:
 
     @property
     def ended(self) -> Line | None:
-        """The line that says that training has ended, unless it went on since."""
+        """The summary of a finished run; None if the run continued after it."""
         last = self.metrics[-1] if self.metrics else {}
         return last if "train_runtime" in last else None
 
     @property
-    def total_steps(self) -> int | None:
-        """How many it is to have; None where that cannot be told yet."""
-        if self.ended is not None:
-            return self.last_step
-        return total_steps(self.config, self.steps[-1] if self.steps else None)
-
-    @property
     def replay(self) -> str:
-        """The command that builds a step again, without the step."""
+        """The command that replays a step, without the step."""
         return f"learner replay {shlex.quote(str(self.folder.path.absolute()))}"
 
-    def series(self, key: str, channel: str = "AB") -> list[Point]:
+    def series(self, key: str) -> list[Point]:
         """The values of a metric in the steps that have it."""
-        return points(of_channel(self.steps, channel), key)
+        return points_of(self.steps, key)
 
-    def mean_of_last(self, key: str, count: int = 10) -> float | None:
-        values = [value for _, value in self.series(key)[-count:] if value is not None]
-        return sum(values) / len(values) if values else None
+    def total(self, key: str) -> int:
+        """The sum of a counter over all steps."""
+        return int(sum(value or 0 for _, value in self.series(key)))
 
 
-def points(lines: Sequence[Line], key: str) -> list[Point]:
+def points_of(lines: Sequence[Line], key: str) -> list[Point]:
     return [(line["step"], line[key]) for line in lines if key in line]
 
 
-def of_channel(lines: Sequence[Line], channel: str) -> list[Line]:
-    return [line for line in lines if channel_of(line) in channel]
+def mean(points: Sequence[Point]) -> float | None:
+    """None without a finite value."""
+    known = [value for _, value in points if value is not None]
+    return sum(known) / len(known) if known else None
 
 
-def keys_below(lines: Sequence[Line], prefix: str) -> list[str]:
-    """Keys that begin with `prefix`, in the order in which they appear."""
-    return list(dict.fromkeys(key for line in lines for key in line if key.startswith(prefix)))
-
-
-def numbers(points: Sequence[Point]) -> Iterator[float]:
-    return (value for _, value in points if value is not None)
-
-
-REPORT = "report.html"
-SCORES = "scores.json"
-
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+SCORE_NAMES = ("f1", "precision", "recall", "ap")
 
 
 @dataclass(frozen=True)
 class RunEvaluation:
     """An evaluation of a run.
 
-    step: optimizer steps that the weights had made; 0 for the model that the run began with.
-    held_out: not on the samples that the run trains on. page: None where no answers were kept.
-    written: seconds since 1970; 0 of the run's own.
+    step: optimizer steps of the weights; 0 for the model that the run started from.
+    held_out: the data is not the training data. scores: of `SCORE_NAMES`.
+    page: None where no answers were kept.
+    written: seconds since 1970; 0 for an evaluation that the run itself made.
     """
 
     step: int
     data: Path
     held_out: bool
-    f1: float | None
-    precision: float | None
-    recall: float | None
-    ap: float | None
+    scores: dict[str, float | None]
     page: Path | None
     written: float = 0.0
 
@@ -135,7 +126,7 @@ class RunEvaluation:
 
 
 def evaluations_of(run: RunView) -> list[RunEvaluation]:
-    """In the order of their steps, of one step in the order in which they were made.
+    """In the order of steps; evaluations of one step in the order of their time.
 
     Raises ContractError where a `scores.json` cannot be read.
     """
@@ -146,7 +137,7 @@ def evaluations_of(run: RunView) -> list[RunEvaluation]:
 
 
 def headline(evaluations: list[RunEvaluation], data: Path | None) -> RunEvaluation | None:
-    """The newest one of trained weights on held-out data: on `data.val_jsonl` where there is one.
+    """The newest evaluation of trained weights on held-out data, preferably on `data`.
 
     data: `data.val_jsonl`.
     """
@@ -166,49 +157,43 @@ def how_to_evaluate(run: RunView) -> str:
 
 
 def _of_line(run: RunView, line: Line) -> RunEvaluation:
-    """Of the run itself, on `data.val_jsonl`."""
-    step = int(line["step"])
-    data = run.config.data.val_jsonl
-    assert data is not None, "a run that evaluates has it"
-    page = run.folder.path / EVALUATIONS / f"step_{step:06d}" / REPORT
-    return RunEvaluation(
-        step,
-        data,
-        _held_out(run, data),
-        f1=line["eval/f1"],
-        precision=line.get("eval/precision"),
-        recall=line.get("eval/recall"),
-        ap=line.get("eval/ap"),
-        page=page if page.is_file() else None,
-    )
+    """An evaluation that the run made, on `data.val_jsonl`."""
+    step, data = int(line["step"]), run.config.data.val_jsonl
+    assert data is not None, "a run that evaluates has data.val_jsonl"
+    scores = {name: line.get(f"eval/{name}") for name in SCORE_NAMES}
+    return _evaluation(run, step, data, scores, f"step_{step:06d}")
 
 
 def _of_folder(run: RunView, file: Path) -> RunEvaluation | None:
-    """Of `learner eval`; None for a folder of the run itself, or of weights it has not made."""
+    """An evaluation by `learner eval`; None for the run's own, or for weights of another run."""
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
-        step = _step_of(run, Path(told["checkpoint"])) if "checkpoint" in told else None
+        numbers = json.loads(file.read_text(encoding="utf-8"))
+        step = _step_of(run, Path(numbers["checkpoint"])) if "checkpoint" in numbers else None
         if step is None:
             return None
-        scores = {name: told["scores"][name] for name in ("f1", "precision", "recall")}
-        data, ap = Path(told["data"]), told["coco"]["bbox"]["objects"]["ap"]
+        every = {**numbers["scores"], "ap": numbers["coco"]["bbox"]["objects"]["ap"]}
+        data, scores = Path(numbers["data"]), {name: every[name] for name in SCORE_NAMES}
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = f"is no {SCORES} of this version ({type(error).__name__}: {error})"
         raise ContractError(str(file), found, "Remove its folder, or evaluate again") from error
-    page = file.with_name(REPORT)
-    return RunEvaluation(
-        step,
-        data,
-        _held_out(run, data),
-        **scores,
-        ap=ap,
-        page=page if page.is_file() else None,
-        written=file.stat().st_mtime,
-    )
+    return _evaluation(run, step, data, scores, file.parent.name, file.stat().st_mtime)
+
+
+def _evaluation(
+    run: RunView,
+    step: int,
+    data: Path,
+    scores: dict[str, float | None],
+    folder: str,
+    written: float = 0.0,
+) -> RunEvaluation:
+    held_out = data.resolve() != Path(run.config.data.train_jsonl).resolve()
+    page = run.folder.path / EVALUATIONS / folder / REPORT
+    return RunEvaluation(step, data, held_out, scores, page if page.is_file() else None, written)
 
 
 def _step_of(run: RunView, checkpoint: Path) -> int | None:
-    """None for weights that are not of the run, or of steps that it has thrown away since."""
+    """None for weights of another run, or of steps that the run has discarded."""
     if checkpoint == run.config.model.model:
         return 0
     named = _CHECKPOINT.fullmatch(checkpoint.name)
@@ -219,26 +204,9 @@ def _step_of(run: RunView, checkpoint: Path) -> int | None:
     return step if step <= run.last_step else None
 
 
-def _held_out(run: RunView, data: Path) -> bool:
-    return data.resolve() != Path(run.config.data.train_jsonl).resolve()
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A number worth large letters. note: what it is the mean of, and the like.
-
-    link: where more of it is; empty where that is nowhere.
-    """
-
-    name: str
-    value: str
-    note: str = ""
-    link: str = ""
-
-
 def state(run: RunView) -> str:
-    """One sentence."""
-    total = run.total_steps
+    """The state of a run in one sentence."""
+    total = total_steps(run.config, run.steps[-1] if run.steps else None)
     steps = f"step {run.last_step:,}" + (f" of {total:,}" if total else "")
     if run.error is not None:
         return f"Ended by an error at {steps}."
@@ -255,9 +223,9 @@ def state(run: RunView) -> str:
 
 
 def tiles(run: RunView, evaluation: RunEvaluation | None, link: str) -> list[Tile]:
-    """The run's headline, which is the F1 of an evaluation, then what else is known.
+    """The held-out F1, then the newest numbers of training.
 
-    evaluation: None where the run has none. link: of its page, or of how to get one.
+    evaluation: None where the run has none. link: URL of its page, or of how to get one.
     """
     if evaluation is None:
         note = "this run has no evaluation; how to get one"
@@ -265,43 +233,16 @@ def tiles(run: RunView, evaluation: RunEvaluation | None, link: str) -> list[Til
     else:
         note = f"after step {evaluation.step:,}, {evaluation.data.name}"
         found = [
-            Tile("Held-out F1", score(evaluation.f1), note, link),
-            Tile("Precision", score(evaluation.precision), "same evaluation"),
-            Tile("Recall", score(evaluation.recall), "same evaluation"),
+            Tile("Held-out F1", score(evaluation.scores["f1"]), note, link),
+            Tile("Precision", score(evaluation.scores["precision"]), "same evaluation"),
+            Tile("Recall", score(evaluation.scores["recall"]), "same evaluation"),
         ]
-    match_rate = "stage2_ab/channel_b/match_rate"
-    if series := run.series(match_rate):
-        note = f"of training images, {_of_last(series)} with answers"
-        found.append(Tile("Match rate", score(run.mean_of_last(match_rate)), note))
-    if series := run.series("loss"):
-        note = _of_last(series)
-        found.append(Tile("Loss", number(run.mean_of_last("loss")), note))
-    if series := run.series("time/step_s"):
-        value = number(run.mean_of_last("time/step_s"))
-        found.append(Tile("Seconds a step", value, _of_last(series)))
+    for name, key, written, of in (
+        ("Match rate", "stage2_ab/channel_b/match_rate", score, ", of training images"),
+        ("Loss", "loss", number, ""),
+        ("Seconds a step", "time/step_s", number, ""),
+    ):
+        if last := run.series(key)[-_MEAN_OF:]:
+            note = f"mean of the last {len(last)} steps" if len(last) > 1 else "of one step"
+            found.append(Tile(name, written(mean(last)), note + of))
     return found
-
-
-def _of_last(series: Sequence[Point]) -> str:
-    count = min(10, len(series))
-    return f"mean of the last {count} steps" if count > 1 else "of one step"
-
-
-def facts(run: RunView) -> dict[str, str]:
-    """What the run is."""
-    config, known = run.config, run.facts
-    versions: dict[str, Any] = known.get("versions", {})
-    rollouts, kind = known.get("rollouts"), config.tuner.train_type
-    shown = {
-        "variant": f"{config.custom.trainer_variant}, channel B in {config.b_ratio:%} of the steps",
-        "model": str(config.model.model),
-        "trained": {"full": "all weights"}.get(kind, kind),
-        "answers by": f"{known.get('rollout_backend')}: {rollouts}" if rollouts else "",
-        "weights travel": known.get("sync_mode") or "",
-        "data": str(config.data.train_jsonl),
-        "batch": f"{config.training.effective_batch_size} samples a step",
-        "commit": (known.get("commit") or "")[:12],
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "python": str(known.get("python", "")),
-    }
-    return {name: value for name, value in shown.items() if value}

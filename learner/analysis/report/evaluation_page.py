@@ -1,0 +1,149 @@
+"""`report.html` of an evaluation: its scores as tables, and its answers as pictures."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from learner.analysis.report.answers import sample_answers
+from learner.analysis.report.gallery import gallery
+from learner.analysis.report.page import Section, Table, Tile, asset, publish_page
+from learner.config.rollout_matching import MatchingConfig
+from learner.runs.console import counted, fraction, score
+from learner.runs.rollout_log import LoggedAnswer
+
+# Rows of the tables of descriptions and of mistakes.
+MOST_DESCRIPTIONS = 1000
+MOST_MISTAKES = 20
+
+Numbers = Mapping[str, Any]
+
+
+def write_gallery(
+    answers: Sequence[LoggedAnswer],
+    out: Path,
+    title: str,
+    facts: Mapping[str, str],
+    numbers: Numbers | None = None,
+) -> None:
+    """Write a page with the worst 200 of these answers and a seeded draw, e.g. of an evaluation.
+
+    facts: shown at the head, in this order. numbers: as `scores.json` has them.
+    """
+    resolution = MatchingConfig().maskiou_resolution
+    values = {
+        "title": title,
+        "state": _state(numbers) if numbers else "",
+        "finished": False,
+        "tiles": _tiles(numbers) if numbers else [],
+        "findings": [],
+        "facts": facts,
+        "sections": list(_sections(numbers)) if numbers else [],
+        "plots": {},
+        "gallery": gallery(sample_answers(answers), len(answers), resolution),
+        "texts": {},
+    }
+    publish_page(out, [asset("gallery.js"), asset("sort.js")], values)
+
+
+def precision_title(protocol: str, ranked_by: str) -> str:
+    """Title of a table of average precision. protocol, ranked_by: as in `scores.json`."""
+    by = "ranked by confidence" if ranked_by == "confidence" else "every detection has the score 1"
+    return f"{protocol.upper()}'s average precision; {by}"
+
+
+def _state(numbers: Numbers) -> str:
+    answers = counted(numbers["answers"]["count"], "answer")
+    least = numbers["iou_threshold"]
+    return f"{answers}; a hit has an IoU of at least {least} and the right description."
+
+
+def _tiles(numbers: Numbers) -> list[Tile]:
+    scores, boxes = numbers["scores"], numbers["coco"]["bbox"]["objects"]
+    protocol = numbers["protocol"].upper()
+    return [
+        Tile("F1", score(scores["f1"]), "of all objects"),
+        Tile("F1@mIoU", score(scores["f1_miou"]), "mean of IoU 0.50 to 0.95"),
+        Tile("Precision", score(scores["precision"]), f"of {scores['predicted']:,} predicted"),
+        Tile("Recall", score(scores["recall"]), f"of {scores['ground_truths']:,} ground truths"),
+        Tile("F1 of boxes alone", score(scores["box_f1"]), "descriptions are ignored"),
+        Tile("AP", score(boxes["ap"]), f"{protocol}'s, IoU 0.50 to 0.95"),
+        Tile("AP50", score(boxes["ap50"]), f"{protocol}'s, IoU 0.50"),
+        Tile("Duplicates", f"{scores['duplicates']:,}", "same description, IoU of 0.9 or more"),
+        Tile("Oversized", f"{scores['oversized']:,}", "as large as the image, and no hit"),
+    ]
+
+
+_SCORES = ("f1", "precision", "recall")
+_COUNTS = ("hits", "predicted", "ground_truths")
+_OF_DESCRIPTION = ("f1_miou", "f1_95", "ap", "ap50")
+_OF_DETECTIONS = ("ap", "ap50", "ap75", "ar")
+
+
+def _sections(numbers: Numbers) -> Iterator[Section]:
+    parts = numbers["breakdown"]
+    # By F1, frequent ones first where it is equal.
+    by_f1 = sorted(parts["descriptions"], key=lambda each: (each["f1"], -each["ground_truths"]))
+    shown = by_f1[:MOST_DESCRIPTIONS]
+    lead = f"{len(shown):,} of {len(by_f1):,} descriptions, the lowest F1 first. "
+    lead += "Choose a column to sort by it. `scores.json` has all descriptions."
+    if not shown:
+        lead = "Nothing is annotated, and nothing was predicted."
+    scores = (*_SCORES, *_OF_DESCRIPTION)
+    descriptions = _table("", shown, ["name"], scores, _COUNTS, sortable=True)
+    yield Section("descriptions", "Descriptions", lead, tables=[descriptions] if shown else [])
+    yield _mistakes(parts["confusion"], {each["name"]: each for each in parts["descriptions"]})
+    detections = [
+        {"what": {"bbox": "boxes", "segm": "masks"}[kind] + beside, **detected[part]}
+        for kind, detected in numbers["coco"].items()
+        for part, beside in (("objects", ""), ("alone", ", descriptions ignored"))
+    ]
+    title = precision_title(numbers["protocol"], numbers["ranked_by"])
+    sizes = "By size: areas up to 32², up to 96² and above, in pixels"
+    tables = [
+        _table("By the IoU that a hit needs", parts["thresholds"], ["iou"], _SCORES, ["hits"]),
+        _table(sizes, parts["sizes"], ["size"], _SCORES, _COUNTS),
+        _table(title, detections, ["what"], _OF_DETECTIONS, []),
+    ]
+    yield Section("thresholds", "IoU and size", tables=tables)
+
+
+def _table(
+    title: str,
+    rows: Sequence[Numbers],
+    names: Sequence[str],
+    scores: Sequence[str],
+    counts: Sequence[str],
+    *,
+    sortable: bool = False,
+) -> Table:
+    """A row for each of `rows`, with these keys of it."""
+    heads = [f"#{key.replace('_', ' ')}" for key in (*scores, *counts)]
+    cells = [
+        [
+            *(str(row[key]) for key in names),
+            *(score(row[key]) for key in scores),
+            *(f"{row[key]:,}" for key in counts),
+        ]
+        for row in rows
+    ]
+    return Table(title, [*names, *heads], cells, sortable)
+
+
+def _mistakes(confusion: Sequence[Numbers], descriptions: Mapping[str, Numbers]) -> Section:
+    """The most frequent pairs of what is there and what was answered at its place."""
+    rows = []
+    for each in confusion:
+        truth, predicted, count = each["truth"], each["predicted"], each["count"]
+        if truth == predicted:
+            continue
+        if truth is None:
+            share = fraction(count, descriptions[predicted]["predicted"])
+        else:
+            share = fraction(count, descriptions[truth]["ground_truths"])
+        rows.append([truth or "nothing", predicted or "missed", f"{count:,}", share])
+    lead = "The share is of what is there, or of the predictions where nothing is."
+    if not rows:
+        lead = "No object was missed, made up, or given a wrong description."
+    table = Table("", ["there", "answered", "#objects", "#share"], rows[:MOST_MISTAKES])
+    title = "Most frequent mistakes"
+    return Section("confusion", title, lead, tables=[table] if rows else [])
