@@ -17,7 +17,7 @@ from benchmarks.results import read_json, table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
-NAMES = ("demo", "server", "weight_sync", "data_plane", "losses", "full_size", "steps", "simulate")
+NAMES = ("demo", "server", "weight_sync", "data_plane", "losses", "full_size", "steps")
 
 
 def measure(name: str, out: Path) -> bool:

@@ -9,6 +9,15 @@ from learner.commands.config import config_app
 from learner.commands.data import data_app
 from learner.commands.toy import toy_app
 from shared_contracts.cli import HELP_OPTIONS, print_version, run_program, without_flag_types
+from shared_contracts.errors import ContractError
+
+# Commands of earlier versions, and what to use.
+REMOVED = {
+    "probe": "`learner doctor` checks a server and requests one answer",
+    "simulate": "`learner estimate` prints the seconds of a step for 1 to N servers",
+    "watch": "`learner train` shows its progress; TensorBoard and `learner report RUN` show a run",
+}
+
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP_OPTIONS
@@ -32,19 +41,31 @@ app.command(rich_help_panel=_RUN)(run.train)
 app.command(rich_help_panel=_RUN)(run.launch)
 app.command("eval", rich_help_panel=_RUN)(run.evaluate)
 app.command(rich_help_panel=_RUN)(run.demo)
-app.command(rich_help_panel=_LOOK)(look.watch)
 app.command(rich_help_panel=_LOOK)(look.report)
 app.command(rich_help_panel=_LOOK)(look.replay)
 app.command(rich_help_panel=_LOOK)(look.compare)
 app.command(rich_help_panel=_PREPARE)(init.init)
 app.command(rich_help_panel=_PREPARE)(prepare.export)
 app.command(rich_help_panel=_PREPARE)(prepare.estimate)
-app.command(rich_help_panel=_PREPARE)(prepare.simulate)
 app.command(rich_help_panel=_PREPARE)(prepare.preflight)
 app.add_typer(data_app, name="data", rich_help_panel=_PREPARE)
 app.add_typer(toy_app, name="toy", rich_help_panel=_PREPARE)
 app.command(rich_help_panel=_CHECK)(check.doctor)
 app.add_typer(config_app, name="config", rich_help_panel=_CHECK)
+
+
+def _add_removed(name: str, instead: str) -> None:
+    """Add a hidden command that raises ContractError, whatever its arguments."""
+
+    def removed(context: typer.Context) -> None:
+        raise ContractError(f"learner {name}", "the command was removed", instead)
+
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(name, hidden=True, context_settings=anything)(removed)
+
+
+for _name, _instead in REMOVED.items():
+    _add_removed(_name, _instead)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`learner watch`, `report`, `replay` and `compare`: what shows runs, from their folders alone."""
+"""`learner report`, `replay` and `compare`: what shows runs, from their folders alone."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,30 +13,6 @@ if TYPE_CHECKING:
     from learner.analysis.replay.compare import Difference
     from learner.analysis.replay.rebuild import LoggedStep, Rebuilder, StepLog
     from learner.runs.rollout_log import StepAnswer
-
-_INTERRUPTED = 130
-
-
-def watch(
-    run: Annotated[Path, typer.Argument(help="Run folder: training.output_dir of a run.")],
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="When the run has ended, wait until it is resumed.")
-    ] = False,
-    wait: Annotated[
-        float, typer.Option(help="Seconds to wait for a run that has not started yet.", min=0)
-    ] = 600,
-) -> None:
-    """Show a run in the terminal until it ends. Reads only the files of the run.
-
-    Ctrl-C ends the view and does not affect the run. Exit code 1 if the process of the run is gone.
-    """
-    try:
-        from learner.analysis.watch import await_run, watch_run
-
-        watch_run(await_run(run, 0.0 if once else wait), once, follow)
-    except KeyboardInterrupt:
-        raise typer.Exit(_INTERRUPTED) from None
 
 
 def report(

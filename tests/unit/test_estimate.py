@@ -267,14 +267,17 @@ def test_command_prints_tables_or_json_and_refuses_bad_input(
     server = document["server"]
     assert server["token_bytes"] * server["sequence_tokens"] == server["sequence_bytes"]
     assert document["push_bytes"] == document["channels"]["A"]["weights_bytes"]
+    steps = [document["served_steps_seconds_at_best"][str(count)] for count in (1, 2, 4, 8)]
+    assert steps == sorted(steps, reverse=True)
+    least = document["channels"]["B"]["step_seconds_at_best"] + document["push_seconds_at_best"]
+    assert steps[-1] >= least
+    assert "expected" in CliRunner().invoke(app, ["estimate", str(both), "--gpu", "h100"]).stdout
     tiny = Gpu("H100", 2**20, 1e12, 1e12, 1e12, 1e12)
     monkeypatch.setitem(GPUS, "H100", tiny)
     refused = CliRunner().invoke(app, words)
     assert isinstance(refused.exception, ContractError)
     assert "a learner needs" in str(refused.exception)
     monkeypatch.undo()
-    simulated = CliRunner().invoke(app, ["simulate", str(file), "--gpu", "H100", "--steps", "2"])
-    assert simulated.exit_code == 0, simulated.output
     uneven = CliRunner().invoke(app, [*words, "--gpus", "3"])
     assert "effective_batch_size" in str(uneven.exception)
 

@@ -4,9 +4,11 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 
+from learner.config import load_config
 from learner.models.packed_forward import Segment
 from learner.rollout.distribution import CHUNKS_AHEAD
 from learner.rollout.policy import Asking, OpenBackend, Policy
@@ -19,10 +21,10 @@ from shared_contracts.errors import RunError
 from shared_contracts.infer import InferCall, RequestConfig
 from tests.unit.fleets import SEED, Fleet, S, fleet, requests, wait_until
 from tests.unit.scripted_server import Reply, bodies, problem
-from tests.unit.simulated import simulated_config
 
 pytestmark = pytest.mark.req("FULL-06", "STEP-03")
 
+WARMUP = Path(__file__).parents[2] / "configs" / "demo" / "warmup.yaml"
 # Only a test that fails waits so long.
 WAIT_S = 60.0
 CONFIG = RequestConfig(seed=SEED, max_tokens=4)
@@ -95,7 +97,7 @@ def step_of(run: Fleet, count: int, rank: int = 0) -> Iterator[tuple[NoTraining,
     asking = Asking("Detect.", None, RequestConfig(max_tokens=4))
     backend = run.backend
     policy = Policy(OpenBackend(backend, backend.version, stream=backend.stream), asking)
-    channel, packer = NoTraining(), Packer(simulated_config().training, 1024)
+    channel, packer = NoTraining(), Packer(load_config(WARMUP).training, 1024)
     source = SynchronousRollouts(policy, channel, packer, seed=5, rank=rank)
     samples = [Sample(str(number), (), 64, 64, ()) for number in range(count)]
     with source.feed(3, samples, PhaseClock()) as feed:

@@ -9,10 +9,13 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
 from learner.analysis.replay.rebuild import LoggedStep, Rebuilder
+from learner.runs.declared import ANSWER_FAULTS
 from learner.runs.metrics import Payload
 from learner.runs.rollout_log import LoggedAnswer, StepAnswer
 from learner.types import AssessedRollout
 from shared_contracts.errors import ContractError
+
+_FAULTS = {f"stage2_ab/channel_b/{fault}" for fault in ANSWER_FAULTS}
 
 Stage = Literal["parse", "match", "target", "packs", "metrics"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -110,11 +113,12 @@ def _stages(
     yield "packs", packs
     if step.metrics:
         rebuilt = payload.metrics()
-        logged = step.metrics  # an earlier version logged fewer of them
-        yield (
-            "metrics",
-            [Values({key: logged[key]}, {key: rebuilt[key]}) for key in rebuilt if key in logged],
-        )
+        # An earlier version logged neither faults of answers nor each counter that is 0.
+        logged = {
+            key: step.metrics.get(key, NOTHING if value and key not in _FAULTS else value)
+            for key, value in rebuilt.items()
+        }
+        yield "metrics", [Values({key: logged[key]}, {key: rebuilt[key]}) for key in rebuilt]
 
 
 def _values(answer: StepAnswer, logged: Any, rebuilt: Any) -> Values:

@@ -10,7 +10,7 @@ from typing import Literal
 from learner.analysis.report.answers import LEFT_OUT, WRONG, Counted, Tally
 from learner.analysis.report.run_view import Line, Point, RunView, mean, points_of
 from learner.runs.console import counted, fraction, number, score
-from learner.runs.declared import CHANNEL_B, ANSWER_FAULTS
+from learner.runs.declared import ANSWER_FAULTS, CHANNEL_B
 
 Weight = Literal["bad", "look", "good"]
 
@@ -72,7 +72,8 @@ def dropped_objects(run: RunView) -> list[Counted]:
 
 def dropped_answers(run: RunView, tally: Tally) -> list[Counted]:
     """Answers that were not read to their end, by reason, with their share of the read answers."""
-    meanings = {**ANSWER_FAULTS, "invalid_rollout": "no start of the answer format"}
+    meanings = {str(fault): meaning for fault, meaning in ANSWER_FAULTS.items()}
+    meanings["invalid_rollout"] = "no start of the answer format"
     return [
         Counted.of(name, meaning, run.total(f"{B}{name}"), tally.answers)
         for name, meaning in meanings.items()

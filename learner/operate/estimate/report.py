@@ -1,5 +1,6 @@
 """An estimate of a run on GPUs of one kind: for a person, as JSON, and what does not fit."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,17 @@ from learner.training.start_checks import (
 from learner.types import Channel, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.footprint import engine_share
+
+# Numbers of GPUs of servers that the table of steps compares.
+SERVERS = (1, 2, 4, 8)
+# Shares of the bound that measured steps of other programs reach.
+REACHED = (0.55, 0.69)
+# Read on 2026-11-25: run, what was measured, and what this estimate says of the same run.
+PUBLISHED = (
+    ("Qwen3-4B, LoRA, 1 x H100, packs of 16k, prime-rl", "6,230 tokens/s", "8,986 tokens/s"),
+    ("Qwen3-4B, all weights, 8 x H200, packs of 65k", "36 % MFU", "-"),
+    ("push of Qwen3-4B, 8 x H100, NeMo-RL", "0.21 to 0.34 s", "-"),
+)
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,31 @@ class Estimate:
         """Seconds of a push at best."""
         return self.gather_s + self.send_s
 
+    def rollouts_s(self, servers: int) -> float:
+        """Seconds at best in which GPUs of `servers` answer the samples of a step.
+
+        The samples of all processes are spread evenly. A decoded token reads all weights and the
+        cache of each sequence; answers have `max_new_tokens`, and a prompt token is 2 FLOPs for
+        each weight.
+        """
+        served = self.served
+        assert served is not None, "the run has servers"
+        new = self.config.rollout_matching.max_new_tokens
+        each = math.ceil(self.samples * self.processes / servers)
+        rounds = math.ceil(each / served.at_once)
+        token_s = (served.weights + math.ceil(each / rounds) * served.sequence) / self.gpu.bandwidth
+        prompts = each * (served.length - new)
+        return rounds * new * token_s + prompts * 2 * self.parameters / self.gpu.flops
+
+    def served_step_s(self, servers: int) -> float:
+        """Seconds of a step of channel B at best: a push, then the longer of both sides.
+
+        With GPUs of their own, servers answer while the learner trains (STEP-03). A colocated
+        server and a learner take turns.
+        """
+        sides = self.rollouts_s(servers), self.step_s(self.costs["B"])
+        return self.push_s + (sum(sides) if self.colocated else max(sides))
+
     @property
     def sequences(self) -> int | None:
         """How many sequences of the longest kind a server's GPU can hold at once."""
@@ -229,6 +266,11 @@ def as_json(found: Estimate) -> dict[str, Any]:
         "push_bytes": found.pushed,
         "push_seconds_at_best": found.push_s,
         "push_gather_seconds_at_best": found.gather_s,
+        "served_steps_seconds_at_best": {
+            str(count): found.served_step_s(count)
+            for count in SERVERS
+            if found.served is not None and "B" in found.costs
+        },
         "server": None
         if found.served is None
         else {
@@ -280,3 +322,20 @@ def tables(found: Estimate) -> Iterator[tuple[str, Table]]:
         servers.add_row("sequences at once", f"{found.sequences}")
         servers.add_row("decode_batch_size", f"{found.served.at_once}")
         yield "Each GPU of a server", servers
+    if found.served is not None and "B" in found.costs:
+        steps = new_table("#GPUs of servers", "#answers", "#learning", "#step", "#expected")
+        for count in (1,) if found.colocated else SERVERS:
+            best = found.served_step_s(count)
+            sides = found.rollouts_s(count), found.step_s(found.costs["B"])
+            expected = f"{best / REACHED[1]:.3g} to {best / REACHED[0]:.3g}"
+            steps.add_row(f"{count}", *(f"{s:.3g}" for s in (*sides, best)), expected)
+        yield "Seconds of a step of channel B: at best, and expected (69 to 55 % of that speed)", steps
+    yield "What others have measured", _published()
+
+
+def _published() -> Table:
+    """Runs of other programs. Real steps take 60 to 70 % of what a GPU can do at best."""
+    table = new_table("run", "measured", "our bound")
+    for row in PUBLISHED:
+        table.add_row(*row)
+    return table
