@@ -92,6 +92,7 @@ class Info(_Wire):
     world_size: engine workers over all replicas.
     max_model_len: tokens of a context; null until an engine has told.
     enable_lora: an adapter may be pushed instead of full weights.
+    enable_prefix_caching: the engines reuse the caches of equal prompts; null: not reported.
     server_epoch: changes when the server was started anew, or one of its replicas was lost.
     owner: the learner that pushes to this server; null before one came and after it has left.
     host: name of the server's machine. gpus: their ids there; none on a CPU or where Ray places.
@@ -105,6 +106,7 @@ class Info(_Wire):
     max_model_len: Count | None
     max_num_seqs: Count
     enable_lora: bool
+    enable_prefix_caching: bool | None = None
     weights_state: WeightState
     weights_version: Count
     weight_transport: Transport

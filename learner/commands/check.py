@@ -1,16 +1,12 @@
 """`learner doctor`: checks of a set-up before GPUs are paid for (DEP-03)."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from learner.commands.config import ConfigFile, ConfigOption, only_config
 from learner.distributed.waiting import use_passive_wait
 from shared_contracts.cli import RUN_FAILED
-
-if TYPE_CHECKING:
-    from learner.config.schema import Config
-    from learner.operate.doctor.findings import Finding
 
 
 def doctor(
@@ -40,42 +36,18 @@ def doctor(
     use_passive_wait()
     console = Console(stderr=True)
     with console.status("Looking at files and libraries", spinner="line") as status:
-        from learner.operate.doctor.findings import failed, skipped
+        from learner.operate.doctor.findings import as_json, failed, summary, table
         from learner.operate.doctor.run import examine
-        from learner.operate.doctor.weights import PUSH
 
         findings = []
-        for finding in examine(parsed):
+        for finding in examine(parsed, push=push):
             status.update(f"After {finding.check} {finding.about}")
             findings.append(finding)
-        if push and failed(findings):
-            findings.append(skipped(PUSH, "waits for the checks that failed"))
-        elif push:
-            status.update("Pushing the checkpoint and comparing answers")
-            findings += _push(parsed)
-    _show(findings, json)
-
-
-def _push(config: "Config") -> "list[Finding]":
-    from learner.operate.doctor.weights import push_checkpoint, require_servers
-    from learner.training.start_checks import reach_servers
-
-    require_servers(config)
-    return list(push_checkpoint(config, reach_servers(config)))
-
-
-def _show(findings: "list[Finding]", json: bool) -> None:
-    """Print the findings; exit code 1 when one of them is a failure."""
-    from rich.console import Console
-
-    from learner.operate.doctor.findings import as_json, failed, summary, tables
-
     if json:
         typer.echo(as_json(findings))
     else:
         shown = Console()
-        for table in tables(findings):
-            shown.print(table)
+        shown.print(table(findings))
         shown.print(summary(findings), highlight=False)
     if failed(findings):
         raise typer.Exit(RUN_FAILED)

@@ -1,36 +1,264 @@
-"""The process group of a run: one process, or as many as torchrun has started (DDP-01).
+"""The processes of a run: one, or as many as torchrun started (DDP-01).
 
-Gradients go over NCCL between GPUs and over gloo between CPUs; everything else over a store
-of its own, which rank 0 holds.
+Gradients go over NCCL between GPUs and over gloo between CPUs. Results of `all_gather` go over a
+gloo group of their own, whose collectives have a time-out and break at once when a process dies.
+The first failure of a run is stored in process 0; a thread of every process looks for it.
 """
 
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from torch.distributed import TCPStore
+from torch import Tensor
+from torch.distributed import Store, TCPStore
 
-from learner.distributed.peers import SINGLE_PROCESS, Peers, StorePeers
+from learner.distributed.peers import SINGLE_PROCESS, Peers, described, rebuilt
+from learner.distributed.waiting import waiting_for
+from shared_contracts.cli import describe, exit_code
 from shared_contracts.errors import ContractError, RunError
 
-# Of one collective. It is long, as processes wait for each other in the store before.
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+T = TypeVar("T")
+# `ProcessGroup` or `ProcessGroupGloo`: the stubs of torch lack their methods.
+Group: TypeAlias = Any
+
+# Of a collective of gradients; of one of results, which includes the work of the slowest process.
+COLLECTIVE_TIMEOUT, PATIENCE = timedelta(minutes=30), timedelta(hours=2)
 _CONNECT_S = 60.0
-# In what the transports of collectives raise.
-_TRANSPORTS = ("gloo", "NCCL")
+_FAILED = "failed"
+_BROKEN = "a learner process is gone, the connection broke"
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds.
+
+    beat: between two looks for a failure elsewhere.
+    grace: how long a process may still end by itself after the run failed elsewhere.
+    linger: how long process 0, which holds the store, waits for the others to leave.
+    unwind: how long a process that failed may take to end.
+    """
+
+    beat: float = 1.0
+    grace: float = 5.0
+    linger: float = 8.0
+    unwind: float = 20.0
+
+
+class GroupPeers:
+    """Several processes with a store and a gloo group, whose collectives have a time-out.
+
+    launcher: the process that started this one, whose end ends the run; None: it is not looked at.
+    end: ends this process at once, with an exit code.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        count: int,
+        store: Store,
+        group: Group,
+        timing: Timing | None = None,
+        launcher: int | None = None,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self.rank = rank
+        self.count = count
+        self._store = store
+        self._group = group
+        self._timing = timing or Timing()
+        self._launcher = launcher
+        self._end = end
+        self._rounds = 0
+        self._own: BaseException | None = None  # the last error of this process
+        self._others: BaseException | None = None  # the last failure elsewhere, raised here
+        self._failed_at: float | None = None
+        self._stopped = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+
+    def all_gather(
+        self, work: Callable[[], T], meanwhile: Callable[[], object] | None = None
+    ) -> list[T]:
+        try:
+            data = json.dumps(work()).encode()
+        except BaseException as error:
+            if error is not self._own and error is not self._others:  # not of a round in `work`
+                self._send(error)
+            raise
+        lengths = [int(length) for length in self._collective(torch.tensor([len(data)]), meanwhile)]
+        for rank, length in enumerate(lengths):
+            if length < 0:
+                sent = json.loads(self._store.get(f"error/{rank}/{-length}"))
+                self._others = rebuilt(sent, rank)
+                raise self._others
+        own = torch.zeros(max(lengths), dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = self._collective(own, meanwhile)
+        return [
+            json.loads(part[:length].numpy().tobytes())
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+
+    @contextmanager
+    def propagate_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            first = self._first_failure(error)
+            if first is error:
+                raise
+            raise first from error
+
+    @contextmanager
+    def guarded(self) -> "Iterator[GroupPeers]":
+        """Around everything that this process does; the first failure of the run ends all.
+
+        Raises the failure of another process in place of its effects here, such as a collective
+        that breaks.
+        """
+        self._watcher.start()
+        try:
+            with self.propagate_errors():
+                yield self
+                self.all_gather(lambda: None)
+        finally:
+            self._leave()
+
+    def _send(self, error: BaseException) -> None:
+        """Give `error` to the collective that the others are in, or enter next; do not wait."""
+        self._own = error
+        with suppress(RuntimeError):
+            number = self._rounds + 1
+            self._store.set(f"error/{self.rank}/{number}", json.dumps(described(error)))
+            self._start(torch.tensor([-number]))
+
+    def _start(self, own: Tensor) -> tuple[Any, list[Tensor]]:
+        """Start a collective; returns its handle and what it fills: `own` of every process."""
+        self._rounds += 1
+        self._store.set(f"round/{self.rank}", str(self._rounds))
+        parts = [torch.empty_like(own) for _ in range(self.count)]
+        return self._group.allgather([parts], [own]), parts
+
+    def _collective(self, own: Tensor, meanwhile: Callable[[], object] | None) -> list[Tensor]:
+        """`own` of every process, by rank; of the same shape in all of them."""
+        handle, parts = self._start(own)
+        looked, pause = time.monotonic(), _SHORTEST_PAUSE_S
+        with waiting_for("the other learner processes", self._late):
+            while not handle.is_completed():
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                if time.monotonic() - looked < self._timing.beat:
+                    continue
+                looked = time.monotonic()
+                if (failure := self._failure_elsewhere()) is not None:
+                    self._others = failure
+                    raise failure
+                if meanwhile is not None:
+                    meanwhile()
+        try:
+            handle.wait()
+        except RuntimeError as error:
+            late = self._late()
+            about = f" ({late})" if late else ""
+            raise RunError(f"{_BROKEN}{about}: {_first_line(error)}") from error
+        return parts
+
+    def _late(self) -> str:
+        """The processes that did not start the newest collective of this one."""
+        late = []
+        with suppress(RuntimeError):  # process 0 died, with the store
+            for rank in range(self.count):
+                key = f"round/{rank}"
+                if not self._store.check([key]) or int(self._store.get(key)) < self._rounds:
+                    late.append(str(rank))
+        return f"late: learner process {', '.join(late)}" if late else ""
+
+    def _first_failure(self, error: BaseException) -> BaseException:
+        """The first failure of the run: `error`, which is stored, or one of another process."""
+        if error is self._others:
+            return error
+        if isinstance(error, Exception) and error is not self._own:
+            if (failure := self._failure_elsewhere()) is not None:
+                self._others = failure
+                return failure
+            if _is_of_a_connection(error):
+                error = RunError(f"{_BROKEN}: {_first_line(error)}")
+        self._own = error
+        if self._failed_at is None:
+            self._failed_at = time.monotonic()
+        with suppress(RuntimeError):
+            stored = json.dumps({"rank": self.rank, "error": described(error)})
+            self._store.compare_set(_FAILED, "", stored)
+        return error
+
+    def _failure_elsewhere(self) -> RunError | ContractError | None:
+        try:
+            if self._store.check([_FAILED]):
+                stored = json.loads(self._store.get(_FAILED))
+                own = stored["rank"] == self.rank
+                return None if own else rebuilt(stored["error"], stored["rank"])
+        except RuntimeError as error:
+            return RunError(f"learner process 0 is gone: {_first_line(error)}")
+        if self._launcher is not None and os.getppid() != self._launcher:
+            return RunError("the program that launched the learner processes is gone")
+        return None
+
+    def _watch(self) -> None:
+        """End this process if the run failed and it does not end by itself.
+
+        It may be in a collective with a dead process, or its clean-up may hang.
+        """
+        while not self._stopped.wait(self._timing.beat):
+            if self._failed_at is not None:
+                error, pause = self._own, self._timing.unwind
+            else:
+                error, pause = self._failure_elsewhere(), self._timing.grace
+            if error is not None and not self._stopped.wait(pause):
+                print(describe(error), file=sys.stderr, flush=True)
+                self._end(exit_code(error))
+                return
+
+    def _leave(self) -> None:
+        """Process 0 leaves last, with the store."""
+        self._stopped.set()
+        self._watcher.join(self._timing.linger)  # Python must not end while it uses the store
+        others = [f"left/{rank}" for rank in range(self.count) if rank != self.rank]
+        deadline = time.monotonic() + self._timing.linger
+        with suppress(RuntimeError):  # process 0 died
+            self._store.set(f"left/{self.rank}", "")
+            while self.rank == 0 and not self._store.check(others):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_LONGEST_PAUSE_S)
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    """Gloo, NCCL and stores raise these errors when a process they wait for is gone."""
+    broken = isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
+    return broken or isinstance(error, dist.DistError)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 @contextmanager
 def open_peers(processes: int) -> Iterator[Peers]:
-    """Join the other learner processes; what one of them raises ends all of them.
+    """Join the other learner processes; an error of one of them ends all of them.
 
     processes: as torchrun says.
 
-    Raises ContractError where nobody has told this process how to find the others.
+    Raises ContractError if the environment does not say how to find the others.
     """
     if processes == 1:
         yield SINGLE_PROCESS
@@ -46,41 +274,27 @@ def open_peers(processes: int) -> Iterator[Peers]:
     # On GPUs some state of a sharded model is gathered on the CPU.
     backend = "gloo" if cpu else "cuda:nccl,cpu:gloo"
     PartialState(cpu=cpu, backend=backend, timeout=COLLECTIVE_TIMEOUT)
-    with _connected().guarded() as peers, _connections_told():
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    peers = GroupPeers(
+        dist.get_rank(), dist.get_world_size(), _open_store(), group, launcher=launcher
+    )
+    with peers.guarded():
         yield peers
     dist.destroy_process_group()
 
 
-@contextmanager
-def _connections_told() -> Iterator[None]:
-    """Tell in words what gloo and NCCL say when a process they wait for is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or any(name in str(error) for name in _TRANSPORTS):
-            (reason, *_) = str(error).splitlines()
-            raise RunError(f"a learner process is gone, the connection broke: {reason}") from error
-        raise
-
-
-def _connected() -> StorePeers:
-    rank, count = dist.get_rank(), dist.get_world_size()
-    host = os.environ["MASTER_ADDR"]
-    held = _store(host, 0, is_master=True) if rank == 0 else None
-    told: list[int] = [0 if held is None else held.port]
-    dist.broadcast_object_list(told, src=0)
-    (port,) = told
-    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    return StorePeers(
-        rank, count, lambda: _store(host, port, is_master=False), launcher=launcher, held=held
+def _open_store() -> TCPStore:
+    """A store that process 0 holds: it outlives the one of torchrun's rendezvous."""
+    host, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=_CONNECT_S)
+    first = dist.get_rank() == 0
+    opened = (
+        TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        if first
+        else None
     )
-
-
-def _store(host: str, port: int, *, is_master: bool) -> TCPStore:
-    return TCPStore(
-        host,
-        port,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_CONNECT_S),
-    )
+    port: list[int] = [0 if opened is None else opened.port]
+    dist.broadcast_object_list(port, src=0)
+    if opened is not None:
+        return opened
+    return TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=timeout)

@@ -1,10 +1,9 @@
-"""What a process waits for, told every so often for as long as it lasts.
+"""Reports of long waits.
 
-    reporting_waits(say)       around a program: what is waited for within is told
-    waiting_for("a push")    around what may take long
+    reporting_waits(say)     around a program: reports each wait inside from time to time
+    waiting_for("a push")    around a block that may take long
 
-A line says what is waited for, since when, and what is known of it. Where waits are inside of one
-another, it is about the innermost one of each thread. Outside of `reporting_waits` nothing is told.
+A line names the wait, its start and its state; of nested waits, the innermost one of each thread.
 `use_passive_wait` is about idle OpenMP threads. Imports no torch.
 """
 
@@ -20,20 +19,20 @@ EVERY_S = 20.0
 
 @dataclass(eq=False)
 class _Wait:
-    """now: what is known of it at the moment. told: when it was last told, or began."""
+    """now: its state at the moment. reported: when it was last reported, or began."""
 
     what: str
     now: Callable[[], str]
     thread: int = field(default_factory=threading.get_ident)
     clock: str = field(default_factory=lambda: time.strftime("%H:%M:%S"))
     began: float = field(default_factory=time.monotonic)
-    told: float = field(default_factory=time.monotonic)
+    reported: float = field(default_factory=time.monotonic)
 
     def line(self) -> str:
         waited = time.monotonic() - self.began
-        known = self.now()
-        said = f"Waiting for {self.what} since {self.clock} ({waited:.0f} s)"
-        return f"{said}: {known}" if known else said
+        state = self.now()
+        line = f"Waiting for {self.what} since {self.clock} ({waited:.0f} s)"
+        return f"{line}: {state}" if state else line
 
 
 _waits: list[_Wait] = []  # of all threads, in the order in which they began
@@ -41,10 +40,7 @@ _waits: list[_Wait] = []  # of all threads, in the order in which they began
 
 @contextmanager
 def waiting_for(what: str, now: Callable[[], str] = str) -> Iterator[None]:
-    """Name what the block waits for.
-
-    now: called from another thread whenever it is told; what more is known, or nothing.
-    """
+    """Name what the block waits for. now: its state, called in another thread; may be empty."""
     wait = _Wait(what, now)
     _waits.append(wait)
     try:
@@ -55,28 +51,28 @@ def waiting_for(what: str, now: Callable[[], str] = str) -> Iterator[None]:
 
 @contextmanager
 def reporting_waits(say: Callable[[str], object], every_s: float | None = None) -> Iterator[None]:
-    """Tell, by `say` in a thread of its own, of every wait that lasts `every_s` and longer.
+    """Report every wait that lasts `every_s` seconds or longer, by `say` in a thread.
 
-    every_s: seconds; EVERY_S where it is left out.
+    every_s: None: EVERY_S.
     """
     pause_s = EVERY_S if every_s is None else every_s
     over = threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         while not over.wait(pause_s / 10):
             innermost = {wait.thread: wait for wait in tuple(_waits)}
             for wait in innermost.values():
-                if time.monotonic() - wait.told >= pause_s:
-                    wait.told = time.monotonic()
+                if time.monotonic() - wait.reported >= pause_s:
+                    wait.reported = time.monotonic()
                     say(wait.line())
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
     try:
         yield
     finally:
         over.set()
-        teller.join()
+        reporter.join()
 
 
 # Idle threads sleep. By default they spin, and a learner that uses the same cores as a server then

@@ -36,7 +36,7 @@ from learner.data.show import check_tables, new_table, print_tables, watch
 from learner.models.coord_tokens import describe_expanded, expand_vocab, untrained
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 from learner.models.load import check_parameters, on_meta
-from learner.operate.doctor.memory import stored_rows
+from learner.operate.doctor.weights import stored_rows
 from learner.operate.estimate.report import Estimate, estimate
 from learner.operate.estimate.sizes import USABLE, gib, sizes_of
 from learner.runs.atomic_files import publish_directory, publish_text, require_free

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all, and disks that take no more."""
+"""Files and directories that appear whole or not at all; errors of full or read-only disks."""
 
 import errno
 import os

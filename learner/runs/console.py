@@ -77,15 +77,6 @@ def number(value: float | None) -> str:
     return f"{value:.3e}"
 
 
-def narrow_number(value: float | None) -> str:
-    """Four digits in at most nine characters; what is no finite number is told so."""
-    if value is None or not math.isfinite(value):
-        return "nan"
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:.{0 if value == int(value) else _places(value)}f}"
-    return f"{value:.2e}"
-
-
 def _places(value: float) -> int:
     """Behind the point, for four digits in all."""
     return max(0, _DIGITS - 1 - math.floor(math.log10(abs(value))))

@@ -64,143 +64,75 @@ class Group:
     metrics: tuple[Metric, ...]
 
 
-STEP = (
-    Metric("step/channel_b", "flag", "0 or 1", "the step ran channel B"),
-    Metric("packing/post_rollout_segments", "counter", "samples", "samples that were trained on"),
-    Metric("packing/post_rollout_packs", "counter", "packs", "packs that were forwarded"),
-    Metric("packing/post_rollout_selected_total_len", "counter", "tokens", "tokens in the packs"),
-    Metric("packing/post_rollout_fill", "rate", "1", "tokens in the packs / capacity of the packs"),
-    Metric("time/push_s", "seconds", "s", "pushing new weights", when=_B_OR_BESIDE),
-    Metric("time/rollout_s", "seconds", "s", "waiting for the answers", _B),
-    Metric("time/target_s", "seconds", "s", "making segments from samples and answers"),
-    Metric("time/pack_s", "seconds", "s", "making packs from segments"),
-    Metric("time/wait_s", "seconds", "s", "waiting for packs, also for those of other processes"),
-    Metric("time/learn_s", "seconds", "s", "forwards and backwards"),
-    Metric(
-        "perf/tokens_per_s",
-        "rate",
-        "tokens/s",
-        "tokens of packs in a second of `time/learn_s`, of each learner process",
-    ),
-    Metric(
-        "perf/mfu",
-        "rate",
-        "share",
-        "arithmetic of the model in a second of `time/learn_s`, recomputed activations not "
-        "counted, over the most that the GPU can do in bfloat16",
-        when="on a GPU of the list of `learner estimate`",
-    ),
-    Metric(
-        "perf/peak_memory_gib",
-        "peak",
-        "GiB",
-        "most memory of tensors on the GPU in the step; on a CPU, of the process so far",
-    ),
-    Metric("time/step_s", "seconds", "s", "the whole step, without the update of the optimizer"),
-    Metric(
-        "step/replays",
-        "counter",
-        "forwards",
-        "forwards of weight zero, because another process has more packs",
-    ),
-    Metric(
-        "data/bad_samples",
-        "counter",
-        "samples",
-        "bad samples that were replaced by other samples",
-        when="`data.on_bad_sample: skip`",
-    ),
-)
+def _read(table: str) -> tuple[Metric, ...]:
+    """Metrics of `key | kind | channels | unit | meaning | when`; an indented line goes on."""
+    metrics = []
+    for row in table.strip().replace("\n    ", " ").splitlines():
+        key, kind, channels, unit, meaning, *when = (part.strip() for part in row.split("|"))
+        assert kind in _REDUCTIONS, key
+        letters = tuple(letter for letter in _BOTH if letter in channels)
+        metrics.append(Metric(key, kind, unit, meaning, letters, *when))
+    return tuple(metrics)
 
-ROLLOUT = (
-    Metric(
-        "rollout/seed_base",
-        "peak",
-        "seed",
-        "base of the seeds of the answers; the largest of all processes",
-        _B,
-    ),
-    Metric("rollout/decode_greedy", "flag", "0 or 1", "answers are decoded greedily", _B),
-    Metric("rollout/decode_sampling", "flag", "0 or 1", "answers are sampled", _B),
-    Metric("rollout/decode_beam", "flag", "0 or 1", "answers are the best of several beams", _B),
-    Metric("rollout/repeat_terminate_active", "flag", "0 or 1", "the repeat guard is on", _B),
-    Metric(
-        "rollout/repeat_terminate_triggered_sequences",
-        "counter",
-        "answers",
-        "answers that the repeat guard ended, as the backend reports",
-        _B,
-    ),
-    Metric(
-        "rollout/per_second",
-        "rate",
-        "1/s",
-        "answers / seconds of waiting for them, of a process",
-        _B,
-    ),
-    Metric("rollout/gen_new_tokens_mean", "rate", "tokens", "tokens of answers / answers", _B),
-    Metric(
-        "rollout/gen_new_tokens_p99",
-        "peak",
-        "tokens",
-        "99th percentile of the lengths of answers; the largest of all processes",
-        _B,
-    ),
-    Metric("rollout/parse_truncated_rate", "rate", "1", "answers cut, opened or not / answers", _B),
-    Metric("rollout/parse_dropped_invalid", "counter", "objects", "dropped as invalid", _B),
-    Metric("sync/weights_version", "peak", "version", "version of the weights that answered", _B),
-)
 
-_ASYNC = "stage2_ab/async"
+STEP = _read("""
+step/channel_b | flag | A B | 0 or 1 | the step ran channel B
+packing/post_rollout_segments | counter | A B | samples | samples that were trained on
+packing/post_rollout_packs | counter | A B | packs | packs that were forwarded
+packing/post_rollout_selected_total_len | counter | A B | tokens | tokens in the packs
+packing/post_rollout_fill | rate | A B | 1 | tokens in the packs / capacity of the packs
+time/push_s | seconds | A B | s | pushing new weights | channel B, or asynchronous rollouts
+time/rollout_s | seconds | B | s | waiting for the answers
+time/target_s | seconds | A B | s | making segments from samples and answers
+time/pack_s | seconds | A B | s | making packs from segments
+time/wait_s | seconds | A B | s | waiting for packs, also for those of other processes
+time/learn_s | seconds | A B | s | forwards and backwards
+perf/tokens_per_s | rate | A B | tokens/s | tokens of packs in a second of `time/learn_s`, of each
+    learner process
+perf/mfu | rate | A B | share | arithmetic of the model in a second of `time/learn_s`, recomputed
+    activations not counted, over the most that the GPU can do in bfloat16 | on a GPU of the list
+    of `learner estimate`
+perf/peak_memory_gib | peak | A B | GiB | most memory of tensors on the GPU in the step; on a CPU,
+    of the process so far
+time/step_s | seconds | A B | s | the whole step, without the update of the optimizer
+step/replays | counter | A B | forwards | forwards of weight zero, because another process has
+    more packs
+data/bad_samples | counter | A B | samples | bad samples that were replaced by other samples |
+    `data.on_bad_sample: skip`
+""")
 
-ASYNC = (
-    Metric(
-        f"{_ASYNC}/b_step_skipped_due_to_queue",
-        "flag",
-        "0 or 1",
-        "channel A runs instead of B, because a process has no batch ready",
-        ("A",),
-        f"{_BESIDE}, and only if so",
-    ),
-    Metric(
-        f"{_ASYNC}/ready_packs",
-        "counter",
-        "packs",
-        "packs that were ready when the step began, of all processes",
-        when=_BESIDE,
-    ),
-    Metric(
-        f"{_ASYNC}/version_lag",
-        "peak",
-        "versions",
-        "from the oldest weights that answered to the newest; the largest of all processes",
-        _B,
-        _BESIDE,
-    ),
-    Metric(
-        f"{_ASYNC}/dropped_oldest",
-        "counter",
-        "packs",
-        "packs dropped because the queue was full; their samples are requested again",
-        when=_BESIDE,
-    ),
-    Metric(
-        f"{_ASYNC}/dropped_stale",
-        "counter",
-        "packs",
-        "packs dropped because they were too old for `version_window`; "
-        "their samples are requested again",
-        when=_BESIDE,
-    ),
-    Metric(
-        f"{_ASYNC}/prefetch_idle_s",
-        "seconds",
-        "s",
-        "time in which the prefetcher requested nothing, because enough "
-        "packs were ready; the longest of all processes",
-        when=_BESIDE,
-    ),
-)
+ROLLOUT = _read("""
+rollout/seed_base | peak | B | seed | base of the seeds of the answers; the largest of all
+    processes
+rollout/decode_greedy | flag | B | 0 or 1 | answers are decoded greedily
+rollout/decode_sampling | flag | B | 0 or 1 | answers are sampled
+rollout/decode_beam | flag | B | 0 or 1 | answers are the best of several beams
+rollout/repeat_terminate_active | flag | B | 0 or 1 | the repeat guard is on
+rollout/repeat_terminate_triggered_sequences | counter | B | answers | answers that the repeat
+    guard ended, as the backend reports
+rollout/per_second | rate | B | 1/s | answers / seconds of waiting for them, of a process
+rollout/gen_new_tokens_mean | rate | B | tokens | tokens of answers / answers
+rollout/gen_new_tokens_p99 | peak | B | tokens | 99th percentile of the lengths of answers; the
+    largest of all processes
+rollout/parse_truncated_rate | rate | B | 1 | answers cut, opened or not / answers
+rollout/parse_dropped_invalid | counter | B | objects | dropped as invalid
+sync/weights_version | peak | B | version | version of the weights that answered
+""")
+
+ASYNC = _read("""
+stage2_ab/async/b_step_skipped_due_to_queue | flag | A | 0 or 1 | channel A runs instead of B,
+    because a process has no batch ready | asynchronous rollouts, and only if so
+stage2_ab/async/ready_packs | counter | A B | packs | packs that were ready when the step began,
+    of all processes | asynchronous rollouts
+stage2_ab/async/version_lag | peak | B | versions | from the oldest weights that answered to the
+    newest; the largest of all processes | asynchronous rollouts
+stage2_ab/async/dropped_oldest | counter | A B | packs | packs dropped because the queue was full;
+    their samples are requested again | asynchronous rollouts
+stage2_ab/async/dropped_stale | counter | A B | packs | packs dropped because they were too old
+    for `version_window`; their samples are requested again | asynchronous rollouts
+stage2_ab/async/prefetch_idle_s | seconds | A B | s | time in which the prefetcher requested
+    nothing, because enough packs were ready; the longest of all processes | asynchronous rollouts
+""")
 
 _DROPS: dict[DropReason, str] = {
     "key_invalid": "not closed, no JSON, keys that repeat or nest, or no `object_n`",

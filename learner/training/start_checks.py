@@ -1,21 +1,27 @@
-"""What can be found wrong before torch is imported or a model is loaded.
+"""The start-up checks of a run: everything that can be wrong before a model is loaded.
 
-check_files(config)    what of its files can be seen at a glance
-check_inputs(config)   data files, images, checkpoint folder, coordinate tokens, the backend,
-                       and what the run folder holds already
-reach_servers(config)  every server answers, has the settings of the config and no other learner
-differences(...)       what a server has otherwise; asked again when one comes back
+    InputChecks     processes, trackers, Hub, run folder, checkpoint, data, step
+    ServerChecks    servers, settings, servers together, group port, media
+    check_inputs, reach_servers    run them for `learner train`; the first failure is raised
+    check_files     cheap file checks of a config; reports all problems together
+
+`learner doctor` runs the same two lists and shows every result. Imports no torch.
 """
 
+import errno
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
 
 from learner.config.schema import (
     Config,
@@ -28,7 +34,7 @@ from learner.config.trackers import require_trackers
 from learner.config.training import TrainingConfig
 from learner.config.yaml12 import read_mapping
 from learner.data.images import UnreadableImage, Watch
-from learner.data.jsonl import build_messages, capped, read_samples, scan
+from learner.data.jsonl import build_messages, build_request, capped, read_samples, scan
 from learner.data.lengths import (
     SampleLengths,
     TokenLimits,
@@ -38,7 +44,7 @@ from learner.data.lengths import (
 )
 from learner.data.order import image_faults
 from learner.data.show import watch
-from learner.rollout.client import RolloutClient
+from learner.rollout.client import SERVER_ERRORS, RolloutClient, may_pass, needs_push
 from learner.rollout.colocate import Placement, place
 from learner.rollout.distribution import rank_chunk_size
 from learner.runs.hub import require_hub_access
@@ -49,12 +55,42 @@ from learner.stages.formats import answer_format
 from learner.stages.tokens import IM_END
 from learner.types import Sample
 from shared_contracts.adapters import checkpoint_chain, folder_with
-from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
+from shared_contracts.errors import CheckErrors, ContractError, ContractErrors, ProblemError
 from shared_contracts.footprint import run_context
-from shared_contracts.machine import CUDA_VISIBLE, GPU_DEVICES, visible_gpus
+from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
+from shared_contracts.machine import CUDA_VISIBLE, GPU_DEVICES, address_towards, visible_gpus
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import Info
 from shared_contracts.strict_model import shown
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One start-up check.
+
+    run: returns one line about what holds. Raises ContractError for what stops a run, `Caution`
+    for what a run only reports, and `Waiting` if an earlier check did not pass.
+    """
+
+    name: str
+    run: Callable[[], str]
+
+
+class Caution(ContractErrors):
+    """Problems that do not stop a run."""
+
+
+class Waiting(Exception):
+    """A check cannot run; the message names the earlier check that did not pass."""
+
+
+def require(result: T | None, check: str) -> T:
+    """Return the result of an earlier check; raises `Waiting` if there is none."""
+    if result is None:
+        raise Waiting(f"waits for {check}")
+    return result
 
 
 @dataclass(frozen=True)
@@ -77,33 +113,106 @@ class RunInputs:
     bad: Mapping[str, ContractError] = field(default_factory=dict)
 
     def finished(self, training: TrainingConfig) -> str | None:
-        """What is told of a run that was at its end already; None of any other."""
+        """A line about a run that has finished already; None for any other."""
         if self.start.step < training.total_steps(len(self.train)):
             return None
         return f"Finished at step {self.start.step}: {training.output_dir}"
 
 
+class InputChecks:
+    """The checks of everything that a run needs besides servers, and their results.
+
+    environment: of the process that trains. A result is None until its check passed.
+    """
+
+    def __init__(self, config: Config, environment: Mapping[str, str] = os.environ) -> None:
+        self._config = config
+        self._environment = environment
+        self._first = environment.get("RANK", "0") == "0"
+        self._has_checkpoint = False
+        self.processes: int | None = None
+        self.placement: Placement | None = None
+        self.start: Start | None = None
+        self.read: RunInputs | None = None
+
+    def checks(self) -> list[Check]:
+        return [
+            Check("processes", self._check_processes),
+            Check("trackers", self._check_trackers),
+            Check("hub", self._check_hub),
+            Check("run folder", self._check_run_folder),
+            Check("checkpoint", self._check_checkpoint),
+            Check("data", self._check_data),
+            Check("step", self._check_step),
+        ]
+
+    def inputs(self) -> RunInputs:
+        """What the run starts from, after all checks passed."""
+        read = require(self.read, "data")
+        processes, start = require(self.processes, "processes"), require(self.start, "run folder")
+        return RunInputs(read.train, read.val, self.placement, processes, start, read.bad)
+
+    def _check_processes(self) -> str:
+        if generates(self._config):
+            self.placement = check_backend(self._config, self._environment)
+        processes = learner_processes(self._environment)
+        check_processes(self._config, processes)
+        check_launcher(self._environment)
+        self.processes = processes
+        return f"{processes} learner process(es)"
+
+    def _check_trackers(self) -> str:
+        require_trackers(self._config.training.report_to, self._environment)
+        return ", ".join(self._config.training.report_to)
+
+    def _check_hub(self) -> str:
+        training = self._config.training
+        if not (training.push_to_hub and self._first):
+            return "nothing is pushed"
+        assert training.hub_model_id is not None, "checked with the config"
+        require_hub_access("training.push_to_hub", training.hub_model_id)
+        return f"{training.hub_model_id} can be written"
+
+    def _check_run_folder(self) -> str:
+        processes = require(self.processes, "processes")
+        self.start = start = find_start(self._config, processes)
+        resumes = f" resumes from step {start.step}" if start.goes_on else ""
+        return f"{self._config.training.output_dir}{resumes}"
+
+    def _check_checkpoint(self) -> str:
+        check_model(self._config)
+        check_target_modules(self._config)
+        self._has_checkpoint = True
+        return f"{self._config.model.model} has a tokenizer with every coordinate token"
+
+    def _check_data(self) -> str:
+        data = self._config.data
+        if not self._has_checkpoint:  # images are checked by its processor's rule
+            for file in filter(None, (data.train_jsonl, data.val_jsonl)):
+                read_samples(file, allow_poly=self._config.allow_poly)
+            raise Waiting("waits for checkpoint")
+        self.read = read = _read_inputs(self._config, self._first)
+        held_out = f", {len(read.val)} to validate on" if data.val_jsonl else ""
+        return f"{len(read.train)} samples to train on{held_out}"
+
+    def _check_step(self) -> str:
+        processes, read = require(self.processes, "processes"), require(self.read, "data")
+        check_step_budget(self._config, len(read.train), processes)
+        return f"{self._config.training.total_steps(len(read.train))} steps"
+
+
 def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
-    """Everything a run needs besides servers, be it new or one that goes on.
+    """Everything a run needs besides servers, be it new or resumed.
 
     environment: of the process that trains.
 
     Raises:
         ContractError: names the file, line or key.
     """
-    placement = check_backend(config, environment) if generates(config) else None
-    processes = learner_processes(environment)
-    check_processes(config, processes)
-    check_launcher(environment)
-    require_trackers(config.training.report_to, environment)
-    if config.training.push_to_hub and environment.get("RANK", "0") == "0":
-        assert config.training.hub_model_id is not None, "checked with the config"
-        require_hub_access("training.push_to_hub", config.training.hub_model_id)
-    start = find_start(config, processes)
-    check_target_modules(config)
-    inputs = read_inputs(config, environment)
-    check_step_budget(config, len(inputs.train), processes)
-    return replace(inputs, placement=placement, processes=processes, start=start)
+    found = InputChecks(config, environment)
+    for check in found.checks():
+        check.run()
+    return found.inputs()
 
 
 def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
@@ -112,8 +221,13 @@ def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> 
     Process 0 shows how far it is.
     """
     check_model(config)
+    return _read_inputs(config, environment.get("RANK", "0") == "0")
+
+
+def _read_inputs(config: Config, show: bool) -> RunInputs:
+    """The data of a run. show: with a progress bar."""
     files = (config.data.train_jsonl, config.data.val_jsonl)
-    shown = watch if environment.get("RANK", "0") == "0" else lambda looks, _: looks
+    shown = watch if show else lambda looks, _: looks
     (train, val), bad = read_data(config, files, config.model.model, shown)
     if all(sample.sample_id in bad for sample in train):
         raise ContractError(
@@ -195,10 +309,10 @@ def learner_processes(environment: Mapping[str, str]) -> int:
 
     Raises ContractError for a WORLD_SIZE that is no number.
     """
-    said = environment.get("WORLD_SIZE", "1")
-    if not said.isdecimal() or said == "0":
-        raise ContractError("WORLD_SIZE", f"{said!r} is no number of processes", "Unset it")
-    return int(said)
+    count = environment.get("WORLD_SIZE", "1")
+    if not count.isdecimal() or count == "0":
+        raise ContractError("WORLD_SIZE", f"{count!r} is no number of processes", "Unset it")
+    return int(count)
 
 
 def check_processes(config: Config, processes: int) -> None:
@@ -410,7 +524,7 @@ def tensor_names(folder: Path) -> list[str]:
 
 
 def check_files(config: Config) -> list[ContractError]:
-    """What of a run's files can be seen at a glance, all at once: for who writes a YAML.
+    """Cheap file checks of a config; reports all problems together.
 
     Folders, the checkpoint's tokenizer and module names, the first sample of each data file.
     """
@@ -440,35 +554,259 @@ def generates(config: Config) -> bool:
     return config.b_ratio > 0 or config.training.eval_strategy != "no"
 
 
-def reach_servers(
-    config: Config, environment: Mapping[str, str] = os.environ
-) -> list[RolloutClient]:
-    """Clients of the configured servers, each healthy and with the settings of the config.
+class ServerChecks:
+    """The checks of the config's servers, and what they found.
 
-    None for a backend that needs no servers. environment: of the process that asks.
+    samples: of the run; some of them are sent with their images. patience_s: how long to wait for
+    a server that is not ready; None: `timeout_s`. clients, infos, envelopes: in the order of the
+    servers, None until their check passed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        environment: Mapping[str, str] = os.environ,
+        samples: Sequence[Sample] = (),
+        patience_s: float | None = None,
+    ) -> None:
+        server = config.rollout_matching.vllm.server
+        assert server is not None, "checked with the config"
+        self._config = config
+        self._environment = environment
+        self._server = server
+        self._patience_s = patience_s or server.timeout_s
+        self.samples = samples_of_folders(samples)
+        self.clients: list[RolloutClient] | None = None
+        self.infos: list[Info] | None = None
+        self.envelopes: list[list[RolloutEnvelope]] | None = None
+
+    def checks(self) -> list[Check]:
+        return [
+            Check("servers", self._check_reachable),
+            Check("settings", self._check_settings),
+            Check("servers together", self._check_together),
+            Check("group port", self._check_group_ports),
+            Check("media", self._check_media),
+        ]
+
+    def requests(self) -> list[RolloutInferRequest]:
+        template = self._config.template
+        return [build_request(each, template.prompt, template.system) for each in self.samples]
+
+    def _check_reachable(self) -> str:
+        clients, infos = [], []
+        for entry in self._server.servers:
+            with RolloutClient(entry.base_url, self._patience_s) as waiting:
+                waiting.wait_until_pushable()
+            client = RolloutClient(
+                entry.base_url, self._server.timeout_s, self._server.infer_timeout_s
+            )
+            clients.append(client)
+            infos.append(client.info())
+        self.clients, self.infos = clients, infos
+        return "; ".join(map(describe_server, infos))
+
+    def _check_settings(self) -> str:
+        infos = require(self.infos, "servers")
+        urls = [entry.base_url for entry in self._server.servers]
+        servers = list(zip(urls, infos, strict=True))
+        errors = [e for url, info in servers for e in differences(self._config, url, info)]
+        if errors:
+            raise ContractErrors(errors)
+        needed = 0
+        if self.samples:
+            needed = longest_prompt(self._config, self.samples)
+            needed += self._config.rollout_matching.max_new_tokens
+        cautions = [e for url, info in servers for e in _cautions(self._config, url, info, needed)]
+        if cautions:
+            raise Caution(cautions)
+        return "as in the config"
+
+    def _check_together(self) -> str:
+        sizes = [info.world_size for info in require(self.infos, "servers")]
+        processes = learner_processes(self._environment)
+        batch = self._config.rollout_matching.decode_batch_size
+        each = rank_chunk_size(batch, sizes, processes)
+        return f"{sum(sizes)} device(s); {processes} learner process(es) send {each} requests each"
+
+    def _check_group_ports(self) -> str:
+        infos = require(self.infos, "servers")
+        for index, (entry, info) in enumerate(zip(self._server.servers, infos, strict=True)):
+            if info.owner is None:  # the server frees the port of its owner
+                where = f"rollout_matching.vllm.server.servers[{index}].group_port"
+                check_group_port(where, entry.base_url, entry.group_port)
+        return ", ".join(str(entry.group_port) for entry in self._server.servers)
+
+    def _check_media(self) -> str:
+        """Every server reads images of up to `_ASKED` folders of the data and answers one token."""
+        clients, requests = require(self.clients, "servers"), self.requests()
+        if not requests:
+            return "no images to read"
+        call = InferCall(
+            infer_requests=requests, request_config=RequestConfig(max_tokens=1, return_details=True)
+        )
+        envelopes = [ask_for_media(client, call) for client in clients]
+        if None in envelopes:
+            raise Waiting("waits for the first push of the run")
+        self.envelopes = [each for each in envelopes if each is not None]
+        images = sum(len(request.images) for request in requests)
+        return f"{images} image(s) of {len(requests)} samples were read"
+
+
+# Samples whose images a server reads before the run, of as many folders.
+_ASKED = 4
+
+
+def samples_of_folders(samples: Sequence[Sample]) -> list[Sample]:
+    """The first sample of each image folder, at most `_ASKED` of them, spread over the data."""
+    by_folder: dict[Path, Sample] = {}
+    for sample in samples:
+        by_folder.setdefault(sample.images[0].parent if sample.images else Path(), sample)
+    return spread(list(by_folder.values()), _ASKED)
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` of `items`, evenly spaced, the first among them."""
+    step = max(len(items) / count, 1.0)
+    return [items[int(i * step)] for i in range(min(count, len(items)))]
+
+
+def ask_for_media(client: RolloutClient, call: InferCall) -> list[RolloutEnvelope] | None:
+    """The answers of a server to `call`; None if it needs a push first.
+
+    Raises ContractErrors, one for each reason and folder of images that the server cannot read;
+    `Caution` if the server goes away.
+    """
+    where = f"POST {client.base_url}/infer/"
+    try:
+        return client.infer(call)
+    except SERVER_ERRORS as error:
+        if needs_push(error):
+            return None
+        unanswered = ContractError(client.base_url, str(error).rstrip("."), "See the server's log")
+        if may_pass(error):
+            raise Caution([unanswered]) from error
+        faults = (error.problem.errors or []) if isinstance(error, ProblemError) else []
+        unread: dict[tuple[str, Path], Path] = {}
+        for fault in faults:
+            if ".images[" in fault["where"]:
+                image = _image_at(fault["where"], call.infer_requests)
+                unread.setdefault((fault["detail"], image.parent), image)
+        if not unread:
+            raise unanswered from error
+        raise ContractErrors(
+            [
+                ContractError(
+                    where, f"the server cannot read {image}: {detail}", _media_fix(image, detail)
+                )
+                for (detail, _), image in unread.items()
+            ]
+        ) from error
+
+
+def _media_fix(image: Path, detail: str) -> str:
+    if "--allowed-media-dir" in detail:
+        return f"Start the server with --allowed-media-dir {image.parent}, or a folder above it"
+    return "Mount the images at the same path on the server's machine, readable by its user"
+
+
+def _image_at(where: str, requests: Sequence[RolloutInferRequest]) -> Path:
+    """where: such as `infer_requests[3].images[0]`."""
+    request, image = (int(part.partition("]")[0]) for part in where.split("[")[1:3])
+    return Path(requests[request].images[image])
+
+
+_CONNECT_S = 3.0
+_RELEASE_S = 5.0  # how long a server may take to release the port of its last learner
+
+
+def check_group_port(where: str, base_url: str, port: int) -> None:
+    """Raise ContractError if a server cannot listen on its `group_port`.
+
+    On this machine the port is bound and released. On another one a connection is tried, which
+    must be refused, as nothing listens there between runs; `Caution` if there is no answer.
+    """
+    host = urlsplit(base_url).hostname
+    assert host is not None, "checked with the config"
+    try:
+        ip = socket.gethostbyname(host)
+        here = address_towards(ip) == ip
+    except OSError as error:
+        found = f"{host}: {error.strerror or error}"
+        raise ContractError(
+            where, found, _group_port_fix("Give the server's IPv4 address")
+        ) from error
+    deadline = time.monotonic() + _RELEASE_S
+    while (reason := _port_problem(ip, port, here)) is not None:
+        if time.monotonic() > deadline:
+            fix = _group_port_fix("Name another group_port, or stop what uses this one")
+            raise ContractError(where, f"{ip}:{port} {reason}", fix)
+        time.sleep(0.1)
+
+
+def _port_problem(ip: str, port: int, here: bool) -> str | None:
+    """Why nothing can listen on the port, or None. here: `ip` is this machine's."""
+    if here:
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind((ip, port))  # other processes of the run may do so at the same time
+            except OSError as error:
+                taken = error.errno == errno.EADDRINUSE
+                return "is taken" if taken else f"cannot be bound ({error.strerror})"
+        return None
+    try:
+        socket.create_connection((ip, port), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return None
+    except OSError as error:
+        found = f"{ip}:{port} gives no answer ({error}): a firewall may drop what goes there"
+        fix = _group_port_fix("Open the port for the learner")
+        raise Caution([ContractError("group_port", found, fix)]) from error
+    return "is taken"
+
+
+def _group_port_fix(first: str) -> str:
+    return (
+        f"{first}; or use rollout_matching.vllm.mode: colocate or rollout_backend: hf, which need "
+        "no port"
+    )
+
+
+def reach_servers(
+    config: Config,
+    environment: Mapping[str, str] = os.environ,
+    samples: Sequence[Sample] = (),
+    report: Callable[[str], object] = lambda line: None,
+) -> list[RolloutClient]:
+    """Clients of the configured servers, which passed `ServerChecks`.
+
+    None for a backend that needs no servers. environment: of the process that asks. report: gets a
+    line for each `Caution`.
 
     Raises:
-        ContractError: a server is not there, or not ready within `timeout_s`; or has
-            other settings (of all servers at once); or together they decode less
-            than a request of every learner process at once (DIST-04).
+        ContractError: the first check that failed, of all servers at once.
     """
-    server = config.rollout_matching.vllm.server
-    if config.rollout_matching.backend != "server" or server is None:
+    if config.rollout_matching.backend != "server":
         return []
-    clients = [
-        RolloutClient(entry.base_url, server.timeout_s, server.infer_timeout_s)
-        for entry in server.servers
-    ]
-    for client in clients:
-        client.wait_until_pushable()
-    infos = [client.info() for client in clients]
-    told = zip(clients, infos, strict=True)
-    errors = [e for client, info in told for e in differences(config, client.base_url, info)]
-    if errors:
-        raise ContractErrors(errors)
-    sizes, processes = [info.world_size for info in infos], learner_processes(environment)
-    rank_chunk_size(config.rollout_matching.decode_batch_size, sizes, processes)
-    return clients
+    found = ServerChecks(config, environment, samples)
+    for check in found.checks():
+        try:
+            check.run()
+        except Caution as caution:
+            for error in caution.errors:
+                report(f"Warning: {error}")
+        except Waiting:  # the server needs a push before it can answer
+            continue
+    return require(found.clients, "servers")
+
+
+def describe_server(info: Info) -> str:
+    guard = "on" if info.repeat_terminate.active else "off"
+    return (
+        f"{Path(info.model).name}, {len(info.replicas)} replica(s) on {info.world_size} device(s), "
+        f"weights {info.weights_version} {info.weights_state}, repeat guard {guard}"
+    )
 
 
 def differences(config: Config, base_url: str, info: Info) -> list[ContractError]:
@@ -495,6 +833,13 @@ def _differences(config: Config, where: str, info: Info) -> Iterator[ContractErr
             "Start it with `rollout-server serve --run-config` and the YAML of this run, or "
             "lower decode_batch_size",
         )
+    stated = rollout.vllm.max_model_len
+    if stated is not None and info.max_model_len is not None and info.max_model_len < stated:
+        yield ContractError(
+            f"{where} max_model_len",
+            f"is {info.max_model_len}, and rollout_matching.vllm.max_model_len is {stated}",
+            "Start it with `rollout-server serve --run-config` and the YAML of this run",
+        )
     if wanted_sync_mode(config) == "adapter" and not info.enable_lora:
         yield ContractError(
             f"{where} enable_lora",
@@ -502,6 +847,33 @@ def _differences(config: Config, where: str, info: Info) -> Iterator[ContractErr
             "adapter",
             "Start it with `rollout-server serve --run-config` and the YAML of this run, or set "
             "sync.mode to full",
+        )
+
+
+def _cautions(config: Config, base_url: str, info: Info, needed: int) -> Iterator[ContractError]:
+    """Settings of a server that a run only reports. needed: tokens of a prompt and an answer."""
+    where, vllm = f"GET {base_url}/info/", config.rollout_matching.vllm
+    fix = "Start it with `rollout-server serve --run-config` and the YAML of this run"
+    if info.max_model_len is not None and info.max_model_len < needed:
+        yield ContractError(
+            f"{where} max_model_len",
+            f"is {info.max_model_len}, and a prompt with max_new_tokens has {needed} tokens: its "
+            "answer is cut short, or refused",
+            f"Set rollout_matching.vllm.max_model_len to {needed} or more, and restart it",
+        )
+    stated = vllm.max_model_len
+    if stated is not None and info.max_model_len is not None and info.max_model_len > stated:
+        yield ContractError(
+            f"{where} max_model_len",
+            f"is {info.max_model_len}, and rollout_matching.vllm.max_model_len is {stated}",
+            fix,
+        )
+    if info.enable_prefix_caching not in (None, vllm.enable_prefix_caching):
+        yield ContractError(
+            f"{where} enable_prefix_caching",
+            f"is {info.enable_prefix_caching}, and rollout_matching.vllm.enable_prefix_caching is "
+            f"{vllm.enable_prefix_caching}",
+            fix,
         )
 
 

@@ -151,6 +151,7 @@ class Pool:
             max_model_len=engines[0].max_model_len if engines else None,
             max_num_seqs=self.settings.max_num_seqs,
             enable_lora=self.settings.enable_lora,
+            enable_prefix_caching=self.settings.enable_prefix_caching,
             weights_state=status.state,
             weights_version=status.weights_version,
             weight_transport=self.settings.transport,

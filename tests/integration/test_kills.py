@@ -142,8 +142,12 @@ def get(url: str, path: str) -> str:
         return ""
 
 
-def decoding(url: str) -> Callable[[], bool]:
+def decoding(url: str, run: Run) -> Callable[[], bool]:
+    """The server generates answers of the run, which has passed its start-up checks."""
+
     def now() -> bool:
+        if not (run.folder / "run.json").exists():
+            return False
         lines = get(url, "/metrics/").splitlines()
         counts = [line for line in lines if line.startswith("rollout_running_sequences{")]
         return any(float(line.split()[-1]) > 0 for line in counts)
@@ -183,7 +187,7 @@ def test_a_run_that_is_killed_and_restarted_makes_every_step_once(
 ) -> None:
     config = world.config(f"run{attempt}", [world.spare, world.kept.base_url])
     run = world.start(config)
-    wait_until(decoding(world.kept.base_url), run.ranks)
+    wait_until(decoding(world.kept.base_url, run), run.ranks)
     os.kill(world.kept.pid, signal.SIGKILL)
     run.wait_for_steps(1)
     pause(1, attempt)
@@ -206,7 +210,7 @@ def test_a_run_waits_for_its_only_server_which_gets_the_weights_again(
 ) -> None:
     config = world.config(f"alone{attempt}", [world.kept.base_url])
     run = world.start(config)
-    wait_until(decoding(world.kept.base_url), run.ranks)
+    wait_until(decoding(world.kept.base_url, run), run.ranks)
     pause(0.2, attempt)
     os.kill(world.kept.pid, signal.SIGKILL)
     assert run.ranks.wait(RUN_S) == [0, 0], run.ranks.tails()

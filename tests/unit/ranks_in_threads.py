@@ -1,22 +1,52 @@
-"""Several ranks as threads of one process, over a store in memory."""
+"""Several ranks as threads of one process, over gloo and a store in memory."""
 
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from learner.distributed.peers import Peers, StorePeers
+from learner.distributed.peers import Peers
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 T = TypeVar("T")
 
 
+def gloo_groups(
+    store: "Store", count: int, timeout_s: float = 60.0, *, keep: bool = True
+) -> list[Any]:
+    """The gloo group of `count` ranks, as each of them has it.
+
+    keep: never delete them: that waits for pending collectives, with the GIL held.
+    """
+    # A second, which runs of one rank can do without.
+    from torch.distributed import PrefixStore, ProcessGroupGloo
+
+    def join(rank: int) -> Any:
+        timeout = timedelta(seconds=timeout_s)
+        gloo: Any = ProcessGroupGloo
+        return gloo(PrefixStore("group", store), rank, count, timeout)
+
+    with ThreadPoolExecutor(count) as ranks:
+        groups = list(ranks.map(join, range(count)))
+    for group in groups if keep else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    return groups
+
+
 def in_ranks(count: int, work: Callable[[Peers], T]) -> list[Future[T]]:
-    """What `work` returned or raised in each rank."""
-    from torch.distributed import HashStore  # a second, which runs of one rank can do without
+    """The result or error of `work` in each rank."""
+    from torch.distributed import HashStore
+
+    from learner.distributed.process_group import GroupPeers
 
     store = HashStore()
+    groups = gloo_groups(store, count)
 
     def run(rank: int) -> T:
-        return work(StorePeers(rank, count, lambda: store, end=lambda code: None))
+        return work(GroupPeers(rank, count, store, groups[rank], end=lambda code: None))
 
     with ThreadPoolExecutor(count) as ranks:
         return [ranks.submit(run, rank) for rank in range(count)]

@@ -16,8 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from learner.data.toy import ToyData
 from learner.models.load import load_model, read_model
 from learner.models.toy import make_model
-from learner.operate.doctor import memory
-from learner.operate.doctor.inputs import look
+from learner.operate.doctor import weights
 from learner.operate.export import export, require_exportable
 from learner.rollout.sync.weights import MergedWeights
 from learner.runs.checkpoint import MANIFEST
@@ -95,9 +94,7 @@ def test_an_adapter_is_a_model_to_train(
     for tuner in ({}, {**LORA, "train_coordinate_rows": False}):
         loaded = load_model(small_config(adapter, toy_data, tmp_path, tuner=tuner))
         assert_same(dict(MergedWeights(loaded.model).tensors("float32")), wanted)
-    config = small_config(adapter, toy_data, tmp_path)
-    findings = {f.check: f for f in memory.weigh(config, look(config), [], None, None).findings}
-    assert findings["weights"].status == "ok"
+    weights.check_weights(small_config(adapter, toy_data, tmp_path))
 
 
 def test_an_adapter_on_an_adapter_names_it(

@@ -18,7 +18,7 @@ from learner.config.schema import Config
 from learner.data.order import BadSampleLog, StandIns
 from learner.data.toy import ToyData
 from learner.models.packed_forward import PromptEncoder
-from learner.operate.doctor.inputs import look
+from learner.operate.doctor.run import examine
 from learner.operate.eval_plan import plan_evaluation
 from learner.training.start_checks import check_inputs
 from learner.training.train import train
@@ -205,7 +205,7 @@ def test_a_config_that_trains_and_evaluates_on_one_file_is_doubted(
     check([yaml])
     assert f"warning: {doubt}" in capsys.readouterr().err
     other = parse_config(merge(mapping, {"training": {"output_dir": str(tmp_path / "other")}}))
-    assert [f.status for f in look(other).findings if f.found.startswith(doubt)] == ["warn"]
+    assert [f.status for f in examine(other) if f.found.startswith(doubt)] == ["warn"]
     assert parse_config(small_mapping(toy_checkpoint, data, tmp_path / "run")).data.doubt is None
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from learner.runs.console import counted, duration, fraction, narrow_number, number, score, tell
+from learner.runs.console import counted, duration, fraction, number, score, tell
 from learner.training.run_log import ProgressDisplay
 
 AWKWARD = "/data/:car:/[red]run[/red]/" + 30 * "long " + "end"
@@ -34,8 +34,6 @@ def test_progress_shows_the_name_of_the_run_unchanged(name: str) -> None:
 def test_figures_are_formatted() -> None:
     seconds = {0.4: "0s", 59.7: "1m00s", 7800: "2h10m", 442_800: "5d03h", math.inf: "?"}
     assert {value: duration(value) for value in seconds} == seconds
-    narrow = {0.0: "0", 1.23456: "1.235", 1.5e-7: "1.50e-07", 123456.0: "1.23e+05", None: "nan"}
-    assert {value: narrow_number(value) for value in narrow} == narrow
     numbers = {None: "not a number", 1920.0: "1,920", 12.3456: "12.35", 1e-4: "1.000e-04"}
     assert {value: number(value) for value in numbers} == numbers
     assert (score(0.78125), score(None)) == ("0.781", "-")

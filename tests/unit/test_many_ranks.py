@@ -1,6 +1,6 @@
 """Several learner processes over the same servers: threads as processes, scripted servers.
 
-Each process has its own backend. They share a `HashStore`, and process 0 alone pushes.
+Each process has its own backend, and process 0 alone pushes.
 """
 
 import threading
@@ -14,7 +14,8 @@ import pytest
 from torch.distributed import HashStore
 
 from learner.data.jsonl import build_request
-from learner.distributed.peers import Peers, StorePeers, Timing
+from learner.distributed.peers import Peers
+from learner.distributed.process_group import GroupPeers, Timing
 from learner.rollout.backend import Journal, PushNeeded
 from learner.rollout.client import RolloutClient
 from learner.rollout.parallel_calls import in_parallel
@@ -38,7 +39,7 @@ from shared_contracts.server_info import WorldSize
 from shared_contracts.weights import DtypeName, SyncReport
 from tests.unit.fleets import S, differences, wait_until
 from tests.unit.push_worker import Weights, Worker
-from tests.unit.ranks_in_threads import in_ranks
+from tests.unit.ranks_in_threads import gloo_groups, in_ranks
 from tests.unit.scripted_server import (
     INFER,
     Fault,
@@ -58,7 +59,7 @@ _LIMIT_S = 60.0
 UPDATE = "POST /update_weights/"
 
 
-class CountedPeers(StorePeers):
+class CountedPeers(GroupPeers):
     """Lets another thread wait until `all_gather` was called so many times."""
 
     calls = 0
@@ -186,11 +187,12 @@ def ranks(
         sizes = world_sizes or [1] * servers
         rollouts = [S(stack.enter_context(scripted_server()), size) for size in sizes]
         channels, store, made = [ScriptedChannel(one) for one in rollouts], HashStore(), []
+        groups = gloo_groups(store, count)
         for number in range(count):
             ended = threading.Event()
             end = partial(lambda ended, _: ended.set(), ended)
-            timing = Timing(beat=0.05, silence=_LIMIT_S, grace=0.1, linger=_LIMIT_S)
-            peers = CountedPeers(number, count, lambda: store, timing, end=end)
+            timing = Timing(beat=0.05, grace=0.1, linger=_LIMIT_S)
+            peers = CountedPeers(number, count, store, groups[number], timing, end=end)
             clients = [
                 stack.enter_context(
                     RolloutClient(one.server.base_url, _LIMIT_S, live_interval_s=0.05)

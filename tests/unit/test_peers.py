@@ -1,4 +1,4 @@
-"""Agreement of learner processes: threads as processes, over a store in memory."""
+"""Agreement of learner processes: threads as processes, over gloo and a store in memory."""
 
 import os
 import threading
@@ -10,37 +10,34 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from learner.distributed.peers import (
-    SINGLE_PROCESS,
-    Peers,
-    StorePeers,
-    Timing,
-    Watch,
-    broadcast_from_rank0,
-)
+from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
+from learner.distributed.process_group import GroupPeers, Timing
 from shared_contracts.errors import ContractError, ContractErrors, RunError
-from tests.unit.fleets import wait_until
+from tests.unit.ranks_in_threads import gloo_groups
 
 _LIMIT_S = 60.0
 # No limit matters unless a test lowers it.
-QUICK = Timing(beat=0.01, silence=600.0, patience=600.0, grace=600.0, linger=600.0)
+QUICK = Timing(beat=0.01, grace=600.0, linger=600.0)
 
 NO_BOX = ContractError("data.jsonl:3", "no box", "Add one")
 OTHER = ContractError("a", "b", "c")
 
-Work = Callable[[StorePeers], Any]
+Work = Callable[[GroupPeers], Any]
 
 
-def ranks_of(count: int, timing: Timing = QUICK, **options: Any) -> list[StorePeers]:
+def ranks_of(
+    count: int, timing: Timing = QUICK, timeout_s: float = 60.0, **options: Any
+) -> list[GroupPeers]:
     store = HashStore()
+    groups = gloo_groups(store, count, timeout_s)
     options = {"end": lambda _: None, **options}
-    return [StorePeers(rank, count, lambda: store, timing, **options) for rank in range(count)]
+    return [GroupPeers(r, count, store, groups[r], timing, **options) for r in range(count)]
 
 
-def outcomes(ranks: list[StorePeers], work: Work) -> list[Any]:
+def outcomes(ranks: list[GroupPeers], work: Work) -> list[Any]:
     """What `work` returned or raised in each rank."""
 
-    def guarded(peers: StorePeers) -> Any:
+    def guarded(peers: GroupPeers) -> Any:
         with peers.guarded():
             return work(peers)
 
@@ -57,7 +54,7 @@ def _outcome(future: "Future[Any]") -> Any:
 def failing(rank: int, error: BaseException) -> Work:
     """Rank `rank` raises in the second of three rounds."""
 
-    def work(peers: StorePeers) -> list[int]:
+    def work(peers: GroupPeers) -> list[int]:
         def second() -> int:
             if peers.rank == rank:
                 raise error
@@ -74,7 +71,7 @@ def failing(rank: int, error: BaseException) -> Work:
 @pytest.mark.req("DDP-01")
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_all_gather_returns_the_results_in_the_order_of_ranks(count: int) -> None:
-    def work(peers: StorePeers) -> list[list[object]]:
+    def work(peers: GroupPeers) -> list[list[object]]:
         return [peers.all_gather(partial(result, number, peers.rank)) for number in range(3)]
 
     def result(number: int, rank: int) -> dict[str, int]:
@@ -134,62 +131,44 @@ def test_error_that_follows_from_a_failed_rank_is_raised_as_that_failure() -> No
 
 
 @pytest.mark.req("DDP-01")
-def test_rank_without_heartbeats_ends_the_others() -> None:
-    zero, _ = ranks_of(2, Timing(beat=0.01, silence=0.05, linger=0.01))
-    with pytest.raises(RunError, match=r"process 1 has sent no heartbeat for 0.05 s"):  # noqa: SIM117
-        with zero.guarded():
-            zero.all_gather(lambda: None)
-
-
-@pytest.mark.req("DDP-01")
-def test_rank_that_has_left_needs_no_heartbeats() -> None:
-    store = HashStore()
-    timing = Timing(beat=0.01, silence=0.05, linger=0.01)
-    zero, one, _ = (Watch(rank, 3, store, timing) for rank in range(3))
-    one.start()
-    one.stop()
-    wait_until(zero.failure)
-    assert "learner process 2" in str(zero.failure())
+def test_rank_that_is_gone_breaks_the_collective_of_the_others() -> None:
+    """Its connections close when it is killed, as here when its group is deleted."""
+    store, timing = HashStore(), Timing(beat=0.01, linger=0.01)
+    own, other = gloo_groups(store, 2, keep=False)
+    del other
+    with (
+        pytest.raises(RunError, match=r"broke \(late: learner process 1\)"),
+        GroupPeers(0, 2, store, own, timing).guarded() as zero,
+    ):
+        zero.all_gather(lambda: None)
 
 
 @pytest.mark.req("DDP-01")
 def test_rank_that_works_longer_than_the_patience_ends_the_run() -> None:
-    zero, one = ranks_of(2, Timing(beat=0.01, silence=600.0, patience=0.05, linger=600.0))
+    ranks = ranks_of(2, Timing(beat=600.0, linger=600.0), timeout_s=0.5)
     given_up = threading.Event()
 
-    def work(peers: StorePeers) -> None:
+    def work(peers: GroupPeers) -> None:
         try:
             peers.all_gather(lambda: given_up.wait(_LIMIT_S) if peers.rank == 1 else None)
         finally:
             given_up.set()
 
-    lost, told = outcomes([zero, one], work)
-    assert str(lost) == "learner process 1 is alive, but took more than 0.05 s"
-    assert str(told) == f"learner process 0 failed: {lost}"
+    lost, told = outcomes(ranks, work)
+    assert "late: learner process 1" in str(lost)
+    assert isinstance(told, RunError)
 
 
 @pytest.mark.req("DDP-01")
 def test_waiting_rank_calls_meanwhile_again_and_again() -> None:
     looks = threading.Semaphore(0)
 
-    def work(peers: StorePeers) -> list[bool]:
+    def work(peers: GroupPeers) -> list[bool]:
         if peers.rank == 0:
             return peers.all_gather(lambda: True, looks.release)
         return peers.all_gather(lambda: all(looks.acquire(timeout=_LIMIT_S) for _ in range(3)))
 
     assert outcomes(ranks_of(2), work) == [[True, True]] * 2
-
-
-@pytest.mark.req("DDP-01")
-def test_the_store_does_not_grow_with_the_rounds() -> None:
-    store = HashStore()
-    ranks = [StorePeers(rank, 2, lambda: store, QUICK) for rank in range(2)]
-
-    def work(peers: StorePeers) -> int:
-        return max(peers.all_gather(store.num_keys)[0] for _ in range(20))
-
-    most = outcomes(ranks, work)
-    assert max(most) <= 2 * 2 + 2  # two rounds at a time, and the heartbeats
 
 
 @pytest.mark.req("DDP-01")
@@ -204,9 +183,9 @@ def test_rank_in_a_collective_is_ended_with_the_exit_code_of_the_failure(
     error: Exception, code: int, told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended = Ended()
-    timing = Timing(beat=0.01, silence=600.0, grace=0.01, linger=600.0)
+    timing = Timing(beat=0.01, grace=0.01, linger=600.0)
 
-    def work(peers: StorePeers) -> None:
+    def work(peers: GroupPeers) -> None:
         if peers.rank == 1:
             raise error
         ended.wait()
@@ -217,11 +196,14 @@ def test_rank_in_a_collective_is_ended_with_the_exit_code_of_the_failure(
 
 
 @pytest.mark.req("DDP-01")
-def test_process_ends_with_its_launcher() -> None:
-    store = HashStore()
-    kept, orphan = (Watch(0, 1, store, QUICK, os.getppid() + more) for more in (0, 1))
-    assert kept.failure() is None
-    assert "launched" in str(orphan.failure())
+def test_process_ends_with_its_launcher(capfd: pytest.CaptureFixture[str]) -> None:
+    ended = Ended()
+    timing = Timing(beat=0.01, grace=0.01, linger=0.0)
+    (orphan,) = ranks_of(1, timing, end=ended, launcher=os.getppid() + 1)
+    with pytest.raises(RunError, match="launched"), orphan.guarded():  # noqa: PT012
+        ended.wait()
+        raise ValueError("its effect")
+    assert "launched" in capfd.readouterr().err
 
 
 class Ended:
@@ -240,14 +222,14 @@ class Ended:
 
 
 class LookedAt(HashStore):
-    """looked: set once somebody looked for a key that is not there."""
+    """looked: set once somebody looked for a process that has not left."""
 
     def __init__(self) -> None:
         super().__init__()
         self.looked = threading.Event()
 
     def check(self, keys: list[str]) -> bool:
-        if not (found := super().check(keys)):
+        if not (found := super().check(keys)) and keys == ["left/1"]:
             self.looked.set()
         return found
 
@@ -255,15 +237,21 @@ class LookedAt(HashStore):
 @pytest.mark.req("DDP-01")
 def test_process_0_keeps_the_store_until_the_others_have_left_or_its_limit() -> None:
     store = LookedAt()
-    zero, one = (Watch(rank, 2, store, QUICK) for rank in range(2))
-    leaving = threading.Thread(target=zero.stop, daemon=True)
+    groups = gloo_groups(store, 2)
+    zero, one = (GroupPeers(r, 2, store, groups[r], QUICK) for r in range(2))
+
+    def leave(peers: GroupPeers) -> None:
+        with pytest.raises(ValueError, match="end"), peers.guarded():
+            raise ValueError("end")
+
+    leaving = threading.Thread(target=leave, args=[zero], daemon=True)
     leaving.start()
     assert store.looked.wait(_LIMIT_S)
     assert leaving.is_alive()
-    one.stop()
+    with pytest.raises(RunError), one.guarded():
+        raise RuntimeError("its effect")
     leaving.join(_LIMIT_S)
     assert not leaving.is_alive()
-    Watch(0, 2, HashStore(), Timing(linger=0.01)).stop()
 
 
 class LostStore(HashStore):
@@ -280,17 +268,17 @@ class LostStore(HashStore):
 @pytest.mark.req("DDP-01")
 def test_lost_store_means_that_process_0_is_gone() -> None:
     store = LostStore()
-    one = StorePeers(1, 2, lambda: store, QUICK, end=lambda _: None)
+    one = GroupPeers(1, 2, store, None, QUICK, end=lambda _: None)
     with pytest.raises(RunError, match="learner process 0 is gone: Broken pipe"), one.guarded():  # noqa: PT012
         store.lost = True
-        one.all_gather(lambda: None)
+        raise RuntimeError("its effect")
 
 
 @pytest.mark.req("DDP-01")
 def test_failure_reaches_the_others_before_the_failed_process_has_cleaned_up() -> None:
     raised = threading.Event()
 
-    def work(peers: StorePeers) -> None:
+    def work(peers: GroupPeers) -> None:
         if peers.rank == 0:
             try:
                 peers.all_gather(lambda: None)
@@ -313,7 +301,7 @@ def test_failure_reaches_the_others_before_the_failed_process_has_cleaned_up() -
 def test_failed_process_whose_clean_up_hangs_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
     ended = Ended()
 
-    def work(peers: StorePeers) -> None:
+    def work(peers: GroupPeers) -> None:
         if peers.rank == 0:
             ended.wait()
             return
@@ -323,7 +311,7 @@ def test_failed_process_whose_clean_up_hangs_is_ended(capfd: pytest.CaptureFixtu
         finally:
             ended.wait()
 
-    timing = Timing(beat=0.01, silence=600.0, grace=600.0, linger=0.1, unwind=0.05)
+    timing = Timing(beat=0.01, grace=600.0, linger=0.1, unwind=0.05)
     outcomes(ranks_of(2, timing, end=ended), work)
     assert ended.codes[0] == 2
     assert "error: a.b" in capfd.readouterr().err

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch.distributed import HashStore
 
 import learner.distributed.waiting
-from learner.distributed.peers import StorePeers, Timing
+from learner.distributed.process_group import GroupPeers, Timing
 from learner.distributed.waiting import reporting_waits, waiting_for
 from learner.rollout.backend import ANSWERED, Call, Journal
 from learner.rollout.client import RolloutClient
@@ -22,6 +22,7 @@ from learner.rollout.server_pool import ServerPool
 from learner.runs.console import showing_waits
 from learner.types import RolloutOutput, Sample
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
+from tests.unit.ranks_in_threads import gloo_groups
 from tests.unit.scripted_server import health, problem, scripted_server
 
 SOON_S = 0.02
@@ -89,10 +90,10 @@ def test_wait_for_a_starting_server_is_reported_with_its_answer(output: Lines) -
 
 def test_wait_for_another_process_is_reported_with_its_number(output: Lines) -> None:
     store = HashStore()
-    slow = StorePeers(1, 2, lambda: store, Timing(beat=0.01), end=lambda _: None)
-    quick = StorePeers(0, 2, lambda: store, Timing(beat=0.01), end=lambda _: None)
+    groups = gloo_groups(store, 2)
+    quick, slow = (GroupPeers(r, 2, store, groups[r], Timing(beat=0.01)) for r in range(2))
     other = threading.Thread(
-        target=slow.all_gather, args=[lambda: output.wait("learner process 1")]
+        target=slow.all_gather, args=[lambda: output.wait("late: learner process 1")]
     )
     other.start()
     assert quick.all_gather(lambda: "here")[0] == "here"

@@ -1,1 +1,1 @@
-"""Checks of a set-up, each with what to do about it."""
+"""`learner doctor`: the start-up checks of a run, those of the machine, one rollout, one push."""

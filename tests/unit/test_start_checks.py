@@ -1,0 +1,150 @@
+"""The start-up checks of servers: settings, group port, images."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.config.schema import Config
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData
+from learner.rollout.server_process import free_ports
+from learner.training import start_checks
+from learner.training.start_checks import (
+    ServerChecks,
+    Waiting,
+    check_group_port,
+    differences,
+    reach_servers,
+)
+from shared_contracts.errors import ContractError, Problem
+from shared_contracts.server_info import Info
+from tests.unit.scripted_server import INFER, ScriptedServer, envelope, problem, scripted_server
+from tests.unit.scripted_server import info as info_of
+from tests.unit.small_run import small_config
+
+URL = "http://serve-0:8000"
+KEY = "rollout_matching.vllm.server.servers[0].group_port"
+
+
+def config_of(
+    checkpoint: Path, data: ToyData, folder: Path, server: ScriptedServer | None = None, **vllm: Any
+) -> Config:
+    """server: the only one of the run; vllm: keys beside it."""
+    (port,) = free_ports(1)
+    url = URL if server is None else server.base_url
+    servers = {"servers": [{"base_url": url, "group_port": port}]}
+    rollout = {"vllm": {"mode": "server", "server": servers, **vllm}}
+    return small_config(checkpoint, data, folder, rollout_matching=rollout)
+
+
+@pytest.mark.req("REP-06", "DEP-03")
+@pytest.mark.parametrize(
+    ("keys", "info", "found"),
+    [
+        ({}, info_of(), ""),
+        ({}, info_of(max_num_seqs=1, world_size=64), "decodes 1 sequences"),
+        ({"max_model_len": 1024}, info_of(max_model_len=1024), ""),
+        ({"max_model_len": 1024}, info_of(max_model_len=512), "is 512, and"),
+    ],
+)
+def test_a_server_with_other_settings_is_refused(
+    toy_checkpoint: Path,
+    toy_data: ToyData,
+    tmp_path: Path,
+    keys: dict[str, Any],
+    info: Info,
+    found: str,
+) -> None:
+    config = config_of(toy_checkpoint, toy_data, tmp_path, **keys)
+    errors = differences(config, URL, info)
+    assert len(errors) == (found != "")
+    assert found in "".join(map(str, errors))
+
+
+@pytest.mark.req("DEP-03", "FULL-06")
+@pytest.mark.parametrize(
+    ("keys", "changes", "found"),
+    [
+        ({"max_model_len": 512}, {}, "vllm.max_model_len is 512"),
+        ({}, {"max_model_len": 16}, "its answer is cut short"),
+        ({}, {"enable_prefix_caching": False}, "enable_prefix_caching: is False"),
+    ],
+)
+def test_a_harmless_difference_is_reported_and_the_run_starts(
+    toy_checkpoint: Path,
+    toy_data: ToyData,
+    tmp_path: Path,
+    keys: dict[str, Any],
+    changes: dict[str, Any],
+    found: str,
+) -> None:
+    samples = read_samples(toy_data.train_jsonl, allow_poly=False)
+    lines: list[str] = []
+    with scripted_server() as server:
+        server.routes["GET /info/"] = lambda _: info_of().model_copy(update=changes)
+        server.routes[INFER] = lambda _: [envelope([1], [1])]
+        config = config_of(toy_checkpoint, toy_data, tmp_path, server, **keys)
+        (client,) = reach_servers(config, {}, samples, lines.append)
+        assert client.base_url == server.base_url
+    assert [line for line in lines if found in line] == lines != []
+
+
+@pytest.mark.req("SYNC-04", "DEP-03")
+def test_a_taken_group_port_is_refused_with_both_ways_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start_checks, "_RELEASE_S", 0.0)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        held.listen()
+        with pytest.raises(ContractError) as caught:
+            check_group_port(KEY, "http://127.0.0.1:8000", port)
+    assert (caught.value.where, caught.value.found) == (KEY, f"127.0.0.1:{port} is taken")
+    assert "vllm.mode: colocate or rollout_backend: hf" in caught.value.do
+    check_group_port(KEY, "http://127.0.0.1:8000", port)
+    check_group_port(KEY, "http://127.0.0.1:8000", port)  # it was released
+
+
+@pytest.mark.req("WIRE-04", "DEP-03")
+@pytest.mark.parametrize(
+    ("detail", "do"),
+    [
+        ("in no directory (--allowed-media-dir)", "Start the server with --allowed-media-dir"),
+        ("no such file", "Mount the images at the same path"),
+    ],
+)
+def test_images_that_a_server_cannot_read_are_named_before_a_model_is_loaded(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, detail: str, do: str
+) -> None:
+    samples = read_samples(toy_data.train_jsonl, allow_poly=False)
+    image = samples[0].images[0]
+    with scripted_server() as server:
+        server.routes["GET /info/"] = lambda _: info_of()
+        faults = [{"where": "infer_requests[0].images[0]", "detail": detail}]
+        refused = Problem.of("invalid-request", detail, "infer_requests", faults)
+        server.routes[INFER] = lambda _: (refused.status, refused)
+        config = config_of(toy_checkpoint, toy_data, tmp_path, server)
+        with pytest.raises(ContractError, match=f"cannot read {image}: ") as caught:
+            reach_servers(config, {}, samples)
+    assert do in caught.value.do
+
+
+@pytest.mark.req("DEP-03")
+def test_a_server_that_needs_a_push_is_not_asked_for_its_images(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    samples = read_samples(toy_data.train_jsonl, allow_poly=False)
+    with scripted_server() as server:
+        server.routes["GET /info/"] = lambda _: info_of()
+        server.routes[INFER] = lambda _: problem("push-needed", "it broke", "server")
+        config = config_of(toy_checkpoint, toy_data, tmp_path, server)
+        checks = {check.name: check for check in ServerChecks(config, {}, samples).checks()}
+        with pytest.raises(Waiting, match="waits for servers"):
+            checks["media"].run()
+        checks["servers"].run()
+        with pytest.raises(Waiting, match="first push"):
+            checks["media"].run()
+        assert len(reach_servers(config, {}, samples)) == 1
