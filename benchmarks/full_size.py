@@ -37,7 +37,7 @@ from learner.data.toy_scenes import DESCRIPTIONS
 from learner.models.attention import attention_of
 from learner.models.families.qwen_vl import QWEN_VL
 from learner.models.load import prepared
-from learner.models.packed_forward import IMAGE, Pack, make_pack
+from learner.models.packs import IMAGE, Pack, make_pack
 from learner.models.patch_embedding import use_product
 from learner.models.precision import compute_in
 from learner.models.toy import make_toy_tokenizer, toy_config, toy_processor

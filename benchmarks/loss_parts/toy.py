@@ -12,13 +12,9 @@ from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.models.load import LoadedModel, load_model
-from learner.models.packed_forward import (
-    Pack,
-    PromptEncoder,
-    Segment,
-    make_pack,
-    packed_forward,
-)
+from learner.models.packed_forward import packed_forward
+from learner.models.packs import Pack, Segment, make_pack
+from learner.models.prompts import PromptEncoder
 from learner.models.toy import make_model
 from learner.objectives.pipeline import Pipeline
 from learner.operate.demo import CONFIGS

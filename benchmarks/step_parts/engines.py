@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.processes import Peer
-from learner.models.packed_forward import EncodedPrompt, Pack, Segment
+from learner.models.packs import Pack, Segment
+from learner.models.prompts import EncodedPrompt
 from learner.objectives.logit_stats import ForwardStats, Reader, Selection, Supervision
 from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.rollout.client import RolloutClient

@@ -19,7 +19,8 @@ from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import make_data
 from learner.models.load import load_model
-from learner.models.packed_forward import EncodedPrompt, PromptEncoder, make_pack
+from learner.models.packs import make_pack
+from learner.models.prompts import EncodedPrompt, PromptEncoder
 from learner.models.toy import make_model
 from learner.objectives.pipeline import Pipeline
 from learner.operate.demo import CONFIGS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from learner.models.gpus import Gpu, gpu_of_device
-from learner.models.packed_forward import Pack
+from learner.models.packs import Pack
 
 GIB = 2**30
 # Backward of attention has 5 products for the 2 of forward.

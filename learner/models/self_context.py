@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from learner.config.schema import CoordContextMode, SoftContextGradMode
-from learner.models.packed_forward import IMAGE, Pack, packed_forward
+from learner.models.packed_forward import packed_forward
+from learner.models.packs import IMAGE, Pack
 from learner.objectives.logit_stats import ForwardStats, HeadInput, Reader
 from learner.objectives.numerics import coord_log_probs
 

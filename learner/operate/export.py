@@ -25,7 +25,7 @@ from learner.config.schema import Config
 from learner.models.families import family_of, vision_inputs
 from learner.models.load import LoadedModel, read_model, read_processor
 from learner.models.loading import loading
-from learner.models.packed_forward import encode_request
+from learner.models.prompts import encode_request
 from learner.operate.model_card import write_model_card
 from learner.rollout.client import RolloutClient
 from learner.rollout.hf import evaluating

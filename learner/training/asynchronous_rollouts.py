@@ -23,7 +23,7 @@ from learner.config.rollout_matching import AsyncRolloutConfig
 from learner.config.schema import Config
 from learner.data.order import BatchOrder
 from learner.distributed.peers import SINGLE_PROCESS, Peers
-from learner.models.packed_forward import Pack
+from learner.models.packs import Pack
 from learner.rollout.backend import PushNeeded
 from learner.rollout.policy import Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base

@@ -21,7 +21,7 @@ from learner.config import Config, dump_mapping, dump_resolved
 from learner.config.schema import resolved_sync_mode
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.models.load import LoadedModel, Offload
-from learner.models.packed_forward import encode_request
+from learner.models.prompts import encode_request
 from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
 from learner.rollout.colocate import (

@@ -16,14 +16,9 @@ from torch import nn
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.models.families import Multimodal
-from learner.models.packed_forward import (
-    EncodedPrompt,
-    Pack,
-    PromptEncoder,
-    Segment,
-    make_segment,
-    packed_forward,
-)
+from learner.models.packed_forward import packed_forward
+from learner.models.packs import Pack, Segment, make_segment
+from learner.models.prompts import EncodedPrompt, PromptEncoder
 from learner.models.self_context import SelfContext
 from learner.objectives.logit_stats import ForwardStats, Reader
 from learner.rollout.answers import check_prompt_ids

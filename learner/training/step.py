@@ -25,7 +25,7 @@ from learner.config.rollout_matching import DecodeMode
 from learner.config.schema import Config
 from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank0
 from learner.models.flops import DeviceUse
-from learner.models.packed_forward import Pack, make_pack
+from learner.models.packs import Pack, make_pack
 from learner.objectives.mismatch import ALL, TOKEN_KINDS, Mismatch
 from learner.rollout.policy import Policy
 from learner.runs.metrics import PhaseClock, StepReport, mismatch_payload, over_processes

@@ -25,7 +25,7 @@ from queue import Empty, Full, Queue
 from typing import Any, NamedTuple, TypeVar
 
 from learner.config.training import TrainingConfig
-from learner.models.packed_forward import Pack, Segment, make_pack
+from learner.models.packs import Pack, Segment, make_pack
 from learner.rollout.policy import Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
 from learner.runs.metrics import Payload, PhaseClock, rollout_payload

@@ -48,7 +48,8 @@ from learner.distributed.peers import SINGLE_PROCESS, Peers, broadcast_from_rank
 from learner.distributed.process_group import open_peers
 from learner.distributed.waiting import waiting_for
 from learner.models.load import LoadedModel, load_model
-from learner.models.packed_forward import PromptEncoder, check_packing
+from learner.models.packing_check import check_packing
+from learner.models.prompts import PromptEncoder
 from learner.rollout.client import RolloutClient
 from learner.rollout.policy import Policy, asking_of
 from learner.runs.atomic_files import writing

@@ -21,7 +21,7 @@ from learner.config import load_mapping, parse_config
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.models.load import load_model
-from learner.models.packed_forward import Segment, make_pack
+from learner.models.packs import Segment, make_pack
 from learner.operate.estimate.step import recipe_of
 from learner.types import Sample
 from tests.unit.packed_logits import packed_logits

@@ -23,7 +23,8 @@ from learner.models.attention import (
     packed_bounds,
 )
 from learner.models.load import LoadedModel, load_model, prepared
-from learner.models.packed_forward import Pack, check_packing
+from learner.models.packing_check import check_packing
+from learner.models.packs import Pack
 from learner.operate.estimate.step import longest_pack, recipe_of, step_cost
 from learner.training.recipes import Recipe
 from learner.training.trainer import build_optimizer

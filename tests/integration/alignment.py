@@ -4,7 +4,7 @@ from pathlib import Path
 
 from learner.config.schema import Config
 from learner.models.load import load_model
-from learner.models.packed_forward import PromptEncoder
+from learner.models.prompts import PromptEncoder
 from learner.runs.rollout_log import StepAnswer
 from learner.stages.formats.coord_json import parse_rollout
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from learner.models.packed_forward import IMAGE, Pack
+from learner.models.packs import IMAGE, Pack
 from learner.models.patches import PackedPatches
 from learner.objectives.logit_stats import Supervision
 from learner.objectives.numerics import as_on_cuda

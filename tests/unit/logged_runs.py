@@ -13,7 +13,7 @@ from transformers import TrainerControl, TrainerState
 
 from learner.config.schema import Config
 from learner.models.load import LoadedModel
-from learner.models.packed_forward import PromptEncoder
+from learner.models.prompts import PromptEncoder
 from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.runs.metrics import Payload, PhaseClock
 from learner.runs.rollout_log import RolloutLog

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from learner.models.head import output_head
-from learner.models.packed_forward import Pack, packed_forward
+from learner.models.packed_forward import packed_forward
+from learner.models.packs import Pack
 from learner.objectives.logit_stats import HeadInput
 
 

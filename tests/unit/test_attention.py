@@ -28,7 +28,8 @@ from learner.models.attention import (
     packed_bounds,
 )
 from learner.models.load import LoadedModel
-from learner.models.packed_forward import check_packing, packed_forward
+from learner.models.packed_forward import packed_forward
+from learner.models.packing_check import check_packing
 from learner.objectives.numerics import as_on_cuda
 from learner.operate.estimate.fake import put_on_fakes
 from learner.operate.estimate.step import meta_model

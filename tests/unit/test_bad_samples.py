@@ -17,7 +17,7 @@ from learner.config import dump_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.data.order import BadSampleLog, StandIns
 from learner.data.toy import ToyData
-from learner.models.packed_forward import PromptEncoder
+from learner.models.prompts import PromptEncoder
 from learner.operate.doctor.run import examine
 from learner.operate.eval_plan import plan_evaluation
 from learner.training.start_checks import check_inputs

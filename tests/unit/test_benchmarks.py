@@ -27,7 +27,7 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.data.toy import ToyData
 from learner.models import head
 from learner.models.load import load_model
-from learner.models.packed_forward import PromptEncoder
+from learner.models.prompts import PromptEncoder
 from learner.stages.formats.coord_json import parse_rollout
 from learner.stages.matching import match_objects
 from learner.stages.tokens import decode_exactly

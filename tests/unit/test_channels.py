@@ -10,7 +10,8 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.load import LoadedModel, load_model
-from learner.models.packed_forward import PromptEncoder, Segment, make_pack
+from learner.models.packs import Segment, make_pack
+from learner.models.prompts import PromptEncoder
 from learner.runs.metrics import rollout_payload
 from learner.runs.rollout_log import LoggedAnswer
 from learner.stages.targets import build_ground_truth_target

@@ -17,7 +17,7 @@ from learner.data.lengths import SampleLengths, chat_template
 from learner.data.toy import PROMPT, ToyData
 from learner.models.families.qwen_vl import QwenImageRule
 from learner.models.load import read_processor
-from learner.models.packed_forward import PromptEncoder
+from learner.models.prompts import PromptEncoder
 from learner.stages.formats.coord_json import serialize_objects
 from learner.stages.targets import build_ground_truth_target
 from learner.training.start_checks import check_checkpoint

@@ -20,7 +20,7 @@ from learner.config import dump_mapping
 from learner.config.schema import Config
 from learner.data.jsonl import build_request, read_samples
 from learner.data.toy import ToyData
-from learner.models.packed_forward import encode_request
+from learner.models.prompts import encode_request
 from learner.operate.doctor import machine, servers, weights
 from learner.operate.doctor.findings import Finding, as_json, run_check, summary, table
 from learner.operate.doctor.run import examine

@@ -12,7 +12,8 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.models.packed_forward import ENCODING_THREADS, PromptEncoder, Segment
+from learner.models.packs import Segment
+from learner.models.prompts import ENCODING_THREADS, PromptEncoder
 from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock

@@ -17,7 +17,7 @@ from benchmarks.step_parts.engines import samples as fixed_samples
 from learner.config import load_config
 from learner.config.schema import Config
 from learner.distributed.peers import SINGLE_PROCESS, Peers
-from learner.models.packed_forward import Pack
+from learner.models.packs import Pack
 from learner.objectives.logit_stats import Supervision
 from learner.objectives.pipeline import PackLoss
 from learner.rollout.policy import Asking, OpenBackend, Policy

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from learner.data.jsonl import build_request
-from learner.models.packed_forward import encode_request
+from learner.models.prompts import encode_request
 from learner.rollout.hf import HfBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import RunError

@@ -11,7 +11,7 @@ from transformers import AutoProcessor
 from learner.config import parse_config
 from learner.data.toy import ToyData
 from learner.models.load import load_model
-from learner.models.packed_forward import PromptEncoder
+from learner.models.prompts import PromptEncoder
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_mapping

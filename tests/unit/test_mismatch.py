@@ -16,7 +16,7 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS, Peers
-from learner.models.packed_forward import Pack, Segment, make_pack
+from learner.models.packs import Pack, Segment, make_pack
 from learner.objectives import logit_stats
 from learner.objectives.mismatch import Mismatch
 from learner.objectives.pipeline import PackLoss

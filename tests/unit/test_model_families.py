@@ -19,7 +19,9 @@ from learner.config.registry import MODEL_FAMILIES
 from learner.data.jsonl import build_request
 from learner.data.lengths import image_rule
 from learner.models.load import LoadedModel, load_model
-from learner.models.packed_forward import check_packing, encode_request, make_pack
+from learner.models.packing_check import check_packing
+from learner.models.packs import make_pack
+from learner.models.prompts import encode_request
 from learner.models.toy import make_toy_tokenizer
 from learner.rollout.hf import HfBackend
 from learner.training.trainer import build_optimizer

@@ -12,13 +12,9 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from learner.config.schema import AttentionChoice
 from learner.models.attention import attention_of
-from learner.models.packed_forward import (
-    PromptEncoder,
-    Segment,
-    check_packing,
-    make_pack,
-    make_segment,
-)
+from learner.models.packing_check import check_packing
+from learner.models.packs import Segment, make_pack, make_segment
+from learner.models.prompts import PromptEncoder
 from learner.stages.coords import coord_token
 from learner.stages.targets import build_ground_truth_target
 from learner.types import GroundTruthObject, Role, Sample, Shape

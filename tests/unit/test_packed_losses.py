@@ -9,7 +9,7 @@ from transformers import set_seed
 from learner.config import merge, parse_config
 from learner.data.toy import ToyData
 from learner.models.load import LoadedModel, load_model
-from learner.models.packed_forward import Segment, make_pack
+from learner.models.packs import Segment, make_pack
 from learner.models.self_context import SelfContext
 from learner.runs.metrics import rollout_payload
 from learner.types import Channel, Sample

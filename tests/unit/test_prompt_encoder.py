@@ -14,7 +14,7 @@ from transformers import AutoProcessor, ProcessorMixin
 
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.models.packed_forward import ENCODING_THREADS, PromptEncoder
+from learner.models.prompts import ENCODING_THREADS, PromptEncoder
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.fleets import wait_until
@@ -194,7 +194,7 @@ from dataclasses import replace
 from pathlib import Path
 from transformers import AutoProcessor
 from learner.data.jsonl import read_samples
-from learner.models.packed_forward import PromptEncoder
+from learner.models.prompts import PromptEncoder
 sample = read_samples(Path(sys.argv[2]), allow_poly=False)[0]
 encoder = PromptEncoder(AutoProcessor.from_pretrained(sys.argv[1]), "Detect.", None)
 block = encoder.ahead([replace(sample, sample_id=str(number)) for number in range(100_000)])

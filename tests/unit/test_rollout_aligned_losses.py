@@ -17,7 +17,8 @@ from torch import Tensor
 from learner.config import parse_config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.models.packed_forward import PromptEncoder, Segment, make_pack
+from learner.models.packs import Segment, make_pack
+from learner.models.prompts import PromptEncoder
 from learner.objectives.logit_stats import ForwardStats
 from learner.objectives.pipeline import PackLoss, Pipeline
 from learner.stages.transport_plan import projected_bins

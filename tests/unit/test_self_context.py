@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from learner.config.schema import CoordContextMode, SoftContextGradMode
 from learner.models.load import LoadedModel
-from learner.models.packed_forward import Pack
+from learner.models.packs import Pack
 from learner.models.self_context import SelfContext, context_embeddings
 from learner.objectives.logit_stats import ForwardStats
 from learner.stages.coords import COORD_BINS

@@ -18,7 +18,7 @@ from transformers import AutoProcessor
 
 from learner.config.schema import CoordContextMode, SoftContextGradMode
 from learner.models.load import LoadedModel
-from learner.models.packed_forward import Pack
+from learner.models.packs import Pack
 from learner.models.self_context import SelfContext
 from learner.models.toy import build_toy_model, toy_config
 from learner.objectives.bbox_geo import BboxGeoConfig

@@ -19,7 +19,7 @@ from learner.config import merge, parse_config
 from learner.config.schema import Config, SoftContextGradMode
 from learner.data.toy import ToyData
 from learner.models.load import LoadedModel, load_model
-from learner.models.packed_forward import IMAGE
+from learner.models.packs import IMAGE
 from learner.models.self_context import SelfContext
 from learner.training.start_checks import check_inputs
 from learner.training.train import train

@@ -17,7 +17,8 @@ from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.load import LoadedModel, load_model
-from learner.models.packed_forward import PromptEncoder, Segment, make_pack
+from learner.models.packs import Segment, make_pack
+from learner.models.prompts import PromptEncoder
 from learner.objectives.coord_diag import CoordDiagModule
 from learner.objectives.logit_stats import ForwardStats
 from learner.objectives.pipeline import Pipeline

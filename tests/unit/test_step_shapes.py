@@ -14,7 +14,7 @@ import pytest
 from learner.config import load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.models.load import LoadedModel
-from learner.models.packed_forward import Pack, make_pack
+from learner.models.packs import Pack, make_pack
 from learner.operate.estimate.step import (
     StepCost,
     longest_pack,

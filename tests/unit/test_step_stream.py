@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from learner.config import load_config
-from learner.models.packed_forward import Segment
+from learner.models.packs import Segment
 from learner.rollout.distribution import CHUNKS_AHEAD
 from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base

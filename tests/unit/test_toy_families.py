@@ -21,12 +21,10 @@ from learner.data.lengths import image_rule
 from learner.data.toy import ToyData
 from learner.models.attention import PACKED
 from learner.models.load import LoadedModel, load_model
-from learner.models.packed_forward import (
-    check_packing,
-    encode_request,
-    make_pack,
-    packed_forward,
-)
+from learner.models.packed_forward import packed_forward
+from learner.models.packing_check import check_packing
+from learner.models.packs import make_pack
+from learner.models.prompts import encode_request
 from learner.models.toy import ToyFamily, make_model
 from learner.objectives.numerics import as_on_cuda
 from learner.operate.estimate.fake import put_on_fakes

@@ -14,7 +14,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.models.load import LoadedModel
-from learner.models.packed_forward import Pack, PromptEncoder, make_pack
+from learner.models.packs import Pack, make_pack
+from learner.models.prompts import PromptEncoder
 from learner.models.self_context import SelfContext
 from learner.objectives.config import ObjectiveModule
 from learner.objectives.coord_reg import CoordRegModule

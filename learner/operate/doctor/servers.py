@@ -8,7 +8,7 @@ from transformers import ProcessorMixin
 
 from learner.config.schema import Config
 from learner.models.load import read_processor
-from learner.models.packed_forward import encode_request
+from learner.models.prompts import encode_request
 from learner.operate.doctor.machine import (
     MachineChecks,
     check_overlap,
@@ -153,9 +153,7 @@ def compare_prompts(
         check_prompt_ids(sample.sample_id, ours, theirs, processor.tokenizer)
 
 
-def describe_answer(
-    envelope: RolloutEnvelope, tokenizer: Tokenizer, answers: AnswerFormat
-) -> str:
+def describe_answer(envelope: RolloutEnvelope, tokenizer: Tokenizer, answers: AnswerFormat) -> str:
     """Its length and end, and what the parser finds in it."""
     (choice,) = envelope.response.choices
     assert choice.token_ids is not None, "requested with return_details"

@@ -329,7 +329,10 @@ def tables(found: Estimate) -> Iterator[tuple[str, Table]]:
             sides = found.rollouts_s(count), found.step_s(found.costs["B"])
             expected = f"{best / REACHED[1]:.3g} to {best / REACHED[0]:.3g}"
             steps.add_row(f"{count}", *(f"{s:.3g}" for s in (*sides, best)), expected)
-        yield "Seconds of a step of channel B, at best and expected (69 to 55 % of the speed)", steps
+        yield (
+            "Seconds of a step of channel B, at best and expected (69 to 55 % of the speed)",
+            steps,
+        )
     yield "What others have measured", _published()
 
 

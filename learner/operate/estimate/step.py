@@ -23,9 +23,10 @@ from learner.config.rollout_matching import OffloadConfig
 from learner.config.schema import Config, LoraTuner
 from learner.models.families import family_of
 from learner.models.load import LoadedModel, on_meta, read_processor, tuned
-from learner.models.packed_forward import IMAGE, Pack, PromptEncoder, make_pack
+from learner.models.packs import IMAGE, Pack, make_pack
 from learner.models.patch_embedding import use_product
 from learner.models.precision import compute_in, sharded_policy
+from learner.models.prompts import PromptEncoder
 from learner.operate.estimate.fake import (
     Costs,
     Work,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from learner.models.families import vision_inputs
 from learner.models.load import LoadedModel
-from learner.models.packed_forward import EncodedPrompt, encode_request
+from learner.models.prompts import EncodedPrompt, encode_request
 from learner.rollout.answers import check_prompt_ids, output_of
 from learner.rollout.hf import evaluating
 from shared_contracts.errors import RunError

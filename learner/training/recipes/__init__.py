@@ -11,7 +11,7 @@ from torch import nn
 
 from learner.config.schema import Config
 from learner.models.flops import Arithmetic
-from learner.models.packed_forward import Pack
+from learner.models.packs import Pack
 from learner.models.self_context import SelfContext
 from learner.objectives.objective import Objective
 from learner.objectives.pipeline import PackLoss, Pipeline

@@ -18,7 +18,7 @@ from learner.config.rollout_matching import MatchingConfig
 from learner.data.jsonl import build_request, read_samples
 from learner.data.toy import ToyData
 from learner.models.load import LoadedModel
-from learner.models.packed_forward import PromptEncoder, encode_request
+from learner.models.prompts import PromptEncoder, encode_request
 from learner.rollout.backend import Journal
 from learner.rollout.client import RolloutClient
 from learner.rollout.hf import HfBackend

@@ -11,7 +11,7 @@ import torch
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
-from learner.models.packed_forward import Pack
+from learner.models.packs import Pack
 from learner.objectives.logit_stats import ForwardStats, Reader
 from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.runs.metrics import StepReport

@@ -1,0 +1,176 @@
+"""Segments and packs: teacher-forced samples, and several of them in one row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.models.families import Family, Multimodal, family_of
+from learner.models.families.qwen_vl import QWEN_VL
+from learner.models.patches import PackedPatches, Patches, pack_patches
+from learner.models.prompts import EncodedPrompt
+from learner.objectives.logit_stats import Supervision
+from learner.types import Role, Target
+from shared_contracts.errors import ContractError
+
+# A placeholder of an image among `mm_token_types`.
+IMAGE = 1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One sample, teacher-forced: prompt (P ids) + target (T ids), L = P + T.
+
+    has_dropped: the rollout lost an invalid object (LOSS-01's multiplier).
+    patches: of `Family.patches`.
+    kept_logprobs: those that the engine gave the first target ids, which are the rollout's own, in
+        nats; none where they were not requested (LOGP-01).
+    """
+
+    sample_id: str
+    prompt: EncodedPrompt
+    target: Target
+    input_ids: Tensor
+    position_ids: Tensor
+    has_dropped: bool
+    family: Family = QWEN_VL
+    patches: Patches | None = None
+    kept_logprobs: Sequence[float] = ()
+
+    def __len__(self) -> int:
+        return int(self.input_ids.numel())
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Segments in one row of L tokens: input_ids (1, L), position_ids as the family has them.
+
+    bounds: (segments + 1,) int32, where each segment starts, and L. longest: tokens of the longest.
+    patches: None where the vision tower computes it itself; else the grids stay on the host.
+    """
+
+    sample_ids: list[str]
+    input_ids: Tensor
+    position_ids: Tensor
+    mm_token_types: Tensor
+    pixel_values: Tensor | None
+    image_grid_thw: Tensor | None
+    supervision: Supervision
+    bounds: Tensor
+    longest: int
+    family: Family = QWEN_VL
+    patches: PackedPatches | None = None
+
+    def __len__(self) -> int:
+        return int(self.input_ids.numel())
+
+    def to(self, device: torch.device) -> "Pack":
+        moved = (Tensor, Supervision, PackedPatches)
+        stays = () if self.patches is None else ("image_grid_thw",)
+        parts: dict[str, Any] = {
+            name: part.to(device) if isinstance(part, moved) and name not in stays else part
+            for name, part in vars(self).items()
+        }
+        return Pack(**parts)
+
+
+def make_segment(
+    model: Multimodal,
+    sample_id: str,
+    prompt: EncodedPrompt,
+    target: Target,
+    has_dropped: bool,
+    kept_logprobs: Sequence[float] = (),
+) -> Segment:
+    """Join a prompt and its target. `model` is the inner multimodal model."""
+    tail = torch.tensor(target.token_ids, dtype=torch.long)
+    ids = torch.cat([prompt.ids, tail])
+    types = torch.cat([prompt.mm_token_types, torch.zeros_like(tail)])
+    family = family_of(model)
+    positions = family.positions(model, ids, types, prompt.image_grid_thw)
+    patches = family.patches(model, prompt.image_grid_thw)
+    segment = Segment(
+        sample_id, prompt, target, ids, positions, has_dropped, family, patches, kept_logprobs
+    )
+    _check_supervised_span(segment)
+    return segment
+
+
+def _check_supervised_span(segment: Segment) -> None:
+    """Every supervised index lies in the assistant span (APPEND-03)."""
+    length = len(segment.target.token_ids)
+    for group in segment.target.coord_groups:
+        for position in group.positions:
+            if not 0 <= position < length:
+                raise ContractError(
+                    segment.sample_id,
+                    f"supervised index {position} lies outside the {length} assistant tokens",
+                    "This is a defect of the target construction; please report the sample",
+                )
+
+
+def _supervision(segments: Sequence[Segment]) -> Supervision:
+    roles: list[Tensor] = []
+    dropped: list[Tensor] = []
+    positions: list[int] = []
+    bins: list[float] = []
+    boxes: list[list[int]] = []
+    departures: list[list[int]] = []
+    kept: list[int] = []
+    logprobs: list[float] = []
+    offset = 0
+    for segment in segments:
+        prompt_len = segment.prompt.ids.numel()
+        prompt_roles = torch.full((prompt_len,), int(Role.PROMPT), dtype=torch.int8)
+        roles += [prompt_roles, torch.from_numpy(segment.target.role)]
+        dropped.append(torch.full((len(segment),), segment.has_dropped))
+        for group in segment.target.coord_groups:
+            if group.is_box:
+                boxes.append(list(range(len(positions), len(positions) + 4)))
+            positions += [offset + prompt_len + p for p in group.positions]
+            bins += group.bins
+        for position, token_id in segment.target.departures:
+            departures.append([offset + prompt_len + position, token_id])
+        kept += [offset + prompt_len + p for p in range(len(segment.kept_logprobs))]
+        logprobs += segment.kept_logprobs
+        offset += len(segment)
+    return Supervision(
+        input_ids=torch.cat([s.input_ids for s in segments]),
+        roles=torch.cat(roles),
+        has_dropped=torch.cat(dropped),
+        coord_positions=torch.tensor(positions, dtype=torch.long),
+        coord_bins=torch.tensor(bins, dtype=torch.float32),
+        boxes=torch.tensor(boxes, dtype=torch.long).view(-1, 4),
+        departures=torch.tensor(departures, dtype=torch.long).view(-1, 2),
+        kept_positions=torch.tensor(kept, dtype=torch.long),
+        kept_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+    )
+
+
+def make_pack(segments: Sequence[Segment]) -> Pack:
+    """Concatenate segments; labels and slots move by each segment's offset."""
+    pixels = [s.prompt.pixel_values for s in segments if s.prompt.pixel_values is not None]
+    grids = [s.prompt.image_grid_thw for s in segments if s.prompt.image_grid_thw is not None]
+    types = [
+        torch.cat([s.prompt.mm_token_types, torch.zeros(len(s.target.token_ids), dtype=torch.long)])
+        for s in segments
+    ]
+    family = segments[0].family
+    patches = [s.patches for s in segments if s.patches is not None]
+    lengths = [len(segment) for segment in segments]
+    return Pack(
+        sample_ids=[s.sample_id for s in segments],
+        input_ids=torch.cat([s.input_ids for s in segments])[None],
+        position_ids=family.position_ids(torch.cat([s.position_ids for s in segments], dim=1)),
+        mm_token_types=torch.cat(types)[None],
+        pixel_values=torch.cat(pixels) if pixels else None,
+        image_grid_thw=torch.cat(grids) if grids else None,
+        supervision=_supervision(segments),
+        bounds=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        longest=max(lengths),
+        family=family,
+        patches=pack_patches(patches) if patches else None,
+    )

@@ -1,0 +1,210 @@
+"""Prompts as the model's own processor encodes them.
+
+The server encodes prompts with the same processor, so the ids agree by construction. ROLL-01 proves
+it on every rollout.
+"""
+
+import base64
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import ProcessorMixin
+
+from learner.data.images import UnreadableImage, open_upright, upright
+from learner.data.jsonl import build_request
+from learner.types import Sample
+from shared_contracts.errors import ContractError
+from shared_contracts.infer import RolloutInferRequest
+
+# Threads of each process that encode prompts. Pillow, torch and the tokenizer release the GIL, so
+# they run at the same time. More threads than cores only slow each other down.
+ENCODING_THREADS = min(4, os.cpu_count() or 1)
+
+
+# Of encoded prompts that a process keeps: 85 with an image of one megapixel (6 floats a pixel), so
+# that a chunk of 64 can be encoded while servers answer it.
+CACHE_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as the model's own processor encodes it, image placeholders expanded.
+
+    ids: (P,); mm_token_types: (P,) 0 text, `IMAGE`; pixel_values: (patches, dim) or None;
+    image_grid_thw: (images, 3) or None.
+    """
+
+    ids: Tensor
+    mm_token_types: Tensor
+    pixel_values: Tensor | None
+    image_grid_thw: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tensors that grow with the prompt and its images."""
+        tensors = (self.ids, self.mm_token_types, self.pixel_values)
+        return sum(t.nbytes for t in tensors if t is not None)
+
+
+class PromptEncoder:
+    """Encodes prompts in `ENCODING_THREADS` threads, and keeps at most `cache_bytes` of tensors.
+
+    Several threads may call it; each sample is encoded once while there is room for it. An error
+    is raised to the callers of its sample and not kept: the next caller encodes it again.
+    """
+
+    def __init__(
+        self,
+        processor: ProcessorMixin,
+        prompt: str,
+        system: str | None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self._processor = processor
+        self._prompt = prompt
+        self._system = system
+        self._cache_bytes = cache_bytes
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(ENCODING_THREADS, "encoder")
+        self._running: dict[str, Future[EncodedPrompt]] = {}
+        self._kept: OrderedDict[str, EncodedPrompt] = OrderedDict()  # the least recently used first
+        self._kept_bytes = 0
+        # Samples of `ahead` that nobody has asked for yet, and the bytes of those that are kept.
+        self._ahead: dict[str, Sample] = {}
+        self._ahead_bytes = 0
+        self._largest = 0  # bytes of any encoding so far
+
+    def __call__(self, sample: Sample) -> EncodedPrompt:
+        with self._lock:
+            self._release([sample.sample_id])
+            if (known := self._kept.get(sample.sample_id)) is not None:
+                self._kept.move_to_end(sample.sample_id)
+                self._start_ahead()
+                return known
+            encoding = self._running.get(sample.sample_id) or self._start(sample)
+        return encoding.result()
+
+    @contextmanager
+    def ahead(self, samples: Sequence[Sample]) -> Iterator[None]:
+        """Encode `samples` in order while the block runs, as far as the cache has room.
+
+        Their encodings are kept until a caller asks for them or the block ends.
+        """
+        wanted = {sample.sample_id: sample for sample in samples}
+        with self._lock:
+            known = self._kept.keys() & (wanted.keys() - self._ahead.keys())
+            self._ahead_bytes += sum(self._kept[each].num_bytes for each in known)
+            self._ahead |= wanted
+            self._start_ahead()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._release(wanted)
+                self._start_ahead()
+
+    # All of these need the lock, except `_encode`, which runs in a thread of its own.
+
+    def _start(self, sample: Sample) -> Future[EncodedPrompt]:
+        future = self._threads.submit(self._encode, sample)
+        self._running[sample.sample_id] = future
+        return future
+
+    def _start_ahead(self) -> None:
+        """Start what is wanted ahead, as long as encodings of the largest size fit."""
+        for sample_id, sample in self._ahead.items():
+            if len(self._running) >= ENCODING_THREADS:
+                return
+            if sample_id in self._kept or sample_id in self._running:
+                continue
+            expected = self._ahead_bytes + (len(self._running) + 1) * self._largest
+            if expected > self._cache_bytes and (self._running or self._ahead_bytes):
+                return
+            with suppress(RuntimeError):  # the program ends
+                self._start(sample)
+
+    def _encode(self, sample: Sample) -> EncodedPrompt:
+        encoded = None
+        try:
+            request = build_request(sample, self._prompt, self._system)
+            encoded = encode_request(self._processor, request)
+            return encoded
+        finally:
+            with self._lock:
+                del self._running[sample.sample_id]
+                if encoded is None or not self._keep(sample.sample_id, encoded):
+                    self._ahead.pop(sample.sample_id, None)  # its caller starts it again
+                self._start_ahead()
+
+    def _keep(self, sample_id: str, encoded: EncodedPrompt) -> bool:
+        """Return whether there is room beside the encodings that are kept for their callers."""
+        size = encoded.num_bytes
+        self._largest = max(self._largest, size)
+        while self._kept_bytes + size > self._cache_bytes:
+            oldest = next((each for each in self._kept if each not in self._ahead), None)
+            if oldest is None:
+                return False
+            self._kept_bytes -= self._kept.pop(oldest).num_bytes
+        self._kept[sample_id] = encoded
+        self._kept_bytes += size
+        self._ahead_bytes += size if sample_id in self._ahead else 0
+        return True
+
+    def _release(self, sample_ids: Iterable[str]) -> None:
+        for each in sample_ids:
+            if self._ahead.pop(each, None) is not None and each in self._kept:
+                self._ahead_bytes -= self._kept[each].num_bytes
+
+
+def encode_request(processor: ProcessorMixin, request: RolloutInferRequest) -> EncodedPrompt:
+    """The prompt of a request whose images are paths or data URLs, one for each image part.
+
+    Raises ContractError, with the request's uuid, for an image that cannot be decoded or that the
+    processor refuses.
+    """
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    images = [_opened(source, request.uuid) for source in request.images] or None
+    try:
+        batch = processor(text=[text], images=images, return_tensors="pt")
+    except ValueError as error:
+        raise ContractError(
+            str(request.uuid),
+            f"the model's processor refuses it ({error})",
+            "Replace its images, or remove the line; `learner data check --config` finds every one",
+        ) from error
+    ids: torch.Tensor = batch["input_ids"][0]
+    types = batch.get("mm_token_type_ids")
+    if types is None:
+        types = (batch["input_ids"] == getattr(processor, "image_token_id", None)).long()
+    return EncodedPrompt(
+        ids=ids,
+        mm_token_types=types[0],
+        pixel_values=batch.get("pixel_values"),
+        image_grid_thw=batch.get("image_grid_thw"),
+    )
+
+
+def _opened(source: str, uuid: str | None) -> Image.Image:
+    """An RGB image, upright as its camera says, as the server opens it."""
+    is_data = source.startswith("data:")
+    try:
+        if is_data:
+            return upright(base64.b64decode(source.partition(",")[2]))
+        return open_upright(Path(source))
+    except UnreadableImage as error:
+        name = "in a data URL" if is_data else source
+        raise ContractError(
+            str(uuid),
+            f"image {name} {error}",
+            "Replace it; `learner data check` tells all there are",
+        ) from error
