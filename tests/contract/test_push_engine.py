@@ -218,6 +218,7 @@ def test_a_learner_that_leaves_or_is_silent_ends_the_transfer(
         (receiving,), (sending,) = ends.begin(weights, stopping())
         assert receiving.result(LIMIT_S / 2) is not None
         ended.set()
+        ends.groups[0].abandon()  # as `WeightPusher` does
         assert sending.result(LIMIT_S / 2) is not None
         assert set(ends.models[0].held) <= {"w0", "w1", "w2", "w3"}
 
