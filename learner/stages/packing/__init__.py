@@ -31,7 +31,6 @@ class Whole(Protocol):
 Segment = TypeVar("Segment")
 S = TypeVar("S", bound=Whole)
 P = TypeVar("P")
-P_co = TypeVar("P_co", covariant=True)
 
 
 class SegmentBuffer(Generic[Segment]):
@@ -176,16 +175,10 @@ class Part(Generic[P]):
     packs: Sequence[P]
 
 
-class MakesPacks(Protocol[P_co]):
-    """A `StepPacker`, or what counts beside one."""
-
-    def chunk(self, segments: Sequence[Any], *, last: bool) -> Sequence[P_co]: ...
-
-
 class Parts(Generic[P]):
     """Takes the segments of each round; has the parts when all rounds are over."""
 
-    def __init__(self, packer: MakesPacks[P]) -> None:
+    def __init__(self, packer: StepPacker[Any, P]) -> None:
         self._packer = packer
         self._over: list[Part[P]] = []
         self._version: int | None = None
