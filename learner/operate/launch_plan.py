@@ -7,7 +7,6 @@ address. `shell_assignments` is what a launcher in shell needs instead (`learner
 Imports no torch.
 """
 
-import errno
 import ipaddress
 import json
 import os
@@ -17,6 +16,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -26,7 +26,6 @@ from urllib.parse import urlsplit
 
 from learner.config import Config, dump_mapping, dump_resolved
 from learner.distributed.waiting import PASSIVE_WAIT
-from learner.rollout.client import SERVER_ERRORS, RolloutClient
 from learner.rollout.colocate import media_dirs
 from learner.rollout.distribution import rank_chunk_size
 from learner.rollout.server_process import SERVER_GRACE_S
@@ -105,10 +104,9 @@ def learner_count(asked: Asked) -> int:
 
 
 def _beside_cpu(asked: Asked) -> Iterator[ContractError]:
-    given = {SERVER_GPUS: " and ".join(asked.server_gpus), TRAIN_GPUS: asked.train_gpus}
-    for option, shown in given.items():
+    for option, shown in ((SERVER_GPUS, asked.server_gpus), (TRAIN_GPUS, asked.train_gpus)):
         if shown:
-            yield ContractError(option, f"{shown}, and --device is cpu", "Give one of the two")
+            yield ContractError(option, "given, and --device is cpu", "Give one of the two")
     if asked.train_processes is not None and asked.train_processes < 1:
         yield ContractError(PROCESSES, f"{asked.train_processes}", "Give 1 or more")
 
@@ -116,72 +114,41 @@ def _beside_cpu(asked: Asked) -> Iterator[ContractError]:
 def _on_gpus(
     asked: Asked, servers: int, tensor_parallel_size: int, visible: Sequence[int]
 ) -> Iterator[ContractError]:
+    """The rule: each server and the learner have a list of GPUs; each visible GPU is in one."""
     if asked.train_processes is not None:
-        yield ContractError(
-            PROCESSES,
-            f"{asked.train_processes}, and on GPUs each of {TRAIN_GPUS} has one process",
-            "Leave it out, or give --device cpu",
-        )
+        found = f"{asked.train_processes}, and on GPUs each of {TRAIN_GPUS} has one process"
+        yield ContractError(PROCESSES, found, "Leave it out, or give --device cpu")
     if len(asked.server_gpus) != servers:
-        yield _other_count(len(asked.server_gpus), servers)
-    lists = [(SERVER_GPUS, text) for text in asked.server_gpus]
-    lists += [(TRAIN_GPUS, asked.train_gpus)] if asked.train_gpus is not None else []
+        found = f"given {len(asked.server_gpus)} times for {servers} server(s) of {_SERVERS}"
+        do = "Give it once for each server, in their order, as in 0,1; or give --device cpu"
+        yield ContractError(SERVER_GPUS, found, do)
     if asked.train_gpus is None:
         do = "Name the GPUs of the learner, as in 3 or 2,3; or give --device cpu"
         yield ContractError(TRAIN_GPUS, "not given", do)
-    for option, text in lists:
-        if not _is_list(text):
-            yield ContractError(option, f"{text!r} is no list of GPU ids", "Write it like 0,1,2")
-    good = [(option, _ids(text)) for option, text in lists if _is_list(text)]
-    yield from _named_twice(good)
-    yield from _absent(good, visible)
-    for option, ids in good:
-        if option == SERVER_GPUS and len(ids) % tensor_parallel_size:
-            yield ContractError(
-                option,
-                f"{len(ids)} GPUs ({_shown(ids)}) do not split into replicas of "
-                f"tensor_parallel_size {tensor_parallel_size}",
-                f"Give a multiple of {tensor_parallel_size}",
-            )
-
-
-def _other_count(given: int, servers: int) -> ContractError:
-    found = f"given {given} times" if given else "not given"
-    if servers == 1:
-        do = "Give it once, with all GPUs of the server, as in 0,1,2; or give --device cpu"
-    else:
-        do = f"Give it {servers} times, in the order of the servers, as in {SERVER_GPUS} 0,1"
-    config = "rollout_matching.vllm.server.servers"
-    plural = "server" if servers == 1 else "servers"
-    return ContractError(SERVER_GPUS, f"{found}, and {config} has {servers} {plural}", do)
-
-
-def _named_twice(lists: Sequence[tuple[str, Sequence[int]]]) -> Iterator[ContractError]:
-    """Every GPU belongs to one server, or to one process of the learner."""
-    uses = Counter(gpu for _, ids in lists for gpu in ids)
-    for gpu, count in sorted(uses.items()):
-        if count > 1:
-            places = " and ".join(f"{option} {_shown(ids)}" for option, ids in lists if gpu in ids)
-            where = SERVER_GPUS if SERVER_GPUS in places else TRAIN_GPUS
-            yield ContractError(
-                where, f"GPU {gpu} is named {count} times: {places}", "Name every GPU once"
-            )
-
-
-def _absent(
-    lists: Sequence[tuple[str, Sequence[int]]], visible: Sequence[int]
-) -> Iterator[ContractError]:
-    if lists and not visible:
+    if not visible:
         found = f"gpu, and no GPU is here that {CUDA_VISIBLE} does not hide"
         yield ContractError("--device", found, "Give cpu, or start it on a machine with GPUs")
         return
-    for option, ids in lists:
+    uses = Counter[int]()
+    lists = [(SERVER_GPUS, text) for text in asked.server_gpus]
+    lists += [(TRAIN_GPUS, asked.train_gpus)] if asked.train_gpus is not None else []
+    for option, text in lists:
+        if not _is_list(text):
+            yield ContractError(option, f"{text!r} is no list of GPU ids", "Write it like 0,1,2")
+            continue
+        ids = _ids(text)
         if missing := sorted(set(ids) - set(visible)):
-            yield ContractError(
-                option,
-                f"no GPU {_shown(missing)} here, there are {_shown(visible)}",
-                f"Name GPUs that this machine has and {CUDA_VISIBLE} does not hide",
-            )
+            found = f"no GPU {_shown(missing)} here, there are {_shown(visible)}"
+            do = f"Name GPUs that this machine has and {CUDA_VISIBLE} does not hide"
+            yield ContractError(option, found, do)
+        if option == SERVER_GPUS and len(ids) % tensor_parallel_size:
+            found = f"{len(ids)} GPUs ({text}) do not split into replicas of "
+            found += f"tensor_parallel_size {tensor_parallel_size}"
+            yield ContractError(option, found, f"Give a multiple of {tensor_parallel_size}")
+        uses.update(ids)
+    if twice := sorted(gpu for gpu, count in uses.items() if count > 1):
+        found = f"GPU {_shown(twice)} is named more than once, by it or by {TRAIN_GPUS}"
+        yield ContractError(SERVER_GPUS, found, "Name every GPU once")
 
 
 def _is_list(text: str | None) -> bool:
@@ -218,19 +185,25 @@ def addresses_here(
 ) -> list[Listen]:
     """Where each server of the config will listen, on this machine, at ports that are free.
 
+    Both ports of all servers are bound at the same time, then released. So a port that is taken and
+    a port with two uses are one fault.
+
     Raises:
         ContractErrors: each that cannot, and why.
     """
     found = CheckErrors()
-    # A token that cannot be used is told, and counts as one.
+    # An unusable token is an error of its own and counts as a token.
     protected = found.of(lambda: given_token(environment) is not None) is not False
     listens: list[Listen] = []
-    for index, server in enumerate(servers):
-        where = f"{_SERVERS}[{index}].base_url"
-        if listen := found.of(partial(_address, server.base_url, where, protected)):
+    with ExitStack() as held:
+        for index, server in enumerate(servers):
+            where = f"{_SERVERS}[{index}]"
+            address = partial(_address, server.base_url, f"{where}.base_url", protected)
+            if (listen := found.of(address)) is None:
+                continue
             listens.append(listen)
-            found.errors += _taken(listen, server.group_port, index)
-    found.errors += _shared_ports(listens, servers) if len(listens) == len(servers) else []
+            for key, port in (("base_url", listen.port), ("group_port", server.group_port)):
+                found.of(partial(_bind, held, f"{where}.{key}", listen.host, port))
     found.raise_all()
     return listens
 
@@ -249,8 +222,12 @@ def _address(base_url: str, where: str, protected: bool) -> Listen:
             where, f"{base_url} is no known host ({error.strerror})", _ELSEWHERE
         ) from None
     assert isinstance(host, str), "of IPv4"
-    if _refusal(host, 0) is not None:
-        raise ContractError(where, f"{base_url} is another host than this one", _ELSEWHERE)
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        raise ContractError(
+            where, f"{base_url} is another host than this one", _ELSEWHERE
+        ) from None
     if not protected and not ipaddress.ip_address(host).is_loopback:
         raise ContractError(
             TOKEN_VARIABLE,
@@ -261,74 +238,18 @@ def _address(base_url: str, where: str, protected: bool) -> Listen:
     return Listen(base_url, host, port)
 
 
-def _taken(listen: Listen, group_port: int, index: int) -> Iterator[ContractError]:
-    """Faults of the two ports of a server."""
-    if (error := _refusal(listen.host, listen.port)) is not None:
-        where = f"{_SERVERS}[{index}].base_url"
-        if error.errno == errno.EADDRINUSE:
-            found, do = _who_listens(listen.base_url)
-        else:
-            found = f"port {listen.port} cannot be listened at ({error.strerror})"
-            do = "Give the server another port"
-        yield ContractError(where, found, do)
-    if (error := _refusal(listen.host, group_port)) is not None:
-        yield ContractError(
-            f"{_SERVERS}[{index}].group_port",
-            f"port {group_port} of {listen.host} cannot be listened at ({error.strerror})",
-            "Give the server another group_port, or end what listens there "
-            f"(`ss -ltnp sport = :{group_port}` names it)",
-        )
-
-
-def _who_listens(base_url: str) -> tuple[str, str]:
-    """What was found at a port that is taken, and what to do.
-
-    Whose port it is is not known yet, so it is not told the token.
-    """
+def _bind(held: ExitStack, where: str, host: str, port: int) -> None:
+    """Listen at a port, as a server would, until `held` is closed."""
     try:
-        RolloutClient(base_url, 2.0, token="").live()
-    except (ContractError, *SERVER_ERRORS):
-        port = urlsplit(base_url).port or _HTTP_PORT
-        return (
-            f"another program listens at {base_url}",
-            f"Stop it (`ss -ltnp sport = :{port}` names it), or give the server another port",
-        )
-    return (
-        f"a rollout server is up at {base_url} already, and `learner launch` starts its own",
-        "Stop that server; or keep it, and start the learner alone with "
-        "deploy/train_stage2.sh or `learner train`",
-    )
-
-
-def _shared_ports(
-    found: Sequence[Listen], servers: Sequence[ServerAddress]
-) -> Iterator[ContractError]:
-    """Ports that two servers would share, or the two uses of one server."""
-    seen: list[tuple[str, int, str]] = []
-    for index, (listen, server) in enumerate(zip(found, servers, strict=True)):
-        for key, port in (("base_url", listen.port), ("group_port", server.group_port)):
-            where = f"{_SERVERS}[{index}].{key}"
-            ends = {listen.host, "0.0.0.0"}  # the latter takes the port of every address
-            meeting = (
-                w for h, p, w in seen if p == port and (h in ends or listen.host == "0.0.0.0")
-            )
-            if other := next(meeting, None):
-                yield ContractError(
-                    where, f"port {port} of {listen.host} is that of {other} too", "Give another"
-                )
-            seen.append((listen.host, port, where))
-
-
-def _refusal(host: str, port: int) -> OSError | None:
-    """Why this machine does not let one listen there, as a server would; None if it does."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen()
-        except OSError as error:
-            return error
-    return None
+        held.enter_context(socket.create_server((host, port)))
+    except OSError as error:
+        raise ContractError(
+            where,
+            f"port {port} of {host} cannot be listened at ({os.strerror(error.errno or 0)})",
+            f"Give each port one use and stop what listens there (`ss -ltnp sport = :{port}` names "
+            "it). If it is a rollout server that you want to use, start the learner alone with "
+            "deploy/train_stage2.sh or `learner train`",
+        ) from None
 
 
 # In the folder `LOGS` of the run: what the servers are told.

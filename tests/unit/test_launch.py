@@ -76,9 +76,9 @@ def test_gpus_are_split_between_servers_and_learner(
 @pytest.mark.parametrize(
     ("options", "servers", "size", "faults"),
     [
-        (gpus("0,1", "1,2"), 2, 1, [("--server-gpus", "GPU 1 is named 2 times")]),
-        (gpus("0,3"), 1, 1, [("--server-gpus", "--server-gpus 0,3 and --train-gpus 3")]),
-        (gpus("0"), 3, 1, [("--server-gpus", "has 3 servers")]),
+        (gpus("0,1", "1,2"), 2, 1, [("--server-gpus", "GPU 1 is named more than once")]),
+        (gpus("0,3"), 1, 1, [("--server-gpus", "GPU 3 is named more than once")]),
+        (gpus("0"), 3, 1, [("--server-gpus", "for 3 server(s)")]),
         (gpus("0", train="4"), 1, 1, [("--train-gpus", "no GPU 4 here")]),
         (
             gpus("-1", "1,1", train=None, processes=0),
@@ -89,15 +89,15 @@ def test_gpus_are_split_between_servers_and_learner(
                 ("--server-gpus", "given 2 times"),
                 ("--train-gpus", "not given"),
                 ("--server-gpus", "'-1' is no list"),
-                ("--server-gpus", "GPU 1 is named 2 times"),
                 ("--server-gpus", "2 GPUs (1,1) do not split"),
+                ("--server-gpus", "GPU 1 is named more than once"),
             ],
         ),
         (
             Asked("cpu", ("0",), "1", 0),
             1,
             1,
-            [("--server-gpus", "0,"), ("--train-gpus", "1,"), ("--train-processes", "0")],
+            [("--server-gpus", "cpu"), ("--train-gpus", "cpu"), ("--train-processes", "0")],
         ),
         (Asked("tpu"), 1, 1, [("--device", "'tpu'")]),
     ],
@@ -155,18 +155,15 @@ def test_public_address_needs_a_token(tmp_path: Path) -> None:
     assert [listen.host for listen in addresses_here(servers, given)] == ["0.0.0.0"] * 2
 
 
-def test_running_server_is_reported_and_does_not_get_the_token(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_running_server_is_refused_and_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever listens there would get the token."""
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     with scripted_server() as server, pytest.raises(ContractErrors) as caught:
         addresses_here(at(server.base_url))
-    assert server.calls == [("GET /live/", None)]
-    assert server.authorizations == [None]
+    assert server.calls == []
     (error,) = caught.value.errors
-    assert "a rollout server is up" in error.found
-    assert "keep it" in error.do
+    assert "cannot be listened at (Address already in use)" in error.found
+    assert "If it is a rollout server that you want to use" in error.do
 
 
 def test_port_has_one_use_on_all_addresses() -> None:
