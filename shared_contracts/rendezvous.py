@@ -57,12 +57,14 @@ def without_watchdog() -> Iterator[None]:
     engine when its learner is.
     """
     with _making:
-        before = os.environ.get(_BLOCKING_WAIT, "0")
+        before = os.environ.get(_BLOCKING_WAIT)
         os.environ[_BLOCKING_WAIT] = "1"
         try:
             yield
         finally:
-            os.environ[_BLOCKING_WAIT] = before
+            os.environ.pop(_BLOCKING_WAIT)
+            if before is not None:
+                os.environ[_BLOCKING_WAIT] = before
 
 
 def ready_key(rank: int) -> str:

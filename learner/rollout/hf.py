@@ -2,9 +2,9 @@
 
     requests -> prompts -> left-padded batches -> generate -> RolloutOutput
 
-The model answers with the weights it has, so a push only notes their version. Greedy and
-beam decoding take `decode_batch_size` sequences at once. Sampling takes one request at a
-time, with the request's own seed: an answer does not depend on what was asked beside it.
+The model answers with the weights it has, so a push only notes their version. Greedy,
+sampled and beam decoding take `decode_batch_size` sequences at once. A batch is sampled with the
+seed of its first request, as a call of a server is: the same requests give the same answers.
 
 As on a server, no parameter of decoding comes from the checkpoint. Its generation config
 says one thing: which tokens end an answer, beside the tokenizer's end of sequence.
@@ -95,11 +95,12 @@ class HfBackend:
             RunError: a prompt leaves no room for an answer.
         """
         _require_served(request_config)
-        rows = 1 if request_config.temperature else self._rows
         outputs: list[RolloutOutput] = []
         with _answering(self._model), self._computing():
-            for start in range(0, len(requests), rows):
-                prompts = [self._encode(request) for request in requests[start : start + rows]]
+            for start in range(0, len(requests), self._rows):
+                prompts = [
+                    self._encode(request) for request in requests[start : start + self._rows]
+                ]
                 rooms = [
                     self._room(start + index, prompt.ids.numel(), request_config.max_tokens)
                     for index, prompt in enumerate(prompts)

@@ -211,3 +211,15 @@ def test_a_profile_with_servers_may_be_turned_to_colocate(variant: str, tmp_path
     mine = dump_mapping(mapping | {"rollout_matching": {"vllm": own}})
     config = load_config(written(tmp_path / "mine.yaml", mine))
     assert config.rollout_matching.backend == "colocate"
+
+
+@pytest.mark.req("CFG-04")
+@pytest.mark.parametrize("path", sorted((TWO_CHANNEL / "gpu").glob("*.yaml")), ids=lambda p: p.stem)
+def test_a_profile_for_gpus_is_one_hop_and_states_each_field(path: Path, tmp_path: Path) -> None:
+    """It passes as a leaf of `prod`, the folder where these rules are checked."""
+    for name in ("base.yaml", f"gpu/{path.name}"):
+        text = (TWO_CHANNEL / name).read_text(encoding="utf-8")
+        written(tmp_path / "stage2_two_channel" / name.replace("gpu/", "prod/"), text)
+    leaf = tmp_path / "stage2_two_channel" / "prod" / path.name
+    assert is_canonical_leaf(leaf)
+    load_config(leaf)

@@ -16,6 +16,7 @@ from transformers import (
 
 from learner.data.jsonl import build_request
 from learner.models.prompts import encode_request
+from learner.rollout.backend import Journal
 from learner.rollout.hf import HfBackend
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import RunError
@@ -111,16 +112,28 @@ def test_greedy_answers_are_those_of_plain_transformers_in_any_batch(
 
 
 @pytest.mark.req("SEED-01")
-def test_a_sampled_answer_depends_on_its_own_seed_alone(
+def test_sampled_answers_come_in_batches_that_depend_on_their_first_seed(
     model: PreTrainedModel, processor: Any, requests: list[RolloutInferRequest]
 ) -> None:
-    outputs = backend_of(model, processor).rollout(requests, SAMPLED)
+    journal = Journal(servers=None)
+    outputs = backend_of(model, processor, decode_batch_size=2, journal=journal).rollout(
+        requests, SAMPLED
+    )
     assert [output.seed for output in outputs] == [5, 6, 7, 8, 9]
-    alone = SAMPLED.model_copy(update={"seed": 7})
-    assert backend_of(model, processor).rollout(requests[2:3], alone) == outputs[2:3]
+    calls = journal.take()[0]["calls"]
+    assert [(call["first"], call["count"], call["seed"]) for call in calls] == [
+        (0, 2, 5),
+        (2, 2, 7),
+        (4, 1, 9),
+    ]
+    second = SAMPLED.model_copy(update={"seed": 7})
+    assert (
+        backend_of(model, processor, decode_batch_size=2).rollout(requests[2:4], second)
+        == outputs[2:4]
+    )
     twice = [requests[2], requests[2]]
-    first, second = ids(backend_of(model, processor).rollout(twice, alone))
-    assert first != second
+    one, other = ids(backend_of(model, processor, decode_batch_size=2).rollout(twice, second))
+    assert one != other
 
 
 @pytest.mark.req("RUN-01")

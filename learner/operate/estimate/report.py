@@ -158,7 +158,7 @@ class Estimate:
         assert served is not None, "the run has servers"
         new = self.config.rollout_matching.max_new_tokens
         each = math.ceil(self.samples * self.processes / servers)
-        rounds = math.ceil(each / served.at_once)
+        rounds = math.ceil(each / max(1, min(served.at_once, self.sequences or 1)))
         token_s = (served.weights + math.ceil(each / rounds) * served.sequence) / self.gpu.bandwidth
         prompts = each * (served.length - new)
         return rounds * new * token_s + prompts * 2 * self.parameters / self.gpu.flops
@@ -330,7 +330,7 @@ def tables(found: Estimate) -> Iterator[tuple[str, Table]]:
             expected = f"{best / REACHED[1]:.3g} to {best / REACHED[0]:.3g}"
             steps.add_row(f"{count}", *(f"{s:.3g}" for s in (*sides, best)), expected)
         yield (
-            "Seconds of a step of channel B, at best and expected (69 to 55 % of the speed)",
+            "Seconds of a step of channel B, with the longest answers; expected: 55 to 69 % of it",
             steps,
         )
     yield "What others have measured", _published()

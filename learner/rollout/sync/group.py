@@ -164,7 +164,9 @@ class Group:
         group = self._group
         if group is None or self._abandoned.is_set():
             raise ConnectionAbortedError("the group was given up")
-        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        left = timedelta(seconds=deadline - time.monotonic())
+        if left <= timedelta(0):
+            raise TimeoutError("the time of the transfer is over")
         group.set_timeout(left)
         return self._begin(group, bucket, left)
 
