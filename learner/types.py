@@ -130,19 +130,6 @@ class RolloutOutput:
     logprobs: list[float] | None = None
 
 
-def lead_in(text: str) -> AnswerFault | None:
-    """Return what a text of no known format begins with; None for text without a bracket.
-
-    `other_format`: a brace or a bracket.
-    """
-    text = text.lstrip(" \t\n\r")
-    if text.startswith("```"):
-        return "fenced"
-    if text.startswith(("{", "[")):
-        return "other_format"
-    return "prose_before" if "{" in text or "[" in text else None
-
-
 @dataclass(frozen=True)
 class ParsedObject:
     """A valid predicted object.

@@ -35,8 +35,8 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
         if generates(parsed):
             answering = describe_backend(parsed, inputs.placement)
             tell(console, f"Rollouts: {answering}")
-            readable = [each for each in inputs.train if each.sample_id not in inputs.bad]
-            clients = reach_servers(parsed, os.environ, readable, partial(tell, console))
+            report = partial(tell, console)
+            clients = reach_servers(parsed, os.environ, inputs.readable, report)
 
         use_passive_wait()
         os.environ.update(learner_environment(inputs.placement, inputs.processes))

@@ -58,7 +58,7 @@ class Timing:
 class GroupPeers:
     """Several processes with a store and a gloo group, whose collectives have a time-out.
 
-    launcher: the process that started this one, whose end ends the run; None: it is not looked at.
+    launcher: id of the parent process, whose end ends the run; None: its end is ignored.
     end: ends this process at once, with an exit code.
     """
 

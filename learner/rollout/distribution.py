@@ -87,8 +87,7 @@ def next_call(waiting: int, free: int, most: int, learner_world_size: int, runni
 # Least parts of a step that are learned one after the other (STEP-03). Packs of four parts are
 # at most 5 % emptier than those of one.
 PARTS = 4
-# Chunks whose requests are sent while an earlier one lacks answers: a step of four parts is sent
-# at once.
+# Later chunks that are sent while a chunk lacks answers. A step of four parts is sent at once.
 CHUNKS_AHEAD = PARTS - 1
 
 

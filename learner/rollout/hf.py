@@ -134,7 +134,11 @@ class HfBackend:
         config: RequestConfig,
         seed: int | None,
     ) -> list[RolloutOutput]:
-        """Return the answers of one `generate` call, at most `rooms` long; prompt i: `seed + i`."""
+        """Return the answers of one `generate` call, at most `rooms` long.
+
+        seed: of the call, which is sampled as a whole; the answer to prompt i is logged with
+            `seed + i`.
+        """
         width = max(prompt.ids.numel() for prompt in prompts)
         guard = RepeatProcessor(self._guard, self._tokenizer, width, self._ends)
         device = self._model.device

@@ -112,6 +112,11 @@ class RunInputs:
     start: Start = BEGINNING
     bad: Mapping[str, ContractError] = field(default_factory=dict)
 
+    @property
+    def readable(self) -> list[Sample]:
+        """The training samples that can be shown to a model."""
+        return [sample for sample in self.train if sample.sample_id not in self.bad]
+
     def finished(self, training: TrainingConfig) -> str | None:
         """A line about a run that has finished already; None for any other."""
         if self.start.step < training.total_steps(len(self.train)):
@@ -809,6 +814,9 @@ def describe_server(info: Info) -> str:
     )
 
 
+_FROM_RUN_CONFIG = "Start it with `rollout-server serve --run-config` and the YAML of this run"
+
+
 def differences(config: Config, base_url: str, info: Info) -> list[ContractError]:
     """What a server has otherwise than the part of the config that it shares (REP-06)."""
     return list(_differences(config, f"GET {base_url}/info/", info))
@@ -822,7 +830,7 @@ def _differences(config: Config, where: str, info: Info) -> Iterator[ContractErr
             f"{where} repeat_terminate",
             f"the server's guard is {_guard(theirs.active, theirs.config)}, and "
             f"rollout_matching.repeat_terminate is {_guard(ours.enabled, ours)}",
-            "Start it with `rollout-server serve --run-config` and the YAML of this run",
+            _FROM_RUN_CONFIG,
         )
     if rollout.decode_batch_size * info.world_size > info.max_num_seqs * len(info.replicas):
         yield ContractError(
@@ -830,30 +838,27 @@ def _differences(config: Config, where: str, info: Info) -> Iterator[ContractErr
             f"each of {len(info.replicas)} replicas decodes {info.max_num_seqs} sequences at "
             f"once, fewer than rollout_matching.decode_batch_size {rollout.decode_batch_size} "
             f"on each of {info.world_size} devices",
-            "Start it with `rollout-server serve --run-config` and the YAML of this run, or "
-            "lower decode_batch_size",
+            f"{_FROM_RUN_CONFIG}, or lower decode_batch_size",
         )
     stated = rollout.vllm.max_model_len
     if stated is not None and info.max_model_len is not None and info.max_model_len < stated:
         yield ContractError(
             f"{where} max_model_len",
             f"is {info.max_model_len}, and rollout_matching.vllm.max_model_len is {stated}",
-            "Start it with `rollout-server serve --run-config` and the YAML of this run",
+            _FROM_RUN_CONFIG,
         )
     if wanted_sync_mode(config) == "adapter" and not info.enable_lora:
         yield ContractError(
             f"{where} enable_lora",
             f"is false, and rollout_matching.vllm.sync.mode {rollout.vllm.sync.mode} resolves to "
             "adapter",
-            "Start it with `rollout-server serve --run-config` and the YAML of this run, or set "
-            "sync.mode to full",
+            f"{_FROM_RUN_CONFIG}, or set sync.mode to full",
         )
 
 
 def _cautions(config: Config, base_url: str, info: Info, needed: int) -> Iterator[ContractError]:
     """Settings of a server that a run only reports. needed: tokens of a prompt and an answer."""
     where, vllm = f"GET {base_url}/info/", config.rollout_matching.vllm
-    fix = "Start it with `rollout-server serve --run-config` and the YAML of this run"
     if info.max_model_len is not None and info.max_model_len < needed:
         yield ContractError(
             f"{where} max_model_len",
@@ -866,14 +871,14 @@ def _cautions(config: Config, base_url: str, info: Info, needed: int) -> Iterato
         yield ContractError(
             f"{where} max_model_len",
             f"is {info.max_model_len}, and rollout_matching.vllm.max_model_len is {stated}",
-            fix,
+            _FROM_RUN_CONFIG,
         )
     if info.enable_prefix_caching not in (None, vllm.enable_prefix_caching):
         yield ContractError(
             f"{where} enable_prefix_caching",
             f"is {info.enable_prefix_caching}, and rollout_matching.vllm.enable_prefix_caching is "
             f"{vllm.enable_prefix_caching}",
-            fix,
+            _FROM_RUN_CONFIG,
         )
 
 

@@ -1,11 +1,12 @@
 """Where channel B has its packs from, and step mode: rollouts made within the step.
 
-    push -> all samples are asked for -> RolloutOutput, chunk by chunk -> Segment -> Pack
+    push -> requests of all samples -> RolloutOutput, chunk by chunk -> Segment -> Pack
 
-A chunk has as many samples as the servers decode at once for this rank (DIST-04). Where the servers
-have GPUs of their own, they answer a chunk while the one before is assessed and packed, and the one
-before that is learned (STEP-03). They begin requests of the next chunk as soon as they have places
-(FULL-06). Prompts of all chunks are encoded in the background meanwhile.
+If the servers have GPUs of their own, a step has at least four chunks (`part_size`). A chunk has at
+most as many samples as the servers decode at once for this rank (DIST-04). It is answered while the
+one before is assessed and packed, and the one before that is learned (STEP-03). Requests of later
+chunks are sent as soon as the servers have places (FULL-06). A thread pool encodes the prompts of
+all chunks ahead. Other backends make one chunk.
 """
 
 import logging

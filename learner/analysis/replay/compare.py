@@ -126,7 +126,7 @@ def _values(answer: StepAnswer, logged: Any, rebuilt: Any) -> Values:
 
 
 def _parse(answer: LoggedAnswer) -> dict[str, Any]:
-    """The parse without its fault, which follows from the rest; an earlier version logged none."""
+    """The parse without its fault: an earlier version logged none."""
     return answer.parse.model_dump(exclude={"fault"})
 
 

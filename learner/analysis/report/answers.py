@@ -37,7 +37,7 @@ def badness(answer: LoggedAnswer) -> tuple[float, int, str]:
     return f1_of(answer), -len(answer.match.false_negatives), answer.sample_id
 
 
-# Answers of a page, and steps of a very long run whose answers are read.
+# Limits of a page: answers that it shows, and steps whose answers are read.
 MOST = 200
 MOST_STEPS = 4000
 _THIRDS = 3

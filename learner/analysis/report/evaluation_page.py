@@ -25,7 +25,7 @@ def write_gallery(
     facts: Mapping[str, str],
     numbers: Numbers | None = None,
 ) -> None:
-    """Write a page with the worst 200 of these answers and a seeded draw, e.g. of an evaluation.
+    """Write a page with at most 200 of these answers, chosen by `sample_answers`.
 
     facts: shown at the head, in this order. numbers: as `scores.json` has them.
     """

@@ -23,7 +23,7 @@ _TRUNCATED = 0.01
 _WRONG = 0.1
 _WAITING = 0.3
 _PUSHING = 0.3
-# Fewest steps whose first and last third are compared.
+# A series with fewer steps has no trend.
 _FEWEST_STEPS = 12
 
 

@@ -70,8 +70,7 @@ class MachineChecks:
         processes = require(self._inputs.processes, "processes")
         samples = max(1, self._config.training.effective_batch_size // processes)
         device = "cuda" if visible else "cpu"
-        good = [sample for sample in read.train if sample.sample_id not in read.bad]
-        chosen = spread(good, samples)
+        chosen = spread(read.readable, samples)
         needed = step_cost(self._config, chosen, "A", processes=processes, device=device)
         there = self._memory(visible)
         if there is None:

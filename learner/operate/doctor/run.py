@@ -58,8 +58,7 @@ def _checks(config: Config, findings: list[Finding], push: bool) -> Iterator[Che
     if config.rollout_matching.backend != "server":
         yield Check("servers", lambda: f"none: {config.rollout_matching.backend} needs no server")
         return
-    read = inputs.read
-    samples = [] if read is None else [s for s in read.train if s.sample_id not in read.bad]
+    samples = [] if inputs.read is None else inputs.read.readable
     servers = ServerChecks(config, os.environ, samples, PATIENCE_S)
     yield from servers.checks()
     yield from AnswerChecks(config, servers, machine).checks()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple, SupportsIndex
 
+from learner.stages.formats.json_scanner import WHITE_SPACE
 from learner.stages.tokens import (
     HALF_CHARACTER,
     CoordVocab,
@@ -16,6 +17,7 @@ from learner.stages.tokens import (
     spell_leading,
     token_table,
 )
+from learner.types import AnswerFault
 
 
 class Answer(NamedTuple):
@@ -80,6 +82,19 @@ def read_answer(
     coords = table.vocab.coords_of(ids)
     starts = [tokens.start_of(position) for position in coords]
     return Answer(ids, tokens, coords, starts, table.vocab, tokenizer)
+
+
+def lead_in(text: str) -> AnswerFault | None:
+    """Return what a text of no known format begins with; None for text without a bracket.
+
+    `other_format`: a brace or a bracket.
+    """
+    text = text.lstrip(WHITE_SPACE)
+    if text.startswith("```"):
+        return "fenced"
+    if text.startswith(("{", "[")):
+        return "other_format"
+    return "prose_before" if "{" in text or "[" in text else None
 
 
 def entry_spans(tokens: TokenText, ends: Iterable[int]) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from typing import NamedTuple, SupportsIndex
 
 from learner.stages.coords import coord_token
 from learner.stages.formats import ReadBack
-from learner.stages.formats.answer_text import Answer, entry_spans, read_answer, removals
+from learner.stages.formats.answer_text import Answer, entry_spans, lead_in, read_answer, removals
 from learner.stages.tokens import HALF_CHARACTER, IM_END, Tokenizer
 from learner.types import (
     DropReason,
@@ -31,7 +31,6 @@ from learner.types import (
     GroundTruthObject,
     ParsedObject,
     ParsedRollout,
-    lead_in,
 )
 
 CLOSING = "."

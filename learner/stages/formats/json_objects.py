@@ -1,4 +1,4 @@
-"""Formats whose answers are JSON: what an object holds, and how it is read and written.
+"""What answer formats in JSON share: reading and writing an object, and parsing an answer.
 
     {"desc": "cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}
 
@@ -18,7 +18,13 @@ from typing import Any, ClassVar, SupportsIndex, cast
 
 from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.formats import ReadBack
-from learner.stages.formats.answer_text import Answer, entry_spans, read_answer, removals
+from learner.stages.formats.answer_text import (
+    Answer,
+    entry_spans,
+    lead_in,
+    read_answer,
+    removals,
+)
 from learner.stages.formats.json_scanner import Entry, Scanner
 from learner.stages.tokens import HALF_CHARACTER, IM_END, Edit, Tokenizer
 from learner.types import (
@@ -29,7 +35,6 @@ from learner.types import (
     GroundTruthObject,
     ParsedObject,
     ParsedRollout,
-    lead_in,
 )
 
 GEOMETRY_KEYS = ("bbox_2d", "poly")
@@ -52,10 +57,10 @@ _DECODER = json.JSONDecoder(
 
 
 class JsonFormat:
-    """What the formats have in common whose answers are JSON; a format is a subclass.
+    """The common part of the formats in JSON; a format is a subclass.
 
     scanner: finds the entries of an answer.
-    opening: text of the prefix of an answer of which nothing can be kept.
+    opening: text of the prefix if nothing of an answer can be kept.
     """
 
     end_marker = IM_END
