@@ -99,43 +99,56 @@ FIRST_VERSION = 0
 ChatGenerate = Callable[[Any, Any, int, int], AsyncGenerator[Any, None]]
 
 
-class WatchedEngine(Protocol):
-    """What watching needs of an engine (`serving.replicas`)."""
+class Engine(Protocol):
+    """One replica, whatever engine it is of.
 
+    alive: its process is there. asleep: any of its memory is given up.
+    heartbeat_age_s: seconds since it last answered; 0 while a weight phase runs.
+    guard_active: the repeat guard is asked for and proven.
+    holds_checkpoint: its base weights are those of the checkpoint: none were pushed.
+    adapters: versions whose adapter it may read again from its folder.
+
+    Every call of the workers in a weight phase raises WeightPhaseFailed with the worker's reason,
+    or EngineDead.
+    """
+
+    @property
+    def index(self) -> int: ...
     @property
     def alive(self) -> bool: ...
     @property
-    def heartbeat_age_s(self) -> float:
-        """Seconds since the engine last answered; 0 while a weight phase runs."""
-
+    def asleep(self) -> bool: ...
+    @property
+    def heartbeat_age_s(self) -> float: ...
+    @property
+    def guard_active(self) -> bool: ...
+    @property
+    def load(self) -> Load: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def dtype(self) -> DtypeName: ...
     @property
     def weights_version(self) -> int: ...
     @property
-    def asleep(self) -> bool:
-        """Whether any of its memory is given up."""
+    def holds_checkpoint(self) -> bool: ...
+    @property
+    def adapters(self) -> Set[int]: ...
 
-    async def heartbeat(self) -> None: ...
+    # --- its life
+
     async def prepare(self) -> None:
         """Make ready for the first sequence. Raises GuardInactive and WeightPhaseFailed."""
 
+    async def heartbeat(self) -> None: ...
     def declare_dead(self) -> None:
         """Make every call that waits for this engine raise EngineDead."""
 
     def shutdown(self) -> None:
         """End the engine's processes; blocking."""
 
+    # --- answers
 
-class RolloutEngine(Protocol):
-    """What answering needs of an engine (`serving.infer`)."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def load(self) -> Load: ...
-    @property
-    def weights_version(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
     async def render(self, messages: list[ChatMessage], images: list[Image]) -> Prompt:
         """images: one for each None of the messages. Raises PromptRefused and EngineDead.
 
@@ -160,10 +173,6 @@ class RolloutEngine(Protocol):
         Aborted.
         """
 
-
-class ChatEngine(RolloutEngine, Protocol):
-    """Requirements of OpenAI's routes (`http.openai_mount`)."""
-
     async def openai_app(self, generate_chat: ChatGenerate) -> FastAPI:
         """Make an app with `/v1/models` and `/v1/chat/completions`.
 
@@ -179,20 +188,7 @@ class ChatEngine(RolloutEngine, Protocol):
         Cancelling the call aborts its sequences. Raises EngineDead and Aborted.
         """
 
-
-class UpdatableEngine(Protocol):
-    """Requirements of weight updates (`weights`).
-
-    Every call of the workers raises WeightPhaseFailed with the worker's reason, or EngineDead.
-    """
-
-    @property
-    def dtype(self) -> DtypeName: ...
-    @property
-    def weights_version(self) -> int: ...
-    @property
-    def holds_checkpoint(self) -> bool:
-        """Whether its base weights are those of the checkpoint: none were pushed."""
+    # --- memory of the device
 
     async def pause(self) -> None:
         """Let running sequences end, and hold new ones."""
@@ -208,6 +204,8 @@ class UpdatableEngine(Protocol):
 
     async def wake_weights(self) -> None:
         """Take back the memory of the weights alone, for a push. Raises EngineDead."""
+
+    # --- phases of a push
 
     async def join_group(self, init: InitCommunicator, first_worker: int) -> None:
         """Have the workers join the weight group.
@@ -231,19 +229,15 @@ class UpdatableEngine(Protocol):
     async def use_adapter(self, version: int) -> None:
         """Answer with the adapter that was loaded last; sequences that run keep theirs."""
 
-    @property
-    def adapters(self) -> Set[int]:
-        """Versions whose adapter the engine may read again from its folder."""
 
-    def declare_dead(self) -> None: ...
+class Engines(Protocol):
+    """The engines of all replicas (see `replicas.Replicas`)."""
 
+    def all(self) -> Sequence[Engine]:
+        """By index; raises the `not-ready` problem when one is missing."""
 
-class Engine(WatchedEngine, ChatEngine, UpdatableEngine, Protocol):
-    """One replica, whatever engine it is of."""
-
-    @property
-    def guard_active(self) -> bool:
-        """Whether the repeat guard is asked for and proven."""
+    def alive(self) -> Sequence[Engine]:
+        """Those that are there."""
 
 
 class EnginePackage(Protocol):
@@ -254,13 +248,3 @@ class EnginePackage(Protocol):
 
     def build(self, settings: ServerSettings, index: int) -> Engine:
         """Start replica `index`; blocking."""
-
-
-class UpdatableEngines(Protocol):
-    """The engines of all replicas (see `replicas.Replicas`)."""
-
-    def all(self) -> Sequence[UpdatableEngine]:
-        """By index; raises the `not-ready` problem when one is missing."""
-
-    def alive(self) -> Sequence[UpdatableEngine]:
-        """Those that are there."""

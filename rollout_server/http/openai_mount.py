@@ -17,7 +17,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_server.engines.engine_protocol import Aborted, ChatEngine, EngineDead
+from rollout_server.engines.engine_protocol import Aborted, Engine, EngineDead
 from rollout_server.http.guards import ConcurrencyLimit
 from rollout_server.http.problems import answer_refusal
 from rollout_server.runtime.concurrency import handed_over
@@ -55,7 +55,7 @@ class OpenAIMount:
         self._pool = pool
         self._limit = limit
         self._making = asyncio.Lock()
-        self._renderer: ChatEngine | None = None
+        self._renderer: Engine | None = None
         self._app = FastAPI()
 
     async def models(self) -> Response:

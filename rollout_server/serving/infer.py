@@ -28,11 +28,11 @@ from rollout_server.engines.engine_protocol import (
     Aborted,
     ChatMessage,
     Completion,
+    Engine,
     EngineDead,
     Load,
     Prompt,
     PromptRefused,
-    RolloutEngine,
 )
 from rollout_server.runtime.concurrency import all_or_cancel, cancel_when
 from rollout_server.runtime.refusals import BadRequest, refusal, refuse_requests
@@ -188,7 +188,7 @@ class Rollouts:
 
     def __init__(
         self,
-        serving: Callable[[], Awaitable[Sequence[RolloutEngine]]],
+        serving: Callable[[], Awaitable[Sequence[Engine]]],
         model: str,
         prompts: Prompts,
         server_epoch: Callable[[], str],
@@ -229,7 +229,7 @@ class Rollouts:
         record.add_answers(envelopes)
         return envelopes
 
-    def _check_sampling(self, engine: RolloutEngine, config: wire.RequestConfig) -> None:
+    def _check_sampling(self, engine: Engine, config: wire.RequestConfig) -> None:
         try:
             engine.check_sampling(config)
         except PromptRefused as error:

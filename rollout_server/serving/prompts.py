@@ -12,11 +12,11 @@ from PIL.Image import Image
 
 from rollout_server.engines.engine_protocol import (
     ChatMessage,
+    Engine,
     EngineDead,
     Load,
     Prompt,
     PromptRefused,
-    RolloutEngine,
 )
 from rollout_server.runtime.refusals import BadRequest, refusal
 from rollout_server.serving.media import ImageSource, MediaLoader
@@ -44,7 +44,7 @@ class Renderers:
     places: of the call, among MOST_PREPARED.
     """
 
-    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
+    def __init__(self, engines: Sequence[Engine]) -> None:
         self.max_model_len = engines[0].max_model_len
         self.places = asyncio.Semaphore(MOST_PREPARED_OF_CALL)
         self._engines = list(engines)

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, wait_exponential
 
-from rollout_server.engines.engine_protocol import WatchedEngine
+from rollout_server.engines.engine_protocol import Engine
 from rollout_server.runtime.concurrency import Silence, finished_within
 from rollout_server.runtime.processes import kill_children
 from rollout_server.runtime.refusals import refusal
@@ -34,7 +34,7 @@ LOOK_S = 0.25
 LONGEST_PAUSE_S = 60.0
 
 T = TypeVar("T")
-E = TypeVar("E", bound=WatchedEngine)
+E = TypeVar("E", bound=Engine)
 
 
 @dataclass
@@ -247,7 +247,7 @@ def _discard(build: Future[E], reported: bool) -> None:
         build.result().shutdown()
 
 
-async def _beat(engine: WatchedEngine, interval_s: float) -> None:
+async def _beat(engine: Engine, interval_s: float) -> None:
     """Request a heartbeat every `interval_s`; ends when one fails."""
     while True:
         await engine.heartbeat()

@@ -21,6 +21,7 @@ import json
 import logging
 import shutil
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Set
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -30,9 +31,9 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from rollout_server.engines.engine_protocol import (
     FIRST_VERSION,
+    Engine,
     EngineDead,
-    UpdatableEngine,
-    UpdatableEngines,
+    Engines,
     WeightPhaseFailed,
 )
 from rollout_server.runtime.concurrency import all_or_cancel, timed
@@ -61,8 +62,10 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.02
 # A worker gives up a rendezvous by itself at its deadline. The server waits so much longer.
 WORKER_MARGIN_S = 2.0
+# Threads that end still hold the store of an earlier group; its port is free that much later.
+PORT_FREE_S = 1.0
 
-OnEngine = Callable[[UpdatableEngine], Coroutine[None, None, None]]
+OnEngine = Callable[[Engine], Coroutine[None, None, None]]
 Expected = Callable[[], Mapping[str, list[int]]]
 OpenStore = Callable[[InitCommunicator], Store]
 
@@ -80,7 +83,7 @@ class Pushes:
 
     def __init__(
         self,
-        engines: UpdatableEngines,
+        engines: Engines,
         workers: int,
         transport: Transport,
         server_epoch: Callable[[], str],
@@ -106,6 +109,7 @@ class Pushes:
         self._store: Store | None = None
         self._one_phase = asyncio.Lock()
         self._phase_limit: asyncio.Timeout | None = None  # of the phase that runs
+        self._ended_because: str | None = None  # why that phase ends before its limit
         self._idle_limit: asyncio.TimerHandle | None = None  # between two phases of a push
         self._settled = asyncio.Event()
         self._settled.set()
@@ -135,7 +139,7 @@ class Pushes:
             self._require_owner(init.replaces)
         init = init.model_copy(update={"timeout_s": min(init.timeout_s, self._longest_s)})
         self.owner = init
-        self._end_phase()
+        self._end_phase("a newer learner has taken the server over")
         async with self._phase("rendezvous", init.attempt):
             if self.state == "UPDATING":
                 self._give_up("a newer learner has taken the server over")
@@ -205,7 +209,7 @@ class Pushes:
     async def close(self, body: GroupCall) -> WeightStatus:
         """Leave the group; the server has no owner then. A phase that runs is given up."""
         self._require_owner(body.attempt)
-        self._end_phase()
+        self._end_phase("the learner left the group")
         async with self._phase("close", body.attempt):
             if self.state == "UPDATING":
                 self._give_up("the learner left in the middle of a push")
@@ -279,13 +283,14 @@ class Pushes:
             if self._idle_limit is not None:
                 self._idle_limit.cancel()
             where = f"{name} at {owner.host}:{owner.port}"
+            self._ended_because = None
             try:
                 async with asyncio.timeout(owner.timeout_s + WORKER_MARGIN_S) as self._phase_limit:
                     yield
             except TimeoutError as error:
                 self._require_owner(attempt)
-                found = str(error) or f"server: not over within {owner.timeout_s:g} s"
-                raise refusal("weight-transfer-timeout", found, where) from error
+                found = self._ended_because or f"not over within {owner.timeout_s:g} s"
+                raise refusal("weight-transfer-timeout", f"server: {found}", where) from error
             except EngineDead as error:
                 raise refusal("not-ready", f"server: {error}", where) from error
             except WeightPhaseFailed as error:
@@ -296,9 +301,10 @@ class Pushes:
                     loop = asyncio.get_running_loop()
                     self._idle_limit = loop.call_later(owner.timeout_s, self._give_up_idle)
 
-    def _end_phase(self) -> None:
+    def _end_phase(self, reason: str) -> None:
         """End the phase that runs, if there is one that does not end already."""
         if self._phase_limit is not None and not self._phase_limit.expired():
+            self._ended_because = reason
             self._phase_limit.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
@@ -392,7 +398,7 @@ class Pushes:
         self._formed, self._store = False, None
         await asyncio.gather(*(self._leave(engine) for engine in self._engines.alive()))
 
-    async def _leave(self, engine: UpdatableEngine) -> None:
+    async def _leave(self, engine: Engine) -> None:
         try:
             async with asyncio.timeout(WORKER_MARGIN_S):
                 await engine.leave_group()
@@ -453,19 +459,7 @@ def open_tcp_store(init: InitCommunicator) -> TCPStore:
     Raises the `group-port-taken` problem if the port is not free, `invalid-request` if the address
     is none of this machine, `weight-transfer-timeout` if the time is too short to open it.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((init.host, init.port))
-    except (OSError, TypeError) as error:  # TypeError: a name with a zero byte
-        listener.close()
-        found = f"server: cannot listen on {init.host}:{init.port} ({error})"
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            do = "give this server another group_port"
-            raise refusal("group-port-taken", f"{found}; {do}", "port") from None
-        do = "name an address of the server"
-        raise refusal("invalid-request", f"{found}; {do}", "host") from None
-    listener.listen()
+    listener = _listen(init)
     try:
         store = TCPStore(
             init.host,
@@ -480,6 +474,24 @@ def open_tcp_store(init: InitCommunicator) -> TCPStore:
         raise refusal("weight-transfer-timeout", found, "timeout_s") from None
     store.set(attempt_key(init.attempt), "")
     return store
+
+
+def _listen(init: InitCommunicator) -> socket.socket:
+    """Listen on `host:port`; wait up to PORT_FREE_S for the store of an earlier group to close."""
+    deadline = time.monotonic() + PORT_FREE_S
+    while True:
+        try:
+            return socket.create_server((init.host, init.port))
+        except (OSError, TypeError) as error:  # TypeError: a name with a zero byte
+            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            found = f"server: cannot listen on {init.host}:{init.port} ({error})"
+        if not taken:
+            found = f"{found}; name an address of the server"
+            raise refusal("invalid-request", found, "host")
+        if time.monotonic() > deadline:
+            found = f"{found}; give this server another group_port"
+            raise refusal("group-port-taken", found, "port")
+        time.sleep(POLL_S)
 
 
 def write_adapter(folder: Path, content: bytes, expected: Mapping[str, list[int]]) -> None:

@@ -98,7 +98,7 @@ class Ends:
 
     def close(self) -> None:
         for group in self.groups:
-            group.close()
+            group.abandon()
         for engine in self.engines:
             engine.shutdown()
         self.threads.shutdown()

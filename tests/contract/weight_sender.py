@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -65,7 +65,7 @@ class Sender:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._group.broadcast(tensor, 0).wait()
 
-    def close(self) -> None:
+    def abandon(self) -> None:
         """Leave the group."""
         self._group = None
 
@@ -114,9 +114,12 @@ def weight_group(
 ) -> Iterator[Sender]:
     """Form the group with the server; leave it at the end."""
     posting = Posting(http, "/init_communicator/", init_body(port, world_size, timeout_s))
-    with closing(Sender(port, world_size, timeout_s)) as sender:
+    sender = Sender(port, world_size, timeout_s)
+    try:
         assert posting.answer().status_code == 200, posting.answer().text
         yield sender
+    finally:
+        sender.abandon()
 
 
 def start(http: httpx.Client, version: int, weights: Weights) -> httpx.Response:

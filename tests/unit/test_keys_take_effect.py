@@ -19,6 +19,7 @@ from learner.data.toy import ToyData
 from learner.models.load import load_model
 from learner.models.self_context import SelfContext
 from learner.rollout.client import ServerUnreachable
+from learner.rollout.server_process import free_ports
 from learner.runs.rollout_log import StepAnswer
 from learner.training.backends import bucket_bytes_of
 from learner.training.recipes.two_channel import TwoChannel
@@ -118,7 +119,7 @@ def test_clients_have_the_timeouts_of_the_config(config_of: ConfigOf) -> None:
     with scripted_server() as server:
         server.routes["GET /info/"] = lambda _: info(max_num_seqs=64)
         server.routes["POST /infer/"] = lambda _: end.wait(60) and []
-        address = {"base_url": server.base_url, "group_port": 51216}
+        address = {"base_url": server.base_url, "group_port": free_ports(1)[0]}
         section = {"servers": [address], "timeout_s": 12.5, "infer_timeout_s": 0.5}
         (client,) = reach_servers(config_of({"rollout_matching": {"vllm": {"server": section}}}))
         with client:

@@ -21,6 +21,7 @@ import learner.commands.run
 import learner.training.start_checks
 from learner.config import Config, dump_mapping
 from learner.data.toy import ToyData
+from learner.rollout.server_process import free_ports
 from learner.training.start_checks import RunInputs
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatTerminateConfig
@@ -87,7 +88,8 @@ class Run:
             self.mapping = changed(key.replace("__", "."), value, self.mapping)
 
     def use_servers(self, *base_urls: str, timeout_s: float = 60.0) -> None:
-        servers = [{"base_url": url, "group_port": 51216 + i} for i, url in enumerate(base_urls)]
+        ports = free_ports(len(base_urls))
+        servers = [{"base_url": u, "group_port": p} for u, p in zip(base_urls, ports, strict=True)]
         self.mapping = changed(SERVER, {"servers": servers, "timeout_s": timeout_s}, self.mapping)
         self.set(stage2_ab__schedule__b_ratio=0.5)
 

@@ -22,6 +22,7 @@ from learner.rollout.parallel_calls import in_parallel
 from learner.rollout.policy import Asking, OpenBackend, Policy
 from learner.rollout.server import ServerBackend
 from learner.rollout.server_process import free_ports
+from learner.rollout.sync.group import Group
 from learner.rollout.sync.probe import ProofOfEffect
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.shared_push import SharedPush
@@ -36,7 +37,7 @@ from shared_contracts.infer import (
     RolloutInferRequest,
 )
 from shared_contracts.server_info import WorldSize
-from shared_contracts.weights import DtypeName, SyncReport
+from shared_contracts.weights import DtypeName, InitCommunicator, SyncReport
 from tests.unit.fleets import S, differences, wait_until
 from tests.unit.push_worker import Weights, Worker
 from tests.unit.ranks_in_threads import gloo_groups, in_ranks
@@ -370,6 +371,34 @@ def test_every_process_sends_to_its_own_worker() -> None:
         pusher.close()
     assert worker.groups_formed == 2
     assert worker.received.keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.req("ROLL-03", "FULL-07")
+def test_every_process_gives_up_a_group_that_the_server_refuses() -> None:
+    """Nothing opens the group, and its limit is far away."""
+    left = threading.Event()
+
+    def join(body: InitCommunicator, given_up: threading.Event, number: int) -> Group:
+        assert given_up.wait(_LIMIT_S)
+        left.set()
+        raise ConnectionAbortedError("the group was given up")
+
+    with scripted_server() as server, RolloutClient(server.base_url, _LIMIT_S) as client:
+        server.routes["GET /get_world_size/"] = lambda _: WorldSize(world_size=2)
+        refusal = problem("group-port-taken", "the port is taken", "port")
+        server.routes["POST /init_communicator/"] = lambda _: refusal
+        weights = MergedWeights(Weights())
+        mode, (port,) = SyncMode(weights, None, False), free_ports(1)
+        pusher = WeightPusher(client, port, mode, "gloo", bucket_bytes=256)
+
+        def work(peers: Peers) -> None:
+            own = None if peers.rank else pusher
+            with pytest.raises(RunError, match="the port is taken"):
+                SharedPush(peers, own, weights, "gloo", join).push(1, "bfloat16")
+
+        for rank in in_ranks(2, work):
+            rank.result()
+    assert left.wait(_LIMIT_S)
 
 
 @pytest.mark.req("ROLL-03", "SYNC-07")

@@ -14,6 +14,7 @@ import pytest
 from learner.config import dump_mapping, load_config, load_mapping, merge, parse_config
 from learner.config.schema import Config
 from learner.operate.launch_plan import shell_assignments
+from learner.rollout.server_process import free_ports
 from tests.unit.scripted_server import problem, scripted_server
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +41,8 @@ def contract_of(text: str) -> Any:
 
 def with_servers(*base_urls: str, timeout_s: float = 240.0) -> Config:
     """The demo's warm-up with these servers."""
-    servers = [{"base_url": url, "group_port": 51216 + i} for i, url in enumerate(base_urls)]
+    ports = free_ports(len(base_urls))
+    servers = [{"base_url": u, "group_port": p} for u, p in zip(base_urls, ports, strict=True)]
     server = {"servers": servers, "timeout_s": timeout_s}
     section = {"max_new_tokens": 16, "vllm": {"mode": "server", "server": server}}
     return parse_config({**WARMUP, "rollout_matching": section})

@@ -142,10 +142,6 @@ class Group:
         trailer.view(torch.int64).copy_(torch.stack(found))
         self._begin_after(sending, trailer, deadline)()
 
-    def close(self) -> None:
-        """Leave the group."""
-        self.abandon()
-
     def abandon(self) -> None:
         """Leave the group, also in the middle of a `send`.
 

@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from learner.distributed.peers import Peers, broadcast_from_rank0
-from learner.rollout.sync.group import Group, join_group
+from learner.rollout.parallel_calls import Calls
+from learner.rollout.sync.group import CurrentGpu, Group, join_group
 from learner.rollout.sync.push import Sent, WeightPusher
 from learner.rollout.sync.weights import WeightSource
 from shared_contracts.errors import RunError
@@ -100,15 +102,27 @@ class SharedPush:
             return
         init = InitCommunicator.model_validate(body)
         self.close()
+        joining, given_up = Calls[None, Group](), threading.Event()
+        if pusher is None:
+            join = partial(self._join, init, given_up, peers.rank)
+            joining.start(None, CurrentGpu().used_by(join))
 
-        def join() -> None:
-            if pusher is not None:
-                pusher.form_group(init)
-            else:
+        def form() -> None:
+            assert pusher is not None
+            pusher.form_group(init)
+
+        try:
+            broadcast_from_rank0(peers, form)
+        except BaseException:  # the server will never open the group
+            given_up.set()
+            raise
+
+        def joined() -> None:
+            if pusher is None:
                 with _named(peers.rank):
-                    self._group = self._join(init, threading.Event(), peers.rank)
+                    self._group = joining.take()[1].result()
 
-        peers.all_gather(join)
+        peers.all_gather(joined)
 
 
 @contextmanager
