@@ -298,8 +298,9 @@ class Pushes:
             finally:
                 self._phase_limit = None
                 if self.state == "UPDATING":
+                    late, after = "the next phase did not come in time", owner.timeout_s
                     loop = asyncio.get_running_loop()
-                    self._idle_limit = loop.call_later(owner.timeout_s, self._give_up_idle)
+                    self._idle_limit = loop.call_later(after, self._give_up_idle, late)
 
     def _end_phase(self, reason: str) -> None:
         """End the phase that runs, if there is one that does not end already."""
@@ -315,7 +316,7 @@ class Pushes:
         except BaseException as error:
             reason = str(error) or type(error).__name__
             if isinstance(error, asyncio.CancelledError):
-                reason = "its time is over, its connection ended, or a newer learner came"
+                reason = self._ended_because or "its time is over, or its connection ended"
             self._give_up(f"{phase}: {reason}")
             raise
 
@@ -327,15 +328,14 @@ class Pushes:
         for engine in self._engines.alive():
             engine.declare_dead()
 
-    def _give_up_idle(self) -> None:
+    def _give_up_idle(self, reason: str) -> None:
         if self.state == "UPDATING" and not self._one_phase.locked():
-            self._give_up("the next phase did not come in time")
+            self._give_up(reason)
 
     def replica_lost(self, reason: str) -> None:
         """Give up a push between two phases; one in a phase fails with the replica."""
         self._formed, self._store = False, None
-        if self.state == "UPDATING" and not self._one_phase.locked():
-            self._give_up(reason)
+        self._give_up_idle(reason)
 
     def _enter(self, state: WeightState) -> None:
         self.state = state
@@ -486,11 +486,9 @@ def _listen(init: InitCommunicator) -> socket.socket:
             taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             found = f"server: cannot listen on {init.host}:{init.port} ({error})"
         if not taken:
-            found = f"{found}; name an address of the server"
-            raise refusal("invalid-request", found, "host")
+            raise refusal("invalid-request", f"{found}; name an address of the server", "host")
         if time.monotonic() > deadline:
-            found = f"{found}; give this server another group_port"
-            raise refusal("group-port-taken", found, "port")
+            raise refusal("group-port-taken", f"{found}; set another group_port for it", "port")
         time.sleep(POLL_S)
 
 
