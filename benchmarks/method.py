@@ -61,7 +61,8 @@ from learner.rollout.server_process import ServerProcess, free_ports
 from learner.runs.atomic_files import publish_directory, publish_text
 from learner.runs.run_folder import RUN
 from learner.training.channels import ChannelB
-from learner.training.start_checks import check_inputs, generates, reach_servers
+from learner.training.input_checks import check_inputs, generates
+from learner.training.server_checks import reach_servers
 from learner.training.train import train
 from shared_contracts.errors import ContractError, RunError
 

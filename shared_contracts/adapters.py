@@ -1,4 +1,4 @@
-"""Folders of a peft adapter, each over the checkpoint that it names."""
+"""Folders of checkpoints, and of peft adapters, each over the checkpoint that it names."""
 
 import json
 from pathlib import Path
@@ -33,3 +33,12 @@ def folder_with(folder: Path, name: str, where: str) -> Path:
     """The first of `checkpoint_chain` that has the file; `folder` where none has."""
     chain = checkpoint_chain(folder, where)
     return next((each for each in chain if (each / name).is_file()), folder)
+
+
+def weight_files(folder: Path, where: str) -> list[Path]:
+    """The `*.safetensors` of a checkpoint; raises ContractError, about `where`, if it has none."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        found = f"{folder} holds no *.safetensors file"
+        raise ContractError(where, found, "Save the weights as safetensors")
+    return files

@@ -38,7 +38,8 @@ from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.load import LoadedModel, load_weights, prepared, weight_dtype
 from learner.runs.atomic_files import expect_full_disks_in_threads
 from learner.runs.console import tell
-from learner.training.start_checks import RunInputs, check_inputs, generates, reach_servers
+from learner.training.input_checks import RunInputs, check_inputs, generates
+from learner.training.server_checks import reach_servers
 from learner.training.train import train_as
 from shared_contracts.cli import run_cli
 from shared_contracts.machine import BY_BUS, CUDA_ORDER

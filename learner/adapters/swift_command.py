@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from learner.config.schema import Config
-from learner.training.start_checks import generates
+from learner.training.input_checks import generates
 from shared_contracts.errors import ContractError, ContractErrors
 
 CONFIG_VARIABLE = "ROLLMATCH_CONFIG"

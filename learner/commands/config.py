@@ -79,7 +79,7 @@ def check(
 def _check(path: Path, keys_only: bool) -> bool:
     """Say what is wrong with a file; false if anything is."""
     from learner.config.load import check_written, located, read_written
-    from learner.training.start_checks import check_files
+    from learner.training.input_checks import check_files
 
     try:
         written = read_written(path)

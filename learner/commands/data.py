@@ -291,7 +291,7 @@ def stats(
     from learner.data.show import print_tables
     from learner.data.stats import collect, stats_tables
     from learner.runs.atomic_files import require_new_file
-    from learner.training.start_checks import lengths_of_run
+    from learner.training.checkpoint_checks import lengths_of_run
 
     _require_one_source(files, config)
     if config is not None and model is not None:
@@ -386,7 +386,7 @@ def _covers_a_pixel(resolution: int) -> "CoversAPixel":
 
 def _lengths_if_there(config: "Config") -> "SampleLengths | None":
     """As `lengths_of_run`; without a tokenizer None, and a note."""
-    from learner.training.start_checks import lengths_of_run
+    from learner.training.checkpoint_checks import lengths_of_run
     from shared_contracts.adapters import folder_with
 
     folder = folder_with(config.model.model, "tokenizer.json", "model.model")
@@ -403,7 +403,7 @@ def _lengths_of_checkpoint(checkpoint: Path) -> "SampleLengths":
 
     from learner.data.lengths import SampleLengths
     from learner.stages.formats.coord_json import serialize_objects
-    from learner.training.start_checks import check_checkpoint
+    from learner.training.checkpoint_checks import check_checkpoint
 
     check_checkpoint(checkpoint)
     return SampleLengths(checkpoint, partial(serialize_objects, field_order="desc_first"))

@@ -21,7 +21,8 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
     from learner.distributed.waiting import reporting_waits, waiting_for
     from learner.rollout.colocate import describe_backend, learner_environment
     from learner.runs.console import tell
-    from learner.training.start_checks import check_inputs, generates, reach_servers
+    from learner.training.input_checks import check_inputs, generates
+    from learner.training.server_checks import reach_servers
 
     console = Console()
     parsed = load_config(only_config(file, config))
@@ -135,7 +136,7 @@ def evaluate(
     from learner.operate.eval_plan import plan_evaluation
     from learner.rollout.colocate import describe_backend, learner_environment
     from learner.runs.console import showing_waits, tell
-    from learner.training.start_checks import reach_servers
+    from learner.training.server_checks import reach_servers
 
     plan = plan_evaluation(load_config(only_config(file, config)), checkpoint, data, out)
     console = Console()

@@ -42,7 +42,8 @@ from learner.runs.atomic_files import publish_text, require_free
 from learner.runs.console import tell
 from learner.runs.run_folder import EVALUATIONS
 from learner.training.evaluation import evaluation_facts, score_checkpoint
-from learner.training.start_checks import check_inputs, generates, reach_servers
+from learner.training.input_checks import check_inputs, generates
+from learner.training.server_checks import reach_servers
 from learner.training.train import train
 from learner.types import Sample
 

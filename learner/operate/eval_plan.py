@@ -20,15 +20,15 @@ from learner.runs.atomic_files import require_free
 from learner.runs.checkpoint import MANIFEST, BrokenCheckpoint, checkpoints_in, read_checkpoint
 from learner.runs.run_folder import EVALUATIONS, RUN
 from learner.stages.formats import answer_format
-from learner.training.start_checks import (
+from learner.training.checkpoint_checks import check_checkpoint, check_taught_format
+from learner.training.input_checks import (
     check_backend,
-    check_checkpoint,
     check_launcher,
-    check_taught_format,
     learner_processes,
     read_data,
 )
 from learner.types import Sample
+from shared_contracts.adapters import weight_files
 from shared_contracts.errors import ContractError, ContractErrors
 
 ADAPTER = "adapter_config.json"
@@ -135,9 +135,7 @@ def _check_weights(folder: Path, where: str) -> None:
         check_checkpoint(folder)
     except ContractError as error:
         raise ContractError(where, error.found, error.do) from error
-    if not any(folder.glob("*.safetensors")):
-        found = f"{folder} holds no *.safetensors file"
-        raise ContractError(where, found, "Give the folder of a checkpoint saved with its weights")
+    weight_files(folder, where)
 
 
 def _check_adapter(config: Config, folder: Path) -> None:

@@ -43,9 +43,9 @@ from learner.runs.atomic_files import publish_directory, publish_text, require_f
 from learner.runs.console import tell
 from learner.stages.coords import coord_token
 from learner.stages.matching import mask_iou
-from learner.training.start_checks import check_checkpoint, coordinate_ids, lengths_of_run
+from learner.training.checkpoint_checks import check_checkpoint, coordinate_ids, lengths_of_run
 from learner.types import Sample
-from shared_contracts.adapters import ADAPTER
+from shared_contracts.adapters import ADAPTER, weight_files
 from shared_contracts.errors import ContractError
 from shared_contracts.footprint import text_config
 from shared_contracts.machine import visible_gpus
@@ -200,9 +200,7 @@ def _has_coordinate_tokens(model: Path) -> bool:
         if not (model / "config.json").is_file() or not (model / "tokenizer.json").is_file():
             check_checkpoint(model)
         checkpoint_family(model)
-        if not any(model.glob("*.safetensors")):
-            do = "Copy the checkpoint again, with its weights as safetensors"
-            raise ContractError("--model", f"{model} holds no *.safetensors file", do)
+        weight_files(model, "--model")
         if read_tokenizer(model / "tokenizer.json").token_to_id(coord_token(0)) is None:
             return False
         check_checkpoint(model)

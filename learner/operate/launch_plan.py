@@ -31,12 +31,8 @@ from learner.rollout.distribution import rank_chunk_size
 from learner.rollout.server_process import SERVER_GRACE_S
 from learner.runs.atomic_files import publish_text
 from learner.runs.run_folder import LOGS
-from learner.training.start_checks import (
-    RunInputs,
-    check_inputs,
-    context_of_run,
-    generates,
-)
+from learner.training.checkpoint_checks import context_of_run
+from learner.training.input_checks import RunInputs, check_inputs, generates
 from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
 from shared_contracts.machine import CUDA_VISIBLE, visible_gpus
 from shared_contracts.rollout_config import ServerAddress

@@ -9,7 +9,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from tenacity import (
@@ -42,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 Sleep = Callable[[float], None]
 Clock = Callable[[], float]
 # What a server has otherwise than this run needs: of its URL and its `/info/`.
-Differences = Callable[[str, Info], Sequence[ContractError]]
+Differences = Callable[[str, Info], Iterable[ContractError]]
 
 # Of one call at one server, before the server is lost.
 ATTEMPTS = 4
@@ -90,7 +90,7 @@ class ServerLost(Exception):
         self.tried = tried
 
 
-def no_differences(url: str, info: Info) -> Sequence[ContractError]:
+def no_differences(url: str, info: Info) -> Iterable[ContractError]:
     """Accept any server."""
     return ()
 
@@ -310,7 +310,7 @@ class ServerHandle:
         self.starting = self.wants_push = False
 
     def _require_same(self, info: Info) -> None:
-        if found := self._differences(self.url, info):
+        if found := list(self._differences(self.url, info)):
             raise RunError("; ".join(map(str, found)))
 
     # --- pushes, in process 0

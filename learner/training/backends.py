@@ -41,7 +41,8 @@ from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.shared_push import SharedPush
 from learner.rollout.sync.weights import GatheredWeights, StreamedWeights, SyncMode
 from learner.runs.atomic_files import publish_text
-from learner.training.start_checks import context_of_run, differences
+from learner.training.checkpoint_checks import context_of_run
+from learner.training.server_checks import differences
 from learner.types import Sample
 from shared_contracts.footprint import BUCKET_BYTES, MIB
 from shared_contracts.machine import CUDA_VISIBLE
@@ -69,12 +70,12 @@ def open_backend(
     clients: of the configured servers, in the order of the config; none without servers.
     folder: of the run; a colocated server's settings and log go there.
     samples: all that will be asked; a colocated server may read their images.
-    placement: of a colocated server, as `start_checks` found it.
+    placement: of a colocated server, as `input_checks` found it.
     optimizer: of the model, whose state may be moved out of a colocated server's way.
     peers: the learner processes, all of which open it.
 
     Raises:
-        ContractError: what `start_checks` could not find yet, such as a server that does not start.
+        ContractError: what the checks could not find yet, such as a server that does not start.
     """
     match config.rollout_matching.backend:
         case "hf":
@@ -84,7 +85,7 @@ def open_backend(
             assert server is not None, "checked with the config"
             return _over_servers(config, loaded, clients, server.servers, peers)
         case "colocate":
-            assert placement is not None, "found by start_checks"
+            assert placement is not None, "found by input_checks"
             return _colocate(config, loaded, folder, samples, placement, optimizer, peers)
 
 

@@ -1,7 +1,7 @@
 """One run of the learner, from a config to a run folder.
 
     train()        joins the other learner processes
-    train_as()     run folder -> model -> who answers -> build_runner(), build_scorer() and
+    train_as()     run folder -> model -> Policy -> build_runner(), build_scorer() and
                    build_trainer(), which trains
 
 What flows through a run, step by step:
@@ -32,12 +32,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from torch.optim import Optimizer
-from transformers import (
-    DefaultFlowCallback,
-    PrinterCallback,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import DefaultFlowCallback, PrinterCallback, TrainerCallback, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from learner.analysis.report.run_page import reported
@@ -63,6 +58,7 @@ from learner.training.asynchronous_rollouts import async_source
 from learner.training.backends import open_backend
 from learner.training.channels import ChannelB, Encoding
 from learner.training.evaluation import build_scorer
+from learner.training.input_checks import RunInputs, generates
 from learner.training.recipes import recipe_class
 from learner.training.run_log import (
     CallLog,
@@ -71,7 +67,6 @@ from learner.training.run_log import (
     open_run_folder,
     tracker_callbacks,
 )
-from learner.training.start_checks import RunInputs, generates
 from learner.training.step import StepRunner
 from learner.training.trainer import (
     BatchLoader,
@@ -85,12 +80,11 @@ from shared_contracts.errors import ContractError, RunError
 
 @dataclass(frozen=True)
 class RunParts:
-    """What the stages of a run are built of, in one of its processes.
+    """The parts of a run in one of its processes.
 
-    policy: who answers; None in a run that asks for no answers.
-    calls: where it is logged what the answers took.
-    bad_samples: how many samples others stood in for since it was called last; None in a run that
-        has none of them.
+    policy: None in a run without rollouts. calls: the log of rollout calls.
+    bad_samples: returns how many samples were replaced since its last call; None in a run that
+        replaces none.
     """
 
     config: Config
@@ -118,8 +112,8 @@ def train(
 ) -> Path:
     """Run the training that `config` describes; returns the run folder.
 
-    inputs, clients: what `start_checks` found; no clients in a run that asks no servers.
-    channel_b: an experiment may have one of its own.
+    inputs, clients: what the checks found; no clients in a run that asks no servers.
+    channel_b: replaces channel B, for experiments.
 
     Raises:
         RunError: the servers are gone for good, or the disk is full.
@@ -198,7 +192,7 @@ def _open_policy(
     optimizer: Optimizer,
     peers: Peers,
 ) -> Policy:
-    """Who answers; versions count on from those of the checkpoint where the run goes on."""
+    """Open the policy; a resumed run counts versions on from those of its checkpoint."""
     folder, samples = Path(config.training.output_dir), [*inputs.train, *inputs.val]
     opened = open_backend(
         config, loaded, clients, folder, samples, inputs.placement, optimizer, peers
@@ -251,9 +245,9 @@ def _require_one_gpu() -> None:
 
 
 def build_runner(parts: RunParts, channel_b: type[ChannelB] = ChannelB) -> StepRunner:
-    """The recipe that the config describes, and who answers in its channel B.
+    """Build the recipe of the config, and the source of its rollouts.
 
-    channel_b: an experiment may have one of its own.
+    channel_b: replaces channel B, for experiments.
     """
     config, loaded, peers = parts.config, parts.loaded, parts.peers
     log = RolloutLog(parts.folder, peers.rank).write if config.training.log_rollouts else None
@@ -268,14 +262,7 @@ def build_runner(parts: RunParts, channel_b: type[ChannelB] = ChannelB) -> StepR
         order = order_of(config, len(train), peers.count)
         source = async_source(config, parts.policy, recipe.channel_b, train, order, peers, log)
     return StepRunner(
-        config,
-        recipe,
-        parts.policy,
-        parts.calls.write,
-        peers,
-        source,
-        log,
-        parts.bad_samples,
+        config, recipe, parts.policy, parts.calls.write, peers, source, log, parts.bad_samples
     )
 
 

@@ -16,7 +16,7 @@ from pydantic import SecretStr
 from safetensors import SafetensorError, safe_open
 
 from rollout_server.settings.options import BYTES_PER_PIXEL, ServerSettings
-from shared_contracts.adapters import checkpoint_chain
+from shared_contracts.adapters import checkpoint_chain, weight_files
 from shared_contracts.errors import ContractError
 from shared_contracts.footprint import GIB, MIB, cache_elements, engine_share, text_config
 from shared_contracts.machine import (
@@ -73,11 +73,7 @@ def check_checkpoint(model: Path) -> None:
     if not isinstance(content, dict) or not content.get("architectures"):
         found = f"{config} names no architecture"
         raise ContractError("model", found, "Name a checkpoint of a model class")
-    weights = list(model.glob("*.safetensors"))
-    if not weights:
-        found = f"{model} holds no *.safetensors file"
-        raise ContractError("model", found, "Save the weights as safetensors")
-    for file in weights:
+    for file in weight_files(model, "model"):
         if not os.path.isfile(file):
             found = f"{file} is a broken link, or cannot be read"
             raise ContractError("model", found, "Copy the weights")

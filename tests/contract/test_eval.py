@@ -14,7 +14,7 @@ from learner.data.toy import ToyData, make_data
 from learner.operate.eval_plan import plan_evaluation
 from learner.operate.eval_run import run_evaluation
 from learner.rollout.server_process import free_ports
-from learner.training.start_checks import reach_servers
+from learner.training.server_checks import reach_servers
 from tests.contract.running_server import RunningServer
 from tests.contract.toy_checkpoints import read_weights
 from tests.contract.weight_sender import push, weight_group

@@ -26,7 +26,8 @@ from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import MergedWeights, SyncMode
-from learner.training.start_checks import check_inputs, reach_servers
+from learner.training.input_checks import check_inputs
+from learner.training.server_checks import reach_servers
 from learner.training.train import train
 from shared_contracts.weights import Transport
 from tests.contract.running_server import (

@@ -14,7 +14,7 @@ from learner.config import Config, load_config
 from learner.models.load import load_model
 from learner.rollout.policy import Policy, asking_of
 from learner.training.backends import open_backend
-from learner.training.start_checks import check_backend, read_inputs
+from learner.training.input_checks import check_backend, read_inputs
 from learner.types import RolloutOutput, Sample
 from tests.contract.toy_checkpoints import set_weights
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from learner.distributed.process_group import open_peers
-from learner.training.start_checks import learner_processes
+from learner.training.input_checks import learner_processes
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from learner.distributed.process_group import open_peers
 from learner.models.load import LoadedModel, load_model
 from learner.objectives import logit_stats
 from learner.rollout.sync.weights import GatheredWeights
-from learner.training.start_checks import check_inputs, learner_processes
+from learner.training.input_checks import check_inputs, learner_processes
 from learner.training.train import train_as
 from learner.training.trainer import StepTrainer
 

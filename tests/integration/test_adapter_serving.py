@@ -12,7 +12,7 @@ from learner.operate.export import export
 from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import ServerProcess
 from learner.rollout.sync.probe import ProofOfEffect, probe_call
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from tests.contract.running_server import CPU, START_TIMEOUT_S
 from tests.unit.small_run import small_config

@@ -21,7 +21,7 @@ from learner.models.load import load_model
 from learner.rollout.policy import Policy, asking_of
 from learner.rollout.server_process import ServerProcess, free_ports
 from learner.training.backends import open_backend
-from learner.training.start_checks import reach_servers
+from learner.training.server_checks import reach_servers
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from tests.contract.running_server import (
     CPU,

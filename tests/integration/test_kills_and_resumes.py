@@ -25,7 +25,7 @@ from learner.data.order import BatchOrder
 from learner.data.toy import ToyData, make_data
 from learner.models.toy import make_model
 from learner.runs.run_folder import RunFolder
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from tests.unit.small_run import small_mapping
 

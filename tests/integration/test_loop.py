@@ -18,7 +18,7 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from learner.config import dump_mapping, load_config, load_mapping, merge, parse_config
 from learner.data.toy import make_data
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from tests.contract.running_server import RunningServer
 from tests.integration.alignment import check_alignment, logged_answers

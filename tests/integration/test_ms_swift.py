@@ -19,7 +19,7 @@ import learner.adapters
 from learner.config import load_config
 from learner.data.toy import make_data
 from learner.models.toy import make_model
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from tests.unit.small_run import small_mapping
 

@@ -14,7 +14,7 @@ from learner.config import dump_mapping, load_config, load_mapping, merge, parse
 from learner.operate.estimate.sizes import read_sizes
 from learner.rollout.colocate import place, server_settings
 from learner.rollout.server_process import free_ports
-from learner.training.start_checks import context_of_run
+from learner.training.checkpoint_checks import context_of_run
 from rollout_server.settings.repeat_config import PROCESSOR
 from tests.contract.running_server import server_options
 from tests.gpu import servers

@@ -20,7 +20,8 @@ from learner.operate.doctor import weights
 from learner.operate.export import export, require_exportable
 from learner.rollout.sync.weights import MergedWeights
 from learner.runs.checkpoint import MANIFEST
-from learner.training.start_checks import check_checkpoint, check_inputs
+from learner.training.checkpoint_checks import check_checkpoint
+from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from rollout_server.engines.merge import merge
 from shared_contracts.adapters import ADAPTER, checkpoint_chain

@@ -17,7 +17,7 @@ from learner.stages.formats import answer_format
 from learner.stages.matching import match_objects
 from learner.stages.targets import assess, with_target
 from learner.stages.tokens import encode_answer, token_table
-from learner.training.start_checks import check_taught_format
+from learner.training.checkpoint_checks import check_taught_format
 from learner.types import MatchResult, Role, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import ENTRY_CONTEXTS, entry_token_ids

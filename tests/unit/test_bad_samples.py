@@ -20,7 +20,7 @@ from learner.data.toy import ToyData
 from learner.models.prompts import PromptEncoder
 from learner.operate.doctor.run import examine
 from learner.operate.eval_plan import plan_evaluation
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors

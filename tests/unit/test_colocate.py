@@ -28,7 +28,7 @@ from learner.rollout.colocate import (
     server_settings,
 )
 from learner.rollout.server_process import STEADY_S, ServerProcess, SupervisedServer, free_ports
-from learner.training.start_checks import check_backend, check_launcher
+from learner.training.input_checks import check_backend, check_launcher
 from learner.types import RolloutOutput, Sample
 from rollout_server.engines.vllm import environment as engine_environment
 from rollout_server.settings.options import ServerSettings, load_settings

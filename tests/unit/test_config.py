@@ -17,7 +17,7 @@ from learner.config.schema import resolved_sync_mode
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.rollout.distribution import rank_caps, rank_chunk_size
-from learner.training.start_checks import read_inputs
+from learner.training.input_checks import read_inputs
 from shared_contracts import rollout_config
 from shared_contracts.errors import ContractError
 from tests.unit.config_faults import ALIGNED, WARMUP, changed

@@ -18,7 +18,7 @@ from learner.models.coord_tokens import smooth_rows, untrained
 from learner.models.load import LoadedModel, load_model
 from learner.models.toy import make_model
 from learner.rollout.sync.weights import MergedWeights, SyncMode
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from shared_contracts.errors import ContractError
 from tests.unit.config_faults import changed, only_error

@@ -20,7 +20,7 @@ from learner.models.load import read_processor
 from learner.models.prompts import PromptEncoder
 from learner.stages.formats.coord_json import serialize_objects
 from learner.stages.targets import build_ground_truth_target
-from learner.training.start_checks import check_checkpoint
+from learner.training.checkpoint_checks import check_checkpoint
 from learner.types import GroundTruthObject, Sample
 from shared_contracts.errors import ContractError
 from tests.unit.data_files import LYING, box, line, paint, write_lines

@@ -25,7 +25,8 @@ from learner.operate.doctor import machine, servers, weights
 from learner.operate.doctor.findings import Finding, as_json, run_check, summary, table
 from learner.operate.doctor.run import examine
 from learner.rollout.client import RolloutClient
-from learner.training.start_checks import Caution, Check, InputChecks
+from learner.training.checks import Caution, Check
+from learner.training.input_checks import InputChecks
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import ChoiceLogprobs, InferCall, RolloutEnvelope
 from shared_contracts.machine import GpuMemory, GpuProcess, GpuUse

@@ -32,12 +32,8 @@ from learner.operate.estimate.step import (
     step_cost,
     step_costs,
 )
-from learner.training.start_checks import (
-    context_of_run,
-    lengths_of_run,
-    longest_prompt,
-    read_inputs,
-)
+from learner.training.checkpoint_checks import context_of_run, lengths_of_run, longest_prompt
+from learner.training.input_checks import read_inputs
 from learner.training.step import PlainEngine, StepRunner
 from learner.training.trainer import build_optimizer
 from learner.types import Sample

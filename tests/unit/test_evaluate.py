@@ -35,8 +35,8 @@ from learner.rollout.backend import Call, Journal
 from learner.rollout.policy import Asking, OpenBackend, Policy, asking_of
 from learner.stages.targets import build_ground_truth_target
 from learner.training.evaluation import build_scorer
+from learner.training.input_checks import read_inputs
 from learner.training.run_log import CallLog, ProgressDisplay
-from learner.training.start_checks import read_inputs
 from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import build_optimizer
 from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape

@@ -25,7 +25,8 @@ from learner.operate.estimate.report import Estimate, estimate
 from learner.operate.init import Asked, Lengths, Writer, choose, init
 from learner.runs.checkpoint import newest_whole
 from learner.stages.coords import COORD_BINS
-from learner.training.start_checks import check_inputs, coordinate_ids
+from learner.training.checkpoint_checks import coordinate_ids
+from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from learner.types import Sample
 from shared_contracts.errors import ContractError

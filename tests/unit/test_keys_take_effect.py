@@ -22,8 +22,9 @@ from learner.rollout.client import ServerUnreachable
 from learner.rollout.server_process import free_ports
 from learner.runs.rollout_log import StepAnswer
 from learner.training.backends import bucket_bytes_of
+from learner.training.input_checks import check_inputs
 from learner.training.recipes.two_channel import TwoChannel
-from learner.training.start_checks import check_inputs, reach_servers
+from learner.training.server_checks import reach_servers
 from learner.training.train import order_of, train
 from learner.training.trainer import build_optimizer, training_arguments
 from shared_contracts.infer import InferCall, Message, RequestConfig, RolloutInferRequest

@@ -27,7 +27,7 @@ from learner.operate.launch_plan import (
 )
 from learner.rollout import server_process
 from learner.rollout.server_process import ServerProcess, free_ports
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from rollout_server.settings.options import load_settings
 from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.machine import CUDA_VISIBLE

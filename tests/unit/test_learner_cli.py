@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 import learner.commands.run
-import learner.training.start_checks
+import learner.training.input_checks
 from learner.config import Config, dump_mapping
 from learner.data.toy import ToyData
 from learner.rollout.server_process import free_ports
-from learner.training.start_checks import RunInputs
+from learner.training.input_checks import RunInputs
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.server_info import Info
@@ -287,7 +287,7 @@ def test_beside_a_colocated_server_on_several_gpus_the_learner_sees_one(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,2")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    monkeypatch.setattr(learner.training.start_checks, "visible_gpus", lambda *_: [3, 1, 2])
+    monkeypatch.setattr(learner.training.input_checks, "visible_gpus", lambda *_: [3, 1, 2])
     seen: list[tuple[str, tuple[int, ...]]] = []
 
     def train(config: Config, inputs: RunInputs, *_: Any) -> Path:

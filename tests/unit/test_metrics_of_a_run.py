@@ -11,7 +11,7 @@ from rich.console import Console
 from learner.config import parse_config
 from learner.data.toy import ToyData
 from learner.runs.declared import COORD_DIAG, LOSSES, METRICS, TRAINER, declared_keys
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from learner.types import Channel
 from tests.unit.small_run import small_mapping

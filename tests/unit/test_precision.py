@@ -16,7 +16,7 @@ from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.load import LoadedModel, load_model
 from learner.models.precision import autocast_of, compute_in, sharded_policy
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from learner.training.train import train_as
 from learner.training.trainer import StepTrainer, build_optimizer
 from learner.types import Sample

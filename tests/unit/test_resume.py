@@ -29,7 +29,7 @@ from learner.runs.resume import (
     truncate_logs,
 )
 from learner.runs.run_folder import RESOLVED, identity_of_this_process
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.ranks_in_threads import in_ranks

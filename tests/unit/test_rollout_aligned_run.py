@@ -19,7 +19,7 @@ from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
 from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.load import LoadedModel, load_model
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from learner.training.train import train_as
 
 SMOKE = Path(__file__).parents[2] / "configs/stage2_rollout_aligned/smoke/default.yaml"

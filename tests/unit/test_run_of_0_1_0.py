@@ -25,7 +25,7 @@ from learner.config import load_config, load_mapping, merge, parse_config
 from learner.runs.checkpoint import read_checkpoint
 from learner.runs.resume import find_start
 from learner.runs.run_folder import RunFolder
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from shared_contracts.errors import ContractError
 

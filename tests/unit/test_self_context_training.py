@@ -21,7 +21,7 @@ from learner.data.toy import ToyData
 from learner.models.load import LoadedModel, load_model
 from learner.models.packs import IMAGE
 from learner.models.self_context import SelfContext
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from learner.training.train import train
 from learner.types import Sample
 from tests.unit.mixed_samples import mixed_samples

@@ -7,7 +7,7 @@ import pytest
 
 from learner.config import merge, parse_config
 from learner.data.toy import ToyData
-from learner.training.start_checks import check_inputs
+from learner.training.input_checks import check_inputs
 from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_mapping
 

@@ -20,8 +20,8 @@ from learner.data.toy import ToyData
 from learner.distributed.peers import SingleProcess
 from learner.models.load import load_model
 from learner.runs.resume import BEGINNING
+from learner.training.input_checks import check_inputs
 from learner.training.run_log import CallLog, ProgressDisplay, tracker_callbacks
-from learner.training.start_checks import check_inputs
 from learner.training.train import RunParts, build_runner, build_trainer, train
 from learner.training.trainer import build_optimizer, training_arguments
 from shared_contracts.errors import ContractError, RunError

@@ -23,7 +23,8 @@ from learner.models.load import load_model
 from learner.models.toy import make_model
 from learner.rollout.seeds import request_seed
 from learner.rollout.sync.weights import MergedWeights
-from learner.training.start_checks import check_inputs, reach_servers
+from learner.training.input_checks import check_inputs
+from learner.training.server_checks import reach_servers
 from learner.training.train import train
 from learner.training.trainer import build_optimizer
 from shared_contracts.errors import ContractError

@@ -50,7 +50,7 @@ class TrainedRun:
 
 def trained(config: Path, **training: Any) -> TrainedRun:
     """Train by a YAML whose section `training` is changed."""
-    from learner.training.start_checks import check_inputs  # seconds, which pure tests do without
+    from learner.training.input_checks import check_inputs  # seconds, which pure tests do without
     from learner.training.train import train
 
     parsed = parse_config(merge(load_mapping(config), {"training": training}))

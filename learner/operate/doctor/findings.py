@@ -9,7 +9,7 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from learner.training.start_checks import Caution, Check, Waiting
+from learner.training.checks import Caution, Check, Waiting
 from shared_contracts.errors import ContractError, RunError
 
 Status = Literal["ok", "warn", "fail", "skipped"]

@@ -18,7 +18,9 @@ from learner.config.schema import Config
 from learner.config.trackers import logins_missing
 from learner.operate.estimate.sizes import USABLE, gib
 from learner.operate.estimate.step import step_cost
-from learner.training.start_checks import Caution, Check, InputChecks, require, spread
+from learner.training.checks import Caution, Check, require
+from learner.training.input_checks import InputChecks
+from learner.training.server_checks import spread
 from shared_contracts.errors import ContractError
 from shared_contracts.machine import (
     CUDA_VISIBLE,

@@ -1,6 +1,6 @@
 """Every check of a set-up, in order: files, machine, weights, servers, a push.
 
-The checks of files and servers are those of `learner train` (`learner.training.start_checks`). A
+The checks of files and servers are those of `learner train` (`input_checks`, `server_checks`). A
 check that fails ends none but those that need its result, which are `skipped`.
 """
 
@@ -15,15 +15,9 @@ from learner.operate.doctor.findings import Finding, failed, run_check
 from learner.operate.doctor.machine import MachineChecks
 from learner.operate.doctor.servers import PATIENCE_S, AnswerChecks
 from learner.operate.doctor.weights import push_checkpoint, require_servers, weight_checks
-from learner.training.start_checks import (
-    Caution,
-    Check,
-    InputChecks,
-    ServerChecks,
-    Waiting,
-    generates,
-    require,
-)
+from learner.training.checks import Caution, Check, Waiting, require
+from learner.training.input_checks import InputChecks, generates
+from learner.training.server_checks import ServerChecks
 from shared_contracts.errors import ContractError
 
 

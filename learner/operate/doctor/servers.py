@@ -22,7 +22,8 @@ from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.stages.formats import AnswerFormat, answer_format
 from learner.stages.tokens import Tokenizer
 from learner.training.backends import transport_of
-from learner.training.start_checks import Caution, Check, ServerChecks, require
+from learner.training.checks import Caution, Check, require
+from learner.training.server_checks import ServerChecks
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import InferCall, RolloutEnvelope, RolloutInferRequest

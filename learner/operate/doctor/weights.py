@@ -17,7 +17,9 @@ from learner.rollout.sync.probe import ProofOfEffect, probe_call
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import MergedWeights, SyncMode
 from learner.training.backends import bucket_bytes_of, transport_of
-from learner.training.start_checks import Caution, Check, coordinate_ids, generates
+from learner.training.checkpoint_checks import coordinate_ids
+from learner.training.checks import Caution, Check
+from learner.training.input_checks import generates
 from shared_contracts.adapters import checkpoint_chain
 from shared_contracts.errors import ContractError
 

@@ -30,12 +30,8 @@ from learner.operate.estimate.step import (
     step_costs,
 )
 from learner.rollout.colocate import GPU_MEMORY_UTILIZATION
-from learner.training.start_checks import (
-    check_processes,
-    check_step_budget,
-    generates,
-    longest_prompt,
-)
+from learner.training.checkpoint_checks import longest_prompt
+from learner.training.input_checks import check_processes, check_step_budget, generates
 from learner.types import Channel, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.footprint import engine_share

@@ -40,8 +40,8 @@ from learner.stages.formats import answer_format
 from learner.stages.packing import StepPacker
 from learner.stages.tokens import CoordVocab
 from learner.training.channels import Encoding
+from learner.training.input_checks import generates
 from learner.training.recipes import Recipe, recipe_class
-from learner.training.start_checks import generates
 from learner.training.trainer import build_optimizer
 from learner.types import Channel, Sample
 

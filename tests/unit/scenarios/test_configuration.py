@@ -14,7 +14,7 @@ from learner.config import (
 from learner.config.rollout_matching import RolloutMatchingConfig
 from learner.data.toy import ToyData
 from learner.rollout.policy import asking_of
-from learner.training.start_checks import check_backend, check_inputs
+from learner.training.input_checks import check_backend, check_inputs
 from shared_contracts.errors import ContractError
 from tests.unit.config_faults import CONFIGS, changed
 from tests.unit.small_run import small_mapping
@@ -26,7 +26,7 @@ BASE = load_mapping(TWO_CHANNEL / "base.yaml")
 
 @pytest.mark.req("CFG-05", "SYNC-01")
 def test_invalid_vllm_configuration_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.training.start_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("learner.training.input_checks.find_spec", lambda name: None)
     with pytest.raises(ContractError) as error:
         check_backend(parse_config(changed("rollout_matching.vllm", {}, BASE)), {})
     assert error.value.where == "rollout_matching.vllm.mode"

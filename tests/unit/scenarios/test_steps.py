@@ -25,8 +25,8 @@ from learner.stages.formats.coord_json import serialize_append
 from learner.stages.schedule import channel_for_step
 from learner.stages.tokens import PLACEHOLDERS
 from learner.training.backends import open_backend
+from learner.training.input_checks import read_inputs
 from learner.training.run_log import CallLog, ProgressDisplay, open_run_folder
-from learner.training.start_checks import read_inputs
 from learner.training.step import PlainEngine, StepRunner
 from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import StepTrainer, build_optimizer

@@ -32,7 +32,7 @@ def run(what: str, model: Path, data: Path, out: Path) -> dict[str, Any]:
     from learner.config import parse_config
     from learner.config.json_schema import schema_text
     from learner.data.toy import ToyData
-    from learner.training.start_checks import check_inputs
+    from learner.training.input_checks import check_inputs
     from learner.training.train import train
     from scripts.metrics_reference import page
     from shared_contracts.errors import ContractErrors

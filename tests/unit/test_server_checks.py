@@ -10,10 +10,10 @@ from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.rollout.server_process import free_ports
-from learner.training import start_checks
-from learner.training.start_checks import (
+from learner.training import server_checks
+from learner.training.checks import Waiting
+from learner.training.server_checks import (
     ServerChecks,
-    Waiting,
     check_group_port,
     differences,
     reach_servers,
@@ -58,7 +58,7 @@ def test_a_server_with_other_settings_is_refused(
     found: str,
 ) -> None:
     config = config_of(toy_checkpoint, toy_data, tmp_path, **keys)
-    errors = differences(config, URL, info)
+    errors = list(differences(config, URL, info))
     assert len(errors) == (found != "")
     assert found in "".join(map(str, errors))
 
@@ -95,7 +95,7 @@ def test_a_harmless_difference_is_reported_and_the_run_starts(
 def test_a_taken_group_port_is_refused_with_both_ways_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(start_checks, "_RELEASE_S", 0.0)
+    monkeypatch.setattr(server_checks, "_RELEASE_S", 0.0)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]

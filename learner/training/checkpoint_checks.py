@@ -1,0 +1,198 @@
+"""Checks of a checkpoint folder without a model, and the token counts that follow from it.
+
+Imports no torch.
+"""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from learner.config.schema import Config, CustomConfig, LoraTuner
+from learner.config.yaml12 import read_mapping
+from learner.data.images import UnreadableImage
+from learner.data.jsonl import build_messages
+from learner.data.lengths import SampleLengths, TokenLimits, chat_template, read_tokenizer
+from learner.runs.run_folder import RESOLVED
+from learner.stages.coords import COORD_BINS, coord_token
+from learner.stages.formats import answer_format
+from learner.stages.tokens import IM_END
+from learner.types import Sample
+from shared_contracts.adapters import checkpoint_chain, folder_with
+from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.footprint import run_context
+from shared_contracts.strict_model import shown
+
+
+def check_model(config: Config) -> None:
+    """`model.model` is a checkpoint that can write the answers of this run.
+
+    Raises:
+        ContractError: as `check_checkpoint` and `check_taught_format`.
+    """
+    check_checkpoint(config.model.model, answer_format(config).end_marker)
+    check_taught_format(config.model.model, config.custom.answer_format, "model.model")
+
+
+def check_taught_format(checkpoint: Path, wanted: str, where: str) -> None:
+    """A checkpoint inside a run folder is of a run with the format `wanted`.
+
+    One that is in no run folder does not say its format. Raises ContractError, about `where`.
+    """
+    resolved = checkpoint.absolute().parent / RESOLVED
+    try:
+        custom = read_mapping(resolved).get("custom") if resolved.is_file() else None
+    except ContractError:  # a damaged file says nothing
+        return
+    # Runs before the key existed had the default format.
+    default = CustomConfig.model_fields["answer_format"].default
+    taught = custom.get("answer_format", default) if isinstance(custom, dict) else wanted
+    if taught != wanted:
+        raise ContractError(
+            where,
+            f"{checkpoint} writes answers as {taught} ({resolved}), and custom.answer_format is "
+            f"{wanted}",
+            f"Set custom.answer_format to {taught}; or export the checkpoint with "
+            "`learner export` to a folder outside of its run, and teach it the format in a warm-up",
+        )
+
+
+def check_checkpoint(folder: Path, end_marker: str = IM_END) -> None:
+    """The folder is a checkpoint with a chat template, the coordinate tokens and the end marker.
+
+    It may be an adapter over one, whose tokenizer may be in either.
+
+    Raises:
+        ContractError: names what is missing.
+    """
+    if not folder.is_dir():
+        raise ContractError("model.model", f"there is no folder {folder}", _where_it_may_be(folder))
+    chain = checkpoint_chain(folder, "model.model")
+    having = {
+        "config.json": chain[-1],
+        "tokenizer.json": folder_with(folder, "tokenizer.json", "model.model"),
+    }
+    for name, holder in having.items():
+        if not (holder / name).is_file():
+            raise ContractError(
+                "model.model",
+                f"{folder} has no {name}",
+                "Give the folder of a checkpoint saved with its processor",
+            )
+    tokenizer = read_tokenizer(having["tokenizer.json"] / "tokenizer.json")
+    if tokenizer.token_to_id(end_marker) is None:
+        raise ContractError(
+            "model.model",
+            f"the tokenizer of {folder} has no token {end_marker}",
+            "Use a model of the Qwen-VL family, whose turns end with it",
+        )
+    missing = [k for k in range(COORD_BINS) if tokenizer.token_to_id(coord_token(k)) is None]
+    if missing:
+        raise ContractError(
+            "model.model",
+            f"the tokenizer of {folder} lacks {len(missing)} of the {COORD_BINS} coordinate "
+            f"tokens, first {coord_token(missing[0])}",
+            "Add them with `learner toy make-model --expand-vocab SOURCE --out FOLDER`",
+        )
+    chat_template(having["tokenizer.json"])
+
+
+def coordinate_ids(folder: Path) -> list[int]:
+    """Ids of the coordinate tokens, in the order of the bins, of a folder that was checked."""
+    place = folder_with(folder, "tokenizer.json", "model.model")
+    tokenizer = read_tokenizer(place / "tokenizer.json")
+    ids = [tokenizer.token_to_id(coord_token(k)) for k in range(COORD_BINS)]
+    return [each for each in ids if each is not None]
+
+
+def _where_it_may_be(folder: Path) -> str:
+    """What to do about a folder that is not there, also where `org/name` of the Hub is meant."""
+    do = "Give the folder of a checkpoint saved with its processor"
+    here = Path.cwd()
+    name = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    if len(name.parts) != 2 or folder.parent.exists():
+        return do
+    return f"{do}; for a model of the Hugging Face Hub, first: hf download {name} --local-dir DIR"
+
+
+def check_target_modules(config: Config) -> None:
+    """Every name of `tuner.target_modules` is one that peft finds in the checkpoint.
+
+    Says nothing where there are no safetensors files to look into. Raises ContractErrors.
+    """
+    tuner = config.tuner
+    if not isinstance(tuner, LoraTuner) or isinstance(tuner.target_modules, str):
+        return
+    modules = {name.rpartition(".")[0] for name in tensor_names(config.model.model)}
+    if not modules:
+        return
+    last = {name.rpartition(".")[2] for name in modules} | {"lm_head"}  # no file has a tied one
+    errors = [
+        ContractError(
+            f"tuner.target_modules[{place}]",
+            f"{shown(target)} is the end of no module's name in {config.model.model}",
+            "Name modules literally, without patterns; "
+            f"there are {', '.join(sorted(name for name in last if not name.isdecimal()))}",
+        )
+        for place, target in enumerate(tuner.target_modules)
+        if target.rpartition(".")[2] not in last
+    ]
+    if errors:
+        raise ContractErrors(errors)
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """Names in the headers of a checkpoint's `model*.safetensors`; broken files have none."""
+    names: list[str] = []
+    for file in sorted(folder.glob("model*.safetensors")):
+        with suppress(OSError, SafetensorError), safe_open(file, "numpy") as tensors:
+            names += tensors.keys()
+    return names
+
+
+def context_of_run(config: Config, samples: Iterable[Sample]) -> int:
+    """The `max_model_len` of the servers of a run: as stated, or derived (FULL-06).
+
+    Derived, it holds the longest prompt of `samples` and an answer of `max_new_tokens`, rounded
+    up.
+
+    Raises ContractError as `lengths_of_run` does.
+    """
+    if (stated := config.rollout_matching.vllm.max_model_len) is not None:
+        return stated
+    prompt, answer = longest_prompt(config, samples), config.rollout_matching.max_new_tokens
+    return run_context(config.model.model, prompt, answer)
+
+
+def longest_prompt(config: Config, samples: Iterable[Sample]) -> int:
+    """Return the tokens of the longest prompt; samples with unreadable images are left out.
+
+    Raises ContractError as `lengths_of_run` does.
+    """
+    lengths, longest = lengths_of_run(config), 0
+    for sample in samples:
+        with suppress(ContractError, UnreadableImage):
+            longest = max(longest, lengths.prompt(sample))
+    return longest
+
+
+def lengths_of_run(config: Config) -> SampleLengths:
+    """Measures samples for the checkpoint, the prompt and the limits of a run.
+
+    Raises ContractError for a folder that is no checkpoint.
+    """
+    answers = answer_format(config)
+    check_model(config)
+    template = config.template
+    pack = config.global_max_length if config.training.packing else None
+    return SampleLengths(
+        folder_with(config.model.model, "tokenizer.json", "model.model"),
+        partial(answers.write, field_order=config.custom.object_field_order),
+        lambda sample: [
+            message.model_dump(exclude_none=True)
+            for message in build_messages(sample, template.prompt, template.system)
+        ],
+        TokenLimits(config.rollout_matching.max_new_tokens, pack),
+    )

@@ -1,0 +1,346 @@
+"""The checks of what a run needs besides servers, before a model is loaded.
+
+    processes, trackers, Hub, run folder, checkpoint, data, step
+
+    check_inputs   runs them for `learner train`; the first failure is raised
+    check_files    cheap file checks of a config; reports all problems together
+
+`learner doctor` runs the same list and shows every result. Imports no torch.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+
+from learner.config.schema import Config, resolved_sync_mode
+from learner.config.trackers import require_trackers
+from learner.config.training import TrainingConfig
+from learner.data.images import Watch
+from learner.data.jsonl import capped, read_samples, scan
+from learner.data.lengths import image_rule
+from learner.data.order import image_faults
+from learner.data.show import watch
+from learner.rollout.colocate import Placement, place
+from learner.runs.hub import require_hub_access
+from learner.runs.resume import BEGINNING, Start, find_start, require_run_folder
+from learner.training.checkpoint_checks import check_model, check_target_modules
+from learner.training.checks import Check, Waiting, require
+from learner.types import Sample
+from shared_contracts.adapters import checkpoint_chain, weight_files
+from shared_contracts.errors import CheckErrors, ContractError, ContractErrors
+from shared_contracts.machine import CUDA_VISIBLE, GPU_DEVICES, visible_gpus
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run starts from.
+
+    val: empty when the config names no validation file.
+    placement: of a colocated server; None in a run that starts none.
+    processes: of the learner, as torchrun says.
+    start: where the run goes on, if it does.
+    bad: by `sample_id`, why samples of either file cannot be shown to a model; those of `val` are
+        left out of it. Empty unless `data.on_bad_sample` is skip.
+    """
+
+    train: Sequence[Sample]
+    val: list[Sample]
+    placement: Placement | None = None
+    processes: int = 1
+    start: Start = BEGINNING
+    bad: Mapping[str, ContractError] = field(default_factory=dict)
+
+    @property
+    def readable(self) -> list[Sample]:
+        """The training samples that can be shown to a model."""
+        return [sample for sample in self.train if sample.sample_id not in self.bad]
+
+    def finished(self, training: TrainingConfig) -> str | None:
+        """A line about a run that has finished already; None for any other."""
+        if self.start.step < training.total_steps(len(self.train)):
+            return None
+        return f"Finished at step {self.start.step}: {training.output_dir}"
+
+
+class InputChecks:
+    """The checks of everything that a run needs besides servers, and their results.
+
+    environment: of the process that trains. A result is None until its check passed.
+    """
+
+    def __init__(self, config: Config, environment: Mapping[str, str] = os.environ) -> None:
+        self._config = config
+        self._environment = environment
+        self._first = environment.get("RANK", "0") == "0"
+        self._has_checkpoint = False
+        self.processes: int | None = None
+        self.placement: Placement | None = None
+        self.start: Start | None = None
+        self.read: RunInputs | None = None
+
+    def checks(self) -> list[Check]:
+        return [
+            Check("processes", self._check_processes),
+            Check("trackers", self._check_trackers),
+            Check("hub", self._check_hub),
+            Check("run folder", self._check_run_folder),
+            Check("checkpoint", self._check_checkpoint),
+            Check("data", self._check_data),
+            Check("step", self._check_step),
+        ]
+
+    def inputs(self) -> RunInputs:
+        """What the run starts from, after all checks passed."""
+        read = require(self.read, "data")
+        processes, start = require(self.processes, "processes"), require(self.start, "run folder")
+        return RunInputs(read.train, read.val, self.placement, processes, start, read.bad)
+
+    def _check_processes(self) -> str:
+        if generates(self._config):
+            self.placement = check_backend(self._config, self._environment)
+        processes = learner_processes(self._environment)
+        check_processes(self._config, processes)
+        check_launcher(self._environment)
+        self.processes = processes
+        return f"{processes} learner process(es)"
+
+    def _check_trackers(self) -> str:
+        require_trackers(self._config.training.report_to, self._environment)
+        return ", ".join(self._config.training.report_to)
+
+    def _check_hub(self) -> str:
+        training = self._config.training
+        if not (training.push_to_hub and self._first):
+            return "nothing is pushed"
+        assert training.hub_model_id is not None, "checked with the config"
+        require_hub_access("training.push_to_hub", training.hub_model_id)
+        return f"{training.hub_model_id} can be written"
+
+    def _check_run_folder(self) -> str:
+        processes = require(self.processes, "processes")
+        self.start = start = find_start(self._config, processes)
+        resumes = f" resumes from step {start.step}" if start.goes_on else ""
+        return f"{self._config.training.output_dir}{resumes}"
+
+    def _check_checkpoint(self) -> str:
+        check_model(self._config)
+        check_target_modules(self._config)
+        self._has_checkpoint = True
+        return f"{self._config.model.model} has a tokenizer with every coordinate token"
+
+    def _check_data(self) -> str:
+        data = self._config.data
+        if not self._has_checkpoint:  # images are checked by its processor's rule
+            for file in filter(None, (data.train_jsonl, data.val_jsonl)):
+                read_samples(file, allow_poly=self._config.allow_poly)
+            raise Waiting("waits for checkpoint")
+        self.read = read = read_inputs(self._config, self._environment)
+        held_out = f", {len(read.val)} to validate on" if data.val_jsonl else ""
+        return f"{len(read.train)} samples to train on{held_out}"
+
+    def _check_step(self) -> str:
+        processes, read = require(self.processes, "processes"), require(self.read, "data")
+        check_step_budget(self._config, len(read.train), processes)
+        return f"{self._config.training.total_steps(len(read.train))} steps"
+
+
+def check_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
+    """Everything a run needs besides servers, be it new or resumed.
+
+    environment: of the process that trains.
+
+    Raises:
+        ContractError: names the file, line or key.
+    """
+    found = InputChecks(config, environment)
+    for check in found.checks():
+        check.run()
+    return found.inputs()
+
+
+def read_inputs(config: Config, environment: Mapping[str, str] = os.environ) -> RunInputs:
+    """Read the data and the headers of all images; process 0 shows a progress bar."""
+    files = (config.data.train_jsonl, config.data.val_jsonl)
+    shown = watch if environment.get("RANK", "0") == "0" else lambda looks, _: looks
+    (train, val), bad = read_data(config, files, config.model.model, shown)
+    if all(sample.sample_id in bad for sample in train):
+        raise ContractError(
+            "data.train_jsonl",
+            f"none of {len(train)} samples can be trained on; first {bad[train[0].sample_id]}",
+            "Mend the images, or their paths",
+        )
+    return RunInputs(train, [sample for sample in val if sample.sample_id not in bad], bad=bad)
+
+
+def read_data(
+    config: Config, files: Sequence[Path | None], checkpoint: Path, shown: Watch
+) -> tuple[list[list[Sample]], dict[str, ContractError]]:
+    """The samples of each file, none of None, and why some of them cannot be shown to a model.
+
+    checkpoint: whose processor will take the images; of an adapter, that of what it is over.
+
+    Raises ContractErrors for what is wrong with a file, and, unless `data.on_bad_sample` is skip,
+    for samples that cannot be shown.
+    """
+    skip = config.data.on_bad_sample == "skip"
+    samples = [
+        read_samples(file, allow_poly=config.allow_poly, find_images=not skip) if file else []
+        for file in files
+    ]
+    bad = image_faults(list(chain(*samples)), image_rule(checkpoint), shown)
+    if bad and not skip:
+        raise capped("data", list(bad.values()))
+    return samples, bad
+
+
+def check_backend(
+    config: Config, environment: Mapping[str, str], gpus: Path = GPU_DEVICES
+) -> Placement | None:
+    """What the backend needs besides its servers; see `learner.training.backends` for the backends.
+
+    gpus: where the driver shows them. Returns where a colocated server runs.
+
+    Raises:
+        ContractError: names the key or the variable.
+    """
+    rollout = config.rollout_matching
+    if rollout.backend != "hf":
+        resolved_sync_mode(config, learner_processes(environment))
+    if rollout.backend != "colocate":
+        return None
+    processes = learner_processes(environment)
+    here = environment.get("LOCAL_WORLD_SIZE", str(processes))
+    if here != str(processes):
+        raise ContractError(
+            "rollout_matching.vllm.mode",
+            f"colocate, and {here} of {processes} learner processes run on this machine",
+            "Use vllm.mode: server, or start all processes on one machine",
+        )
+    placement = place(rollout.vllm, visible_gpus(environment, gpus), processes)
+    if find_spec("vllm") is None:
+        raise ContractError(
+            "rollout_matching.vllm.mode",
+            "colocate, and vllm is not installed here",
+            "Install it (the extra cpu or gpu), or set rollout_matching.rollout_backend to hf",
+        )
+    weight_files(checkpoint_chain(config.model.model, "model.model")[-1], "model.model")
+    return placement
+
+
+def learner_processes(environment: Mapping[str, str]) -> int:
+    """How many learner processes there are, as torchrun says.
+
+    Raises ContractError for a WORLD_SIZE that is no number.
+    """
+    count = environment.get("WORLD_SIZE", "1")
+    if not count.isdecimal() or count == "0":
+        raise ContractError("WORLD_SIZE", f"{count!r} is no number of processes", "Unset it")
+    return int(count)
+
+
+def check_launcher(environment: Mapping[str, str], gpus: Path = GPU_DEVICES) -> None:
+    """How the processes were started fits what they run, and the machine.
+
+    gpus: where the driver shows them. Raises ContractError.
+    """
+    for library in ("DeepSpeed", "FSDP"):
+        if environment.get(f"ACCELERATE_USE_{library.upper()}", "").lower() in ("1", "true", "yes"):
+            raise ContractError(
+                f"ACCELERATE_USE_{library.upper()}",
+                f"the learner was launched with {library}, which its YAML says nothing of",
+                "Launch with torchrun; training.data_parallel: fsdp2 shards the model",
+            )
+    local = environment.get("LOCAL_WORLD_SIZE", "1")
+    seen = visible_gpus(environment, gpus)
+    if seen and local.isdecimal() and int(local) > len(seen):
+        raise ContractError(
+            CUDA_VISIBLE,
+            f"{len(seen)} GPUs are visible to {local} learner processes on this machine",
+            f"Start at most {len(seen)} here, or make more visible",
+        )
+
+
+def check_processes(config: Config, processes: int) -> None:
+    """Raise ContractError if FSDP2 cannot shard the model over so many processes."""
+    if config.training.data_parallel != "fsdp2":
+        return
+    do, rollout = "Set it to ddp", config.rollout_matching
+    moved = rollout.offload.offload_model or rollout.offload.offload_optimizer
+    if processes == 1:
+        found = "fsdp2, and there is one learner process: nothing to shard over"
+        do = "Set it to ddp, or use several processes"
+    elif config.tuner.train_type == "lora":
+        found = "fsdp2 beside tuner.train_type lora: adapters are merged into whole weights"
+    elif generates(config) and rollout.backend == "hf":
+        found = "fsdp2 beside rollout_backend hf, which generates with the whole model"
+    elif generates(config) and rollout.backend == "colocate" and rollout.offload.enabled and moved:
+        found = "fsdp2 beside rollout_matching.offload, which cannot move pieces of tensors"
+        do = "Set it to ddp, or rollout_matching.offload.enabled to false"
+    else:
+        return
+    raise ContractError("training.data_parallel", found, do)
+
+
+def check_step_budget(config: Config, samples: int, processes: int) -> None:
+    """What one step trains on can be split, is there, and fits where it waits.
+
+    samples: in the training data. Raises ContractError.
+    """
+    training = config.training
+    training.resolve_accumulation(processes)
+    if samples < training.effective_batch_size:
+        raise ContractError(
+            "training.effective_batch_size",
+            f"{training.effective_batch_size} samples a step, but there are {samples} to train on",
+            "Lower it, or give more data",
+        )
+    batch = training.effective_batch_size // processes
+    queue = config.rollout_matching.async_rollout
+    if queue.enabled and not training.packing and batch > queue.queue_limit:
+        # With packing a run finds out how many packs a rank batch is.
+        raise ContractError(
+            "rollout_matching.async_rollout.queue_limit",
+            f"{queue.queue_limit} packs cannot hold the {batch} that each process trains on in "
+            "a step without packing",
+            f"Raise it to at least {batch}, or lower training.effective_batch_size",
+        )
+    if training.packing and training.packing_buffer < batch:
+        raise ContractError(
+            "training.packing_buffer",
+            f"{training.packing_buffer} segments cannot hold the {batch} of a step",
+            f"Raise it to at least {batch}, or lower training.effective_batch_size",
+        )
+
+
+def check_files(config: Config) -> list[ContractError]:
+    """Cheap file checks of a config; reports all problems together.
+
+    Folders, the checkpoint's tokenizer and module names, the first sample of each data file.
+    """
+    data = config.data
+    found = CheckErrors()
+    found.of(lambda: require_run_folder(config))
+    found.of(lambda: check_model(config))
+    found.of(lambda: check_target_modules(config))
+    found.of(lambda: _check_first_sample("data.train_jsonl", data.train_jsonl, config.allow_poly))
+    if (val := data.val_jsonl) is not None:
+        found.of(lambda: _check_first_sample("data.val_jsonl", val, config.allow_poly))
+    return found.errors
+
+
+def _check_first_sample(key: str, file: Path, allow_poly: bool) -> None:
+    """The file is there and its first sample is one, images included: where `key` says."""
+    try:
+        problems: Sequence[ContractError] = next(scan(file, allow_poly=allow_poly)).problems
+    except ContractError as error:
+        problems = [error]
+    if problems:
+        raise ContractErrors([ContractError(key, f"{e.where}: {e.found}", e.do) for e in problems])
+
+
+def generates(config: Config) -> bool:
+    """True when the run asks for rollouts: in channel B or to evaluate."""
+    return config.b_ratio > 0 or config.training.eval_strategy != "no"

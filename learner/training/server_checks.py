@@ -1,0 +1,353 @@
+"""The checks of rollout servers before a run: servers, settings, servers together, port, media.
+
+`reach_servers` runs them for `learner train`; `learner doctor` shows every result. Imports no
+torch.
+"""
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from learner.config.schema import Config, wanted_sync_mode
+from learner.data.jsonl import build_request
+from learner.rollout.client import SERVER_ERRORS, RolloutClient, may_pass, needs_push
+from learner.rollout.distribution import rank_chunk_size
+from learner.training.checkpoint_checks import longest_prompt
+from learner.training.checks import Caution, Check, T, Waiting, require
+from learner.training.input_checks import learner_processes
+from learner.types import Sample
+from shared_contracts.errors import ContractError, ContractErrors, ProblemError
+from shared_contracts.infer import InferCall, RequestConfig, RolloutEnvelope, RolloutInferRequest
+from shared_contracts.machine import address_towards
+from shared_contracts.repeat_guard import RepeatTerminateConfig
+from shared_contracts.server_info import Info
+
+
+class ServerChecks:
+    """The checks of the config's servers, and what they found.
+
+    samples: of the run; some of them are sent with their images. patience_s: how long to wait for
+    a server that is not ready; None: `timeout_s`. clients, infos, envelopes: in the order of the
+    servers, None until their check passed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        environment: Mapping[str, str] = os.environ,
+        samples: Sequence[Sample] = (),
+        patience_s: float | None = None,
+    ) -> None:
+        server = config.rollout_matching.vllm.server
+        assert server is not None, "checked with the config"
+        self._config = config
+        self._environment = environment
+        self._server = server
+        self._patience_s = patience_s or server.timeout_s
+        self.samples = samples_of_folders(samples)
+        self.clients: list[RolloutClient] | None = None
+        self.infos: list[Info] | None = None
+        self.envelopes: list[list[RolloutEnvelope]] | None = None
+
+    def checks(self) -> list[Check]:
+        return [
+            Check("servers", self._check_reachable),
+            Check("settings", self._check_settings),
+            Check("servers together", self._check_together),
+            Check("group port", self._check_group_ports),
+            Check("media", self._check_media),
+        ]
+
+    def requests(self) -> list[RolloutInferRequest]:
+        template = self._config.template
+        return [build_request(each, template.prompt, template.system) for each in self.samples]
+
+    def _check_reachable(self) -> str:
+        clients, infos = [], []
+        for entry in self._server.servers:
+            with RolloutClient(entry.base_url, self._patience_s) as waiting:
+                waiting.wait_until_pushable()
+            client = RolloutClient(
+                entry.base_url, self._server.timeout_s, self._server.infer_timeout_s
+            )
+            clients.append(client)
+            infos.append(client.info())
+        self.clients, self.infos = clients, infos
+        return "; ".join(map(describe_server, infos))
+
+    def _check_settings(self) -> str:
+        infos = require(self.infos, "servers")
+        urls = [entry.base_url for entry in self._server.servers]
+        servers = list(zip(urls, infos, strict=True))
+        errors = [e for url, info in servers for e in differences(self._config, url, info)]
+        if errors:
+            raise ContractErrors(errors)
+        needed = 0
+        if self.samples:
+            needed = longest_prompt(self._config, self.samples)
+            needed += self._config.rollout_matching.max_new_tokens
+        cautions = [e for url, info in servers for e in _cautions(self._config, url, info, needed)]
+        if cautions:
+            raise Caution(cautions)
+        return "as in the config"
+
+    def _check_together(self) -> str:
+        sizes = [info.world_size for info in require(self.infos, "servers")]
+        processes = learner_processes(self._environment)
+        batch = self._config.rollout_matching.decode_batch_size
+        each = rank_chunk_size(batch, sizes, processes)
+        return f"{sum(sizes)} device(s); {processes} learner process(es) send {each} requests each"
+
+    def _check_group_ports(self) -> str:
+        infos = require(self.infos, "servers")
+        for index, (entry, info) in enumerate(zip(self._server.servers, infos, strict=True)):
+            if info.owner is None:  # the server frees the port of its owner
+                where = f"rollout_matching.vllm.server.servers[{index}].group_port"
+                check_group_port(where, entry.base_url, entry.group_port)
+        return ", ".join(str(entry.group_port) for entry in self._server.servers)
+
+    def _check_media(self) -> str:
+        """Every server reads images of up to `_ASKED` folders of the data and answers one token."""
+        clients, requests = require(self.clients, "servers"), self.requests()
+        if not requests:
+            return "no images to read"
+        call = InferCall(
+            infer_requests=requests, request_config=RequestConfig(max_tokens=1, return_details=True)
+        )
+        envelopes = [ask_for_media(client, call) for client in clients]
+        if None in envelopes:
+            raise Waiting("waits for the first push of the run")
+        self.envelopes = [each for each in envelopes if each is not None]
+        images = sum(len(request.images) for request in requests)
+        return f"{images} image(s) of {len(requests)} samples were read"
+
+
+# Samples whose images a server reads before the run, of as many folders.
+_ASKED = 4
+
+
+def samples_of_folders(samples: Sequence[Sample]) -> list[Sample]:
+    """The first sample of each image folder, at most `_ASKED` of them, spread over the data."""
+    by_folder: dict[Path, Sample] = {}
+    for sample in samples:
+        by_folder.setdefault(sample.images[0].parent if sample.images else Path(), sample)
+    return spread(list(by_folder.values()), _ASKED)
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` of `items`, evenly spaced, the first among them."""
+    step = max(len(items) / count, 1.0)
+    return [items[int(i * step)] for i in range(min(count, len(items)))]
+
+
+def ask_for_media(client: RolloutClient, call: InferCall) -> list[RolloutEnvelope] | None:
+    """The answers of a server to `call`; None if it needs a push first.
+
+    Raises ContractErrors, one for each reason and folder of images that the server cannot read;
+    `Caution` if the server goes away.
+    """
+    where = f"POST {client.base_url}/infer/"
+    try:
+        return client.infer(call)
+    except SERVER_ERRORS as error:
+        if needs_push(error):
+            return None
+        unanswered = ContractError(client.base_url, str(error).rstrip("."), "See the server's log")
+        if may_pass(error):
+            raise Caution([unanswered]) from error
+        faults = (error.problem.errors or []) if isinstance(error, ProblemError) else []
+        unread: dict[tuple[str, Path], Path] = {}
+        for fault in faults:
+            if ".images[" in fault["where"]:
+                image = _image_at(fault["where"], call.infer_requests)
+                unread.setdefault((fault["detail"], image.parent), image)
+        if not unread:
+            raise unanswered from error
+        raise ContractErrors(
+            [
+                ContractError(
+                    where, f"the server cannot read {image}: {detail}", _media_fix(image, detail)
+                )
+                for (detail, _), image in unread.items()
+            ]
+        ) from error
+
+
+def _media_fix(image: Path, detail: str) -> str:
+    if "--allowed-media-dir" in detail:
+        return f"Start the server with --allowed-media-dir {image.parent}, or a folder above it"
+    return "Mount the images at the same path on the server's machine, readable by its user"
+
+
+def _image_at(where: str, requests: Sequence[RolloutInferRequest]) -> Path:
+    """where: such as `infer_requests[3].images[0]`."""
+    request, image = (int(part.partition("]")[0]) for part in where.split("[")[1:3])
+    return Path(requests[request].images[image])
+
+
+_CONNECT_S = 3.0
+_RELEASE_S = 5.0  # how long a server may take to release the port of its last learner
+
+
+def check_group_port(where: str, base_url: str, port: int) -> None:
+    """Raise ContractError if a server cannot listen on its `group_port`.
+
+    On this machine the port is bound and released. On another one a connection is tried, which
+    must be refused, as nothing listens there between runs; `Caution` if there is no answer.
+    """
+    host = urlsplit(base_url).hostname
+    assert host is not None, "checked with the config"
+    try:
+        ip = socket.gethostbyname(host)
+        here = address_towards(ip) == ip
+    except OSError as error:
+        found = f"{host}: {error.strerror or error}"
+        raise ContractError(
+            where, found, _group_port_fix("Give the server's IPv4 address")
+        ) from error
+    deadline = time.monotonic() + _RELEASE_S
+    while (reason := _port_problem(ip, port, here)) is not None:
+        if time.monotonic() > deadline:
+            fix = _group_port_fix("Name another group_port, or stop what uses this one")
+            raise ContractError(where, f"{ip}:{port} {reason}", fix)
+        time.sleep(0.1)
+
+
+def _port_problem(ip: str, port: int, here: bool) -> str | None:
+    """Why nothing can listen on the port, or None. here: `ip` is this machine's."""
+    if here:
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind((ip, port))  # other processes of the run may do so at the same time
+            except OSError as error:
+                taken = error.errno == errno.EADDRINUSE
+                return "is taken" if taken else f"cannot be bound ({error.strerror})"
+        return None
+    try:
+        socket.create_connection((ip, port), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return None
+    except OSError as error:
+        found = f"{ip}:{port} gives no answer ({error}): a firewall may drop what goes there"
+        fix = _group_port_fix("Open the port for the learner")
+        raise Caution([ContractError("group_port", found, fix)]) from error
+    return "is taken"
+
+
+def _group_port_fix(first: str) -> str:
+    return (
+        f"{first}; or use rollout_matching.vllm.mode: colocate or rollout_backend: hf, which need "
+        "no port"
+    )
+
+
+def reach_servers(
+    config: Config,
+    environment: Mapping[str, str] = os.environ,
+    samples: Sequence[Sample] = (),
+    report: Callable[[str], object] = lambda line: None,
+) -> list[RolloutClient]:
+    """Clients of the configured servers, which passed `ServerChecks`.
+
+    None for a backend that needs no servers. environment: of the process that asks. report: gets a
+    line for each `Caution`.
+
+    Raises:
+        ContractError: the first check that failed, of all servers at once.
+    """
+    if config.rollout_matching.backend != "server":
+        return []
+    found = ServerChecks(config, environment, samples)
+    for check in found.checks():
+        try:
+            check.run()
+        except Caution as caution:
+            for error in caution.errors:
+                report(f"Warning: {error}")
+        except Waiting:  # the server needs a push before it can answer
+            continue
+    return require(found.clients, "servers")
+
+
+def describe_server(info: Info) -> str:
+    guard = "on" if info.repeat_terminate.active else "off"
+    return (
+        f"{Path(info.model).name}, {len(info.replicas)} replica(s) on {info.world_size} device(s), "
+        f"weights {info.weights_version} {info.weights_state}, repeat guard {guard}"
+    )
+
+
+_FROM_RUN_CONFIG = "Start it with `rollout-server serve --run-config` and the YAML of this run"
+
+
+def differences(config: Config, base_url: str, info: Info) -> Iterator[ContractError]:
+    """Yield the settings that the server and the config share and that differ (REP-06)."""
+    where, rollout = f"GET {base_url}/info/", config.rollout_matching
+    ours, theirs = rollout.repeat_terminate, info.repeat_terminate
+    if ours.enabled != theirs.active or (ours.enabled and ours != theirs.config):
+        yield ContractError(
+            f"{where} repeat_terminate",
+            f"the server's guard is {_guard(theirs.active, theirs.config)}, and "
+            f"rollout_matching.repeat_terminate is {_guard(ours.enabled, ours)}",
+            _FROM_RUN_CONFIG,
+        )
+    if rollout.decode_batch_size * info.world_size > info.max_num_seqs * len(info.replicas):
+        yield ContractError(
+            f"{where} max_num_seqs",
+            f"each of {len(info.replicas)} replicas decodes {info.max_num_seqs} sequences at "
+            f"once, fewer than rollout_matching.decode_batch_size {rollout.decode_batch_size} "
+            f"on each of {info.world_size} devices",
+            f"{_FROM_RUN_CONFIG}, or lower decode_batch_size",
+        )
+    stated = rollout.vllm.max_model_len
+    if stated is not None and info.max_model_len is not None and info.max_model_len < stated:
+        yield ContractError(
+            f"{where} max_model_len",
+            f"is {info.max_model_len}, and rollout_matching.vllm.max_model_len is {stated}",
+            _FROM_RUN_CONFIG,
+        )
+    if wanted_sync_mode(config) == "adapter" and not info.enable_lora:
+        yield ContractError(
+            f"{where} enable_lora",
+            f"is false, and rollout_matching.vllm.sync.mode {rollout.vllm.sync.mode} resolves to "
+            "adapter",
+            f"{_FROM_RUN_CONFIG}, or set sync.mode to full",
+        )
+
+
+def _cautions(config: Config, base_url: str, info: Info, needed: int) -> Iterator[ContractError]:
+    """Yield settings of a server that a run only reports. needed: tokens of prompt and answer."""
+    where, vllm = f"GET {base_url}/info/", config.rollout_matching.vllm
+    if info.max_model_len is not None and info.max_model_len < needed:
+        yield ContractError(
+            f"{where} max_model_len",
+            f"is {info.max_model_len}, and a prompt with max_new_tokens has {needed} tokens: its "
+            "answer is cut short, or refused",
+            f"Set rollout_matching.vllm.max_model_len to {needed} or more, and restart it",
+        )
+    stated = vllm.max_model_len
+    if stated is not None and info.max_model_len is not None and info.max_model_len > stated:
+        yield ContractError(
+            f"{where} max_model_len",
+            f"is {info.max_model_len}, and rollout_matching.vllm.max_model_len is {stated}",
+            _FROM_RUN_CONFIG,
+        )
+    if info.enable_prefix_caching not in (None, vllm.enable_prefix_caching):
+        yield ContractError(
+            f"{where} enable_prefix_caching",
+            f"is {info.enable_prefix_caching}, and rollout_matching.vllm.enable_prefix_caching is "
+            f"{vllm.enable_prefix_caching}",
+            _FROM_RUN_CONFIG,
+        )
+
+
+def _guard(active: bool, config: RepeatTerminateConfig) -> str:
+    """A repeat guard in a message: the keys that are not at their defaults, if it runs."""
+    if not active:
+        return "configured but inactive" if config.enabled else "off"
+    return config.model_dump_json(exclude_defaults=True)
