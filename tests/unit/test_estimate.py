@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from learner.data.toy import ToyData
 from learner.models.flops import DeviceUse
 from learner.models.gpus import GPUS, Gpu, gpu_named
 from learner.models.load import load_model
+from learner.models.toy import make_model
 from learner.operate.estimate.fake import Work
 from learner.operate.estimate.report import Estimate, as_json
 from learner.operate.estimate.sizes import Serving, read_sizes, serving
@@ -103,15 +105,22 @@ def test_states_are_those_of_a_real_model(changed: Changed, samples: list[Sample
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_fsdp2_splits_states_and_sends_for_each_pack_and_ddp_once(
-    changed: Changed, samples: list[Sample]
+    changed: Changed, samples: list[Sample], tmp_path: Path, tie: bool
 ) -> None:
-    """A ring of four sends 3/4: all weights forward, those of layers backward, all gradients."""
+    """A ring of four sends 3/4: all weights forward, all gradients, and weights backward.
+
+    Backward those of layers, and of an embedding that is not tied to the head.
+    """
+    make_model(tmp_path / "model", seed=0, tie=tie)
+    changed = partial(changed, model={"model": str(tmp_path / "model")})
     sizes = read_sizes(changed())
-    layers = sum(
+    groups = (".layers.", ".blocks.") if tie else (".layers.", ".blocks.", ".embed_tokens.")
+    again = sum(
         math.prod(shape)
         for name, shape in sizes.shapes.items()
-        if ".layers." in name or ".blocks." in name
+        if any(group in name for group in groups)
     )
     alone = step_cost(changed(), samples[:1], "A")
     both = step_cost(changed(), samples[:1], "A", processes=4)
@@ -119,7 +128,7 @@ def test_fsdp2_splits_states_and_sends_for_each_pack_and_ddp_once(
     for name in ("weights", "gradients", "moments"):
         assert getattr(split, name) == pytest.approx(getattr(alone, name) / 4, rel=0.01)
     assert (both.weights, both.gradients) == (alone.weights, 2 * alone.gradients)
-    assert split.pack.sent == pytest.approx(0.75 * 4 * (2 * sizes.parameters + layers), rel=0.01)
+    assert split.pack.sent == pytest.approx(0.75 * 4 * (2 * sizes.parameters + again), rel=0.01)
     assert split.update.sent == 0
     assert (both.pack.sent, both.update.sent) == (0, 1.5 * both.gradients / 2)
     assert (alone.pack.sent, alone.update.sent) == (0, 0)

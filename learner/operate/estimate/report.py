@@ -16,7 +16,6 @@ from learner.operate.estimate.sizes import (
     ENGINE_BYTES,
     USABLE,
     Serving,
-    Sizes,
     gib,
     served_bytes,
     serving,
@@ -140,8 +139,14 @@ class Estimate:
 
     @property
     def push_s(self) -> float:
-        """Seconds of a push at best."""
         return self.gather_s + self.send_s
+
+    @property
+    def server_counts(self) -> tuple[int, ...]:
+        """Numbers of GPUs of servers that steps of channel B are estimated for."""
+        if self.served is None or "B" not in self.costs:
+            return ()
+        return (1,) if self.colocated else SERVERS
 
     def rollouts_s(self, servers: int) -> float:
         """Seconds at best in which GPUs of `servers` answer the samples of a step.
@@ -209,7 +214,9 @@ def estimate(config: Config, samples: Sequence[Sample], gpu: Gpu, processes: int
     sizes, loaded = sizes_of(model), meta_model(config, model)
     recipe = recipe_of(config, loaded)
     channels = sorted({recipe.channel(step) for step in range(1000)})
-    costs = step_costs(config, loaded, recipe, own, channels, processes)
+    costs, served = step_costs(config, loaded, recipe, own, channels, processes), None
+    if generates(config) and config.rollout_matching.backend != "hf":
+        served = serving(config, sizes, longest_prompt(config, samples), 1)
     return Estimate(
         config=config,
         gpu=gpu,
@@ -218,14 +225,8 @@ def estimate(config: Config, samples: Sequence[Sample], gpu: Gpu, processes: int
         costs=costs,
         parameters=sizes.parameters,
         pushed=sizes.parameters * served_bytes(config),
-        served=_served(config, sizes, samples),
+        served=served,
     )
-
-
-def _served(config: Config, sizes: Sizes, samples: Sequence[Sample]) -> Serving | None:
-    if not generates(config) or config.rollout_matching.backend == "hf":
-        return None
-    return serving(config, sizes, longest_prompt(config, samples), 1)
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
@@ -263,9 +264,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
         "push_seconds_at_best": found.push_s,
         "push_gather_seconds_at_best": found.gather_s,
         "served_steps_seconds_at_best": {
-            str(count): found.served_step_s(count)
-            for count in SERVERS
-            if found.served is not None and "B" in found.costs
+            str(count): found.served_step_s(count) for count in found.server_counts
         },
         "server": None
         if found.served is None
@@ -318,23 +317,16 @@ def tables(found: Estimate) -> Iterator[tuple[str, Table]]:
         servers.add_row("sequences at once", f"{found.sequences}")
         servers.add_row("decode_batch_size", f"{found.served.at_once}")
         yield "Each GPU of a server", servers
-    if found.served is not None and "B" in found.costs:
+    if found.server_counts:
         steps = new_table("#GPUs of servers", "#answers", "#learning", "#step", "#expected")
-        for count in (1,) if found.colocated else SERVERS:
+        for count in found.server_counts:
             best = found.served_step_s(count)
             sides = found.rollouts_s(count), found.step_s(found.costs["B"])
             expected = f"{best / REACHED[1]:.3g} to {best / REACHED[0]:.3g}"
             steps.add_row(f"{count}", *(f"{s:.3g}" for s in (*sides, best)), expected)
-        yield (
-            "Seconds of a step of channel B, with the longest answers; expected: 55 to 69 % of it",
-            steps,
-        )
-    yield "What others have measured", _published()
-
-
-def _published() -> Table:
-    """Runs of other programs. Real steps take 60 to 70 % of what a GPU can do at best."""
-    table = new_table("run", "measured", "our bound")
+        title = "Seconds of a step of channel B, with the longest answers; expected: 55 to 69 %"
+        yield title, steps
+    others = new_table("run", "measured", "our bound")
     for row in PUBLISHED:
-        table.add_row(*row)
-    return table
+        others.add_row(*row)
+    yield "What others have measured", others

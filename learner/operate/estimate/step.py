@@ -10,10 +10,10 @@ are there before the forward that is measured.
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -270,15 +270,23 @@ def pack_costs(
     return found
 
 
-def _shard(config: Config, model: nn.Module, processes: int) -> None:
-    """As accelerate does: each layer alone, and the rest with the whole."""
+def _shard(config: Config, model: Any, processes: int) -> None:
+    """Shard as accelerate does: layers, embedding and head are groups, and the rest is one.
+
+    Tied, embedding and head are one group. The head's stays whole from its forward to its backward.
+    """
     policy = sharded_policy(config.model.torch_dtype)
     mesh = init_device_mesh("cpu", (processes,))
-    layers: Any = model._no_split_modules
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
     for module in list(model.modules()):
-        if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        if type(module).__name__ in model._no_split_modules:
+            shard(module)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embedding.weight is head.weight
+    if not tied:
+        shard(embedding)
+    shard([embedding, head] if tied else head, reshard_after_forward=False)
+    shard(model)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
