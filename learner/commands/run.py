@@ -20,6 +20,7 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
     from learner.config import load_config
     from learner.distributed.waiting import reporting_waits, waiting_for
     from learner.rollout.colocate import describe_backend, learner_environment
+    from learner.runs.checkpoint import remove_old
     from learner.runs.console import tell
     from learner.training.input_checks import check_inputs, generates
     from learner.training.server_checks import reach_servers
@@ -27,18 +28,17 @@ def train(file: ConfigFile = None, config: ConfigOption = None) -> None:
     console = Console()
     parsed = load_config(only_config(file, config))
     inputs = check_inputs(parsed)
+    first = os.environ.get("RANK", "0") == "0"
     if over := inputs.finished(parsed.training):
+        if first:  # a kill after the last checkpoint left them
+            remove_old(Path(parsed.training.output_dir), parsed.training.save_total_limit)
         tell(console, over)
         return
-    first = os.environ.get("RANK", "0") == "0"
     with reporting_waits(partial(tell, console)) if first else nullcontext():
         clients = []
         if generates(parsed):
-            answering = describe_backend(parsed, inputs.placement)
-            tell(console, f"Rollouts: {answering}")
-            report = partial(tell, console)
-            clients = reach_servers(parsed, os.environ, inputs.readable, report)
-
+            tell(console, f"Rollouts: {describe_backend(parsed, inputs.placement)}")
+            clients = reach_servers(parsed, os.environ, inputs.readable, partial(tell, console))
         use_passive_wait()
         os.environ.update(learner_environment(inputs.placement, inputs.processes))
         if inputs.processes > 1:  # a process that ends is told by name, not by its sockets

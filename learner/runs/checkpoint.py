@@ -4,10 +4,10 @@
     <output_dir>/.unfinished/checkpoint-16/   being written, or being removed
 
     save()            every process writes into `.unfinished`, process 0 renames when all have
-    newest_whole()    where a run goes on
+    newest_whole()    the checkpoint that a run resumes from
 
-What is in `.unfinished` counts for nothing: a killed run leaves it, and the next start clears
-it. Within the run folder a rename is one step, on whatever disk that is. Imports no torch.
+Everything in `.unfinished` is ignored: a killed run leaves it, and the next start clears it.
+Within the run folder a rename is one step, on whatever disk that is. Imports no torch.
 """
 
 import os
@@ -174,9 +174,7 @@ class Checkpoints:
         _to_disk(part)
         part.rename(final)
         _to_disk(final.parent, below=False)
-        for old in checkpoints_in(self._folder)[self._keep or step + 1 :]:
-            old.rename(self.unfinished / old.name)
-        clear_unfinished(self._folder)
+        remove_old(self._folder, self._keep)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -224,8 +222,16 @@ def set_broken_aside(folder: Path, start: Checkpoint) -> None:
         path.rename(aside)
 
 
+def remove_old(folder: Path, keep: int | None) -> None:
+    """Remove all checkpoints but the newest `keep` (None: none), and `.unfinished`."""
+    for old in checkpoints_in(folder)[keep:] if keep else []:
+        (folder / _UNFINISHED).mkdir(exist_ok=True)
+        old.rename(folder / _UNFINISHED / old.name)
+    clear_unfinished(folder)
+
+
 def clear_unfinished(folder: Path) -> None:
-    """Remove what is being written or removed; whatever of it cannot be is left."""
+    """Remove `.unfinished`; a file that cannot be removed is left."""
     shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)
 
 

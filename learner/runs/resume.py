@@ -146,11 +146,8 @@ def _unwritable_parts(folder: Path) -> Iterator[ContractError]:
     """What a run that goes on appends to, renames or removes."""
     for path in (folder / METRICS, folder / ROLLOUTS, *checkpoints_in(folder)):
         if path.exists() and not os.access(path, os.W_OK):
-            yield ContractError(
-                "training.output_dir",
-                f"{path} may not be written by this user",
-                "Give it to the user who trains, or name another folder",
-            )
+            do = "Give it to the user who trains, or name another folder"
+            yield ContractError("training.output_dir", f"{path} is not writable", do)
 
 
 def prepare_folder(folder: Path, start: Start) -> None:
@@ -200,15 +197,11 @@ def _require_states(checkpoint: Checkpoint, processes: int) -> None:
 
 
 def _require_same_config(config: Config, folder: Path) -> None:
-    resolved = folder / RESOLVED
-    errors = [
-        ContractError(
-            key,
-            f"is {new!r}, and {resolved} has {old!r}: a resumed run must have the same value",
-            "Set it back; or start a new run in another folder, with a checkpoint as model.model",
-        )
-        for key, old, new in _differences(_read_resolved(resolved), config)
-    ]
+    resolved, errors = folder / RESOLVED, list[ContractError]()
+    do = "Set it back; or start a new run in another folder, with a checkpoint as model.model"
+    for key, old, new in _differences(_read_resolved(resolved), config):
+        found = f"is {new!r}, and {resolved} has {old!r}: a resumed run must have the same value"
+        errors.append(ContractError(key, found, do))
     if errors:
         raise ContractErrors(errors)
 
@@ -229,10 +222,9 @@ def _read_resolved(resolved: Path) -> dict[str, Any]:
     try:
         return read_mapping(resolved)
     except ContractError as error:
+        do = "Restore it, or start a new run in another folder"
         raise ContractError(
-            "training.resume",
-            f"auto, and {error.where}: {error.found}",
-            "Restore it, or start a new run in another folder",
+            "training.resume", f"auto, and {error.where}: {error.found}", do
         ) from error
 
 

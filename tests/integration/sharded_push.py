@@ -48,7 +48,7 @@ def pushed_from_shards(
                 "vllm": {
                     "server": {"servers": [address]},
                     "sync": {"transport": transport, "verify": "full"},
-                },
+                }
             },
         )
         (folder / "run.yaml").write_text(dump_mapping(config))

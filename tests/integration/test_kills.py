@@ -114,10 +114,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def world(
-    server: RunningServer,
-    tied: Path,
-    started: Nursery,
-    tmp_path_factory: pytest.TempPathFactory,
+    server: RunningServer, tied: Path, started: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("kills")
     data = make_data(server.media / "kills", train=BATCH * STEPS, val=4, seed=0)

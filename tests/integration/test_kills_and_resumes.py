@@ -171,9 +171,13 @@ def test_a_run_killed_in_a_step_and_in_a_checkpoint_equals_the_run_that_was_not_
     assert f"Going on from {run / 'checkpoint-2'}" in resumed.stdout
     assert checkpoints(run) == ["checkpoint-2", "checkpoint-4"]
     assert (run / ".unfinished" / "checkpoint-6" / "model.safetensors").exists()
-    last = learn(config)
-    assert last.returncode == 0, last.stderr
+    last = learn(config, "os.rename", f"{run.name}/checkpoint-4")  # to remove it, at the end
+    assert last.returncode == -signal.SIGKILL, last.stderr
     assert f"Going on from {run / 'checkpoint-4'}" in last.stdout
+    assert checkpoints(run) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    over = learn(config)
+    assert over.returncode == 0, over.stderr
+    assert "Finished at step 8" in over.stdout
     assert_the_same_run(run, world.whole)
     assert_every_sample_is_logged_once(run, world.data)
     assert_every_step_is_built_again(run)

@@ -44,9 +44,7 @@ BFLOAT16 = {"model": {"torch_dtype": "bfloat16"}}
 # So small that in some steps one process has more packs than the other.
 PACKED = {"training": {"packing": True}, "global_max_length": 300}
 # Two runs. The second one resumes the first.
-CONSTANT = {
-    "training": {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "save_steps": 2},
-}
+CONSTANT = {"training": {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "save_steps": 2}}
 HALF = merge(CONSTANT, {"training": {"max_steps": 2}})
 
 # A head of its own, which FSDP2 shards apart from the embedding.
@@ -241,9 +239,7 @@ def test_sharded_steps_in_bfloat16_are_those_of_ddp_and_weights_stay_float32(
 
 
 @pytest.mark.req("SYNC-02", "SYNC-08")
-def test_process_0_pushes_whole_weights_of_a_sharded_model(
-    two: dict[str, Run],
-) -> None:
+def test_process_0_pushes_whole_weights_of_a_sharded_model(two: dict[str, Run]) -> None:
     sharded = two["sharded_unroll"]
     assert list(sharded.pushed) == list(two["unroll"].weights[0])
     assert all(torch.equal(sharded.pushed[name], w) for name, w in sharded.weights[0].items())

@@ -420,5 +420,5 @@ def test_a_checkpoint_of_another_user_is_refused_before_a_run_resumes(
     config = parse_config(mapping)
     checkpoint = with_checkpoint(config, 2)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != checkpoint)
-    with pytest.raises(ContractErrors, match=f"{checkpoint} may not be written by this user"):
+    with pytest.raises(ContractErrors, match=f"{checkpoint} is not writable"):
         find_start(config, processes=1)
