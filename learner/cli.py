@@ -15,6 +15,8 @@ from shared_contracts.errors import ContractError
 REMOVED = {
     "probe": "`learner doctor` checks a server and requests one answer",
     "simulate": "`learner estimate` prints the seconds of a step for 1 to N servers",
+    "data stats": "`learner data look FILE` prints the numbers",
+    "data preview": "`learner data look FILE --out FOLDER` shows samples on a page",
     "watch": "`learner train` shows its progress; TensorBoard and `learner report RUN` show a run",
 }
 
@@ -61,7 +63,9 @@ def _add_removed(name: str, instead: str) -> None:
         raise ContractError(f"learner {name}", "the command was removed", instead)
 
     anything = {"ignore_unknown_options": True, "allow_extra_args": True}
-    app.command(name, hidden=True, context_settings=anything)(removed)
+    group, _, command = name.rpartition(" ")
+    of = data_app if group else app
+    of.command(command, hidden=True, context_settings=anything)(removed)
 
 
 for _name, _instead in REMOVED.items():

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.method_parts.records import Run, curves
+from benchmarks.picture_style import STYLE
 from benchmarks.png import small_png
-from learner.data.stats_plot import STYLE
 
 # Of the picture's palette: a third of the bytes of one without.
 COLOURS = 128

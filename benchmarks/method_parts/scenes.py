@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
 
+from benchmarks.picture_style import STYLE
 from benchmarks.png import small_png
 from learner.analysis.evaluation.folder import read_answers
 from learner.analysis.evaluation.scores import DUPLICATE_IOU, ScoredAnswer
-from learner.data.stats_plot import STYLE
 from learner.runs.rollout_log import LoggedObject
 from learner.stages.clean_prefix import repeats
 from learner.stages.coords import decode_bin

@@ -6,9 +6,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.picture_style import STYLE
 from benchmarks.png import small_png
 from benchmarks.reliability.samples import WARM_UP, Sample, percentile
-from learner.data.stats_plot import STYLE
 
 # Of the picture's palette: a third of the bytes of one without.
 PALETTE = 128

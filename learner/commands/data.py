@@ -10,16 +10,16 @@ from shared_contracts.errors import ContractError
 
 if TYPE_CHECKING:
     from learner.config.schema import Config
-    from learner.data.coco import CocoFile
     from learner.data.jsonl import CoversAPixel, DataProblem
     from learner.data.lengths import SampleLengths
-    from learner.data.stats import DataStats
     from learner.types import Sample
 
-data_app = typer.Typer(help="Check, convert, count and draw data files.", no_args_is_help=True)
+data_app = typer.Typer(help="Check, convert and look at data files.", no_args_is_help=True)
 
 Variant = Literal["stage2_two_channel", "stage2_rollout_aligned"]
-Format = Literal["jsonl", "coco", "lvis", "yolo", "voc"]
+Format = Literal["jsonl", "coco", "lvis", "yolo", "voc", "ms-swift", "sharegpt", "qwen"]
+Scale = Literal["0..1", "0..999", "0..1000", "pixels"]
+Corners = Literal["xyxy", "xywh"]
 GeometryKind = Literal["bbox_2d", "poly"]
 Order = Literal["file", "left-to-right", "top-to-bottom"]
 Files = Annotated[list[Path] | None, typer.Argument(help="JSONL files, one sample a line.")]
@@ -84,14 +84,23 @@ def convert(
         Path, typer.Argument(metavar="IN", help="JSONL or JSON file, or folder of the data set.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New file; of yolo and voc a folder.")],
-    from_format: Annotated[Format, typer.Option("--from", help="Format of IN.")] = "jsonl",
+    from_format: Annotated[
+        Format | None, typer.Option("--from", help="Format of IN. (found from what it holds)")
+    ] = None,
     to_format: Annotated[Format, typer.Option("--to", help="Format of OUT.")] = "jsonl",
     images: Annotated[
         Path | None,
         typer.Option(
-            help="Folder that the image names of coco, lvis and voc start at. (that of the JSON "
-            "file; JPEGImages)"
+            help="Folder that image names start at; not of yolo. (that of the file; JPEGImages)"
         ),
+    ] = None,
+    scale: Annotated[
+        Scale | None,
+        typer.Option(help="Of the boxes of conversations. (found from all boxes of the file)"),
+    ] = None,
+    boxes: Annotated[
+        Corners | None,
+        typer.Option(help="Two corners, or a corner with width and height. (found likewise)"),
     ] = None,
     split: Annotated[
         str | None,
@@ -115,27 +124,33 @@ def convert(
         typer.Option(help="New file with one JSON line for each annotation that was left out."),
     ] = None,
 ) -> None:
-    """Convert a data file to COCO, LVIS, YOLO or Pascal VOC, or one of these to a data file.
+    """Convert COCO, LVIS, YOLO, Pascal VOC or conversations to a data file, or a data file to them.
 
-    What was changed or left out is counted.
+    ms-swift, sharegpt and qwen are conversations with boxes. What was changed or left out is
+    counted.
     """
+    from learner.data.formats import detect_format
+
+    if from_format is None:
+        from_format = "jsonl" if to_format != "jsonl" else detect_format(source)
     if (from_format == "jsonl") == (to_format == "jsonl"):
-        raise ContractError(
-            "--from, --to",
-            f"{from_format} to {to_format}",
-            "One of both is jsonl, the default: name the other one.",
-        )
+        found = f"{source} is {from_format}, and OUT is to be {to_format}"
+        do = "One of both is jsonl: name the other one."
+        raise ContractError("--from, --to", found, do)
     given = {
         "--images": images is not None,
+        "--scale": scale is not None,
+        "--boxes": boxes is not None,
         "--split": split is not None,
         "--geometry": geometry != "bbox_2d",
         "--order": order != "file",
         "--skip-empty": skip_empty,
         "--left-out": left_out is not None,
     }
-    takes = (_TO if from_format == "jsonl" else _FROM)[
-        to_format if from_format == "jsonl" else from_format
-    ]
+    other, options = (to_format, _TO) if from_format == "jsonl" else (from_format, _FROM)
+    if (takes := options.get(other)) is None:
+        found, do = f"{other} is read, and not written", f"Name one of {', '.join(_TO)}."
+        raise ContractError("--to", found, do)
     if unused := [option for option, one in given.items() if one and option not in takes]:
         raise ContractError(
             ", ".join(unused),
@@ -145,23 +160,30 @@ def convert(
     if from_format == "jsonl":
         _from_jsonl(source, out, to_format, images, geometry)
         return
-    arguments = _Arguments(source, out, images, split, geometry, order, skip_empty, left_out)
+    arguments = _Arguments(
+        source, out, images, scale, boxes, split, geometry, order, skip_empty, left_out
+    )
     _to_jsonl(arguments, from_format)
 
 
 # Options beside --from and --to, of a conversion to and from JSONL.
 _TO_JSONL = {"--order", "--skip-empty", "--left-out"}
+_CONVERSATIONS = {"--images", "--scale", "--boxes", *_TO_JSONL}
 _FROM: dict[str, set[str]] = {
     "coco": {"--images", "--geometry", *_TO_JSONL},
     "lvis": {"--images", "--geometry", *_TO_JSONL},
     "yolo": {"--split", "--geometry", *_TO_JSONL},
     "voc": {"--images", "--split", *_TO_JSONL},
+    "ms-swift": _CONVERSATIONS,
+    "sharegpt": _CONVERSATIONS,
+    "qwen": _CONVERSATIONS,
 }
 _TO: dict[str, set[str]] = {
     "coco": {"--images"},
     "lvis": {"--images"},
     "yolo": {"--geometry"},
     "voc": set(),
+    "ms-swift": {"--images"},
 }
 
 
@@ -171,6 +193,8 @@ class _Arguments(NamedTuple):
     source: Path
     out: Path
     images: Path | None
+    scale: Scale | None
+    boxes: Corners | None
     split: str | None
     geometry: GeometryKind
     order: Order
@@ -181,6 +205,7 @@ class _Arguments(NamedTuple):
 def _to_jsonl(arguments: _Arguments, form: Format) -> None:
     from learner.config.rollout_matching import MatchingConfig
     from learner.data.conversion import Wanted, convert, write_left_out, write_records
+    from learner.data.formats import read_other
     from learner.data.show import conversion_table, print_tables, watch
     from learner.runs.atomic_files import require_new_file
 
@@ -190,7 +215,11 @@ def _to_jsonl(arguments: _Arguments, form: Format) -> None:
         require_new_file("--left-out", left_out)
     if arguments.images is not None:
         _require_folder("--images", arguments.images)
-    coco, images = _read_other(arguments, form)
+    if form == "voc":
+        _require_folder("IN", source)
+    coco, images = read_other(
+        source, form, watch, arguments.images, arguments.split, arguments.scale, arguments.boxes
+    )
     wanted = Wanted(
         images,
         out,
@@ -201,6 +230,8 @@ def _to_jsonl(arguments: _Arguments, form: Format) -> None:
     )
     conversion = convert(coco, wanted, watch)
     table = conversion_table(conversion, len(coco.images), len(coco.annotations))
+    if coco.evidence:
+        typer.echo(f"{coco.evidence}\n")
     print_tables([("", table)])
     if left_out is not None:
         write_left_out(conversion, source, left_out)
@@ -209,28 +240,11 @@ def _to_jsonl(arguments: _Arguments, form: Format) -> None:
     typer.echo(f"Data file: {out}")
 
 
-def _read_other(arguments: _Arguments, form: Format) -> tuple["CocoFile", Path]:
-    """What a data set of another format holds, and the folder that its file names start at."""
-    from learner.data.coco import read_coco
-    from learner.data.show import watch
-    from learner.data.voc import images_of, read_voc
-    from learner.data.yolo import read_yolo
-
-    source = arguments.source
-    if form == "yolo":
-        coco = read_yolo(source, arguments.split, watch)
-        return coco, source if source.is_dir() else source.parent
-    if form == "voc":
-        _require_folder("IN", source)
-        images = arguments.images or images_of(source)
-        return read_voc(source, arguments.split, images), images
-    return read_coco(source, lvis=form == "lvis"), arguments.images or source.parent
-
-
 def _from_jsonl(
     source: Path, out: Path, form: Format, images: Path | None, geometry: GeometryKind
 ) -> None:
     from learner.data.coco import to_coco, to_lvis, write_document
+    from learner.data.conversations import write_swift
     from learner.data.export import name_faults, names_of_images, samples_to_export
     from learner.data.show import export_table, print_tables, watch
     from learner.data.voc import voc_faults, write_voc
@@ -238,10 +252,10 @@ def _from_jsonl(
     from learner.runs.atomic_files import require_free, require_new_file
 
     flat = form == "voc"
-    if form in ("coco", "lvis"):
-        require_new_file("OUT", out)
-    else:
+    if form in ("yolo", "voc"):
         require_free(out)
+    else:
+        require_new_file("OUT", out)
     if images is not None:
         _require_folder("--images", images)
 
@@ -259,10 +273,12 @@ def _from_jsonl(
     elif form == "yolo":
         names = names_of_images(samples, flat=flat)
         write_yolo(samples, names, out, polygons=geometry == "poly")
-    else:
+    elif form == "voc":
         write_voc(samples, names_of_images(samples, flat=flat), out)
+    else:
+        write_swift(samples, images or out.parent, out)
     changed: GeometryKind | None = None
-    if form in ("yolo", "voc"):
+    if form in ("yolo", "voc", "ms-swift"):
         changed = "poly" if geometry == "bbox_2d" else "bbox_2d"
     print_tables([("", export_table(export, changed))])
     typer.echo(f"Data set: {out}")
@@ -274,7 +290,7 @@ def _require_folder(option: str, folder: Path) -> None:
 
 
 @data_app.command()
-def stats(
+def look(
     files: Files = None,
     config: Annotated[
         Path | None, typer.Option(help="Training YAML. Gives the files, and the limits for tokens.")
@@ -282,68 +298,52 @@ def stats(
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint whose tokenizer counts tokens.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="New picture with the same numbers.")] = None,
     top: Annotated[int, typer.Option(help="Number of descriptions to list.", min=1)] = 20,
+    out: Annotated[
+        Path | None, typer.Option(help="New folder for a page of samples of one data file.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Number of samples on it; --seed chooses them. (16)", min=1)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed chooses the same samples.")] = 0,
+    lines: Annotated[
+        str | None, typer.Option(help="Lines of the file to show instead, e.g. 3,17.")
+    ] = None,
 ) -> None:
-    """Count objects, descriptions, sizes, positions and tokens of data files."""
+    """Count objects, descriptions, sizes, positions and tokens; show samples on a page."""
     from learner.config import load_config
     from learner.data.jsonl import read_samples
+    from learner.data.look import choose, choose_lines, write_page
     from learner.data.show import print_tables
     from learner.data.stats import collect, stats_tables
-    from learner.runs.atomic_files import require_new_file
+    from learner.runs.atomic_files import require_free
     from learner.training.checkpoint_checks import lengths_of_run
 
     _require_one_source(files, config)
     if config is not None and model is not None:
         raise ContractError("--model", "given beside --config", "Leave it out; the YAML names it.")
-    if png is not None:
-        require_new_file("--png", png)
+    if lines is not None and samples is not None:
+        raise ContractError("--lines", "given beside --samples", "Give one of them.")
+    numbers = None if lines is None else _line_numbers(lines)
     lengths = None if model is None else _lengths_of_checkpoint(model)
     if config is not None:
         run = load_config(config)
         files, lengths = _files_of(run), lengths_of_run(run)
-    samples = [s for file in files or [] for s in read_samples(file, allow_poly=True)]
-    found = collect(samples, lengths)
-    print_tables(stats_tables(found, top))
-    if png is not None:
-        _write_png(png, found, files or [])
-
-
-@data_app.command()
-def preview(
-    file: Annotated[Path, typer.Argument(help="JSONL file, one sample a line.")],
-    out: Annotated[Path, typer.Option(help="New folder. It must not exist, or must be empty.")],
-    samples: Annotated[
-        int | None, typer.Option(help="Number of samples to draw; --seed chooses them. (16)", min=1)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed chooses the same samples.")] = 0,
-    lines: Annotated[
-        str | None, typer.Option(help="Lines of the file to draw instead, e.g. 3,17.")
-    ] = None,
-) -> None:
-    """Draw samples with their objects: one PNG for each sample, and index.html."""
-    from learner.data.jsonl import read_samples
-    from learner.data.preview import choose, choose_lines, undrawable, write_preview
-    from learner.runs.atomic_files import require_free
-
-    if lines is not None and samples is not None:
-        raise ContractError("--lines", "given beside --samples", "Give one of them.")
-    numbers = None if lines is None else _line_numbers(lines)
-    require_free(out)
-    everything = read_samples(file, allow_poly=True)
-    if numbers is None:
-        chosen = choose(everything, samples or 16, seed)
-    else:
+    if out is not None:
+        require_free(out)
+        if len(files or []) > 1:
+            found = f"given with {len(files or [])} data files"
+            raise ContractError("--out", found, "Name one data file.")
+    everything = [s for file in files or [] for s in read_samples(file, allow_poly=True)]
+    chosen = choose(everything, samples or 16, seed)
+    if numbers is not None:
         chosen = choose_lines(everything, numbers)
-    for where, found in write_preview(chosen, out).items():
+    print_tables(stats_tables(collect(everything, lengths), top))
+    if out is None:
+        return
+    for where, found in write_page(chosen, out).items():
         typer.echo(f"warning: {where}\n  found: {found}\n  do: Run `learner data check`.", err=True)
-    if missing := undrawable(chosen):
-        typer.echo(
-            f"note: no font here holds {' '.join(sorted(missing)[:20])}; the pictures spell such "
-            "characters \\uXXXX, index.html shows them as they are",
-            err=True,
-        )
-    typer.echo(f"{len(chosen)} pictures: {out / 'index.html'}")
+    typer.echo(f"\nPage of {len(chosen)} samples: {out / 'index.html'}")
 
 
 def _line_numbers(lines: str) -> list[int]:
@@ -351,16 +351,6 @@ def _line_numbers(lines: str) -> list[int]:
     if not all(number.isascii() and number.isdecimal() for number in numbers):
         raise ContractError("--lines", f"{lines!r}", "Give line numbers, e.g. 3,17.")
     return list(dict.fromkeys(map(int, numbers)))
-
-
-def _write_png(png: Path, found: "DataStats", files: Sequence[Path]) -> None:
-    from learner.data.stats_plot import stats_png
-    from learner.runs.atomic_files import publish_bytes
-
-    names = ", ".join(file.name for file in files)
-    png.parent.mkdir(parents=True, exist_ok=True)
-    publish_bytes(png, stats_png(found, f"{names}: {len(found.objects)} samples"))
-    typer.echo(f"Picture: {png}")
 
 
 def _require_one_source(

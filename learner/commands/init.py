@@ -10,11 +10,16 @@ def init(
     model: Annotated[
         Path, typer.Option(help="Checkpoint of a Qwen-VL model, with or without coordinate tokens.")
     ],
-    data: Annotated[Path, typer.Option(help="JSONL file with the samples to train on.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Samples to train on: a data file, or what `learner data convert` reads."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="New folder. It must not exist, or must be empty.")],
     val: Annotated[
         Path | None,
-        typer.Option(help="JSONL file with the samples to evaluate on. (no evaluation)"),
+        typer.Option(help="Samples to evaluate on, likewise. (no evaluation)"),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="GPU to train on, e.g. H100; or cpu. (the visible one)")

@@ -6,6 +6,8 @@ which a run goes on:
 
     fractions                  no coordinate of the file is above 1
     pixels                     all of its coordinates would do as pixels of their images
+    x, y, width, height        all of its boxes would do as a corner with width and height
+    odd description            it has markup, a line break or an invisible character
     same file twice            as for training and for validation
     too thin to match          it covers no pixel of the canvas on which objects are matched
     same image in one file     two lines show it; files are compared by their bytes
@@ -14,6 +16,8 @@ which a run goes on:
     sample too long            prompt and answer do not fit into a pack
 """
 
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +54,10 @@ class FileReport:
 
 # All objects of a file lie in such a corner of their images by chance, and not as pixels.
 _UNLIKELY = 0.01
+# Share of boxes of two corners that do as x, y, width, height, if corners are spread evenly.
+_QUARTER = 0.25
+# Text in a description that chat templates or other formats read as something else.
+_MARKUP = re.compile(r"</?(?:bbox|ref-object|box|ref|quad|image|video|img|tool_call|think)>")
 
 
 @dataclass
@@ -59,6 +67,7 @@ class _Coordinates:
     where: the first sample with an object.
     inside: whether every object, its bins taken for pixels, lies inside of its image.
     chance: of `inside` for bins, if lower right corners are spread evenly over their images.
+    sizes: objects that stay inside of their image if the last two numbers are width and height.
     """
 
     where: str = ""
@@ -66,12 +75,14 @@ class _Coordinates:
     largest: int = 0
     inside: bool = True
     chance: float = 1.0
+    sizes: int = 0
 
     def add(self, sample: Sample) -> None:
         for item in sample.objects:
             self.where = self.where or sample.sample_id
-            _, _, right, bottom = bounding_box(item.shape)
+            left, top, right, bottom = bounding_box(item.shape)
             self.objects += 1
+            self.sizes += left + right <= MAX_BIN and top + bottom <= MAX_BIN
             self.largest = max(self.largest, *item.shape.coords)
             self.inside &= right <= sample.width and bottom <= sample.height
             self.chance *= min(sample.width / MAX_BIN, 1) * min(sample.height / MAX_BIN, 1)
@@ -84,8 +95,12 @@ class _Coordinates:
             return DataProblem("fractions", self.where, found, do, warning=True)
         if self.inside and self.chance < _UNLIKELY:
             found = f"all of {self.objects} objects lie where they would as pixels of their images"
-            do = f"If they are pixels: {FROM_PIXELS}. Look at them with `learner data preview`."
+            do = f"If they are pixels: {FROM_PIXELS}. Look at them with `learner data look --out`."
             return DataProblem("pixels", self.where, found, do, warning=True)
+        if self.sizes == self.objects and _QUARTER**self.objects < _UNLIKELY**2:
+            found = f"all of {self.objects} boxes stay in their images as x, y, width, height"
+            do = "If they are: write x1, y1, x2, y2, with x2 = x + width and y2 = y + height."
+            return DataProblem("x, y, width, height", self.where, found, do, warning=True)
         return None
 
 
@@ -169,6 +184,14 @@ def _of_sample(
     sample: Sample, lengths: SampleLengths | None, covers_a_pixel: CoversAPixel
 ) -> Iterator[DataProblem]:
     for index, item in enumerate(sample.objects):
+        if (odd := odd_text(item.desc)) is not None:
+            yield DataProblem(
+                "odd description",
+                sample.sample_id,
+                f"objects[{index}].desc {brief(item.desc)} has {odd}",
+                "Remove it: the model learns to write it, and other programs may read it.",
+                warning=True,
+            )
         if not covers_a_pixel(item.shape):
             yield DataProblem(
                 "too thin to match",
@@ -180,6 +203,18 @@ def _of_sample(
             )
     if lengths is not None and lengths.limits is not None:
         yield from _of_lengths(sample, lengths, lengths.limits)
+
+
+def odd_text(description: str) -> str | None:
+    """What a description has that no name of an object should have, if it has any."""
+    if (markup := _MARKUP.search(description)) is not None:
+        return markup[0]
+    for character in description:
+        category = unicodedata.category(character)
+        if category in ("Cc", "Cf", "Zl", "Zp", "Co", "Cn"):
+            name = unicodedata.name(character, "a control character or line break")
+            return f"U+{ord(character):04X} ({name.lower()})"
+    return "space at its ends" if description != description.strip() else None
 
 
 def _of_lengths(

@@ -9,6 +9,8 @@ to_lvis      the same with the lists of LVIS
 """
 
 import json
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,10 +18,13 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from learner.data.account import Account, LeftOut, Rule
 from learner.data.jsonl import (
+    MAX_SIDE,
     REPEATED_KEY,
     BadLine,
     bounding_box,
+    brief,
     capped,
     is_description,
     strict_json,
@@ -46,11 +51,15 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
+def _with_slashes(path: str) -> str:
+    return path.replace("\\", "/")
+
+
 class CocoImage(_Part):
     """The lists of categories are those of LVIS: none of it is there; some are not annotated."""
 
     id: Id
-    file_name: str = Field(min_length=1)
+    file_name: Annotated[str, AfterValidator(_with_slashes)] = Field(min_length=1)
     width: int = Field(gt=0)
     height: int = Field(gt=0)
     neg_category_ids: tuple[Id, ...] | None = None
@@ -74,9 +83,26 @@ class CocoCategory(_Part):
 
 
 class CocoFile(_Part):
+    """The intermediate record of every conversion.
+
+    account: what the reader changed or left out. evidence: how it read boxes whose scale the
+    format does not say.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
     images: tuple[CocoImage, ...]
     annotations: tuple[CocoAnnotation, ...]
     categories: tuple[CocoCategory, ...]
+    account: Account = Field(default_factory=Account)
+    evidence: str = ""
+
+
+def name_of(annotation: CocoAnnotation) -> str:
+    """As a table names it."""
+    if annotation.id is None:
+        return f"annotation of image {annotation.image_id}"
+    return f"annotation {annotation.id}"
 
 
 def read_coco(path: Path, *, lvis: bool = False) -> CocoFile:
@@ -84,12 +110,18 @@ def read_coco(path: Path, *, lvis: bool = False) -> CocoFile:
 
     lvis: an image without a `file_name` has the last two parts of its `coco_url` for one.
 
-    Raises ContractErrors for what is no such file: each value of a wrong type, ids given twice,
-    and names of categories that no description can be.
+    An annotation that cannot be used is left out. One without a box gets that of its polygons or
+    mask. Image records of one file are put together.
+
+    Raises ContractErrors for what is no such file: each value of a wrong type, ids of images and
+    categories given twice, and names of categories that no description can be.
     """
-    document = _load(path)
+    document, account = _load(path), Account()
     if lvis:
         _name_images_by_url(document)
+    if isinstance(document, dict) and isinstance(listed := document.get("annotations"), list):
+        usable = [each for raw in listed if (each := _annotation(raw, account)) is not None]
+        document = document | {"annotations": usable}
     try:
         coco = CocoFile.model_validate(document)
     except ValidationError as error:
@@ -102,7 +134,85 @@ def read_coco(path: Path, *, lvis: bool = False) -> CocoFile:
         ) from None
     if errors := list(_faults(path, coco)):
         raise capped(str(path), errors)
-    return coco
+    return _put_together(coco, account)
+
+
+def _annotation(raw: Any, account: Account) -> CocoAnnotation | None:
+    """The annotation, with the box of its segmentation if it has none; None if it is unusable."""
+    about = f"annotation {brief(raw.get('id')) if isinstance(raw, dict) else brief(raw)}"
+    try:
+        if isinstance(raw, dict) and not raw.get("bbox"):
+            raw = raw | {"bbox": _box_of(raw.get("segmentation"))}
+            account.note(Rule.NO_BOX, about, raw["bbox"] is not None)
+        return CocoAnnotation.model_validate(raw)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        found = f"{about}: {'.'.join(map(str, wrong['loc']))} {brief(wrong['input'])}"
+        account.note(Rule.UNUSABLE, found)
+        keys = ("id", "image_id", "bbox") if isinstance(raw, dict) else ()
+        known = [raw.get(key) for key in keys] or [None, None, brief(raw)]
+        left = LeftOut(known[0], known[1], None, known[2], Rule.UNUSABLE)
+        account.left_out.append(left)
+        return None
+
+
+def _box_of(segmentation: Any) -> list[float] | None:
+    """x, y, width, height of polygons or of a run-length mask; None if it is neither."""
+    if isinstance(segmentation, list) and segmentation and all(map(is_polygon, segmentation)):
+        xs = [x for polygon in segmentation for x in polygon[0::2]]
+        ys = [y for polygon in segmentation for y in polygon[1::2]]
+        return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
+    if not isinstance(segmentation, dict):
+        return None
+    from pycocotools import mask
+
+    counts, size = segmentation.get("counts"), segmentation.get("size")
+    if not (isinstance(size, list) and [type(side) for side in size] == [int, int]):
+        return None
+    height, width = size
+    if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
+        return None
+    if isinstance(counts, list):  # not compressed
+        if any(type(n) is not int or n < 0 for n in counts) or sum(counts) != height * width:
+            return None
+        segmentation = mask.frPyObjects(segmentation, height, width)
+    elif not (isinstance(counts, str) and counts.isascii()):
+        return None
+    return [float(number) for number in mask.toBbox(segmentation)]
+
+
+def is_polygon(value: Any) -> bool:
+    """Whether a value is a list of three points or more, as numbers of a float's range."""
+    return (
+        isinstance(value, list)
+        and len(value) >= 6
+        and len(value) % 2 == 0
+        and all(type(v) in (int, float) and abs(v) <= sys.float_info.max for v in value)
+    )
+
+
+def _put_together(coco: CocoFile, account: Account) -> CocoFile:
+    """Give the annotations of several records of one image, of one size, to the first of them."""
+    first, of_image, ids = dict[Any, CocoImage](), dict[Id, Id](), set[Id]()
+    for image in coco.images:
+        key = (os.path.normpath(image.file_name), image.width, image.height)
+        of_image[image.id] = first.setdefault(key, image).id
+        account.note(Rule.REPEATED_IMAGE, image.file_name, of_image[image.id] != image.id)
+    annotations = []
+    for one in coco.annotations:
+        account.note(Rule.REPEATED_ID, name_of(one), one.id in ids)
+        ids |= set() if one.id is None else {one.id}
+        image_id = of_image.get(one.image_id, one.image_id)
+        annotations.append(
+            one if image_id == one.image_id else one.model_copy(update={"image_id": image_id})
+        )
+    return coco.model_copy(
+        update={
+            "images": tuple(first.values()),
+            "annotations": tuple(annotations),
+            "account": account,
+        }
+    )
 
 
 def _load(path: Path) -> Any:
@@ -110,14 +220,29 @@ def _load(path: Path) -> Any:
         found = "this is not a file" if path.exists() else "there is no such file"
         raise ContractError(str(path), found, _COCO_JSON)
     try:
-        return strict_json(path.read_text(encoding="utf-8-sig"))
+        document = strict_json(path.read_text(encoding="utf-8-sig"), allow_nan=True)
     except OSError as error:
         found, do = f"it cannot be read ({error.strerror})", "Make it readable."
     except UnicodeDecodeError as error:
         found, do = f"not JSON ({error})", _COCO_JSON
     except BadLine as bad:
         found, do = bad.found, bad.do if bad.kind == REPEATED_KEY else _COCO_JSON
+    else:
+        if (other := _other_file(document)) is None:
+            return document
+        found, do = other, _COCO_JSON
     raise ContractError(str(path), found, do)
+
+
+def _other_file(document: Any) -> str | None:
+    """What else of COCO a file is than instances, if it is."""
+    listed = document.get("annotations") if isinstance(document, dict) else document
+    first = listed[0] if isinstance(listed, list) and listed else None
+    if isinstance(first, dict) and "segments_info" in first:
+        return "it is a panoptic file: its objects are in PNG files"
+    if isinstance(document, list) and isinstance(first, dict) and "category_id" in first:
+        return "it is a file of results, which has no images and no names"
+    return None
 
 
 def _name_images_by_url(document: Any) -> None:

@@ -1,24 +1,30 @@
 """Annotations of another format as records of a data file.
 
-convert            what a `CocoFile` holds -> records; what cannot be taken over as it is falls
-                   under a counted `Rule`
+convert            a `CocoFile` -> records; the `Account` says what was changed or left out
 write_records      publishes those records
 write_left_out     publishes the annotations that became no object
 
-`learner.data.coco`, `learner.data.yolo` and `learner.data.voc` read a `CocoFile`.
+`coco`, `yolo`, `voc` and `conversations` read a `CocoFile`.
 """
 
 import json
 import os
-import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from learner.data.coco import LVIS_LISTS, CocoAnnotation, CocoFile, CocoImage, Id
+from learner.data.account import Account, LeftOut, Rule
+from learner.data.coco import (
+    LVIS_LISTS,
+    CocoAnnotation,
+    CocoFile,
+    CocoImage,
+    Id,
+    is_polygon,
+    name_of,
+)
 from learner.data.images import Look, UnreadableImage, Watch, look_at_all, look_at_header
 from learner.data.jsonl import CoversAPixel, bounding_box
 from learner.runs.atomic_files import publish_text
@@ -27,81 +33,23 @@ from learner.types import GeometryKind, GroundTruthObject, Shape
 from shared_contracts.errors import ContractError
 
 
-class Rule(Enum):
-    """Which images or annotations, and what becomes of them.
-
-    An annotation falls under one of the rules that leave it out, or becomes an object.
-    """
-
-    MISSING_IMAGE = "images without a file", "left out"
-    UNREADABLE_IMAGE = "images that cannot be decoded", "left out"
-    OTHER_SIZE = "images of another size than annotated", "left out"
-    REORIENTED = "images that EXIF turns or mirrors", "taken as upright"
-    SKIPPED_IMAGE = "images that show no object", "left out"
-    EMPTY_IMAGE = "images that show no object", "kept"
-    ALL_LEFT_OUT = "images whose annotations were all left out", "left out"
-    UNKNOWN_IMAGE = "annotations of an image that is not listed", "left out"
-    OF_IMAGE_LEFT_OUT = "annotations of an image left out", "left out"
-    CROWD = "annotations of a crowd", "left out"
-    UNKNOWN_CATEGORY = "annotations of a category that is not listed", "left out"
-    NO_AREA = "annotations of no area", "left out"
-    OUTSIDE = "annotations outside of the image", "left out"
-    THIN = "annotations too thin to match", "left out"
-    DUPLICATE = "annotations like another in every bin", "left out"
-    CLIPPED = "annotations partly outside of the image", "clipped"
-    NO_SEGMENTATION = "annotations without a polygon", "box taken"
-    RUN_LENGTH = "annotations with a run-length mask", "box taken"
-    SEVERAL_POLYGONS = "annotations of several polygons", "box taken"
-    BAD_POLYGON = "annotations whose polygon is no list of points", "box taken"
-    THIN_POLYGON = "annotations whose polygon is too thin to match", "box taken"
-
-    @property
-    def what(self) -> str:
-        return self.value[0]
-
-    @property
-    def done(self) -> str:
-        return self.value[1]
-
-
-class LeftOut(NamedTuple):
-    """An annotation that became no object, and why. image: its file name, where it is listed."""
-
-    annotation: CocoAnnotation
-    image: str | None
-    rule: Rule
-
-
 @dataclass
-class Conversion:
-    """records: lines of the data file. first: what each rule was first applied to."""
+class Conversion(Account):
+    """records: lines of the data file."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
-    counts: Counter[Rule] = field(default_factory=Counter)
-    first: dict[Rule, str] = field(default_factory=dict)
-    left_out: list[LeftOut] = field(default_factory=list)
 
     @property
     def objects(self) -> int:
         return sum(len(record["objects"]) for record in self.records)
 
-    def note(self, rule: Rule, about: str, times: int = 1) -> None:
-        if times:
-            self.counts[rule] += times
-            self.first.setdefault(rule, about)
+    def leave_out(self, annotation: CocoAnnotation, image: str | None, rule: Rule) -> None:
+        left = LeftOut(annotation.id, annotation.image_id, image, annotation.bbox, rule)
+        self.left_out.append(left)
 
 
 # Boxes that stick out of their image by fewer pixels were only rounded.
 _ROUNDING = 0.01
-# Of a float; whole numbers in JSON may be larger.
-_LARGEST = sys.float_info.max
-
-
-def name_of(annotation: CocoAnnotation) -> str:
-    """As a table names it."""
-    if annotation.id is None:
-        return f"annotation of image {annotation.image_id}"
-    return f"annotation {annotation.id}"
 
 
 def object_of(
@@ -165,7 +113,7 @@ def _polygon(
         rules.append(Rule.NO_SEGMENTATION)
     elif isinstance(segmentation, dict):
         rules.append(Rule.RUN_LENGTH)
-    elif not isinstance(segmentation, list) or not all(map(_is_polygon, segmentation)):
+    elif not isinstance(segmentation, list) or not all(map(is_polygon, segmentation)):
         rules.append(Rule.BAD_POLYGON)
     elif len(segmentation) > 1:
         rules.append(Rule.SEVERAL_POLYGONS)
@@ -191,15 +139,6 @@ def _one_polygon(
         return None
     _note_clipping(points, image, rules)
     return shape
-
-
-def _is_polygon(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) >= 6
-        and len(value) % 2 == 0
-        and all(type(v) in (int, float) and abs(v) <= _LARGEST for v in value)
-    )
 
 
 def _bins(point: tuple[float, float], image: CocoImage) -> tuple[int, int]:
@@ -241,6 +180,7 @@ class Wanted:
 def convert(coco: CocoFile, wanted: Wanted, watch: Watch) -> Conversion:
     """The records of a COCO file; images come in its order. Only their headers are read."""
     conversion = Conversion()
+    conversion.add(coco.account)
     names = {category.id: category.name for category in coco.categories}
     of_image = _by_image(coco, conversion)
     paths = [wanted.images.absolute() / image.file_name for image in coco.images]
@@ -249,7 +189,8 @@ def convert(coco: CocoFile, wanted: Wanted, watch: Watch) -> Conversion:
         annotations = of_image.get(image.id, [])
         if (fault := _fault(image, path, look)) is not None:
             conversion.note(fault, image.file_name)
-            conversion.left_out += [LeftOut(one, image.file_name, fault) for one in annotations]
+            for one in annotations:
+                conversion.leave_out(one, image.file_name, fault)
             conversion.note(Rule.OF_IMAGE_LEFT_OUT, image.file_name, len(annotations))
             continue
         if isinstance(look, Look) and look.reoriented:
@@ -295,15 +236,8 @@ def write_records(conversion: Conversion, annotations: int, out: Path) -> None:
 def write_left_out(conversion: Conversion, source: Path, out: Path) -> None:
     """Publish a JSON line for each annotation of the file `source` that became no object."""
     lines = (
-        {
-            "file": str(source),
-            "annotation_id": annotation.id,
-            "image_id": annotation.image_id,
-            "image": image,
-            "bbox": annotation.bbox,
-            "reason": rule.what,
-        }
-        for annotation, image, rule in conversion.left_out
+        {"file": str(source), **left._asdict(), "reason": left.reason.what}
+        for left in conversion.left_out
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     publish_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -317,7 +251,7 @@ def _by_image(coco: CocoFile, conversion: Conversion) -> dict[Id, list[CocoAnnot
             of_image[annotation.image_id].append(annotation)
         else:
             conversion.note(Rule.UNKNOWN_IMAGE, name_of(annotation))
-            conversion.left_out.append(LeftOut(annotation, None, Rule.UNKNOWN_IMAGE))
+            conversion.leave_out(annotation, None, Rule.UNKNOWN_IMAGE)
     return of_image
 
 
@@ -343,7 +277,7 @@ def _objects(
         if item in found:
             item, rules = None, [Rule.DUPLICATE]
         if item is None:
-            conversion.left_out.append(LeftOut(annotation, image.file_name, rules[0]))
+            conversion.leave_out(annotation, image.file_name, rules[0])
         else:
             found[item] = None
         for rule in rules:

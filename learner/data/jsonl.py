@@ -135,10 +135,11 @@ def parse_line(raw: bytes) -> dict[str, Any]:
     return record
 
 
-def strict_json(text: str) -> Any:
+def strict_json(text: str, *, allow_nan: bool = False) -> Any:
     """The value of a text of strict JSON; raises `BadLine`."""
+    constant = float if allow_nan else _refuse
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=constant)
     except json.JSONDecodeError as error:
         detail = f"{error.msg} at character {error.pos + 1}"
     except RecursionError:

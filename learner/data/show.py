@@ -9,8 +9,9 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
+from learner.data.account import Rule
 from learner.data.check import FileReport, kinds
-from learner.data.conversion import Conversion, Rule
+from learner.data.conversion import Conversion
 from learner.data.export import Exported
 from learner.data.images import Looks
 from learner.data.jsonl import DataProblem

@@ -1,4 +1,4 @@
-"""What is in data files, as numbers and as tables; `stats_plot` draws them."""
+"""What is in data files, as numbers and as tables."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

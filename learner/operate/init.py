@@ -30,9 +30,11 @@ from learner.config.json_schema import schema_text
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.check import check_files
+from learner.data.conversion import Wanted, convert, write_records
+from learner.data.formats import detect_format, read_other
 from learner.data.jsonl import capped, read_samples
 from learner.data.lengths import checkpoint_family, read_tokenizer
-from learner.data.show import check_tables, new_table, print_tables, watch
+from learner.data.show import check_tables, conversion_table, new_table, print_tables, watch
 from learner.models.coord_tokens import describe_expanded, expand_vocab, untrained
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 from learner.models.load import check_parameters, on_meta
@@ -45,6 +47,7 @@ from learner.stages.coords import coord_token
 from learner.stages.matching import mask_iou
 from learner.training.checkpoint_checks import check_checkpoint, coordinate_ids, lengths_of_run
 from learner.types import Sample
+from learner.types import Shape as TruthShape
 from shared_contracts.adapters import ADAPTER, weight_files
 from shared_contracts.errors import ContractError
 from shared_contracts.footprint import text_config
@@ -155,8 +158,17 @@ def init(asked: Asked, console: Console) -> None:
     disable_progress_bar()
     has_tokens = _has_coordinate_tokens(asked.model)
     check_parameters(asked.model, "--model")
-    samples = check_data(asked, console)
     with publish_directory(asked.out) as part:
+        data, *val = [
+            as_data_file(option, source, asked.out / name, part / name, console)
+            for option, source, name in (
+                ("--data", asked.data, "train.jsonl"),
+                ("--val", asked.val, "val.jsonl"),
+            )
+            if source is not None
+        ]
+        samples = check_data([data[0], *(file[0] for file in val)], console)
+        asked = replace(asked, data=data[1], val=val[0][1] if val else None)
         model = asked.model
         if not has_tokens:
             model = part / MODEL
@@ -215,16 +227,37 @@ def _why_warmup(model: Path) -> str | None:
     return next(filter(None, map(untrained, rows)), None)
 
 
-def check_data(asked: Asked, console: Console) -> list[Sample]:
-    """The samples to train on; prints counts, and raises ContractErrors for every problem."""
-    files = [file for file in (asked.data, asked.val) if file is not None]
-    resolution = MatchingConfig().maskiou_resolution
+def as_data_file(option: str, source: Path, out: Path, part: Path, console: Console) -> list[Path]:
+    """Convert data of another format to the file `part`, which will be at `out`.
+
+    Returns where the samples are read now, and later: twice `source` if it is a data file.
+    """
+    if (form := detect_format(source)) == "jsonl":
+        return [source, source]
+    try:
+        coco, images = read_other(source, form, watch)
+    except ContractError as error:
+        do = f"Run `learner data convert {shlex.quote(str(source))} FILE.jsonl`, with options"
+        found = "; ".join(f"{each.where}: {each.found}" for each in error.errors)
+        raise ContractError(option, found, do) from error
+    wanted = Wanted(images, out, "bbox_2d", "file", False, _covers_a_pixel)
+    conversion = convert(coco, wanted, watch)
+    title = f"{source} is {form}: {coco.evidence}" if coco.evidence else f"{source} is {form}"
+    table = conversion_table(conversion, len(coco.images), len(coco.annotations))
+    print_tables([(title, table)])
+    write_records(conversion, len(coco.annotations), part)
+    tell(console, f"Data file: {out}\n")
+    return [part, out]
+
+
+def _covers_a_pixel(shape: TruthShape) -> bool:
+    return mask_iou(shape, shape, MatchingConfig().maskiou_resolution) > 0
+
+
+def check_data(files: Sequence[Path], console: Console) -> list[Sample]:
+    """The samples of the first file; prints counts, and raises ContractErrors for every problem."""
     reports = check_files(
-        files,
-        allow_poly=False,
-        lengths=None,
-        covers_a_pixel=lambda shape: mask_iou(shape, shape, resolution) > 0,
-        watch=watch,
+        files, allow_poly=False, lengths=None, covers_a_pixel=_covers_a_pixel, watch=watch
     )
     print_tables(check_tables(reports))
     findings = [each for report in reports for each in report.findings]
@@ -233,7 +266,7 @@ def check_data(asked: Asked, console: Console) -> list[Sample]:
     if findings:
         named = shlex.join(map(str, files))
         tell(console, f"`learner data check {named}` lists the warnings")
-    return read_samples(asked.data, allow_poly=False)
+    return read_samples(files[0], allow_poly=False)
 
 
 def measure(draft: Config, samples: Sequence[Sample]) -> tuple[list[Sample], Lengths]:

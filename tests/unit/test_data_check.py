@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from learner.data.check import FileReport, check_files, kinds
+from learner.data.check import FileReport, check_files, kinds, odd_text
 from learner.data.images import Looks
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.stages.formats.coord_json import serialize_objects
@@ -192,6 +192,41 @@ def test_pixels_of_images_above_999_cannot_be_told_from_bins(tmp_path: Path) -> 
     paint(tmp_path / "a.png", (1000, 1200))
     large = line("a.png", *[CAT] * 50, size=(1000, 1200))
     assert doubts(write_lines(tmp_path / "d.jsonl", large)) == []
+
+
+@pytest.mark.req("IO-01")
+def test_boxes_that_do_as_corner_with_width_and_height_are_doubted(tmp_path: Path) -> None:
+    """A box whose ends leave the image, as width and height, shows that it has two corners."""
+    boxes = [box("cat", 100 + n, 100, 300 + n, 400) for n in range(8)]
+    sizes = [line("a.png", one, size=(2000, 2000)) for one in boxes]
+    corners = line("a.png", box("cat", 500, 500, 600, 600), size=(2000, 2000))
+    paint(tmp_path / "a.png", (2000, 2000))
+    told = [
+        {kind for _, kind, _ in found(write_lines(tmp_path / "d.jsonl", *lines))}
+        for lines in (sizes, [*sizes, corners], sizes[:6])
+    ]
+    assert [KIND in each for each in told] == [True, False, False]
+
+
+KIND = "x, y, width, height"
+
+
+@pytest.mark.req("IO-01")
+@pytest.mark.parametrize(
+    ("desc", "odd"),
+    [
+        ("a <bbox>", "<bbox>"),
+        ("<ref-object>", "<ref-object>"),
+        ("<box>cat</box>", "<box>"),
+        ("cat <image>", "<image>"),
+        ("a\nb", "U+000A (a control character or line break)"),
+        ("a\u200bb", "U+200B (zero width space)"),
+        (" cat", "space at its ends"),
+        ("small <5 cm> cat, café 猫", None),
+    ],
+)
+def test_odd_text_in_a_description_is_named(desc: str, odd: str | None) -> None:
+    assert odd_text(desc) == odd
 
 
 def test_numbers_above_999_are_said_to_look_like_pixels(tmp_path: Path) -> None:

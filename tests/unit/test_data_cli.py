@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from PIL import Image
 
 import learner.cli
 from learner.config import dump_mapping
@@ -73,7 +72,7 @@ def run_yaml(toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path) -> Path:
 
 
 @pytest.mark.req("ARCH-01")
-@pytest.mark.parametrize("name", ["check", "convert", "stats", "preview"])
+@pytest.mark.parametrize("name", ["check", "convert", "look"])
 def test_help_loads_nothing_heavy(name: str) -> None:
     ended = command("learner.cli", "data", name, "--help")
     assert ended.code == 0, ended.stderr
@@ -89,7 +88,7 @@ def test_a_check_of_files_loads_nothing_heavier_than_numpy(toy_data: ToyData) ->
 
 @pytest.mark.req("ARCH-01")
 def test_tokens_are_counted_without_torch(run_yaml: Path) -> None:
-    ended = command("learner.cli", "data", "stats", "--config", str(run_yaml))
+    ended = command("learner.cli", "data", "look", "--config", str(run_yaml))
     assert ended.code == 0, ended.stderr
     assert "torch" not in ended.heavy
 
@@ -168,7 +167,7 @@ def test_data_is_checked_before_there_is_a_checkpoint(
     assert [row[1] for row in words(ended.out)] == ["samples", "24", "4"]
 
 
-@pytest.mark.parametrize("name", ["check", "stats"])
+@pytest.mark.parametrize("name", ["check", "look"])
 def test_data_files_or_a_config_are_needed(terminal: Terminal, name: str, run_yaml: Path) -> None:
     assert terminal.refused(name) == ("--config", "no data file")
     beside = terminal.refused(name, "d.jsonl", "--config", run_yaml)
@@ -178,7 +177,7 @@ def test_data_files_or_a_config_are_needed(terminal: Terminal, name: str, run_ya
 def test_a_config_says_the_variant_and_the_model_itself(terminal: Terminal, run_yaml: Path) -> None:
     for name, option, value in (
         ("check", "--variant", "stage2_two_channel"),
-        ("stats", "--model", "folder"),
+        ("look", "--model", "folder"),
     ):
         refused = terminal.refused(name, "--config", run_yaml, option, value)
         assert refused == (option, "given beside --config")
@@ -188,8 +187,8 @@ def test_a_config_says_the_variant_and_the_model_itself(terminal: Terminal, run_
     "arguments",
     [
         ("check", "none.jsonl"),
-        ("stats", "none.jsonl", "--png", "s.png"),
-        ("preview", "none.jsonl", "--out", "pictures"),
+        ("look", "none.jsonl"),
+        ("look", "none.jsonl", "--out", "pictures"),
         ("convert", "--from", "coco", "none.jsonl", "o.jsonl"),
     ],
 )
@@ -201,13 +200,12 @@ def test_a_file_that_is_not_there_is_refused_and_nothing_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["stats", "preview"])
 def test_a_file_with_problems_is_refused_and_nothing_written(
-    terminal: Terminal, name: str, tmp_path: Path
+    terminal: Terminal, tmp_path: Path
 ) -> None:
     path = write_lines(tmp_path / "d.jsonl", "{")
     out = tmp_path / "out"
-    where, found = terminal.refused(name, path, "--png" if name == "stats" else "--out", out)
+    where, found = terminal.refused("look", path, "--out", out)
     assert where == f"{path}:1"
     assert found.startswith("not JSON")
     assert not out.exists()
@@ -314,9 +312,8 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(
     broken = write_lines(tmp_path / "d.jsonl", "{")
     out = tmp_path / path
     for option, arguments in (
-        ("--png", ("stats", broken, "--png", out)),
         ("OUT", ("convert", "--from", "coco", broken, out)),
-        (str(out), ("preview", broken, "--out", out)),
+        (str(out), ("look", broken, "--out", out)),
     ):
         where, found = terminal.refused(*arguments)
         assert where == option
@@ -338,27 +335,21 @@ def test_a_checkpoint_with_broken_files_is_told(
         shutil.copytree(toy_checkpoint, model)
         (model / "processor_config.json").unlink(missing_ok=True)
         (model / name).write_text(content)
-        where, _ = terminal.refused("stats", toy_data.val_jsonl, "--model", model)
+        where, _ = terminal.refused("look", toy_data.val_jsonl, "--model", model)
         assert where == str(model / name)
 
 
-def test_statistics_are_printed_and_drawn(
-    terminal: Terminal, toy_data: ToyData, run_yaml: Path, tmp_path: Path
-) -> None:
-    png = tmp_path / "new" / "s.png"
-    ended = terminal.data("stats", "--config", run_yaml, "--png", png)
+def test_statistics_of_a_run_have_its_tokens(terminal: Terminal, run_yaml: Path) -> None:
+    ended = terminal.data("look", "--config", run_yaml)
     assert (ended.code, ended.err) == (0, "")
     assert words(ended.out)[1][:2] == ["28", "28"]
     assert "Tokens of a sample" in ended.out.splitlines()
-    assert Image.open(png).format == "PNG"
-    refused = terminal.refused("stats", toy_data.val_jsonl, "--png", png)
-    assert refused == ("--png", f"{png} exists already")
 
 
 def test_a_model_without_coordinate_tokens_counts_nothing(
     terminal: Terminal, toy_data: ToyData, tmp_path: Path
 ) -> None:
-    where, found = terminal.refused("stats", toy_data.val_jsonl, "--model", tmp_path)
+    where, found = terminal.refused("look", toy_data.val_jsonl, "--model", tmp_path)
     assert where == "model.model"
     assert "config.json" in found
 
@@ -366,21 +357,21 @@ def test_a_model_without_coordinate_tokens_counts_nothing(
 def test_what_is_piped_is_plain_and_whole(terminal: Terminal, tmp_path: Path) -> None:
     paint_all(tmp_path, ["a.png"])
     long = box("[bold]" + "very " * 20 + "long", 0, 0, 99, 99)
-    ended = terminal.data("stats", write_lines(tmp_path / "d.jsonl", line("a.png", long)))
+    ended = terminal.data("look", write_lines(tmp_path / "d.jsonl", line("a.png", long)))
     assert "\x1b" not in ended.out
     assert "1  100.0%  [bold]" + "very " * 20 + "long" in ended.out
 
 
-def test_samples_are_drawn(terminal: Terminal, toy_data: ToyData, tmp_path: Path) -> None:
+def test_samples_are_shown(terminal: Terminal, toy_data: ToyData, tmp_path: Path) -> None:
     for arguments, count in (
         ([], 16),
         (["--samples", 3, "--seed", 7], 3),
         (["--lines", "24, 3,3"], 2),
     ):
         out = tmp_path / str(count)
-        ended = terminal.data("preview", toy_data.train_jsonl, "--out", out, *arguments)
+        ended = terminal.data("look", toy_data.train_jsonl, "--out", out, *arguments)
         assert (ended.code, ended.err) == (0, "")
-        assert ended.out == f"{count} pictures: {out / 'index.html'}\n"
+        assert ended.out.endswith(f"\nPage of {count} samples: {out / 'index.html'}\n")
         assert len(list(out.glob("*.png"))) == count
     assert sorted(path.name for path in out.glob("*.png")) == ["train-00003.png", "train-00024.png"]
 
@@ -389,19 +380,13 @@ def test_lines_that_are_none_are_refused(
     terminal: Terminal, toy_data: ToyData, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    start = ("preview", toy_data.val_jsonl, "--out", out, "--lines")
-    assert terminal.refused(*start, "3,x") == ("--lines", "'3,x'")
-    assert terminal.refused(*start, "5") == ("--lines", "there is no line 5")
-    assert terminal.refused(*start, "1", "--samples", 2) == ("--lines", "given beside --samples")
+    start = ("look", toy_data.val_jsonl, "--out", out)
+    assert terminal.refused(*start, "--lines", "3,x") == ("--lines", "'3,x'")
+    assert terminal.refused(*start, "--lines", "5") == ("--lines", "there is no line 5")
+    both = terminal.refused(*start, "--lines", "1", "--samples", 2)
+    assert both == ("--lines", "given beside --samples")
+    assert terminal.refused(*start, toy_data.train_jsonl)[0] == "--out"
     assert not out.exists()
     (tmp_path / "kept").touch()
-    where, _ = terminal.refused("preview", toy_data.val_jsonl, "--out", tmp_path)
+    where, _ = terminal.refused("look", toy_data.val_jsonl, "--out", tmp_path)
     assert where == str(tmp_path)
-
-
-def test_a_picture_without_the_font_says_so(terminal: Terminal, tmp_path: Path) -> None:
-    paint_all(tmp_path, ["a.png"])
-    path = write_lines(tmp_path / "d.jsonl", line("a.png", box("x \ue000", 1, 2, 3, 4)))
-    ended = terminal.data("preview", path, "--out", tmp_path / "out")
-    assert ended.code == 0
-    assert "no font here holds \ue000" in ended.err

@@ -453,7 +453,6 @@ def test_pycocotools_reads_what_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "where"),
     [
-        ((), "--from, --to"),
         (("--from", "coco", "--to", "voc"), "--from, --to"),
         (("--to", "voc", "--geometry", "poly"), "--geometry"),
         (("--from", "yolo", "--images", "."), "--images"),

@@ -1,6 +1,7 @@
 """COCO instances become a data file; what cannot be taken over is counted by a rule."""
 
 import json
+import math
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from pycocotools import mask
 from pycocotools.coco import COCO
 
+from learner.data.account import Rule
 from learner.data.check import check_files
 from learner.data.coco import CocoFile, read_coco, to_coco
-from learner.data.conversion import Conversion, Order, Rule, Wanted, convert, write_records
+from learner.data.conversion import Conversion, Order, Wanted, convert, write_records
 from learner.data.images import Looks
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData, make_data
@@ -58,6 +61,14 @@ def coco(annotations: list[dict[str, Any]], images: list[dict[str, Any]] | None 
             "categories": [{"id": 17, "name": "dog"}, {"id": 18, "name": "cat"}],
         }
     )
+
+
+def read(folder: Path, *annotations: Any, images: Any = None) -> CocoFile:
+    path = folder / "instances.json"
+    categories = [{"id": 18, "name": "cat"}]
+    document = {"images": images or [image(1)], "annotations": annotations}
+    path.write_text(json.dumps(document | {"categories": categories}))
+    return read_coco(path)
 
 
 @pytest.fixture(scope="module")
@@ -450,8 +461,7 @@ GOOD = {"images": [image(1)], "annotations": [cat(1, 2, 3, 4)], "categories": []
             {**GOOD, "images": [{"id": 1, "width": 0, "height": 5}]},
             [": images[0].file_name", ": images[0].width"],
         ),
-        ({**GOOD, "annotations": [cat(1, 2, 3, "x" * 3)]}, [": annotations[0].bbox[3]"]),
-        ({**GOOD, "annotations": [cat(1, 2, 3)]}, [": annotations[0].bbox[3]"]),
+        ({**GOOD, "images": [image(1) | {"width": math.nan}]}, [": images[0].width"]),
         ({**GOOD, "images": [image(1), image(1)]}, [": images[1].id"]),
         ({**GOOD, "categories": [{"id": 1, "name": " "}]}, [": categories[0].name"]),
         ({**GOOD, "categories": [{"id": 1, "name": "<|im_end|>"}]}, [": categories[0].name"]),
@@ -468,15 +478,88 @@ def test_what_is_no_coco_file_is_told_in_three_parts(
     assert all(error.found and error.do for error in caught.value.errors)
 
 
-@pytest.mark.parametrize(
-    "content", [b"{", b"\xff", b'{"images": NaN}', b"[" * 100_000, b"9" * 5_000]
-)
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[" * 100_000, b"9" * 5_000])
 def test_what_is_no_json_is_told(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "coco.json"
     path.write_bytes(content)
     with pytest.raises(ContractError, match="not JSON") as caught:
         read_coco(path)
     assert caught.value.where == str(path)
+
+
+@pytest.mark.req("IO-01")
+@pytest.mark.parametrize(
+    ("document", "found"),
+    [
+        ([{"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 0.5}], "of results"),
+        ({**GOOD, "annotations": [{"segments_info": [], "image_id": 1}]}, "panoptic"),
+    ],
+)
+def test_other_files_of_coco_are_named(tmp_path: Path, document: Any, found: str) -> None:
+    path = tmp_path / "coco.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ContractError, match=found):
+        read_coco(path)
+
+
+COLUMNS = [480 * 64 + 48, *[240, 240] * 319, 240, 480 * 256 + 192]
+RLE = {"size": [480, 640], "counts": COLUMNS}
+
+
+@pytest.mark.req("IO-01")
+@pytest.mark.parametrize(
+    "segmentation",
+    [
+        [[64, 48, 384, 48, 384, 288, 64, 288]],
+        [[64, 48, 100, 48, 64, 90], [384, 288, 300, 288, 300, 200]],
+        RLE,
+        RLE | {"counts": mask.frPyObjects(RLE, 480, 640)["counts"].decode()},
+    ],
+)
+def test_an_annotation_without_a_box_has_that_of_its_mask(
+    folder: Path, tmp_path: Path, segmentation: Any
+) -> None:
+    conversion = converted(folder, read(tmp_path, cat(segmentation=segmentation)))
+    assert geometries(conversion) == [[100, 100, 599, 599]]
+    assert conversion.counts == {Rule.NO_BOX: 1}
+
+
+@pytest.mark.req("IO-01")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        cat(1, 2, 3, "xxx", id=8),
+        cat(1, 2, 3, id=8),
+        cat(1, 2, 3, math.nan, id=8),
+        cat(id=8),
+        cat(id=8, segmentation={"size": [480, 640], "counts": [1, 2, 3]}),
+        cat(id=8, segmentation={"size": [0, 640], "counts": "abc"}),
+        {"id": 8, "bbox": [1, 2, 3, 4]},
+        17,
+    ],
+)
+def test_an_unusable_annotation_is_left_out_and_the_others_are_kept(
+    folder: Path, tmp_path: Path, wrong: Any
+) -> None:
+    conversion = converted(folder, read(tmp_path, cat(64, 48, 320, 240), wrong))
+    assert geometries(conversion) == [[100, 100, 599, 599]]
+    assert conversion.counts == {Rule.UNUSABLE: 1}
+    assert conversion.first[Rule.UNUSABLE].startswith(
+        "annotation 17" if wrong == 17 else "annotation 8: "
+    )
+    (left,) = conversion.left_out
+    assert left.annotation_id == (None if wrong == 17 else 8)
+    assert left.reason == Rule.UNUSABLE
+
+
+@pytest.mark.req("IO-01")
+def test_two_records_of_one_image_are_one_sample(folder: Path, tmp_path: Path) -> None:
+    """Ids given twice are counted; names of Windows have other separators."""
+    annotations = [cat(64, 48, 320, 240), cat(0, 0, 64, 48, image_id=2)]
+    images = [image(1), image(2, ".\\a.png")]
+    conversion = converted(folder, read(tmp_path, *annotations, images=images))
+    assert geometries(conversion) == [[100, 100, 599, 599], [0, 0, 100, 100]]
+    assert conversion.counts == {Rule.REPEATED_IMAGE: 1, Rule.REPEATED_ID: 1}
 
 
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ RULES = st.sampled_from(
         },
         {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": 16384}},
         {"patch_size": 16, "merge_size": 1, "min_pixels": 1024, "max_pixels": 4096},
+        {"max_pixels": 50176},
+        {},
     ]
 )
 
@@ -102,7 +104,7 @@ def test_image_tokens_are_those_of_the_processor(
     except ValueError:  # over 200 times as long as wide
         assert rule.tokens(width, height) is None
     else:
-        assert rule.tokens(width, height) == patches // settings["merge_size"] ** 2
+        assert rule.tokens(width, height) == patches // settings.get("merge_size", 2) ** 2
 
 
 def test_another_processor_is_refused(tmp_path: Path) -> None:
@@ -112,8 +114,9 @@ def test_another_processor_is_refused(tmp_path: Path) -> None:
     file.write_text('{"image_processor_type": "CLIPImageProcessor"}')
     with pytest.raises(ContractError, match="CLIPImageProcessor"):
         QwenImageRule.of_checkpoint(tmp_path)
-    file.write_text('{"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 8}')
-    with pytest.raises(ContractError, match="no 'merge_size'"):
+    size = '"size": {"shortest_edge": 9}'
+    file.write_text(f'{{"image_processor_type": "Qwen2VLImageProcessor", {size}}}')
+    with pytest.raises(ContractError, match="no 'longest_edge'"):
         QwenImageRule.of_checkpoint(tmp_path)
     file.write_text("[")
     with pytest.raises(ContractError, match="cannot be read"):

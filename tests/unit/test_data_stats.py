@@ -1,17 +1,15 @@
-"""What `learner data stats` counts, and the picture of it."""
+"""What `learner data look` counts."""
 
 import io
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from rich.console import Console
 
 from learner.data.jsonl import read_samples
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.data.stats import DataStats, collect, stats_tables
-from learner.data.stats_plot import short_name, stats_png
 from learner.data.toy import ToyData
 from learner.stages.formats.coord_json import serialize_objects
 from tests.unit.data_files import box, line, paint_all, write_lines
@@ -129,34 +127,3 @@ def test_data_without_objects_has_statistics_too(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "d.jsonl", line("a.png"))
     stats = collect(read_samples(path, allow_poly=False), None)
     assert list(printed(stats)) == ["1", "2", "1 image sizes"]
-    assert_picture(stats_png(stats, "empty"))
-
-
-@pytest.mark.filterwarnings("error")
-def test_the_picture_needs_no_warning(stats: DataStats) -> None:
-    assert_picture(stats_png(stats, "three samples"))
-
-
-@pytest.mark.filterwarnings("error")
-def test_names_in_the_picture_are_no_markup_and_no_tofu(tmp_path: Path) -> None:
-    """matplotlib warns of a character that a font lacks, and fails on broken mathematics."""
-    paint_all(tmp_path, ["a.png"])
-    names = ["$x_{", "猫", "😀\u200d🦰", "line\nbreak", "кошка", "\U000f0000"]
-    objects = [box(name, 10, 10, 500, 500) for name in names]
-    path = write_lines(tmp_path / "d.jsonl", line("a.png", *objects))
-    assert_picture(stats_png(collect(read_samples(path, allow_poly=False), None), "$x_{$"))
-
-
-def test_a_long_description_is_cut_after_it_is_spelt() -> None:
-    assert short_name("a" * 24).text == "a" * 24
-    assert short_name("a" * 25).text == "a" * 23 + "…"
-    assert short_name("\U000f0000" * 9).text == "\\U000f0000\\U000f0000…"
-
-
-def assert_picture(png: bytes) -> None:
-    """Six panels of ink on light ground."""
-    picture = Image.open(io.BytesIO(png)).convert("L")
-    assert picture.size == (2100, 1200)
-    assert picture.getpixel((2, 1197)) == 255
-    dark = sum(picture.histogram()[:200])
-    assert dark > 2100 * 1200 / 500

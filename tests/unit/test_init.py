@@ -130,6 +130,25 @@ def test_checkpoint_with_untrained_tokens_gets_a_warm_up(
         assert written["training"][key] == shipped["training"][key]
 
 
+@pytest.mark.req("IO-01")
+@pytest.mark.parametrize("form", ["coco", "lvis", "yolo", "voc", "ms-swift"])
+def test_data_of_another_format_is_converted(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path, form: str
+) -> None:
+    """The run reads the same objects as from the data file."""
+    source, out = tmp_path / "other.json", tmp_path / "out"
+    words = ["data", "convert", str(toy_data.val_jsonl), str(source), "--to", form]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    printed = start(init_options(toy_checkpoint, toy_data, out, data=source, val=source))
+    assert f"Data file: {out / 'train.jsonl'}" in printed
+    data = load_config(out / "two_channel.yaml").data
+    assert (data.train_jsonl, data.val_jsonl) == (out / "train.jsonl", out / "val.jsonl")
+    assert data.val_jsonl is not None
+    for file in (data.train_jsonl, data.val_jsonl):
+        read, before = (read_samples(f, allow_poly=False) for f in (file, toy_data.val_jsonl))
+        assert [each.objects for each in read] == [each.objects for each in before]
+
+
 def test_checkpoint_with_trained_tokens_gets_no_warm_up(
     toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
 ) -> None:

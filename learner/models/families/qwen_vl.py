@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 MAX_ASPECT = 200
 
 
+# Of transformers' processor, where the checkpoint does not say it.
+_DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+
+
 class QwenImageRule(NamedTuple):
     """How many tokens an image takes, by the rule of Qwen's image processor.
 
@@ -47,9 +51,9 @@ class QwenImageRule(NamedTuple):
             raise _not_of_qwen(
                 where, f"image_processor_type {processor.get('image_processor_type')}"
             )
-        size = processor.get("size") or {}
+        size = processor.get("size") or _DEFAULT_SIZE
+        sides = [processor.get("patch_size", 14), processor.get("merge_size", 2)]
         try:
-            sides = [processor["patch_size"], processor["merge_size"]]
             bounds = [
                 processor.get("min_pixels") or size["shortest_edge"],
                 processor.get("max_pixels") or size["longest_edge"],

@@ -1,0 +1,237 @@
+"""Conversations with boxes become a data file: ms-swift, ShareGPT, Qwen's cookbook."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from learner.cli import app
+from learner.data.account import Rule
+from learner.data.boxes import Corners, Scale, read_boxes
+from learner.data.conversations import read_conversations
+from learner.data.conversion import Conversion, Wanted, convert
+from learner.data.formats import Format, detect_format
+from learner.data.jsonl import read_samples
+from learner.data.toy import ToyData
+from shared_contracts.errors import ContractError
+from tests.unit.data_files import box, covers_a_pixel, line, paint, write_lines
+from tests.unit.test_data_from_coco import unwatched
+
+pytestmark = pytest.mark.req("IO-01", "DATA-01")
+
+SIZE = (640, 480)
+CAT, DOG = [64, 48, 384, 288], [320, 240, 640, 480]
+CAT_BINS, DOG_BINS = [100, 100, 599, 599], [500, 500, 999, 999]
+ANSWER = json.dumps([{"bbox_2d": CAT, "label": "cat"}, {"bbox_2d": DOG, "label": "dog"}])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("conversations")
+    for name in ("a.png", "b.png"):
+        paint(folder / name, SIZE)
+    return folder
+
+
+def asked(answer: str, role: str = "role", content: str = "content") -> list[dict[str, str]]:
+    user, assistant = ("user", "assistant") if role == "role" else ("human", "gpt")
+    return [{role: user, content: "<image>Detect."}, {role: assistant, content: answer}]
+
+
+def swift(refs: list[str], boxes: list[Any], **more: Any) -> dict[str, Any]:
+    answer = "".join(f"<ref-object>{'<bbox>' * (len(boxes) // len(refs))}" for _ in refs)
+    return {
+        "messages": asked(answer),
+        "images": ["a.png"],
+        "objects": {"ref": refs, "bbox": boxes, **more},
+    }
+
+
+def converted(
+    folder: Path, *records: Any, scale: Scale | None = None, corners: Corners | None = None
+) -> Conversion:
+    file = write_lines(folder / "data.jsonl", *records)
+    read = read_conversations(file, folder, scale, corners, unwatched)
+    wanted = Wanted(folder, folder / "out.jsonl", "bbox_2d", "file", False, covers_a_pixel)
+    return convert(read, wanted, unwatched)
+
+
+def objects(conversion: Conversion) -> list[tuple[str, list[int]]]:
+    return [(o["desc"], o["bbox_2d"]) for record in conversion.records for o in record["objects"]]
+
+
+FENCED = f"Here they are:\n```json\n{ANSWER}\n```\nThat is all."
+PARTS = [
+    {"role": "user", "content": [{"type": "image", "image": "file://a.png"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": ANSWER}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [
+        (swift(["cat", "dog"], [CAT, DOG], bbox_type="real"), "ms-swift"),
+        (swift(["cat", "dog"], [CAT, DOG], bbox_type="real", image_id=[0, 0]), "ms-swift"),
+        (
+            swift(["cat", "dog"], [[0.1, 0.1, 0.6, 0.6], [0.5, 0.5, 1, 1]], bbox_type="norm1"),
+            "ms-swift",
+        ),
+        ({"messages": asked(ANSWER), "images": ["a.png"]}, "sharegpt"),
+        ({"messages": asked(FENCED), "images": [{"path": "a.png"}]}, "sharegpt"),
+        ({"conversations": asked(ANSWER, "from", "value"), "image": "a.png"}, "sharegpt"),
+        ({"messages": PARTS}, "sharegpt"),
+        ({"image": ".\\a.png", "objects": json.loads(ANSWER)}, "qwen"),
+    ],
+)
+def test_every_form_gives_the_same_objects(
+    folder: Path, record: dict[str, Any], form: Format
+) -> None:
+    conversion = converted(folder, record, scale=None if form == "ms-swift" else "pixels")
+    assert objects(conversion) == [("cat", CAT_BINS), ("dog", DOG_BINS)]
+    (sample,) = conversion.records
+    assert (sample["images"], sample["width"], sample["height"]) == (["a.png"], *SIZE)
+    assert not conversion.counts
+    assert detect_format(folder / "data.jsonl") == form
+    listed = folder / "list.json"
+    listed.write_text(json.dumps([record]))
+    assert detect_format(listed) == form
+
+
+def test_one_name_of_ms_swift_is_that_of_all_boxes_behind_it(folder: Path) -> None:
+    found = objects(converted(folder, swift(["cat"], [CAT, DOG], bbox_type="real")))
+    assert found == [("cat", CAT_BINS), ("cat", DOG_BINS)]
+
+
+def test_boxes_of_several_images_and_several_questions_of_one_are_put_together(
+    folder: Path,
+) -> None:
+    both = swift(["cat", "dog"], [CAT, DOG], bbox_type="real", image_id=[0, 1])
+    both["images"] = ["a.png", "b.png"]
+    again = {"messages": asked(json.dumps({"bbox_2d": DOG, "label": "cup"})), "images": ["a.png"]}
+    conversion = converted(folder, both, again, scale="pixels")
+    assert [[o["desc"] for o in r["objects"]] for r in conversion.records] == [
+        ["cat", "cup"],
+        ["dog"],
+    ]
+    assert conversion.counts == {Rule.REPEATED_IMAGE: 1}
+
+
+@pytest.mark.parametrize(
+    ("record", "rule"),
+    [
+        ({"messages": asked("There is a cat."), "images": ["a.png"]}, Rule.NO_BOXES),
+        ({"messages": asked("[{"), "images": ["a.png"]}, Rule.NO_BOXES),
+        ({"messages": asked(ANSWER), "images": ["a.png", "b.png"]}, Rule.NO_BOXES),
+        ({"messages": asked(ANSWER)}, Rule.NO_BOXES),
+        (swift(["cat", "dog"], [CAT]), Rule.NO_NAME),
+        ({"image": "a.png", "objects": [{"bbox_2d": CAT}]}, Rule.NO_NAME),
+        ({"image": "a.png", "objects": [{"bbox_2d": CAT, "label": "<|im_end|>"}]}, Rule.NO_NAME),
+        ({"image": "a.png", "objects": [{"bbox_2d": CAT[:3], "label": "cat"}]}, Rule.UNUSABLE),
+        ({"image": "a.png", "objects": ["cat"]}, Rule.UNUSABLE),
+        ({"image": "c.png", "objects": []}, Rule.MISSING_IMAGE),
+    ],
+)
+def test_what_cannot_be_used_is_counted_and_the_rest_is_kept(
+    folder: Path, record: dict[str, Any], rule: Rule
+) -> None:
+    good = {"image": "b.png", "objects": [{"bbox_2d": CAT, "label": "cat"}]}
+    conversion = converted(folder, good, record, scale="pixels")
+    assert objects(conversion)[:1] == [("cat", CAT_BINS)]
+    assert conversion.counts[rule] == 1
+    assert len(objects(conversion)) == 1
+
+
+def test_an_answer_without_objects_is_a_sample_without_objects(folder: Path) -> None:
+    conversion = converted(folder, {"messages": asked("[]"), "images": ["a.png"]})
+    assert [record["objects"] for record in conversion.records] == [[]]
+
+
+def test_a_broken_line_is_refused_with_its_place(folder: Path) -> None:
+    file = write_lines(folder / "broken.jsonl", {"image": "a.png", "objects": []}, "{")
+    with pytest.raises(ContractError) as caught:
+        read_conversations(file, folder, None, None, unwatched)
+    assert caught.value.where == f"{file}:2"
+
+
+SMALL, LARGE = (300, 200), (3000, 2000)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "size", "evidence"),
+    [
+        ([[0.1, 0.2, 0.5, 1.0]] * 3, SMALL, "0..1 (no number of 12 is above 1)"),
+        ([[0, 20, 500, 999]] * 9, SMALL, "0..999 (no number of 36 is above 999)"),
+        ([[0, 20, 500, 1000]] * 9, SMALL, "9 of 36 are 1,000: this is Qwen3-VL's scale"),
+        ([[0, 20, 500, 900]] * 9, LARGE, "0 of 36 are 1,000: this is Qwen3-VL's scale"),
+        ([[10, 20, 290, 190]] * 9, SMALL, "pixels (9 of 9 lie in their images as pixels)"),
+        ([[10, 20, 2900, 1900]] * 9, LARGE, "pixels (18 of 36 numbers are above 1,000)"),
+        ([[200, 100, 90, 50]] * 9, SMALL, "xywh (as two corners, 9 of 9 would end"),
+        ([[200, 100, 90, 50]] + [[10, 20, 290, 190]] * 20, SMALL, "xyxy (the third number is"),
+    ],
+)
+def test_scale_and_order_are_found_from_all_boxes(
+    boxes: list[Any], size: tuple[int, int], evidence: str
+) -> None:
+    found = read_boxes([tuple(one) for one in boxes], [size] * len(boxes), None, None, "a.json")
+    assert evidence in found.evidence
+
+
+def test_a_scale_that_cannot_be_found_is_asked_for() -> None:
+    with pytest.raises(ContractError, match="--scale") as caught:
+        read_boxes([(1, 2, 300, 400)], [(1000, 1000)], None, None, "a.json")
+    assert caught.value.where == "a.json"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "scale", "corners", "pixels"),
+    [
+        ((0.1, 0.5, 0.2, 1), "0..1", "xyxy", (30, 100, 30, 100)),
+        ((100, 500, 100, 500), "0..1000", "xywh", (30, 100, 30, 100)),
+        ((0, 0, 999, 999), "0..999", None, (0, 0, 300, 200)),
+        ((30, 100, 60, 200), "pixels", None, (30, 100, 30, 100)),
+    ],
+)
+def test_a_stated_scale_and_order_hold(
+    numbers: Any, scale: Scale, corners: Corners | None, pixels: tuple[float, ...]
+) -> None:
+    found = read_boxes([numbers], [SMALL], scale, corners, "a.json")
+    assert found.pixels[0] == pytest.approx(pixels)
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["data", "convert", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_samples_of_ms_swift_come_back_bin_for_bin(toy_data: ToyData, tmp_path: Path) -> None:
+    out, back = tmp_path / "swift.jsonl", tmp_path / "back.jsonl"
+    run(toy_data.val_jsonl, out, "--to", "ms-swift")
+    assert "boxes: xyxy (" in run(out, back)
+    before, after = (
+        [(each.objects, each.images[0].resolve()) for each in read_samples(file, allow_poly=False)]
+        for file in (toy_data.val_jsonl, back)
+    )
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["data.jsonl", "out.jsonl"], "data.jsonl is jsonl, and OUT is to be jsonl"),
+        (["data.jsonl", "out.jsonl", "--to", "qwen"], "qwen is read, and not written"),
+        (["unknown.jsonl", "out.jsonl"], "has the keys"),
+        ([".", "out.jsonl"], "neither data.yaml nor XML files"),
+    ],
+)
+def test_a_format_that_is_not_found_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], found: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paint(tmp_path / "a.png", SIZE)
+    write_lines(tmp_path / "data.jsonl", line("a.png", box("cat", 1, 2, 300, 400), size=SIZE))
+    write_lines(tmp_path / "unknown.jsonl", {"text": "a cat"})
+    with pytest.raises(ContractError, match=found):
+        CliRunner().invoke(app, ["data", "convert", *arguments], catch_exceptions=False)

@@ -1,0 +1,144 @@
+"""A page of samples: the objects where they are, each in the list beside it."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+from PIL import Image, ImageColor
+
+from learner.data.jsonl import read_samples
+from learner.data.look import (
+    PALETTE,
+    choose,
+    choose_lines,
+    colour_of,
+    picture_name,
+    write_page,
+)
+from learner.types import Sample
+from shared_contracts.errors import ContractError, ContractErrors
+from tests.unit.data_files import LYING, box, line, paint, paint_all, write_lines
+
+
+def test_a_description_keeps_its_colour() -> None:
+    assert colour_of("cat") == colour_of("cat")
+    assert {colour_of(f"thing {n}") for n in range(100)} == set(PALETTE)
+
+
+def test_labels_stand_out_from_their_plates() -> None:
+    """A contrast of 4.5 and more, as WCAG asks for text of this size."""
+
+    def luminance(colour: str) -> float:
+        rgb = np.array(ImageColor.getrgb(colour)[:3]) / 255
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        return float(linear @ (0.2126, 0.7152, 0.0722))
+
+    for plate, ink in PALETTE.items():
+        light, dark = sorted((luminance(plate), luminance(ink)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, plate
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> list[Sample]:
+    """Ten lines; the second image is stored lying."""
+    paint_all(tmp_path, [f"{n}.png" for n in range(10)])
+    paint(tmp_path / "lying.jpg", (64, 48), orientation=LYING)
+    lines = [line(f"{n}.png", box(f"cat <{n}>", 10, 10, 500, 500)) for n in range(10)]
+    lines[1] = line("lying.jpg", box("dog \ue000", 10, 10, 500, 500), size=(48, 64))
+    return read_samples(write_lines(tmp_path / "train.jsonl", *lines), allow_poly=True)
+
+
+def names(samples: list[Sample]) -> list[int]:
+    return [int(sample.sample_id.rpartition(":")[2]) for sample in samples]
+
+
+def test_a_seed_chooses_the_same_samples_in_the_order_of_the_file(samples: list[Sample]) -> None:
+    chosen = names(choose(samples, 4, seed=1))
+    assert chosen == names(choose(samples, 4, seed=1)) == sorted(set(chosen))
+    assert len({tuple(names(choose(samples, 4, seed))) for seed in range(9)}) > 1
+    assert names(choose(samples, 99, seed=0)) == list(range(1, 11))
+
+
+def test_lines_are_chosen_as_they_are_asked_for(samples: list[Sample]) -> None:
+    assert names(choose_lines(samples, [7, 2])) == [7, 2]
+    with pytest.raises(ContractErrors) as caught:
+        choose_lines(samples, [0, 2, 11])
+    assert [e.found for e in caught.value.errors] == ["there is no line 0", "there is no line 11"]
+
+
+class _Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.images: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            self.images += [value or "" for key, value in attrs if key == "src"]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_a_folder_of_pictures_has_a_page_that_needs_no_network(
+    samples: list[Sample], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    write_page(samples[:3], out)
+    pictures = [f"train-0000{n}.png" for n in (1, 2, 3)]
+    assert sorted(path.name for path in out.iterdir()) == ["index.html", *pictures]
+    text = (out / "index.html").read_text(encoding="utf-8")
+    page = _Page(text)
+    assert page.images == pictures
+    assert "cat <0> " in page.texts
+    assert "dog \ue000 " in page.texts
+    assert page.texts.count("1") == 3, "a label for each object"
+    corners = "10 10 500 10 500 500 10 500"
+    assert text.count(f'<polygon points="{corners}" stroke="black"') == 3
+    assert f'<polygon points="{corners}" stroke="{colour_of("cat <0>")}"' in text
+    assert not re.search(r"https?:|<script|<link", text)
+
+
+def test_an_image_of_another_size_than_its_line_is_told(
+    samples: list[Sample], tmp_path: Path
+) -> None:
+    lying = replace(samples[1], width=64, height=48)
+    told = write_page([samples[0], lying], tmp_path / "out")
+    (sentence,) = told.values()
+    assert list(told) == [lying.sample_id]
+    assert sentence.startswith("width x height is 64x48, and image ")
+    assert sentence.endswith("48x64 pixels once it is turned upright as its EXIF orientation says")
+    page = _Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
+    assert page.texts.count(sentence) == 1
+
+
+def test_links_of_the_page_are_quoted(samples: list[Sample], tmp_path: Path) -> None:
+    odd = replace(samples[0], sample_id="a#b?c%20 d.jsonl:1")
+    write_page([odd], tmp_path / "out")
+    (source,) = _Page((tmp_path / "out" / "index.html").read_text()).images
+    assert (tmp_path / "out" / unquote(source)).is_file()
+    assert not set(source) & set("#? ")
+
+
+def test_an_image_is_drawn_upright_as_the_model_sees_it(
+    samples: list[Sample], tmp_path: Path
+) -> None:
+    write_page([samples[1]], tmp_path / "out")
+    with Image.open(tmp_path / "out" / picture_name(samples[1])) as picture:
+        assert picture.width / picture.height == 48 / 64
+
+
+def test_an_image_that_cannot_be_decoded_is_named_and_nothing_is_written(
+    samples: list[Sample], tmp_path: Path
+) -> None:
+    samples[2].images[0].write_text("no image")
+    with pytest.raises(ContractError) as caught:
+        write_page(samples, tmp_path / "out")
+    assert caught.value.where == samples[2].sample_id
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("*.part"))
