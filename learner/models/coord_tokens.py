@@ -28,6 +28,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from learner.models.loading import loading
+from learner.models.published import write_published_form
 from learner.runs.atomic_files import publish_directory, require_free
 from learner.stages.coords import COORD_BINS, coord_token
 from learner.stages.tokens import IM_END
@@ -140,6 +141,7 @@ def expand_vocab(source: Path, out: Path, seed: int, tie: bool | None) -> None:
     with publish_directory(out) as part:
         model.save_pretrained(part)
         processor.save_pretrained(part)
+        write_published_form(part)
 
 
 def describe_expanded(source: Path, out: Path) -> None:
@@ -155,6 +157,7 @@ def describe_expanded(source: Path, out: Path) -> None:
     with publish_directory(out) as part:
         config.save_pretrained(part)
         processor.save_pretrained(part)
+        write_published_form(part)
 
 
 def _read_expandable(source: Path) -> tuple[PreTrainedConfig, Processor]:

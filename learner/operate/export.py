@@ -1,6 +1,7 @@
 """`learner export`: a checkpoint of a run as a plain model, which has proven itself (RUN-01).
 
-    checkpoint (full, or an adapter over one) -> merged weights and processor -> a new folder
+    checkpoint (full, or an adapter over one) -> merged weights and processor -> a new folder,
+           in the form that transformers 4.57 reads, too
         -> loaded again by transformers: the same logits
         -> served by vLLM: the model's own greedy answers
         -> published, with a model card
@@ -26,6 +27,7 @@ from learner.models.families import family_of, vision_inputs
 from learner.models.load import LoadedModel, read_model, read_processor
 from learner.models.loading import loading
 from learner.models.prompts import encode_request
+from learner.models.published import write_published_form
 from learner.operate.model_card import write_model_card
 from learner.rollout.client import RolloutClient
 from learner.rollout.hf import evaluating
@@ -88,6 +90,7 @@ def export(checkpoint: Path, out: Path, dtype: Dtype, verify: Proof) -> list[str
         model.name_or_path = model.config.name_or_path = ""  # no path of this machine
         model.save_pretrained(part)
         processor.save_pretrained(part)
+        write_published_form(part)
         write_model_card(checkpoint, part)
         proofs = [_prove_by_transformers(model, processor, part)]
         if verify == "all":
@@ -139,14 +142,14 @@ def _prove_by_transformers(model: PreTrainedModel, processor: ProcessorMixin, pa
         raise RunError(f"export: {model.dtype} was written, and {again.dtype} is read back")
     largest = 0.0
     for name in prompts():
-        one, other = _logits(model, processor, name), _logits(again, read_processor(part), name)
+        one, other = logits_of(model, processor, name), logits_of(again, read_processor(part), name)
         if one.shape != other.shape or not torch.allclose(one, other, atol=_LOGITS, rtol=_LOGITS):
             raise RunError(f"export: loaded again, its logits of the {name} prompt are others")
         largest = max(largest, float((one - other).abs().max()))
     return f"transformers loads it: logits within {largest:.3g} of the checkpoint's"
 
 
-def _logits(model: PreTrainedModel, processor: ProcessorMixin, name: str) -> Tensor:
+def logits_of(model: PreTrainedModel, processor: ProcessorMixin, name: str) -> Tensor:
     """Of every position of a probe's prompt; (L, V) float32."""
     prompt = encode_request(processor, prompts()[name])
     inputs: dict[str, Tensor | None] = {

@@ -328,7 +328,7 @@ def test_a_checkpoint_with_broken_files_is_told(
     for number, (name, content) in enumerate(
         [
             ("tokenizer.json", "{}"),
-            ("preprocessor_config.json", '{"image_processor_type": "Qwen2VLImageProcessor"}'),
+            ("preprocessor_config.json", '{"image_processor_type": "CLIPImageProcessor"}'),
         ]
     ):
         model = tmp_path / str(number)

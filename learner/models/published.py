@@ -1,0 +1,66 @@
+"""A saved model in the form in which Qwen-VL checkpoints are published.
+
+transformers 5 saves names that transformers 4.57 does not read. Both read the published ones:
+
+    tokenizer_config.json                  no class that only transformers 5 has
+    preprocessor_config.json and
+    video_preprocessor_config.json         in place of processor_config.json
+    config.json                            rope_theta, rope_scaling, num_experts
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from learner.data.lengths import read_json
+
+_PROCESSORS = {
+    "image_processor": "preprocessor_config.json",
+    "video_processor": "video_preprocessor_config.json",
+}
+
+
+def write_published_form(folder: Path) -> None:
+    """Rewrite the JSON files of a folder that `save_pretrained` has made."""
+    _rewrite(folder / "tokenizer_config.json", _tokenizer)
+    _rewrite(folder / "config.json", _config)
+    nested = folder / "processor_config.json"
+    if nested.is_file():
+        settings = read_json(nested)
+        for part, name in _PROCESSORS.items():
+            if part in settings:
+                own = settings[part] | {"processor_class": settings["processor_class"]}
+                _write(folder / name, own)
+        nested.unlink()
+
+
+def _rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    settings = read_json(file)
+    change(settings)
+    _write(file, settings)
+
+
+def _write(file: Path, settings: dict[str, Any]) -> None:
+    text = json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True)
+    file.write_text(f"{text}\n", encoding="utf-8")
+
+
+def _tokenizer(settings: dict[str, Any]) -> None:
+    for key in ("backend", "is_local", "local_files_only"):
+        settings.pop(key, None)
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+
+
+def _config(settings: dict[str, Any]) -> None:
+    settings.get("vision_config", {}).pop("rope_parameters", None)  # 4.57 has one for all
+    for section in (settings, settings.get("text_config", {})):
+        rope = section.get("rope_parameters")
+        if isinstance(rope, dict) and "rope_theta" in rope:
+            section["rope_theta"] = rope.pop("rope_theta")
+            section["rope_scaling"] = section.pop("rope_parameters")
+        if "num_local_experts" in section:
+            section["num_experts"] = section.pop("num_local_experts")

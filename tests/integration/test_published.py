@@ -1,0 +1,100 @@
+"""Exported models are those that transformers 4.57 reads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from learner.models.load import read_model, read_processor
+from learner.models.prompts import encode_request
+from learner.models.toy import make_model
+from learner.operate.export import export, logits_of
+from learner.rollout.sync.probe import prompts
+
+pytestmark = pytest.mark.req("RUN-01")
+
+OLD = "transformers==4.57.6"
+# Run by an interpreter with that version: ids of a text, and logits of ids with an image.
+READER = """
+import json, sys, torch
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, __version__
+folder, inputs, out = sys.argv[1:]
+assert __version__.startswith("4.57."), __version__
+tokenizer, processor = AutoTokenizer.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").eval()
+text = "a cat <|coord_5|><|im_end|>"
+ids = [each.encode(text) for each in (tokenizer, processor.tokenizer)]
+with torch.no_grad():
+    torch.save(model(**torch.load(inputs), use_cache=False).logits[0].float(), out)
+size = processor.image_processor.size
+print(json.dumps([ids, [size["shortest_edge"], size["longest_edge"]]]))
+"""
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    make_model(folder / "model", seed=0, family=request.param)
+    export(folder / "model", folder / "exported", "auto", "transformers")
+    return folder
+
+
+def test_an_export_has_the_names_of_published_checkpoints(exported: Path) -> None:
+    """Both forms are one config for transformers 5."""
+    before, after = (exported / name for name in ("model", "exported"))
+    names = {path.name for path in after.iterdir()}
+    assert {"preprocessor_config.json", "video_preprocessor_config.json"} <= names
+    assert "processor_config.json" not in names
+    text = json.loads((after / "config.json").read_text())["text_config"]
+    assert {"rope_theta", "rope_scaling"} <= text.keys()
+    assert not text.keys() & {"rope_parameters", "num_local_experts"}
+    tokenizer = json.loads((after / "tokenizer_config.json").read_text())
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not tokenizer.keys() & {"backend", "is_local", "local_files_only"}
+    configs = [AutoConfig.from_pretrained(each) for each in (before, after)]
+    ropes: list[Any] = [config.get_text_config().rope_parameters for config in configs]
+    assert ropes[0] == ropes[1]
+
+
+@pytest.fixture(scope="module")
+def old_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with transformers 4.57; torch is that of this one."""
+    folder = tmp_path_factory.mktemp("old") / "venv"
+    python = folder / "bin" / "python"
+    uv = [str(Path(sys.executable).with_name("uv")), "--quiet"]
+    subprocess.run([*uv, "venv", "--python", sys.executable, str(folder)], check=True)
+    wanted = [OLD, "safetensors", "pillow", "numpy", "jinja2"]
+    subprocess.run([*uv, "pip", "install", "--python", str(python), *wanted], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "zz_torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    return python
+
+
+@pytest.mark.nightly
+def test_transformers_4_57_loads_an_export_and_computes_the_same(
+    old_python: Path, exported: Path
+) -> None:
+    folder, inputs, out = exported / "exported", exported / "inputs.pt", exported / "logits.pt"
+    model, processor = read_model(folder, "auto"), read_processor(folder)
+    prompt = encode_request(processor, prompts()["image"])
+    given = {
+        "input_ids": prompt.ids[None],
+        "attention_mask": torch.ones_like(prompt.ids[None]),  # 4.57 would look for packs
+        "pixel_values": prompt.pixel_values,
+        "image_grid_thw": prompt.image_grid_thw,
+    }
+    torch.save(given, inputs)
+    reader = [str(old_python), "-c", READER, str(folder), str(inputs), str(out)]
+    ended = subprocess.run(reader, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    ids, size = json.loads(ended.stdout.splitlines()[-1])
+    text = "a cat <|coord_5|><|im_end|>"
+    assert ids == [processor.tokenizer.encode(text)] * 2
+    ours = processor.image_processor.size
+    assert size == [ours["shortest_edge"], ours["longest_edge"]]
+    assert torch.allclose(torch.load(out), logits_of(model, processor, "image"), atol=1e-4)
