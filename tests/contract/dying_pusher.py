@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from learner.rollout.client import RolloutClient
 from learner.rollout.sync.group import Group, join_group
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import SyncMode
+from shared_contracts.cli import run_program
 from shared_contracts.weights import (
     DtypeName,
     GroupCall,
@@ -105,4 +107,5 @@ def push(
 
 
 if __name__ == "__main__":
-    push(*sys.argv[1:])  # type: ignore[arg-type]  # the transport is one
+    arguments: Any = sys.argv[1:]
+    run_program(lambda: push(*arguments))

@@ -119,7 +119,9 @@ def start_server(
     media = folder / "media"
     media.mkdir(parents=True)
     argv = server_options(checkpoint, media, *options, device=device)
-    process = ServerProcess(argv, folder / "server.log")
+    # On a CPU nothing is compiled while it runs: images have no compiler.
+    environment = os.environ | ({"CXX": "absent"} if device == CPU else {})
+    process = ServerProcess(argv, folder / "server.log", environment=environment)
     http = httpx.Client(base_url=process.base_url, timeout=120, trust_env=False)
     return RunningServer(process, http, checkpoint, media)
 

@@ -15,6 +15,7 @@ from learner.rollout.client import RolloutClient
 from learner.rollout.server_process import free_ports
 from learner.rollout.sync.push import WeightPusher
 from learner.rollout.sync.weights import SyncMode
+from shared_contracts.cli import BAD_INPUT, RUN_FAILED
 from tests.contract.dying_pusher import Stop, StoppingWeights
 from tests.contract.running_server import RunningServer, response_ids, text_request
 from tests.contract.toy_checkpoints import read_weights
@@ -58,7 +59,7 @@ def error_of(process: Process) -> str:
     """Have a learner go on, which must fail; return what it prints."""
     process.send_signal(signal.SIGCONT)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode in (BAD_INPUT, RUN_FAILED)
     return error
 
 
@@ -170,6 +171,4 @@ def test_a_suspended_learner_loses_the_server_to_a_newer_one(
         process.send_signal(signal.SIGSTOP)
         push_again(server, port, tied)
         assert weights_state(server) == "READY"
-        error = error_of(process)
-    assert "ContractError" in error
-    assert "taken this server over" in error
+        assert "taken this server over" in error_of(process)

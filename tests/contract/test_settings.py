@@ -153,7 +153,8 @@ def test_the_environment_of_the_engine_allows_no_network_and_few_threads() -> No
     cpu = engine_environment(ServerSettings(model=Path("/m"), device="cpu"))
     assert cpu["HF_HUB_OFFLINE"] == cpu["VLLM_NO_USAGE_STATS"] == cpu["OMP_NUM_THREADS"] == "1"
     gpu = engine_environment(ServerSettings(model=Path("/m"), gpus=(0,)))
-    assert "OMP_NUM_THREADS" not in gpu
+    assert cpu["TORCH_COMPILE_DISABLE"] == "1"
+    assert not {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"} & gpu.keys()
     assert cpu["VLLM_HOST_IP"] == gpu["VLLM_HOST_IP"] == "127.0.0.1"
 
 

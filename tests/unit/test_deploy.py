@@ -95,9 +95,9 @@ def test_a_server_container_has_its_token_gpus_data_and_time_to_stop(name: str) 
         assert service.binds[path]["read_only"]
     stop_s = int(service.raw["stop_grace_period"].removesuffix("s"))
     assert stop_s >= options["grace_seconds"] + ANSWERS_S + 10
-    # Restarted after a failure, but not after bad input.
-    assert service.raw["restart"] == "on-failure"
-    assert service.raw["entrypoint"] == ["/usr/bin/tini", "-e", str(BAD_INPUT), "--"]
+    assert re.fullmatch(r"on-failure:\d+", service.raw["restart"])
+    assert "entrypoint" not in service.raw, "an orderly end is 0, and bad input is seen"
+    assert ("ulimits" in service.raw) == (gpus != []), "a Docker may not be able to raise them"
     _, program, url = service.raw["healthcheck"]["test"]
     assert os.access(DEPLOY / program, os.X_OK)
     assert program in DOCKERFILE.read_text(encoding="utf-8")
@@ -118,7 +118,9 @@ def test_a_learner_container_waits_for_its_server_and_shares_its_data_but_no_gpu
     assert not set(learner.gpu_ids) & set(server.gpu_ids)
     assert learner.raw["environment"]["ROLLOUT_SERVER_TOKEN_FILE"] in learner.secret_files
     assert {path: learner.binds.get(path) for path in server.binds} == server.binds
-    assert re.fullmatch(r"on-failure:\d+", learner.raw["restart"])
+    assert learner.raw["restart"] == server.raw["restart"]
+    ended = 128 + signal.SIGTERM  # after an orderly stop of Docker neither is started again
+    assert learner.raw["entrypoint"] == ["/usr/bin/tini", "-e", str(ended), "--"]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -137,6 +139,14 @@ def test_an_example_yaml_reaches_and_configures_the_server_container(
     given = {key: options[key] for key in ("model", "device", "grace_seconds", "gpus")}
     settings = load_settings(None, given, example, {})
     assert settings.max_num_seqs == config.rollout_matching.decode_batch_size
+
+
+def test_the_example_of_an_env_file_has_every_required_variable() -> None:
+    lines = (DEPLOY / "env.example").read_text(encoding="utf-8").splitlines()
+    given = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    required = set(re.findall(r"\$\{(\w+):\?", COMPOSE.read_text(encoding="utf-8")))
+    assert required <= given.keys()
+    assert set(given["COMPOSE_PROFILES"].split(",")) <= {"gpu", "cpu", "monitoring"}
 
 
 def test_the_image_installs_hashed_packages_from_files_in_the_build_context() -> None:

@@ -61,9 +61,12 @@ def _json_logs() -> dict[str, str]:
 
 
 def _cpu(settings: ServerSettings) -> dict[str, str]:
+    # What torch compiles on a CPU, as for log-probabilities, needs a C++ compiler, and the engine
+    # dies without one.
+    eager = {"TORCH_COMPILE_DISABLE": "1"}
     if settings.tensor_parallel_size > 1:
-        return {}  # vLLM binds each worker's threads to a NUMA node
-    return {
+        return eager  # vLLM binds each worker's threads to a NUMA node
+    return eager | {
         # Otherwise vLLM replaces the executor `uni` on the CPU and starts one more process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # One thread per engine: with `uni` a step of a small model takes 20 ms with it and
