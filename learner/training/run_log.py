@@ -25,10 +25,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
@@ -38,7 +36,7 @@ from learner.config.schema import Config, resolved_sync_mode
 from learner.config.training import TrainingConfig
 from learner.rollout.colocate import Placement, describe_backend
 from learner.runs.atomic_files import append_line, publish_text
-from learner.runs.console import PHASES, channel_of, step_line, tell
+from learner.runs.console import channel_of, step_line, tell
 from learner.runs.resume import BEGINNING, Start, data_digest, prepare_folder
 from learner.runs.run_folder import METRICS, RESOLVED, RUN, identity_of_this_process
 from shared_contracts.adapters import folder_with
@@ -148,7 +146,7 @@ _PLAIN_EVERY = 20
 
 
 class ProgressDisplay(TrainerCallback):
-    """A live table on a terminal; a plain line every 20 steps elsewhere."""
+    """One progress line on a terminal; a plain line every 20 steps elsewhere."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
@@ -156,18 +154,19 @@ class ProgressDisplay(TrainerCallback):
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
+            TextColumn("{task.fields[step]}", markup=False),
             TimeRemainingColumn(),
+            console=console,
+            refresh_per_second=4,
         )
-        self._task = self._progress.add_task(title, total=None)
-        self._live: Live | None = None
+        self._task = self._progress.add_task(title, total=None, step="")
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         self._progress.update(self._task, total=state.max_steps, completed=state.global_step)
         if self._console.is_terminal:
-            self._live = Live(self._progress, console=self._console, refresh_per_second=4)
-            self._live.start()
+            self._progress.start()
 
     def on_log(
         self,
@@ -179,12 +178,13 @@ class ProgressDisplay(TrainerCallback):
     ) -> None:
         if not logs or "step/channel_b" not in logs:
             return
-        self._progress.update(self._task, completed=state.global_step)
-        if self._live is not None:
-            self._live.update(Group(self._progress, _table(logs)))
-        elif state.global_step % _PLAIN_EVERY == 0 or state.global_step == state.max_steps:
-            line = step_line(state.global_step, state.max_steps, logs)
-            tell(self._console, line)
+        step = f"channel {channel_of(logs)} loss {logs['loss']:.4f}"
+        if rate := logs.get("rollout/per_second"):
+            step = f"{step} {rate:.1f} rollouts/s"
+        self._progress.update(self._task, completed=state.global_step, step=step)
+        every = state.global_step % _PLAIN_EVERY == 0 or state.global_step == state.max_steps
+        if every and not self._console.is_terminal:
+            tell(self._console, step_line(state.global_step, state.max_steps, logs))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -193,20 +193,8 @@ class ProgressDisplay(TrainerCallback):
 
     def stop(self) -> None:
         """Give the terminal back; idempotent."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-
-def _table(logs: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    values = {"channel": channel_of(logs), "loss": f"{logs['loss']:.4f}"}
-    values |= {p: f"{logs[f'time/{p}_s']:.2f} s" for p in PHASES if f"time/{p}_s" in logs}
-    values["rollouts/s"] = f"{logs.get('rollout/per_second', 0.0):.1f}"
-    for name in values:
-        table.add_column(name, justify="right")
-    table.add_row(*values.values())
-    return table
+        if self._console.is_terminal:
+            self._progress.stop()
 
 
 _LOG = logging.getLogger(__name__)

@@ -26,9 +26,28 @@ def test_progress_shows_the_name_of_the_run_unchanged(name: str) -> None:
     shown = io.StringIO()
     display = ProgressDisplay(Console(file=shown, force_terminal=True, width=100), name)
     state, control = TrainerState(max_steps=3), TrainerControl()
-    display.on_train_begin(TrainingArguments(output_dir="none"), state, control)
+    arguments = TrainingArguments(output_dir="none")
+    display.on_train_begin(arguments, state, control)
+    state.global_step = 2
+    logs = {"step/channel_b": 1.0, "loss": 0.25, "rollout/per_second": 3.5}
+    display.on_log(arguments, state, control, logs)
     display.stop()
-    assert name in shown.getvalue()
+    line = Text.from_ansi(shown.getvalue().replace("\r", "\n")).plain
+    assert name in line
+    assert "2/3 channel B loss 0.2500 3.5 rollouts/s" in line
+
+
+def test_no_progress_line_is_in_a_log_file() -> None:
+    shown = io.StringIO()
+    display = ProgressDisplay(Console(file=shown), "run")
+    state, control = TrainerState(max_steps=30), TrainerControl()
+    arguments = TrainingArguments(output_dir="none")
+    display.on_train_begin(arguments, state, control)
+    for state.global_step in range(1, 31):
+        display.on_log(arguments, state, control, {"step/channel_b": 0.0, "loss": 0.25})
+    display.stop()
+    starts = [line[:20] for line in shown.getvalue().splitlines()]
+    assert starts == ["step 20/30 channel A", "step 30/30 channel A"]
 
 
 def test_figures_are_formatted() -> None:
