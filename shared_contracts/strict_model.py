@@ -4,7 +4,6 @@ StrictModel        frozen, unknown keys forbidden, no silent conversion of types
 FreeOnResume       marks a field that may change when a run is resumed
 Refusal            raised by a validator: what was found and what to do
 refuse_all         raises several of them at once
-unknown_key        a path that a model does not have -> what to do about it
 contract_errors    a pydantic ValidationError -> one ContractError per fault
 """
 
@@ -261,15 +260,6 @@ def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
 
 def _refused(item: Any) -> str:
     return f"{shown(item['input'])} is not accepted"
-
-
-def unknown_key(model: type[BaseModel], path: str, at: str) -> ContractError | None:
-    """The fault of a path, without list indices, below `at`; None where `model` has it."""
-    keys = tuple(path.removeprefix(at).strip(".").split("."))
-    spot = _locate(model, keys if path != at else (), at)
-    if spot.annotation is not None:
-        return None
-    return _unknown_key(spot, spot.path.rpartition(".")[2], _homes(model, at))
 
 
 def _unknown_key(spot: _Spot, key: str, homes: _Homes) -> ContractError:

@@ -227,6 +227,11 @@ def _null_is_empty(value: Any) -> Any:
     return {} if value is None else value
 
 
+Free = Annotated[
+    dict[str, Any],
+    BeforeValidator(_null_is_empty, json_schema_input_type=dict[str, Any] | None),
+]
+
 if TYPE_CHECKING:
     VariantName = str
 else:
@@ -245,12 +250,14 @@ class CustomConfig(StrictModel):
         description="how answers are written and read: `object_keys`, one JSON object of objects; "
         "`objects_array`, a JSON list of objects; `compact`, a line for each object",
     )
-    extra: FreeOnResume[Annotated[dict[str, Any], BeforeValidator(_null_is_empty)]] = Field(
+    extra: FreeOnResume[Free] = Field(
         default={}, description="free section for your own tools; Rollmatch does not read it"
     )
 
 
-Empty = Annotated[EmptySection, BeforeValidator(_null_is_empty)]
+Empty = Annotated[
+    EmptySection, BeforeValidator(_null_is_empty, json_schema_input_type=EmptySection | None)
+]
 
 
 class Config(StrictModel):
