@@ -49,28 +49,19 @@ class RepeatTerminateConfig(StrictModel):
     """What ends a sequence that repeats itself; a rule that is 0 or null is off."""
 
     enabled: bool = Field(default=False, description="end sequences that repeat themselves")
-    min_new_tokens: int = Field(
-        default=0, ge=0, description="number of generated tokens before which no sequence is ended"
-    )
-    max_consecutive_token_repeats: int = Field(
-        default=0, ge=0, description="number of equal tokens in a row that ends a sequence; 0: off"
-    )
-    ngram_size: int = Field(
-        default=0, ge=0, description="length of a repeated block in tokens; 0: off"
-    )
-    ngram_repeats: int = Field(
-        default=0,
-        ge=0,
-        description="number of equal blocks in a row that ends a sequence; 0: off, else >= 2",
-    )
-    max_object_keys: int | None = Field(
-        default=None, ge=1, description="number of entries that ends a sequence; null: off"
-    )
-    answer_format: AnswerFormatName = Field(
-        default="object_keys",
-        description="format of the entries that max_object_keys counts; a training YAML leaves it "
-        "out, because it is custom.answer_format there",
-    )
+    min_new_tokens: int = Field(default=0, ge=0)
+    """number of generated tokens before which no sequence is ended"""
+    max_consecutive_token_repeats: int = Field(default=0, ge=0)
+    """number of equal tokens in a row that ends a sequence; 0: off"""
+    ngram_size: int = Field(default=0, ge=0)
+    """length of a repeated block in tokens; 0: off"""
+    ngram_repeats: int = Field(default=0, ge=0)
+    """number of equal blocks in a row that ends a sequence; 0: off, else >= 2"""
+    max_object_keys: int | None = Field(default=None, ge=1)
+    """number of entries that ends a sequence; null: off"""
+    answer_format: AnswerFormatName = "object_keys"
+    """format of the entries that max_object_keys counts; a training YAML leaves it out, because it
+    is custom.answer_format there"""
 
     @field_validator("ngram_repeats")
     @classmethod

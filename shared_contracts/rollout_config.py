@@ -75,12 +75,10 @@ def _http_url(url: str) -> str:
 class ServerAddress(StrictModel):
     """One rollout server: where it is called, and where its weight group meets."""
 
-    base_url: Annotated[str, AfterValidator(_http_url)] = Field(
-        description="address of a rollout server, without `/infer/`"
-    )
-    group_port: int = Field(
-        ge=1, le=65535, description="port on the server's host at which the weight group is formed"
-    )
+    base_url: Annotated[str, AfterValidator(_http_url)]
+    """address of a rollout server, without `/infer/`"""
+    group_port: int = Field(ge=1, le=65535)
+    """port on the server's host at which the weight group is formed"""
 
     @model_validator(mode="after")
     def _two_ports(self) -> "ServerAddress":
@@ -97,20 +95,13 @@ class ServerAddress(StrictModel):
 class ServerConfig(StrictModel):
     """The servers of `mode: server`, and how long they may take."""
 
-    servers: Annotated[tuple[ServerAddress, ...], Field(strict=False)] = Field(
-        description="the rollout servers, in the order in which they get requests"
-    )
-    timeout_s: float = Field(
-        default=240.0,
-        gt=0,
-        description="most seconds for reaching a server, for forming the weight "
-        "group, and for each phase of a push (drain, transfer, finish)",
-    )
-    infer_timeout_s: float | None = Field(
-        default=None,
-        description="most seconds for an `/infer/` call; null or <= 0: no limit "
-        "while `/live/` answers",
-    )
+    servers: Annotated[tuple[ServerAddress, ...], Field(strict=False)]
+    """the rollout servers, in the order in which they get requests"""
+    timeout_s: float = Field(default=240.0, gt=0)
+    """most seconds for reaching a server, for forming the weight group, and for each phase of a
+    push (drain, transfer, finish)"""
+    infer_timeout_s: float | None = None
+    """most seconds for an `/infer/` call; null or <= 0: no limit while `/live/` answers"""
 
     @field_validator("servers")
     @classmethod
@@ -136,67 +127,40 @@ class ServerConfig(StrictModel):
 class SyncConfig(StrictModel):
     """How new weights reach the engines."""
 
-    mode: Literal["full", "adapter", "auto"] = Field(
-        default="full",
-        description="`full`: all weights, merged; `adapter`: only the LoRA adapter; "
-        "`auto`: `adapter` with `enable_lora`, else `full`",
-    )
-    fallback_to_full: bool = Field(
-        default=True,
-        description="if a push of the adapter fails, push full weights for the rest of the run",
-    )
-    transport: Literal["auto", "gloo", "nccl", "ipc"] = Field(
-        default="auto",
-        description="`auto`: `ipc` to a colocated server; else `nccl` if the "
-        "learner has a GPU; else `gloo`",
-    )
-    verify: Verify = Field(
-        default="sample",
-        description="which pushes are proven: two answers of each server are compared with the "
-        "trainer's log-probabilities. `sample`: the first and every hundredth; `full`: every one",
-    )
-    bucket_mib: int | None = Field(
-        default=None,
-        ge=1,
-        description="size of one packed bucket in MiB; null: 8, and with `nccl` 512",
-    )
+    mode: Literal["full", "adapter", "auto"] = "full"
+    """`full`: all weights, merged; `adapter`: only the LoRA adapter; `auto`: `adapter` with
+    `enable_lora`, else `full`"""
+    fallback_to_full: bool = True
+    """if a push of the adapter fails, push full weights for the rest of the run"""
+    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    """`auto`: `ipc` to a colocated server; else `nccl` if the learner has a GPU; else `gloo`"""
+    verify: Verify = "sample"
+    """which pushes are proven: two answers of each server are compared with the trainer's
+    log-probabilities. `sample`: the first and every hundredth; `full`: every one"""
+    bucket_mib: int | None = Field(default=None, ge=1)
+    """size of one packed bucket in MiB; null: 8, and with `nccl` 512"""
 
 
 class VllmConfig(StrictModel):
     """Where vLLM runs, what its engines can do, and how they get their weights."""
 
-    mode: Literal["colocate", "server"] = Field(
-        default="colocate",
-        description="where vLLM runs: `server`, in servers that you started; "
-        "`colocate`, in a server that the learner starts on the devices "
-        "that it sees. The learner trains on the first of these",
-    )
-    gpu_memory_utilization: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="fraction of the GPU memory for a colocated server while it works; null: 0.45",
-    )
-    tensor_parallel_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="GPUs per replica of a colocated server; null: the largest of "
-        "4, 2 and 1 that fits the GPUs the learner sees",
-    )
-    max_model_len: int | None = Field(
-        default=None,
-        ge=1,
-        description="most tokens of a prompt with its answer; null: the longest prompt of the data "
-        "with `max_new_tokens`, and for a server that you start yourself `global_max_length` with "
-        "`max_new_tokens`",
-    )
+    mode: Literal["colocate", "server"] = "colocate"
+    """where vLLM runs: `server`, in servers that you started; `colocate`, in a server that the
+    learner starts on the devices that it sees. The learner trains on the first of these"""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """fraction of the GPU memory for a colocated server while it works; null: 0.45"""
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    """GPUs per replica of a colocated server; null: the largest of 4, 2 and 1 that fits the GPUs
+    the learner sees"""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """most tokens of a prompt with its answer; null: the longest prompt of the data with
+    `max_new_tokens`, and for a server that you start yourself `global_max_length` with
+    `max_new_tokens`"""
     enable_lora: bool = Field(default=False, description="the engines can serve a LoRA adapter")
-    enable_prefix_caching: bool = Field(
-        default=True, description="reuse the caches of equal prompts"
-    )
-    server: ServerConfig | None = Field(
-        default=None, description="how to reach the rollout servers; with `mode: server`"
-    )
+    enable_prefix_caching: bool = True
+    """reuse the caches of equal prompts"""
+    server: ServerConfig | None = None
+    """how to reach the rollout servers; with `mode: server`"""
     sync: SyncConfig = Field(default=SyncConfig(), description="how weights are pushed")
 
     @model_validator(mode="after")
@@ -251,14 +215,9 @@ class VllmConfig(StrictModel):
 class SharedRolloutConfig(StrictModel):
     """Keys of `rollout_matching` that say what both the learner and its servers do."""
 
-    decode_batch_size: FreeOnResume[int] = Field(
-        default=1, ge=1, description="most sequences decoded at once per rollout GPU"
-    )
-    repeat_terminate: RepeatTerminate = Field(
-        default=RepeatTerminateConfig(),
-        description="when an answer that repeats itself is ended; the servers must "
-        "have the same settings",
-    )
-    vllm: FreeOnResume[VllmConfig] = Field(
-        default=VllmConfig(), description="vLLM's placement, servers and weight push"
-    )
+    decode_batch_size: FreeOnResume[int] = Field(default=1, ge=1)
+    """most sequences decoded at once per rollout GPU"""
+    repeat_terminate: RepeatTerminate = RepeatTerminateConfig()
+    """when an answer that repeats itself is ended; the servers must have the same settings"""
+    vllm: FreeOnResume[VllmConfig] = VllmConfig()
+    """vLLM's placement, servers and weight push"""

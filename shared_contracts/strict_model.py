@@ -4,15 +4,13 @@ StrictModel        frozen, unknown keys forbidden, no silent conversion of types
 FreeOnResume       marks a field that may change when a run is resumed
 Refusal            raised by a validator: what was found and what to do
 refuse_all         raises several of them at once
-unknown_key        a path that a model does not have -> what to do about it
 contract_errors    a pydantic ValidationError -> one ContractError per fault
 """
 
 import difflib
 import json
-import re
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
@@ -23,8 +21,6 @@ from shared_contracts.errors import ContractError
 
 # Sections a key may be sent to: in more of them its name is a common word.
 _FEW = 2
-# Likeness, of 1, from which a name is taken for a misspelt key of another section.
-_SURELY = 0.8
 _NO_KEYS = "Remove it: there are no keys here"
 # What to write, by pydantic's name of the fault.
 _WRITE = {
@@ -33,13 +29,26 @@ _WRITE = {
     **dict.fromkeys(("float_type", "float_parsing"), "Write a number"),
     "string_type": "Write text, in quotes where it looks like a number",
 }
-_INDEX = re.compile(r"\[\d+\]")
 
 
 class StrictModel(BaseModel):
-    """A part of a settings file: every key known, every value of the type it is declared with."""
+    """A part of a settings file: every key known, every value of the type it is declared with.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    A field's description is its `description`, or the text below it.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split()) or None
 
 
 class EmptySection(StrictModel):
@@ -105,23 +114,17 @@ def contract_errors(
 _Homes = dict[str, list[str]]
 
 
-def _homes(model: type[BaseModel], at: str) -> _Homes:
-    homes: _Homes = {}
-    for path, name in dict.fromkeys(_keys(model, at)):
-        homes.setdefault(name, []).append(path)
-    return homes
-
-
-def _keys(model: type[BaseModel], at: str) -> Iterator[tuple[str, str]]:
-    """(path, name) of every key of a model and of those below."""
+def _homes(model: type[BaseModel], at: str, homes: _Homes | None = None) -> _Homes:
+    homes = {} if homes is None else homes
     for name, field in model.model_fields.items():
-        path = joined(at, name)
-        index, members = models_below(field.annotation)
+        path, (index, members) = joined(at, name), models_below(field.annotation)
         if members and not any(member.model_fields for member in members):
             continue  # a section without keys: nothing can be moved there
-        yield path, name
+        if path not in homes.setdefault(name, []):
+            homes[name].append(path)
         for member in members:
-            yield from _keys(member, path + index)
+            _homes(member, path + index, homes)
+    return homes
 
 
 @dataclass
@@ -244,11 +247,10 @@ def _convert(spot: _Spot, item: Any, homes: _Homes) -> ContractError:
             refusal = context["error"]
             return ContractError(joined(spot.path, refusal.key), refusal.found, refusal.do)
         case "model_type" | "model_attributes_type":
-            return ContractError(
-                spot.path,
-                f"{shown(item['input'])} is not a mapping",
-                _give_a_mapping(bare_type(spot.annotation)),
-            )
+            section = bare_type(spot.annotation)
+            known = ", ".join(section.model_fields) if is_model(section) else "its keys"
+            do = f"Give a mapping of {known}" if known else _NO_KEYS
+            return ContractError(spot.path, f"{shown(item['input'])} is not a mapping", do)
         case "tuple_type" | "list_type":
             given = item["input"]
             example = f", such as [{given}]" if isinstance(given, str) else ""
@@ -263,17 +265,7 @@ def _refused(item: Any) -> str:
     return f"{shown(item['input'])} is not accepted"
 
 
-def unknown_key(model: type[BaseModel], path: str, at: str) -> ContractError | None:
-    """The fault of a path, without list indices, below `at`; None where `model` has it."""
-    keys = tuple(path.removeprefix(at).strip(".").split("."))
-    spot = _locate(model, keys if path != at else (), at)
-    if spot.annotation is not None:
-        return None
-    return _unknown_key(spot, spot.path.rpartition(".")[2], _homes(model, at))
-
-
 def _unknown_key(spot: _Spot, key: str, homes: _Homes) -> ContractError:
-    """key: the last of the path; a dotted one is a key that was written with dots."""
     assert spot.owner is not None
     for member in spot.union:
         if key in member.model_fields:
@@ -282,17 +274,8 @@ def _unknown_key(spot: _Spot, key: str, homes: _Homes) -> ContractError:
                 f"this key belongs to '{tag_of(member).value}' only",
                 f"Remove it from '{tag_of(spot.owner).value}'",
             )
-    do = _undotted(spot.path, key, homes) or _advice(key, list(spot.owner.model_fields), homes)
+    do = _advice(key, list(spot.owner.model_fields), homes)
     return ContractError(spot.path, "unknown key", do)
-
-
-def _undotted(path: str, key: str, homes: _Homes) -> str:
-    """How to write a key such as `a.b` where there is a section `a` with `b`."""
-    *sections, last = key.split(".")
-    if not sections or _INDEX.sub("[]", path) not in homes.get(last, []):
-        return ""
-    nested = f"{': {'.join([*sections, last])}: ...{'}' * len(sections)}"
-    return f"Write it without dots, one section inside another: {nested}"
 
 
 def _advice(key: str, known: list[str], homes: _Homes) -> str:
@@ -303,17 +286,7 @@ def _advice(key: str, known: list[str], homes: _Homes) -> str:
         return f"Move it to {' or '.join(places)}"
     if near := difflib.get_close_matches(key, known, n=1):
         return f"The nearest known key is '{near[0]}'; correct or remove it"
-    for name in difflib.get_close_matches(key, homes, n=1, cutoff=_SURELY):
-        if len(homes[name]) <= _FEW:
-            return f"The nearest known key is {' or '.join(homes[name])}; move or remove it"
     return f"Remove it, or use one of the keys here: {', '.join(known)}"
-
-
-def _give_a_mapping(annotation: Any) -> str:
-    if not is_model(annotation):
-        return "Give a mapping"
-    known = ", ".join(annotation.model_fields)
-    return f"Give a mapping of {known}" if known else _NO_KEYS
 
 
 def shown(value: Any, limit: int = 80) -> str:

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from learner.config.moved_keys import IGNORED_KEY, retired_errors
+from learner.config.moved_keys import IGNORED_KEY, retired_errors, with_instead
 from learner.config.schema import Config
 from learner.config.training import NULL_MEANS_DERIVED
 from learner.config.yaml12 import dump_annotated, dump_mapping, read_document
@@ -73,7 +73,7 @@ def read_written(path: str | Path) -> Written:
         return document.mapping
 
     chain, mappings = read_chain(Path(path), read)
-    faults = list(leaf_errors(mappings[0], chain)) if is_canonical_leaf(chain[0]) else []
+    faults = list(leaf_errors(mappings[0], chain))
     merged = merge_chain(mappings)
     return Written(merged, find_origins(merged, list(zip(chain, lines, strict=True))), faults)
 
@@ -90,30 +90,22 @@ def parse_config(mapping: dict[str, Any], known: Sequence[ContractError] = ()) -
     try:
         config = Config.model_validate(mapping)
     except ValidationError as error:
-        errors += _not_told_yet(contract_errors(error, Config), errors)
-        raise ContractErrors(errors) from None
+        found = contract_errors(error, Config)
+        errors += [with_instead(e) for e in found if not any(_related(e, k) for k in errors)]
     if errors:
         raise ContractErrors(errors)
     return config
 
 
+def _related(error: ContractError, known: ContractError) -> bool:
+    """Whether a path is the other one, or a part or a section of it."""
+    short, long = sorted((error.where, known.where), key=len)
+    return long == short or long.startswith((f"{short}.", f"{short}["))
+
+
 def dump_resolved(config: Config) -> str:
     """YAML text of every key with its effective value."""
     return dump_mapping(config.model_dump())
-
-
-def _not_told_yet(
-    errors: list[ContractError], told: list[ContractError]
-) -> Iterator[ContractError]:
-    """Errors that are not about a path, a part or a section of a path told already."""
-    paths = [error.where for error in told]
-    for error in errors:
-        if not any(_inside(error.where, path) or _inside(path, error.where) for path in paths):
-            yield error
-
-
-def _inside(path: str, outer: str) -> bool:
-    return path == outer or path.startswith((f"{outer}.", f"{outer}["))
 
 
 # --- Origins: which line of which file decides each value.
@@ -175,46 +167,28 @@ def _tidy(path: Path) -> Path:
 
 # --- Canonical profiles state themselves what they vary (CFG-04).
 # `configs/VARIANT/{prod,smoke}/*.yaml` extend exactly `../base.yaml`, which extends nothing, and
-# state the fields below themselves, whatever the base says. Null states nothing where it means
-# that the value is derived from another key.
+# state the fields below themselves, whatever the base says.
 
 LEAF_FOLDERS = ("prod", "smoke")
 BASE = "../base.yaml"
 
-EXPLICIT_LEAF_FIELDS = (
+_ALIGNED_FIELDS = (
     "model.model",
-    "training.run_name",
-    "training.output_dir",
-    "training.logging_dir",
-    "training.learning_rate",
-    "training.vit_lr",
-    "training.aligner_lr",
-    "training.effective_batch_size",
-    "training.eval_strategy",
-    "training.eval_steps",
-    "training.save_strategy",
-    "training.save_steps",
-    "stage2_ab.schedule.b_ratio",
-    "stage2_ab.n_softctx_iter",
+    *("training.run_name", "training.output_dir", "training.logging_dir"),
+    *("training.learning_rate", "training.vit_lr", "training.aligner_lr"),
+    *("training.effective_batch_size", "training.eval_strategy", "training.eval_steps"),
+    *("training.save_strategy", "training.save_steps"),
 )
-
-
-_NULL_STATES_NOTHING = tuple(f"training.{key}" for key in NULL_MEANS_DERIVED)
-
-# By variant; only stage2_two_channel has a section stage2_ab.
 LEAF_FIELDS = {
-    "stage2_two_channel": EXPLICIT_LEAF_FIELDS,
-    "stage2_rollout_aligned": tuple(
-        field for field in EXPLICIT_LEAF_FIELDS if not field.startswith("stage2_ab.")
+    "stage2_two_channel": (
+        *_ALIGNED_FIELDS,
+        *("stage2_ab.schedule.b_ratio", "stage2_ab.n_softctx_iter"),
     ),
+    "stage2_rollout_aligned": _ALIGNED_FIELDS,
 }
 
 
-def is_canonical_leaf(path: Path) -> bool:
-    return _variant(path) is not None
-
-
-def _variant(path: Path) -> str | None:
+def canonical_variant(path: Path) -> str | None:
     """The variant whose canonical leaf a file is: it lies beside the variant's base, one below.
 
     A run folder may have the name of a leaf's folder, and has no base.
@@ -226,37 +200,31 @@ def _variant(path: Path) -> str | None:
 
 
 def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractError]:
-    """Faults of a canonical leaf.
+    """Faults of a canonical leaf; none for other files.
 
     leaf: the file's own mapping, `extends` included.
     chain: the files from the leaf to the last base.
     """
-    shown = " -> ".join(str(path) for path in chain)
-    if leaf.get("extends") != BASE or len(chain) != 2:
+    variant, shown = canonical_variant(chain[0]), " -> ".join(map(str, chain))
+    if variant is not None and (leaf.get("extends") != BASE or len(chain) != 2):
         yield ContractError(
             f"{chain[0]}: extends",
             f"the chain is {shown}",
             f"A canonical profile extends {BASE} directly, and that extends nothing",
         )
-    variant = _variant(chain[0])
-    assert variant is not None, "asked about leaves only"
-    for field in LEAF_FIELDS[variant]:
-        if not _states(leaf, field):
-            null = ", and not as null" if field in _NULL_STATES_NOTHING else ""
+    for field in LEAF_FIELDS[variant] if variant else ():
+        stated: Any = leaf
+        *sections, key = field.split(".")
+        for section in sections:
+            stated = stated.get(section) if isinstance(stated, dict) else None
+        derived = key in NULL_MEANS_DERIVED
+        stated = stated if isinstance(stated, dict) else {}
+        if key not in stated or (derived and stated[key] is None):
             yield ContractError(
                 field,
                 f"the canonical profile does not state it itself ({shown})",
-                f"State it in {chain[0]}{null}",
+                f"State it in {chain[0]}{', and not as null' if derived else ''}",
             )
-
-
-def _states(mapping: dict[str, Any], field: str) -> bool:
-    here: Any = mapping
-    for key in field.split("."):
-        if not isinstance(here, dict) or key not in here:
-            return False
-        here = here[key]
-    return here is not None or field not in _NULL_STATES_NOTHING
 
 
 def show_config(path: Path, all_origins: bool = False) -> str:
@@ -270,32 +238,13 @@ def show_config(path: Path, all_origins: bool = False) -> str:
     """
     written = read_written(path)
     config = check_written(written)
-    derived = set(_derived(config))
+    training = written.mapping["training"]
+    derived = {("training", key) for key in NULL_MEANS_DERIVED if training.get(key) is None}
 
     def note(steps: Steps) -> str:
-        if steps in derived and _value(written.mapping, steps) is None:
+        if steps in derived:
             return "derived"
         places = written.origins.get(steps, ("default",))
         return " over ".join(places if all_origins else places[:1])
 
     return dump_annotated(config.model_dump(), note)
-
-
-def _derived(model: BaseModel, at: Steps = ()) -> Iterator[Steps]:
-    """Keys whose default is computed from other keys."""
-    for name, field in type(model).model_fields.items():
-        if field.default_factory_takes_validated_data:
-            yield (*at, name)
-        value = getattr(model, name)
-        for step, item in enumerate(value) if isinstance(value, tuple) else [(None, value)]:
-            if isinstance(item, BaseModel):
-                yield from _derived(item, (*at, name) if step is None else (*at, name, step))
-
-
-def _value(mapping: Any, steps: Steps) -> Any:
-    """What is written at a path; None where nothing is."""
-    for step in steps:
-        if not isinstance(mapping, dict | list):
-            return None
-        mapping = mapping.get(step) if isinstance(mapping, dict) else mapping[int(step)]
-    return mapping

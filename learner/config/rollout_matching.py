@@ -17,76 +17,51 @@ DecodeMode = Literal["greedy", "sampling", "beam"]
 class DecodingConfig(StrictModel):
     temperature: Temperature = Field(default=0.0, description="temperature of sampling; 0: greedy")
     top_p: TopP = Field(default=1.0, description="probability mass that is sampled from")
-    top_k: TopK = Field(
-        default=-1, description="number of most likely tokens that are sampled from; -1 and 0: all"
-    )
+    top_k: TopK = -1
+    """number of most likely tokens that are sampled from; -1 and 0: all"""
 
 
 class MatchingConfig(StrictModel):
     """Which prediction is which ground truth, and where its points should move."""
 
-    candidate_top_k: int = Field(
-        default=10, ge=1, description="ground truths considered per prediction"
-    )
-    maskiou_gate: float = Field(
-        default=0.3, ge=0, le=1, description="pairs with a lower mask IoU never match"
-    )
-    maskiou_resolution: int = Field(
-        default=256, ge=2, le=4096, description="side of the mask canvas in pixels"
-    )
+    candidate_top_k: int = Field(default=10, ge=1)
+    """ground truths considered per prediction"""
+    maskiou_gate: float = Field(default=0.3, ge=0, le=1)
+    """pairs with a lower mask IoU never match"""
+    maskiou_resolution: int = Field(default=256, ge=2, le=4096)
+    """side of the mask canvas in pixels"""
     fp_cost: float = Field(default=1.0, ge=0, description="cost of leaving a prediction unmatched")
-    fn_cost: float = Field(
-        default=1.0, ge=0, description="cost of leaving a ground truth unmatched"
-    )
-    ot_cost: Literal["l1", "l2"] = Field(
-        default="l2", description="distance of points in the transport plan of a polygon"
-    )
-    ot_epsilon: float = Field(
-        default=0.5,
-        gt=0,
-        description="weight of the plan's entropy, in bins; points closer than a "
-        "few times this are averaged",
-    )
+    fn_cost: float = Field(default=1.0, ge=0)
+    """cost of leaving a ground truth unmatched"""
+    ot_cost: Literal["l1", "l2"] = "l2"
+    """distance of points in the transport plan of a polygon"""
+    ot_epsilon: float = Field(default=0.5, gt=0)
+    """weight of the plan's entropy, in bins; points closer than a few times this are averaged"""
     ot_iters: int = Field(default=30, ge=1, description="rounds of Sinkhorn")
 
 
 class OffloadConfig(StrictModel):
-    enabled: bool = Field(
-        default=False, description="free device memory while a colocated server works"
-    )
-    offload_model: bool = Field(
-        default=False, description="move the weights of the model to host memory"
-    )
-    offload_optimizer: bool = Field(
-        default=False, description="move the state of the optimizer to host memory"
-    )
+    enabled: bool = False
+    """free device memory while a colocated server works"""
+    offload_model: bool = False
+    """move the weights of the model to host memory"""
+    offload_optimizer: bool = False
+    """move the state of the optimizer to host memory"""
 
 
 class AsyncRolloutConfig(StrictModel):
     """Rollouts that run beside training instead of within a step (ASYNC-01)."""
 
-    enabled: bool = Field(
-        default=False,
-        description="false: step mode; true needs `vllm.mode: server` and `vllm.sync.mode: full`",
-    )
-    queue_limit: int = Field(
-        default=8,
-        ge=1,
-        description="most packs that a process keeps ready; if there are more, the "
-        "oldest are dropped",
-    )
-    prefetch_target_packs: int = Field(
-        default=2, ge=1, description="packs each process tries to keep ready"
-    )
-    version_window: int = Field(
-        default=2,
-        ge=0,
-        description="a pack is dropped if its weights are more versions than this "
-        "older than the newest",
-    )
-    sync_every_steps: int = Field(
-        default=1, ge=1, description="optimizer steps between pushes of weights"
-    )
+    enabled: bool = False
+    """false: step mode; true needs `vllm.mode: server` and `vllm.sync.mode: full`"""
+    queue_limit: int = Field(default=8, ge=1)
+    """most packs that a process keeps ready; if there are more, the oldest are dropped"""
+    prefetch_target_packs: int = Field(default=2, ge=1)
+    """packs each process tries to keep ready"""
+    version_window: int = Field(default=2, ge=0)
+    """a pack is dropped if its weights are more versions than this older than the newest"""
+    sync_every_steps: int = Field(default=1, ge=1)
+    """optimizer steps between pushes of weights"""
 
     @model_validator(mode="after")
     def _packs_can_be_used(self) -> "AsyncRolloutConfig":
@@ -109,18 +84,13 @@ class AsyncRolloutConfig(StrictModel):
 class EvalDetectionConfig(StrictModel):
     """How evaluations are decoded, and what they do beyond precision, recall and F1 (EVAL-01)."""
 
-    enabled: bool = Field(
-        default=False, description="add COCO's average precision to every evaluation's metrics"
-    )
-    save_answers: bool = Field(
-        default=False,
-        description="keep the answers, scores and COCO files of every evaluation in "
-        "the folder `evaluations` of the run",
-    )
-    greedy: bool = Field(
-        default=False,
-        description="decode the answers of evaluations greedily, also where rollouts are sampled",
-    )
+    enabled: bool = False
+    """add COCO's average precision to every evaluation's metrics"""
+    save_answers: bool = False
+    """keep the answers, scores and COCO files of every evaluation in the folder `evaluations` of
+    the run"""
+    greedy: bool = False
+    """decode the answers of evaluations greedily, also where rollouts are sampled"""
 
     @model_validator(mode="after")
     def _something_is_saved(self) -> "EvalDetectionConfig":
@@ -136,52 +106,32 @@ class EvalDetectionConfig(StrictModel):
 class RolloutMatchingConfig(SharedRolloutConfig):
     """`rollout_matching`: who answers, how answers are decoded, matched and kept in supply."""
 
-    rollout_backend: FreeOnResume[Literal["vllm", "hf"]] = Field(
-        default="vllm",
-        description="what generates answers: vLLM, or transformers in the learner itself",
-    )
-    decode_mode: DecodeMode = Field(
-        default="greedy",
-        description="greedy and beam need `decoding.temperature` 0; beam works only with `hf`",
-    )
-    num_beams: int | None = Field(
-        default=None, ge=2, description="number of beams, with `decode_mode: beam`"
-    )
-    offload: FreeOnResume[OffloadConfig] = Field(
-        default=OffloadConfig(),
-        description="what makes room for a colocated server; without one it changes nothing",
-    )
+    rollout_backend: FreeOnResume[Literal["vllm", "hf"]] = "vllm"
+    """what generates answers: vLLM, or transformers in the learner itself"""
+    decode_mode: DecodeMode = "greedy"
+    """greedy and beam need `decoding.temperature` 0; beam works only with `hf`"""
+    num_beams: int | None = Field(default=None, ge=2)
+    """number of beams, with `decode_mode: beam`"""
+    offload: FreeOnResume[OffloadConfig] = OffloadConfig()
+    """what makes room for a colocated server; without one it changes nothing"""
     max_new_tokens: int = Field(ge=1, description="longest answer in tokens")
     decoding: DecodingConfig = Field(default=DecodingConfig(), description="sampling parameters")
-    repetition_penalty: float = Field(
-        default=1.0, gt=0, description="penalty for repeated tokens; 1: none"
-    )
-    logprobs: FreeOnResume[bool] = Field(
-        default=False,
-        description="keep the log-probability of each token of an answer; an evaluation's AP "
-        "then ranks boxes by them, and channel B logs how far the trainer's are from them "
-        "(`mismatch/*`); not with `hf`",
-    )
-    max_logprob_mismatch: FreeOnResume[float | None] = Field(
-        default=None,
-        gt=0,
-        description="largest `mismatch/all_mean` of a step, in nats; a larger one ends the run; "
-        "needs `logprobs: true`; null: no bound",
-    )
-    matching: MatchingConfig = Field(
-        default=MatchingConfig(), description="how predictions are matched to ground truths"
-    )
-    async_rollout: AsyncRolloutConfig = Field(
-        default=AsyncRolloutConfig(), description="asynchronous rollouts"
-    )
-    eval_detection: FreeOnResume[EvalDetectionConfig] = Field(
-        default=EvalDetectionConfig(), description="what a run's evaluations measure and keep"
-    )
-    pipeline: PipelineConfig | None = Field(
-        default=None,
-        description="the objective of stage2_rollout_aligned; required there, "
-        "refused with other variants",
-    )
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """penalty for repeated tokens; 1: none"""
+    logprobs: FreeOnResume[bool] = False
+    """keep the log-probability of each token of an answer; an evaluation's AP then ranks boxes by
+    them, and channel B logs how far the trainer's are from them (`mismatch/*`); not with `hf`"""
+    max_logprob_mismatch: FreeOnResume[float | None] = Field(default=None, gt=0)
+    """largest `mismatch/all_mean` of a step, in nats; a larger one ends the run; needs `logprobs:
+    true`; null: no bound"""
+    matching: MatchingConfig = MatchingConfig()
+    """how predictions are matched to ground truths"""
+    async_rollout: AsyncRolloutConfig = AsyncRolloutConfig()
+    """asynchronous rollouts"""
+    eval_detection: FreeOnResume[EvalDetectionConfig] = EvalDetectionConfig()
+    """what a run's evaluations measure and keep"""
+    pipeline: PipelineConfig | None = None
+    """the objective of stage2_rollout_aligned; required there, refused with other variants"""
 
     @property
     def backend(self) -> BackendName:

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import (
     BeforeValidator,
     Field,
+    PlainSerializer,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from learner.config.rollout_matching import RolloutMatchingConfig
-from learner.config.training import AbsolutePath, TrainingConfig, WrittenDecimal
+from learner.config.training import AbsolutePath, TrainingConfig
 from learner.objectives.config import ObjectiveModule, PipelineConfig
 from learner.objectives.variants import VARIANTS
 from learner.types import Channel, FieldOrder
@@ -44,17 +45,13 @@ AttentionChoice = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_a
 
 class ModelConfig(StrictModel):
     model: AbsolutePath = Field(description="folder of the checkpoint to start from")
-    torch_dtype: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16", description="data type of the forward; trained weights are float32"
-    )
-    attn_implementation: FreeOnResume[AttentionChoice] = Field(
-        default="auto",
-        description="attention within packed rows; `auto`: torch's own for packed rows on CUDA, "
-        "segment by segment elsewhere; the others by transformers' name",
-    )
-    gradient_checkpointing: FreeOnResume[bool] = Field(
-        default=False, description="recompute activations to save memory"
-    )
+    torch_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """data type of the forward; trained weights are float32"""
+    attn_implementation: FreeOnResume[AttentionChoice] = "auto"
+    """attention within packed rows; `auto`: torch's own for packed rows on CUDA, segment by segment
+    elsewhere; the others by transformers' name"""
+    gradient_checkpointing: FreeOnResume[bool] = False
+    """recompute activations to save memory"""
 
 
 # Marks of other formats, and tokens of the chat template: in a prompt they would be text, or
@@ -74,10 +71,8 @@ _MARKS = {
 
 class TemplateConfig(StrictModel):
     system: str | None = Field(default=None, description="system message; null: none")
-    prompt: str = Field(
-        min_length=1,
-        description="instruction of the user, placed after the image; without an image mark",
-    )
+    prompt: str = Field(min_length=1)
+    """instruction of the user, placed after the image; without an image mark"""
 
     @field_validator("system", "prompt")
     @classmethod
@@ -92,20 +87,14 @@ class DataConfig(StrictModel):
     """The files of samples, and what is done about those whose images are bad."""
 
     train_jsonl: AbsolutePath = Field(description="samples to train on")
-    val_jsonl: FreeOnResume[AbsolutePath | None] = Field(
-        default=None, description="samples to evaluate on"
-    )
-    shuffle: bool = Field(
-        default=True, description="draw a new order in every epoch, from the seed"
-    )
-    on_bad_sample: FreeOnResume[Literal["stop", "skip"]] = Field(
-        default="stop",
-        description="what to do with samples whose images are missing, unreadable, "
-        "of another size than their line says, or refused by the "
-        "model's processor: `stop` refuses the run, `skip` lists them "
-        "in `bad_samples.jsonl` and trains on other samples in their "
-        "place",
-    )
+    val_jsonl: FreeOnResume[AbsolutePath | None] = None
+    """samples to evaluate on"""
+    shuffle: bool = True
+    """draw a new order in every epoch, from the seed"""
+    on_bad_sample: FreeOnResume[Literal["stop", "skip"]] = "stop"
+    """what to do with samples whose images are missing, unreadable, of another size than their line
+    says, or refused by the model's processor: `stop` refuses the run, `skip` lists them in
+    `bad_samples.jsonl` and trains on other samples in their place"""
 
     @property
     def doubt(self) -> str | None:
@@ -131,15 +120,11 @@ class LoraTuner(StrictModel):
     lora_alpha: int = Field(ge=1, description="adapters are scaled by `lora_alpha / lora_rank`")
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout before the adapters")
     use_dora: bool = Field(default=False, description="train DoRA instead of LoRA")
-    target_modules: Literal["all-linear"] | list[str] = Field(
-        default="all-linear",
-        description="modules that get adapters: names as in peft, or `all-linear`",
-    )
-    train_coordinate_rows: Literal["auto"] | bool = Field(
-        default="auto",
-        description="also train the rows of the coordinate tokens in embedding and "
-        "head; `auto`: if they look untrained",
-    )
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """modules that get adapters: names as in peft, or `all-linear`"""
+    train_coordinate_rows: Literal["auto"] | bool = "auto"
+    """also train the rows of the coordinate tokens in embedding and head; `auto`: if they look
+    untrained"""
 
     @model_validator(mode="after")
     def _rows_have_one_trainer(self) -> Self:
@@ -174,58 +159,55 @@ SoftContextGradMode = Literal["unroll", "em_detach"]
 CoordContextMode = Literal["st", "soft", "hard"]
 
 
+def _plain(number: Decimal) -> float | str:
+    """A float where it is read back as this decimal, else text."""
+    return float(number) if Decimal(repr(float(number))) == number else str(number)
+
+
 class ScheduleConfig(StrictModel):
-    b_ratio: Annotated[WrittenDecimal, Field(ge=0, le=1)] = Field(
-        description="fraction of the optimizer steps that run channel B; the "
-        "decimal is used exactly as written"
+    # No float is written with more places; exact arithmetic takes memory by the place.
+    b_ratio: Annotated[Decimal, PlainSerializer(_plain)] = Field(
+        strict=False, ge=0, le=1, decimal_places=340
     )
+    """fraction of the optimizer steps that run channel B; the decimal is used exactly as written"""
 
 
 class ChannelBConfig(StrictModel):
     """What is kept of the model's own answers (CLEAN-01)."""
 
-    prefix: Literal["verbatim", "clean"] = Field(
-        default="verbatim",
-        description="`verbatim`: an answer is continued as it is; `clean`: objects that repeat an "
-        "earlier one of the answer are removed first",
-    )
-    duplicate_iou: float = Field(
-        default=0.9,
-        gt=0,
-        le=1,
-        description="with `prefix: clean`, the IoU from which an object repeats an earlier one of "
-        "the same description",
-    )
+    prefix: Literal["verbatim", "clean"] = "verbatim"
+    """`verbatim`: an answer is continued as it is; `clean`: objects that repeat an earlier one of
+    the answer are removed first"""
+    duplicate_iou: float = Field(default=0.9, gt=0, le=1)
+    """with `prefix: clean`, the IoU from which an object repeats an earlier one of the same
+    description"""
 
 
 class Stage2ABConfig(StrictModel):
     """Which steps run which channel, what each of them makes of a sample, and the objective."""
 
     schedule: ScheduleConfig = Field(description="which steps are channel B")
-    channel_b: ChannelBConfig = Field(
-        default=ChannelBConfig(), description="what is kept of the model's own answers"
-    )
-    n_softctx_iter: int = Field(
-        default=1, ge=1, description="number of forwards of channel A; 1 is plain teacher forcing"
-    )
-    softctx_grad_mode: SoftContextGradMode = Field(
-        default="unroll",
-        description="with several forwards: `unroll`, gradients flow through the "
-        "embeddings that are fed back; `em_detach`, they stop there",
-    )
-    coord_ctx_embed_mode: CoordContextMode = Field(
-        default="st",
-        description="with several forwards, what is fed back at coordinates: "
-        "`soft`, the mean embedding; `hard`, the embedding of the most "
-        "likely token; `st`, the value of `hard` with the gradient of "
-        "`soft`",
-    )
+    channel_b: ChannelBConfig = ChannelBConfig()
+    """what is kept of the model's own answers"""
+    n_softctx_iter: int = Field(default=1, ge=1)
+    """number of forwards of channel A; 1 is plain teacher forcing"""
+    softctx_grad_mode: SoftContextGradMode = "unroll"
+    """with several forwards: `unroll`, gradients flow through the embeddings that are fed back;
+    `em_detach`, they stop there"""
+    coord_ctx_embed_mode: CoordContextMode = "st"
+    """with several forwards, what is fed back at coordinates: `soft`, the mean embedding; `hard`,
+    the embedding of the most likely token; `st`, the value of `hard` with the gradient of `soft`"""
     pipeline: PipelineConfig = Field(description="the objective and diagnostics modules")
 
 
 def _null_is_empty(value: Any) -> Any:
     return {} if value is None else value
 
+
+Free = Annotated[
+    dict[str, Any],
+    BeforeValidator(_null_is_empty, json_schema_input_type=dict[str, Any] | None),
+]
 
 if TYPE_CHECKING:
     VariantName = str
@@ -237,20 +219,18 @@ class CustomConfig(StrictModel):
     trainer_variant: VariantName = Field(
         description="; ".join(f"`{name}`: {own.meaning}" for name, own in VARIANTS.items())
     )
-    object_field_order: FieldOrder = Field(
-        default="desc_first", description="order of the fields inside every written object"
-    )
-    answer_format: AnswerFormatName = Field(
-        default="object_keys",
-        description="how answers are written and read: `object_keys`, one JSON object of objects; "
-        "`objects_array`, a JSON list of objects; `compact`, a line for each object",
-    )
-    extra: FreeOnResume[Annotated[dict[str, Any], BeforeValidator(_null_is_empty)]] = Field(
-        default={}, description="free section for your own tools; Rollmatch does not read it"
-    )
+    object_field_order: FieldOrder = "desc_first"
+    """order of the fields inside every written object"""
+    answer_format: AnswerFormatName = "object_keys"
+    """how answers are written and read: `object_keys`, one JSON object of objects; `objects_array`,
+    a JSON list of objects; `compact`, a line for each object"""
+    extra: FreeOnResume[Free] = Field(default={})
+    """free section for your own tools; Rollmatch does not read it"""
 
 
-Empty = Annotated[EmptySection, BeforeValidator(_null_is_empty)]
+Empty = Annotated[
+    EmptySection, BeforeValidator(_null_is_empty, json_schema_input_type=EmptySection | None)
+]
 
 
 class Config(StrictModel):
@@ -266,15 +246,10 @@ class Config(StrictModel):
     custom: CustomConfig = Field(description="the trainer's variant")
     debug: Empty = Field(default=EmptySection(), description="no keys yet")
     experiment: Empty = Field(default=EmptySection(), description="no keys yet")
-    stage2_ab: Stage2ABConfig | None = Field(
-        default=None,
-        validate_default=True,
-        description="schedule and objective of stage2_two_channel; required there, "
-        "refused with other variants",
-    )
-    rollout_matching: RolloutMatchingConfig = Field(
-        description="how answers are generated and matched"
-    )
+    stage2_ab: Stage2ABConfig | None = Field(default=None, validate_default=True)
+    """schedule and objective of stage2_two_channel; required there, refused with other variants"""
+    rollout_matching: RolloutMatchingConfig
+    """how answers are generated and matched"""
     deepspeed: Empty = Field(default=EmptySection(), description="no keys yet")
     global_max_length: int = Field(ge=2, description="most tokens of one pack")
 

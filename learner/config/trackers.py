@@ -3,7 +3,7 @@
 `learner.training.run_log` starts them; here nothing heavy is imported.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -30,51 +30,33 @@ NOTHING: Literal["none"] = "none"
 ReportTo = Literal[Tracker, "none"]
 
 
-class Needs(NamedTuple):
-    """modules: that must be importable. install: what brings them."""
-
-    modules: tuple[str, ...]
-    install: str
-
-
-# Where the module that transformers looks for is not named like the tracker.
-_NEEDS: dict[Tracker, Needs] = {
-    "azure_ml": Needs(("azureml.core.run",), "azureml-core"),
-    "dagshub": Needs(("dagshub", "mlflow"), "dagshub mlflow"),
-    "flyte": Needs(("flytekit",), "flytekit"),
-    "kubeflow": Needs((), ""),
+# Modules of a tracker that are not named like it, and a package that is not named like its module.
+_MODULES: dict[Tracker, tuple[str, ...]] = {
+    "azure_ml": ("azureml.core.run",),
+    "dagshub": ("dagshub", "mlflow"),
+    "flyte": ("flytekit",),
+    "kubeflow": (),
 }
+_PACKAGES = {"azureml.core.run": "azureml-core"}
 _KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
-
-
-def needs(tracker: Tracker) -> Needs:
-    return _NEEDS.get(tracker, Needs((tracker,), tracker))
 
 
 def require_trackers(report_to: Sequence[ReportTo], environment: Mapping[str, str]) -> None:
     """Raise ContractErrors for every tracker that is not installed, or cannot be reached."""
-    if errors := list(_missing(report_to, environment)):
-        raise ContractErrors(errors)
-
-
-def _missing(
-    report_to: Sequence[ReportTo], environment: Mapping[str, str]
-) -> Iterator[ContractError]:
+    errors = []
     for place, tracker in enumerate(report_to):
-        where = f"training.report_to[{place}]"
-        if tracker == NOTHING:
+        modules = () if tracker == NOTHING else _MODULES.get(tracker, (tracker,))
+        if missing := [module for module in modules if not importable(module)]:
+            found = f"{tracker}, and {' and '.join(missing)} cannot be imported here"
+            packages = " ".join(_PACKAGES.get(module, module) for module in missing)
+            do = f"Install it (`pip install {packages}`), or take it out"
+        elif tracker == "kubeflow" and not environment.get(_KUBEFLOW):
+            found, do = f"kubeflow, and {_KUBEFLOW} is not set: this is no TrainJob", "Take it out"
+        else:
             continue
-        missing = [module for module in needs(tracker).modules if not importable(module)]
-        if missing:
-            yield ContractError(
-                where,
-                f"{tracker}, and {' and '.join(missing)} cannot be imported here",
-                f"Install it (`pip install {needs(tracker).install}`), or take it out",
-            )
-        if tracker == "kubeflow" and not environment.get(_KUBEFLOW):
-            yield ContractError(
-                where, f"kubeflow, and {_KUBEFLOW} is not set: this is no TrainJob", "Take it out"
-            )
+        errors.append(ContractError(f"training.report_to[{place}]", found, do))
+    if errors:
+        raise ContractErrors(errors)
 
 
 class Login(NamedTuple):
@@ -115,20 +97,18 @@ def logins_missing(
     report_to: Sequence[ReportTo], environment: Mapping[str, str], home: Path
 ) -> list[ContractError]:
     """Trackers for which no login is seen here; nobody is asked over the network."""
-    return [
-        ContractError(
-            f"training.report_to[{place}]",
-            f"{tracker}, and no login for it is seen here ({', '.join(login.variables)}"
-            f"{''.join(f', ~/{file}' for file in login.files)})",
-            "Log in as its documentation says"
-            + (f", set {login.offline[0]} to {login.offline[1][0]}" if login.offline[0] else "")
-            + ", or take it out",
-        )
-        for place, tracker in enumerate(report_to)
-        if tracker != NOTHING
-        and (login := _LOGINS.get(tracker)) is not None
-        and not _logged_in(login, environment, home)
-    ]
+    errors = []
+    for place, tracker in enumerate(report_to):
+        login = None if tracker == NOTHING else _LOGINS.get(tracker)
+        if login is None or _logged_in(login, environment, home):
+            continue
+        places = ", ".join([*login.variables, *(f"~/{file}" for file in login.files)])
+        variable, values = login.offline
+        offline = f", set {variable} to {values[0]}" if variable else ""
+        found = f"{tracker}, and no login for it is seen here ({places})"
+        do = f"Log in as its documentation says{offline}, or take it out"
+        errors.append(ContractError(f"training.report_to[{place}]", found, do))
+    return errors
 
 
 def _logged_in(login: Login, environment: Mapping[str, str], home: Path) -> bool:

@@ -2,57 +2,23 @@
 
 import math
 from collections.abc import Iterator
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from learner.config.trackers import NOTHING, ReportTo, Tracker
 from shared_contracts.errors import ContractError
 from shared_contracts.extends import written_path
-from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel, refuse_all, shown
-
-# No float is written with more; exact arithmetic takes memory by the place.
-_MOST_PLACES = 340
+from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel, refuse_all
 
 
 def _absolute(value: Any) -> Path:
     return written_path(value).absolute()
 
 
-def _decimal(value: Any) -> Decimal:
-    if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
-        raise Refusal(f"{shown(value)} is not a number", "Write a decimal such as 0.5")
-    try:
-        number = Decimal(repr(value) if isinstance(value, float) else value)
-    except InvalidOperation:
-        raise Refusal(f"{shown(value)} is not a number", "Write a decimal such as 0.5") from None
-    if number.is_finite() and _places(number) > _MOST_PLACES:
-        raise Refusal(
-            f"{shown(value)} has more than {_MOST_PLACES} places", "Write a decimal such as 0.5"
-        )
-    return number
-
-
-def _places(number: Decimal) -> int:
-    """Digits on the longer side of the decimal point."""
-    exponent = number.as_tuple().exponent
-    assert isinstance(exponent, int), "finite"
-    return max(-exponent, number.adjusted())
-
-
-def _plain(number: Decimal) -> float | str:
-    """A float where it is read back as this decimal, else text."""
-    return float(number) if Decimal(repr(float(number))) == number else str(number)
-
-
 # Relative paths start at the current working directory.
 AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
-
-# The decimal that was written: 0.7 is 7/10.
-WrittenDecimal = Annotated[Decimal, BeforeValidator(_decimal), PlainSerializer(_plain)]
-
 
 # Names of transformers' schedules that need no arguments of their own.
 SchedulerName = Literal[
@@ -74,127 +40,81 @@ NULL_MEANS_DERIVED = ("logging_dir", "vit_lr", "aligner_lr")
 class TrainingConfig(StrictModel):
     """`training`: the optimizer, the step budget, packing, saving and logging."""
 
-    run_name: FreeOnResume[str] = Field(
-        min_length=1, description="name of the run in logs and trackers"
-    )
-    output_dir: FreeOnResume[AbsolutePath] = Field(
-        description="run folder: checkpoints, logs, metrics"
-    )
+    run_name: FreeOnResume[str] = Field(min_length=1)
+    """name of the run in logs and trackers"""
+    output_dir: FreeOnResume[AbsolutePath]
+    """run folder: checkpoints, logs, metrics"""
     logging_dir: FreeOnResume[AbsolutePath] = Field(
         default_factory=lambda data: Path(data["output_dir"]) / "tensorboard",
         description="TensorBoard's folder; null: `tensorboard` in `output_dir`",
     )
-    seed: int = Field(
-        default=42, ge=0, lt=2**32, description="seed of initial state, data order and rollouts"
-    )
+    seed: int = Field(default=42, ge=0, lt=2**32)
+    """seed of initial state, data order and rollouts"""
 
     learning_rate: float = Field(gt=0, description="peak learning rate of the language model")
-    vit_lr: float = Field(
-        default_factory=lambda data: float(data["learning_rate"]),
-        ge=0,
-        description="peak learning rate of the vision tower; 0: it is frozen, without "
-        "gradients; null: `learning_rate`",
-    )
-    aligner_lr: float = Field(
-        default_factory=lambda data: float(data["learning_rate"]),
-        ge=0,
-        description="peak learning rate of the aligner; 0: it is frozen; null: `learning_rate`",
-    )
-    lr_scheduler_type: SchedulerName = Field(
-        default="cosine", description="schedule of the learning rate, by transformers' name"
-    )
-    warmup_ratio: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="fraction of the steps in which the learning rate rises",
-    )
+    vit_lr: float = Field(default_factory=lambda data: float(data["learning_rate"]), ge=0)
+    """peak learning rate of the vision tower; 0: it is frozen, without gradients; null:
+    `learning_rate`"""
+    aligner_lr: float = Field(default_factory=lambda data: float(data["learning_rate"]), ge=0)
+    """peak learning rate of the aligner; 0: it is frozen; null: `learning_rate`"""
+    lr_scheduler_type: SchedulerName = "cosine"
+    """schedule of the learning rate, by transformers' name"""
+    warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """fraction of the steps in which the learning rate rises"""
     weight_decay: float = Field(default=0.0, ge=0, description="weight decay of AdamW")
-    max_grad_norm: float = Field(
-        default=1.0, gt=0, description="gradients are clipped to this norm"
-    )
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """gradients are clipped to this norm"""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="beta1 of AdamW")
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="beta2 of AdamW")
 
-    max_steps: FreeOnResume[int | None] = Field(
-        default=None, ge=1, description="number of optimizer steps; set this or `num_train_epochs`"
-    )
-    num_train_epochs: FreeOnResume[float | None] = Field(
-        default=None, gt=0, description="passes over the data; set this or `max_steps`"
-    )
-    effective_batch_size: int = Field(
-        ge=1, description="samples per optimizer step, of all processes together"
-    )
-    per_device_train_batch_size: FreeOnResume[int] = Field(
-        default=1,
-        ge=1,
-        description="`effective_batch_size` must be a multiple of this times the "
-        "number of processes; no effect on forwards, which take packs",
-    )
-    gradient_accumulation_steps: FreeOnResume[int | None] = Field(
-        default=None, ge=1, description="null: derived; else it must equal the derived value"
-    )
-    data_parallel: DataParallel = Field(
-        default="ddp",
-        description="with several processes: `ddp`, each has the whole model; "
-        "`fsdp2`, each has a part of it",
-    )
+    max_steps: FreeOnResume[int | None] = Field(default=None, ge=1)
+    """number of optimizer steps; set this or `num_train_epochs`"""
+    num_train_epochs: FreeOnResume[float | None] = Field(default=None, gt=0)
+    """passes over the data; set this or `max_steps`"""
+    effective_batch_size: int = Field(ge=1)
+    """samples per optimizer step, of all processes together"""
+    per_device_train_batch_size: FreeOnResume[int] = Field(default=1, ge=1)
+    """`effective_batch_size` must be a multiple of this times the number of processes; no effect on
+    forwards, which take packs"""
+    gradient_accumulation_steps: FreeOnResume[int | None] = Field(default=None, ge=1)
+    """null: derived; else it must equal the derived value"""
+    data_parallel: DataParallel = "ddp"
+    """with several processes: `ddp`, each has the whole model; `fsdp2`, each has a part of it"""
 
     packing: bool = Field(default=True, description="several samples share one forward")
-    packing_buffer: int = Field(
-        default=256, ge=1, description="most segments of a process that wait for a pack"
-    )
-    packing_min_fill_ratio: FreeOnResume[float] = Field(
-        default=0.6, ge=0, le=1, description="warn if packs are filled less than this"
-    )
+    packing_buffer: int = Field(default=256, ge=1)
+    """most segments of a process that wait for a pack"""
+    packing_min_fill_ratio: FreeOnResume[float] = Field(default=0.6, ge=0, le=1)
+    """warn if packs are filled less than this"""
     packing_drop_last: bool = Field(default=True, description="must be true when packing")
 
-    eval_strategy: FreeOnResume[Strategy] = Field(
-        default="no", description="`steps`: evaluate by rollouts on `data.val_jsonl`"
-    )
-    eval_steps: FreeOnResume[int | None] = Field(
-        default=None, ge=1, description="optimizer steps between evaluations"
-    )
-    per_device_eval_batch_size: FreeOnResume[int] = Field(
-        default=1,
-        ge=1,
-        description="no effect on rollouts; they use `rollout_matching.decode_batch_size`",
-    )
-    save_strategy: FreeOnResume[Strategy] = Field(
-        default="steps", description="`steps`: write checkpoints"
-    )
-    save_steps: FreeOnResume[int] = Field(
-        default=500, ge=1, description="optimizer steps between checkpoints"
-    )
-    save_total_limit: FreeOnResume[int | None] = Field(
-        default=None, ge=1, description="checkpoints kept; null: all"
-    )
-    resume: FreeOnResume[Literal["never", "auto"]] = Field(
-        default="never",
-        description="`auto`: continue from the newest complete checkpoint in "
-        "`output_dir`, or start from the beginning if there is none; "
-        "`never`: refuse a folder that holds a run",
-    )
-    report_to: FreeOnResume[Annotated[tuple[ReportTo, ...], Field(strict=False)]] = Field(
-        default=("tensorboard",),
-        description="trackers that get the metrics and the config, by transformers' "
-        "names; `[none]`: only the run folder",
-    )
-    log_rollouts: FreeOnResume[bool] = Field(
-        default=True, description="log the answers of channel B and how they were used"
-    )
-    push_to_hub: FreeOnResume[bool] = Field(
-        default=False,
-        description="when training has ended, push the model of the last checkpoint, with merged "
-        "adapters and a model card, to the Hugging Face Hub; the token is that of `HF_TOKEN` or "
-        "of `hf auth login`",
-    )
-    hub_model_id: FreeOnResume[str | None] = Field(
-        default=None, description="repository on the Hub, such as `my-name/my-detector`"
-    )
-    hub_private_repo: FreeOnResume[bool] = Field(
-        default=True, description="a repository that a push creates is private"
-    )
+    eval_strategy: FreeOnResume[Strategy] = "no"
+    """`steps`: evaluate by rollouts on `data.val_jsonl`"""
+    eval_steps: FreeOnResume[int | None] = Field(default=None, ge=1)
+    """optimizer steps between evaluations"""
+    per_device_eval_batch_size: FreeOnResume[int] = Field(default=1, ge=1)
+    """no effect on rollouts; they use `rollout_matching.decode_batch_size`"""
+    save_strategy: FreeOnResume[Strategy] = "steps"
+    """`steps`: write checkpoints"""
+    save_steps: FreeOnResume[int] = Field(default=500, ge=1)
+    """optimizer steps between checkpoints"""
+    save_total_limit: FreeOnResume[int | None] = Field(default=None, ge=1)
+    """checkpoints kept; null: all"""
+    resume: FreeOnResume[Literal["never", "auto"]] = "never"
+    """`auto`: continue from the newest complete checkpoint in `output_dir`, or start from the
+    beginning if there is none; `never`: refuse a folder that holds a run"""
+    report_to: FreeOnResume[Annotated[tuple[ReportTo, ...], Field(strict=False)]] = ("tensorboard",)
+    """trackers that get the metrics and the config, by transformers' names; `[none]`: only the run
+    folder"""
+    log_rollouts: FreeOnResume[bool] = True
+    """log the answers of channel B and how they were used"""
+    push_to_hub: FreeOnResume[bool] = False
+    """when training has ended, push the model of the last checkpoint, with merged adapters and a
+    model card, to the Hugging Face Hub; the token is that of `HF_TOKEN` or of `hf auth login`"""
+    hub_model_id: FreeOnResume[str | None] = None
+    """repository on the Hub, such as `my-name/my-detector`"""
+    hub_private_repo: FreeOnResume[bool] = True
+    """a repository that a push creates is private"""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,67 +1,56 @@
-"""YAML in and out (`shared_contracts.yaml12` has the rules and the reader).
+"""YAML in and out (`shared_contracts.yaml12` has the rules of reading).
 
 read_mapping   file -> mapping
 read_document  file -> mapping, and the line of every key
-dump_mapping   mapping -> text that `read_mapping` reads back equal
+dump_mapping   mapping -> text that `read_mapping` reads back equal, each value in one line
 dump_annotated the same, with a comment beside each value
 """
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from io import StringIO
 from pathlib import Path, PurePath
 from typing import Any
 
-import yaml
+from ruamel import yaml
 
 from shared_contracts import yaml12
-from shared_contracts.yaml12 import Document, Steps, know_core_scalars
+from shared_contracts.yaml12 import Document, Steps
 
-_WIDTH = 88
-_COMMENT_COLUMN = 60
+_COMMENT_COLUMN = 50
+_NO_WRAPS = 2**31
+# Other programs read a run's files as YAML 1.1.
+_YAML_1_1 = yaml.resolver.VersionedResolver(version="1.1")
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes the strings that YAML 1.1 or 1.2 would take for another scalar."""
+class _Representer(yaml.representer.SafeRepresenter):
+    """Lists of scalars in one line; scalars that YAML 1.1 and 1.2 read alike."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def text(self, text: object) -> Any:
+        tag = _YAML_1_1.resolve(yaml.nodes.ScalarNode, str(text), (True, False))
+        known = tag == _YAML_1_1.DEFAULT_SCALAR_TAG and str(text).isprintable()
+        return self.represent_scalar(
+            "tag:yaml.org,2002:str", str(text), style=None if known else '"'
+        )
 
-know_core_scalars(_Dumper)
+    def number(self, number: float) -> Any:
+        node = self.represent_float(number)
+        if "." not in node.value:
+            node.value = node.value.replace("e", ".0e")
+        return node
 
-
-def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    # Outside double quotes PyYAML writes these line ends so that they are read as blanks.
-    style = '"' if any(end in text for end in "\x85\u2028\u2029") else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
-_Dumper.add_multi_representer(PurePath, lambda dumper, path: _represent_text(dumper, str(path)))
-
-
-class _ReadableDumper(_Dumper):
-    """Lists of scalars in one line, long text folded, text of several lines as a block."""
-
-
-def _represent_items(dumper: _Dumper, items: list[Any] | tuple[Any, ...]) -> yaml.SequenceNode:
-    nested = any(isinstance(item, dict | list | tuple) for item in items)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=not nested)
+    def items(self, items: list[Any] | tuple[Any, ...]) -> Any:
+        nested = any(isinstance(item, dict | list | tuple) for item in items)
+        return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=not nested)
 
 
-def _represent_prose(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    if _PROSE.fullmatch(text) and ("\n" in text or len(text) > _COMMENT_COLUMN):
-        style = "|" if "\n" in text else ">"
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-    return _represent_text(dumper, text)
-
-
-# Lines of words: what a block scalar holds without any indicator of its own.
-_PROSE = re.compile(r"\S+( \S+)*(\n+\S+( \S+)*)*")
-
-_ReadableDumper.add_representer(list, _represent_items)
-_ReadableDumper.add_representer(tuple, _represent_items)
-_ReadableDumper.add_representer(str, _represent_prose)
+_Representer.add_representer(str, _Representer.text)
+_Representer.add_multi_representer(PurePath, _Representer.text)
+_Representer.add_representer(float, _Representer.number)
+_Representer.add_representer(list, _Representer.items)
+_Representer.add_representer(tuple, _Representer.items)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -76,32 +65,21 @@ def read_document(path: Path) -> Document:
 
 def dump_mapping(mapping: dict[str, Any]) -> str:
     """YAML text that `read_mapping` reads back equal (paths become strings)."""
-    text: str = yaml.dump(mapping, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return text
+    writer: Any = yaml.YAML(typ="safe", pure=True)
+    writer.Representer = _Representer
+    writer.default_flow_style, writer.width = False, _NO_WRAPS
+    writer.sort_base_mapping_type_on_output = False
+    text = StringIO()
+    writer.dump(mapping, text)
+    return text.getvalue()
 
 
 def dump_annotated(mapping: dict[str, Any], note: Callable[[Steps], str]) -> str:
-    """YAML text with the comment `note(steps)` beside each value, in one column."""
-    text = yaml.dump(
-        mapping, Dumper=_ReadableDumper, sort_keys=False, allow_unicode=True, width=_WIDTH
-    )
-    lines = text.split("\n")
-    root = yaml.compose(text, yaml12.core_loader(yaml))
-    assert root is not None
-    notes = {line: note(steps) for steps, line in _ends(root)}
-    short = [len(lines[line]) for line in notes if len(lines[line]) < _COMMENT_COLUMN]
-    column = max(short, default=0) + 2
-    for line, comment in notes.items():
-        lines[line] = f"{lines[line].ljust(column - 2)}  # {comment}"
-    return "\n".join(lines)
-
-
-def _ends(node: yaml.Node, at: Steps = ()) -> Iterator[tuple[Steps, int]]:
-    """Every value that stands in lines of its own, and the line, from 0, a comment may end."""
-    if isinstance(node, yaml.CollectionNode) and node.value and not node.flow_style:
-        for step, _, child in yaml12.children(node):
-            yield from _ends(child, (*at, step))
-    elif isinstance(node, yaml.ScalarNode) and node.style in ("|", ">"):
-        yield at, node.start_mark.line
-    else:
-        yield at, node.end_mark.line
+    """YAML text with the comment `note(steps)` beside each value."""
+    text = dump_mapping(mapping)
+    rows = text.split("\n")
+    for steps, line in yaml12.parse_document(Path(), text, yaml).lines.items():
+        row = rows[line - 1]
+        if isinstance(steps[-1], str) and not row.endswith(":"):
+            rows[line - 1] = f"{row.ljust(_COMMENT_COLUMN)}  # {note(steps)}"
+    return "\n".join(rows)

@@ -41,79 +41,60 @@ class ServerSettings(StrictModel):
     gpus: tuple[int, ...] = Field(default=(), strict=False, description="GPU ids, such as 0,1,2")
     replicas: Count | None = Field(default=None, description="engines on the CPU or Ray; unset: 1")
     tensor_parallel_size: Count = Field(default=1, description="GPUs per replica")
-    distributed_executor_backend: Literal["mp", "ray"] | None = Field(
-        default=None,
-        description="how workers are run; `ray`: on several nodes; unset: vLLM chooses",
-    )
-    share_gpus: bool = Field(
-        default=False, description="use GPUs that other processes use; `/sleep/` frees memory"
-    )
+    distributed_executor_backend: Literal["mp", "ray"] | None = None
+    """how workers are run; `ray`: on several nodes; unset: vLLM chooses"""
+    share_gpus: bool = False
+    """use GPUs that other processes use; `/sleep/` frees memory"""
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=1, le=65535, description="port to listen on")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="type of the weights; `auto` on GPUs: 16 bits"
-    )
-    max_model_len: Count | None = Field(
-        default=None, description="most tokens of a prompt and its answer; unset: run's or model's"
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """type of the weights; `auto` on GPUs: 16 bits"""
+    max_model_len: Count | None = None
+    """most tokens of a prompt and its answer; unset: run's or model's"""
     max_num_seqs: Count = Field(default=64, description="most sequences of a replica at once")
-    max_num_batched_tokens: Count | None = Field(
-        default=None, description="most tokens of a forward; unset: 8192 on GPUs"
-    )
-    gpu_memory_utilization: float | None = Field(
-        default=None, gt=0.0, le=1.0, description="fraction of a GPU's memory; unset: at most 0.9"
-    )
+    max_num_batched_tokens: Count | None = None
+    """most tokens of a forward; unset: 8192 on GPUs"""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
+    """fraction of a GPU's memory; unset: at most 0.9"""
     enable_prefix_caching: bool = Field(default=True, description="reuse caches of equal prompts")
     kv_cache_gib: Positive = Field(default=1.0, description="KV cache of a CPU replica, GiB")
     max_images_per_request: Count = Field(default=16, description="most images of a request")
-    allowed_media_dirs: tuple[AnyPath, ...] = Field(
-        default=(), strict=False, description="folder that image paths may point into"
-    )
-    allow_media_urls: bool = Field(
-        default=False, description="fetch images by http(s) URL, from `allowed_media_hosts` only"
-    )
-    allowed_media_hosts: Names = Field(
-        default=(), description="host of image URLs: `name`, or `name:port` of another port"
-    )
+    allowed_media_dirs: tuple[AnyPath, ...] = Field(default=(), strict=False)
+    """folder that image paths may point into"""
+    allow_media_urls: bool = False
+    """fetch images by http(s) URL, from `allowed_media_hosts` only"""
+    allowed_media_hosts: Names = ()
+    """host of image URLs: `name`, or `name:port` of another port"""
     max_image_mib: Positive = Field(default=32.0, description="largest image file, MiB")
     max_image_megapixels: Positive = Field(default=64.0, description="largest decoded image")
     max_decoded_mib: Positive = Field(default=4096.0, description="memory of decoded images, MiB")
     allowed_hosts: Names = Field(default=(), description="`Host` of calls, beside localhost")
     token_file: AnyPath | None = Field(default=None, description="file with the token of all calls")
     max_body_mib: Positive = Field(default=256.0, description="largest body of a call, MiB")
-    max_requests_per_call: int = Field(
-        default=4096, ge=1, le=MAX_REQUESTS, description="most requests in one `/infer/` call"
-    )
+    max_requests_per_call: int = Field(default=4096, ge=1, le=MAX_REQUESTS)
+    """most requests in one `/infer/` call"""
     max_concurrent_calls: Count = Field(default=64, description="most calls at once")
     openai: bool = Field(default=False, description="also serve OpenAI's chat completions")
-    repeat_terminate: RepeatTerminate = Field(
-        default=RepeatTerminateConfig(), description="when a repeating sequence is ended"
-    )
+    repeat_terminate: RepeatTerminate = RepeatTerminateConfig()
+    """when a repeating sequence is ended"""
     enable_lora: bool = Field(default=False, description="accept pushes of LoRA adapters; slower")
     max_lora_rank: LoraRank = Field(default=16, description="largest rank of an adapter")
-    weight_transport: Transport | None = Field(
-        default=None, description="how weights arrive; unset: `nccl` on GPUs, else `gloo`"
-    )
-    max_weight_timeout_seconds: Positive = Field(
-        default=1800.0, description="longest deadline of a learner's push"
-    )
-    grace_seconds: float = Field(
-        default=10.0, ge=0.0, description="seconds that running calls have after SIGTERM"
-    )
-    start_seconds: Positive = Field(
-        default=1800.0, description="seconds after which an engine's start is given up"
-    )
-    hang_seconds: Positive = Field(
-        default=60.0, description="seconds without a heartbeat that end an engine"
-    )
+    weight_transport: Transport | None = None
+    """how weights arrive; unset: `nccl` on GPUs, else `gloo`"""
+    max_weight_timeout_seconds: Positive = 1800.0
+    """longest deadline of a learner's push"""
+    grace_seconds: float = Field(default=10.0, ge=0.0)
+    """seconds that running calls have after SIGTERM"""
+    start_seconds: Positive = 1800.0
+    """seconds after which an engine's start is given up"""
+    hang_seconds: Positive = 60.0
+    """seconds without a heartbeat that end an engine"""
     seed: int = Field(default=0, ge=0, description="seed of requests that have none")
     parent_pid: Count | None = Field(default=None, description="parent process to end with")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least severity of log lines"
-    )
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="form of log lines; `json`: one object per line"
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """least severity of log lines"""
+    log_format: Literal["text", "json"] = "text"
+    """form of log lines; `json`: one object per line"""
 
     _merged: Path | None = PrivateAttr(default=None)
 

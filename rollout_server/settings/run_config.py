@@ -113,7 +113,7 @@ def read_run_config(path: Path) -> RunConfig:
 
 def read_yaml(path: Path, option: str) -> dict[str, Any]:
     """Read the mapping in a YAML file. option: names the file in the ContractError."""
-    import yaml  # not for `--help`
+    from ruamel import yaml  # not for `--help`
 
     try:
         return read_document(path, yaml).mapping

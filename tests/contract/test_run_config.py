@@ -159,7 +159,7 @@ def test_keys_that_only_the_learner_reads_may_be_wrong(tmp_path: Path) -> None:
         ("model: {}\n", "rollout_matching", "RUN"),
         (GUARDED + "custom: {answer_format: xml}\n", "custom.answer_format", "xml"),
         ("rollout_matching: [1]\n", "rollout_matching", "RUN"),
-        ("a: 1\na: 2\n", "--run-config", "RUN:2:1: the key 'a' is written twice"),
+        ("a: 1\na: 2\n", "--run-config", 'RUN:2:1: found duplicate key "a"'),
         ("extends: gone.yaml\n", "RUN: extends", "gone.yaml"),
         (None, "--run-config", "RUN"),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from learner.config import dump_mapping, dump_resolved, load_config
-from learner.config.load import LEAF_FIELDS, is_canonical_leaf
+from learner.config.load import LEAF_FIELDS, canonical_variant
 from learner.config.yaml12 import read_mapping
 from learner.objectives.config import PipelineConfig
 from learner.objectives.token_ce import TokenCEConfig
@@ -97,14 +97,14 @@ def test_a_leaf_has_exactly_one_parent(profiles: Path, extends: Any) -> None:
 def test_only_prod_and_smoke_hold_canonical_leaves(
     profiles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert is_canonical_leaf(profiles / "prod" / "x.yaml")
-    assert is_canonical_leaf(profiles / "smoke" / ".." / "prod" / "x.yaml")
-    assert not is_canonical_leaf(profiles / "base.yaml")
-    assert not is_canonical_leaf(profiles / "other" / "x.yaml")
-    assert not is_canonical_leaf(profiles / "prod" / "old" / "x.yaml")
-    assert not is_canonical_leaf(profiles.parent / "demo" / "prod" / "x.yaml")
+    assert canonical_variant(profiles / "prod" / "x.yaml")
+    assert canonical_variant(profiles / "smoke" / ".." / "prod" / "x.yaml")
+    assert not canonical_variant(profiles / "base.yaml")
+    assert not canonical_variant(profiles / "other" / "x.yaml")
+    assert not canonical_variant(profiles / "prod" / "old" / "x.yaml")
+    assert not canonical_variant(profiles.parent / "demo" / "prod" / "x.yaml")
     monkeypatch.chdir(profiles / "smoke")
-    assert is_canonical_leaf(Path("../prod/x.yaml"))
+    assert canonical_variant(Path("../prod/x.yaml"))
 
 
 # --- Shipped files ----------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_a_profile_of_a_gpu_is_a_canonical_leaf_but_for_its_folder(
     folder = tmp_path / TWO_CHANNEL.name
     written(folder / "base.yaml", (TWO_CHANNEL / "base.yaml").read_text(encoding="utf-8"))
     leaf = written(folder / "prod" / path.name, path.read_text(encoding="utf-8"))
-    assert is_canonical_leaf(leaf)
+    assert canonical_variant(leaf)
     assert load_config(leaf) == load_config(path)
 
 
@@ -221,5 +221,5 @@ def test_a_profile_for_gpus_is_one_hop_and_states_each_field(path: Path, tmp_pat
         text = (TWO_CHANNEL / name).read_text(encoding="utf-8")
         written(tmp_path / "stage2_two_channel" / name.replace("gpu/", "prod/"), text)
     leaf = tmp_path / "stage2_two_channel" / "prod" / path.name
-    assert is_canonical_leaf(leaf)
+    assert canonical_variant(leaf)
     load_config(leaf)
