@@ -79,6 +79,14 @@ RETIRED_KEYS: dict[str, str] = {
     },
 }
 
+# Retired values by key, and what to use.
+RETIRED_VALUES = {
+    "custom.trainer_variant": {
+        "stage2_ab_training": "stage2_two_channel",
+        "rollout_matching_sft": "stage2_rollout_aligned",
+    },
+}
+
 # Sections without keys, and what to use in place of those of other programs (RES-30).
 EMPTY_SECTIONS = {
     "quantization": "to train adapters over frozen weights, set tuner.train_type to lora",
@@ -100,6 +108,8 @@ def retired_errors(value: Any, where: str = "") -> Iterator[ContractError]:
         new = _INDEX.sub("[]", path.replace(_OLD_ROLLOUT, "rollout_matching") if old else path)
         if do := RETIRED_KEYS.get(new):
             yield ContractError(path, "this key is retired", do)
+        elif isinstance(item, str) and (name := RETIRED_VALUES.get(new, {}).get(item)):
+            yield ContractError(path, f"{item!r} is retired", f"Use {name}")
         elif old and not (isinstance(item, dict) and item):
             yield ContractError(path, "this key has moved", f"Use {new}")
         else:
