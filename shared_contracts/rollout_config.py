@@ -57,18 +57,14 @@ def _http_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Refusal(f"'{url}' is not an http address", "Write it like http://127.0.0.1:8000")
     if ":" in parts.hostname:
-        raise Refusal(
-            f"'{url}' is an IPv6 address, and weights are pushed over IPv4",
-            "Give the server's IPv4 address, or a name that has one",
-        )
+        do = "Give the server's IPv4 address, or a name that has one"
+        raise Refusal(f"'{url}' is an IPv6 address, and weights are pushed over IPv4", do)
     if parts.query or parts.fragment:
         raise Refusal(f"'{url}' has a query or a fragment", "End it with the path")
     address, _, last = url.rstrip("/").rpartition("/")
     if parts.path and last in ROUTES:
-        raise Refusal(
-            f"'{url}' ends in /{last}, a route of the server, which is added to it",
-            f"Write {address}",
-        )
+        do = f"Write {address}"
+        raise Refusal(f"'{url}' ends in /{last}, a route of the server, which is added to it", do)
     return url.rstrip("/")
 
 
@@ -84,11 +80,9 @@ class ServerAddress(StrictModel):
     def _two_ports(self) -> "ServerAddress":
         url = urlsplit(self.base_url)
         if self.group_port == (url.port or _PORTS[url.scheme]):
-            raise Refusal(
-                f"{self.group_port} is also the port of base_url {self.base_url}",
-                "Name another port that is free on the server's host",
-                "group_port",
-            )
+            found = f"{self.group_port} is also the port of base_url {self.base_url}"
+            do = "Name another port that is free on the server's host"
+            raise Refusal(found, do, "group_port")
         return self
 
 
@@ -178,37 +172,25 @@ class VllmConfig(StrictModel):
             return self
         for key in ("gpu_memory_utilization", "tensor_parallel_size"):
             if getattr(self, key) is not None:
-                raise Refusal(
-                    "belongs to mode: colocate",
-                    f"Remove it, and give the server --{key.replace('_', '-')}",
-                    key,
-                )
+                do = f"Remove it, and give the server --{key.replace('_', '-')}"
+                raise Refusal("belongs to mode: colocate", do, key)
         return self
 
     @model_validator(mode="after")
     def _transport_fits_the_mode(self) -> "VllmConfig":
         if self.mode == "colocate" and self.sync.transport == "nccl":
-            raise Refusal(
-                "nccl, and mode is colocate",
-                "nccl needs a GPU for each rank: use auto, ipc or gloo",
-                "sync.transport",
-            )
+            do = "nccl needs a GPU for each rank: use auto, ipc or gloo"
+            raise Refusal("nccl, and mode is colocate", do, "sync.transport")
         if self.mode == "server" and self.sync.transport == "ipc":
-            raise Refusal(
-                "ipc, and mode is server",
-                "ipc shares the learner's memory with a colocated server: use auto, gloo or nccl",
-                "sync.transport",
-            )
+            do = "ipc shares the learner's memory with a colocated server: use auto, gloo or nccl"
+            raise Refusal("ipc, and mode is server", do, "sync.transport")
         return self
 
     @model_validator(mode="after")
     def _adapters_are_served(self) -> "VllmConfig":
         if self.sync.mode == "adapter" and not self.enable_lora:
-            raise Refusal(
-                "adapter, and the engines serve no adapters",
-                "Set rollout_matching.vllm.enable_lora to true, or use full or auto",
-                "sync.mode",
-            )
+            do = "Set rollout_matching.vllm.enable_lora to true, or use full or auto"
+            raise Refusal("adapter, and the engines serve no adapters", do, "sync.mode")
         return self
 
 

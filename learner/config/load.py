@@ -207,11 +207,8 @@ def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractErr
     """
     variant, shown = canonical_variant(chain[0]), " -> ".join(map(str, chain))
     if variant is not None and (leaf.get("extends") != BASE or len(chain) != 2):
-        yield ContractError(
-            f"{chain[0]}: extends",
-            f"the chain is {shown}",
-            f"A canonical profile extends {BASE} directly, and that extends nothing",
-        )
+        do = f"A canonical profile extends {BASE} directly, and that extends nothing"
+        yield ContractError(f"{chain[0]}: extends", f"the chain is {shown}", do)
     for field in LEAF_FIELDS[variant] if variant else ():
         stated: Any = leaf
         *sections, key = field.split(".")
@@ -220,11 +217,9 @@ def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractErr
         derived = key in NULL_MEANS_DERIVED
         stated = stated if isinstance(stated, dict) else {}
         if key not in stated or (derived and stated[key] is None):
-            yield ContractError(
-                field,
-                f"the canonical profile does not state it itself ({shown})",
-                f"State it in {chain[0]}{', and not as null' if derived else ''}",
-            )
+            found = f"the canonical profile does not state it itself ({shown})"
+            do = f"State it in {chain[0]}{', and not as null' if derived else ''}"
+            yield ContractError(field, found, do)
 
 
 def show_config(path: Path, all_origins: bool = False) -> str:

@@ -95,11 +95,9 @@ class EvalDetectionConfig(StrictModel):
     @model_validator(mode="after")
     def _something_is_saved(self) -> "EvalDetectionConfig":
         if self.save_answers and not self.enabled:
-            raise Refusal(
-                "is true, and enabled is false: nothing would be kept",
-                "Set rollout_matching.eval_detection.enabled to true, or it to false",
-                "save_answers",
-            )
+            found = "is true, and enabled is false: nothing would be kept"
+            do = "Set rollout_matching.eval_detection.enabled to true, or it to false"
+            raise Refusal(found, do, "save_answers")
         return self
 
 
@@ -161,36 +159,26 @@ class RolloutMatchingConfig(SharedRolloutConfig):
 
     def _of_logprobs(self) -> Iterator[Refusal]:
         if self.logprobs and self.rollout_backend == "hf":
-            yield Refusal(
-                "is true, and the backend hf gives none",
-                "Set it to false, or rollout_matching.rollout_backend to vllm",
-                "logprobs",
-            )
+            do = "Set it to false, or rollout_matching.rollout_backend to vllm"
+            yield Refusal("is true, and the backend hf gives none", do, "logprobs")
         if self.max_logprob_mismatch is not None and not self.logprobs:
-            yield Refusal(
-                f"{self.max_logprob_mismatch}, and logprobs is false: nothing is compared",
-                "Set rollout_matching.logprobs to true, or remove the bound",
-                "max_logprob_mismatch",
-            )
+            found = f"{self.max_logprob_mismatch}, and logprobs is false: nothing is compared"
+            do = "Set rollout_matching.logprobs to true, or remove the bound"
+            yield Refusal(found, do, "max_logprob_mismatch")
 
     def _of_beams(self) -> Iterator[Refusal]:
         beam = self.decode_mode == "beam"
         if beam and self.rollout_backend != "hf":
-            yield Refusal(
-                "beam, and rollout_backend is vllm",
-                "Use greedy, or set rollout_matching.rollout_backend to hf",
-                "decode_mode",
-            )
+            do = "Use greedy, or set rollout_matching.rollout_backend to hf"
+            yield Refusal("beam, and rollout_backend is vllm", do, "decode_mode")
         if beam != (self.num_beams is not None):
             found = "is missing with" if beam else "is given without"
             do = "Say how many, 2 or more" if beam else "Remove it, or set decode_mode to beam"
             yield Refusal(f"{found} decode_mode: beam", do, "num_beams")
         elif beam and self.eval_detection.greedy:
-            yield Refusal(
-                "is true, and decode_mode is beam, by which evaluations are decoded, too",
-                "Set it to false, or decode_mode to greedy or sampling",
-                "eval_detection.greedy",
-            )
+            found = "is true, and decode_mode is beam, by which evaluations are decoded, too"
+            do = "Set it to false, or decode_mode to greedy or sampling"
+            yield Refusal(found, do, "eval_detection.greedy")
         elif self.num_beams is not None and self.num_beams > self.decode_batch_size:
             yield Refusal(
                 f"{self.num_beams} beams are decoded at once for one answer, and "
@@ -219,14 +207,10 @@ class RolloutMatchingConfig(SharedRolloutConfig):
 
     def _of_async(self) -> Iterator[Refusal]:
         if self.backend != "server":
-            yield Refusal(
-                f"is true, and the backend is {self.backend}",
-                "Set it to false, or use rollout_backend: vllm with vllm.mode: server",
-                "async_rollout.enabled",
-            )
+            found = f"is true, and the backend is {self.backend}"
+            do = "Set it to false, or use rollout_backend: vllm with vllm.mode: server"
+            yield Refusal(found, do, "async_rollout.enabled")
         if self.vllm.sync.mode != "full":
-            yield Refusal(
-                f"{self.vllm.sync.mode}, and async_rollout.enabled is true",
-                "Use full, or set async_rollout.enabled to false",
-                "vllm.sync.mode",
-            )
+            found = f"{self.vllm.sync.mode}, and async_rollout.enabled is true"
+            do = "Use full, or set async_rollout.enabled to false"
+            yield Refusal(found, do, "vllm.sync.mode")

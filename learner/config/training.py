@@ -157,27 +157,18 @@ class TrainingConfig(StrictModel):
                 "is false with packing", "Set it to true, or packing to false", "packing_drop_last"
             )
         if self.warmup_ratio > 0 and self.lr_scheduler_type == "constant":
-            yield Refusal(
-                f"{self.warmup_ratio} has no effect with lr_scheduler_type: constant",
-                "Use constant_with_warmup, or set it to 0",
-                "warmup_ratio",
-            )
+            found = f"{self.warmup_ratio} has no effect with lr_scheduler_type: constant"
+            yield Refusal(found, "Use constant_with_warmup, or set it to 0", "warmup_ratio")
         if self.resume == "auto" and self.save_strategy == "no":
-            yield Refusal(
-                "auto, and save_strategy is no: there would be nothing to go on from",
-                "Set save_strategy to steps, or resume to never",
-                "resume",
-            )
+            found = "auto, and save_strategy is no: there would be nothing to go on from"
+            yield Refusal(found, "Set save_strategy to steps, or resume to never", "resume")
         if self.push_to_hub:
             yield from self._of_hub()
 
     def _of_hub(self) -> Iterator[Refusal]:
         if self.hub_model_id is None:
-            yield Refusal(
-                "is missing with push_to_hub: true",
-                "Name the repository, such as my-name/my-detector",
-                "hub_model_id",
-            )
+            do = "Name the repository, such as my-name/my-detector"
+            yield Refusal("is missing with push_to_hub: true", do, "hub_model_id")
         else:
             from huggingface_hub.errors import HFValidationError  # the config is loaded without it
             from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -187,11 +178,9 @@ class TrainingConfig(StrictModel):
             except HFValidationError as error:
                 yield Refusal(str(error), "Write it like my-name/my-detector", "hub_model_id")
         if self.save_strategy == "no":
-            yield Refusal(
-                "true, and save_strategy is no: there would be no checkpoint to push",
-                "Set save_strategy to steps, or push_to_hub to false",
-                "push_to_hub",
-            )
+            found = "true, and save_strategy is no: there would be no checkpoint to push"
+            do = "Set save_strategy to steps, or push_to_hub to false"
+            yield Refusal(found, do, "push_to_hub")
 
     def _of_steps(self) -> Iterator[Refusal]:
         if (self.max_steps is None) == (self.num_train_epochs is None):

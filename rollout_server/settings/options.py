@@ -121,11 +121,8 @@ class ServerSettings(StrictModel):
         if len(set(self.gpus)) != len(self.gpus):
             raise Refusal(f"{list(self.gpus)} names one twice", "Name each GPU once", "gpus")
         if len(self.gpus) % self.tensor_parallel_size:
-            raise Refusal(
-                f"{len(self.gpus)} GPUs do not split into groups of {self.tensor_parallel_size}",
-                "Give a multiple of tensor_parallel_size",
-                "gpus",
-            )
+            found = f"{len(self.gpus)} GPUs do not split into groups of {self.tensor_parallel_size}"
+            raise Refusal(found, "Give a multiple of tensor_parallel_size", "gpus")
         if self.replicas is not None:
             raise Refusal("follows from gpus on GPUs", "Leave it out", "replicas")
 
