@@ -12,9 +12,9 @@ import json
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from shared_contracts.errors import ContractError
@@ -38,17 +38,22 @@ class StrictModel(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         for field in cls.model_fields.values():
             field.description = " ".join((field.description or "").split()) or None
+
+    def disagreements(self) -> Iterable["Refusal"]:
+        """Faults between keys whose own values are good; all are reported."""
+        return ()
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        refuse_all(self.disagreements())
+        return self
 
 
 class EmptySection(StrictModel):

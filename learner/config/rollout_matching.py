@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from learner.objectives.config import PipelineConfig
 from learner.types import BackendName
 from shared_contracts.infer import Temperature, TopK, TopP
 from shared_contracts.rollout_config import SharedRolloutConfig
-from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel, refuse_all
+from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel
 
 DecodeMode = Literal["greedy", "sampling", "beam"]
 
@@ -63,22 +63,20 @@ class AsyncRolloutConfig(StrictModel):
     sync_every_steps: int = Field(default=1, ge=1)
     """optimizer steps between pushes of weights"""
 
-    @model_validator(mode="after")
-    def _packs_can_be_used(self) -> "AsyncRolloutConfig":
+    def disagreements(self) -> Iterator[Refusal]:
         if self.enabled and self.version_window == 0 and self.sync_every_steps == 1:
-            raise Refusal(
+            yield Refusal(
                 "0, and weights are pushed before every step: no pack made before it could be used",
                 "Use 1 or more, or raise sync_every_steps",
                 "version_window",
             )
         if self.prefetch_target_packs > self.queue_limit:
-            raise Refusal(
+            yield Refusal(
                 f"{self.prefetch_target_packs} packs do not fit into queue_limit "
                 f"{self.queue_limit}",
                 "Lower it, or raise queue_limit",
                 "prefetch_target_packs",
             )
-        return self
 
 
 class EvalDetectionConfig(StrictModel):
@@ -92,13 +90,11 @@ class EvalDetectionConfig(StrictModel):
     greedy: bool = False
     """decode the answers of evaluations greedily, also where rollouts are sampled"""
 
-    @model_validator(mode="after")
-    def _something_is_saved(self) -> "EvalDetectionConfig":
+    def disagreements(self) -> Iterator[Refusal]:
         if self.save_answers and not self.enabled:
             found = "is true, and enabled is false: nothing would be kept"
             do = "Set rollout_matching.eval_detection.enabled to true, or it to false"
-            raise Refusal(found, do, "save_answers")
-        return self
+            yield Refusal(found, do, "save_answers")
 
 
 class RolloutMatchingConfig(SharedRolloutConfig):
@@ -136,12 +132,7 @@ class RolloutMatchingConfig(SharedRolloutConfig):
         """Which of the three implementations of the rollout backend the run uses (ARCH-03)."""
         return "hf" if self.rollout_backend == "hf" else self.vllm.mode
 
-    @model_validator(mode="after")
-    def _keys_agree(self) -> "RolloutMatchingConfig":
-        refuse_all(self._disagreements())
-        return self
-
-    def _disagreements(self) -> Iterator[Refusal]:
+    def disagreements(self) -> Iterator[Refusal]:
         yield from self._of_decoding()
         yield from self._of_logprobs()
         yield from self._of_beams()

@@ -14,7 +14,7 @@ Who trains asks `Config` for `pipeline`, `b_ratio` and `allow_poly`, not for the
 
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -22,7 +22,6 @@ from pydantic import (
     PlainSerializer,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from learner.config.rollout_matching import RolloutMatchingConfig
@@ -37,7 +36,6 @@ from shared_contracts.strict_model import (
     FreeOnResume,
     Refusal,
     StrictModel,
-    refuse_all,
 )
 
 AttentionChoice = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"]
@@ -126,13 +124,11 @@ class LoraTuner(StrictModel):
     """also train the rows of the coordinate tokens in embedding and head; `auto`: if they look
     untrained"""
 
-    @model_validator(mode="after")
-    def _rows_have_one_trainer(self) -> Self:
+    def disagreements(self) -> Iterator[Refusal]:
         if self.train_coordinate_rows is True and self.adapts_rows:
             found = "true, and target_modules names the embedding or the head, which has these rows"
             do = "Take embed_tokens and lm_head out of tuner.target_modules, or set it to false"
-            raise Refusal(found, do, "train_coordinate_rows")
-        return self
+            yield Refusal(found, do, "train_coordinate_rows")
 
     @property
     def adapts_rows(self) -> bool:
@@ -285,38 +281,18 @@ class Config(StrictModel):
     def _two_channels_have_a_schedule(
         cls, section: Stage2ABConfig | None, info: ValidationInfo
     ) -> Stage2ABConfig | None:
-        variant = _variant(info)
-        home = variant and VARIANTS[variant].objective_in
-        if home == "stage2_ab" and section is None:
-            found = f"this key is required and missing with custom.trainer_variant: {variant}"
-            raise Refusal(found, "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline")
-        if home == "rollout_matching" and section is not None:
-            found = f"is given, and custom.trainer_variant is {variant}, which runs channel B alone"
-            do = "Remove it, and declare the objective in rollout_matching.pipeline"
-            raise Refusal(found, do)
+        do = "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline"
+        _require_home("stage2_ab", section is not None, info.data.get("custom"), do)
         return section
 
     @field_validator("rollout_matching")
     @classmethod
-    def _the_objective_is_in_its_section(
+    def _it_fits_the_variant_and_the_format(
         cls, section: RolloutMatchingConfig, info: ValidationInfo
     ) -> RolloutMatchingConfig:
-        variant = _variant(info)
-        home = variant and VARIANTS[variant].objective_in
-        if home == "rollout_matching" and section.pipeline is None:
-            found = f"this key is required and missing with custom.trainer_variant: {variant}"
-            raise Refusal(found, "Declare the objective and the diagnostics modules", "pipeline")
-        if home == "stage2_ab" and section.pipeline is not None:
-            do = "Remove it, and declare the objective in stage2_ab.pipeline"
-            raise Refusal(f"is given, and custom.trainer_variant is {variant}", do, "pipeline")
-        return section
-
-    @field_validator("rollout_matching")
-    @classmethod
-    def _the_guard_counts_the_entries_of_the_format(
-        cls, section: RolloutMatchingConfig, info: ValidationInfo
-    ) -> RolloutMatchingConfig:
-        custom = info.data.get("custom")
+        custom: CustomConfig | None = info.data.get("custom")
+        do = "Declare the objective and the diagnostics modules"
+        _require_home("rollout_matching", section.pipeline is not None, custom, do, "pipeline")
         if custom is None:
             return section
         guard, answer_format = section.repeat_terminate, custom.answer_format
@@ -327,12 +303,7 @@ class Config(StrictModel):
         guard = guard.model_copy(update={"answer_format": answer_format})
         return section.model_copy(update={"repeat_terminate": guard})
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> "Config":
-        refuse_all(self._disagreements())
-        return self
-
-    def _disagreements(self) -> Iterator[Refusal]:
+    def disagreements(self) -> Iterator[Refusal]:
         yield from self._of_sections()
         yield from self._of_adapters()
         yield from self._of_channels()
@@ -431,10 +402,23 @@ class Config(StrictModel):
                 yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}].channels")
 
 
-def _variant(info: ValidationInfo) -> str | None:
-    """The trainer's variant; None where `custom` has faults of its own."""
-    custom = info.data.get("custom")
-    return None if custom is None else custom.trainer_variant
+def _require_home(
+    section: str, declared: bool, custom: CustomConfig | None, do: str, key: str = ""
+) -> None:
+    """Raise unless the objective is declared in the section of the variant, and only there.
+
+    custom: None where it has faults of its own. do: what to write if it is missing.
+    """
+    if custom is None:
+        return
+    variant = custom.trainer_variant
+    home = VARIANTS[variant].objective_in
+    if home == section and not declared:
+        found = f"this key is required and missing with custom.trainer_variant: {variant}"
+        raise Refusal(found, do, key)
+    if home != section and declared:
+        do = f"Remove it, and declare the objective in {home}.pipeline"
+        raise Refusal(f"is given, and custom.trainer_variant is {variant}", do, key)
 
 
 # What a push sends: the whole model, or the LoRA adapter alone (SYNC-01).

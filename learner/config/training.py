@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from learner.config.trackers import NOTHING, ReportTo, Tracker
 from shared_contracts.errors import ContractError
 from shared_contracts.extends import written_path
-from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel, refuse_all
+from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel
 
 
 def _absolute(value: Any) -> Path:
@@ -144,12 +144,7 @@ class TrainingConfig(StrictModel):
         """Those of `report_to`."""
         return [tracker for tracker in self.report_to if tracker != NOTHING]
 
-    @model_validator(mode="after")
-    def _keys_agree(self) -> "TrainingConfig":
-        refuse_all(self._disagreements())
-        return self
-
-    def _disagreements(self) -> Iterator[Refusal]:
+    def disagreements(self) -> Iterator[Refusal]:
         yield from self._of_steps()
         yield from self._of_batches()
         if self.packing and not self.packing_drop_last:
