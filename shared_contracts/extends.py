@@ -1,7 +1,7 @@
 """Paths and `extends: FILE` in a training YAML, alike for the learner and the server (CFG-04).
 
 Mappings merge key by key, everything else is replaced whole. The named file is relative to
-the one that names it. Who calls brings what reads a file.
+the one that names it. Callers pass the function that reads a file.
 """
 
 import os
