@@ -55,7 +55,7 @@ rollout_matching:
 ```
 
 The first line of a file, `# yaml-language-server: $schema=PATH`, names the schema to editors.
-The schema has keys, types and ranges. Only the loader checks that keys agree with each other.
+The schema has keys, types and ranges. Only the loader checks that keys agree and none is missing.
 """
 
 NAMES = {"int": "integer", "float": "number", "bool": "true, false", "str": "text"}

@@ -87,7 +87,7 @@ def ignores_interrupts() -> bool:
 
 
 def run_cli(app: Callable[[], object]) -> None:
-    """Run a command-line app; errors meant for a person are told without a traceback.
+    """Run a command-line app; ContractError and RunError are printed without a traceback.
 
     A ContractError is three lines on stderr and exit code 2, a RunError one and exit code 1.
     """
@@ -99,10 +99,7 @@ def run_cli(app: Callable[[], object]) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The message of an error, or of each of several, as a terminal may be shown it.
-
-    A ContractError is told in three lines, any other error in its own words.
-    """
+    """The text of an error, or of each of several: three lines of a ContractError."""
     if not isinstance(error, ContractError):
         return printable(f"error: {error}", lines=True)
     message = "\n".join(f"error: {e.where}\n  found: {e.found}\n  do: {e.do}" for e in error.errors)

@@ -1,7 +1,7 @@
 """Paths and `extends: FILE` in a training YAML, alike for the learner and the server (CFG-04).
 
 Mappings merge key by key, everything else is replaced whole. The named file is relative to
-the one that names it. Who calls brings what reads a file.
+the one that names it. Callers pass the function that reads a file.
 """
 
 import os
@@ -60,12 +60,6 @@ def merge(mapping: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _extended(path: Path, extends: Any) -> Path:
-    if not isinstance(extends, str) or not extends.strip():
-        raise ContractError(
-            f"{path}: extends",
-            f"{extends!r} is not one file",
-            "Name one file, relative to this one, and write the other overrides here",
-        )
     try:
         return path.parent / written_path(extends)
     except Refusal as refusal:
@@ -82,11 +76,9 @@ def written_path(value: Any) -> Path:
     """
     if not isinstance(value, str | Path) or not str(value).strip():
         raise Refusal(f"{shown(value)} is not a path", "Give the path of a file or folder")
-    if found := _VARIABLE.search(str(value)):
-        raise Refusal(
-            f"{shown(str(value))} has {found[0].strip('/')}, and variables are not expanded",
-            "Write the path out; ~ is the home folder",
-        )
+    if variable := _VARIABLE.search(str(value)):
+        found = f"{shown(str(value))} has {variable[0].strip('/')}, and variables are not expanded"
+        raise Refusal(found, "Write the path out; ~ is the home folder")
     try:
         return Path(value).expanduser()
     except RuntimeError:

@@ -6,37 +6,22 @@ model; a test holds these classes against `swift.infer_engine.protocol`.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from shared_contracts.weights import Count, Wire
 
 Role = Literal["system", "user", "assistant"]
 
 # Every fault of a call costs memory: more requests or fields are not even looked through,
 # and below a request the first bad item of a list stands for all.
 MAX_REQUESTS = 2**16
-MAX_FIELDS = 64
 
-# No number of an answer goes beyond what 64 bits hold.
-_Count = Annotated[int, Field(ge=0, le=2**62)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 # What vLLM's `SamplingParams` take; a training YAML has the same bounds.
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
-
-
-class Wire(BaseModel):
-    """A body, or a part of one: bounded, and no field more than its own."""
-
-    # The bound makes pydantic look at the characters: half of a surrogate pair is no text.
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, str_max_length=2**30)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"{len(value)} fields are more than any object has")
-        return value
 
 
 class TextPart(Wire):
@@ -97,10 +82,8 @@ class RolloutInferRequest(Wire):
 
     @model_validator(mode="after")
     def _only_served_fields(self) -> "RolloutInferRequest":
-        _refuse_unserved(
-            self,
-            ("audios", "videos", "tools", "objects", "chat_template_kwargs", "data_dict"),
-        )
+        unserved = ("audios", "videos", "tools", "objects", "chat_template_kwargs", "data_dict")
+        _refuse_unserved(self, unserved)
         if self.add_eos not in (None, False, "auto"):
             raise ValueError("field 'add_eos' is not served; leave it out or null")
         return self
@@ -137,16 +120,8 @@ class RequestConfig(Wire):
 
     @model_validator(mode="after")
     def _only_served_fields(self) -> "RequestConfig":
-        _refuse_unserved(
-            self,
-            (
-                "stream",
-                "top_logprobs",
-                "prompt_logprobs",
-                "best_of",
-                "structured_outputs_regex",
-            ),
-        )
+        unserved = ("stream", "top_logprobs", "prompt_logprobs", "best_of")
+        _refuse_unserved(self, (*unserved, "structured_outputs_regex"))
         if self.num_beams != 1:
             raise ValueError("field 'num_beams' is not served; beam search needs the hf backend")
         if self.length_penalty != 1.0:
@@ -214,7 +189,7 @@ class Choice(Wire):
     logprobs: with `RequestConfig.logprobs` only.
     """
 
-    index: _Count
+    index: Count
     message: ChatMessage
     finish_reason: Literal["stop", "length"]
     logprobs: ChoiceLogprobs | None = None
@@ -224,9 +199,9 @@ class Choice(Wire):
 class Usage(Wire):
     """Tokens of one request; completion_tokens: of all its choices."""
 
-    prompt_tokens: _Count
-    completion_tokens: _Count
-    total_tokens: _Count
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
 
 
 class ChatCompletionResponse(Wire):
@@ -256,8 +231,8 @@ class RolloutStamp(Wire):
     """
 
     repeat_terminate_triggered: Literal[0, 1]
-    repeat_terminated_choices: Annotated[list[_Count], Field(fail_fast=True)]
-    weights_version: tuple[_Count, _Count]
+    repeat_terminated_choices: Annotated[list[Count], Field(fail_fast=True)]
+    weights_version: tuple[Count, Count]
     server_epoch: str
     seed: int | None
     finish: str

@@ -121,11 +121,9 @@ class RepeatGuard:
 
     def __init__(self, config: RepeatTerminateConfig, object_key_token_ids: Sequence[int]) -> None:
         if config.enabled and config.max_object_keys is not None and not object_key_token_ids:
-            raise ContractError(
-                "object_key_token_ids",
-                "the list is empty and max_object_keys is set",
-                "Give the token ids that every entry has once (entry_token_ids)",
-            )
+            found = "the list is empty and max_object_keys is set"
+            do = "Give the token ids that every entry has once (entry_token_ids)"
+            raise ContractError("object_key_token_ids", found, do)
         self._min_new_tokens = config.min_new_tokens
         self._run_limit = config.max_consecutive_token_repeats or sys.maxsize
         self._block_size = config.ngram_size or 1

@@ -9,10 +9,11 @@ rollout_matching                      SharedRolloutConfig, and keys of the learn
         .sync                         SyncConfig
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from shared_contracts.repeat_guard import RepeatTerminateConfig
 from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel
@@ -57,18 +58,14 @@ def _http_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Refusal(f"'{url}' is not an http address", "Write it like http://127.0.0.1:8000")
     if ":" in parts.hostname:
-        raise Refusal(
-            f"'{url}' is an IPv6 address, and weights are pushed over IPv4",
-            "Give the server's IPv4 address, or a name that has one",
-        )
+        do = "Give the server's IPv4 address, or a name that has one"
+        raise Refusal(f"'{url}' is an IPv6 address, and weights are pushed over IPv4", do)
     if parts.query or parts.fragment:
         raise Refusal(f"'{url}' has a query or a fragment", "End it with the path")
     address, _, last = url.rstrip("/").rpartition("/")
     if parts.path and last in ROUTES:
-        raise Refusal(
-            f"'{url}' ends in /{last}, a route of the server, which is added to it",
-            f"Write {address}",
-        )
+        do = f"Write {address}"
+        raise Refusal(f"'{url}' ends in /{last}, a route of the server, which is added to it", do)
     return url.rstrip("/")
 
 
@@ -80,16 +77,12 @@ class ServerAddress(StrictModel):
     group_port: int = Field(ge=1, le=65535)
     """port on the server's host at which the weight group is formed"""
 
-    @model_validator(mode="after")
-    def _two_ports(self) -> "ServerAddress":
+    def disagreements(self) -> Iterator[Refusal]:
         url = urlsplit(self.base_url)
         if self.group_port == (url.port or _PORTS[url.scheme]):
-            raise Refusal(
-                f"{self.group_port} is also the port of base_url {self.base_url}",
-                "Name another port that is free on the server's host",
-                "group_port",
-            )
-        return self
+            found = f"{self.group_port} is also the port of base_url {self.base_url}"
+            do = "Name another port that is free on the server's host"
+            yield Refusal(found, do, "group_port")
 
 
 class ServerConfig(StrictModel):
@@ -163,53 +156,34 @@ class VllmConfig(StrictModel):
     """how to reach the rollout servers; with `mode: server`"""
     sync: SyncConfig = Field(default=SyncConfig(), description="how weights are pushed")
 
-    @model_validator(mode="after")
-    def _mode_has_its_keys(self) -> "VllmConfig":
-        if self.mode == "server" and self.server is None:
-            raise Refusal("is missing with mode: server", "Name the rollout servers", "server")
-        if self.mode == "colocate":
-            if self.server is not None:
-                raise Refusal(
-                    "is given, and mode is colocate, where the learner starts its own server",
-                    "Write `server: null` beside mode: colocate, which also takes away what a "
-                    "file it extends has; or set rollout_matching.vllm.mode to server",
-                    "server",
-                )
-            return self
+    def disagreements(self) -> Iterator[Refusal]:
+        yield from self._of_colocation() if self.mode == "colocate" else self._of_servers()
+        if self.sync.mode == "adapter" and not self.enable_lora:
+            do = "Set rollout_matching.vllm.enable_lora to true, or use full or auto"
+            yield Refusal("adapter, and the engines serve no adapters", do, "sync.mode")
+
+    def _of_colocation(self) -> Iterator[Refusal]:
+        if self.server is not None:
+            yield Refusal(
+                "is given, and mode is colocate, where the learner starts its own server",
+                "Write `server: null` beside mode: colocate, which also takes away what a "
+                "file it extends has; or set rollout_matching.vllm.mode to server",
+                "server",
+            )
+        if self.sync.transport == "nccl":
+            do = "nccl needs a GPU for each rank: use auto, ipc or gloo"
+            yield Refusal("nccl, and mode is colocate", do, "sync.transport")
+
+    def _of_servers(self) -> Iterator[Refusal]:
+        if self.server is None:
+            yield Refusal("is missing with mode: server", "Name the rollout servers", "server")
         for key in ("gpu_memory_utilization", "tensor_parallel_size"):
             if getattr(self, key) is not None:
-                raise Refusal(
-                    "belongs to mode: colocate",
-                    f"Remove it, and give the server --{key.replace('_', '-')}",
-                    key,
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _transport_fits_the_mode(self) -> "VllmConfig":
-        if self.mode == "colocate" and self.sync.transport == "nccl":
-            raise Refusal(
-                "nccl, and mode is colocate",
-                "nccl needs a GPU for each rank: use auto, ipc or gloo",
-                "sync.transport",
-            )
-        if self.mode == "server" and self.sync.transport == "ipc":
-            raise Refusal(
-                "ipc, and mode is server",
-                "ipc shares the learner's memory with a colocated server: use auto, gloo or nccl",
-                "sync.transport",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_are_served(self) -> "VllmConfig":
-        if self.sync.mode == "adapter" and not self.enable_lora:
-            raise Refusal(
-                "adapter, and the engines serve no adapters",
-                "Set rollout_matching.vllm.enable_lora to true, or use full or auto",
-                "sync.mode",
-            )
-        return self
+                do = f"Remove it, and give the server --{key.replace('_', '-')}"
+                yield Refusal("belongs to mode: colocate", do, key)
+        if self.sync.transport == "ipc":
+            do = "ipc shares the learner's memory with a colocated server: use auto, gloo or nccl"
+            yield Refusal("ipc, and mode is server", do, "sync.transport")
 
 
 class SharedRolloutConfig(StrictModel):

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from shared_contracts.errors import ContractError
 from shared_contracts.repeat_guard import RepeatTerminateConfig
-from shared_contracts.weights import Count, Transport, WeightState
+from shared_contracts.weights import Count, Transport, WeightState, Wire
 
 # The environment variable in which both programs look for the server's token.
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
@@ -33,11 +33,7 @@ def process_of(server_epoch: str) -> str:
     return server_epoch.rpartition("-")[0]
 
 
-class _Wire(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-class ReplicaStatus(_Wire):
+class ReplicaStatus(Wire):
     """The state of one replica.
 
     detail: why it does not serve; empty where it does.
@@ -52,7 +48,7 @@ class ReplicaStatus(_Wire):
     restarts: Count
 
 
-class Health(_Wire):
+class Health(Wire):
     """`GET /health/`: 200 when every replica can answer `/infer/`, if need be after a push."""
 
     status: Literal["ok"] = "ok"
@@ -62,7 +58,7 @@ class Health(_Wire):
     replicas: list[ReplicaStatus]
 
 
-class Live(_Wire):
+class Live(Wire):
     """`GET /live/`: the event loop runs; seconds since each engine last made progress."""
 
     status: Literal["ok"] = "ok"
@@ -70,13 +66,13 @@ class Live(_Wire):
     heartbeat_age_s: list[float | None]
 
 
-class WorldSize(_Wire):
+class WorldSize(Wire):
     """`GET /get_world_size/`: engine workers over all replicas."""
 
     world_size: Workers
 
 
-class RepeatTerminateStatus(_Wire):
+class RepeatTerminateStatus(Wire):
     """The repeat guard of the server.
 
     active: every worker of every engine runs it with `config`.
@@ -86,7 +82,7 @@ class RepeatTerminateStatus(_Wire):
     config: RepeatTerminateConfig
 
 
-class Info(_Wire):
+class Info(Wire):
     """`GET /info/`: what this server is. Answered while engines start, too.
 
     world_size: engine workers over all replicas.
@@ -113,8 +109,8 @@ class Info(_Wire):
     server_epoch: str
     owner: str | None = None
     host: str = ""
-    gpus: list[Count] = []
-    gpu_uuids: list[str] = []
+    gpus: list[Count] = Field(default=[])
+    gpu_uuids: list[str] = Field(default=[])
     repeat_terminate: RepeatTerminateStatus
     versions: dict[str, str]
 
@@ -178,9 +174,6 @@ def _checked(text: str, where: str) -> str:
             where, "the token is empty", "Write a token, such as 32 random characters"
         )
     if not all("!" <= letter <= "~" for letter in token):
-        raise ContractError(
-            where,
-            "the token has white space or other characters that a header cannot have",
-            "Use letters and digits",
-        )
+        found = "the token has white space or other characters that a header cannot have"
+        raise ContractError(where, found, "Use letters and digits")
     return token

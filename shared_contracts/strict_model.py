@@ -12,9 +12,9 @@ import json
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from shared_contracts.errors import ContractError
@@ -38,17 +38,22 @@ class StrictModel(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         for field in cls.model_fields.values():
             field.description = " ".join((field.description or "").split()) or None
+
+    def disagreements(self) -> Iterable["Refusal"]:
+        """Faults between keys whose own values are good; all are reported."""
+        return ()
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        refuse_all(self.disagreements())
+        return self
 
 
 class EmptySection(StrictModel):
@@ -93,9 +98,8 @@ def contract_errors(
 ) -> list[ContractError]:
     """Translate every fault pydantic found in data for `model`, in its order.
 
-    Paths start with `at` and carry list indices (`servers[0].unknown_flag`); an unknown key
-    is told where it belongs, or which known one it is near; several faults of one spot (a
-    union tried member by member) become one.
+    Paths start with `at` and have list indices (`servers[0].unknown_flag`). The advice on an
+    unknown key names its section or the nearest known key. Faults of one path become one.
     """
     homes = _homes(model, at)
     found: dict[str, ContractError] = {}
@@ -129,25 +133,18 @@ def _homes(model: type[BaseModel], at: str, homes: _Homes | None = None) -> _Hom
 
 @dataclass
 class _Spot:
-    """Where a fault is.
+    """Where a fault is."""
 
-    path: dotted, with list indices.
-    owner: the model that the last key belongs to.
-    union: members of the union that `owner` was chosen from, if any.
-    annotation: type of the value at the path, None for an unknown key.
-    description: of the field at the path.
-    """
-
-    path: str = ""
-    owner: type[BaseModel] | None = None
-    union: tuple[type[BaseModel], ...] = ()
-    annotation: Any = None
-    description: str = ""
+    path: str  # dotted, with list indices
+    annotation: Any  # type of the value at the path, None for an unknown key
+    owner: type[BaseModel] | None = None  # the model of the last key
+    union: tuple[type[BaseModel], ...] = ()  # of which `owner` is a member
+    description: str = ""  # of the field at the path
 
 
 def _locate(model: type[BaseModel], loc: tuple[int | str, ...], at: str) -> _Spot:
     """Follow a pydantic location through the types; union tags leave no trace in the path."""
-    spot = _Spot(at, annotation=model)
+    spot = _Spot(at, model)
     union: tuple[type[BaseModel], ...] = ()
     for step in loc:
         here = bare_type(spot.annotation)
@@ -204,7 +201,7 @@ def models_below(annotation: Any) -> tuple[str, tuple[type[BaseModel], ...]]:
 
 
 class Tag(NamedTuple):
-    """What a member of a union is told by: a key that only takes one value there."""
+    """The key that identifies a member of a union, and its only value there."""
 
     key: str
     value: str

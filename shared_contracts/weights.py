@@ -37,8 +37,9 @@ workers have copied it.
 """
 
 import math
+import re
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -80,21 +81,11 @@ DtypeName = Literal[
     "uint8",
     "bool",
 ]
+# A name has the bits of a value; a bool has a byte.
 DTYPE_BYTES: dict[DtypeName, int] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
+    name: int(re.findall(r"\d+|bool", name)[0].replace("bool", "8")) // 8
+    for name in get_args(DtypeName)
 }
-
 
 # Limit of every number, so that 64 bits hold it in every process.
 MOST = 2**62
@@ -105,16 +96,26 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # gets the version of a run that has pushed to other servers.
 MOST_VERSION_STEP = 10**6
 
+MAX_FIELDS = 64
 MOST_DIMENSIONS = 16
 MOST_RANK = 4096
 
 
-class _Wire(BaseModel):
-    # The limit makes pydantic check the characters: half of a surrogate pair is no text.
-    model_config = ConfigDict(extra="forbid", str_max_length=2**30)
+class Wire(BaseModel):
+    """A body, or a part of one: bounded, and no field more than its own."""
+
+    # The bound makes pydantic look at the characters: half of a surrogate pair is no text.
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, str_max_length=2**30)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"{len(value)} fields are more than any object has")
+        return value
 
 
-class InitCommunicator(_Wire):
+class InitCommunicator(Wire):
     """Form the weight group, and own the server.
 
     host, port: address at the server where the store of the rendezvous opens.
@@ -141,13 +142,13 @@ class InitCommunicator(_Wire):
     timeout_s: float = Field(default=240.0, gt=0, le=86400)
 
 
-class GroupCall(_Wire):
+class GroupCall(Wire):
     """A call of the owner of the server. attempt: of its `InitCommunicator`."""
 
     attempt: str
 
 
-class CommunicatorReady(_Wire):
+class CommunicatorReady(Wire):
     """The weight group has been formed.
 
     weights_version: of the server; the versions of the learner's pushes follow it.
@@ -161,7 +162,7 @@ class CommunicatorReady(_Wire):
     dtype: DtypeName
 
 
-class ParameterMeta(_Wire):
+class ParameterMeta(Wire):
     """One parameter as it travels: name as in the checkpoint, torch dtype name."""
 
     name: str
@@ -185,7 +186,7 @@ class ParameterMeta(_Wire):
         return math.ceil(self.num_bytes / WIRE_ALIGNMENT) * WIRE_ALIGNMENT
 
 
-class HostMemory(_Wire):
+class HostMemory(Wire):
     """Memory of the machine.
 
     path: a memory file of the learner named `HOST_MEMORY_NAME`, e.g. `/proc/123/fd/45`.
@@ -194,7 +195,7 @@ class HostMemory(_Wire):
     path: str = Field(pattern="^/proc/[0-9]+/fd/[0-9]+$")
 
 
-class DeviceMemory(_Wire):
+class DeviceMemory(Wire):
     """Data with which CUDA and torch map an allocation of another process, bytes as base64.
 
     gpu: its UUID; the other fields are the arguments of
@@ -214,7 +215,7 @@ class DeviceMemory(_Wire):
     model_config = ConfigDict(extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
 
 
-class SharedMemory(_Wire):
+class SharedMemory(Wire):
     """The two slots of an `ipc` learner, one after the other; each has `slot_bytes`."""
 
     slot_bytes: int = Field(ge=1, le=MOST)
@@ -262,7 +263,7 @@ def unfused(name: str, shape: Sequence[int]) -> list[tuple[str, list[int]]]:
     ]
 
 
-class AdapterMeta(_Wire):
+class AdapterMeta(Wire):
     """A LoRA adapter; the fields are those of peft's `LoraConfig`.
 
     The metadata of an adapter's safetensors have it as JSON under ADAPTER_KEY.
@@ -290,11 +291,11 @@ class StartWeightUpdate(GroupCall):
     parameters: Annotated[list[ParameterMeta], Field(fail_fast=True)] = Field(min_length=1)
 
 
-class MoveMemory(_Wire):
+class MoveMemory(Wire):
     """The body of `/sleep/` and `/wake_up/`; it has no fields."""
 
 
-class WeightStatus(_Wire):
+class WeightStatus(Wire):
     """The weights after a call. weights_version: of the last finished push."""
 
     state: WeightState
@@ -302,7 +303,7 @@ class WeightStatus(_Wire):
     server_epoch: str
 
 
-class SyncReport(_Wire):
+class SyncReport(Wire):
     """The result of a push.
 
     seconds: of each phase at the server; `transfer` is one. bytes: payload of one replica.

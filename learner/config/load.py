@@ -3,7 +3,7 @@
     read_written   file -> mapping, `extends` merged in, and where each key is written
     load_mapping   file -> that mapping alone
     parse_config   mapping -> Config, or every fault at once
-    load_config    all of it: each fault is told with its file and line
+    load_config    all of it; each fault has its file and line
     dump_resolved  Config -> YAML text that loads to an equal Config
 
 Relative paths inside a file start at the current working directory, except `extends`,
@@ -75,7 +75,14 @@ def read_written(path: str | Path) -> Written:
     chain, mappings = read_chain(Path(path), read)
     faults = list(leaf_errors(mappings[0], chain))
     merged = merge_chain(mappings)
-    return Written(merged, find_origins(merged, list(zip(chain, lines, strict=True))), faults)
+    # A path of `merged` is decided by the first file, from the leaf on, that has it: had a file
+    # nearer to the leaf replaced something around it, the path would be gone.
+    files = list(zip(map(_tidy, chain), lines, strict=True))
+    origins = {
+        steps: tuple(f"{file}:{known[steps]}" for file, known in files if steps in known)
+        for steps in _paths(merged)
+    }
+    return Written(merged, origins, faults)
 
 
 def parse_config(mapping: dict[str, Any], known: Sequence[ContractError] = ()) -> Config:
@@ -108,28 +115,11 @@ def dump_resolved(config: Config) -> str:
     return dump_mapping(config.model_dump())
 
 
-# --- Origins: which line of which file decides each value.
-# A path that the merged mapping has is decided by the first file, from the leaf on, that has it:
-# had a file nearer to the leaf replaced something around it, the path would be gone.
-
-
 _LAST_STEP = re.compile(r"(\.?[^.\[\]]+|\[\d+\])$")
 
 
-def find_origins(merged: dict[str, Any], chain: Sequence[tuple[Path, dict[Steps, int]]]) -> Origins:
-    """Places of every path of `merged`.
-
-    chain: the files from the leaf to the last base, each with the lines of its keys.
-    """
-    files = [(_tidy(path), lines) for path, lines in chain]
-    return {
-        steps: tuple(f"{path}:{lines[steps]}" for path, lines in files if steps in lines)
-        for steps in _paths(merged)
-    }
-
-
 def located(error: ContractError, origins: Origins) -> ContractError:
-    """The error, saying as well where the key is written, or else the section that lacks it."""
+    """The error with the place of its key, or of the section that lacks the key."""
     places = {dotted(steps): places[0] for steps, places in origins.items()}
     path = error.where
     while path and path not in places:
@@ -149,12 +139,8 @@ def dotted(steps: Steps) -> str:
 
 
 def _paths(value: Any, at: Steps = ()) -> Iterator[Steps]:
-    below: Any = ()
-    if isinstance(value, dict):
-        below = value.items()
-    elif isinstance(value, list):
-        below = enumerate(value)
-    for step, item in below:
+    below: Any = enumerate(value) if isinstance(value, list) else ()
+    for step, item in value.items() if isinstance(value, dict) else below:
         yield (*at, step)
         yield from _paths(item, (*at, step))
 
@@ -207,11 +193,8 @@ def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractErr
     """
     variant, shown = canonical_variant(chain[0]), " -> ".join(map(str, chain))
     if variant is not None and (leaf.get("extends") != BASE or len(chain) != 2):
-        yield ContractError(
-            f"{chain[0]}: extends",
-            f"the chain is {shown}",
-            f"A canonical profile extends {BASE} directly, and that extends nothing",
-        )
+        do = f"A canonical profile extends {BASE} directly, and that extends nothing"
+        yield ContractError(f"{chain[0]}: extends", f"the chain is {shown}", do)
     for field in LEAF_FIELDS[variant] if variant else ():
         stated: Any = leaf
         *sections, key = field.split(".")
@@ -220,11 +203,9 @@ def leaf_errors(leaf: dict[str, Any], chain: list[Path]) -> Iterator[ContractErr
         derived = key in NULL_MEANS_DERIVED
         stated = stated if isinstance(stated, dict) else {}
         if key not in stated or (derived and stated[key] is None):
-            yield ContractError(
-                field,
-                f"the canonical profile does not state it itself ({shown})",
-                f"State it in {chain[0]}{', and not as null' if derived else ''}",
-            )
+            found = f"the canonical profile does not state it itself ({shown})"
+            do = f"State it in {chain[0]}{', and not as null' if derived else ''}"
+            yield ContractError(field, found, do)
 
 
 def show_config(path: Path, all_origins: bool = False) -> str:

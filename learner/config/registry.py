@@ -29,11 +29,8 @@ MODEL_FAMILIES = {
 def model_family(model_type: str | None) -> Any:
     """The `Family` of a `model_type`; ContractError for one that is not known."""
     if model_type not in MODEL_FAMILIES:
-        raise ContractError(
-            "model.model",
-            f"its model_type is {model_type}, whose images and positions are not known",
-            f"Use one of {', '.join(MODEL_FAMILIES)}",
-        )
+        found = f"its model_type is {model_type}, whose images and positions are not known"
+        raise ContractError("model.model", found, f"Use one of {', '.join(MODEL_FAMILIES)}")
     return load_registered(MODEL_FAMILIES, model_type)
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from learner.objectives.config import PipelineConfig
 from learner.types import BackendName
 from shared_contracts.infer import Temperature, TopK, TopP
 from shared_contracts.rollout_config import SharedRolloutConfig
-from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel, refuse_all
+from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel
 
 DecodeMode = Literal["greedy", "sampling", "beam"]
 
@@ -63,22 +63,20 @@ class AsyncRolloutConfig(StrictModel):
     sync_every_steps: int = Field(default=1, ge=1)
     """optimizer steps between pushes of weights"""
 
-    @model_validator(mode="after")
-    def _packs_can_be_used(self) -> "AsyncRolloutConfig":
+    def disagreements(self) -> Iterator[Refusal]:
         if self.enabled and self.version_window == 0 and self.sync_every_steps == 1:
-            raise Refusal(
+            yield Refusal(
                 "0, and weights are pushed before every step: no pack made before it could be used",
                 "Use 1 or more, or raise sync_every_steps",
                 "version_window",
             )
         if self.prefetch_target_packs > self.queue_limit:
-            raise Refusal(
+            yield Refusal(
                 f"{self.prefetch_target_packs} packs do not fit into queue_limit "
                 f"{self.queue_limit}",
                 "Lower it, or raise queue_limit",
                 "prefetch_target_packs",
             )
-        return self
 
 
 class EvalDetectionConfig(StrictModel):
@@ -92,15 +90,11 @@ class EvalDetectionConfig(StrictModel):
     greedy: bool = False
     """decode the answers of evaluations greedily, also where rollouts are sampled"""
 
-    @model_validator(mode="after")
-    def _something_is_saved(self) -> "EvalDetectionConfig":
+    def disagreements(self) -> Iterator[Refusal]:
         if self.save_answers and not self.enabled:
-            raise Refusal(
-                "is true, and enabled is false: nothing would be kept",
-                "Set rollout_matching.eval_detection.enabled to true, or it to false",
-                "save_answers",
-            )
-        return self
+            found = "is true, and enabled is false: nothing would be kept"
+            do = "Set rollout_matching.eval_detection.enabled to true, or it to false"
+            yield Refusal(found, do, "save_answers")
 
 
 class RolloutMatchingConfig(SharedRolloutConfig):
@@ -138,12 +132,7 @@ class RolloutMatchingConfig(SharedRolloutConfig):
         """Which of the three implementations of the rollout backend the run uses (ARCH-03)."""
         return "hf" if self.rollout_backend == "hf" else self.vllm.mode
 
-    @model_validator(mode="after")
-    def _keys_agree(self) -> "RolloutMatchingConfig":
-        refuse_all(self._disagreements())
-        return self
-
-    def _disagreements(self) -> Iterator[Refusal]:
+    def disagreements(self) -> Iterator[Refusal]:
         yield from self._of_decoding()
         yield from self._of_logprobs()
         yield from self._of_beams()
@@ -161,36 +150,26 @@ class RolloutMatchingConfig(SharedRolloutConfig):
 
     def _of_logprobs(self) -> Iterator[Refusal]:
         if self.logprobs and self.rollout_backend == "hf":
-            yield Refusal(
-                "is true, and the backend hf gives none",
-                "Set it to false, or rollout_matching.rollout_backend to vllm",
-                "logprobs",
-            )
+            do = "Set it to false, or rollout_matching.rollout_backend to vllm"
+            yield Refusal("is true, and the backend hf gives none", do, "logprobs")
         if self.max_logprob_mismatch is not None and not self.logprobs:
-            yield Refusal(
-                f"{self.max_logprob_mismatch}, and logprobs is false: nothing is compared",
-                "Set rollout_matching.logprobs to true, or remove the bound",
-                "max_logprob_mismatch",
-            )
+            found = f"{self.max_logprob_mismatch}, and logprobs is false: nothing is compared"
+            do = "Set rollout_matching.logprobs to true, or remove the bound"
+            yield Refusal(found, do, "max_logprob_mismatch")
 
     def _of_beams(self) -> Iterator[Refusal]:
         beam = self.decode_mode == "beam"
         if beam and self.rollout_backend != "hf":
-            yield Refusal(
-                "beam, and rollout_backend is vllm",
-                "Use greedy, or set rollout_matching.rollout_backend to hf",
-                "decode_mode",
-            )
+            do = "Use greedy, or set rollout_matching.rollout_backend to hf"
+            yield Refusal("beam, and rollout_backend is vllm", do, "decode_mode")
         if beam != (self.num_beams is not None):
             found = "is missing with" if beam else "is given without"
             do = "Say how many, 2 or more" if beam else "Remove it, or set decode_mode to beam"
             yield Refusal(f"{found} decode_mode: beam", do, "num_beams")
         elif beam and self.eval_detection.greedy:
-            yield Refusal(
-                "is true, and decode_mode is beam, by which evaluations are decoded, too",
-                "Set it to false, or decode_mode to greedy or sampling",
-                "eval_detection.greedy",
-            )
+            found = "is true, and decode_mode is beam, by which evaluations are decoded, too"
+            do = "Set it to false, or decode_mode to greedy or sampling"
+            yield Refusal(found, do, "eval_detection.greedy")
         elif self.num_beams is not None and self.num_beams > self.decode_batch_size:
             yield Refusal(
                 f"{self.num_beams} beams are decoded at once for one answer, and "
@@ -219,14 +198,10 @@ class RolloutMatchingConfig(SharedRolloutConfig):
 
     def _of_async(self) -> Iterator[Refusal]:
         if self.backend != "server":
-            yield Refusal(
-                f"is true, and the backend is {self.backend}",
-                "Set it to false, or use rollout_backend: vllm with vllm.mode: server",
-                "async_rollout.enabled",
-            )
+            found = f"is true, and the backend is {self.backend}"
+            do = "Set it to false, or use rollout_backend: vllm with vllm.mode: server"
+            yield Refusal(found, do, "async_rollout.enabled")
         if self.vllm.sync.mode != "full":
-            yield Refusal(
-                f"{self.vllm.sync.mode}, and async_rollout.enabled is true",
-                "Use full, or set async_rollout.enabled to false",
-                "vllm.sync.mode",
-            )
+            found = f"{self.vllm.sync.mode}, and async_rollout.enabled is true"
+            do = "Use full, or set async_rollout.enabled to false"
+            yield Refusal(found, do, "vllm.sync.mode")

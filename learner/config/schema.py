@@ -14,7 +14,7 @@ Who trains asks `Config` for `pipeline`, `b_ratio` and `allow_poly`, not for the
 
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -22,7 +22,6 @@ from pydantic import (
     PlainSerializer,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from learner.config.rollout_matching import RolloutMatchingConfig
@@ -37,7 +36,6 @@ from shared_contracts.strict_model import (
     FreeOnResume,
     Refusal,
     StrictModel,
-    refuse_all,
 )
 
 AttentionChoice = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"]
@@ -126,15 +124,11 @@ class LoraTuner(StrictModel):
     """also train the rows of the coordinate tokens in embedding and head; `auto`: if they look
     untrained"""
 
-    @model_validator(mode="after")
-    def _rows_have_one_trainer(self) -> Self:
+    def disagreements(self) -> Iterator[Refusal]:
         if self.train_coordinate_rows is True and self.adapts_rows:
-            raise Refusal(
-                "true, and target_modules names the embedding or the head, which has these rows",
-                "Take embed_tokens and lm_head out of tuner.target_modules, or set it to false",
-                "train_coordinate_rows",
-            )
-        return self
+            found = "true, and target_modules names the embedding or the head, which has these rows"
+            do = "Take embed_tokens and lm_head out of tuner.target_modules, or set it to false"
+            yield Refusal(found, do, "train_coordinate_rows")
 
     @property
     def adapts_rows(self) -> bool:
@@ -287,65 +281,29 @@ class Config(StrictModel):
     def _two_channels_have_a_schedule(
         cls, section: Stage2ABConfig | None, info: ValidationInfo
     ) -> Stage2ABConfig | None:
-        variant = _variant(info)
-        home = variant and VARIANTS[variant].objective_in
-        if home == "stage2_ab" and section is None:
-            raise Refusal(
-                f"this key is required and missing with custom.trainer_variant: {variant}",
-                "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline",
-            )
-        if home == "rollout_matching" and section is not None:
-            raise Refusal(
-                f"is given, and custom.trainer_variant is {variant}, which runs channel B alone",
-                "Remove it, and declare the objective in rollout_matching.pipeline",
-            )
+        do = "State stage2_ab.schedule.b_ratio and stage2_ab.pipeline"
+        _require_home("stage2_ab", section is not None, info.data.get("custom"), do)
         return section
 
     @field_validator("rollout_matching")
     @classmethod
-    def _the_objective_is_in_its_section(
+    def _it_fits_the_variant_and_the_format(
         cls, section: RolloutMatchingConfig, info: ValidationInfo
     ) -> RolloutMatchingConfig:
-        variant = _variant(info)
-        home = variant and VARIANTS[variant].objective_in
-        if home == "rollout_matching" and section.pipeline is None:
-            raise Refusal(
-                f"this key is required and missing with custom.trainer_variant: {variant}",
-                "Declare the objective and the diagnostics modules",
-                "pipeline",
-            )
-        if home == "stage2_ab" and section.pipeline is not None:
-            raise Refusal(
-                f"is given, and custom.trainer_variant is {variant}",
-                "Remove it, and declare the objective in stage2_ab.pipeline",
-                "pipeline",
-            )
-        return section
-
-    @field_validator("rollout_matching")
-    @classmethod
-    def _the_guard_counts_the_entries_of_the_format(
-        cls, section: RolloutMatchingConfig, info: ValidationInfo
-    ) -> RolloutMatchingConfig:
-        custom = info.data.get("custom")
+        custom: CustomConfig | None = info.data.get("custom")
+        do = "Declare the objective and the diagnostics modules"
+        _require_home("rollout_matching", section.pipeline is not None, custom, do, "pipeline")
         if custom is None:
             return section
         guard, answer_format = section.repeat_terminate, custom.answer_format
         if "answer_format" in guard.model_fields_set and guard.answer_format != answer_format:
-            raise Refusal(
-                f"{guard.answer_format}, and custom.answer_format is {answer_format}",
-                "Remove it: the guard counts the entries of custom.answer_format",
-                "repeat_terminate.answer_format",
-            )
+            found = f"{guard.answer_format}, and custom.answer_format is {answer_format}"
+            do = "Remove it: the guard counts the entries of custom.answer_format"
+            raise Refusal(found, do, "repeat_terminate.answer_format")
         guard = guard.model_copy(update={"answer_format": answer_format})
         return section.model_copy(update={"repeat_terminate": guard})
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> "Config":
-        refuse_all(self._disagreements())
-        return self
-
-    def _disagreements(self) -> Iterator[Refusal]:
+    def disagreements(self) -> Iterator[Refusal]:
         yield from self._of_sections()
         yield from self._of_adapters()
         yield from self._of_channels()
@@ -357,17 +315,12 @@ class Config(StrictModel):
 
     def _of_sections(self) -> Iterator[Refusal]:
         if self.training.eval_strategy == "steps" and self.data.val_jsonl is None:
-            yield Refusal(
-                "is missing with training.eval_strategy: steps",
-                "Give a file to evaluate on, or set training.eval_strategy to no",
-                "data.val_jsonl",
-            )
+            do = "Give a file to evaluate on, or set training.eval_strategy to no"
+            yield Refusal("is missing with training.eval_strategy: steps", do, "data.val_jsonl")
         if self.rollout_matching.eval_detection.enabled and self.training.eval_strategy == "no":
-            yield Refusal(
-                "is true, and training.eval_strategy is no: the run evaluates nothing",
-                "Set it to false, or training.eval_strategy to steps",
-                "rollout_matching.eval_detection.enabled",
-            )
+            found = "is true, and training.eval_strategy is no: the run evaluates nothing"
+            do = "Set it to false, or training.eval_strategy to steps"
+            yield Refusal(found, do, "rollout_matching.eval_detection.enabled")
         if self.rollout_matching.max_new_tokens >= self.global_max_length:
             yield Refusal(
                 f"{self.rollout_matching.max_new_tokens} leaves no room for a prompt in "
@@ -380,28 +333,22 @@ class Config(StrictModel):
         rollout = self.rollout_matching
         served = rollout.backend != "hf" and rollout.vllm.enable_lora
         if served and self.tuner.train_type != "lora":
-            yield Refusal(
-                f"is true, and tuner.train_type {self.tuner.train_type} has no adapter to serve",
-                "Set it to false, or train with tuner.train_type: lora",
-                "rollout_matching.vllm.enable_lora",
-            )
+            found = f"is true, and tuner.train_type {self.tuner.train_type} has no adapter to serve"
+            do = "Set it to false, or train with tuner.train_type: lora"
+            yield Refusal(found, do, "rollout_matching.vllm.enable_lora")
 
     def _of_channels(self) -> Iterator[Refusal]:
         """Every channel that may run has something to learn from."""
         for channel in self._channels():
             if not self._teaching(channel):
-                yield Refusal(
-                    f"channel {channel} runs, but no enabled module of positive weight lists it",
-                    f"Add {channel} to the channels of a module",
-                    f"{self.pipeline_path}.objective",
-                )
+                found = f"channel {channel} runs, but no enabled module of positive weight lists it"
+                do = f"Add {channel} to the channels of a module"
+                yield Refusal(found, do, f"{self.pipeline_path}.objective")
         for index, module in enumerate(self.pipeline.objective):
             if module.enabled and not module.channels:
-                yield Refusal(
-                    "[]: the module would run in no channel",
-                    "List A, B or both, or set its enabled to false",
-                    f"{self.pipeline_path}.objective[{index}].channels",
-                )
+                found = "[]: the module would run in no channel"
+                do = "List A, B or both, or set its enabled to false"
+                yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}].channels")
 
     def _of_self_context(self) -> Iterator[Refusal]:
         """More than one forward of channel A, and something that learns from the last."""
@@ -409,11 +356,9 @@ class Config(StrictModel):
         if own is None or own.n_softctx_iter == 1 or "A" not in self._channels():
             return
         if not any(module.learns_from_last for module in self._teaching("A")):
-            yield Refusal(
-                f"{own.n_softctx_iter}, and no module learns from the last of the forwards",
-                "Set it to 1, or add bbox_geo or coord_reg to channel A",
-                "stage2_ab.n_softctx_iter",
-            )
+            found = f"{own.n_softctx_iter}, and no module learns from the last of the forwards"
+            do = "Set it to 1, or add bbox_geo or coord_reg to channel A"
+            yield Refusal(found, do, "stage2_ab.n_softctx_iter")
 
     def _of_duplicates(self) -> Iterator[Refusal]:
         """What learns from removed duplicates needs some that are removed (CLEAN-02)."""
@@ -424,11 +369,8 @@ class Config(StrictModel):
                 if self.stage2_ab is None:
                     kept = f"{self.custom.trainer_variant} keeps the answers as they are"
                     do = "Remove the module, or use custom.trainer_variant: stage2_two_channel"
-                yield Refusal(
-                    f"{module.name} is enabled, and {kept}",
-                    do,
-                    f"{self.pipeline_path}.objective[{index}]",
-                )
+                found = f"{module.name} is enabled, and {kept}"
+                yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}]")
 
     def _teaching(self, channel: Channel) -> list[ObjectiveModule]:
         """Modules that move weights in a channel."""
@@ -444,32 +386,39 @@ class Config(StrictModel):
 
     def _of_async(self) -> Iterator[Refusal]:
         if self.rollout_matching.async_rollout.enabled and self.b_ratio == 0:
-            yield Refusal(
-                "is true, and stage2_ab.schedule.b_ratio is 0: nothing is ever asked for",
-                "Set it to false, or raise stage2_ab.schedule.b_ratio",
-                "rollout_matching.async_rollout.enabled",
-            )
+            found = "is true, and stage2_ab.schedule.b_ratio is 0: nothing is ever asked for"
+            do = "Set it to false, or raise stage2_ab.schedule.b_ratio"
+            yield Refusal(found, do, "rollout_matching.async_rollout.enabled")
 
     def _of_channel_b_alone(self) -> Iterator[Refusal]:
         if self.rollout_matching.async_rollout.enabled:
-            yield Refusal(
-                "is true, and without channel A there is nothing to run while rollouts are late",
-                "Set it to false, or use custom.trainer_variant: stage2_two_channel",
-                "rollout_matching.async_rollout.enabled",
-            )
+            found = "is true, and without channel A there is nothing to run while rollouts are late"
+            do = "Set it to false, or use custom.trainer_variant: stage2_two_channel"
+            yield Refusal(found, do, "rollout_matching.async_rollout.enabled")
         for index, module in enumerate(self.pipeline.objective):
             if module.enabled and module.channels and "B" not in module.channels:
-                yield Refusal(
-                    f"{list(module.channels)}, and channel B alone runs: the module never would",
-                    "List B, or set its enabled to false",
-                    f"{self.pipeline_path}.objective[{index}].channels",
-                )
+                found = f"{list(module.channels)}, and channel B alone runs: the module never would"
+                do = "List B, or set its enabled to false"
+                yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}].channels")
 
 
-def _variant(info: ValidationInfo) -> str | None:
-    """The trainer's variant; None where `custom` has faults of its own."""
-    custom = info.data.get("custom")
-    return None if custom is None else custom.trainer_variant
+def _require_home(
+    section: str, declared: bool, custom: CustomConfig | None, do: str, key: str = ""
+) -> None:
+    """Raise unless the objective is declared in the section of the variant, and only there.
+
+    custom: None where it has faults of its own. do: what to write if it is missing.
+    """
+    if custom is None:
+        return
+    variant = custom.trainer_variant
+    home = VARIANTS[variant].objective_in
+    if home == section and not declared:
+        found = f"this key is required and missing with custom.trainer_variant: {variant}"
+        raise Refusal(found, do, key)
+    if home != section and declared:
+        do = f"Remove it, and declare the objective in {home}.pipeline"
+        raise Refusal(f"is given, and custom.trainer_variant is {variant}", do, key)
 
 
 # What a push sends: the whole model, or the LoRA adapter alone (SYNC-01).

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from learner.config.trackers import NOTHING, ReportTo, Tracker
 from shared_contracts.errors import ContractError
 from shared_contracts.extends import written_path
-from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel, refuse_all
+from shared_contracts.strict_model import FreeOnResume, Refusal, StrictModel
 
 
 def _absolute(value: Any) -> Path:
@@ -144,12 +144,7 @@ class TrainingConfig(StrictModel):
         """Those of `report_to`."""
         return [tracker for tracker in self.report_to if tracker != NOTHING]
 
-    @model_validator(mode="after")
-    def _keys_agree(self) -> "TrainingConfig":
-        refuse_all(self._disagreements())
-        return self
-
-    def _disagreements(self) -> Iterator[Refusal]:
+    def disagreements(self) -> Iterator[Refusal]:
         yield from self._of_steps()
         yield from self._of_batches()
         if self.packing and not self.packing_drop_last:
@@ -157,27 +152,18 @@ class TrainingConfig(StrictModel):
                 "is false with packing", "Set it to true, or packing to false", "packing_drop_last"
             )
         if self.warmup_ratio > 0 and self.lr_scheduler_type == "constant":
-            yield Refusal(
-                f"{self.warmup_ratio} has no effect with lr_scheduler_type: constant",
-                "Use constant_with_warmup, or set it to 0",
-                "warmup_ratio",
-            )
+            found = f"{self.warmup_ratio} has no effect with lr_scheduler_type: constant"
+            yield Refusal(found, "Use constant_with_warmup, or set it to 0", "warmup_ratio")
         if self.resume == "auto" and self.save_strategy == "no":
-            yield Refusal(
-                "auto, and save_strategy is no: there would be nothing to go on from",
-                "Set save_strategy to steps, or resume to never",
-                "resume",
-            )
+            found = "auto, and save_strategy is no: there would be nothing to go on from"
+            yield Refusal(found, "Set save_strategy to steps, or resume to never", "resume")
         if self.push_to_hub:
             yield from self._of_hub()
 
     def _of_hub(self) -> Iterator[Refusal]:
         if self.hub_model_id is None:
-            yield Refusal(
-                "is missing with push_to_hub: true",
-                "Name the repository, such as my-name/my-detector",
-                "hub_model_id",
-            )
+            do = "Name the repository, such as my-name/my-detector"
+            yield Refusal("is missing with push_to_hub: true", do, "hub_model_id")
         else:
             from huggingface_hub.errors import HFValidationError  # the config is loaded without it
             from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -187,11 +173,9 @@ class TrainingConfig(StrictModel):
             except HFValidationError as error:
                 yield Refusal(str(error), "Write it like my-name/my-detector", "hub_model_id")
         if self.save_strategy == "no":
-            yield Refusal(
-                "true, and save_strategy is no: there would be no checkpoint to push",
-                "Set save_strategy to steps, or push_to_hub to false",
-                "push_to_hub",
-            )
+            found = "true, and save_strategy is no: there would be no checkpoint to push"
+            do = "Set save_strategy to steps, or push_to_hub to false"
+            yield Refusal(found, do, "push_to_hub")
 
     def _of_steps(self) -> Iterator[Refusal]:
         if (self.max_steps is None) == (self.num_train_epochs is None):

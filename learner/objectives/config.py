@@ -12,7 +12,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from learner.objectives import DIAGNOSTICS, OBJECTIVES
 from learner.objectives.objective import Diagnostic, Entry, Objective
@@ -60,12 +60,7 @@ class PipelineConfig(StrictModel):
         refuse_all(_listed_twice(modules))
         return modules
 
-    @model_validator(mode="after")
-    def _modules_agree(self) -> "PipelineConfig":
-        refuse_all(self._conflicts())
-        return self
-
-    def _conflicts(self) -> Iterator[Refusal]:
+    def disagreements(self) -> Iterator[Refusal]:
         enabled = [module for module in self.objective if module.enabled]
         for index, module in enumerate(self.objective):
             for fault in module.conflicts(enabled) if module.enabled else ():

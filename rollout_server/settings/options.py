@@ -5,11 +5,11 @@ docs/server-options.md is written by `scripts/server_reference.py`.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from rollout_server.settings.repeat_config import CONFIG_JSON, repeat_config_from_environment
 from rollout_server.settings.run_config import LoraRank, read_run_config, read_yaml
@@ -98,36 +98,32 @@ class ServerSettings(StrictModel):
 
     _merged: Path | None = PrivateAttr(default=None)
 
-    @model_validator(mode="after")
-    def _devices_fit(self) -> "ServerSettings":
+    def disagreements(self) -> Iterator[Refusal]:
         if self.device == "gpu":
-            self._check_gpus()
-            return self
+            yield from self._of_gpus()
+            return
         if self.gpus:
-            raise Refusal("GPUs are given, but device is cpu", "Leave them out", "gpus")
+            yield Refusal("GPUs are given, but device is cpu", "Leave them out", "gpus")
         if self.weight_transport == "nccl":
-            raise Refusal("nccl needs GPUs, and device is cpu", "Use gloo", "weight_transport")
+            yield Refusal("nccl needs GPUs, and device is cpu", "Use gloo", "weight_transport")
         if self.distributed_executor_backend == "ray":
-            raise Refusal("device is cpu", "Leave it out", "distributed_executor_backend")
-        return self
+            yield Refusal("device is cpu", "Leave it out", "distributed_executor_backend")
 
-    def _check_gpus(self) -> None:
+    def _of_gpus(self) -> Iterator[Refusal]:
         if self.distributed_executor_backend == "ray":
             if self.gpus:
-                raise Refusal("Ray places the replicas", "Give replicas instead", "gpus")
+                yield Refusal("Ray places the replicas", "Give replicas instead", "gpus")
             return
+        size = self.tensor_parallel_size
         if not self.gpus:
-            raise Refusal("none given", "Name them (0,1,2), or set device to cpu", "gpus")
-        if len(set(self.gpus)) != len(self.gpus):
-            raise Refusal(f"{list(self.gpus)} names one twice", "Name each GPU once", "gpus")
-        if len(self.gpus) % self.tensor_parallel_size:
-            raise Refusal(
-                f"{len(self.gpus)} GPUs do not split into groups of {self.tensor_parallel_size}",
-                "Give a multiple of tensor_parallel_size",
-                "gpus",
-            )
+            yield Refusal("none given", "Name them (0,1,2), or set device to cpu", "gpus")
+        elif len(set(self.gpus)) != len(self.gpus):
+            yield Refusal(f"{list(self.gpus)} names one twice", "Name each GPU once", "gpus")
+        elif len(self.gpus) % size:
+            found = f"{len(self.gpus)} GPUs do not split into groups of {size}"
+            yield Refusal(found, "Give a multiple of tensor_parallel_size", "gpus")
         if self.replicas is not None:
-            raise Refusal("follows from gpus on GPUs", "Leave it out", "replicas")
+            yield Refusal("follows from gpus on GPUs", "Leave it out", "replicas")
 
     @property
     def checkpoint(self) -> Path:

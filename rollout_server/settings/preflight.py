@@ -94,11 +94,9 @@ def check_access(settings: ServerSettings, environment: Mapping[str, str] = os.e
         if os.path.isfile(path) and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
             logger.warning("other users can read the token in %s; run chmod 600 on it", path)
     if read_token(settings, environment) is None and not is_loopback(settings.host):
-        raise ContractError(
-            "--host",
-            f"{settings.host!r} can be reached from other machines, and there is no token",
-            f"Give --token-file or {TOKEN_VARIABLE}, or listen on 127.0.0.1",
-        )
+        found = f"{settings.host!r} can be reached from other machines, and there is no token"
+        do = f"Give --token-file or {TOKEN_VARIABLE}, or listen on 127.0.0.1"
+        raise ContractError("--host", found, do)
 
 
 def is_loopback(host: str) -> bool:
@@ -125,18 +123,13 @@ def check_media(settings: ServerSettings) -> None:
             "allow_media_urls", "no host is listed", "Name hosts with --allowed-media-host"
         )
     if settings.max_image_megapixels > DECODER_MEGAPIXELS:
-        raise ContractError(
-            "max_image_megapixels",
-            f"{settings.max_image_megapixels:g} are more than the decoder takes",
-            f"Give at most {DECODER_MEGAPIXELS:g}",
-        )
+        found = f"{settings.max_image_megapixels:g} are more than the decoder takes"
+        raise ContractError("max_image_megapixels", found, f"Give at most {DECODER_MEGAPIXELS:g}")
     needed = settings.max_image_megapixels * 10**6 * BYTES_PER_PIXEL / 2**20
     if settings.max_decoded_mib < needed:
-        raise ContractError(
-            "max_decoded_mib",
-            f"{settings.max_decoded_mib:g} are too few for one image of max_image_megapixels",
-            f"Give at least {math.ceil(needed)}, or allow smaller images",
-        )
+        found = f"{settings.max_decoded_mib:g} are too few for one image of max_image_megapixels"
+        do = f"Give at least {math.ceil(needed)}, or allow smaller images"
+        raise ContractError("max_decoded_mib", found, do)
 
 
 def check_gpus(

@@ -75,11 +75,9 @@ def _vllm_rank(lora_rank: int) -> int:
     for rank in LORA_RANKS:
         if rank >= lora_rank:
             return rank
-    raise ContractError(
-        "tuner.lora_rank",
-        f"is {lora_rank}, and vLLM serves adapters up to rank {LORA_RANKS[-1]}",
-        "Lower it, or set rollout_matching.vllm.enable_lora to false",
-    )
+    found = f"is {lora_rank}, and vLLM serves adapters up to rank {LORA_RANKS[-1]}"
+    do = "Lower it, or set rollout_matching.vllm.enable_lora to false"
+    raise ContractError("tuner.lora_rank", found, do)
 
 
 def read_run_config(path: Path) -> RunConfig:

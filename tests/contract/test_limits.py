@@ -19,7 +19,8 @@ from rollout_server.serving.pool import Pool
 from rollout_server.serving.telemetry import CallRecord
 from rollout_server.settings.options import ServerSettings
 from shared_contracts.errors import PROBLEM_MEDIA_TYPE, Problem
-from shared_contracts.infer import MAX_FIELDS, MAX_REQUESTS, InferCall, RolloutEnvelope
+from shared_contracts.infer import MAX_REQUESTS, InferCall, RolloutEnvelope
+from shared_contracts.weights import MAX_FIELDS
 
 MAX_BODY = 1000
 JSON = {"Content-Type": "application/json"}

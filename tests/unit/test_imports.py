@@ -42,8 +42,7 @@ def test_shared_contracts_loads_pydantic_alone() -> None:
     modules = [f"shared_contracts.{path.stem}" for path in files if path.stem != "__init__"]
     assert "shared_contracts.errors" in modules
     others = {"httpx", "learner", "numpy", "pydantic", "rollout_server", "ruamel", "yaml"}
-    packages = HEAVY | others
-    assert loaded_by(modules, packages) == {"pydantic"}
+    assert loaded_by(modules, HEAVY | others) == {"pydantic"}
 
 
 @pytest.mark.req("ARCH-02")
