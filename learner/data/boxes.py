@@ -16,6 +16,8 @@ Corners = Literal["xyxy", "xywh"]
 Numbers = tuple[float, float, float, float]
 Size = tuple[int, int]
 
+# Of an image that cannot be read; its boxes are no evidence.
+UNKNOWN: Size = (1, 1)
 _UNIT: dict[Scale, float] = {"0..1": 1, "0..999": 999, "0..1000": 1000}
 # One reading must be so many times more likely than the other.
 _ODDS = 100.0
@@ -37,7 +39,7 @@ def read_boxes(
     corners: Corners | None,
     where: str,
 ) -> Boxes:
-    """Return the boxes in pixels. sizes: width and height of the image of each.
+    """Return the boxes in pixels. sizes: width and height of the image of each, or UNKNOWN.
 
     scale, corners: as stated; None: found from all boxes.
 
@@ -67,6 +69,8 @@ def _scale(boxes: Sequence[Numbers], sizes: Sequence[Size], where: str) -> tuple
     Parts lie inside of a small image, if they are taken for pixels, by chance only. Pixels of a
     large image are at most 1,000 by chance only. Corners are taken as evenly spread for both.
     """
+    known = [pair for pair in zip(boxes, sizes, strict=True) if pair[1] != UNKNOWN]
+    boxes, sizes = [box for box, _ in known], [size for _, size in known]
     numbers = [number for box in boxes for number in box]
     if not numbers:
         return "pixels", "there are no boxes"
@@ -87,8 +91,8 @@ def _scale(boxes: Sequence[Numbers], sizes: Sequence[Size], where: str) -> tuple
         ends = sum(number == _UNIT["0..1000"] for number in numbers)
         if largest <= _UNIT["0..999"] and _UNIT["0..999"] in numbers:
             return "0..999", f"no number of {len(numbers):,} is above 999"
-        told = f"no number is above 1,000, and {ends:,} of {len(numbers):,} are 1,000"
-        return "0..1000", f"{told}: this is Qwen3-VL's scale"
+        found = f"no number is above 1,000, and {ends:,} of {len(numbers):,} are 1,000"
+        return "0..1000", f"{found}: this is Qwen3-VL's scale"
     raise ContractError(
         where,
         f"{len(boxes):,} boxes do as pixels and as parts of their images: the largest number is "

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from learner.data.account import Account, LeftOut, Rule
-from learner.data.boxes import Corners, Numbers, Scale, Size, read_boxes
+from learner.data.boxes import UNKNOWN, Corners, Numbers, Scale, Size, read_boxes
 from learner.data.coco import CocoAnnotation, CocoCategory, CocoFile, CocoImage, pixel_xywh
 from learner.data.images import Look, Watch, look_at_all, look_at_header
 from learner.data.jsonl import BadLine, brief, is_description, parse_line, raw_lines, strict_json
@@ -92,7 +92,7 @@ def read_conversations(
         found += boxes
     looks = watch(look_at_all([images / name for name in names], look_at_header), len(names))
     sizes = {
-        name: look.size if isinstance(look, Look) else (1, 1)  # it is left out
+        name: look.size if isinstance(look, Look) else UNKNOWN  # it is left out
         for name, (_, look) in zip(names, looks, strict=True)
     }
     usable = [each for each in found if _is_usable(each, account)]
@@ -138,15 +138,15 @@ def _in_pixels(
     where: str,
 ) -> tuple[list[Numbers], str]:
     """The boxes in pixels; those of one stated scale are read together."""
-    pixels, told = dict[int, Numbers](), list[str]()
+    pixels, evidence = dict[int, Numbers](), list[str]()
     for stated in dict.fromkeys(scale or each.scale for each in found):
         places = [i for i, each in enumerate(found) if (scale or each.scale) == stated]
         numbers: list[Any] = [tuple(found[i].numbers) for i in places]
         of_images = [sizes[found[i].image] for i in places]
         boxes = read_boxes(numbers, of_images, stated, corners, where)
         pixels |= zip(places, boxes.pixels, strict=True)
-        told.append(f"{len(places)} boxes: {boxes.evidence}")
-    return [pixels[i] for i in range(len(found))], "; ".join(told)
+        evidence.append(f"{len(places)} boxes: {boxes.evidence}")
+    return [pixels[i] for i in range(len(found))], "; ".join(evidence)
 
 
 def _images(record: dict[str, Any]) -> Iterator[str]:

@@ -178,6 +178,17 @@ def test_scale_and_order_are_found_from_all_boxes(
     assert evidence in found.evidence
 
 
+def test_boxes_of_images_that_cannot_be_read_are_no_evidence(folder: Path) -> None:
+    """They leave an image of an unknown size by chance."""
+    missing = [
+        {"image": f"gone{n}.png", "objects": [{"bbox_2d": [300, 200, 500, 400], "label": "cat"}]}
+        for n in range(9)
+    ]
+    inside = {"image": "a.png", "objects": [{"bbox_2d": CAT, "label": "cat"}] * 9}
+    conversion = converted(folder, inside, *missing)
+    assert objects(conversion) == [("cat", CAT_BINS)]
+
+
 def test_a_scale_that_cannot_be_found_is_asked_for() -> None:
     with pytest.raises(ContractError, match="--scale") as caught:
         read_boxes([(1, 2, 300, 400)], [(1000, 1000)], None, None, "a.json")
