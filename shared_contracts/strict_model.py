@@ -47,7 +47,7 @@ class StrictModel(BaseModel):
             field.description = " ".join((field.description or "").split()) or None
 
     def disagreements(self) -> Iterable["Refusal"]:
-        """Faults between keys whose own values are good; all are reported."""
+        """Faults between keys that are valid by themselves; all are reported."""
         return ()
 
     @model_validator(mode="after")

@@ -68,7 +68,7 @@ def parse_document(path: Path, text: str, yaml: Any) -> Document:
 
 
 def _lines(path: Path, node: Any, at: Steps = ()) -> Iterator[tuple[Steps, int]]:
-    """Lines of all keys and items below a node, whose tags become those of YAML 1.2."""
+    """Yield the line of each key and item below a node; sets the tags of YAML 1.2."""
     if len(at) > _MOST_LEVELS:
         raise RecursionError
     if node.tag in _TEXT_IN_1_2:

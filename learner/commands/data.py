@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
+from learner.data.boxes import Corners, Scale
 from shared_contracts.errors import ContractError
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ data_app = typer.Typer(help="Check, convert and look at data files.", no_args_is
 
 Variant = Literal["stage2_two_channel", "stage2_rollout_aligned"]
 Format = Literal["jsonl", "coco", "lvis", "yolo", "voc", "ms-swift", "sharegpt", "qwen"]
-Scale = Literal["0..1", "0..999", "0..1000", "pixels"]
-Corners = Literal["xyxy", "xywh"]
 GeometryKind = Literal["bbox_2d", "poly"]
 Order = Literal["file", "left-to-right", "top-to-bottom"]
 Files = Annotated[list[Path] | None, typer.Argument(help="JSONL files, one sample a line.")]
@@ -335,8 +334,9 @@ def look(
             found = f"given with {len(files or [])} data files"
             raise ContractError("--out", found, "Name one data file.")
     everything = [s for file in files or [] for s in read_samples(file, allow_poly=True)]
-    chosen = choose(everything, samples or 16, seed)
-    if numbers is not None:
+    if numbers is None:
+        chosen = choose(everything, samples or 16, seed)
+    else:
         chosen = choose_lines(everything, numbers)
     print_tables(stats_tables(collect(everything, lengths), top))
     if out is None:

@@ -23,7 +23,7 @@ _EXTENDS = {
 
 
 class _Partial(GenerateJsonSchema):
-    """Models whose keys may be left out; a union takes what any of its members takes."""
+    """Schemas without required keys; a union accepts what any member accepts."""
 
     def field_is_required(self, field: Any, total: bool) -> bool:
         return False

@@ -75,8 +75,8 @@ def read_written(path: str | Path) -> Written:
     chain, mappings = read_chain(Path(path), read)
     faults = list(leaf_errors(mappings[0], chain))
     merged = merge_chain(mappings)
-    # A path of `merged` is decided by the first file, from the leaf on, that has it: had a file
-    # nearer to the leaf replaced something around it, the path would be gone.
+    # The first file from the leaf on that has a path decides its value: a file that replaces a
+    # section around the path removes the path from `merged`.
     files = list(zip(map(_tidy, chain), lines, strict=True))
     origins = {
         steps: tuple(f"{file}:{known[steps]}" for file, known in files if steps in known)

@@ -139,21 +139,20 @@ def read_coco(path: Path, *, lvis: bool = False) -> CocoFile:
 
 def _annotation(raw: Any, account: Account) -> CocoAnnotation | None:
     """The annotation, with the box of its segmentation if it has none; None if it is unusable."""
-    about = f"annotation {brief(raw.get('id')) if isinstance(raw, dict) else brief(raw)}"
+    given = raw if isinstance(raw, dict) else {"bbox": brief(raw)}
+    about = f"annotation {brief(given.get('id') if given is raw else raw)}"
+    boxed = given.get("bbox") or _box_of(given.get("segmentation"))
     try:
-        if isinstance(raw, dict) and not raw.get("bbox"):
-            raw = raw | {"bbox": _box_of(raw.get("segmentation"))}
-            account.note(Rule.NO_BOX, about, raw["bbox"] is not None)
-        return CocoAnnotation.model_validate(raw)
+        annotation = CocoAnnotation.model_validate(given | {"bbox": boxed})
     except ValidationError as error:
         wrong = error.errors()[0]
         found = f"{about}: {'.'.join(map(str, wrong['loc']))} {brief(wrong['input'])}"
         account.note(Rule.UNUSABLE, found)
-        keys = ("id", "image_id", "bbox") if isinstance(raw, dict) else ()
-        known = [raw.get(key) for key in keys] or [None, None, brief(raw)]
-        left = LeftOut(known[0], known[1], None, known[2], Rule.UNUSABLE)
+        left = LeftOut(given.get("id"), given.get("image_id"), None, boxed, Rule.UNUSABLE)
         account.left_out.append(left)
         return None
+    account.note(Rule.NO_BOX, about, not given.get("bbox"))
+    return annotation
 
 
 def _box_of(segmentation: Any) -> list[float] | None:

@@ -44,7 +44,7 @@ from learner.operate.estimate.sizes import USABLE, gib, sizes_of
 from learner.runs.atomic_files import publish_directory, publish_text, require_free
 from learner.runs.console import tell
 from learner.stages.coords import coord_token
-from learner.stages.matching import mask_iou
+from learner.stages.matching import covers_a_pixel
 from learner.training.checkpoint_checks import check_checkpoint, coordinate_ids, lengths_of_run
 from learner.types import Sample
 from learner.types import Shape as TruthShape
@@ -251,7 +251,7 @@ def as_data_file(option: str, source: Path, out: Path, part: Path, console: Cons
 
 
 def _covers_a_pixel(shape: TruthShape) -> bool:
-    return mask_iou(shape, shape, MatchingConfig().maskiou_resolution) > 0
+    return covers_a_pixel(shape, MatchingConfig().maskiou_resolution)
 
 
 def check_data(files: Sequence[Path], console: Console) -> list[Sample]:

@@ -90,8 +90,12 @@ def step_line(step: int, total: int | None, logs: dict[str, Any]) -> str:
     seconds = " ".join(f"{p} {logs[f'time/{p}_s']:.2f}s" for p in PHASES if f"time/{p}_s" in logs)
     rate = logs.get("rollout/per_second")
     tail = f", {rate:.1f} rollouts/s" if rate else ""
+    return f"step {step}/{total or '?'} {channel_and_loss(logs)} {seconds}{tail}"
+
+
+def channel_and_loss(logs: dict[str, Any]) -> str:
     loss = "not finite" if logs["loss"] is None else f"{logs['loss']:.4f}"
-    return f"step {step}/{total or '?'} channel {channel_of(logs)} loss {loss} {seconds}{tail}"
+    return f"channel {channel_of(logs)} loss {loss}"
 
 
 def channel_of(logs: dict[str, Any]) -> str:

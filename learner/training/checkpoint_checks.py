@@ -62,7 +62,7 @@ def check_taught_format(checkpoint: Path, wanted: str, where: str) -> None:
 def check_checkpoint(folder: Path, end_marker: str = IM_END) -> None:
     """The folder is a checkpoint with a chat template, the coordinate tokens and the end marker.
 
-    It may be an adapter over one, whose tokenizer may be in either.
+    It may be an adapter; then the tokenizer is in its folder or in that of its checkpoint.
 
     Raises:
         ContractError: names what is missing.

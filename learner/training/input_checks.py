@@ -180,7 +180,7 @@ def read_data(
 ) -> tuple[list[list[Sample]], dict[str, ContractError]]:
     """The samples of each file, none of None, and why some of them cannot be shown to a model.
 
-    checkpoint: whose processor will take the images; of an adapter, that of what it is over.
+    checkpoint: its processor takes the images; an adapter uses that of its checkpoint.
 
     Raises ContractErrors for what is wrong with a file, and, unless `data.on_bad_sample` is skip,
     for samples that cannot be shown.

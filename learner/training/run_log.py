@@ -36,7 +36,7 @@ from learner.config.schema import Config, resolved_sync_mode
 from learner.config.training import TrainingConfig
 from learner.rollout.colocate import Placement, describe_backend
 from learner.runs.atomic_files import append_line, publish_text
-from learner.runs.console import channel_of, step_line, tell
+from learner.runs.console import channel_and_loss, step_line, tell
 from learner.runs.resume import BEGINNING, Start, data_digest, prepare_folder
 from learner.runs.run_folder import METRICS, RESOLVED, RUN, identity_of_this_process
 from shared_contracts.adapters import folder_with
@@ -178,7 +178,7 @@ class ProgressDisplay(TrainerCallback):
     ) -> None:
         if not logs or "step/channel_b" not in logs:
             return
-        step = f"channel {channel_of(logs)} loss {logs['loss']:.4f}"
+        step = channel_and_loss(logs)
         if rate := logs.get("rollout/per_second"):
             step = f"{step} {rate:.1f} rollouts/s"
         self._progress.update(self._task, completed=state.global_step, step=step)

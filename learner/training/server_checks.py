@@ -126,7 +126,7 @@ class ServerChecks:
         return f"{images} image(s) of {len(requests)} samples were read"
 
 
-# Samples whose images a server reads before the run, of as many folders.
+# A server reads the images of so many samples before the run, each of another folder.
 _ASKED = 4
 
 

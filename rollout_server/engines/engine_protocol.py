@@ -106,7 +106,7 @@ class Engine(Protocol):
     heartbeat_age_s: seconds since it last answered; 0 while a weight phase runs.
     guard_active: the repeat guard is asked for and proven.
     holds_checkpoint: its base weights are those of the checkpoint: none were pushed.
-    adapters: versions whose adapter it may read again from its folder.
+    adapters: versions of the adapters that it may read again from their folders.
 
     Every call of the workers in a weight phase raises WeightPhaseFailed with the worker's reason,
     or EngineDead.

@@ -48,6 +48,8 @@ def test_no_progress_line_is_in_a_log_file() -> None:
     display.stop()
     starts = [line[:20] for line in shown.getvalue().splitlines()]
     assert starts == ["step 20/30 channel A", "step 30/30 channel A"]
+    display.on_log(arguments, state, control, {"step/channel_b": 0.0, "loss": None})
+    assert "loss not finite" in shown.getvalue()
 
 
 def test_figures_are_formatted() -> None:

@@ -196,7 +196,7 @@ def test_pixels_of_images_above_999_cannot_be_told_from_bins(tmp_path: Path) -> 
 
 @pytest.mark.req("IO-01")
 def test_boxes_that_do_as_corner_with_width_and_height_are_doubted(tmp_path: Path) -> None:
-    """A box whose ends leave the image, as width and height, shows that it has two corners."""
+    """One box that would leave its image as x, y, width, height is enough against the doubt."""
     boxes = [box("cat", 100 + n, 100, 300 + n, 400) for n in range(8)]
     sizes = [line("a.png", one, size=(2000, 2000)) for one in boxes]
     corners = line("a.png", box("cat", 500, 500, 600, 600), size=(2000, 2000))

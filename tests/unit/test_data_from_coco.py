@@ -535,6 +535,7 @@ def test_an_annotation_without_a_box_has_that_of_its_mask(
         cat(id=8, segmentation={"size": [480, 640], "counts": [1, 2, 3]}),
         cat(id=8, segmentation={"size": [0, 640], "counts": "abc"}),
         {"id": 8, "bbox": [1, 2, 3, 4]},
+        {"id": 8, "segmentation": [[64, 48, 384, 48, 384, 288]]},
         17,
     ],
 )

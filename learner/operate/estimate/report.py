@@ -324,7 +324,7 @@ def tables(found: Estimate) -> Iterator[tuple[str, Table]]:
             sides = found.rollouts_s(count), found.step_s(found.costs["B"])
             expected = f"{best / REACHED[1]:.3g} to {best / REACHED[0]:.3g}"
             steps.add_row(f"{count}", *(f"{s:.3g}" for s in (*sides, best)), expected)
-        title = "Seconds of a step of channel B; expected: the bound reached to 55 to 69 %"
+        title = "Seconds of a step of channel B; expected: the step / 0.69 to the step / 0.55"
         yield title, steps
     others = new_table("run", "measured", "our bound")
     for row in PUBLISHED:
