@@ -40,6 +40,7 @@ TOKEN = "openai-clients-token-0123456789"
 GUARD = {"enabled": True, "min_new_tokens": 1, "max_consecutive_token_repeats": 40}
 SEQUENCES = 64
 VERSION = "x-weights-version"
+ENDLESS = {"ignore_eos": True}
 USER = [{"role": "user", "content": PROMPT}]
 
 
@@ -237,9 +238,9 @@ def test_bad_calls_are_refused_and_nothing_is_fetched(
 
 @contextmanager
 def streaming(client: openai.OpenAI, model: Path, **options: Any) -> Iterator[Any]:
-    """A long stream after its first event."""
+    """A stream of `max_tokens` tokens, after its first event."""
     create: Any = client.chat.completions.create
-    given = {"temperature": 1.0, "max_tokens": 480, "stream": True} | options
+    given = {"temperature": 1.0, "max_tokens": 480, "stream": True, "extra_body": ENDLESS} | options
     with create(model=str(model), messages=USER, **given) as stream:
         next(stream)
         yield stream
@@ -310,7 +311,7 @@ def test_stopping_server_ends_streams_and_calls_with_an_error_and_leaves_no_proc
 ) -> None:
     everything = [served.process.pid, *children(served.process.pid)]
     with ThreadPoolExecutor() as threads:
-        options = {"temperature": 1.0, "max_tokens": 480, "n": 8}
+        options = {"temperature": 1.0, "max_tokens": 480, "n": 8, "extra_body": ENDLESS}
         whole = threads.submit(Chat, client, tied, USER, **options)
         served.wait_for_sequences(lambda sequences: sequences == 8)
         with streaming(client, tied) as stream:
