@@ -1,7 +1,7 @@
-"""Clients of a server for an hour: most of them polite, some not.
+"""Clients of a server for an hour.
 
-Each is a thread that makes one call after another, of a kind drawn by chance, and knows what the
-answer has to be. What comes otherwise is noted, and the client goes on.
+Each is a thread that makes one call after another, of a kind drawn at random, and compares the
+answer with the one that this kind must have. A client notes a wrong answer and goes on.
 """
 
 import random
@@ -26,12 +26,12 @@ MOST_NOTED = 50
 
 
 class Notes:
-    """What all clients of a run saw; taken by another thread."""
+    """The calls of all clients: counts by kind, wrong answers, milliseconds."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self._infer_ms: list[float] = []
+        self.infer_ms: list[float] = []
         self._lock = threading.Lock()
 
     def count(self, kind: str, wrong: str | None) -> None:
@@ -40,16 +40,6 @@ class Notes:
             if wrong is not None:
                 self.counts["wrong"] += 1
                 self.wrong = [*self.wrong, f"{kind}: {wrong}"][:MOST_NOTED]
-
-    def answered_in(self, milliseconds: float) -> None:
-        with self._lock:
-            self._infer_ms.append(milliseconds)
-
-    def take_infer_ms(self) -> list[float]:
-        """Of the calls answered since the last look."""
-        with self._lock:
-            taken, self._infer_ms = self._infer_ms, []
-            return taken
 
 
 class Client(threading.Thread):
@@ -81,7 +71,10 @@ class Client(threading.Thread):
             base_url=self._base_url, timeout=TIMEOUT_S, trust_env=False
         ) as self._http:
             while True:
-                self._wait_at_gate()
+                if not self._gate.is_set():
+                    self.idle.set()
+                    self._gate.wait()
+                    self.idle.clear()
                 (kind,) = self._chance.choices(names, weights)
                 try:
                     wrong = self._kinds[kind][1]()
@@ -90,19 +83,13 @@ class Client(threading.Thread):
                 self._notes.count(kind, wrong)
                 time.sleep(self._chance.uniform(0, LONGEST_PAUSE_S))
 
-    def _wait_at_gate(self) -> None:
-        if not self._gate.is_set():
-            self.idle.set()
-            self._gate.wait()
-            self.idle.clear()
-
     # --- kinds of calls; each returns what was wrong with the answer
 
     def _answered(self) -> str | None:
         began = time.perf_counter()
         body = self._body(tokens=self._chance.choice([8, 16, 32, 64]))
         wrong = self._post(body)
-        self._notes.answered_in(1000 * (time.perf_counter() - began))
+        self._notes.infer_ms.append(1000 * (time.perf_counter() - began))
         return wrong
 
     def _sampled(self) -> str | None:
