@@ -20,6 +20,8 @@ from benchmarks.workload import infer_call, make_scenes
 TIMEOUT_S = 120.0
 LONGEST_PAUSE_S = 0.4
 MAX_BODY_MIB = 2
+TOO_LARGE = b" " * (MAX_BODY_MIB * 2**20 + 1)
+JSON = {"content-type": "application/json"}
 NO_VERSION = 10**9
 LONG_TOKENS = 256
 MOST_NOTED = 50
@@ -110,11 +112,14 @@ class Client(threading.Thread):
         bad: list[tuple[int, Callable[[], httpx.Response]]] = [
             (422, lambda: self._send(self._broken_image())),
             (422, lambda: self._send(self._body(tokens=8) | {"colour": "red"})),
-            (400, lambda: self._http.post("/infer/", content=b'{"infer_requests": [')),
+            (
+                400,
+                lambda: self._http.post("/infer/", content=b'{"infer_requests": [', headers=JSON),
+            ),
             (404, lambda: self._http.get("/nothing/")),
             (405, lambda: self._http.get("/infer/")),
             (409, lambda: self._http.post("/update_weights/", json={"attempt": "none"})),
-            (413, lambda: self._http.post("/infer/", content=b" " * (MAX_BODY_MIB * 2**20 + 1))),
+            (413, lambda: self._http.post("/infer/", content=TOO_LARGE, headers=JSON)),
         ]
         status, call = self._chance.choice(bad)
         answer = call()
