@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.step_parts.engines import FixedA
-from benchmarks.step_parts.engines import samples as fixed_samples
+from benchmarks.fixed_engines import FixedA
+from benchmarks.fixed_engines import samples as fixed_samples
 from learner.config import load_config
 from learner.config.schema import Config
 from learner.distributed.peers import SINGLE_PROCESS, Peers

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.step_parts.engines import samples as fixed_samples
+from benchmarks.fixed_engines import samples as fixed_samples
 from learner.config import merge, parse_config
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
