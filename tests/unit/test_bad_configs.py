@@ -30,6 +30,12 @@ LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
 PLAIN = changed("rollout_matching", {"max_new_tokens": 64})
 HF = changed("rollout_matching.rollout_backend", "hf", PLAIN)
 BEAM = {"rollout_matching": {"decode_mode": "beam", "num_beams": 4, "decode_batch_size": 4}}
+DUPLICATE_UL = {"name": "duplicate_ul", "enabled": True, "weight": 1.0, "channels": ["B"]}
+CLEAN = changed(
+    "stage2_ab.pipeline.objective.3",
+    DUPLICATE_UL | {"config": {"radius": 16}},
+    merge(WARMUP, {"stage2_ab": {"schedule": {"b_ratio": 0.5}, "channel_b": {"prefix": "clean"}}}),
+)
 BASES = {
     "warmup": WARMUP,
     "aligned": ALIGNED,
@@ -38,6 +44,7 @@ BASES = {
     "beam": merge(HF, BEAM),
     "both": changed("stage2_ab.schedule.b_ratio", 0.5),
     "lora": changed("tuner", LORA),
+    "clean": CLEAN,
 }
 # Both variants, each with one enabled entry of every loss module.
 MODULES: list[dict[str, Any]] = WARMUP["stage2_ab"]["pipeline"]["objective"]
@@ -101,7 +108,10 @@ def test_a_missing_key_is_refused(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.req("CFG-02", "CFG-05", "CFG-07", "RES-02", "CHA-01")
-@pytest.mark.parametrize("row", rows("wrong_values", "text_values", "training"))
+@pytest.mark.req("CLEAN-01", "CLEAN-02", "FMT-01", "HUB-01")
+@pytest.mark.parametrize(
+    "row", rows("wrong_values", "text_values", "training", "formats", "clean_prefix", "runs")
+)
 def test_a_wrong_value_or_combination_is_refused_at_its_path(row: dict[str, Any]) -> None:
     is_refused(row)
 

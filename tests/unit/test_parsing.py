@@ -20,7 +20,6 @@ from learner.stages.formats.objects_array import OBJECTS_ARRAY
 from learner.stages.tokens import HALF_CHARACTER, IM_END, PLACEHOLDERS, token_table
 from learner.types import ParsedRollout
 from tests.unit.answers import (
-    coords,
     encode,
     entry,
     parse,
@@ -106,28 +105,6 @@ def test_bare_coordinate_tokens_are_accepted(
     assert [(found.desc, found.coords) for found in parsed.objects] == [(desc, [1, 2, 3, 4])]
 
 
-@pytest.mark.req("PARSE-01")
-@pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
-def test_the_tokens_of_an_entry_and_of_its_description_end_where_they_do(
-    tokenizer: PreTrainedTokenizerFast, order: str
-) -> None:
-    fields = [['"desc":', " ", '"', "c", "a", "t", '"'], [f'"bbox_2d": {BOX}']]
-    if order == "geometry_first":
-        fields.reverse()
-    parts = ["{", '"object_1"', ":", " {", *fields[0], ",", *fields[1], "}", " ", "}"]
-    ids = [encode(tokenizer, part) for part in parts]
-    (found,) = parse_rollout([token for part in ids for token in part], tokenizer).objects
-    begin = [sum(map(len, ids[:k])) for k in range(len(parts))]
-    assert found.token_span == (begin[1], begin[-2])
-    assert found.desc_token_indices == [begin[parts.index(letter)] for letter in "cat"]
-
-
-@pytest.mark.req("PARSE-01")
-def test_escapes_in_a_description_are_read(tokenizer: PreTrainedTokenizerFast) -> None:
-    parsed = parse(tokenizer, with_value(rf'{{"desc": "a \"}}\" \\\u00e9", "bbox_2d": {BOX}}}'))
-    assert parsed.objects[0].desc == 'a "}" \\é'
-
-
 @pytest.mark.req("PARSE-02")
 def test_im_end_ends_the_answer(tokenizer: PreTrainedTokenizerFast) -> None:
     for end, truncated in (("}", False), ("", True)):
@@ -189,16 +166,6 @@ def test_brackets_too_deep_to_be_coordinates_count_as_nested(
     parsed = parse(tokenizer, text)
     assert parsed.dropped == [("object_2", "key_invalid")]
     assert [found.index for found in parsed.objects] == [1, 3]
-
-
-@pytest.mark.req("PARSE-04", "RES-02")
-def test_a_polygon_is_dropped_in_the_two_channel_variant(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    text = with_value(f'{{"desc": "roof", "poly": {coords(1, 2, 3, 4, 5, 6)}}}')
-    assert parse(tokenizer, text, allow_poly=False).dropped == [("object_1", "poly_unsupported")]
-    short = with_value(f'{{"desc": "roof", "poly": {coords(1, 2)}}}')
-    assert parse(tokenizer, short, allow_poly=False).dropped == [("object_1", "wrong_arity")]
 
 
 @pytest.mark.req("PARSE-04")

@@ -52,14 +52,6 @@ def test_a_prefix_that_ends_in_anything_else_is_an_error(prefix: str) -> None:
     assert error.value.do == "Cut it after the `}` of an entry or after the opening `{`"
 
 
-@pytest.mark.req("APPEND-01")
-def test_the_error_shows_the_end_of_a_long_prefix_and_a_comma_that_nothing_follows() -> None:
-    with pytest.raises(ContractError, match="it ends in '6789abcdefghijklmnop' and"):
-        serialize_append("{" + entry(1) + "0123456789abcdefghijklmnop", [CAT], 2, "desc_first")
-    with pytest.raises(ContractError, match="0 objects"):
-        serialize_append("{" + entry(1) + ", ", [], 2, "desc_first")
-
-
 @pytest.mark.req("APPEND-01", "RES-12")
 @pytest.mark.scenario(
     "desc-first remains baseline append layout",

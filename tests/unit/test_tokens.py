@@ -58,13 +58,6 @@ def test_a_tokenizer_that_lacks_tokens_is_refused(extra: list[str], missing: str
     )
 
 
-def test_an_unknown_token_that_maps_to_a_default_is_refused() -> None:
-    tokenizer = bare_tokenizer("[UNK]", IM_END)
-    tokenizer.unk_token = "[UNK]"
-    with pytest.raises(ContractError, match=r"<\|coord_0\|>"):
-        CoordVocab.from_tokenizer(tokenizer)
-
-
 @pytest.mark.req("PARSE-02")
 def test_the_tokens_of_images_end_an_answer_where_the_tokenizer_has_them(
     tokenizer: PreTrainedTokenizerFast,
@@ -74,13 +67,6 @@ def test_the_tokens_of_images_end_an_answer_where_the_tokenizer_has_them(
     seeing = CoordVocab.from_tokenizer(with_placeholders(tokenizer))
     (image,), (video,) = (encode(with_placeholders(tokenizer), token) for token in PLACEHOLDERS)
     assert seeing.end_ids == {vocab.end_id, image, video}
-
-
-def test_pieces_are_the_text_of_each_id_alone(toy_tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = [0, *encode(toy_tokenizer, '{"a 🧿": "<|coord_3|>"}<|im_end|>')]
-    alone = [toy_tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids]
-    assert pieces(toy_tokenizer, ids) == alone
-    assert any(HALF_CHARACTER in piece for piece in alone)
 
 
 @pytest.mark.parametrize("token_id", [-1, 10**6, 2**32, 2**70])

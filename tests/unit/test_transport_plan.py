@@ -158,43 +158,6 @@ def test_pairs_of_any_sizes_together_agree_with_the_textbook_one_by_one(
 # ---- what must not matter ------------------------------------------------------------
 
 
-@pytest.mark.req("OT-01")
-@given(
-    pred=BINS,
-    truth=BINS,
-    cost=COSTS,
-    epsilon=MILD_EPSILONS,
-    iters=st.integers(1, 10),
-    move=st.tuples(st.integers(-2000, 2000), st.integers(-2000, 2000)),
-    data=st.data(),
-)
-def test_neither_the_order_of_the_points_nor_their_place_matters(
-    pred: Points,
-    truth: Points,
-    cost: TransportCost,
-    epsilon: float,
-    iters: int,
-    move: tuple[int, int],
-    data: st.DataObject,
-) -> None:
-    order = data.draw(st.permutations(range(len(pred))))
-    other_truth = data.draw(st.permutations(truth))
-    here = sinkhorn_barycentric(pred, truth, cost, epsilon, iters)
-    turned = sinkhorn_barycentric([pred[i] for i in order], other_truth, cost, epsilon, iters)
-    np.testing.assert_allclose(turned, here[order], atol=1e-6)
-    there = sinkhorn_barycentric(np.add(pred, move), np.add(truth, move), cost, epsilon, iters)
-    np.testing.assert_allclose(there, here + move, atol=1e-9)
-
-
-@pytest.mark.req("OT-01")
-def test_points_of_lower_precision_are_projected_in_float64() -> None:
-    pred, truth = (np.array(points, dtype=np.float32) / 7 for points in (SQUARE, TRIANGLE))
-    found = sinkhorn_barycentric(pred, truth, "l2", 5.0, 5)
-    assert found.dtype == np.float64
-    wide = sinkhorn_barycentric(pred.astype(np.float64), truth.astype(np.float64), "l2", 5.0, 5)
-    assert found.tolist() == wide.tolist()
-
-
 NAN, INF = float("nan"), float("inf")
 
 
@@ -326,23 +289,6 @@ def test_what_is_near_is_taught_nearer(off: str, vertices: int, side: int) -> No
     learnt = Shape("poly", tuple(np.rint(taught(said, truth)).astype(int).tolist()))
     before, after = (mask_iou(shape, truth, 1000) for shape in (said, learnt))
     assert before < 0.8 < after
-
-
-AT_THE_EDGE = Shape("poly", (999, 137, 999, 582, 999, 867))
-
-
-@pytest.mark.req("OT-01")
-@given(predicted=SHAPES, truth=SHAPES, cost=COSTS, epsilon=EPSILONS, iters=st.integers(1, 10))
-@example(Shape("poly", (410, 391, 532, 391, 532, 630, 410, 630)), AT_THE_EDGE, "l2", 10.0, 30)
-def test_each_coordinate_has_a_bin_within_those_of_the_ground_truth(
-    predicted: Shape, truth: Shape, cost: TransportCost, epsilon: float, iters: int
-) -> None:
-    bins = np.array(bins_of(predicted, truth, cost, epsilon, iters))
-    assert bins.shape == (len(predicted.coords),)
-    for axis in (0, 1):
-        along = truth.coords[axis::2]
-        assert (bins[axis::2] >= min(along) - 1e-9).all()
-        assert (bins[axis::2] <= min(max(along) + 1e-9, 999)).all()
 
 
 @pytest.mark.req("OT-01")
