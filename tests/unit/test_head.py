@@ -13,7 +13,7 @@ from learner.data.toy import ToyData
 from learner.models.self_context import SelfContext
 from learner.models.toy import make_model
 from learner.objectives import logit_stats
-from learner.objectives.logit_stats import HEAD_ELEMENTS, ForwardStats
+from learner.objectives.logit_stats import ForwardStats
 from learner.types import Channel, Sample
 from tests.unit.loaded_models import load_small
 from tests.unit.mixed_samples import mixed_samples
@@ -126,18 +126,6 @@ def test_forwards_between_the_first_and_the_last_read_slots_alone(
     with products:
         learner.loss(pack)
     assert sum(products.rows) == (texts + slots) + slots + (texts + slots)
-
-
-def test_rows_that_fit_into_a_chunk_are_computed_once(
-    learner_of: LearnerOf, samples: list[Sample]
-) -> None:
-    learner = learner_of()
-    pack = learner.pack(samples)
-    assert len(pack) * VOCABULARY < HEAD_ELEMENTS
-    products = Products()
-    with products:
-        learner.loss(pack).total.backward()
-    assert len(products.rows) == 1
 
 
 @pytest.mark.usefixtures("small_chunks")

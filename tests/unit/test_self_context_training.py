@@ -200,20 +200,3 @@ def test_images_are_found_where_an_embedding_rounds_by_shape(
     blind = replace(pack, pixel_values=None, image_grid_thw=None)
     assert not torch.allclose(learner.loss(blind).total, loss.total)
     assert any(gradient.abs().max() > 0 for gradient in learner.gradients(loss).values())
-
-
-@pytest.mark.req("CHA-02")
-@pytest.mark.parametrize("grad_mode", get_args(SoftContextGradMode))
-def test_images_are_found_where_autocast_holds_inside_the_model_alone(
-    toy_checkpoint: Path,
-    toy_data: ToyData,
-    tmp_path: Path,
-    sample: Sample,
-    grad_mode: SoftContextGradMode,
-) -> None:
-    config = small_changed(toy_checkpoint, toy_data, tmp_path, tuner=OF_EMBEDDINGS)
-    loaded = of_embeddings(config)
-    loaded.model.forward = torch.autocast("cpu", torch.bfloat16)(loaded.model.forward)
-    learner = ToyLearner(loaded, SelfContext(2, "st", grad_mode), COORDINATES)
-    loss = learner.loss(learner.pack([sample]))
-    assert any(gradient.abs().max() > 0 for gradient in learner.gradients(loss).values())
