@@ -242,15 +242,6 @@ def test_good_samples_keep_their_places_and_replacements_are_spread() -> None:
     assert len(noted) == 50
 
 
-def test_a_replacement_depends_only_on_seed_and_place() -> None:
-    every, bad = samples(50), {f"d.jsonl:{n}" for n in (3, 4, 5)}
-    forwards, backwards = stand_ins(every, bad), stand_ins(every, bad)
-    there = [forwards[place] for place in range(50)]
-    assert there == [backwards[place] for place in reversed(range(50))][::-1]
-    other = stand_ins(every, bad, seed=1)
-    assert [other[place] for place in (2, 3, 4)] != there[2:5]
-
-
 def test_without_a_good_sample_the_bad_one_is_named() -> None:
     every = samples(3)
     taken = stand_ins(every, {sample.sample_id for sample in every})

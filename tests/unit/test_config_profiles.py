@@ -201,25 +201,3 @@ def test_rollout_aligned_profiles_train_distributions_of_coordinates_and_no_desc
         weights = weights_of(config.pipeline)
         assert weights["coord_ce_weight"] == 0
         assert all(weights[f"{term}_weight"] > 0 for term in ("soft_ce", "w1", "coord_gate"))
-
-
-@pytest.mark.req("CFG-04", "CFG-05")
-@pytest.mark.parametrize("variant", list(LEAF_FIELDS))
-def test_a_profile_with_servers_may_be_turned_to_colocate(variant: str, tmp_path: Path) -> None:
-    own = {"mode": "colocate", "server": None}
-    mapping = {"extends": str(CONFIGS / variant / "base.yaml")}
-    mine = dump_mapping(mapping | {"rollout_matching": {"vllm": own}})
-    config = load_config(written(tmp_path / "mine.yaml", mine))
-    assert config.rollout_matching.backend == "colocate"
-
-
-@pytest.mark.req("CFG-04")
-@pytest.mark.parametrize("path", sorted((TWO_CHANNEL / "gpu").glob("*.yaml")), ids=lambda p: p.stem)
-def test_a_profile_for_gpus_is_one_hop_and_states_each_field(path: Path, tmp_path: Path) -> None:
-    """It passes as a leaf of `prod`, the folder where these rules are checked."""
-    for name in ("base.yaml", f"gpu/{path.name}"):
-        text = (TWO_CHANNEL / name).read_text(encoding="utf-8")
-        written(tmp_path / "stage2_two_channel" / name.replace("gpu/", "prod/"), text)
-    leaf = tmp_path / "stage2_two_channel" / "prod" / path.name
-    assert canonical_variant(leaf)
-    load_config(leaf)

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from learner.analysis.evaluation.comparison import Compared, compare, find_answers
 from learner.analysis.evaluation.folder import ANSWERS, Scored, write_evaluation
 from learner.analysis.evaluation.scores import (
-    IOU_THRESHOLDS,
     ScoredAnswer,
     Scores,
     assess_by_name,
@@ -171,31 +170,6 @@ def best_way(iou: list[list[float]], taken: frozenset[int] = frozenset()) -> tup
 
 
 @pytest.mark.req("RES-20")
-@pytest.mark.parametrize("x", [0, 1])
-@pytest.mark.parametrize(("width", "shift"), [(4, 1), (9, 3), (16, 5)])
-def test_overlap_of_small_boxes_is_exact(
-    toy_tokenizer: PreTrainedTokenizerFast, x: int, width: int, shift: int
-) -> None:
-    """A shift of up to a third leaves half; a canvas of 256 pixels would not separate bins."""
-    truth = GroundTruthObject("cat", Shape("bbox_2d", (x, 0, x + width, 4)))
-    predicted = entry(1, "cat", (x + shift, 0, x + shift + width, 4))
-    found = answer(toy_tokenizer, f"{{{predicted}}}", [truth])
-    assert found.hits == 1
-    iou = (width - shift) / (width + shift)
-    assert found.hits_at == [int(iou >= least) for least in IOU_THRESHOLDS]
-
-
-@pytest.mark.req("RES-20")
-@pytest.mark.parametrize("shape", [(7, 7, 7, 90), (7, 7, 7, 7)])
-def test_box_without_area_is_hit_by_an_equal_box_only(
-    toy_tokenizer: PreTrainedTokenizerFast, shape: tuple[int, int, int, int]
-) -> None:
-    truth = GroundTruthObject("cat", Shape("bbox_2d", shape))
-    assert answer(toy_tokenizer, f"{{{entry(1, 'cat', shape)}}}", [truth]).hits == 1
-    assert answer(toy_tokenizer, f"{{{entry(1, 'cat', (7, 7, 8, 90))}}}", [truth]).hits == 0
-
-
-@pytest.mark.req("RES-20")
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 def test_taught_answer_scores_1_for_each_unicode_form_of_the_label(
     toy_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, form: Literal["NFC", "NFD"]
@@ -252,16 +226,6 @@ def test_scores_with_a_zero_denominator(toy_tokenizer: PreTrainedTokenizerFast) 
         assert (found.precision, found.recall, found.f1) == own
         pooled = scored(toy_tokenizer, ("{}", there))
         assert (pooled.precision, pooled.recall, pooled.f1, pooled.box_f1) == (0.0, 0.0, 0.0, 0.0)
-
-
-@pytest.mark.req("EVAL-02")
-def test_f1_at_each_iou_and_their_mean(toy_tokenizer: PreTrainedTokenizerFast) -> None:
-    """The truth is 0..999 wide and the answer 0..800: its IoU is 0.8."""
-    text = f"{{{entry(1, 'bird!', (0, 0, 800, 999))}}}"
-    found = scored(toy_tokenizer, (text, [BIRD]))
-    assert found.hits_at == (1, 1, 1, 1, 1, 1, 1, 0, 0, 0)
-    assert (found.f1, found.f1_95) == (1.0, 0.0)
-    assert found.f1_miou == pytest.approx(0.7)
 
 
 @pytest.mark.req("EVAL-02")
@@ -323,25 +287,6 @@ class Scripted:
 
     def close(self) -> None:
         self.calls.append("close")
-
-
-@pytest.mark.req("SYNC-07", "SYNC-09")
-def test_evaluation_pushes_stale_weights_and_counts_allowed_polygons(
-    toy_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    roof = f'"object_1": {{"desc": "roof", "poly": {coords(0, 0, 500, 0, 500, 500)}}}'
-    cat = entry(2, "cat", CAT_BOX)
-    backend = Scripted([encode(toy_tokenizer, f"{{{roof}, {cat}}}")])
-    policy = Policy(OpenBackend(backend), Asking("Detect.", None, RequestConfig()))
-    samples = [sample(CAT, GroundTruthObject("roof", Shape("bbox_2d", (0, 0, 500, 500))))]
-    policy.push_if_stale()
-    boxes, polygons = (
-        evaluate(policy, samples, 7, toy_tokenizer, allow_poly=allow_poly, resolution=256).scores
-        for allow_poly in (False, True)
-    )
-    assert backend.calls == ["push 1", "rollout 1 seed 7", "rollout 1 seed 7"]
-    assert counts(boxes) == (1, 2, 1, 1, 1)
-    assert (polygons.predicted, polygons.dropped) == (2, 0)
 
 
 @pytest.mark.req("EVAL-01")

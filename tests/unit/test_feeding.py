@@ -13,12 +13,11 @@ from learner.config.schema import Config
 from learner.data.jsonl import read_samples
 from learner.data.toy import ToyData
 from learner.models.packs import Segment
-from learner.models.prompts import ENCODING_THREADS, PromptEncoder
+from learner.models.prompts import PromptEncoder
 from learner.rollout.policy import OpenBackend, Policy, asking_of
-from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock
 from learner.training.asynchronous_rollouts import BatchMaker, MadeBatch
-from learner.training.channels import ChannelA, ChannelB, Encoding
+from learner.training.channels import ChannelB, Encoding
 from learner.training.synchronous_rollouts import Packer, SynchronousRollouts
 from learner.types import AssessedRollout, RolloutOutput, Sample
 from shared_contracts.errors import RunError
@@ -160,26 +159,6 @@ def test_the_prompts_of_a_step_are_encoded_while_its_first_answers_are_made(
 
 
 @pytest.mark.req("ASYNC-01")
-def test_the_prompts_of_an_asynchronous_batch_are_encoded_while_it_is_answered(
-    feeding_of: FeedingOf,
-) -> None:
-    feeding = feeding_of()
-    feeding.servers.meanwhile = lambda _: feeding.watched.wait_for(CHUNK * CHUNKS)
-    assert len(feeding.batch(0).packs) == CHUNK * CHUNKS
-
-
-@pytest.mark.req("ASYNC-01", "SEED-01")
-def test_the_next_round_is_asked_for_before_the_last_one_is_assessed(feeding_of: FeedingOf) -> None:
-    feeding = feeding_of()
-    feeding.channel_b.before = lambda chunk: feeding.servers.wait_for(min(chunk + 2, CHUNKS))
-    made = feeding.batch(3)
-    ids = [sample_id for pack in made.packs for sample_id in pack.sample_ids]
-    assert ids == [sample.sample_id for sample in feeding.samples]
-    base = rollout_seed_base(0, 3)
-    assert feeding.servers.seeds == [request_seed(base, 0, i * CHUNK) for i in range(CHUNKS)]
-
-
-@pytest.mark.req("ASYNC-01")
 @pytest.mark.parametrize("stage", ["answers", "assessment"])
 def test_a_batch_that_fails_leaves_no_thread_behind(feeding_of: FeedingOf, stage: str) -> None:
     feeding = feeding_of()
@@ -194,36 +173,6 @@ def test_a_batch_that_fails_leaves_no_thread_behind(feeding_of: FeedingOf, stage
         feeding.channel_b.before = fail
     with pytest.raises(RunError, match="the third round fails"):
         feeding.batch(0)
-
-
-@pytest.mark.req("CHA-01")
-def test_channel_a_encodes_as_many_prompts_at_once_as_there_are_threads(
-    parts: Parts, config: Config, samples: list[Sample]
-) -> None:
-    watched = WatchedProcessor(parts.loaded.processor, at_once=ENCODING_THREADS)
-    channel = ChannelA(encoding(parts, config, watched))
-    assert len(channel.segments(samples[:ENCODING_THREADS])) == ENCODING_THREADS
-
-
-@pytest.mark.req("SEED-01")
-def test_the_next_chunk_is_asked_for_before_the_last_one_is_assessed(feeding_of: FeedingOf) -> None:
-    feeding = feeding_of()
-    feeding.channel_b.before = lambda chunk: feeding.servers.wait_for(min(chunk + 2, CHUNKS))
-    assert list(feeding.chunks(step=3)) == [feeding.ids(chunk) for chunk in range(CHUNKS)]
-    base = rollout_seed_base(0, 3)
-    assert feeding.servers.seeds == [request_seed(base, 0, i * CHUNK) for i in range(CHUNKS)]
-
-
-def test_without_servers_of_their_own_gpus_nothing_is_asked_for_ahead(
-    feeding_of: FeedingOf, samples: list[Sample]
-) -> None:
-    """Nobody asks in another thread, and only once."""
-    feeding = feeding_of(round_size=None)
-    asking, own = [], threading.current_thread()
-    feeding.servers.meanwhile = lambda _: asking.append(threading.current_thread())
-    (ids,) = feeding.chunks()
-    assert sorted(ids) == sorted(sample.sample_id for sample in samples)
-    assert asking == [own]
 
 
 @pytest.mark.req("DDP-01")

@@ -178,15 +178,6 @@ def test_every_rank_runs_as_many_forwards_and_synchronizes_once_in_the_last(
         assert ran.gradient == (pytest.approx(ran.loss) if most else None)
 
 
-@pytest.mark.req("DDP-02")
-def test_a_rank_without_packs_replays_and_where_nobody_has_any_nothing_runs() -> None:
-    none, three = runs([[[]], [[1, 1, 1]]])
-    assert (none.replays, none.loss, none.gradient) == (3, 0.0, 0.0)
-    assert three.replays == 0
-    assert three.loss == pytest.approx(1.0)
-    assert [ran.forwards for ran in runs([[], [[]]])] == [[], []]
-
-
 @pytest.mark.req("DDP-02", "STEP-03")
 def test_packs_of_the_first_chunks_run_before_the_last_is_there() -> None:
     ran_before: list[int] = []

@@ -17,13 +17,11 @@ from learner.config import merge, parse_config
 from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.models.load import load_model
-from learner.models.self_context import SelfContext
 from learner.rollout.client import ServerUnreachable
 from learner.rollout.server_process import free_ports
 from learner.runs.rollout_log import StepAnswer
 from learner.training.backends import bucket_bytes_of
 from learner.training.input_checks import check_inputs
-from learner.training.recipes.two_channel import TwoChannel
 from learner.training.server_checks import reach_servers
 from learner.training.train import order_of, train
 from learner.training.trainer import build_optimizer, training_arguments
@@ -92,14 +90,6 @@ def test_samples_keep_the_order_of_the_file_unless_they_are_shuffled(config_of: 
 
     assert first_step(shuffle=False) == [0, 1, 2, 3]
     assert first_step(shuffle=True) != [0, 1, 2, 3]
-
-
-@pytest.mark.req("CHA-01")
-def test_channel_a_feeds_coordinates_back_as_configured(config_of: ConfigOf) -> None:
-    own = {"n_softctx_iter": 3, "coord_ctx_embed_mode": "soft", "softctx_grad_mode": "em_detach"}
-    assert TwoChannel.self_context(config_of({"stage2_ab": own})) == SelfContext(
-        3, "soft", "em_detach"
-    )
 
 
 @pytest.mark.req("SYNC-03")

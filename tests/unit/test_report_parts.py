@@ -5,13 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from learner.analysis.report.answers import MOST, Tally, faults_of, read_answers, sample_answers
+from learner.analysis.report.answers import MOST, Tally, faults_of, read_answers
 from learner.analysis.report.findings import Finding, findings
 from learner.analysis.report.page import Tile
-from learner.analysis.report.plots import plots, running_mean, thinned
+from learner.analysis.report.plots import plots
 from learner.analysis.report.run_view import (
     RunView,
     evaluations_of,
@@ -58,17 +56,6 @@ def test_faults_of_an_answer_are_named(made: StepAnswer, fault: str) -> None:
 
 
 @pytest.mark.req("REPORT-01")
-def test_answers_are_ordered_by_f1_then_by_missed_objects() -> None:
-    best, one, three = answer("a:1"), missing(1, "b:1"), missing(3, "c:1")
-    half = answer("d:1", predicted=[CAT, ("owl", FAR)])
-    assert sample_answers([best, half, one, three]) == [three, one, half, best]
-    worst = [missing(1, f"worst:{place}") for place in range(5)]
-    shown = sample_answers([*good(40), *worst], most=9)
-    assert shown[:5] == worst
-    assert len(shown) == 9
-
-
-@pytest.mark.req("REPORT-01")
 def test_each_third_of_a_run_shows_its_worst_answers(tmp_path: Path) -> None:
     """The first third is much worse than the others."""
     answers: list[StepAnswer] = []
@@ -85,27 +72,6 @@ def test_each_third_of_a_run_shows_its_worst_answers(tmp_path: Path) -> None:
     part = read_answers(run, most_steps=3)
     assert {each.step for each in part.shown} == {1, 15, 30}
     assert (part.steps, part.read) == (30, 3)
-
-
-VALUES = st.one_of(st.none(), st.floats(-1e6, 1e6))
-
-
-@given(st.lists(VALUES, min_size=50, max_size=400))
-def test_thinned_series_keeps_extremes_order_and_gaps(values: list[float | None]) -> None:
-    points = list(enumerate(values, start=1))
-    short = thinned(points, most=40)
-    known = [value for value in values if value is not None]
-    kept = [value for _, value in short if value is not None]
-    assert len(short) <= 60  # lowest, highest and a gap of each of 20 stretches
-    assert [x for x, _ in short] == sorted({x for x, _ in short})
-    assert set(short) <= set(points)
-    assert (min(kept), max(kept)) == (min(known), max(known)) if known else not kept
-    assert (None in values) == any(value is None for _, value in short)
-
-
-def test_running_mean_skips_gaps() -> None:
-    points = [(1, 2.0), (2, None), (3, 4.0), (4, 6.0), (5, 8.0), (6, 10.0)]
-    assert running_mean(points) == [(1, 2.0), (2, None), (3, 3.0), (4, 4.0), (5, 5.0), (6, 7.0)]
 
 
 @pytest.mark.req("REPORT-01", "LOGP-01")

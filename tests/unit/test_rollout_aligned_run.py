@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from torch import nn
 
 from learner.config import load_config, merge
@@ -138,14 +137,3 @@ def test_no_metric_of_training_is_an_iou_and_the_evaluation_scores_all_held_out_
     samples = read_samples(poly_data.val_jsonl, allow_poly=True)
     (scores,) = [line for line in run.lines if "eval/f1" in line]
     assert scores["eval/ground_truths"] == sum(len(sample.objects) for sample in samples)
-
-
-@pytest.mark.req("RUN-01", "CHB-01")
-def test_the_checkpoint_has_changed_finite_weights(
-    run: Run, config: Path, toy_checkpoint: Path
-) -> None:
-    saved = load_file(config.parent / "run" / f"checkpoint-{STEPS}" / "model.safetensors")
-    before = load_file(toy_checkpoint / "model.safetensors")
-    assert saved.keys() == before.keys()
-    assert any(not torch.equal(saved[n], before[n]) for n in saved if n.startswith("model.visual"))
-    assert all(torch.isfinite(weight).all() for weight in saved.values())
