@@ -245,14 +245,6 @@ def test_process_0_pushes_whole_weights_of_a_sharded_model(two: dict[str, Run]) 
     assert all(torch.equal(sharded.pushed[name], w) for name, w in sharded.weights[0].items())
 
 
-@pytest.mark.nightly
-@pytest.mark.req("DDP-02", "STEP-02")
-def test_four_processes_make_the_steps_of_one(world: World, alone: dict[str, Run]) -> None:
-    of_four = {"unroll": UNROLL, "sharded_unroll": merge(UNROLL, FSDP2)}
-    for one in torchrun(world, 4, of_four).values():
-        assert_same(alone["unroll"], one)
-
-
 @pytest.mark.req("DDP-02")
 @pytest.mark.parametrize("name", ["packed", "sharded_packed"])
 def test_processes_with_unequal_numbers_of_packs_replay_some(

@@ -88,16 +88,6 @@ def test_among_many_objects_ties_go_to_the_lower_index_too(top_k: int) -> None:
     assert near(predicted, truths, top_k) == np.sort(expected, axis=1).tolist()
 
 
-@pytest.mark.req("MATCH-01", "ARCH-02")
-def test_pairs_that_are_no_candidates_are_never_computed() -> None:
-    predicted = [box(0, 0, 100, 100), box(500, 500, 600, 600)]
-    truths = [box(500, 500, 610, 610), box(0, 0, 90, 90), box(0, 0, 80, 80)]
-    result = match_objects(predicted, truths, MatchingConfig(candidate_top_k=1))
-    assert np.isnan(result.mask_iou).tolist() == [[True, False, True], [False, True, True]]
-    assert result.pairs == [(0, 1), (1, 0)]
-    assert result.false_negatives == [2]
-
-
 # ---- the cheapest assignment with dummies --------------------------------------------
 
 INF = float("inf")

@@ -115,25 +115,6 @@ def test_boxes_and_polygons_overlap_as_in_pycocotools(
 
 
 @pytest.mark.req("MATCH-02")
-@pytest.mark.parametrize("resolution", RESOLUTIONS)
-@pytest.mark.parametrize(
-    "ring",
-    [
-        poly(0, 0, 999, 999, 999, 0, 0, 999),
-        poly(100, 100, 100, 100, 900, 100, 900, 900, 900, 900, 100, 100),
-        poly(0, 500, 400, 500, 999, 500),
-        poly(300, 300, 300, 300, 300, 300),
-        poly(0, 0, 999, 0, 999, 999, 0, 999, 0, 0, 999, 0, 999, 999, 0, 999),
-        poly(999, 999, 998, 0, 999, 0),
-    ],
-    ids=["crosses itself", "repeats points", "on a line", "one point", "twice around", "sliver"],
-)
-def test_odd_rings_are_what_pycocotools_makes_of_them(ring: Shape, resolution: int) -> None:
-    for other in (ring, WHOLE, box(200, 200, 700, 900), poly(0, 0, 999, 0, 0, 999)):
-        assert all_ious([ring], [other], resolution)[0][0] == coco_iou(ring, other, resolution)
-
-
-@pytest.mark.req("MATCH-02")
 @given(st.tuples(*[st.integers(-2000, 3000)] * 6), st.integers(2, 300))
 def test_coordinates_are_clamped_before_anything_else(coords: list[int], side: int) -> None:
     inside = tuple(min(max(value, 0), 999) for value in coords)

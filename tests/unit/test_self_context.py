@@ -10,9 +10,8 @@ from torch import Tensor
 from learner.config.schema import CoordContextMode, SoftContextGradMode
 from learner.models.load import LoadedModel
 from learner.models.packs import Pack
-from learner.models.self_context import SelfContext, context_embeddings
+from learner.models.self_context import SelfContext
 from learner.objectives.logit_stats import ForwardStats
-from learner.stages.coords import COORD_BINS
 from learner.types import Sample
 from tests.unit.loaded_models import loaded_from
 from tests.unit.mixed_samples import mixed_samples
@@ -74,47 +73,6 @@ def expected_embeddings(loaded: LoadedModel, pack: Pack, logits: Tensor) -> Tens
         weights = (values - values.max()).exp()
         means.append((weights[:, None] * table).sum(0) / weights.sum())
     return torch.stack(means)
-
-
-# --- the function
-
-
-def extreme_logits() -> Tensor:
-    rows = 3 * torch.randn(6, COORD_BINS, generator=torch.Generator().manual_seed(0))
-    rows[1] = 0.0
-    rows[2] *= 1e4
-    rows[3, ::2] = -torch.inf
-    rows[4, 17] = torch.inf
-    rows[5] = torch.nan
-    return rows
-
-
-@pytest.mark.req("CHA-01")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_straight_through_is_the_likeliest_bin_to_the_bit(dtype: torch.dtype) -> None:
-    logits = extreme_logits()
-    table = torch.randn(COORD_BINS, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
-    hard, st = (context_embeddings(logits, table, mode) for mode in ("hard", "st"))
-    likeliest = [
-        max(range(COORD_BINS), key=row.__getitem__) for row in logits[[0, 1, 3, 4]].tolist()
-    ]
-    assert torch.equal(hard[[0, 1, 3, 4]], table[likeliest])
-    assert torch.equal(st.to(dtype), hard)
-
-
-@pytest.mark.req("CHA-01")
-def test_straight_through_has_the_gradients_of_the_mean() -> None:
-    table = torch.randn(COORD_BINS, 8, generator=torch.Generator().manual_seed(3))
-    upstream = torch.randn(6, 8, generator=torch.Generator().manual_seed(4))
-
-    def gradients(mode: CoordContextMode) -> tuple[Tensor, ...]:
-        inputs = (extreme_logits().requires_grad_(), table.clone().requires_grad_())
-        return torch.autograd.grad(context_embeddings(*inputs, mode), inputs, upstream)
-
-    for st, soft in zip(gradients("st"), gradients("soft"), strict=True):
-        assert torch.isfinite(st).all()
-        assert st.abs().sum() > 0
-        assert torch.equal(st, soft)
 
 
 # --- how often, and with what

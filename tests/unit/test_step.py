@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.config import merge, parse_config
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.jsonl import read_samples
@@ -165,10 +164,6 @@ def close(a: Gradients, b: Gradients) -> bool:
     )
 
 
-def atoms(report: StepReport) -> dict[str, float]:
-    return {key: value for key, value in report.metrics.items() if key.startswith("loss/")}
-
-
 @pytest.mark.req("STEP-02", "LOSS-05", "PACK-05")
 def test_packs_add_up_to_the_gradient_of_their_shares(
     parts: Parts, samples: list[Sample], config_of: ConfigOf
@@ -294,32 +289,6 @@ def test_a_b_step_reports_matches_appended_objects_and_invalid_answers(
     assert any(g.abs().sum() > 0 for g in gradients.values())
 
 
-@pytest.mark.req("MET-02")
-@pytest.mark.parametrize(
-    ("decoding", "flags", "guarded"),
-    [
-        ({"decode_mode": "greedy"}, (1, 0, 0), True),
-        ({"decode_mode": "sampling", "decoding": {"temperature": 0.5}}, (0, 1, 0), False),
-        ({"decode_mode": "beam", "num_beams": 2, "rollout_backend": "hf"}, (0, 0, 1), False),
-    ],
-    ids=["greedy", "sampling", "beam"],
-)
-def test_a_b_step_reports_the_decode_mode_and_whether_the_guard_was_active(
-    parts: Parts,
-    samples: list[Sample],
-    config_of: ConfigOf,
-    decoding: dict[str, Any],
-    flags: tuple[int, int, int],
-    guarded: bool,
-) -> None:
-    mapping = merge(config_of(b_ratio=1).model_dump(mode="json"), {"rollout_matching": decoding})
-    policy = policy_over(Scripted(samples, parts), repeat_terminate_active=guarded)
-    _, report, _ = parts.step(parts.runner(parse_config(mapping), policy), samples[:2])
-    modes = ("greedy", "sampling", "beam")
-    assert tuple(report.metrics[f"rollout/decode_{mode}"] for mode in modes) == flags
-    assert report.metrics["rollout/repeat_terminate_active"] == float(guarded)
-
-
 @pytest.mark.req("PACK-05")
 @pytest.mark.parametrize(
     ("training", "warnings"),
@@ -345,14 +314,3 @@ def test_poorly_filled_packs_are_warned_about_once(
     for warning in found:
         assert "training.packing_min_fill_ratio 90 %" in warning
         assert "global_max_length" in warning
-
-
-@pytest.mark.req("RES-22", "STEP-02")
-def test_a_step_does_not_depend_on_the_step_before(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf
-) -> None:
-    runner = parts.runner(config_of())
-    first, second = (parts.step(runner, samples[:2], step)[1] for step in (0, 1))
-    assert {key for key in first.metrics if "buffer" in key} == set()
-    assert atoms(first) == pytest.approx(atoms(second))
-    assert (first.step, second.step) == (0, 1)

@@ -1,13 +1,6 @@
-"""Barycentric projection of the Sinkhorn plan (section 9 of the contract).
+"""Barycentric projection of the Sinkhorn plan, against the textbook's scaling in float64."""
 
-Two references, neither of them in the log domain: the textbook's scaling in float64, and the same
-in decimals of any magnitude.
-"""
-
-import decimal
 import sys
-from collections.abc import Sequence
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -38,9 +31,6 @@ COSTS: st.SearchStrategy[TransportCost] = st.sampled_from(["l1", "l2"])
 EPSILONS = st.floats(min_value=5e-324, max_value=sys.float_info.max)
 MILD_EPSILONS = st.floats(min_value=1.0, max_value=1e6)
 POINTS = st.lists(st.tuples(st.floats(0, 999), st.floats(0, 999)).map(list), min_size=1, max_size=6)
-BINS = st.lists(
-    st.tuples(st.integers(0, 999), st.integers(0, 999)).map(list), min_size=1, max_size=5
-)
 SHAPES = ground_truths(allow_poly=True).map(lambda item: item.shape)
 
 
@@ -88,47 +78,6 @@ def test_the_projection_is_finite_and_inside_the_box_of_the_ground_truth(
 
 
 # ---- against other ways to get there -------------------------------------------------
-
-
-def decimal_projection(
-    pred: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
-) -> list[list[float]]:
-    """Sinkhorn's scaling of exp(-C / epsilon) in decimals that neither underflow nor overflow."""
-    costs = [[decimal_distance(p, g, cost) for g in truth] for p in pred]
-    kernel = [[(-c / Decimal(epsilon)).exp() for c in row] for row in costs]
-    v = [Decimal(1)] * len(truth)
-    for _ in range(iters):
-        u = [1 / (dot(row, v) * len(pred)) for row in kernel]
-        v = [1 / (dot(column, u) * len(truth)) for column in zip(*kernel, strict=True)]
-    projected = []
-    for row in kernel:
-        moments = [
-            dot([k * Decimal(g[axis]) for k, g in zip(row, truth, strict=True)], v)
-            for axis in (0, 1)
-        ]
-        projected.append([float(moment / dot(row, v)) for moment in moments])
-    return projected
-
-
-def dot(a: Sequence[Decimal], b: Sequence[Decimal]) -> Decimal:
-    return sum((x * y for x, y in zip(a, b, strict=True)), start=Decimal(0))
-
-
-def decimal_distance(p: list[float], g: list[float], cost: TransportCost) -> Decimal:
-    dx, dy = abs(Decimal(p[0]) - Decimal(g[0])), abs(Decimal(p[1]) - Decimal(g[1]))
-    return dx + dy if cost == "l1" else (dx * dx + dy * dy).sqrt()
-
-
-@pytest.mark.req("OT-01")
-@given(pred=BINS, truth=BINS, cost=COSTS, epsilon=st.floats(1e-3, 1e6), iters=st.integers(1, 5))
-def test_it_agrees_with_decimals_of_any_magnitude(
-    pred: Points, truth: Points, cost: TransportCost, epsilon: float, iters: int
-) -> None:
-    wide = decimal.Context(prec=28, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX)
-    with decimal.localcontext(wide):
-        expected = decimal_projection(pred, truth, cost, epsilon, iters)
-    found = sinkhorn_barycentric(pred, truth, cost, epsilon, iters)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.req("OT-01")
