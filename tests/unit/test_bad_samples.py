@@ -25,7 +25,7 @@ from learner.training.train import train
 from learner.types import Sample
 from shared_contracts.errors import ContractError, ContractErrors
 from tests.unit.data_files import LYING, paint
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 
 pytestmark = pytest.mark.req("DATA-01", "STEP-02")
 
@@ -115,18 +115,9 @@ def test_the_check_refuses_the_sides_that_the_processor_refuses(
         assert caught.value.where == sample.sample_id
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
-
-
 def listed(folder: Path) -> dict[str, str]:
     records = map(json.loads, (folder / "bad_samples.jsonl").read_text().splitlines())
     return {f"{record['file']}:{record['line']}": record["reason"] for record in records}
-
-
-def run(config: Config) -> Path:
-    return train(config, check_inputs(config), [], Console(file=io.StringIO()))
 
 
 EPOCH = {"effective_batch_size": 8, "max_steps": 3, "save_steps": 1}
@@ -139,8 +130,8 @@ def test_a_run_that_skips_bad_samples_makes_whole_steps_also_after_a_resume(
     errors = damage(data)
     cut = image_of(data.train_jsonl, 9)  # its header is whole
     cut.write_bytes(cut.read_bytes()[:-40])
-    whole = run(config_of(toy_checkpoint, data, tmp_path / "whole", training=EPOCH))
-    steps = metrics(whole)
+    whole = run_quietly(config_of(toy_checkpoint, data, tmp_path / "whole", training=EPOCH))
+    steps = metric_lines(whole, "loss")
     assert [step["packing/post_rollout_segments"] for step in steps] == [8, 8, 8]
     assert sum(step["data/bad_samples"] for step in steps) == 6  # of one epoch
     found = listed(whole)
@@ -150,8 +141,10 @@ def test_a_run_that_skips_bad_samples_makes_whole_steps_also_after_a_resume(
     assert "cannot be decoded" in found[f"{data.train_jsonl}:9"]
     for last in (1, 3):
         training = EPOCH | {"max_steps": last, "resume": "auto"}
-        parts = run(config_of(toy_checkpoint, data, tmp_path / "parts", training=training))
-    assert [step["loss"] for step in metrics(parts)] == [step["loss"] for step in steps]
+        parts = run_quietly(config_of(toy_checkpoint, data, tmp_path / "parts", training=training))
+    assert [step["loss"] for step in metric_lines(parts, "loss")] == [
+        step["loss"] for step in steps
+    ]
     assert (parts / "bad_samples.jsonl").read_bytes() == (whole / "bad_samples.jsonl").read_bytes()
 
 

@@ -3,7 +3,6 @@
 The keys of losses, packing and matching are in the tests of those.
 """
 
-import io
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from learner.config import merge, parse_config
 from learner.config.schema import Config
@@ -21,13 +19,12 @@ from learner.rollout.client import ServerUnreachable
 from learner.rollout.server_process import free_ports
 from learner.runs.rollout_log import StepAnswer
 from learner.training.backends import bucket_bytes_of
-from learner.training.input_checks import check_inputs
 from learner.training.server_checks import reach_servers
-from learner.training.train import order_of, train
+from learner.training.train import order_of
 from learner.training.trainer import build_optimizer, training_arguments
 from shared_contracts.infer import InferCall, Message, RequestConfig, RolloutInferRequest
 from tests.unit.scripted_server import info, scripted_server
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import run_quietly, small_mapping
 
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 6}
 
@@ -137,7 +134,7 @@ def test_a_run_writes_answers_in_the_configured_order_and_curves_in_the_configur
     )
     own = {"rollout_backend": "hf", "max_new_tokens": 4, "decode_batch_size": 4}
     config = parse_config(mapping | {"rollout_matching": own})
-    folder = train(config, check_inputs(config), [], Console(file=io.StringIO()))
+    folder = run_quietly(config)
     assert any((tmp_path / "curves").glob("events.*"))
     assert not (folder / "tensorboard").exists()
     assert (folder / "metrics.jsonl").exists()

@@ -1,7 +1,5 @@
 """Self-context in whole runs: what the model is called with, and what adapters learn by it."""
 
-import io
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,22 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import Qwen3VLForConditionalGeneration
 
 from learner.config import merge, parse_config
-from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.models.load import load_model
 from learner.models.packs import IMAGE
 from learner.models.self_context import SelfContext
-from learner.training.input_checks import check_inputs
-from learner.training.train import train
 from learner.types import Sample
 from tests.unit.mixed_samples import mixed_samples
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 from tests.unit.toy_learner import (
     COORDINATES,
     ToyLearner,
@@ -62,13 +56,6 @@ def training_calls() -> Iterator[list[dict[str, Any]]]:
         hook.remove()
 
 
-def run(config: Config) -> list[dict[str, Any]]:
-    """The metrics of its steps."""
-    folder = train(config, check_inputs(config), [], Console(file=io.StringIO()))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
-
-
 @pytest.mark.req("CHA-01", "CHA-02", "CHB-01", "RES-08", "RUN-02")
 @pytest.mark.parametrize("tuner", [{}, DORA], ids=["full", "dora"])
 def test_a_run_calls_the_model_as_often_as_it_says_and_with_its_own_arguments(
@@ -84,7 +71,8 @@ def test_a_run_calls_the_model_as_often_as_it_says_and_with_its_own_arguments(
     small = small_mapping(toy_checkpoint, toy_data, tmp_path / "run")
     del small["rollout_matching"]["vllm"]
     with training_calls() as calls:
-        a, b = run(parse_config(merge(small, several)))
+        folder = run_quietly(parse_config(merge(small, several)))
+    a, b = metric_lines(folder, "loss")
     assert [a["step/channel_b"], b["step/channel_b"]] == [0, 1]
     assert a["grad_norm"] > 0
 

@@ -27,8 +27,7 @@ from shared_contracts.errors import ContractError
 from tests.unit.loaded_models import load_small
 from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import packed_logits
-from tests.unit.small_run import small_config, small_mapping
-from tests.unit.test_train_cpu import run
+from tests.unit.small_run import run_quietly, small_config, small_mapping
 from tests.unit.toy_learner import PROMPT, ToyLearner
 
 pytestmark = pytest.mark.req("FAM-01")
@@ -172,10 +171,10 @@ def test_a_run_goes_on_from_its_checkpoint(
     """With the same bits, though names or layout of the file are not those of the model."""
     training = {"save_steps": 2, "max_steps": 3, "resume": "auto"}
     config = small_config(checkpoint, toy_data, tmp_path / "run", training=training)
-    last = run(config) / "checkpoint-3"
+    last = run_quietly(config) / "checkpoint-3"
     wanted = load_file(last / "model.safetensors")
     shutil.rmtree(last)
-    run(config)
+    run_quietly(config)
     found = load_file(last / "model.safetensors")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

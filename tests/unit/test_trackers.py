@@ -1,7 +1,5 @@
 """Trackers of a run: names, refusals, reported numbers, failures."""
 
-import io
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any, get_args
 
 import pytest
 import wandb
-from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -20,10 +17,9 @@ from learner.data.toy import ToyData
 from learner.runs.resume import BEGINNING
 from learner.training.input_checks import check_inputs
 from learner.training.run_log import tracker_callbacks
-from learner.training.train import train
 from learner.training.trainer import training_arguments
 from shared_contracts.errors import ContractError, RunError
-from tests.unit.small_run import small_mapping
+from tests.unit.small_run import metric_lines, run_quietly, small_mapping
 
 
 @pytest.fixture
@@ -68,13 +64,13 @@ def test_wandb_gets_config_name_and_numbers_of_a_run(
     mapping: dict[str, Any], offline: Path
 ) -> None:
     config = reporting(mapping, "wandb")
-    folder = train(config, check_inputs(config), [], Console(file=io.StringIO()))
+    folder = run_quietly(config)
     run = wandb.run
     assert run is not None
     assert (run.name, run.project) == ("small", "shapes")
     assert run.config["rollmatch"]["training"]["effective_batch_size"] == 4
     assert run.config["rollmatch"]["model"]["model"] == str(config.model.model)
-    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = metric_lines(folder)
     key = "loss/A2_coord/bbox_ciou"
     last = [line for line in logged if key in line][-1]
     assert run.summary["train/global_step"] == last["step"] == 3
