@@ -20,7 +20,6 @@ from transformers import (
 
 from learner.models.coord_tokens import NOISE, describe_expanded, expand_vocab, vocab_modules
 from learner.models.toy import make_model, make_text_tokenizer
-from learner.stages.coords import COORD_BINS
 from learner.stages.tokens import CoordVocab
 from shared_contracts.errors import ContractError
 from tests.unit.stock_checkpoints import make_stock
@@ -45,19 +44,6 @@ def text_logits(model: PreTrainedModel, length: int) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=torch.tensor([[40, 50, 60]])).logits
     return logits[..., :length]
-
-
-def test_the_result_has_the_coordinate_tokens_behind_the_old_ones(
-    tied: Path, tmp_path: Path
-) -> None:
-    expand_vocab(tied, tmp_path / "out", seed=0, tie=None)
-    _, old = load(tied)
-    model, tokenizer = load(tmp_path / "out")
-    vocab = CoordVocab.from_tokenizer(tokenizer)
-    assert vocab.ids == list(range(len(old), len(old) + COORD_BINS))
-    assert model.config.get_text_config().vocab_size == len(tokenizer)
-    assert tokenizer.chat_template == old.chat_template
-    assert model.generation_config is not None
 
 
 @pytest.mark.parametrize("tie", [None, False])

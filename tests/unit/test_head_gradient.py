@@ -9,12 +9,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import embedding
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.full_size import peak_of
 from learner.models import head
 from learner.models.head import chunked
+from tests.unit.tensor_shapes import Shapes
 
 pytestmark = pytest.mark.req("FULL-02")
 
@@ -102,20 +102,6 @@ def test_a_head_that_peft_wraps_is_called_as_it_is() -> None:
     assert chunked(wrapped) == wrapped.forward
 
 
-class Shapes(TorchDispatchMode):
-    """Collects the shapes of all results."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: set[tuple[int, ...]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten.t.default and isinstance(found, Tensor):
-            self.seen.add(tuple(found.shape))
-        return found
-
-
 def test_rows_that_peft_trains_get_their_gradient_without_a_copy_of_the_weight() -> None:
     task = double(tied=False)
     adapted = nn.Linear(4, 4, dtype=torch.float64)
@@ -130,8 +116,8 @@ def test_rows_that_peft_trains_get_their_gradient_without_a_copy_of_the_weight()
     with Shapes() as shapes:
         found = torch.autograd.grad(task.loss(chunked(wrapped)), both)
     torch.testing.assert_close(found, wanted)
-    assert rows.shape in shapes.seen
-    assert task.weight.shape not in shapes.seen
+    assert tuple(rows.shape) in shapes.made
+    assert not shapes.with_sides(*task.weight.shape)
 
 
 @pytest.mark.parametrize(

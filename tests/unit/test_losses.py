@@ -30,10 +30,8 @@ from tests.unit.loss_rows import (
     COORD_IDS,
     COORD_REG,
     TEXT_IDS,
-    TOKEN_CE,
     VOCAB,
     Case,
-    annotation_row,
     answer_row,
     coord_diag,
     coord_reg,
@@ -42,30 +40,11 @@ from tests.unit.loss_rows import (
     make_row,
     token_ce,
 )
-from tests.unit.packed_logits import as_given
 from tests.unit.plain_losses import ciou, soft_target, trade_off
 from tests.unit.plain_losses import wasserstein1 as plain_wasserstein1
 
 CORNERS = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.floats(-0.5, 1.5))
 BOXES = st.tuples(CORNERS, CORNERS, CORNERS, CORNERS)
-
-
-def test_text_of_the_last_forward_is_read_only_if_an_objective_uses_it() -> None:
-    silent = TOKEN_CE.model_copy(update={"self_context_struct_ce_weight": 0.0})
-    ungated = COORD_REG.model_copy(update={"text_gate_weight": 0.0})
-    row = annotation_row()
-    logits = logits_for(row, 0)
-    for text, reg, read in (
-        (silent, ungated, False),
-        (TOKEN_CE, ungated, True),
-        (silent, COORD_REG, True),
-    ):
-        case = Case(declared(token_ce(text), coord_reg(reg)), row, "A")
-        reader = case.pipeline.reader(case.select())
-        whole, final = reader.anchor(as_given(logits)), reader.final(as_given(logits))
-        assert len(final.text_nll) == len(final.text_mass) == (len(whole.text_nll) if read else 0)
-        assert torch.equal(final.slot_lse, whole.slot_lse)
-        assert torch.equal(reader.slots(as_given(logits)), whole.slot_coord_logits)
 
 
 # ---- boxes and distributions ---------------------------------------------------------
@@ -144,15 +123,6 @@ def test_gates_keep_their_digits_however_much_mass_the_coordinates_have(raised: 
     assert torch.allclose(again, full)
     assert text_mass.double().tolist() == pytest.approx(p_text.tolist(), rel=1e-4)
     assert torch.allclose(text_gate(text_mass).double(), -p_text.log(), atol=1e-4)
-
-
-@pytest.mark.req("LOSS-04")
-def test_the_text_gate_ends_at_its_floor() -> None:
-    logits = torch.zeros(2, VOCAB, dtype=torch.float64)
-    logits[0, TEXT_IDS] = -50.0
-    logits[1, COORD_IDS] = -50.0
-    gates = text_gate(logsumexp_and_text_mass_(logits, torch.tensor(COORD_IDS))[1])
-    assert gates.tolist() == pytest.approx([-math.log(1e-6), 0.0], abs=1e-12)
 
 
 @pytest.mark.req("LOSS-04")

@@ -306,15 +306,6 @@ def test_a_pack_is_made_as_soon_as_its_tokens_have_come_and_the_rest_waits() -> 
     assert packing.chunk([], last=True) == []
 
 
-@pytest.mark.req("PACK-03")
-def test_the_last_segments_share_the_fewest_packs_with_all_that_waits() -> None:
-    packing = step(min_fill=0.9)
-    assert packing.chunk(items(10), last=False) == []
-    # One underfilled pack of 14 rather than two of 17.
-    assert sorted(lengths_of(packing.chunk(items(10, 7, 7), last=True))) == [[7, 7], [10, 10]]
-    assert packing.chunk([], last=True) == []
-
-
 @pytest.mark.req("PACK-01")
 @pytest.mark.parametrize("last", [False, True])
 def test_a_segment_that_no_pack_or_buffer_holds_is_named_by_its_sample(last: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from learner.stages.schedule import channel_for_step, exact_ratio
+from learner.stages.schedule import channel_for_step
 from learner.types import Channel
 from shared_contracts.errors import ContractError
 
@@ -66,14 +66,6 @@ def test_any_window_has_exactly_its_share_of_b_steps(
     n_b = channels(written_as(ratio), range(start, start + length)).count("B")
     share = Fraction(ratio)
     assert n_b == floor((start + length) * share) - floor(start * share)
-
-
-@pytest.mark.req("STEP-01")
-def test_equal_numbers_that_were_written_differently_are_kept_apart() -> None:
-    nearest_double = Decimal.from_float(0.1)
-    assert nearest_double == 0.1
-    assert exact_ratio(0.1) == Fraction(1, 10)
-    assert exact_ratio(nearest_double) == Fraction(0.1)
 
 
 @pytest.mark.req("STEP-01")

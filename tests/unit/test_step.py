@@ -182,22 +182,6 @@ def test_packs_add_up_to_the_gradient_of_their_shares(
     assert close(gradients, parts.reference(segments, plan))
 
 
-@pytest.mark.req("STEP-02", "PACK-04", "LOSS-05")
-def test_equal_samples_give_the_same_step_however_they_are_packed(
-    parts: Parts, samples: list[Sample], config_of: ConfigOf
-) -> None:
-    same = [samples[0]] * 4
-    length = len(parts.channel_a.segments(same)[0])
-    runs = [
-        parts.step(parts.runner(config_of(capacity=packed * length)), same) for packed in (4, 2, 1)
-    ]
-    packs = [report.metrics["packing/post_rollout_packs"] for _, report, _ in runs]
-    assert packs == [1, 2, 4]
-    for loss, _, gradients in runs[1:]:
-        assert loss == pytest.approx(runs[0][0], rel=1e-5)
-        assert close(gradients, runs[0][2])
-
-
 @pytest.mark.req("STEP-01", "SYNC-07", "SYNC-09", "ARCH-03")
 def test_channels_follow_the_schedule_and_b_pushes_before_it_asks(
     parts: Parts, samples: list[Sample], config_of: ConfigOf

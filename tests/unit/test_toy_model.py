@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from transformers import (
-    AutoModelForImageTextToText,
     AutoProcessor,
 )
 from typer.testing import CliRunner
@@ -16,7 +14,6 @@ from typer.testing import CliRunner
 from learner.commands.toy import toy_app
 from learner.data.toy import PROMPT
 from learner.data.toy_scenes import IMAGE_SIDE
-from learner.models.coord_tokens import vocab_modules
 from learner.models.toy import make_model, make_toy_tokenizer
 
 
@@ -35,22 +32,6 @@ def tokenizer() -> Any:
 def conversation(image: Image.Image) -> list[dict[str, object]]:
     content = [{"type": "image", "image": image}, {"type": "text", "text": PROMPT}]
     return [{"role": "user", "content": content}]
-
-
-def test_plain_transformers_loads_it_and_generates(checkpoint: Path) -> None:
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
-    assert model.config.architectures == ["Qwen3VLForConditionalGeneration"]
-    assert model.dtype == torch.float32
-    inputs = processor.apply_chat_template(
-        conversation(Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "red")),
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    answer = model.generate(**inputs, max_new_tokens=3, do_sample=False)
-    assert answer.shape[1] == inputs["input_ids"].shape[1] + 3
 
 
 def test_an_image_keeps_its_size_and_takes_sixteen_tokens(checkpoint: Path) -> None:
@@ -73,15 +54,6 @@ def test_the_same_seed_gives_the_same_bytes(checkpoint: Path, tmp_path: Path) ->
     make_model(tmp_path / "again", seed=0)
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (checkpoint / name).read_bytes()
-
-
-@pytest.mark.parametrize("tie", [True, False])
-def test_the_head_is_tied_or_not_as_asked(tmp_path: Path, tie: bool) -> None:
-    make_model(tmp_path / "model", seed=0, tie=tie)
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
-    embedding, head = vocab_modules(model)
-    assert (embedding.weight is head.weight) == tie
-    assert json.loads((tmp_path / "model/config.json").read_text())["tie_word_embeddings"] == tie
 
 
 def test_the_command_makes_data_and_model(tmp_path: Path) -> None:
