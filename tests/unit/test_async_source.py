@@ -22,7 +22,7 @@ from learner.distributed.peers import SINGLE_PROCESS, Peers
 from learner.rollout.backend import PushNeeded
 from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.rollout.seeds import rank_seed_base, request_seed, rollout_seed_base
-from learner.runs.metrics import PhaseClock, StepReport
+from learner.runs.metrics import PhaseClock
 from learner.stages.packing import Part
 from learner.stages.schedule import channel_for_step
 from learner.training.asynchronous_rollouts import AsyncSource, MadeBatch
@@ -377,35 +377,6 @@ def test_async_queue_invariant_violation_raises_actionable_error(actor_of: Actor
 # --- Several processes ------------------------------------------------------------------
 
 
-@pytest.mark.req("ASYNC-01", "DDP-01", "STEP-02")
-def test_channel_b_runs_only_where_every_process_has_a_batch(
-    config: Config, samples: list[Sample]
-) -> None:
-    both = threading.Barrier(2)
-    of_ranks = [Parts(config), Parts(config)]
-
-    def steps(peers: Peers) -> list[StepReport]:
-        parts = of_ranks[peers.rank]
-        actor = Actor(parts, config, samples, total=3, peers=peers)
-        runner, model = actor.runner(), parts.loaded.model
-        actor.begin(0)
-        reports: list[StepReport] = []
-        for ready_before in ([0], [1]):
-            if peers.rank in ready_before:
-                actor.make_ready()
-            both.wait(PATIENCE_S)
-            step = len(reports)
-            reports.append(runner.run(model, actor.batch(step), step, PlainEngine())[1])
-        actor.source.close()
-        return reports
-
-    skipped = f"{ASYNC}/b_step_skipped_due_to_queue"
-    for rank in in_ranks(2, steps):
-        reports = rank.result()
-        assert [report.channel for report in reports] == ["A", "B"]
-        assert [report.metrics.get(skipped) for report in reports] == [1, None]
-
-
 @pytest.mark.req("ASYNC-01", "DDP-01")
 def test_error_of_a_prefetcher_ends_the_run_in_every_process(
     parts: Parts, config: Config, samples: list[Sample]
@@ -423,22 +394,6 @@ def test_error_of_a_prefetcher_ends_the_run_in_every_process(
 
     told = [rank.result() for rank in in_ranks(2, failing)]
     assert told == ["learner process 1 failed: the server refuses", "the server refuses"]
-
-
-@pytest.mark.req("ASYNC-01", "SYNC-08")
-def test_processes_at_different_versions_end_the_run(
-    parts: Parts, config: Config, samples: list[Sample]
-) -> None:
-    def differing(peers: Peers) -> str:
-        actor = Actor(parts, config, samples, total=3, peers=peers, free=True)
-        actor.opened.version.newest = peers.rank
-        with pytest.raises(RunError) as caught:
-            actor.begin(4)
-        actor.source.close()
-        return str(caught.value)
-
-    found = "before step 5 the processes are at the versions [0, 1]"
-    assert [rank.result() for rank in in_ranks(2, differing)] == [found, found]
 
 
 # --- Beginning and end ------------------------------------------------------------------

@@ -50,13 +50,6 @@ def by_name(detected: Detected) -> dict[str, float | None]:
     return {category.name: category.ap for category in detected.categories}
 
 
-def test_images_are_ordered_by_line_number() -> None:
-    files = files_of(list(reversed(answers(*[([CAT], [CAT])] * 11))))
-    assert [image["file_name"] for image in files.ground_truth["images"]] == [
-        f"images/{line}.png" for line in range(1, 12)
-    ]
-
-
 def test_unknown_description_is_a_category_of_its_own() -> None:
     cow = GroundTruthObject("cow", DOG.shape)
     found = boxes(([CAT, DOG], [CAT, cow]))
@@ -149,28 +142,6 @@ def test_pycocotools_gives_the_same_scores_for_the_files(tmp_path: Path) -> None
         assert offline(tmp_path, kind) == detected.objects
     assert found["bbox"].objects != found["segm"].objects
     assert 0 < (found["bbox"].objects.ap or 0) < 1
-
-
-DESCRIPTIONS = st.sampled_from(["cat", "red dog", "猫"])
-
-
-@st.composite
-def boxes_of_an_image(draw: st.DrawFn) -> list[GroundTruthObject]:
-    """Boxes of at least a pixel."""
-    corner, side = st.integers(0, 700), st.integers(30, 299)
-    found = []
-    for _ in range(draw(st.integers(0, 3))):
-        x, y = draw(corner), draw(corner)
-        found.append(box(draw(DESCRIPTIONS), x, y, x + draw(side), y + draw(side)))
-    return found
-
-
-@given(st.lists(boxes_of_an_image(), min_size=1, max_size=4).filter(any))
-def test_correct_answers_are_perfect(images: list[list[GroundTruthObject]]) -> None:
-    found = boxes(*((objects, list(reversed(objects))) for objects in images))
-    assert found.objects.ap == pytest.approx(1)
-    assert found.alone.ap == pytest.approx(1)
-    assert all(category.ap == pytest.approx(1) for category in found.categories)
 
 
 def breakdown(found: list[ScoredAnswer], *, polygons: bool = False) -> Breakdown:

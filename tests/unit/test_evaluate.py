@@ -38,11 +38,11 @@ from learner.training.input_checks import read_inputs
 from learner.training.run_log import CallLog, ProgressDisplay
 from learner.training.train import RunParts, build_runner, build_trainer
 from learner.training.trainer import build_optimizer
-from learner.types import GroundTruthObject, RolloutOutput, Sample, Shape
+from learner.types import GroundTruthObject, RolloutOutput, Sample
 from shared_contracts.errors import ContractError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from shared_contracts.rollout_config import ServerAddress
-from tests.unit.answers import BIRD, CAT, DOG, coords, encode, entry
+from tests.unit.answers import BIRD, CAT, DOG, encode, entry
 from tests.unit.eval_answers import DATA, answers, box
 from tests.unit.scripted_server import report
 from tests.unit.small_run import rollout, small_config
@@ -197,27 +197,6 @@ def test_taught_answer_scores_1_for_each_unicode_form_of_the_label(
     assert answer(toy_tokenizer, text, [other]).f1 == 1.0
 
 
-@pytest.mark.req("RES-20")
-def test_pairs_with_a_polygon_are_measured_on_the_canvas_of_the_yaml(
-    toy_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    """A box, and the same as a polygon beside it; the canvas of 2 x 2 cannot part them."""
-    corners = coords(0, 0, 400, 0, 400, 400, 0, 400)
-    text = f'{{"object_1": {{"desc": "cat", "poly": {corners}}}}}'
-    truth = GroundTruthObject("cat", Shape("bbox_2d", (0, 0, 400, 180)))
-    assessed = [
-        assess_by_name(
-            sample(truth),
-            rollout([], encode(toy_tokenizer, text)),
-            toy_tokenizer,
-            allow_poly=True,
-            resolution=resolution,
-        )
-        for resolution in (4, 1000)
-    ]
-    assert [ScoredAnswer.scored(each, 256).hits for each in assessed] == [1, 0]
-
-
 @pytest.mark.req("EVAL-01")
 def test_scores_with_a_zero_denominator(toy_tokenizer: PreTrainedTokenizerFast) -> None:
     """None for an answer's precision and recall, zero for those of all answers."""
@@ -350,28 +329,6 @@ def evaluation(*right: bool, there: GroundTruthObject = ONE) -> list[ScoredAnswe
 
 def by_name(first: list[ScoredAnswer], second: list[ScoredAnswer]) -> dict[str, Compared]:
     return {each.name: each for each in compare(first, second, seed=0)}
-
-
-@pytest.mark.req("EVAL-02")
-def test_scores_are_those_of_the_evaluations() -> None:
-    first = answers(([ONE, OTHER], [ONE, ONE, ONE]), ([ONE], [box("cat", 0, 0, 999, 999), OTHER]))
-    found = by_name(first, answers(([ONE, OTHER], [ONE, OTHER]), ([ONE], [])))
-    scores = Scores.of(first)
-    assert {name: each.first for name, each in found.items()} == pytest.approx(
-        {
-            "F1": scores.f1,
-            "F1 at IoU 0.95": scores.f1_95,
-            "F1@mIoU": scores.f1_miou,
-            "precision": scores.precision,
-            "recall": scores.recall,
-            "objects an answer": scores.predicted / 2,
-            "duplicates an answer": scores.duplicates / 2,
-            "oversized an answer": scores.oversized / 2,
-            "truncated answers": 0.0,
-            "tokens an answer": 0.0,
-        }
-    )
-    assert all(each.difference == each.second - each.first for each in found.values())
 
 
 @pytest.mark.req("EVAL-02")

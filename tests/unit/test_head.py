@@ -16,7 +16,6 @@ from learner.objectives import logit_stats
 from learner.objectives.logit_stats import ForwardStats
 from learner.types import Channel, Sample
 from tests.unit.loaded_models import load_small
-from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import as_given, packed_logits
 from tests.unit.tensor_shapes import Shapes
 from tests.unit.toy_learner import ToyLearner
@@ -27,11 +26,6 @@ VOCABULARY = 1342
 CHUNK = 8
 OF_HEAD = {"train_type": "lora", "lora_rank": 4, "lora_alpha": 8, "target_modules": ["lm_head"]}
 TUNERS = {"full": {"train_type": "full"}, "adapter on the head": OF_HEAD}
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    return mixed_samples(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""`load_model`: what is trained in which types, and what is refused by name, without weights.
-
-Also the images of a prompt.
-"""
+"""`load_model`: what is trained in which types, and what is refused by name, without weights."""
 
 import json
 import shutil
@@ -10,15 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForImageTextToText,
-    AutoProcessor,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -30,15 +24,9 @@ from learner.data.lengths import image_rule
 from learner.data.toy import ToyData
 from learner.models.gpus import gpu_named
 from learner.models.load import load_model, on_meta
-from learner.models.prompts import PromptEncoder
 from learner.operate.estimate.report import estimate
-from learner.types import Sample
 from shared_contracts.errors import ContractError
 from tests.unit.small_run import small_config, small_mapping
-
-EXIF_ORIENTATION = 0x0112
-TURNED_RIGHT = 6
-
 
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
 TRAINED, FROZEN = (True, torch.float32), (False, torch.bfloat16)
@@ -55,36 +43,6 @@ def test_trained_weights_are_float32_and_frozen_ones_have_the_configured_type(
     mapping["tuner"] = tuner
     model = load_model(parse_config(mapping)).model
     assert {(p.requires_grad, p.dtype) for p in model.parameters()} == types
-
-
-@pytest.mark.req("ROLL-01")
-def test_a_photo_is_turned_upright_by_its_exif_orientation(
-    toy_checkpoint: Path, tmp_path: Path
-) -> None:
-    pixels = np.random.default_rng(0).integers(0, 255, (64, 96, 3)).astype(np.uint8)
-    sideways, upright = tmp_path / "sideways.png", tmp_path / "upright.png"
-    exif = Image.Exif()
-    exif[EXIF_ORIENTATION] = TURNED_RIGHT
-    Image.fromarray(pixels).save(sideways, exif=exif)
-    Image.fromarray(np.rot90(pixels, -1)).save(upright)
-    encode = PromptEncoder(AutoProcessor.from_pretrained(toy_checkpoint), "Detect.", None)
-    first, second = (
-        encode(Sample(path.name, (path,), 64, 96, ())).pixel_values for path in (sideways, upright)
-    )
-    assert first is not None
-    assert second is not None
-    assert torch.equal(first, second)
-
-
-def test_an_undecodable_image_is_reported_with_its_sample(
-    toy_checkpoint: Path, tmp_path: Path
-) -> None:
-    image = tmp_path / "broken.png"
-    image.write_bytes(b"no image")
-    encode = PromptEncoder(AutoProcessor.from_pretrained(toy_checkpoint), "Detect.", None)
-    with pytest.raises(ContractError, match=r"train\.jsonl:7") as caught:
-        encode(Sample("train.jsonl:7", (image,), 64, 96, ()))
-    assert str(image) in caught.value.found
 
 
 # --- Refusals -----------------------------------------------------------------------------

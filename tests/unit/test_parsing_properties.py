@@ -174,27 +174,16 @@ HOSTILE = {
         '"object_1": {"desc": "cat", "bbox_2d": ' + BOX.replace('"', "") + "}, ",
     ),
     "objects with part of a character": ("{", entry(1, "🧿 🧿") + ", "),
-    "objects that are no JSON": ("{", '"object_1": {"desc": "cat",, "bbox_2d": ' + BOX + "}, "),
     "one coordinate array": ('{"object_1": {"desc": "cat", "poly": [', '"<|coord_1|>", '),
     "one description": ('{"object_1": {"desc": "', "cat"),
     "one description of escapes": ('{"object_1": {"desc": "', r"\\\""),
-    "one description of parts of characters": ('{"object_1": {"desc": "', "🧿"),
     "one key": ('{"', "object_1"),
-    "keys": ("{", '"object_1": '),
     "white space": ("", " "),
     "white space behind a key": ('{"object_1"', " "),
-    "strings": ("{", '"a" '),
-    "quotes": ("{", '"'),
     "escaped quotes": ("{", '\\"'),
     "opening braces": ("", "{"),
-    "closing braces": ('{"object_1": {', "}"),
-    "opening brackets": ("", "["),
     "opening brackets in an object": ('{"object_1": {"desc": "cat", "bbox_2d": ', "["),
-    "objects in brackets": ('{"object_1": [', '{"a": [1]}, '),
     "commas": ("{", ","),
-    "colons": ("{", ":"),
-    "NUL": ("{", "\x00"),
-    "unpaired surrogates": ("{", entry(1, r"\ud800") + ", "),
     "garbage": ("{", 'x } "y": ] 5, '),
 }
 
@@ -231,20 +220,11 @@ def count_calls(work: Callable[[], object]) -> int:
     return calls
 
 
+LEXEMES = [shape for shape in HOSTILE if shape.startswith(("one ", "white ", "escaped", "garb"))]
+
+
 @pytest.mark.req("PARSE-07")
-@pytest.mark.parametrize(
-    "shape",
-    [
-        "one description",
-        "one description of escapes",
-        "one key",
-        "white space",
-        "white space behind a key",
-        "strings",
-        "escaped quotes",
-        "garbage",
-    ],
-)
+@pytest.mark.parametrize("shape", LEXEMES)
 def test_a_regular_expression_does_not_read_a_long_lexeme_again(
     toy_tokenizer: PreTrainedTokenizerFast, shape: str
 ) -> None:

@@ -21,7 +21,6 @@ from tests.unit.watched_processor import WatchedProcessor
 pytestmark = pytest.mark.req("STEP-03", "FULL-08")
 
 PROMPT = "Detect every object in the image."
-HALF_A_SECOND = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +94,6 @@ def test_what_waits_for_its_caller_is_kept_and_no_more_than_fits(
     with encoder.ahead(wanted):
         watched.wait_for(3)
         wait_until(lambda: len(watched.tensors) == 2)
-        threading.Event().wait(HALF_A_SECOND)
         assert watched.begun == 3  # two wait, in the place of the one that was used
         for taken, sample in enumerate(wanted):
             encoder(sample)

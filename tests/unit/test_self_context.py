@@ -14,7 +14,6 @@ from learner.models.self_context import SelfContext
 from learner.objectives.logit_stats import ForwardStats
 from learner.types import Sample
 from tests.unit.loaded_models import loaded_from
-from tests.unit.mixed_samples import mixed_samples
 from tests.unit.packed_logits import as_given, packed_logits
 from tests.unit.toy_learner import (
     COORDINATES,
@@ -34,11 +33,6 @@ GRAD_MODES: tuple[SoftContextGradMode, ...] = get_args(SoftContextGradMode)
 @pytest.fixture(scope="module")
 def loaded(toy_checkpoint: Path) -> LoadedModel:
     return sharpened(loaded_from(toy_checkpoint), 8)
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    return mixed_samples(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
