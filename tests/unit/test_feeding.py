@@ -22,7 +22,6 @@ from learner.objectives.logit_stats import ForwardStats, Reader
 from learner.rollout.policy import OpenBackend, Policy, asking_of
 from learner.rollout.seeds import request_seed, rollout_seed_base
 from learner.runs.metrics import PhaseClock, StepReport
-from learner.training.asynchronous_rollouts import BatchMaker, MadeBatch
 from learner.training.channels import ChannelB, Encoding
 from learner.training.recipes import Recipe
 from learner.training.step import PlainEngine, StepRunner
@@ -33,7 +32,6 @@ from learner.types import AssessedRollout, RolloutOutput, Sample
 from shared_contracts.errors import RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
 from tests.unit.fleets import wait_until
-from tests.unit.logged_runs import opened
 from tests.unit.small_run import small_config
 from tests.unit.streams import in_chunks
 from tests.unit.test_step import Parts, Scripted
@@ -149,13 +147,6 @@ class Feeding:
             for packs, _ in feed.chunks:
                 yield [pack.sample_ids[0] for pack in packs]
 
-    def batch(self, number: int) -> MadeBatch:
-        """An asynchronous batch of all samples."""
-        self.policy.push()
-        return BatchMaker(
-            self.policy, self.channel_b, self.packer, lambda _: self.samples, 0, 0, opened()
-        ).make(number)
-
     def step(self, parts: Parts, config: Config) -> StepReport:
         """A whole optimizer step."""
         recipe = Recipe(config, parts.channel_a, self.channel_b, parts.pipeline)
@@ -188,23 +179,6 @@ def test_the_prompts_of_a_step_are_encoded_while_its_first_answers_are_made(
     feeding.servers.meanwhile = lambda _: feeding.watched.wait_for(CHUNK * CHUNKS)
     assert sum(map(len, feeding.chunks())) == CHUNK * CHUNKS
     assert feeding.watched.begun == CHUNK * CHUNKS
-
-
-@pytest.mark.req("ASYNC-01")
-@pytest.mark.parametrize("stage", ["answers", "assessment"])
-def test_a_batch_that_fails_leaves_no_thread_behind(feeding_of: FeedingOf, stage: str) -> None:
-    feeding = feeding_of()
-
-    def fail(chunk: int) -> None:
-        if chunk == 2:
-            raise RunError("the third round fails")
-
-    if stage == "answers":
-        feeding.servers.meanwhile = lambda calls: fail(calls - 1)
-    else:
-        feeding.channel_b.before = fail
-    with pytest.raises(RunError, match="the third round fails"):
-        feeding.batch(0)
 
 
 @pytest.mark.req("DDP-01")

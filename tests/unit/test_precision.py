@@ -14,7 +14,6 @@ from learner.config.schema import Config
 from learner.data.toy import ToyData
 from learner.distributed.peers import SINGLE_PROCESS
 from learner.models.load import LoadedModel, load_model
-from learner.models.precision import sharded_policy
 from learner.training.input_checks import check_inputs
 from learner.training.train import train_as
 from learner.training.trainer import StepTrainer, build_optimizer
@@ -77,13 +76,6 @@ def test_a_run_in_16_bits_trains_float32_weights_by_float32_statistics(
     assert {moment.dtype for moment in moments} == {torch.float32}
     assert trainer.accelerator.mixed_precision == "no"
     assert not hasattr(trainer.model, "_original_forward"), "accelerate has wrapped it"
-
-
-def test_fsdp2_gathers_16_bits_and_sums_32() -> None:
-    """`tests/integration/test_processes.py` sees it in a run."""
-    policy = sharded_policy("bfloat16")
-    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    assert sharded_policy("float32").param_dtype is None
 
 
 @pytest.mark.parametrize("cuda", [False, True])

@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerFast
 
 from learner.stages.coords import COORD_BINS, coord_token, decode_bin, encode_bin
 from learner.stages.tokens import (
-    HALF_CHARACTER,
     IM_END,
     PLACEHOLDERS,
     CoordVocab,
@@ -16,7 +15,7 @@ from learner.stages.tokens import (
     spell_leading,
 )
 from shared_contracts.errors import ContractError
-from tests.unit.answers import encode, pieces, text_of, with_placeholders
+from tests.unit.answers import encode, pieces, with_placeholders
 
 
 def bare_tokenizer(*extra: str) -> PreTrainedTokenizerFast:
@@ -92,25 +91,6 @@ def test_the_leading_text_of_a_token_is_spelled_by_ids_that_are_the_usual_ones_f
 ) -> None:
     (fused,) = encode(qwen_tokenizer, "}},\n")
     assert spell_leading(qwen_tokenizer, fused, leading) == encode(qwen_tokenizer, leading)
-
-
-@pytest.mark.req("PARSE-05", "PARSE-01")
-def test_part_of_a_character_is_spelled_by_its_bytes(
-    toy_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    *before, fused = encode(toy_tokenizer, 'toy 🚀"}}')
-    piece = HALF_CHARACTER + '"}}'
-    assert pieces(toy_tokenizer, [fused]) == [piece]
-    ids = spell_leading(toy_tokenizer, fused, piece[:-1])
-    assert ids is not None
-    assert text_of(toy_tokenizer, before + ids) == 'toy 🚀"}'
-
-
-@pytest.mark.req("PARSE-05")
-def test_a_text_that_no_ids_spell_has_none() -> None:
-    tokenizer = bare_tokenizer(IM_END, *(coord_token(k) for k in range(1000)), "\ufffd}}")
-    (fused,) = encode(tokenizer, "\ufffd}}")
-    assert spell_leading(tokenizer, fused, "\ufffd}") is None
 
 
 # ---- bins ----------------------------------------------------------------------------

@@ -184,20 +184,9 @@ def polygons(draw: st.DrawFn) -> Shape:
     return Shape("poly", tuple(c for x, y in ordered for c in (left + x, top + y)))
 
 
-@st.composite
-def outlines(draw: st.DrawFn) -> Shape:
-    """The same around an ellipse: regular, or with dents."""
-    width, height, n = draw(SIDES), draw(SIDES), draw(st.integers(4, 32))
-    dents = draw(st.one_of(st.just([1.0] * n), st.lists(st.floats(0.4, 1), min_size=n, max_size=n)))
-    angles = 2 * np.pi * np.arange(n) / n
-    xs = 500 + np.multiply(dents, np.cos(angles)) * width / 2
-    ys = 500 + np.multiply(dents, np.sin(angles)) * height / 2
-    return Shape("poly", tuple(np.rint(np.stack([xs, ys], axis=1)).astype(int).ravel().tolist()))
-
-
 @pytest.mark.req("RES-19", "OT-01")
 @given(
-    shape=st.one_of(polygons(), outlines()),
+    shape=polygons(),
     cost=COSTS,
     first=st.integers(0, 31),
     backwards=st.booleans(),
