@@ -260,6 +260,19 @@ def test_every_sample_is_trained_on_once_with_early_and_late_answers(
         assert {channel for channel, _ in steps} == {"A"}
 
 
+@pytest.mark.req("STEP-02", "ASYNC-01")
+def test_at_the_end_channel_a_takes_the_batches_without_answers(actor_of: ActorOf) -> None:
+    actor = actor_of(total=3, prefetch_target_packs=2)
+    actor.begin(0)
+    assert actor.make_ready() == 0
+    actor.servers.next_asked()
+    assert actor.servers.next_asked() == actor.ids(1)
+    taken = [list(actor.source.samples(step, [])) for step in range(3)]
+    assert taken == [list(actor.batch(batch)) for batch in (2, 0, 1)]
+    with pytest.raises(RunError, match="no batch is left for step 4"):
+        actor.source.samples(3, [])
+
+
 @pytest.mark.req("RES-23", "SEED-02", "ASYNC-01")
 def test_seed_base_of_a_batch_is_logged_by_the_step_that_trains_on_it(
     actor_of: ActorOf, config: Config, samples: list[Sample]

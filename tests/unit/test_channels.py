@@ -136,13 +136,10 @@ def test_what_was_missed_is_appended_and_a_ghost_is_not_supervised(answering: An
     ("text", "named"),
     [
         ("Sure: {", "prose_before"),
-        ("\u00a0{}", "prose_before"),
         (" \n```json\n{", "fenced"),
-        ("```{}```", "fenced"),
         ('{"objects": []}', "other_format"),
         ("{} so", "text_behind"),
         ("garbage", None),
-        ("", None),
     ],
 )
 def test_an_answer_that_is_not_read_to_its_end_is_counted_by_the_reason(

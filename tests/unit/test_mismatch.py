@@ -238,6 +238,7 @@ def test_a_step_logs_the_mismatch_of_its_packs() -> None:
 
 
 def test_a_step_above_the_bound_ends_the_run_and_names_causes() -> None:
+    assert mismatches(step(config(bound=0.5), (0.25, 0.75)))["mismatch/all_mean"] == 0.5
     with pytest.raises(RunError) as caught:
         step(config(bound=0.4), (0.25, 0.75))
     message = str(caught.value)

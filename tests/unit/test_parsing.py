@@ -2,12 +2,8 @@
 
 import re
 import unicodedata
-from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from tokenizers import AddedToken
 from tokenizers.normalizers import NFC
 from tokenizers.processors import TemplateProcessing
@@ -60,18 +56,6 @@ def test_a_box_comes_with_its_description_and_the_positions_of_its_tokens(
     assert not parsed.invalid_rollout
     assert parsed.dropped == []
     assert parsed.entry_ends == [(end - 1, 0)]
-
-
-@pytest.mark.req("PARSE-01")
-@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor])
-def test_ids_may_come_as_an_array_or_a_tensor(
-    tokenizer: PreTrainedTokenizerFast, kind: Callable[[list[int]], Any]
-) -> None:
-    ids = encode(tokenizer, "{" + entry(1) + ", " + entry(2) + "}")
-    parsed = parse_rollout(kind(ids), tokenizer)
-    assert parsed == parse_rollout(ids, tokenizer)
-    assert len(parsed.objects) == 2
-    assert {type(token_id) for token_id in parsed.prefix_token_ids} == {int}
 
 
 @pytest.mark.req("RES-12", "PARSE-01", "PARSE-04")

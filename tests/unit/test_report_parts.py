@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from learner.analysis.report.answers import MOST, Tally, faults_of, read_answers
 from learner.analysis.report.findings import Finding, findings
 from learner.analysis.report.page import Tile
-from learner.analysis.report.plots import plots
+from learner.analysis.report.plots import plots, thinned
 from learner.analysis.report.run_view import (
     RunView,
     evaluations_of,
@@ -72,6 +74,22 @@ def test_each_third_of_a_run_shows_its_worst_answers(tmp_path: Path) -> None:
     part = read_answers(run, most_steps=3)
     assert {each.step for each in part.shown} == {1, 15, 30}
     assert (part.steps, part.read) == (30, 3)
+
+
+VALUES = st.one_of(st.none(), st.floats(-1e6, 1e6))
+
+
+@given(st.lists(VALUES, min_size=50, max_size=400))
+def test_thinned_series_keeps_extremes_order_and_gaps(values: list[float | None]) -> None:
+    points = list(enumerate(values, start=1))
+    short = thinned(points, most=40)
+    known = [value for value in values if value is not None]
+    kept = [value for _, value in short if value is not None]
+    assert len(short) <= 60  # lowest, highest and a gap of each of 20 stretches
+    assert [x for x, _ in short] == sorted({x for x, _ in short})
+    assert set(short) <= set(points)
+    assert (min(kept), max(kept)) == (min(known), max(known)) if known else not kept
+    assert (None in values) == any(value is None for _, value in short)
 
 
 @pytest.mark.req("REPORT-01", "LOGP-01")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 from importlib import import_module
@@ -332,3 +333,14 @@ def test_a_run_folder_that_is_a_file_or_below_one_is_refused(
     assert caught.value.errors[0].where == f"training.{key}"
     assert caught.value.errors[0].found.endswith(f"(Not a directory: {file})")
     assert file.read_text() == "kept"
+
+
+@pytest.mark.req("RUN-01")
+def test_a_checkpoint_of_another_user_is_refused_before_a_run_resumes(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config(mapping)
+    checkpoint = with_checkpoint(config, 2)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != checkpoint)
+    with pytest.raises(ContractErrors, match=f"{checkpoint} is not writable"):
+        find_start(config, processes=1)

@@ -1,5 +1,6 @@
 """Pretraining of a toy vision tower: it learns where objects are, and nothing else changes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,12 @@ def test_the_command(model: Path, tmp_path: Path) -> None:
     again = CliRunner().invoke(app, [*command, "--out", str(out), "--steps", "2"])
     assert isinstance(again.exception, ContractError)
     assert str(out) in str(again.exception)
+
+
+def test_a_sample_of_two_images_is_refused_by_its_line(model: Path, tmp_path: Path) -> None:
+    first, second, *_ = scenes(tmp_path / "data")
+    both = replace(first, images=(*first.images, *second.images))
+    with pytest.raises(ContractError, match="2 images") as refused:
+        pretrain_vision(model, [second, both], tmp_path / "out", 2, 0, silent)
+    assert refused.value.where == first.sample_id
+    assert not (tmp_path / "out").exists()
