@@ -140,12 +140,3 @@ def test_a_bad_extends_is_refused(tmp_path: Path, extends: str, found: str) -> N
     error = error_of(path)
     assert error.where == f"{path}: extends"
     assert found in error.found
-
-
-@pytest.mark.req("CFG-04")
-def test_a_circle_of_extends_is_refused_with_the_chain(tmp_path: Path) -> None:
-    first = written(tmp_path / "a.yaml", "extends: b.yaml\n")
-    second = written(tmp_path / "b.yaml", "extends: a.yaml\n")
-    error = error_of(first)
-    assert error.where == f"{second}: extends"
-    assert "a.yaml -> " in error.found

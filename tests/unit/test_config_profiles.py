@@ -9,7 +9,6 @@ from learner.config import dump_mapping, dump_resolved, load_config
 from learner.config.load import LEAF_FIELDS, canonical_variant
 from learner.config.yaml12 import read_mapping
 from learner.objectives.config import PipelineConfig
-from learner.objectives.token_ce import TokenCEConfig
 from shared_contracts.errors import ContractError
 from tests.unit.config_faults import CONFIGS, SHIPPED, config_name, written
 
@@ -146,12 +145,6 @@ def weights_of(pipeline: PipelineConfig) -> dict[str, Any]:
     }
 
 
-def token_ce_of(pipeline: PipelineConfig) -> TokenCEConfig:
-    (config,) = [m.config for m in pipeline.objective if m.name == "token_ce"]
-    assert isinstance(config, TokenCEConfig)
-    return config
-
-
 BASE_WEIGHTS = {"ciou_weight": 0.5, "coord_ce_weight": 0, "soft_ce_weight": 0.02, "w1_weight": 0.02}
 PROD_WEIGHTS = {"ciou_weight": 0.2, "coord_ce_weight": 0.02, "soft_ce_weight": 0.1}
 
@@ -176,50 +169,3 @@ def test_the_weights_of_the_two_channel_profiles(
     weights = weights_of(load_config(TWO_CHANNEL / path).pipeline)
     assert weights["smoothl1_weight"] == 2.0
     assert {key: weights[key] for key in expected} == expected
-
-
-@pytest.mark.req("FULL-06", "RES-09", "RES-10")
-def test_two_channel_profiles_train_descriptions_and_decoded_boxes() -> None:
-    for path in TWO_CHANNEL.rglob("*.yaml"):
-        config = load_config(path)
-        assert config.rollout_matching.decode_batch_size >= 64
-        assert token_ce_of(config.pipeline).rollout_fn_desc_weight > 0
-        (boxes,) = [module for module in config.pipeline.objective if module.name == "bbox_geo"]
-        assert boxes.counts_in("A")
-        assert boxes.counts_in("B")
-
-
-@pytest.mark.req("FULL-06", "RES-09", "RES-10")
-def test_rollout_aligned_profiles_train_distributions_of_coordinates_and_no_descriptions() -> None:
-    for path in (CONFIGS / "stage2_rollout_aligned").rglob("*.yaml"):
-        config = load_config(path)
-        assert config.rollout_matching.decode_batch_size >= 64
-        text = token_ce_of(config.pipeline)
-        assert (text.rollout_fn_desc_weight, text.rollout_matched_prefix_struct_weight) == (0, 0)
-        assert [module.name for module in config.pipeline.objective] == ["token_ce", "coord_reg"]
-        assert all(module.counts_in("B") for module in config.pipeline.objective)
-        weights = weights_of(config.pipeline)
-        assert weights["coord_ce_weight"] == 0
-        assert all(weights[f"{term}_weight"] > 0 for term in ("soft_ce", "w1", "coord_gate"))
-
-
-@pytest.mark.req("CFG-04", "CFG-05")
-@pytest.mark.parametrize("variant", list(LEAF_FIELDS))
-def test_a_profile_with_servers_may_be_turned_to_colocate(variant: str, tmp_path: Path) -> None:
-    own = {"mode": "colocate", "server": None}
-    mapping = {"extends": str(CONFIGS / variant / "base.yaml")}
-    mine = dump_mapping(mapping | {"rollout_matching": {"vllm": own}})
-    config = load_config(written(tmp_path / "mine.yaml", mine))
-    assert config.rollout_matching.backend == "colocate"
-
-
-@pytest.mark.req("CFG-04")
-@pytest.mark.parametrize("path", sorted((TWO_CHANNEL / "gpu").glob("*.yaml")), ids=lambda p: p.stem)
-def test_a_profile_for_gpus_is_one_hop_and_states_each_field(path: Path, tmp_path: Path) -> None:
-    """It passes as a leaf of `prod`, the folder where these rules are checked."""
-    for name in ("base.yaml", f"gpu/{path.name}"):
-        text = (TWO_CHANNEL / name).read_text(encoding="utf-8")
-        written(tmp_path / "stage2_two_channel" / name.replace("gpu/", "prod/"), text)
-    leaf = tmp_path / "stage2_two_channel" / "prod" / path.name
-    assert canonical_variant(leaf)
-    load_config(leaf)

@@ -46,6 +46,7 @@ def test_shared_contracts_loads_pydantic_alone() -> None:
 
 
 @pytest.mark.req("ARCH-02")
+@pytest.mark.scenario("Shared parsing contract is importable without trainer class dependency")
 def test_the_stages_load_without_torch() -> None:
     assert loaded_by(WITHOUT_TORCH) == set()
 

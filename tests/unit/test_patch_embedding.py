@@ -9,8 +9,7 @@ from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
 from learner.data.toy import ToyData
-from learner.models.patch_embedding import PatchProduct, check_patch_embedding, use_product
-from shared_contracts.errors import ContractError
+from learner.models.patch_embedding import PatchProduct, use_product
 from tests.unit.loaded_models import load_small
 
 pytestmark = pytest.mark.req("FULL-04")
@@ -54,39 +53,3 @@ def test_a_loaded_model_has_it_and_keeps_the_names_of_its_weights(
     own = [name for name, module in model.named_modules() if isinstance(module, PatchProduct)]
     assert own == ["model.visual.patch_embed.proj"]
     assert {weight.device.type for weight in model.parameters()} == {"cpu"}
-
-
-@pytest.mark.parametrize(
-    "changes", [{"stride": (2, 4, 4)}, {"padding": 1}, {"dilation": 2}], ids=str
-)
-def test_patches_that_overlap_are_refused(changes: dict[str, object]) -> None:
-    shape: dict[str, object] = {"kernel_size": (2, 8, 8), "stride": (2, 8, 8), **changes}
-    model = nn.Module()
-    model.patch_embed = nn.Module()
-    model.patch_embed.proj = nn.Conv3d(3, 8, **shape)  # type: ignore[arg-type]
-    with pytest.raises(ContractError, match=r"patch_embed\.proj is Conv3d.*overlap or are padded"):
-        use_product(model, NAME)
-
-
-def test_a_patch_embedding_that_is_no_convolution_and_a_model_without_one_are_refused() -> None:
-    model = nn.Module()
-    with pytest.raises(ContractError, match=r"model\.model: its vision tower has no patch_embed"):
-        check_patch_embedding(model, NAME)
-    model.patch_embed = nn.Module()
-    model.patch_embed.proj = nn.Linear(3, 8)
-    with pytest.raises(ContractError, match=r"patch_embed\.proj is Linear.*, and no Conv3d"):
-        use_product(model, NAME)
-
-
-def test_a_family_may_have_no_patch_embedding_of_that_kind() -> None:
-    use_product(nn.Module(), None)
-
-
-def test_a_product_stays_where_it_is() -> None:
-    model = nn.Module()
-    model.patch_embed = nn.Module()
-    model.patch_embed.proj = nn.Conv3d(3, 8, kernel_size=(2, 8, 8), stride=(2, 8, 8))
-    use_product(model, NAME)
-    product = model.patch_embed.proj
-    use_product(model, NAME)
-    assert model.patch_embed.proj is product
