@@ -9,23 +9,21 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from PIL import Image
 
 from benchmarks.results import Result, median_of
-from learner.data.coco import CocoFile, read_coco, to_coco, to_lvis, write_document
 from learner.data.conversion import Wanted, convert, write_records
-from learner.data.export import name_faults, names_of_images, samples_to_export
+from learner.data.formats import read_other, write_other
 from learner.data.images import Looks
-from learner.data.jsonl import DataProblem, read_samples
-from learner.data.voc import images_of, read_voc, write_voc
-from learner.data.yolo import read_yolo, write_yolo
-from learner.stages.matching import covers_a_pixel
-from learner.types import GroundTruthObject, Sample
+from learner.data.jsonl import read_samples
+from learner.data.records import Format
+from learner.types import GroundTruthObject
 
+FORMATS: tuple[Format, ...] = ("coco", "lvis", "yolo", "voc")
 IMAGES, OBJECTS = 10_000, 10
 SIZE = (640, 480)
 NAMES = [f"thing {number}" for number in range(80)]
@@ -45,7 +43,7 @@ def measure(rounds: int) -> list[Result]:
         for seed in range(rounds):
             source = root / f"{seed}.jsonl"
             _draw(source, seed)
-            for form in ("coco", "lvis", "yolo", "voc"):
+            for form in FORMATS:
                 there, back = _there_and_back(source, form, root / str(seed))
                 name = f"100,000 boxes of {IMAGES:,} images"
                 seconds.setdefault(f"{name} to {form}", []).append(there)
@@ -80,7 +78,7 @@ def _draw(out: Path, seed: int) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def _there_and_back(source: Path, form: str, folder: Path) -> tuple[float, float]:
+def _there_and_back(source: Path, form: Format, folder: Path) -> tuple[float, float]:
     """Seconds of the processor of both ways."""
     folder.mkdir(exist_ok=True)
     other, back = folder / form, folder / f"{form}.jsonl"
@@ -98,36 +96,13 @@ def _seconds(run: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
-def _write(source: Path, form: str, out: Path) -> None:
-    flat = form == "voc"
-
-    def faults(samples: Sequence[Sample]) -> Iterable[DataProblem]:
-        return name_faults(samples, flat=flat) if form in ("yolo", "voc") else ()
-
-    samples = samples_to_export(source, _unwatched, faults).samples
-    if form in ("coco", "lvis"):
-        document = to_coco if form == "coco" else to_lvis
-        write_document(document(samples, source.parent), out)
-    elif form == "yolo":
-        names = names_of_images(samples, flat=flat)
-        write_yolo(samples, names, out, polygons=False)
-    else:
-        write_voc(samples, names_of_images(samples, flat=flat), out)
+def _write(source: Path, form: Format, out: Path) -> None:
+    write_other(source, out, form, source.parent, "bbox_2d", _unwatched)
 
 
-def _read(source: Path, form: str, images: Path, out: Path) -> None:
-    coco, images = _read_other(source, form, images)
-    covers = partial(covers_a_pixel, resolution=256)
-    wanted = Wanted(images, out, "bbox_2d", "file", skip_empty=False, covers_a_pixel=covers)
-    write_records(convert(coco, wanted, _unwatched), len(coco.annotations), out)
-
-
-def _read_other(source: Path, form: str, images: Path) -> tuple[CocoFile, Path]:
-    if form == "yolo":
-        return read_yolo(source, None, _unwatched), source
-    if form == "voc":
-        return read_voc(source, None, images_of(source)), images_of(source)
-    return read_coco(source, lvis=form == "lvis"), images
+def _read(source: Path, form: Format, images: Path, out: Path) -> None:
+    folder = None if form == "voc" else images
+    write_records(convert(read_other(source, form, folder), Wanted(out), _unwatched), out)
 
 
 def _objects(file: Path) -> dict[str, tuple[GroundTruthObject, ...]]:

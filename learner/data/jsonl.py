@@ -24,7 +24,7 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
@@ -71,11 +71,6 @@ def capped(where: str, errors: Sequence[ContractError]) -> ContractErrors:
     return ContractErrors([*errors[:MAX_SHOWN_ERRORS], more])
 
 
-# Whether a shape covers a pixel of the canvas on which objects are matched; one that covers none
-# is like nothing, itself included. Asked of the stage that draws the masks, which comes later.
-CoversAPixel = Callable[[Shape], bool]
-
-
 def bounding_box(shape: Shape) -> tuple[int, int, int, int]:
     """x1, y1, x2, y2 in bins; a box is its own."""
     xs, ys = shape.coords[0::2], shape.coords[1::2]
@@ -118,6 +113,25 @@ def raw_lines(path: Path) -> Iterator[bytes]:
         ) from error
     if empty:
         raise ContractError(str(path), "the file has no samples", _ONE_OBJECT)
+
+
+def read_text(path: Path, do: str) -> str:
+    """The text of a file in UTF-8; ContractError, with what to do, where there is none."""
+    if not path.is_file():
+        found = "this is not a file" if path.exists() else "there is no such file"
+        raise ContractError(str(path), found, do)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractError(str(path), f"it cannot be read ({error})", do) from error
+
+
+def load_json(path: Path, do: str, *, allow_nan: bool = False) -> Any:
+    """The value in a file of strict JSON; raises as `read_text`."""
+    try:
+        return strict_json(read_text(path, do), allow_nan=allow_nan)
+    except BadLine as bad:
+        raise ContractError(str(path), bad.found, do) from bad
 
 
 def parse_line(raw: bytes) -> dict[str, Any]:

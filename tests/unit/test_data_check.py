@@ -7,25 +7,27 @@ import pytest
 from PIL import Image
 
 from learner.data.check import FileReport, check_files, kinds, odd_text
-from learner.data.images import Looks
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.stages.formats.coord_json import serialize_objects
 from learner.types import GroundTruthObject, Shape
-from tests.unit.data_files import LYING, box, covers_a_pixel, line, paint, paint_all, write_lines
+from tests.unit.data_files import (
+    LYING,
+    box,
+    covers_a_pixel,
+    line,
+    paint,
+    paint_all,
+    unwatched,
+    write_lines,
+)
 
 pytestmark = pytest.mark.req("DATA-01")
 
 CAT = box("cat", 10, 20, 300, 400)
 
 
-def unwatched(looks: Looks, count: int) -> Looks:
-    return looks
-
-
 def check(*paths: Path, lengths: SampleLengths | None = None) -> list[FileReport]:
-    return check_files(
-        paths, allow_poly=False, lengths=lengths, covers_a_pixel=covers_a_pixel, watch=unwatched
-    )
+    return check_files(paths, allow_poly=False, lengths=lengths, canvas=256, watch=unwatched)
 
 
 def found(path: Path) -> list[tuple[int, str, bool]]:
@@ -135,9 +137,7 @@ def test_a_polygon_on_one_line_covers_nothing(tmp_path: Path) -> None:
     flat = {"desc": "stick", "poly": [0, 0, 0, 0, 10, 10, 500, 500]}
     bow = {"desc": "bow", "poly": [0, 0, 10, 10, 10, 0, 0, 10]}
     path = write_lines(tmp_path / "d.jsonl", line("a.png", flat, bow))
-    (report,) = check_files(
-        [path], allow_poly=True, lengths=None, covers_a_pixel=covers_a_pixel, watch=unwatched
-    )
+    (report,) = check_files([path], allow_poly=True, lengths=None, canvas=256, watch=unwatched)
     (finding,) = report.findings
     assert "objects[0] 'stick'" in finding.found
 
