@@ -224,7 +224,7 @@ def look(
     from learner.data.jsonl import read_samples
     from learner.data.look import choose, choose_lines, write_page
     from learner.data.show import print_tables
-    from learner.data.stats import collect, stats_tables
+    from learner.data.stats import stats_tables
     from learner.runs.atomic_files import require_free
     from learner.training.checkpoint_checks import lengths_of_run
 
@@ -248,7 +248,7 @@ def look(
         chosen = choose(everything, samples or 16, seed)
     else:
         chosen = choose_lines(everything, numbers)
-    print_tables(stats_tables(collect(everything, lengths), top))
+    print_tables(list(stats_tables(everything, lengths, top)))
     if out is None:
         return
     for where, found in write_page(chosen, out).items():

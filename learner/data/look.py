@@ -4,12 +4,14 @@ Every description has a colour of its own, the same for each sample as far as th
 those of Okabe and Ito, which colour-blind people can tell apart. The page needs no network.
 """
 
-import html
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 from urllib.parse import quote
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from learner.data.images import UnreadableImage, look_at, open_upright, size_told
 from learner.data.jsonl import MAX_BIN, bounding_box
@@ -19,6 +21,7 @@ from shared_contracts.errors import ContractError, ContractErrors
 
 # The longer side of a picture is at most so many pixels.
 MOST = 1600
+# Colours, and that of text on each.
 PALETTE = {
     "#E69F00": "black",
     "#56B4E9": "black",
@@ -28,19 +31,6 @@ PALETTE = {
     "#D55E00": "black",
     "#CC79A7": "black",
 }
-_STYLE = """\
-body { font: 15px/1.4 system-ui, sans-serif; margin: 24px; background: #f6f6f6; color: #222; }
-main { display: grid; grid-template-columns: repeat(auto-fill, minmax(480px, 1fr)); gap: 20px; }
-figure { margin: 0; background: #fff; border: 1px solid #ddd; border-radius: 6px; padding: 12px; }
-figure > div { position: relative; }
-img { display: block; width: 100%; }
-svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible; }
-polygon { fill: none; vector-effect: non-scaling-stroke; }
-i { position: absolute; font: 12px/1.2 system-ui, sans-serif; padding: 0 3px; }
-ol { margin: 8px 0 0; padding-left: 28px; max-height: 240px; overflow: auto; }
-li::marker { color: #777; } small { color: #777; }
-b { display: inline-block; width: 11px; height: 11px; border: 1px solid #000; margin-right: 6px; }
-"""
 
 
 def colour_of(description: str) -> str:
@@ -84,7 +74,22 @@ def write_page(samples: Sequence[Sample], out: Path) -> dict[str, str]:
                 sizes[sample.sample_id] = size_told(size, path, look_at(path))
             image.thumbnail((MOST, MOST))
             image.save(part / picture_name(sample))
-        page = "\n".join(_page(samples, sizes))
+        templates = Environment(
+            loader=PackageLoader("learner.data"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+        )
+        figures = [
+            {
+                "sample": sample,
+                "source": quote(picture_name(sample), errors="surrogateescape"),
+                "other_size": sizes.get(sample.sample_id),
+                "objects": [_drawn(item) for item in sample.objects],
+            }
+            for sample in samples
+        ]
+        page = templates.get_template("look.html.jinja").render(figures=figures, max_bin=MAX_BIN)
         (part / "index.html").write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
     return sizes
 
@@ -95,51 +100,16 @@ def picture_name(sample: Sample) -> str:
     return f"{Path(file).stem}-{int(line):05d}.png"
 
 
-def _page(samples: Sequence[Sample], sizes: Mapping[str, str]) -> Iterator[str]:
-    yield "<!doctype html>"
-    yield f'<meta charset="utf-8"><title>{len(samples)} samples</title><style>{_STYLE}</style>'
-    yield "<main>"
-    for sample in samples:
-        yield from _figure(sample, sizes.get(sample.sample_id))
-    yield "</main>"
-
-
-def _figure(sample: Sample, other_size: str | None) -> Iterator[str]:
-    name = quote(picture_name(sample), errors="surrogateescape")
-    yield f'<figure><div><a href="{name}"><img src="{name}" alt=""></a>'
-    yield f'<svg viewBox="0 0 {MAX_BIN} {MAX_BIN}" preserveAspectRatio="none">'
-    yield from (_outline(item) for item in sample.objects)
-    yield "</svg>"
-    yield from (_label(number, item) for number, item in enumerate(sample.objects, start=1))
-    others = len(sample.images) - 1
-    more = f", the first of {others + 1} images" if others else ""
-    yield f"</div><figcaption>{html.escape(sample.sample_id)}"
-    yield f"<small>{sample.width}x{sample.height}{more}</small>"
-    if other_size is not None:
-        yield f"<p>{html.escape(other_size)}</p>"
-    yield "<ol>"
-    for item in sample.objects:
-        plate = f'<b style="background:{colour_of(item.desc)}"></b>'
-        coords = " ".join(map(str, item.shape.coords))
-        yield f"<li>{plate}{html.escape(item.desc)} <small>{coords}</small></li>"
-    yield "</ol></figcaption></figure>"
-
-
-def _outline(item: GroundTruthObject) -> str:
-    flat = item.shape.coords
-    if item.shape.kind == "bbox_2d":
-        x1, y1, x2, y2 = flat
-        flat = (x1, y1, x2, y1, x2, y2, x1, y2)
-    points = " ".join(map(str, flat))
-    lines = (("black", 5), (colour_of(item.desc), 2))
-    return "".join(
-        f'<polygon points="{points}" stroke="{colour}" stroke-width="{width}"/>'
-        for colour, width in lines
-    )
-
-
-def _label(number: int, item: GroundTruthObject) -> str:
-    x, y, _, _ = bounding_box(item.shape)
-    colour, title = colour_of(item.desc), html.escape(item.desc)
-    style = f"left:{x / MAX_BIN:.1%};top:{y / MAX_BIN:.1%};background:{colour}"
-    return f'<i style="{style};color:{PALETTE[colour]}" title="{title}">{number}</i>'
+def _drawn(item: GroundTruthObject) -> dict[str, Any]:
+    left, top, right, bottom = bounding_box(item.shape)
+    corners = (left, top, right, top, right, bottom, left, bottom)
+    plate = colour_of(item.desc)
+    return {
+        "desc": item.desc,
+        "coords": item.shape.coords,
+        "outline": corners if item.shape.kind == "bbox_2d" else item.shape.coords,
+        "left": f"{left / MAX_BIN:.1%}",
+        "top": f"{top / MAX_BIN:.1%}",
+        "plate": plate,
+        "ink": PALETTE[plate],
+    }
