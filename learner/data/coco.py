@@ -14,7 +14,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from learner.data.jsonl import MAX_SIDE, bounding_box, brief, capped, is_description, load_json
+from learner.data.jsonl import (
+    MAX_SIDE,
+    bounding_box,
+    brief,
+    capped,
+    is_description,
+    read_text,
+    strict_json,
+)
 from learner.data.records import Account, Annotation, Id, Picture, Rule, Source, is_number
 from learner.runs.atomic_files import publish_text
 from learner.stages.coords import decode_bin
@@ -73,7 +81,9 @@ def read_coco(path: Path, folder: Path) -> Source:
     Raises ContractErrors for what is no such file: each value of a wrong type, ids of images or
     categories given twice, and lists of LVIS with ids of no category.
     """
-    coco = _parse(path, load_json(path, _COCO_JSON, allow_nan=True))
+    coco = _parse(
+        path, strict_json(read_text(path, _COCO_JSON), str(path), _COCO_JSON, allow_nan=True)
+    )
     account, names = Account(), {each.id: each.name for each in coco.categories}
     pictures, of_image, ids = dict[Any, Picture](), dict[Any, Picture](), set[Id]()
     for image in coco.images:

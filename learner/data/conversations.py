@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from learner.data.coco import image_name, pixel_xywh
-from learner.data.jsonl import BadLine, load_json, parse_line, raw_lines
+from learner.data.jsonl import parse_line, raw_lines, read_text, strict_json
 from learner.data.records import Account, Annotation, Corners, Picture, Rule, Scale, Source
 from learner.runs.atomic_files import publish_text
 from learner.types import Sample
-from shared_contracts.errors import ContractError
 
 _LISTS = ("objects", "annotations", "detections", "boxes")
 _BOXES = ("bbox_2d", "bbox", "box")
@@ -43,14 +42,12 @@ class _Found(NamedTuple):
 def records(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield place and record of each line of JSONL, or of each entry of a JSON list."""
     if next(raw_lines(path)).lstrip().startswith(b"["):
-        for index, entry in enumerate(load_json(path, "Write a JSON list, or JSONL")):
+        do = "Write a JSON list, or JSONL."
+        for index, entry in enumerate(strict_json(read_text(path, do), str(path), do)):
             yield f"{path.name}[{index}]", entry
-        return
-    for number, raw in enumerate(raw_lines(path), start=1):
-        try:
-            yield f"{path.name}:{number}", parse_line(raw)
-        except BadLine as bad:
-            raise ContractError(f"{path}:{number}", bad.found, bad.do) from bad
+    else:
+        for number, raw in enumerate(raw_lines(path), start=1):
+            yield f"{path.name}:{number}", parse_line(raw, f"{path}:{number}")
 
 
 def read_conversations(

@@ -109,7 +109,7 @@ def test_problems_are_errors_in_three_parts_and_end_with_2(
     told = ended.err.splitlines()
     heads = [f"error: {path}:3", f"error: {path}:5", f"warning: {path}:2"]
     assert told[::3] == heads
-    assert told[4:6] == ["  found: the line is empty, the last one", "  do: Remove it."]
+    assert told[4:6] == ["  found: the line is empty", "  do: Remove it."]
     assert words(ended.out)[1][1:] == ["3", "0", "2", "1"]
     assert words(ended.out)[4:] == [
         ["1", "problem", "empty", "line"],

@@ -388,7 +388,7 @@ def test_lists_of_categories_that_are_none_are_refused(tmp_path: Path) -> None:
     metadata = {"metadata": {"neg_categories": "cat"}}
     jsonl = write_lines(tmp_path / "d.jsonl", line("a.png") | metadata)
     found = refused("--to", "lvis", jsonl, tmp_path / "o.json")
-    assert found == [(f"{jsonl}:1", 'metadata.neg_categories is "cat"')]
+    assert found == [(f"{jsonl}:1", 'metadata is {"neg_categories": "cat"}')]
 
 
 def test_every_problem_of_a_data_file_is_told_before_anything_is_written(tmp_path: Path) -> None:
