@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from learner.data.boxes import find_scale
-from learner.data.images import Looks, UnreadableImage, Watch, look_at_all, size_told
+from learner.data.images import Looks, UnreadableImage, Watch, image_problem, look_at_all
 from learner.data.jsonl import FROM_PIXELS, MAX_BIN, DataProblem, bounding_box, brief, scan
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.stages.matching import covers_a_pixel
@@ -204,14 +204,10 @@ def _of_images(uses: dict[Path, list[_Use]], looks: Looks) -> Iterator[tuple[_Us
     seen: dict[bytes, _Use] = {}
     for path, look in looks:
         for use in uses[path]:
+            if (problem := image_problem(use.sample_id, use.size, path, look)) is not None:
+                yield use, problem
             if isinstance(look, UnreadableImage):
-                found, do = f"image {path} {look}", "Replace it, or remove the line."
-                yield use, DataProblem("unreadable image", use.sample_id, found, do)
                 continue
-            if use.size is not None and use.size != look.size:
-                found = size_told(use.size, path, look)
-                do = "Give its size, and see that the boxes were made for this image."
-                yield use, DataProblem("other image size", use.sample_id, found, do)
             first = seen.setdefault(look.digest, use)
             if first.sample_id == use.sample_id:
                 continue

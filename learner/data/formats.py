@@ -12,7 +12,7 @@ from pathlib import Path
 
 from learner.data.coco import read_coco, to_coco, to_lvis, write_document
 from learner.data.conversations import read_conversations, records, write_swift
-from learner.data.images import UnreadableImage, Watch, look_at_all, look_at_header, size_told
+from learner.data.images import Look, Watch, image_problem, look_at_all, look_at_header
 from learner.data.jsonl import DataProblem, brief, capped, read_text, scan
 from learner.data.records import Corners, Format, Scale, Source
 from learner.data.voc import NOT_XML, read_voc, write_voc
@@ -135,19 +135,14 @@ def _image_faults(export: Exported, watch: Watch) -> Iterator[DataProblem]:
     paths = [sample.images[0] for sample in export.samples]
     looks = watch(look_at_all(paths, look_at_header), len(paths))
     for sample, (image, look) in zip(export.samples, looks, strict=True):
-        size = (sample.width, sample.height)
         if len(sample.images) > 1:
             found = f"the sample has {len(sample.images)} images"
             do = "Give it one; the other formats hold objects of one image."
             yield DataProblem("several images", sample.sample_id, found, do)
-        if isinstance(look, UnreadableImage):
-            error = look.of(sample.sample_id)
-            yield DataProblem("image", error.where, error.found, error.do)
-        elif look.size != size:
-            found = size_told(size, image, look)
-            do = "Give its size, and see that the boxes were made for this image."
-            yield DataProblem("other image size", sample.sample_id, found, do)
-        elif look.reoriented:
+        size = (sample.width, sample.height)
+        if (problem := image_problem(sample.sample_id, size, image, look)) is not None:
+            yield problem
+        elif isinstance(look, Look) and look.reoriented:
             export.reoriented.append(sample)
 
 

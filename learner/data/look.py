@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from learner.data.images import UnreadableImage, look_at, open_upright, size_told
+from learner.data.images import UnreadableImage, image_problem, open_upright, seen_of
 from learner.data.jsonl import MAX_BIN, bounding_box
 from learner.runs.atomic_files import publish_directory
 from learner.types import GroundTruthObject, Sample
@@ -64,14 +64,13 @@ def write_page(samples: Sequence[Sample], out: Path) -> dict[str, str]:
     sizes: dict[str, str] = {}
     with publish_directory(out) as part:
         for sample in samples:
-            path, size = sample.images[0], (sample.width, sample.height)
-            try:
-                image = open_upright(path)
-            except UnreadableImage as error:
-                do = "Replace it; `learner data check` tells all there are."
-                raise ContractError(sample.sample_id, f"image {path} {error}", do) from error
-            if image.size != size:
-                sizes[sample.sample_id] = size_told(size, path, look_at(path))
+            path, look = sample.images[0], seen_of(sample.images[0])
+            problem = image_problem(sample.sample_id, (sample.width, sample.height), path, look)
+            if problem is not None and isinstance(look, UnreadableImage):
+                raise problem
+            if problem is not None:
+                sizes[sample.sample_id] = problem.found
+            image = open_upright(path)
             image.thumbnail((MOST, MOST))
             image.save(part / picture_name(sample))
         templates = Environment(

@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from learner.data.images import (
+    Look,
     Seen,
-    UnreadableImage,
     Watch,
-    look_at,
+    image_problem,
     look_at_all,
     look_at_header,
-    size_told,
+    seen_of,
 )
 from learner.data.lengths import ImageRule
 from learner.runs.atomic_files import append_line
@@ -103,39 +103,26 @@ def image_faults(
 
 def image_fault(sample: Sample, rule: ImageRule) -> ContractError | None:
     """Why one sample cannot be shown, if it cannot; its images are decoded."""
-    return _fault(sample, {path: _decoded(path) for path in sample.images}, rule)
-
-
-def _decoded(path: Path) -> Seen:
-    try:
-        return look_at(path)
-    except UnreadableImage as error:
-        return error
+    return _fault(sample, {path: seen_of(path) for path in sample.images}, rule)
 
 
 def _fault(sample: Sample, seen: Mapping[Path, Seen], rule: ImageRule) -> ContractError | None:
-    told: tuple[int, int] | None = (sample.width, sample.height)  # of the first image
+    size: tuple[int, int] | None = (sample.width, sample.height)  # of the first image
     for path in sample.images:
         look = seen[path]
-        if isinstance(look, UnreadableImage):
-            found, do = f"image {path} {look}", "Replace it, or remove the line"
-        elif told not in (None, look.size):
-            assert told is not None
-            found = size_told(told, path, look)
-            do = "Give its size, and see that the boxes were made for this image"
-        elif rule.tokens(*look.size) is None:
-            width, height = look.size
+        if (problem := image_problem(sample.sample_id, size, path, look)) is not None:
+            found, do = problem.found, problem.do.removesuffix(".")
+        elif isinstance(look, Look) and rule.tokens(*look.size) is None:
             found = (
-                f"image {path} has {width}x{height} pixels, and the model's processor refuses "
-                f"sides of a ratio above {rule.max_aspect}"
+                f"image {path} has {look.size[0]}x{look.size[1]} pixels, and the model's "
+                f"processor refuses sides of a ratio above {rule.max_aspect}"
             )
             do = "Cut the image, or remove the line"
         else:
-            told = None
+            size = None
             continue
-        return ContractError(
-            sample.sample_id, found, f"{do}; data.on_bad_sample: skip trains without it"
-        )
+        do = f"{do}; data.on_bad_sample: skip trains without it"
+        return ContractError(sample.sample_id, found, do)
     return None
 
 

@@ -13,6 +13,7 @@ from learner.data.lengths import SampleLengths
 from learner.data.show import new_table, plain
 from learner.stages.coords import decode_bin
 from learner.types import Sample
+from shared_contracts.errors import ContractError
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -143,7 +144,8 @@ def _measured(measure: Callable[[Sample], int], samples: Sequence[Sample]) -> Fl
         try:
             lengths[index] = measure(sample)
         except UnreadableImage as error:
-            raise error.of(sample.sample_id) from error
+            do = "Replace it, or remove the line."
+            raise ContractError(sample.sample_id, f"one of its images {error}", do) from error
     return lengths
 
 
