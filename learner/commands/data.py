@@ -204,9 +204,6 @@ def look(
     config: Annotated[
         Path | None, typer.Option(help="Training YAML. Gives the files, and the limits for tokens.")
     ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Checkpoint whose tokenizer counts tokens.")
-    ] = None,
     top: Annotated[int, typer.Option(help="Number of descriptions to list.", min=1)] = 20,
     out: Annotated[
         Path | None, typer.Option(help="New folder for a page of samples of one data file.")
@@ -229,12 +226,10 @@ def look(
     from learner.training.checkpoint_checks import lengths_of_run
 
     _require_one_source(files, config)
-    if config is not None and model is not None:
-        raise ContractError("--model", "given beside --config", "Leave it out; the YAML names it.")
     if lines is not None and samples is not None:
         raise ContractError("--lines", "given beside --samples", "Give one of them.")
     numbers = None if lines is None else _line_numbers(lines)
-    lengths = None if model is None else _lengths_of_checkpoint(model)
+    lengths = None
     if config is not None:
         run = load_config(config)
         files, lengths = _files_of(run), lengths_of_run(run)
@@ -288,15 +283,3 @@ def _lengths_if_there(config: "Config") -> "SampleLengths | None":
         return lengths_of_run(config)
     typer.echo(f"note: tokens are not counted: model.model has no {tokenizer}", err=True)
     return None
-
-
-def _lengths_of_checkpoint(checkpoint: Path) -> "SampleLengths":
-    """Targets as a run writes them unless it says otherwise; no prompt is known."""
-    from functools import partial
-
-    from learner.data.lengths import SampleLengths
-    from learner.stages.formats.coord_json import serialize_objects
-    from learner.training.checkpoint_checks import check_checkpoint
-
-    check_checkpoint(checkpoint)
-    return SampleLengths(checkpoint, partial(serialize_objects, field_order="desc_first"))

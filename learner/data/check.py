@@ -8,7 +8,6 @@ which a run goes on:
     pixels                     all of its coordinates would do as pixels of their images
     x, y, width, height        all of its boxes would do as a corner with width and height
     odd description            it has markup, a line break or an invisible character
-    same file twice            as for training and for validation
     too thin to match          it covers no pixel of the canvas on which objects are matched
     same image in one file     two lines show it; files are compared by their bytes
     same image in two files    what is trained on is also evaluated on
@@ -84,12 +83,6 @@ def check_files(
     uses: dict[Path, list[_Use]] = {}
     for index, path in enumerate(paths):
         report = FileReport(path)
-        before = (one for one in paths[:index] if one.is_file() and path.is_file())
-        twice = next((one for one in before if one.samefile(path)), None)
-        if twice is not None:
-            do = "Keep a part of the samples out of training and validate on it."
-            found = f"it is the same file as {twice}"
-            report.findings.append(_warning("same file twice", f"{path}:1", found, do))
         samples = []
         for line in scan(path, allow_poly=allow_poly):
             report.findings += line.problems
@@ -97,12 +90,11 @@ def check_files(
                 continue
             samples.append(sample)
             report.findings += _of_sample(sample, lengths, canvas)
-            if twice is None:  # else every image is in two files
-                size: tuple[int, int] | None = (sample.width, sample.height)  # of the first image
-                for image in sample.images:
-                    use = _Use(index, sample.sample_id, size, hash(sample.objects))
-                    uses.setdefault(image, []).append(use)
-                    size = None
+            size: tuple[int, int] | None = (sample.width, sample.height)  # of the first image
+            for image in sample.images:
+                use = _Use(index, sample.sample_id, size, hash(sample.objects))
+                uses.setdefault(image, []).append(use)
+                size = None
         report.samples, report.objects = len(samples), sum(len(s.objects) for s in samples)
         report.findings += _doubts(samples)
         reports.append(report)
@@ -158,7 +150,7 @@ def _of_sample(sample: Sample, lengths: SampleLengths | None, canvas: int) -> It
             )
             do = "Widen it or leave it out; no prediction is ever matched to it."
             yield _warning("too thin to match", sample.sample_id, found, do)
-    if lengths is not None and lengths.limits is not None:
+    if lengths is not None:
         yield from _of_lengths(sample, lengths, lengths.limits)
 
 

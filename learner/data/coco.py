@@ -12,13 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
 from learner.data.jsonl import (
     MAX_SIDE,
     bounding_box,
     brief,
-    capped,
     is_description,
     read_text,
     strict_json,
@@ -28,7 +25,6 @@ from learner.runs.atomic_files import publish_text
 from learner.stages.coords import decode_bin
 from learner.types import NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES, Sample, Shape, normalized
 from shared_contracts.errors import ContractError
-from shared_contracts.strict_model import contract_errors
 
 _COCO_JSON = "Name a JSON file of COCO instances."
 # Keys of LVIS for those of `metadata`.
@@ -38,128 +34,105 @@ LVIS_LISTS = {
 }
 
 
-class _Part(BaseModel):
-    """Keys that are not needed here are left unread."""
-
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-
-
-class _Image(_Part):
-    id: Id
-    file_name: str = Field(min_length=1)
-    width: int = Field(gt=0)
-    height: int = Field(gt=0)
-    neg_category_ids: tuple[Id, ...] | None = None
-    not_exhaustive_category_ids: tuple[Id, ...] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_by_url(cls, image: Any) -> Any:
-        """LVIS names an image by its URL alone: the last two parts are folder and file."""
-        if isinstance(image, dict) and isinstance(url := image.get("coco_url"), str):
-            return {"file_name": "/".join(url.rsplit("/", 2)[1:]), **image}
-        return image
-
-
-class _Category(_Part):
-    id: Id
-    name: str
-
-
-class _File(_Part):
-    images: tuple[_Image, ...]
-    annotations: tuple[Any, ...]
-    categories: tuple[_Category, ...]
-
-
 def read_coco(path: Path, folder: Path) -> Source:
     """Read a file of COCO or LVIS instances. folder: where its file names start.
 
     An annotation without a box gets that of its polygons or mask. Image records of one file are
     put together.
 
-    Raises ContractErrors for what is no such file: each value of a wrong type, ids of images or
-    categories given twice, and lists of LVIS with ids of no category.
+    Raises ContractError for what is no such file, for ids of images or categories given twice, and
+    for lists of LVIS with ids of no category.
     """
-    coco = _parse(
-        path, strict_json(read_text(path, _COCO_JSON), str(path), _COCO_JSON, allow_nan=True)
-    )
-    account, names = Account(), {each.id: each.name for each in coco.categories}
-    pictures, of_image, ids = dict[Any, Picture](), dict[Any, Picture](), set[Id]()
-    for image in coco.images:
-        name, size = image.file_name.replace("\\", "/"), (image.width, image.height)
-        key = (os.path.normpath(name), size)
-        account.note(Rule.REPEATED_IMAGE, name, key in pictures)
-        new = Picture(image.id, name, size, metadata=_lists(path, image, names))
-        of_image[image.id] = pictures.setdefault(key, new)
-    for raw in coco.annotations:
-        given = raw if isinstance(raw, dict) else {"id": brief(raw)}
+    text = read_text(path, _COCO_JSON)
+    document = strict_json(text, str(path), _COCO_JSON, allow_nan=True)
+    images, annotations, categories = _sections(path, document)
+    names = {_id(each): each.get("name") for each in categories}
+    account, ids = Account(), set[Any]()
+    pictures, of_image = dict[Any, Picture](), dict[Any, Picture]()
+    for given in images:
+        picture = _picture(given, _lists(path, given, names))
+        if picture is None:
+            account.note(Rule.BAD_IMAGE, brief(given))
+            continue
+        key = (os.path.normpath(picture.name), picture.size)
+        account.note(Rule.REPEATED_IMAGE, picture.name, key in pictures)
+        of_image[picture.id] = pictures.setdefault(key, picture)
+    for given in annotations:
         one = _annotation(given, names)
         if one.id is not None:
             account.note(Rule.REPEATED_ID, one, one.id in ids)
             ids.add(one.id)
         account.note(Rule.NO_BOX, one, one.fault is None and not given.get("bbox"))
-        if (picture := of_image.get(one.image_id)) is not None:
-            picture.annotations.append(one)
+        if one.image_id in of_image:
+            of_image[one.image_id].annotations.append(one)
         else:
             unusable = one.fault is Rule.UNUSABLE
             account.leave_out(one, None, Rule.UNUSABLE if unusable else Rule.UNKNOWN_IMAGE)
     return Source(folder, list(pictures.values()), account)
 
 
-def _parse(path: Path, document: Any) -> _File:
-    listed = document.get("annotations") if isinstance(document, dict) else document
-    first = listed[0] if isinstance(listed, list) and listed else None
-    if isinstance(first, dict) and "segments_info" in first:
+def _sections(path: Path, document: Any) -> list[list[dict[str, Any]]]:
+    """The images, annotations and categories of a file; what is no mapping in them is empty."""
+    sections = document if isinstance(document, dict) else {"annotations": document}
+    lists = [sections.get(key) for key in ("images", "annotations", "categories")]
+    first = next(iter(lists[1] or ()), None) if isinstance(lists[1], list) else None
+    keys = first.keys() if isinstance(first, dict) else set()
+    if "segments_info" in keys:
         found = "it is a panoptic file: its objects are in PNG files"
-        raise ContractError(str(path), found, _COCO_JSON)
-    if isinstance(document, list) and isinstance(first, dict) and "category_id" in first:
+    elif isinstance(document, list) and "category_id" in keys:
         found = "it is a file of results, which has no images and no names"
-        raise ContractError(str(path), found, _COCO_JSON)
-    try:
-        coco = _File.model_validate(document)
-    except ValidationError as error:
-        faults = [
-            ContractError(f"{path}: {e.where}".removesuffix(": "), e.found, e.do)
-            for e in contract_errors(error, _File)
-        ]
-        raise capped(str(path), faults) from None
-    for section, parts in (("images", coco.images), ("categories", coco.categories)):
-        counts = Counter(part.id for part in parts)
-        if twice := [each for each, count in counts.items() if count > 1]:
-            found = f"ids given twice: {brief(twice)}"
-            raise ContractError(f"{path}: {section}", found, "Give each an id of its own.")
-    return coco
+    elif not all(isinstance(each, list) for each in lists):
+        found = "it has no lists of images, annotations and categories"
+    else:
+        mappings = [[one if isinstance(one, dict) else {} for one in each or ()] for each in lists]
+        for key, section in (("images", mappings[0]), ("categories", mappings[2])):
+            counts = Counter(map(_id, section))
+            if twice := [each for each, count in counts.items() if each is not None and count > 1]:
+                found = f"ids given twice: {brief(twice)}"
+                raise ContractError(f"{path}: {key}", found, "Give each an id of its own.")
+        return mappings
+    raise ContractError(str(path), found, _COCO_JSON)
 
 
-def _lists(path: Path, image: _Image, names: dict[Id, str]) -> dict[str, list[str]]:
+def _id(given: dict[str, Any], key: str = "id") -> Id | None:
+    value = given.get(key)
+    return value if isinstance(value, int | str) else None
+
+
+def _picture(given: dict[str, Any], lists: dict[str, Any]) -> Picture | None:
+    """LVIS names an image by its URL alone: the last two parts are folder and file."""
+    name, id = given.get("file_name"), _id(given)
+    if name is None and isinstance(url := given.get("coco_url"), str):
+        name = "/".join(url.rsplit("/", 2)[1:])
+    if id is None or not isinstance(name, str) or not name:
+        return None
+    width, height = given.get("width"), given.get("height")
+    stated = isinstance(width, int) and isinstance(height, int) and min(width, height) > 0
+    return Picture(id, name.replace("\\", "/"), (width, height) if stated else None, metadata=lists)
+
+
+def _lists(path: Path, image: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
     lists = {}
     for key, of_ids in LVIS_LISTS.items():
-        if (listed := getattr(image, of_ids)) is None:
-            continue
-        if unknown := [each for each in listed if each not in names]:
-            where = f"{path}: {of_ids} of image {image.id}"
-            found = f"{brief(unknown)} are ids of no category"
-            raise ContractError(where, found, "Remove them, or list the categories.")
-        lists[key] = [normalized(names[each]) for each in listed if is_description(names[each])]
+        if isinstance(listed := image.get(of_ids), list):
+            if unknown := [i for i in listed if not isinstance(i, int | str) or i not in names]:
+                where = f"{path}: {of_ids} of image {_id(image)}"
+                found = f"{brief(unknown)} are ids of no category"
+                raise ContractError(where, found, "Remove them, or list the categories.")
+            named = (names[each] for each in listed)
+            lists[key] = [normalized(name) for name in named if is_description(name)]
     return lists
 
 
-def _annotation(given: dict[str, Any], names: dict[Any, str]) -> Annotation:
-    id, image_id, category_id = (
-        value if isinstance(value := given.get(key), int | str) else None
-        for key in ("id", "image_id", "category_id")
-    )
-    segmentation: Any = given.get("segmentation")
+def _annotation(given: dict[str, Any], names: dict[Any, Any]) -> Annotation:
+    category_id, segmentation = _id(given, "category_id"), given.get("segmentation")
     alone = isinstance(segmentation, list) and len(segmentation) == 1
-    fault = None
-    if given.get("iscrowd") in (1, "1"):
-        fault = Rule.CROWD
-    elif category_id not in names:
+    fault = Rule.CROWD if given.get("iscrowd") in (1, "1") else None
+    if fault is None and category_id not in names:
         fault = Rule.UNKNOWN_CATEGORY
     return Annotation.read(
-        id,
-        image_id,
+        _id(given),
+        _id(given, "image_id"),
         names.get(category_id),
         given.get("bbox") or _box_of(segmentation),
         fault,
@@ -275,20 +248,17 @@ def to_lvis(
     as annotated with every category: all that it does not show are negative. How frequent a
     category is follows from the images of this file.
     """
-    lists_of = [
-        {key: sample.category_lists.get(key, []) for key in LVIS_LISTS} for sample in samples
-    ]
-    listed = (name for lists in lists_of for names in lists.values() for name in names)
+    listed = (name for s in samples for names in s.category_lists.values() for name in names)
     lvis = to_coco(samples, image_root, listed=listed, behind=behind)
     ids = {category["name"]: category["id"] for category in lvis["categories"]}
     instances, images = Counter[str](), Counter[str]()
-    for image, sample, lists in zip(lvis["images"], samples, lists_of, strict=True):
+    for image, sample in zip(lvis["images"], samples, strict=True):
         shown = Counter(o.desc for o in sample.objects)
         instances += shown
         images.update(shown.keys())
-        if NEG_CATEGORIES not in sample.metadata:
-            partly = lists[NOT_EXHAUSTIVE_CATEGORIES]
-            lists[NEG_CATEGORIES] = [n for n in ids if n not in shown and n not in partly]
+        partly = sample.category_lists.get(NOT_EXHAUSTIVE_CATEGORIES, [])
+        unseen = [name for name in ids if name not in shown and name not in partly]
+        lists = {NEG_CATEGORIES: unseen, NOT_EXHAUSTIVE_CATEGORIES: partly, **sample.category_lists}
         for key, names in lists.items():
             image[LVIS_LISTS[key]] = [ids[name] for name in names]
     for category in lvis["categories"]:

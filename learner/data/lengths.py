@@ -67,17 +67,15 @@ class SampleLengths:
     """Measures samples for one checkpoint.
 
     write_answer: the objects as the model is taught to write them.
-    write_messages: differs between samples by the number of images only; None where no prompt
-        is known.
-    limits: None where no run sets any.
+    write_messages: differs between samples by the number of images only.
     """
 
     def __init__(
         self,
         checkpoint: Path,
         write_answer: WriteAnswer,
-        write_messages: WriteMessages | None = None,
-        limits: TokenLimits | None = None,
+        write_messages: WriteMessages,
+        limits: TokenLimits,
     ) -> None:
         self.limits = limits
         self._tokenizer = read_tokenizer(checkpoint / "tokenizer.json")
@@ -87,10 +85,6 @@ class SampleLengths:
         self._write_answer = write_answer
         self._write_messages = write_messages
         self._text_tokens: dict[int, int] = {}
-
-    @property
-    def knows_prompt(self) -> bool:
-        return self._write_messages is not None
 
     def target(self, sample: Sample) -> int:
         """Tokens of the answer that names every object, with its EOS."""
@@ -114,7 +108,6 @@ class SampleLengths:
         """Tokens before the answer, those of the images included; raises as `images` does."""
         count = len(sample.images)
         if count not in self._text_tokens:
-            assert self._write_messages is not None
             from transformers.utils.chat_template_utils import render_jinja_template  # a second
 
             rendered: Any = render_jinja_template(

@@ -39,6 +39,7 @@ class Rule(Enum):
     SKIPPED_IMAGE = "images that show no object", "left out"
     EMPTY_IMAGE = "images that show no object", "kept"
     ALL_LEFT_OUT = "images whose annotations were all left out", "left out"
+    BAD_IMAGE = "image records without id or file name", "left out"
     NO_BOXES = "records without a list of boxes", "left out"
     UNKNOWN_IMAGE = "annotations of an image that is not listed", "left out"
     OF_IMAGE_LEFT_OUT = "annotations of an image left out", "left out"

@@ -120,7 +120,6 @@ def _thirds(boxes: FloatArray) -> Table:
 
 
 def _tokens(samples: Sequence[Sample], lengths: SampleLengths) -> Table:
-    answer, pack = lengths.limits or (None, None)
     table = new_table("", "#p50", "#p95", "#max", "#limit", "#over it")
 
     def add(name: str, values: FloatArray, limit: int | None) -> None:
@@ -129,12 +128,11 @@ def _tokens(samples: Sequence[Sample], lengths: SampleLengths) -> Table:
         table.add_row(name, *numbers, _NONE if limit is None else str(limit), over)
 
     target = _measured(lengths.target, samples)
-    add("target", target, answer)
+    prompt = _measured(lengths.prompt, samples)
+    add("target", target, lengths.limits.answer)
     add("images", _measured(lengths.images, samples), None)
-    if lengths.knows_prompt:
-        prompt = _measured(lengths.prompt, samples)
-        add("prompt with images", prompt, None)
-        add("prompt and target", prompt + target, pack)
+    add("prompt with images", prompt, None)
+    add("prompt and target", prompt + target, lengths.limits.pack)
     return table
 
 

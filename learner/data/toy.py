@@ -67,16 +67,8 @@ def make_data(
     unlabelled: the chance of each object of a training scene to be left out of its line, where at
         least one stays. The held-out lines have every object.
 
-    Raises:
-        ContractError: a count below 1, a negative seed, a share that is none, a world without
-            polygons, or `out` not empty.
+    Raises ContractError for a world without polygons, and where `out` is not empty.
     """
-    _require_at_least("train", train, 1)
-    _require_at_least("val", val, 1)
-    _require_at_least("seed", seed, 0)
-    if not 0 <= unlabelled < 1:
-        do = "Give a share from 0 to less than 1."
-        raise ContractError("toy make-data --unlabelled", f"{unlabelled}", do)
     if polygons and not WORLDS[world].corners:
         found = f"--world {world}, where parts of triangles are hidden"
         raise ContractError("toy make-data --polygons", found, "Leave one of the two out.")
@@ -91,15 +83,6 @@ def make_data(
         ):
             write_document(to_coco(read_samples(jsonl, allow_poly=polygons), part), coco)
     return ToyData.under(out)
-
-
-def _require_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ContractError(
-            f"toy make-data --{name}",
-            f"{value}",
-            f"Give a whole number of at least {least}.",
-        )
 
 
 @dataclass(frozen=True)

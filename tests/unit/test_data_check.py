@@ -240,24 +240,6 @@ def test_numbers_above_999_are_said_to_look_like_pixels(tmp_path: Path) -> None:
     assert "pixels" not in order
 
 
-@pytest.mark.parametrize("link", [None, "symbolic", "hard"])
-def test_one_file_for_training_and_validation_is_one_warning(
-    tmp_path: Path, link: str | None
-) -> None:
-    paint_all(tmp_path, ["a.png", "b.png"])
-    train = write_lines(tmp_path / "train.jsonl", line("a.png", CAT), line("b.png"))
-    val = train if link is None else tmp_path / "val.jsonl"
-    if link == "symbolic":
-        val.symlink_to(train)
-    elif link == "hard":
-        val.hardlink_to(train)
-    first, second = check(train, val)
-    assert first.findings == []
-    (same,) = second.findings
-    assert (same.kind, same.where, same.warning) == ("same file twice", f"{val}:1", True)
-    assert same.found == f"it is the same file as {train}"
-
-
 def test_an_image_twice_in_one_line_is_no_second_line(tmp_path: Path) -> None:
     paint_all(tmp_path, ["a.png"])
     both = line("a.png", CAT) | {"images": ["a.png", "a.png"]}

@@ -1,7 +1,6 @@
 """The commands of `learner data`: exit codes, three-part errors, nothing heavy or half done."""
 
 import json
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,13 +173,9 @@ def test_data_files_or_a_config_are_needed(terminal: Terminal, name: str, run_ya
     assert beside == ("--config", "data files beside it")
 
 
-def test_a_config_says_the_variant_and_the_model_itself(terminal: Terminal, run_yaml: Path) -> None:
-    for name, option, value in (
-        ("check", "--variant", "stage2_two_channel"),
-        ("look", "--model", "folder"),
-    ):
-        refused = terminal.refused(name, "--config", run_yaml, option, value)
-        assert refused == (option, "given beside --config")
+def test_a_config_says_the_variant_itself(terminal: Terminal, run_yaml: Path) -> None:
+    refused = terminal.refused("check", "--config", run_yaml, "--variant", "stage2_two_channel")
+    assert refused == ("--variant", "given beside --config")
 
 
 @pytest.mark.parametrize(
@@ -322,36 +317,11 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(
         make_data(out, 1, 1, 0)
 
 
-def test_a_checkpoint_with_broken_files_is_told(
-    terminal: Terminal, toy_data: ToyData, toy_checkpoint: Path, tmp_path: Path
-) -> None:
-    for number, (name, content) in enumerate(
-        [
-            ("tokenizer.json", "{}"),
-            ("preprocessor_config.json", '{"image_processor_type": "CLIPImageProcessor"}'),
-        ]
-    ):
-        model = tmp_path / str(number)
-        shutil.copytree(toy_checkpoint, model)
-        (model / "processor_config.json").unlink(missing_ok=True)
-        (model / name).write_text(content)
-        where, _ = terminal.refused("look", toy_data.val_jsonl, "--model", model)
-        assert where == str(model / name)
-
-
 def test_statistics_of_a_run_have_its_tokens(terminal: Terminal, run_yaml: Path) -> None:
     ended = terminal.data("look", "--config", run_yaml)
     assert (ended.code, ended.err) == (0, "")
     assert words(ended.out)[1][:2] == ["28", "28"]
     assert "Tokens of a sample" in ended.out.splitlines()
-
-
-def test_a_model_without_coordinate_tokens_counts_nothing(
-    terminal: Terminal, toy_data: ToyData, tmp_path: Path
-) -> None:
-    where, found = terminal.refused("look", toy_data.val_jsonl, "--model", tmp_path)
-    assert where == "model.model"
-    assert "config.json" in found
 
 
 def test_what_is_piped_is_plain_and_whole(terminal: Terminal, tmp_path: Path) -> None:

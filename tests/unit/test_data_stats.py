@@ -99,16 +99,6 @@ def test_tokens_are_held_against_the_limits_of_a_run(
     assert rows[4][-2:] == [str(pack), "0"]
 
 
-def test_a_checkpoint_alone_gives_targets_and_images(
-    toy_data: ToyData, toy_checkpoint: Path
-) -> None:
-    lengths = SampleLengths(toy_checkpoint, lambda o: serialize_objects(o, "desc_first"))
-    train = read_samples(toy_data.train_jsonl, allow_poly=False)
-    rows = printed(train, lengths)["Tokens of a sample"]
-    assert [row[0] for row in rows] == ["p50", "target", "images"]
-    assert rows[2] == ["images", "16", "16", "16", "-", "-"]
-
-
 def test_data_without_objects_has_statistics_too(tmp_path: Path) -> None:
     paint_all(tmp_path, ["a.png"])
     path = write_lines(tmp_path / "d.jsonl", line("a.png"))

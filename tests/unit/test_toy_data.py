@@ -219,13 +219,6 @@ def test_a_folder_with_something_in_it_is_refused_and_kept(tmp_path: Path) -> No
     assert contents(tmp_path) == {"kept": b""}
 
 
-@pytest.mark.parametrize(("train", "val", "seed"), [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
-def test_counts_below_one_are_refused(tmp_path: Path, train: int, val: int, seed: int) -> None:
-    with pytest.raises(ContractError, match="at least"):
-        make_data(tmp_path / "out", train, val, seed)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     with suppress(RuntimeError), publish_directory(out) as part:
