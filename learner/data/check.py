@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from learner.data.boxes import find_scale
 from learner.data.images import Looks, UnreadableImage, Watch, image_problem, look_at_all
@@ -56,15 +55,6 @@ class FileReport:
         return sum(problem.warning == warnings for problem in self.findings)
 
 
-class _Use(NamedTuple):
-    """A line that shows an image; `size` where it says how large its image is."""
-
-    file: int
-    sample_id: str
-    size: tuple[int, int] | None
-    objects_hash: int
-
-
 def check_files(
     paths: Sequence[Path],
     *,
@@ -80,27 +70,20 @@ def check_files(
     Raises ContractError for a file that is not there, cannot be read or is empty.
     """
     reports: list[FileReport] = []
-    uses: dict[Path, list[_Use]] = {}
-    for index, path in enumerate(paths):
-        report = FileReport(path)
-        samples = []
+    uses: dict[Path, list[tuple[FileReport, Sample]]] = {}
+    for path in paths:
+        report, samples = FileReport(path), []
         for line in scan(path, allow_poly=allow_poly):
             report.findings += line.problems
-            if (sample := line.sample) is None:
-                continue
-            samples.append(sample)
-            report.findings += _of_sample(sample, lengths, canvas)
-            size: tuple[int, int] | None = (sample.width, sample.height)  # of the first image
-            for image in sample.images:
-                use = _Use(index, sample.sample_id, size, hash(sample.objects))
-                uses.setdefault(image, []).append(use)
-                size = None
+            if (sample := line.sample) is not None:
+                samples.append(sample)
+                report.findings += _of_sample(sample, lengths, canvas)
+                for image in dict.fromkeys(sample.images):
+                    uses.setdefault(image, []).append((report, sample))
         report.samples, report.objects = len(samples), sum(len(s.objects) for s in samples)
         report.findings += _doubts(samples)
         reports.append(report)
-    looks = watch(look_at_all(list(uses)), len(uses))
-    for use, problem in _of_images(uses, looks):
-        reports[use.file].findings.append(problem)
+    _check_images(uses, watch(look_at_all(list(uses)), len(uses)))
     for report in reports:
         report.findings.sort(key=lambda each: int(each.where.rpartition(":")[2]))
     return reports
@@ -192,20 +175,22 @@ def _of_lengths(
         yield _warning("sample too long", sample.sample_id, found, do)
 
 
-def _of_images(uses: dict[Path, list[_Use]], looks: Looks) -> Iterator[tuple[_Use, DataProblem]]:
-    seen: dict[bytes, _Use] = {}
+def _check_images(uses: dict[Path, list[tuple[FileReport, Sample]]], looks: Looks) -> None:
+    """Add what is wrong with images, by the samples that show them, to the reports."""
+    seen: dict[bytes, tuple[FileReport, Sample]] = {}
     for path, look in looks:
-        for use in uses[path]:
-            if (problem := image_problem(use.sample_id, use.size, path, look)) is not None:
-                yield use, problem
+        for report, sample in uses[path]:
+            size = (sample.width, sample.height) if path == sample.images[0] else None
+            if (problem := image_problem(sample.sample_id, size, path, look)) is not None:
+                report.findings.append(problem)
             if isinstance(look, UnreadableImage):
                 continue
-            first = seen.setdefault(look.digest, use)
-            if first.sample_id == use.sample_id:
+            its_report, first = seen.setdefault(look.digest, (report, sample))
+            if first is sample:
                 continue
-            alike = "the same" if use.objects_hash == first.objects_hash else "other"
+            alike = "the same" if sample.objects == first.objects else "other"
             found = f"image {path} is that of {first.sample_id}, with {alike} objects"
             kind, do = "same image in one file", "Keep one of the lines."
-            if use.file != first.file:
+            if its_report is not report:
                 kind, do = "same image in two files", "Keep it in one of the files."
-            yield use, _warning(kind, use.sample_id, found, do)
+            report.findings.append(_warning(kind, sample.sample_id, found, do))

@@ -76,10 +76,10 @@ def _sections(path: Path, document: Any) -> list[list[dict[str, Any]]]:
     sections = document if isinstance(document, dict) else {"annotations": document}
     lists = [sections.get(key) for key in ("images", "annotations", "categories")]
     first = next(iter(lists[1] or ()), None) if isinstance(lists[1], list) else None
-    keys = first.keys() if isinstance(first, dict) else set()
-    if "segments_info" in keys:
+    first = first if isinstance(first, dict) else {}
+    if "segments_info" in first:
         found = "it is a panoptic file: its objects are in PNG files"
-    elif isinstance(document, list) and "category_id" in keys:
+    elif isinstance(document, list) and "category_id" in first:
         found = "it is a file of results, which has no images and no names"
     elif not all(isinstance(each, list) for each in lists):
         found = "it has no lists of images, annotations and categories"
@@ -125,7 +125,8 @@ def _lists(path: Path, image: dict[str, Any], names: dict[Any, Any]) -> dict[str
 
 
 def _annotation(given: dict[str, Any], names: dict[Any, Any]) -> Annotation:
-    category_id, segmentation = _id(given, "category_id"), given.get("segmentation")
+    category_id = _id(given, "category_id")
+    segmentation: Any = given.get("segmentation")
     alone = isinstance(segmentation, list) and len(segmentation) == 1
     fault = Rule.CROWD if given.get("iscrowd") in (1, "1") else None
     if fault is None and category_id not in names:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from learner.data.coco import image_name, pixel_xywh
-from learner.data.jsonl import parse_line, raw_lines, read_text, strict_json
+from learner.data.jsonl import parse_line, raw_lines, read_text, strict_json, write_lines
 from learner.data.records import Account, Annotation, Corners, Picture, Rule, Scale, Source
-from learner.runs.atomic_files import publish_text
 from learner.types import Sample
 
 _LISTS = ("objects", "annotations", "detections", "boxes")
@@ -188,6 +187,5 @@ def write_swift(samples: Sequence[Sample], image_root: Path, out: Path) -> None:
                 "bbox_type": "real",
             },
         }
-        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    publish_text(out, "".join(lines))
+        lines.append(record)
+    write_lines(out, lines)

@@ -5,7 +5,6 @@ write_records      publishes them
 write_left_out     publishes the annotations that became no object
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,8 @@ from typing import Any
 from learner.config.rollout_matching import MatchingConfig
 from learner.data.boxes import Reading, find_reading
 from learner.data.images import Look, Seen, UnreadableImage, Watch, look_at_all, look_at_header
-from learner.data.jsonl import bounding_box
+from learner.data.jsonl import bounding_box, write_lines
 from learner.data.records import Account, Annotation, Order, Picture, Rule, Scale, Size, Source
-from learner.runs.atomic_files import publish_text
 from learner.stages.coords import encode_bin
 from learner.stages.matching import covers_a_pixel
 from learner.types import GeometryKind, GroundTruthObject, Shape
@@ -225,15 +223,10 @@ def write_records(conversion: Conversion, out: Path) -> None:
             "See in the table why each was left out; ids of images and categories must be equal, "
             'and "1" is not 1.',
         )
-    _write_lines(out, conversion.records)
+    write_lines(out, conversion.records)
 
 
 def write_left_out(conversion: Conversion, source: Path, out: Path) -> None:
     """Publish a JSON line for each annotation of the file `source` that became no object."""
     left_out = conversion.account.left_out
-    _write_lines(out, [{"file": str(source), **left._asdict()} for left in left_out])
-
-
-def _write_lines(out: Path, lines: Sequence[dict[str, Any]]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    publish_text(out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    write_lines(out, [{"file": str(source), **left._asdict()} for left in left_out])

@@ -24,10 +24,11 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
+from learner.runs.atomic_files import publish_text
 from learner.stages.tokens import IM_END
 from learner.types import (
     CATEGORY_LISTS,
@@ -119,6 +120,12 @@ def _require_file(path: Path, do: str) -> None:
     if not path.is_file():
         found = "this is not a file" if path.exists() else "there is no such file"
         raise ContractError(str(path), found, do)
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Publish a file of JSONL, whole or not at all; also the folder for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
 
 
 def parse_line(raw: bytes, where: str) -> dict[str, Any]:

@@ -98,11 +98,18 @@ class SampleLengths:
         Raises ContractError for an image that is too narrow for the processor, and
         UnreadableImage for one after the first that cannot be opened.
         """
-        first = (sample.width, sample.height)
-        return sum(
-            self._image(sample, size)
-            for size in (first, *(look_at_header(path).size for path in sample.images[1:]))
-        )
+        others = (look_at_header(path).size for path in sample.images[1:])
+        count = 0
+        for width, height in ((sample.width, sample.height), *others):
+            if (tokens := self._rule.tokens(width, height)) is None:
+                raise ContractError(
+                    sample.sample_id,
+                    f"an image of {width}x{height} pixels: longer than {self._rule.max_aspect} "
+                    "times its width",
+                    "Cut it, or leave the line out; the model's processor refuses it",
+                )
+            count += tokens
+        return count
 
     def prompt(self, sample: Sample) -> int:
         """Tokens before the answer, those of the images included; raises as `images` does."""
@@ -119,17 +126,6 @@ class SampleLengths:
             tokens = len(self._tokenizer.encode(text).ids) - text.count(self._placeholder)
             self._text_tokens[count] = tokens  # without those of the images
         return self._text_tokens[count] + self.images(sample)
-
-    def _image(self, sample: Sample, size: tuple[int, int]) -> int:
-        tokens = self._rule.tokens(*size)
-        if tokens is None:
-            raise ContractError(
-                sample.sample_id,
-                f"an image of {size[0]}x{size[1]} pixels: longer than {self._rule.max_aspect} "
-                "times its width",
-                "Cut it, or leave the line out; the model's processor refuses it",
-            )
-        return tokens
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
