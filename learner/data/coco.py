@@ -73,25 +73,23 @@ def read_coco(path: Path, folder: Path) -> Source:
 
 def _sections(path: Path, document: Any) -> list[list[dict[str, Any]]]:
     """The images, annotations and categories of a file; what is no mapping in them is empty."""
-    sections = document if isinstance(document, dict) else {"annotations": document}
-    lists = [sections.get(key) for key in ("images", "annotations", "categories")]
-    first = next(iter(lists[1] or ()), None) if isinstance(lists[1], list) else None
-    first = first if isinstance(first, dict) else {}
-    if "segments_info" in first:
-        found = "it is a panoptic file: its objects are in PNG files"
-    elif isinstance(document, list) and "category_id" in first:
-        found = "it is a file of results, which has no images and no names"
+    found, sections = "", document if isinstance(document, dict) else {}
+    lists: list[Any] = [sections.get(key) for key in ("images", "annotations", "categories")]
+    if isinstance(document, list):
+        found = "it is a list, as a file of results, which has no images and no names"
     elif not all(isinstance(each, list) for each in lists):
         found = "it has no lists of images, annotations and categories"
-    else:
-        mappings = [[one if isinstance(one, dict) else {} for one in each or ()] for each in lists]
-        for key, section in (("images", mappings[0]), ("categories", mappings[2])):
-            counts = Counter(map(_id, section))
-            if twice := [each for each, count in counts.items() if each is not None and count > 1]:
-                found = f"ids given twice: {brief(twice)}"
-                raise ContractError(f"{path}: {key}", found, "Give each an id of its own.")
-        return mappings
-    raise ContractError(str(path), found, _COCO_JSON)
+    elif any("segments_info" in one for one in lists[1][:1] if isinstance(one, dict)):
+        found = "it is a panoptic file: its objects are in PNG files"
+    if found:
+        raise ContractError(str(path), found, _COCO_JSON)
+    mappings = [[one if isinstance(one, dict) else {} for one in each] for each in lists]
+    for key, section in (("images", mappings[0]), ("categories", mappings[2])):
+        counts = Counter(map(_id, section))
+        if twice := [each for each, count in counts.items() if each is not None and count > 1]:
+            found = f"ids given twice: {brief(twice)}"
+            raise ContractError(f"{path}: {key}", found, "Give each an id of its own.")
+    return mappings
 
 
 def _id(given: dict[str, Any], key: str = "id") -> Id | None:
@@ -107,8 +105,10 @@ def _picture(given: dict[str, Any], lists: dict[str, Any]) -> Picture | None:
     if id is None or not isinstance(name, str) or not name:
         return None
     width, height = given.get("width"), given.get("height")
-    stated = isinstance(width, int) and isinstance(height, int) and min(width, height) > 0
-    return Picture(id, name.replace("\\", "/"), (width, height) if stated else None, metadata=lists)
+    size = None
+    if isinstance(width, int) and isinstance(height, int) and min(width, height) > 0:
+        size = width, height
+    return Picture(id, name.replace("\\", "/"), size, metadata=lists)
 
 
 def _lists(path: Path, image: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
