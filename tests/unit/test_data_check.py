@@ -11,7 +11,6 @@ from learner.data.lengths import SampleLengths, TokenLimits
 from learner.stages.formats.coord_json import serialize_objects
 from learner.types import GroundTruthObject, Shape
 from tests.unit.data_files import (
-    LYING,
     box,
     covers_a_pixel,
     line,
@@ -65,13 +64,6 @@ def test_every_problem_is_found_in_the_order_of_the_lines(tmp_path: Path) -> Non
     ]
 
 
-def test_more_problems_than_a_run_tells_are_all_found(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", *["{"] * 300)
-    (report,) = check(path)
-    assert [f.where for f in report.findings] == [f"{path}:{n}" for n in range(1, 301)]
-    assert kinds([report]) == [("not JSON", False, 300)]
-
-
 def test_kinds_are_counted_over_all_files_problems_first(tmp_path: Path) -> None:
     paint_all(tmp_path, ["a.png"])
     first = write_lines(tmp_path / "1.jsonl", "{", "", "{", line("a.png"))
@@ -99,18 +91,6 @@ def test_an_image_of_a_format_the_server_refuses_is_unreadable(tmp_path: Path) -
         Image.new("RGB", (64, 48)).save(tmp_path / name)
         path = write_lines(tmp_path / "d.jsonl", line(name))
         assert found(path) == [(1, "unreadable image", False)]
-
-
-def test_the_size_is_that_of_the_upright_image(tmp_path: Path) -> None:
-    """The learner and the server turn an image as its camera says before the model sees it."""
-    paint(tmp_path / "a.jpg", (64, 48), orientation=LYING)
-    upright = write_lines(tmp_path / "up.jsonl", line("a.jpg", size=(48, 64)))
-    assert found(upright) == []
-    stored = write_lines(tmp_path / "stored.jsonl", line("a.jpg", size=(64, 48)))
-    (report,) = check(stored)
-    (finding,) = report.findings
-    assert finding.kind == "other image size"
-    assert "EXIF" in finding.found
 
 
 def test_the_first_of_several_images_has_the_size_of_the_line(tmp_path: Path) -> None:
@@ -227,17 +207,6 @@ KIND = "x, y, width, height"
 )
 def test_odd_text_in_a_description_is_named(desc: str, odd: str | None) -> None:
     assert odd_text(desc) == odd
-
-
-def test_numbers_above_999_are_said_to_look_like_pixels(tmp_path: Path) -> None:
-    paint_all(tmp_path, ["a.png"])
-    lines = line("a.png", box("cat", 10, 10, 1200, 90)), line("a.png", box("cat", 9, 9, 1, 1))
-    (report,) = check(write_lines(tmp_path / "d.jsonl", *lines))
-    pixels, order = (f.do for f in report.findings if f.kind == "geometry")
-    assert pixels.endswith(
-        "Numbers above 999 look like pixels: x becomes 999 * x / width, y becomes 999 * y / height."
-    )
-    assert "pixels" not in order
 
 
 def test_an_image_twice_in_one_line_is_no_second_line(tmp_path: Path) -> None:
