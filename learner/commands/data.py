@@ -127,7 +127,7 @@ def convert(
     """
     from learner.data.conversion import Wanted, convert, write_left_out, write_records
     from learner.data.formats import detect_format, read_other, write_other
-    from learner.data.show import export_table, print_tables, show_conversion, watch
+    from learner.data.show import show_account, show_conversion, watch
     from learner.runs.atomic_files import require_free, require_new_file
 
     if from_format is None:
@@ -144,8 +144,11 @@ def convert(
     else:
         require_new_file("OUT", out)
     if from_format == "jsonl":
-        export = write_other(source, out, to_format, images or out.parent, geometry, watch)
-        print_tables([("", export_table(export))])
+        samples, account = write_other(
+            source, out, to_format, images or out.parent, geometry, watch
+        )
+        objects = sum(len(sample.objects) for sample in samples)
+        show_account(account, [(len(samples), "images", ""), (objects, "objects", "")])
         typer.echo(f"Data set: {out}")
         return
     if left_out is not None:

@@ -7,14 +7,14 @@ write_other      a data file -> a file or folder
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from learner.data.coco import read_coco, to_coco, to_lvis, write_document
 from learner.data.conversations import read_conversations, records, write_swift
 from learner.data.images import Look, Watch, image_problem, look_at_all, look_at_header
 from learner.data.jsonl import DataProblem, brief, capped, read_text, scan
-from learner.data.records import Corners, Format, Scale, Source
+from learner.data.records import Account, Corners, Format, Rule, Scale, Source
 from learner.data.voc import NOT_XML, read_voc, write_voc
 from learner.data.yolo import DATA_YAML, read_yolo, write_yolo
 from learner.types import GeometryKind, Sample
@@ -76,39 +76,24 @@ def read_other(
     return read_conversations(source, images or source.parent, scale, corners)
 
 
-@dataclass
-class Exported:
-    """reoriented: samples whose image EXIF turns or mirrors.
-
-    changed: how many objects, and what was written of them, because the format has one shape.
-    """
-
-    samples: list[Sample] = field(default_factory=list)
-    reoriented: list[Sample] = field(default_factory=list)
-    changed: tuple[int, str] = (0, "")
-
-    @property
-    def objects(self) -> int:
-        return sum(len(sample.objects) for sample in self.samples)
+class Written(NamedTuple):
+    samples: list[Sample]
+    account: Account
 
 
 def write_other(
     source: Path, out: Path, form: Format, images: Path, geometry: GeometryKind, watch: Watch
-) -> Exported:
+) -> Written:
     """Write a data file whose samples have one image each in another format.
 
     images: the folder that image names start at; yolo and voc have copies of the images.
 
     Raises ContractErrors: all that is wrong with the data file, each as `file:line`.
     """
-    export = Exported()
-    problems: list[DataProblem] = []
-    for line in scan(source, allow_poly=True):
-        problems += line.problems
-        if line.sample is not None:
-            export.samples.append(line.sample)
-    samples = export.samples
-    problems += _image_faults(export, watch)
+    lines = list(scan(source, allow_poly=True))
+    problems = [problem for line in lines for problem in line.problems]
+    samples, account = [line.sample for line in lines if line.sample is not None], Account()
+    problems += _image_faults(samples, account, watch)
     names = _names_of_images(samples)
     if form in ("yolo", "voc"):
         problems += _name_faults(samples, names, xml=form == "voc")
@@ -116,9 +101,10 @@ def write_other(
         by_line = sorted(problems, key=lambda one: int(one.where.rpartition(":")[2]))
         raise capped(str(source), by_line)
     if form in ("yolo", "voc", "ms-swift"):
-        kinds = [item.shape.kind for sample in samples for item in sample.objects]
-        what = "polygons, as their boxes" if geometry == "bbox_2d" else "boxes, as polygons"
-        export.changed = sum(kind != geometry for kind in kinds), what
+        rule = Rule.POLYGONS if geometry == "bbox_2d" else Rule.BOXES
+        for sample in samples:
+            others = sum(item.shape.kind != geometry for item in sample.objects)
+            account.note(rule, sample.sample_id, others)
     if form == "yolo":
         write_yolo(samples, names, out, polygons=geometry == "poly")
     elif form == "voc":
@@ -127,14 +113,16 @@ def write_other(
         write_swift(samples, images, out)
     else:
         write_document((to_lvis if form == "lvis" else to_coco)(samples, images), out)
-    return export
+    return Written(samples, account)
 
 
-def _image_faults(export: Exported, watch: Watch) -> Iterator[DataProblem]:
+def _image_faults(
+    samples: Sequence[Sample], account: Account, watch: Watch
+) -> Iterator[DataProblem]:
     """Faults of the samples' images, of which only the headers are read."""
-    paths = [sample.images[0] for sample in export.samples]
+    paths = [sample.images[0] for sample in samples]
     looks = watch(look_at_all(paths, look_at_header), len(paths))
-    for sample, (image, look) in zip(export.samples, looks, strict=True):
+    for sample, (image, look) in zip(samples, looks, strict=True):
         if len(sample.images) > 1:
             found = f"the sample has {len(sample.images)} images"
             do = "Give it one; the other formats hold objects of one image."
@@ -143,7 +131,7 @@ def _image_faults(export: Exported, watch: Watch) -> Iterator[DataProblem]:
         if (problem := image_problem(sample.sample_id, size, image, look)) is not None:
             yield problem
         elif isinstance(look, Look) and look.reoriented:
-            export.reoriented.append(sample)
+            account.note(Rule.REORIENTED, sample.sample_id)
 
 
 def _names_of_images(samples: Sequence[Sample]) -> list[str]:

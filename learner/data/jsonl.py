@@ -324,8 +324,14 @@ class _LineReader:
         return None
 
     def _shape(self, where: str, item: dict[str, Any]) -> Shape | None:
-        kind = self._kind(where, sorted(item.keys() - {"desc"}))
+        keys = sorted(item.keys() - {"desc"})
+        allowed: Sequence[GeometryKind] = ("bbox_2d", "poly") if self.allow_poly else ("bbox_2d",)
+        kind = next((each for each in allowed if keys == [each]), None)
         if kind is None:
+            found = f"{where} has {', '.join(map(brief, keys)) or 'nothing'} beside its desc"
+            only = "" if self.allow_poly else "; this variant trains boxes only"
+            do = f"Give exactly one geometry, {' or '.join(allowed)}, and nothing else{only}."
+            self._wrong("geometry", found, do)
             return None
         values = item[kind]
         bins = [_as_bin(v) for v in values] if isinstance(values, list) else []
@@ -336,23 +342,6 @@ class _LineReader:
         pixels = f" Numbers above {MAX_BIN} look like pixels: {FROM_PIXELS}." if beyond else ""
         do = f"Write {_EXAMPLES[kind]}.{pixels}"
         self._wrong("geometry", f"{where}.{kind} is {brief(values)}", do)
-        return None
-
-    def _kind(self, where: str, keys: list[str]) -> GeometryKind | None:
-        """The one geometry key of an object, None (and a note) if it is not exactly one."""
-        if keys == ["bbox_2d"]:
-            return "bbox_2d"
-        if keys == ["poly"] and self.allow_poly:
-            return "poly"
-        if keys == ["poly"]:
-            found = f"{where} has a poly, and this variant trains boxes only"
-            self._wrong("polygon", found, "Give its bbox_2d, or leave the object out.")
-        else:
-            found = f"{where} has {', '.join(map(brief, keys)) or 'nothing'} beside its desc"
-            allowed = "bbox_2d or poly" if self.allow_poly else "bbox_2d"
-            self._wrong(
-                "geometry", found, f"Give exactly one geometry, {allowed}, and nothing else."
-            )
         return None
 
 

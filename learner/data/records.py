@@ -55,6 +55,8 @@ class Rule(Enum):
     CLIPPED = "annotations partly outside of the image", "clipped"
     NO_BOX = "annotations without a box", "box of the mask taken"
     NO_POLYGON = "annotations without exactly one polygon that can be matched", "box taken"
+    POLYGONS = "polygons", "boxes written"
+    BOXES = "boxes", "polygons written"
 
     @property
     def what(self) -> str:

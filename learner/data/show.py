@@ -11,10 +11,9 @@ from rich.text import Text
 
 from learner.data.check import FileReport, kinds
 from learner.data.conversion import Conversion
-from learner.data.formats import Exported
 from learner.data.images import Looks
 from learner.data.jsonl import DataProblem
-from learner.data.records import Rule
+from learner.data.records import Account, Rule
 from learner.runs.console import tell
 from shared_contracts.cli import describe, printable
 
@@ -99,25 +98,17 @@ def check_tables(reports: Sequence[FileReport]) -> Iterator[tuple[str, Table]]:
 
 def show_conversion(conversion: Conversion, title: str = "") -> None:
     """What became of every image and annotation, under how the numbers of boxes were read."""
+    lines, objects = f"{len(conversion.records)} lines", f"{conversion.objects} objects"
+    rows = (conversion.images, "images", lines), (conversion.annotations, "annotations", objects)
+    show_account(conversion.account, rows, ": ".join(filter(None, (title, conversion.evidence))))
+
+
+def show_account(account: Account, rows: Sequence[tuple[int, str, str]], title: str = "") -> None:
+    """What was changed or left out, below rows of a count, a thing, and what it became."""
     table = new_table("#count", "what", "became", "the first")
-    table.add_row(str(conversion.images), "images", f"{len(conversion.records)} lines")
-    table.add_row(str(conversion.annotations), "annotations", f"{conversion.objects} objects")
-    account = conversion.account
+    for count, what, became in rows:
+        table.add_row(str(count), what, became)
     for rule in Rule:
         if count := account.counts[rule]:
             table.add_row(str(count), rule.what, rule.done, plain(account.first[rule]))
-    print_tables([(": ".join(filter(None, (title, conversion.evidence))), table)])
-
-
-def export_table(export: Exported) -> Table:
-    """What was written."""
-    table = new_table("#count", "what", "the first")
-    table.add_row(str(len(export.samples)), "images", "")
-    table.add_row(str(export.objects), "objects", "")
-    count, what = export.changed
-    if count:
-        table.add_row(str(count), what, "")
-    if export.reoriented:
-        what = "images that EXIF turns or mirrors: other readers may ignore it"
-        table.add_row(str(len(export.reoriented)), what, plain(export.reoriented[0].sample_id))
-    return table
+    print_tables([(title, table)])

@@ -56,7 +56,7 @@ def test_every_problem_is_found_in_the_order_of_the_lines(tmp_path: Path) -> Non
     assert found(path) == [
         (1, "unreadable image", False),
         (2, "not JSON", False),
-        (3, "polygon", False),
+        (3, "geometry", False),
         (3, "description", False),
         (4, "other image size", False),
         (5, "missing image", False),

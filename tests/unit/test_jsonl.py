@@ -100,8 +100,8 @@ def test_numbers_numeric_strings_and_coordinate_tokens_are_read(
 def test_a_polygon_is_refused_where_only_boxes_are_trained(tmp_path: Path) -> None:
     poly = {"desc": "leaf", "poly": [5, 5, 1, 9, 9, 9]}
     problem = the_problem(tmp_path, record(objects=[poly]))
-    assert problem.found == "objects[0] has a poly, and this variant trains boxes only"
-    assert problem.do == "Give its bbox_2d, or leave the object out."
+    assert problem.found == 'objects[0] has "poly" beside its desc'
+    assert problem.do.endswith("bbox_2d, and nothing else; this variant trains boxes only.")
 
 
 @pytest.mark.parametrize(
