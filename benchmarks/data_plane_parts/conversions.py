@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image
 
 from benchmarks.results import Result, median_of
-from learner.data.conversion import Wanted, convert, write_records
+from learner.data.conversion import convert, write_records
 from learner.data.formats import read_other, write_other
 from learner.data.images import Looks
 from learner.data.jsonl import read_samples
@@ -102,7 +102,7 @@ def _write(source: Path, form: Format, out: Path) -> None:
 
 def _read(source: Path, form: Format, images: Path, out: Path) -> None:
     folder = None if form == "voc" else images
-    write_records(convert(read_other(source, form, folder), Wanted(out), _unwatched), out)
+    write_records(convert(read_other(source, form, folder), out, _unwatched), out)
 
 
 def _objects(file: Path) -> dict[str, tuple[GroundTruthObject, ...]]:

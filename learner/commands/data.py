@@ -125,7 +125,7 @@ def convert(
     ms-swift, sharegpt and qwen are conversations with boxes. What was changed or left out is
     counted.
     """
-    from learner.data.conversion import Wanted, convert, write_left_out, write_records
+    from learner.data.conversion import convert, write_left_out, write_records
     from learner.data.formats import detect_format, read_other, write_other
     from learner.data.show import show_account, show_conversion, watch
     from learner.runs.atomic_files import require_free, require_new_file
@@ -154,7 +154,7 @@ def convert(
     if left_out is not None:
         require_new_file("--left-out", left_out)
     read = read_other(source, from_format, images, split, scale, boxes)
-    conversion = convert(read, Wanted(out, geometry, order, skip_empty), watch)
+    conversion = convert(read, out, watch, geometry, order, skip_empty)
     show_conversion(conversion)
     if left_out is not None:
         write_left_out(conversion, source, left_out)
@@ -219,7 +219,7 @@ def look(
         str | None, typer.Option(help="Lines of the file to show instead, e.g. 3,17.")
     ] = None,
 ) -> None:
-    """Count objects, descriptions, sizes, positions and tokens; show samples on a page."""
+    """Count objects, descriptions, sizes and tokens; show samples on a page."""
     from learner.config import load_config
     from learner.data.jsonl import read_samples
     from learner.data.look import choose, choose_lines, write_page
@@ -231,7 +231,6 @@ def look(
     _require_one_source(files, config)
     if lines is not None and samples is not None:
         raise ContractError("--lines", "given beside --samples", "Give one of them.")
-    numbers = None if lines is None else _line_numbers(lines)
     lengths = None
     if config is not None:
         run = load_config(config)
@@ -242,23 +241,16 @@ def look(
             found = f"given with {len(files or [])} data files"
             raise ContractError("--out", found, "Name one data file.")
     everything = [s for file in files or [] for s in read_samples(file, allow_poly=True)]
-    if numbers is None:
+    if lines is None:
         chosen = choose(everything, samples or 16, seed)
     else:
-        chosen = choose_lines(everything, numbers)
+        chosen = choose_lines(everything, lines)
     print_tables(list(stats_tables(everything, lengths, top)))
     if out is None:
         return
     for where, found in write_page(chosen, out).items():
         typer.echo(f"warning: {where}\n  found: {found}\n  do: Run `learner data check`.", err=True)
     typer.echo(f"\nPage of {len(chosen)} samples: {out / 'index.html'}")
-
-
-def _line_numbers(lines: str) -> list[int]:
-    numbers = [part.strip() for part in lines.split(",")]
-    if not all(number.isascii() and number.isdecimal() for number in numbers):
-        raise ContractError("--lines", f"{lines!r}", "Give line numbers, e.g. 3,17.")
-    return list(dict.fromkeys(map(int, numbers)))
 
 
 def _require_one_source(

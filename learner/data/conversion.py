@@ -45,23 +45,19 @@ class Conversion:
         return sum(len(record["objects"]) for record in self.records)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """How to convert.
+def convert(
+    source: Source,
+    out: Path,
+    watch: Watch,
+    geometry: GeometryKind = "bbox_2d",
+    order: Order = "file",
+    skip_empty: bool = False,
+) -> Conversion:
+    """Convert; images come in the order of the source. Only their headers are read.
 
     out: the data file, at whose folder its image paths start.
     geometry: `poly` takes an annotation's polygon where it has exactly one, else its box.
     skip_empty: leave out images without an annotation.
-    """
-
-    out: Path
-    geometry: GeometryKind = "bbox_2d"
-    order: Order = "file"
-    skip_empty: bool = False
-
-
-def convert(source: Source, wanted: Wanted, watch: Watch) -> Conversion:
-    """Convert; images come in the order of the source. Only their headers are read.
 
     Raises ContractError, about the scale, where that is neither stated nor found.
     """
@@ -80,19 +76,17 @@ def convert(source: Source, wanted: Wanted, watch: Watch) -> Conversion:
                 account.leave_out(one, picture.name, fault)
             continue
         account.note(Rule.REORIENTED, picture.name, look.reoriented)
-        objects = _objects(picture, look.size, readings, wanted.geometry, account)
+        objects = _objects(picture, look.size, readings, geometry, account)
         if picture.annotations and not objects:  # what it shows is not nothing
             account.note(Rule.ALL_LEFT_OUT, picture.name)
             continue
         if not objects:
-            account.note(
-                Rule.SKIPPED_IMAGE if wanted.skip_empty else Rule.EMPTY_IMAGE, picture.name
-            )
-        if wanted.order != "file":
-            axes = (0, 1) if wanted.order == "left-to-right" else (1, 0)
+            account.note(Rule.SKIPPED_IMAGE if skip_empty else Rule.EMPTY_IMAGE, picture.name)
+        if order != "file":
+            axes = (0, 1) if order == "left-to-right" else (1, 0)
             objects.sort(key=lambda item: [bounding_box(item.shape)[axis] for axis in axes])
-        if objects or not wanted.skip_empty:
-            conversion.records.append(_record(picture, path, look.size, objects, wanted.out))
+        if objects or not skip_empty:
+            conversion.records.append(_record(picture, path, look.size, objects, out))
     return conversion
 
 
@@ -229,4 +223,4 @@ def write_records(conversion: Conversion, out: Path) -> None:
 def write_left_out(conversion: Conversion, source: Path, out: Path) -> None:
     """Publish a JSON line for each annotation of the file `source` that became no object."""
     left_out = conversion.account.left_out
-    write_lines(out, [{"file": str(source), **left._asdict()} for left in left_out])
+    write_lines(out, [{"file": str(source), **left} for left in left_out])

@@ -8,7 +8,6 @@ write_other      a data file -> a file or folder
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from learner.data.coco import read_coco, to_coco, to_lvis, write_document
 from learner.data.conversations import read_conversations, records, write_swift
@@ -76,15 +75,10 @@ def read_other(
     return read_conversations(source, images or source.parent, scale, corners)
 
 
-class Written(NamedTuple):
-    samples: list[Sample]
-    account: Account
-
-
 def write_other(
     source: Path, out: Path, form: Format, images: Path, geometry: GeometryKind, watch: Watch
-) -> Written:
-    """Write a data file whose samples have one image each in another format.
+) -> tuple[list[Sample], Account]:
+    """Write a data file whose samples have one image each in another format; returns the samples.
 
     images: the folder that image names start at; yolo and voc have copies of the images.
 
@@ -113,7 +107,7 @@ def write_other(
         write_swift(samples, images, out)
     else:
         write_document((to_lvis if form == "lvis" else to_coco)(samples, images), out)
-    return Written(samples, account)
+    return samples, account
 
 
 def _image_faults(

@@ -17,7 +17,7 @@ from learner.data.images import UnreadableImage, image_problem, open_upright, se
 from learner.data.jsonl import MAX_BIN, bounding_box
 from learner.runs.atomic_files import publish_directory
 from learner.types import GroundTruthObject, Sample
-from shared_contracts.errors import ContractError, ContractErrors
+from shared_contracts.errors import ContractError
 
 # The longer side of a picture is at most so many pixels.
 MOST = 1600
@@ -44,14 +44,15 @@ def choose(samples: Sequence[Sample], count: int, seed: int) -> list[Sample]:
     return [samples[index] for index in sorted(chosen)]
 
 
-def choose_lines(samples: Sequence[Sample], lines: Sequence[int]) -> list[Sample]:
-    """The samples of these lines, counted from 1; ContractErrors for lines that are not there."""
-    do = f"Give lines from 1 to {len(samples)}."
-    wrong = [line for line in lines if not 1 <= line <= len(samples)]
-    if wrong:
-        errors = [ContractError("--lines", f"there is no line {line}", do) for line in wrong]
-        raise ContractErrors(errors)
-    return [samples[line - 1] for line in lines]
+def choose_lines(samples: Sequence[Sample], lines: str) -> list[Sample]:
+    """The samples of lines such as `3,17`, counted from 1; ContractError for others."""
+    chosen = {}
+    for line in map(str.strip, lines.split(",")):
+        if not (line.isascii() and line.isdecimal() and 1 <= int(line) <= len(samples)):
+            do = f"Give lines from 1 to {len(samples)}, e.g. 3,17."
+            raise ContractError("--lines", f"there is no line {line!r}", do)
+        chosen[int(line)] = samples[int(line) - 1]
+    return list(chosen.values())
 
 
 def write_page(samples: Sequence[Sample], out: Path) -> dict[str, str]:

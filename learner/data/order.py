@@ -17,15 +17,12 @@ every other sample keeps its place, and a resumed run takes the same ones: which
 depends on the seed, on the place, and on which samples are bad, and on nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from learner.data.images import (
     Look,
@@ -40,10 +37,6 @@ from learner.data.lengths import ImageRule
 from learner.runs.atomic_files import append_line
 from learner.types import Sample
 from shared_contracts.errors import ContractError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -72,16 +65,19 @@ class BatchOrder:
         epoch, in_epoch = divmod(step, self.steps_per_epoch)
         own = self.batch // self.ranks
         start = in_epoch * self.batch + rank * own
-        return [int(i) for i in _order(self, epoch)[start : start + own]]
+        return list(_order(self, epoch)[start : start + own])
 
 
 @lru_cache(maxsize=4)
-def _order(order: BatchOrder, epoch: int) -> npt.NDArray[np.int64]:
+def _order(order: BatchOrder, epoch: int) -> Sequence[int]:
     import numpy as np  # not for those who look at a config
 
     if not order.shuffle:
-        return np.arange(order.samples)
-    return np.random.default_rng([order.seed, epoch]).permutation(order.samples)
+        return range(order.samples)
+    shuffled: list[int] = (
+        np.random.default_rng([order.seed, epoch]).permutation(order.samples).tolist()
+    )
+    return shuffled
 
 
 BAD_SAMPLES = "bad_samples.jsonl"

@@ -111,23 +111,16 @@ class Picture:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-class LeftOut(NamedTuple):
-    """An annotation that became no object, and why. image: its file name, where it is listed."""
-
-    annotation_id: Any
-    image_id: Any
-    image: str | None
-    bbox: Any
-    reason: str
-
-
 @dataclass
 class Account:
-    """counts: of images or annotations, by rule. first: what each rule was first applied to."""
+    """counts: of images or annotations, by rule. first: what each rule was first applied to.
+
+    left_out: the annotations that became no object, and why.
+    """
 
     counts: Counter[Rule] = field(default_factory=Counter)
     first: dict[Rule, str] = field(default_factory=dict)
-    left_out: list[LeftOut] = field(default_factory=list)
+    left_out: list[dict[str, Any]] = field(default_factory=list)
 
     def note(self, rule: Rule, about: object, times: int = 1) -> None:
         if times:
@@ -135,7 +128,9 @@ class Account:
             self.first.setdefault(rule, str(about))
 
     def leave_out(self, one: Annotation, image: str | None, reason: Rule) -> None:
-        self.left_out.append(LeftOut(one.id, one.image_id, image, one.box, reason.what))
+        """image: its file name, where it is listed."""
+        ids = {"annotation_id": one.id, "image_id": one.image_id}
+        self.left_out.append({**ids, "image": image, "bbox": one.box, "reason": reason.what})
         counted = Rule.OF_IMAGE_LEFT_OUT if reason.what.startswith("images") else reason
         self.note(counted, f"{one}: {brief(one.box)}" if reason is Rule.UNUSABLE else one)
 

@@ -60,7 +60,6 @@ def stats_tables(
         table = new_table("#objects", "#share", "description")
         yield f"{len(descriptions)} descriptions", _ranked(table, descriptions, top)
         yield "Sizes as COCO parts them, of boxes", _sizes(sides.prod(axis=1))
-        yield "Centres of the boxes, by thirds of the image", _thirds(boxes)
     sizes = Counter(f"{sample.width}x{sample.height}" for sample in samples)
     table = new_table("#samples", "#share", "pixels")
     yield f"{len(sizes)} image sizes", _ranked(table, sizes, _IMAGE_SIZES)
@@ -106,16 +105,6 @@ def _sizes(areas: FloatArray) -> Table:
     ):
         count = int(chosen.sum())
         table.add_row(str(count), _share(count, len(areas)), name, bound)
-    return table
-
-
-def _thirds(boxes: FloatArray) -> Table:
-    """Shares of the centres in each ninth of the image."""
-    thirds = np.minimum((boxes[:, 2:] + boxes[:, :2]) / 2 * 3, 2).astype(int)
-    table = new_table("", "#left", "#middle", "#right")
-    for row, name in enumerate(("top", "middle", "bottom")):
-        counts = [int(((thirds == (column, row)).all(axis=1)).sum()) for column in range(3)]
-        table.add_row(name, *(_share(count, len(thirds)) for count in counts))
     return table
 
 

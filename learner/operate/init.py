@@ -30,7 +30,7 @@ from learner.config.json_schema import schema_text
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.check import check_files
-from learner.data.conversion import Wanted, convert, write_records
+from learner.data.conversion import convert, write_records
 from learner.data.formats import detect_format, read_other
 from learner.data.jsonl import capped, read_samples
 from learner.data.lengths import checkpoint_family, read_tokenizer
@@ -233,7 +233,7 @@ def as_data_file(option: str, source: Path, out: Path, part: Path, console: Cons
     if (form := detect_format(source)) == "jsonl":
         return [source, source]
     try:
-        conversion = convert(read_other(source, form), Wanted(out), watch)
+        conversion = convert(read_other(source, form), out, watch)
     except ContractError as error:
         do = f"Run `learner data convert {shlex.quote(str(source))} FILE.jsonl`, with options"
         found = "; ".join(f"{each.where}: {each.found}" for each in error.errors)

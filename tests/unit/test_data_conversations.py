@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from learner.cli import app
 from learner.data.boxes import Reading, find_reading
 from learner.data.conversations import read_conversations
-from learner.data.conversion import Conversion, Wanted, convert
+from learner.data.conversion import Conversion, convert
 from learner.data.formats import detect_format
 from learner.data.jsonl import read_samples
 from learner.data.records import Corners, Format, Rule, Scale
@@ -53,7 +53,7 @@ def converted(
 ) -> Conversion:
     file = write_lines(folder / "data.jsonl", *records)
     read = read_conversations(file, folder, scale, corners)
-    return convert(read, Wanted(folder / "out.jsonl"), unwatched)
+    return convert(read, folder / "out.jsonl", unwatched)
 
 
 def objects(conversion: Conversion) -> list[tuple[str, list[int]]]:

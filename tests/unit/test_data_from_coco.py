@@ -15,7 +15,7 @@ from pycocotools.coco import COCO
 
 from learner.data.check import check_files
 from learner.data.coco import read_coco
-from learner.data.conversion import Conversion, Wanted, convert, write_records
+from learner.data.conversion import Conversion, convert, write_records
 from learner.data.jsonl import read_samples
 from learner.data.records import Order, Rule
 from learner.data.toy import ToyData, make_data
@@ -57,7 +57,7 @@ def converted(
     listed = [image(1)] if images is None else images
     document = {"images": listed, "annotations": annotations, "categories": categories}
     source = read_coco(written(folder, document), folder)
-    return convert(source, Wanted(folder / "out.jsonl", **wanted), unwatched)
+    return convert(source, folder / "out.jsonl", unwatched, **wanted)
 
 
 def geometries(conversion: Conversion) -> list[list[int]]:
@@ -121,7 +121,7 @@ def test_an_annotation_that_shows_no_object_is_left_out(
     assert conversion.account.counts == {rule: 1}
     assert annotation == 17 or conversion.account.first[rule].startswith("annotation 7")
     (left,) = conversion.account.left_out
-    assert (left.annotation_id, left.reason) == (None if annotation == 17 else 7, rule.what)
+    assert (left["annotation_id"], left["reason"]) == (None if annotation == 17 else 7, rule.what)
 
 
 COLUMNS = [480 * 64 + 48, *[240, 240] * 319, 240, 480 * 256 + 192]
@@ -293,7 +293,7 @@ def test_an_exported_file_comes_back_bin_for_bin(toy_data: ToyData, tmp_path: Pa
     """pycocotools reads the same boxes, within half a bin."""
     jsonl, exported = toy_data.train_jsonl, toy_data.coco_train
     out = tmp_path / jsonl.name
-    conversion = convert(read_coco(exported, jsonl.parent), Wanted(out), unwatched)
+    conversion = convert(read_coco(exported, jsonl.parent), out, unwatched)
     assert not conversion.account.counts
     write_records(conversion, out)
     samples, again = (read_samples(path, allow_poly=False) for path in (jsonl, out))
@@ -382,7 +382,7 @@ def test_image_paths_start_at_the_data_file(tmp_path: Path) -> None:
         (tmp_path / "lists" / "o.jsonl", "../photos/a/x.png"),
         (link / "o.jsonl", "x.png"),
     ):
-        conversion = convert(read_coco(listed, link), Wanted(out), unwatched)
+        conversion = convert(read_coco(listed, link), out, unwatched)
         assert conversion.records[0]["images"] == [path]
         write_records(conversion, out)
         assert read_samples(out, allow_poly=False)

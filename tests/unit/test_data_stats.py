@@ -63,9 +63,6 @@ def test_objects_are_counted_and_boxes_measured_in_pixels(samples: list[Sample])
         ["0", "0.0%", "medium"],
         ["3", "75.0%", "large"],
     ]
-    centres = tables["Centres of the boxes, by thirds of the image"]
-    assert centres[1] == ["top", "50.0%", "25.0%", "0.0%"]
-    assert centres[2] == ["middle", "0.0%", "25.0%", "0.0%"]
     assert tables["2 image sizes"][1] == ["2", "66.7%", "64x48"]
 
 
