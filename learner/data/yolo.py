@@ -89,7 +89,7 @@ def _class_names(file: Path, mapping: dict[str, Any]) -> dict[int, Any]:
     names = mapping.get("names")
     if isinstance(names, list):
         return dict(enumerate(names))
-    if not isinstance(names, dict) or not all(map(str.isdecimal, names)):
+    if not isinstance(names, dict) or not all(str(i).isdecimal() for i in names):
         do = "List the names of the classes, or map 0, 1, ... to them."
         raise ContractError(f"{file}: names", f"it is {brief(names)}", do)
     return {int(index): name for index, name in names.items()}
@@ -105,7 +105,7 @@ def _images(file: Path, mapping: dict[str, Any], split: str | None) -> Iterator[
     if split not in places:
         do = f"Name a folder of images there, or give --split {'|'.join(places) or 'train'}."
         raise ContractError(f"{file}: {split}", "it is missing", do)
-    root = file.parent / mapping.get("path", "")
+    root = file.parent / str(mapping.get("path", ""))
     for place in places[split]:
         # Some exports name the folder from one beside it.
         inside = file.parent / place.removeprefix("../")

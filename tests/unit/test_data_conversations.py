@@ -12,9 +12,7 @@ from learner.data.boxes import Reading, find_reading
 from learner.data.conversations import read_conversations
 from learner.data.conversion import Conversion, convert
 from learner.data.formats import detect_format
-from learner.data.jsonl import read_samples
 from learner.data.records import Corners, Format, Rule, Scale
-from learner.data.toy import ToyData
 from shared_contracts.errors import ContractError
 from tests.unit.data_files import box, line, paint, unwatched, write_lines
 
@@ -211,23 +209,6 @@ def test_a_stated_scale_and_order_hold(
     found = find_reading([numbers], [SMALL], scale, corners)
     assert isinstance(found, Reading)
     assert found.pixels(numbers, SMALL) == pytest.approx(pixels)
-
-
-def run(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["data", "convert", *map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def test_samples_of_ms_swift_come_back_bin_for_bin(toy_data: ToyData, tmp_path: Path) -> None:
-    out, back = tmp_path / "swift.jsonl", tmp_path / "back.jsonl"
-    run(toy_data.val_jsonl, out, "--to", "ms-swift")
-    assert "boxes: xyxy (" in run(out, back)
-    before, after = (
-        [(each.objects, each.images[0].resolve()) for each in read_samples(file, allow_poly=False)]
-        for file in (toy_data.val_jsonl, back)
-    )
-    assert after == before
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from tests.unit.data_files import LYING, box, covers_a_pixel, line, paint, paint
 
 pytestmark = pytest.mark.req("IO-01")
 
-FORMATS = ("coco", "lvis", "yolo", "voc")
-OUT_NAMES = {"coco": "o.json", "lvis": "o.json", "yolo": "set", "voc": "set"}
+FORMATS = ("coco", "lvis", "yolo", "voc", "ms-swift")
 
 
 def convert(*arguments: str | Path) -> None:
@@ -42,10 +41,10 @@ def refused(*arguments: str | Path) -> list[tuple[str, str]]:
 
 def there_and_back(source: Path, form: str, folder: Path, *, geometry: str = "bbox_2d") -> Path:
     """The data file that comes of `source` in another format."""
-    other, back = folder / OUT_NAMES[form], folder / "back.jsonl"
+    other, back = folder / "other.json", folder / "back.jsonl"
     yolo = ("--geometry", geometry) if form == "yolo" else ()
     convert("--to", form, source, other, *yolo)
-    options = () if form == "voc" else ("--geometry", geometry)
+    options = () if form in ("voc", "ms-swift") else ("--geometry", geometry)
     convert("--from", form, other, back, *options)
     return back
 

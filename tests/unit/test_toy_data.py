@@ -26,7 +26,6 @@ from learner.data.toy_scenes import (
     SceneObject,
     make_scene,
 )
-from learner.stages.coords import encode_bin
 from learner.types import GroundTruthObject, Sample, Shape
 from shared_contracts.errors import ContractError
 
@@ -121,15 +120,6 @@ def test_with_polygons_a_triangle_is_its_corners_and_all_else_stays(
     assert {o.shape.kind for o in shapes} == {"bbox_2d", "poly"}
 
 
-def test_a_triangle_starts_at_its_top_and_goes_clockwise(poly_toy: ToyData) -> None:
-    samples = read_samples(poly_toy.train_jsonl, allow_poly=True)
-    triangles = [o.shape for s in samples for o in s.objects if o.shape.kind == "poly"]
-    assert triangles
-    for top_x, top_y, right, bottom, left, also_bottom in (shape.coords for shape in triangles):
-        assert left < top_x < right
-        assert top_y < bottom == also_bottom
-
-
 def test_corners_enclose_what_is_drawn() -> None:
     for drawn, objects in drawn_scenes():
         for o in objects:
@@ -161,14 +151,6 @@ def test_the_command_makes_polygons_when_it_is_told_to(tmp_path: Path, poly_toy:
     made = tmp_path / "made"
     toy_app(["make-data", "--out", str(made), *sizes, "--polygons"], standalone_mode=False)
     assert contents(made) == contents(poly_toy.train_jsonl.parent)
-
-
-@pytest.mark.req("DATA-02")
-def test_the_far_edge_of_the_image_is_bin_999(toy: ToyData) -> None:
-    assert encode_bin(IMAGE_SIDE / IMAGE_SIDE) == 999
-    samples = read_samples(toy.train_jsonl, allow_poly=False)
-    coords = [k for s in samples for o in s.objects for k in o.shape.coords]
-    assert {encode_bin(v / IMAGE_SIDE) for v in range(IMAGE_SIDE + 1)} >= set(coords)
 
 
 @pytest.mark.req("DATA-02")
