@@ -23,7 +23,6 @@ from learner.runs.atomic_files import publish_directory, writing
 from learner.types import Sample
 from shared_contracts.errors import ContractError
 
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 _EDGES = ("xmin", "ymin", "xmax", "ymax")
 # What no XML can hold, or gives back changed.
 NOT_XML = re.compile(r"^\s|\s$|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -37,6 +36,7 @@ def read_voc(path: Path, split: str | None, images: Path | None) -> Source:
     """
     there = path / "JPEGImages"
     folder = images or (there if there.is_dir() else path)
+    alike = {p.stem: p.name for p in folder.glob("*") if p.suffix not in (".xml", ".txt")}
     account, pictures = Account(), []
     for file in _files(path, split):
         try:
@@ -53,7 +53,10 @@ def read_voc(path: Path, split: str | None, images: Path | None) -> Source:
             )
             for index, item in enumerate(root.findall("object"), start=1)
         ]
-        name = _image_name(root, file, folder)
+        # The image that the file names, else the one that is called like the file.
+        name = root.findtext("filename", "").strip()
+        if not os.path.isfile(folder / name):
+            name = alike.get(file.stem, name or file.stem)
         pictures.append(Picture(file.stem, name, _size(root), annotations))
     return Source(folder, pictures, account, "xyxy")
 
@@ -70,13 +73,6 @@ def _files(path: Path, split: str | None) -> list[Path]:
         do = "Name the folder of a data set."
         raise ContractError(str(path), "there is no Annotations/*.xml", do)
     return files
-
-
-def _image_name(root: ET.Element, file: Path, images: Path) -> str:
-    """As the file says, else like the file; where there is no such image, as the file says."""
-    alike = [file.stem + s for suffix in _SUFFIXES for s in (suffix, suffix.upper())]
-    names = [name for name in (root.findtext("filename", "").strip(), *alike) if name]
-    return next((n for n in names if os.path.isfile(images / n)), names[0])
 
 
 def _size(root: ET.Element) -> Size | None:

@@ -221,7 +221,7 @@ def test_what_voc_cannot_give_is_counted(
     assert sample.metadata == {"image_id": "a"}
     table = capsys.readouterr().out
     for count, what, first in (
-        (1, "images without a file", "c.jpg"),
+        (1, "images without a file", "c"),
         (3, "images whose annotations were all left out", "a.png"),
         (1, "records without a list of boxes", "b.xml: "),
         (2, "annotations that cannot be read", "annotation d.xml: object[1]: [0.0, NaN, 32.0, "),
