@@ -1,26 +1,22 @@
 """`learner data`: look at data files and make them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from learner.data.boxes import Corners, Scale
+from learner.data.records import Corners, Format, Order, Scale
+from learner.types import GeometryKind
 from shared_contracts.errors import ContractError
 
 if TYPE_CHECKING:
     from learner.config.schema import Config
-    from learner.data.jsonl import CoversAPixel, DataProblem
     from learner.data.lengths import SampleLengths
-    from learner.types import Sample
 
 data_app = typer.Typer(help="Check, convert and look at data files.", no_args_is_help=True)
 
 Variant = Literal["stage2_two_channel", "stage2_rollout_aligned"]
-Format = Literal["jsonl", "coco", "lvis", "yolo", "voc", "ms-swift", "sharegpt", "qwen"]
-GeometryKind = Literal["bbox_2d", "poly"]
-Order = Literal["file", "left-to-right", "top-to-bottom"]
 Files = Annotated[list[Path] | None, typer.Argument(help="JSONL files, one sample a line.")]
 
 
@@ -61,7 +57,7 @@ def check(
         files or [],
         allow_poly=allow_poly,
         lengths=lengths,
-        covers_a_pixel=_covers_a_pixel(matching.maskiou_resolution),
+        canvas=matching.maskiou_resolution,
         watch=watch,
     )
     findings = sorted(
@@ -79,6 +75,7 @@ def check(
 
 @data_app.command()
 def convert(
+    context: typer.Context,
     source: Annotated[
         Path, typer.Argument(metavar="IN", help="JSONL or JSON file, or folder of the data set.")
     ],
@@ -128,7 +125,10 @@ def convert(
     ms-swift, sharegpt and qwen are conversations with boxes. What was changed or left out is
     counted.
     """
-    from learner.data.formats import detect_format
+    from learner.data.conversion import convert, write_left_out, write_records
+    from learner.data.formats import detect_format, read_other, write_other
+    from learner.data.show import show_account, show_conversion, watch
+    from learner.runs.atomic_files import require_free, require_new_file
 
     if from_format is None:
         from_format = "jsonl" if to_format != "jsonl" else detect_format(source)
@@ -136,156 +136,69 @@ def convert(
         found = f"{source} is {from_format}, and OUT is to be {to_format}"
         do = "One of both is jsonl: name the other one."
         raise ContractError("--from, --to", found, do)
-    given = {
-        "--images": images is not None,
-        "--scale": scale is not None,
-        "--boxes": boxes is not None,
-        "--split": split is not None,
-        "--geometry": geometry != "bbox_2d",
-        "--order": order != "file",
-        "--skip-empty": skip_empty,
-        "--left-out": left_out is not None,
-    }
-    other, options = (to_format, _TO) if from_format == "jsonl" else (from_format, _FROM)
-    if (takes := options.get(other)) is None:
-        found, do = f"{other} is read, and not written", f"Name one of {', '.join(_TO)}."
-        raise ContractError("--to", found, do)
-    if unused := [option for option, one in given.items() if one and option not in takes]:
-        raise ContractError(
-            ", ".join(unused),
-            f"given from {from_format} to {to_format}",
-            f"Leave it out; this conversion takes {', '.join(sorted(takes)) or 'no option'}.",
-        )
+    _require_taken(context, from_format, to_format)
+    if images is not None and not images.is_dir():
+        raise ContractError("--images", f"{images} is no folder", "Name a folder.")
+    if to_format in ("yolo", "voc"):
+        require_free(out)
+    else:
+        require_new_file("OUT", out)
     if from_format == "jsonl":
-        _from_jsonl(source, out, to_format, images, geometry)
+        samples, account = write_other(
+            source, out, to_format, images or out.parent, geometry, watch
+        )
+        objects = sum(len(sample.objects) for sample in samples)
+        show_account(account, [(len(samples), "images", ""), (objects, "objects", "")])
+        typer.echo(f"Data set: {out}")
         return
-    arguments = _Arguments(
-        source, out, images, scale, boxes, split, geometry, order, skip_empty, left_out
-    )
-    _to_jsonl(arguments, from_format)
+    if left_out is not None:
+        require_new_file("--left-out", left_out)
+    read = read_other(source, from_format, images, split, scale, boxes)
+    conversion = convert(read, out, watch, geometry, order, skip_empty)
+    show_conversion(conversion)
+    if left_out is not None:
+        write_left_out(conversion, source, left_out)
+        typer.echo(f"Left out: {left_out}")
+    write_records(conversion, out)
+    typer.echo(f"Data file: {out}")
 
 
 # Options beside --from and --to, of a conversion to and from JSONL.
-_TO_JSONL = {"--order", "--skip-empty", "--left-out"}
-_CONVERSATIONS = {"--images", "--scale", "--boxes", *_TO_JSONL}
-_FROM: dict[str, set[str]] = {
-    "coco": {"--images", "--geometry", *_TO_JSONL},
-    "lvis": {"--images", "--geometry", *_TO_JSONL},
-    "yolo": {"--split", "--geometry", *_TO_JSONL},
-    "voc": {"--images", "--split", *_TO_JSONL},
+_TO_JSONL = {"order", "skip_empty", "left_out"}
+_CONVERSATIONS = {"images", "scale", "boxes", *_TO_JSONL}
+_FROM: dict[Format, set[str]] = {
+    "coco": {"images", "geometry", *_TO_JSONL},
+    "lvis": {"images", "geometry", *_TO_JSONL},
+    "yolo": {"split", "geometry", *_TO_JSONL},
+    "voc": {"images", "split", *_TO_JSONL},
     "ms-swift": _CONVERSATIONS,
     "sharegpt": _CONVERSATIONS,
     "qwen": _CONVERSATIONS,
 }
-_TO: dict[str, set[str]] = {
-    "coco": {"--images"},
-    "lvis": {"--images"},
-    "yolo": {"--geometry"},
+_TO: dict[Format, set[str]] = {
+    "coco": {"images"},
+    "lvis": {"images"},
+    "yolo": {"geometry"},
     "voc": set(),
-    "ms-swift": {"--images"},
+    "ms-swift": {"images"},
 }
 
 
-class _Arguments(NamedTuple):
-    """The arguments of a conversion to JSONL."""
-
-    source: Path
-    out: Path
-    images: Path | None
-    scale: Scale | None
-    boxes: Corners | None
-    split: str | None
-    geometry: GeometryKind
-    order: Order
-    skip_empty: bool
-    left_out: Path | None
+def _require_taken(context: typer.Context, from_format: Format, to_format: Format) -> None:
+    """Raise ContractError for options that are given and that the conversion does not take."""
+    other, options = (to_format, _TO) if from_format == "jsonl" else (from_format, _FROM)
+    if (takes := options.get(other)) is None:
+        found, do = f"{other} is read, and not written", f"Name one of {', '.join(_TO)}."
+        raise ContractError("--to", found, do)
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
+    if unused := given - takes - {"source", "out", "from_format", "to_format"}:
+        do = f"Leave it out; this conversion takes {_options(takes) or 'no option'}."
+        raise ContractError(_options(unused), f"given from {from_format} to {to_format}", do)
 
 
-def _to_jsonl(arguments: _Arguments, form: Format) -> None:
-    from learner.config.rollout_matching import MatchingConfig
-    from learner.data.conversion import Wanted, convert, write_left_out, write_records
-    from learner.data.formats import read_other
-    from learner.data.show import conversion_table, print_tables, watch
-    from learner.runs.atomic_files import require_new_file
-
-    source, out, left_out = arguments.source, arguments.out, arguments.left_out
-    require_new_file("OUT", out)
-    if left_out is not None:
-        require_new_file("--left-out", left_out)
-    if arguments.images is not None:
-        _require_folder("--images", arguments.images)
-    if form == "voc":
-        _require_folder("IN", source)
-    coco, images = read_other(
-        source, form, watch, arguments.images, arguments.split, arguments.scale, arguments.boxes
-    )
-    wanted = Wanted(
-        images,
-        out,
-        arguments.geometry,
-        arguments.order,
-        arguments.skip_empty,
-        _covers_a_pixel(MatchingConfig().maskiou_resolution),
-    )
-    conversion = convert(coco, wanted, watch)
-    table = conversion_table(conversion, len(coco.images), len(coco.annotations))
-    if coco.evidence:
-        typer.echo(f"{coco.evidence}\n")
-    print_tables([("", table)])
-    if left_out is not None:
-        write_left_out(conversion, source, left_out)
-        typer.echo(f"Left out: {left_out}")
-    write_records(conversion, len(coco.annotations), out)
-    typer.echo(f"Data file: {out}")
-
-
-def _from_jsonl(
-    source: Path, out: Path, form: Format, images: Path | None, geometry: GeometryKind
-) -> None:
-    from learner.data.coco import to_coco, to_lvis, write_document
-    from learner.data.conversations import write_swift
-    from learner.data.export import name_faults, names_of_images, samples_to_export
-    from learner.data.show import export_table, print_tables, watch
-    from learner.data.voc import voc_faults, write_voc
-    from learner.data.yolo import write_yolo
-    from learner.runs.atomic_files import require_free, require_new_file
-
-    flat = form == "voc"
-    if form in ("yolo", "voc"):
-        require_free(out)
-    else:
-        require_new_file("OUT", out)
-    if images is not None:
-        _require_folder("--images", images)
-
-    def faults(samples: Sequence["Sample"]) -> Iterable["DataProblem"]:
-        if form == "voc":
-            yield from voc_faults(samples)
-        if form in ("yolo", "voc"):
-            yield from name_faults(samples, flat=flat)
-
-    export = samples_to_export(source, watch, faults)
-    samples = export.samples
-    if form in ("coco", "lvis"):
-        to_form = to_lvis if form == "lvis" else to_coco
-        write_document(to_form(samples, images or out.parent), out)
-    elif form == "yolo":
-        names = names_of_images(samples, flat=flat)
-        write_yolo(samples, names, out, polygons=geometry == "poly")
-    elif form == "voc":
-        write_voc(samples, names_of_images(samples, flat=flat), out)
-    else:
-        write_swift(samples, images or out.parent, out)
-    changed: GeometryKind | None = None
-    if form in ("yolo", "voc", "ms-swift"):
-        changed = "poly" if geometry == "bbox_2d" else "bbox_2d"
-    print_tables([("", export_table(export, changed))])
-    typer.echo(f"Data set: {out}")
-
-
-def _require_folder(option: str, folder: Path) -> None:
-    if not folder.is_dir():
-        raise ContractError(option, f"{folder} is no folder", "Name a folder.")
+def _options(names: set[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
 
 
 @data_app.command()
@@ -293,9 +206,6 @@ def look(
     files: Files = None,
     config: Annotated[
         Path | None, typer.Option(help="Training YAML. Gives the files, and the limits for tokens.")
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Checkpoint whose tokenizer counts tokens.")
     ] = None,
     top: Annotated[int, typer.Option(help="Number of descriptions to list.", min=1)] = 20,
     out: Annotated[
@@ -309,22 +219,19 @@ def look(
         str | None, typer.Option(help="Lines of the file to show instead, e.g. 3,17.")
     ] = None,
 ) -> None:
-    """Count objects, descriptions, sizes, positions and tokens; show samples on a page."""
+    """Count objects, descriptions, sizes and tokens; show samples on a page."""
     from learner.config import load_config
     from learner.data.jsonl import read_samples
     from learner.data.look import choose, choose_lines, write_page
     from learner.data.show import print_tables
-    from learner.data.stats import collect, stats_tables
+    from learner.data.stats import stats_tables
     from learner.runs.atomic_files import require_free
     from learner.training.checkpoint_checks import lengths_of_run
 
     _require_one_source(files, config)
-    if config is not None and model is not None:
-        raise ContractError("--model", "given beside --config", "Leave it out; the YAML names it.")
     if lines is not None and samples is not None:
         raise ContractError("--lines", "given beside --samples", "Give one of them.")
-    numbers = None if lines is None else _line_numbers(lines)
-    lengths = None if model is None else _lengths_of_checkpoint(model)
+    lengths = None
     if config is not None:
         run = load_config(config)
         files, lengths = _files_of(run), lengths_of_run(run)
@@ -334,23 +241,16 @@ def look(
             found = f"given with {len(files or [])} data files"
             raise ContractError("--out", found, "Name one data file.")
     everything = [s for file in files or [] for s in read_samples(file, allow_poly=True)]
-    if numbers is None:
+    if lines is None:
         chosen = choose(everything, samples or 16, seed)
     else:
-        chosen = choose_lines(everything, numbers)
-    print_tables(stats_tables(collect(everything, lengths), top))
+        chosen = choose_lines(everything, lines)
+    print_tables(list(stats_tables(everything, lengths, top)))
     if out is None:
         return
     for where, found in write_page(chosen, out).items():
         typer.echo(f"warning: {where}\n  found: {found}\n  do: Run `learner data check`.", err=True)
     typer.echo(f"\nPage of {len(chosen)} samples: {out / 'index.html'}")
-
-
-def _line_numbers(lines: str) -> list[int]:
-    numbers = [part.strip() for part in lines.split(",")]
-    if not all(number.isascii() and number.isdecimal() for number in numbers):
-        raise ContractError("--lines", f"{lines!r}", "Give line numbers, e.g. 3,17.")
-    return list(dict.fromkeys(map(int, numbers)))
 
 
 def _require_one_source(
@@ -367,13 +267,6 @@ def _files_of(config: "Config") -> list[Path]:
     return [file for file in (config.data.train_jsonl, config.data.val_jsonl) if file is not None]
 
 
-def _covers_a_pixel(resolution: int) -> "CoversAPixel":
-    """Whether a shape covers a pixel of a mask canvas of this side, as matching draws it."""
-    from learner.stages.matching import covers_a_pixel
-
-    return lambda shape: covers_a_pixel(shape, resolution)
-
-
 def _lengths_if_there(config: "Config") -> "SampleLengths | None":
     """As `lengths_of_run`; without a tokenizer None, and a note."""
     from learner.training.checkpoint_checks import lengths_of_run
@@ -385,15 +278,3 @@ def _lengths_if_there(config: "Config") -> "SampleLengths | None":
         return lengths_of_run(config)
     typer.echo(f"note: tokens are not counted: model.model has no {tokenizer}", err=True)
     return None
-
-
-def _lengths_of_checkpoint(checkpoint: Path) -> "SampleLengths":
-    """Targets as a run writes them unless it says otherwise; no prompt is known."""
-    from functools import partial
-
-    from learner.data.lengths import SampleLengths
-    from learner.stages.formats.coord_json import serialize_objects
-    from learner.training.checkpoint_checks import check_checkpoint
-
-    check_checkpoint(checkpoint)
-    return SampleLengths(checkpoint, partial(serialize_objects, field_order="desc_first"))

@@ -1,23 +1,16 @@
 """Scale and order of the numbers of boxes, stated or found from all boxes of a file.
 
-    read_boxes   numbers -> x, y, width, height in pixels, and a sentence with the evidence
-
 The four numbers are fractions, bins (0 to 999), thousandths (0 to 1000) or pixels; and two corners,
 or a corner with width and height. One scale and one order hold for the whole file.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from shared_contracts.errors import ContractError
+from learner.data.records import Corners, Scale, Size
 
-Scale = Literal["0..1", "0..999", "0..1000", "pixels"]
-Corners = Literal["xyxy", "xywh"]
 Numbers = tuple[float, float, float, float]
-Size = tuple[int, int]
 
-# Of an image that cannot be read; its boxes are no evidence.
-UNKNOWN: Size = (1, 1)
 _UNIT: dict[Scale, float] = {"0..1": 1, "0..999": 999, "0..1000": 1000}
 # One reading must be so many times more likely than the other.
 _ODDS = 100.0
@@ -25,37 +18,54 @@ _ODDS = 100.0
 _FAULTY = 0.1
 
 
-class Boxes(NamedTuple):
-    """pixels: x, y, width, height of each box. evidence: how its numbers were read, and why."""
+class Reading(NamedTuple):
+    """How the numbers of boxes are read; evidence: why."""
 
-    pixels: list[Numbers]
+    scale: Scale
+    corners: Corners
     evidence: str
 
+    def unit(self, size: Size) -> tuple[float, float]:
+        """Pixels of an image of this size in 1 of x, and in 1 of y."""
+        if self.scale == "pixels":
+            return 1.0, 1.0
+        return size[0] / _UNIT[self.scale], size[1] / _UNIT[self.scale]
 
-def read_boxes(
+    def pixels(self, box: Numbers, size: Size) -> Numbers:
+        """x1, y1, x2, y2."""
+        (a, b, c, d), (x, y) = _two_corners(box, self.corners), self.unit(size)
+        return a * x, b * y, c * x, d * y
+
+
+def find_reading(
     boxes: Sequence[Numbers],
-    sizes: Sequence[Size],
+    sizes: Sequence[Size | None],
     scale: Scale | None,
     corners: Corners | None,
-    where: str,
-) -> Boxes:
-    """Return the boxes in pixels. sizes: width and height of the image of each, or UNKNOWN.
+) -> Reading | str:
+    """Return the reading, or why the scale cannot be found.
 
+    sizes: of the image of each box; None of one that cannot be read, whose boxes are no evidence.
     scale, corners: as stated; None: found from all boxes.
-
-    Raises ContractError, about `where`, if the scale cannot be found.
     """
-    order, ordered = _order(boxes) if corners is None else (corners, "as stated")
-    two = [(a, b, a + c, b + d) if order == "xywh" else (a, b, c, d) for a, b, c, d in boxes]
-    unit, scaled = _scale(two, sizes, where) if scale is None else (scale, "as stated")
-    pixels = []
-    for (x1, y1, x2, y2), (width, height) in zip(two, sizes, strict=True):
-        x, y = (1.0, 1.0) if unit == "pixels" else (width / _UNIT[unit], height / _UNIT[unit])
-        pixels.append((x1 * x, y1 * y, (x2 - x1) * x, (y2 - y1) * y))
-    return Boxes(pixels, f"{order} ({ordered}), {unit} ({scaled})")
+    order, ordered = find_corners(boxes) if corners is None else (corners, "as stated")
+    if scale is not None:
+        return Reading(scale, order, f"{order} ({ordered}), {scale} (as stated)")
+    known = [
+        (_two_corners(box, order), size)
+        for box, size in zip(boxes, sizes, strict=True)
+        if size is not None
+    ]
+    found, why = find_scale([box for box, _ in known], [size for _, size in known])
+    return Reading(found, order, f"{order} ({ordered}), {found} ({why})") if found else why
 
 
-def _order(boxes: Sequence[Numbers]) -> tuple[Corners, str]:
+def _two_corners(box: Numbers, corners: Corners) -> Numbers:
+    a, b, c, d = box
+    return (a, b, a + c, b + d) if corners == "xywh" else box
+
+
+def find_corners(boxes: Sequence[Numbers]) -> tuple[Corners, str]:
     """Two corners, unless too many boxes would end before they begin."""
     backward = sum(c < a or d < b for a, b, c, d in boxes)
     if backward <= _FAULTY * len(boxes):
@@ -63,14 +73,12 @@ def _order(boxes: Sequence[Numbers]) -> tuple[Corners, str]:
     return "xywh", f"as two corners, {backward} of {len(boxes)} would end before they begin"
 
 
-def _scale(boxes: Sequence[Numbers], sizes: Sequence[Size], where: str) -> tuple[Scale, str]:
+def find_scale(boxes: Sequence[Numbers], sizes: Sequence[Size]) -> tuple[Scale | None, str]:
     """Compare how likely the boxes are as pixels and as parts of their images.
 
     Parts lie inside of a small image, if they are taken for pixels, by chance only. Pixels of a
     large image are at most 1,000 by chance only. Corners are taken as evenly spread for both.
     """
-    known = [pair for pair in zip(boxes, sizes, strict=True) if pair[1] != UNKNOWN]
-    boxes, sizes = [box for box, _ in known], [size for _, size in known]
     numbers = [number for box in boxes for number in box]
     if not numbers:
         return "pixels", "there are no boxes"
@@ -93,9 +101,7 @@ def _scale(boxes: Sequence[Numbers], sizes: Sequence[Size], where: str) -> tuple
             return "0..999", f"no number of {len(numbers):,} is above 999"
         found = f"no number is above 1,000, and {ends:,} of {len(numbers):,} are 1,000"
         return "0..1000", f"{found}: this is Qwen3-VL's scale"
-    raise ContractError(
-        where,
+    return None, (
         f"{len(boxes):,} boxes do as pixels and as parts of their images: the largest number is "
-        f"{largest:g}, and {outside:,} boxes leave their images as pixels",
-        "State the scale with --scale: 0..1, 0..999, 0..1000 or pixels",
+        f"{largest:g}, and {outside:,} boxes leave their images as pixels"
     )

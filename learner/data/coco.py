@@ -1,163 +1,149 @@
 """COCO and LVIS files: what is read of them, and what is written.
 
-read_coco    annotations as people publish them -> `CocoFile`, or all that is wrong with it;
-             names of categories become Unicode NFC (RES-20)
+read_coco    annotations as people publish them -> `Source`
 to_coco      samples -> boxes and polygons in pixels, as `pycocotools.coco.COCO` reads them
 to_lvis      the same with the lists of LVIS
-
-`learner.data.conversion` makes a data file of a `CocoFile`.
 """
 
 import json
 import os
-import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-
-from learner.data.account import Account, LeftOut, Rule
 from learner.data.jsonl import (
     MAX_SIDE,
-    REPEATED_KEY,
-    BadLine,
     bounding_box,
     brief,
-    capped,
     is_description,
+    read_text,
     strict_json,
 )
+from learner.data.records import Account, Annotation, Id, Picture, Rule, Source, is_number
 from learner.runs.atomic_files import publish_text
 from learner.stages.coords import decode_bin
-from learner.types import (
-    NEG_CATEGORIES,
-    NOT_EXHAUSTIVE_CATEGORIES,
-    Sample,
-    Shape,
-    normalized,
-)
+from learner.types import NEG_CATEGORIES, NOT_EXHAUSTIVE_CATEGORIES, Sample, Shape, normalized
 from shared_contracts.errors import ContractError
-from shared_contracts.strict_model import contract_errors
 
-Id = int | str
 _COCO_JSON = "Name a JSON file of COCO instances."
+# Keys of LVIS for those of `metadata`.
+LVIS_LISTS = {
+    NEG_CATEGORIES: "neg_category_ids",
+    NOT_EXHAUSTIVE_CATEGORIES: "not_exhaustive_category_ids",
+}
 
 
-class _Part(BaseModel):
-    """Keys that are not needed here are left unread."""
+def read_coco(path: Path, folder: Path) -> Source:
+    """Read a file of COCO or LVIS instances. folder: where its file names start.
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    An annotation without a box gets that of its polygons or mask. Image records of one file are
+    put together.
 
-
-def _with_slashes(path: str) -> str:
-    return path.replace("\\", "/")
-
-
-class CocoImage(_Part):
-    """The lists of categories are those of LVIS: none of it is there; some are not annotated."""
-
-    id: Id
-    file_name: Annotated[str, AfterValidator(_with_slashes)] = Field(min_length=1)
-    width: int = Field(gt=0)
-    height: int = Field(gt=0)
-    neg_category_ids: tuple[Id, ...] | None = None
-    not_exhaustive_category_ids: tuple[Id, ...] | None = None
-
-
-class CocoAnnotation(_Part):
-    """bbox: x, y, width, height in pixels. segmentation: polygons, a run-length code, or none."""
-
-    id: Id | None = None
-    image_id: Id
-    category_id: Id
-    bbox: tuple[float, float, float, float]
-    iscrowd: bool = False
-    segmentation: Any = None
-
-
-class CocoCategory(_Part):
-    id: Id
-    name: Annotated[str, AfterValidator(normalized)]
-
-
-class CocoFile(_Part):
-    """The intermediate record of every conversion.
-
-    account: what the reader changed or left out. evidence: how it read boxes whose scale the
-    format does not say.
+    Raises ContractError for what is no such file, for ids of images or categories given twice, and
+    for lists of LVIS with ids of no category.
     """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    images: tuple[CocoImage, ...]
-    annotations: tuple[CocoAnnotation, ...]
-    categories: tuple[CocoCategory, ...]
-    account: Account = Field(default_factory=Account)
-    evidence: str = ""
-
-
-def name_of(annotation: CocoAnnotation) -> str:
-    """As a table names it."""
-    if annotation.id is None:
-        return f"annotation of image {annotation.image_id}"
-    return f"annotation {annotation.id}"
-
-
-def read_coco(path: Path, *, lvis: bool = False) -> CocoFile:
-    """Read a file of COCO instances.
-
-    lvis: an image without a `file_name` has the last two parts of its `coco_url` for one.
-
-    An annotation that cannot be used is left out. One without a box gets that of its polygons or
-    mask. Image records of one file are put together.
-
-    Raises ContractErrors for what is no such file: each value of a wrong type, ids of images and
-    categories given twice, and names of categories that no description can be.
-    """
-    document, account = _load(path), Account()
-    if lvis:
-        _name_images_by_url(document)
-    if isinstance(document, dict) and isinstance(listed := document.get("annotations"), list):
-        usable = [each for raw in listed if (each := _annotation(raw, account)) is not None]
-        document = document | {"annotations": usable}
-    try:
-        coco = CocoFile.model_validate(document)
-    except ValidationError as error:
-        raise capped(
-            str(path),
-            [
-                ContractError(f"{path}: {e.where}" if e.where else str(path), e.found, e.do)
-                for e in contract_errors(error, CocoFile)
-            ],
-        ) from None
-    if errors := list(_faults(path, coco)):
-        raise capped(str(path), errors)
-    return _put_together(coco, account)
+    text = read_text(path, _COCO_JSON)
+    document = strict_json(text, str(path), _COCO_JSON, allow_nan=True)
+    images, annotations, categories = _sections(path, document)
+    names = {_id(each): each.get("name") for each in categories}
+    account, ids = Account(), set[Any]()
+    pictures, of_image = dict[Any, Picture](), dict[Any, Picture]()
+    for given in images:
+        picture = _picture(given, _lists(path, given, names))
+        if picture is None:
+            account.note(Rule.BAD_IMAGE, brief(given))
+            continue
+        key = (os.path.normpath(picture.name), picture.size)
+        account.note(Rule.REPEATED_IMAGE, picture.name, key in pictures)
+        of_image[picture.id] = pictures.setdefault(key, picture)
+    for given in annotations:
+        one = _annotation(given, names)
+        if one.id is not None:
+            account.note(Rule.REPEATED_ID, one, one.id in ids)
+            ids.add(one.id)
+        account.note(Rule.NO_BOX, one, one.fault is None and not given.get("bbox"))
+        if one.image_id in of_image:
+            of_image[one.image_id].annotations.append(one)
+        else:
+            unusable = one.fault is Rule.UNUSABLE
+            account.leave_out(one, None, Rule.UNUSABLE if unusable else Rule.UNKNOWN_IMAGE)
+    return Source(folder, list(pictures.values()), account)
 
 
-def _annotation(raw: Any, account: Account) -> CocoAnnotation | None:
-    """The annotation, with the box of its segmentation if it has none; None if it is unusable."""
-    given = raw if isinstance(raw, dict) else {"bbox": brief(raw)}
-    about = f"annotation {brief(given.get('id') if given is raw else raw)}"
-    boxed = given.get("bbox") or _box_of(given.get("segmentation"))
-    try:
-        annotation = CocoAnnotation.model_validate(given | {"bbox": boxed})
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        found = f"{about}: {'.'.join(map(str, wrong['loc']))} {brief(wrong['input'])}"
-        account.note(Rule.UNUSABLE, found)
-        left = LeftOut(given.get("id"), given.get("image_id"), None, boxed, Rule.UNUSABLE)
-        account.left_out.append(left)
+def _sections(path: Path, document: Any) -> list[list[dict[str, Any]]]:
+    """The images, annotations and categories of a file; what is no mapping in them is empty."""
+    found, sections = "", document if isinstance(document, dict) else {}
+    lists: list[Any] = [sections.get(key) for key in ("images", "annotations", "categories")]
+    if isinstance(document, list):
+        found = "it is a list, as a file of results, which has no images and no names"
+    elif not all(isinstance(each, list) for each in lists):
+        found = "it has no lists of images, annotations and categories"
+    elif any("segments_info" in one for one in lists[1][:1] if isinstance(one, dict)):
+        found = "it is a panoptic file: its objects are in PNG files"
+    if found:
+        raise ContractError(str(path), found, _COCO_JSON)
+    mappings = [[one if isinstance(one, dict) else {} for one in each] for each in lists]
+    for key, section in (("images", mappings[0]), ("categories", mappings[2])):
+        counts = Counter(map(_id, section))
+        if twice := [each for each, count in counts.items() if each is not None and count > 1]:
+            found = f"ids given twice: {brief(twice)}"
+            raise ContractError(f"{path}: {key}", found, "Give each an id of its own.")
+    return mappings
+
+
+def _id(given: dict[str, Any], key: str = "id") -> Id | None:
+    value = given.get(key)
+    return value if isinstance(value, int | str) else None
+
+
+def _picture(given: dict[str, Any], lists: dict[str, Any]) -> Picture | None:
+    """LVIS names an image by its URL alone: the last two parts are folder and file."""
+    name, id = given.get("file_name"), _id(given)
+    if name is None and isinstance(url := given.get("coco_url"), str):
+        name = "/".join(url.rsplit("/", 2)[1:])
+    if id is None or not isinstance(name, str) or not name:
         return None
-    account.note(Rule.NO_BOX, about, not given.get("bbox"))
-    return annotation
+    width, height = given.get("width"), given.get("height")
+    size = None
+    if isinstance(width, int) and isinstance(height, int) and min(width, height) > 0:
+        size = width, height
+    return Picture(id, name.replace("\\", "/"), size, metadata=lists)
+
+
+def _lists(path: Path, image: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
+    lists = {}
+    for key, of_ids in LVIS_LISTS.items():
+        if isinstance(listed := image.get(of_ids), list):
+            if unknown := [i for i in listed if not isinstance(i, int | str) or i not in names]:
+                where = f"{path}: {of_ids} of image {_id(image)}"
+                found = f"{brief(unknown)} are ids of no category"
+                raise ContractError(where, found, "Remove them, or list the categories.")
+            named = (names[each] for each in listed)
+            lists[key] = [normalized(name) for name in named if is_description(name)]
+    return lists
+
+
+def _annotation(given: dict[str, Any], names: dict[Any, Any]) -> Annotation:
+    category_id = _id(given, "category_id")
+    segmentation: Any = given.get("segmentation")
+    alone = isinstance(segmentation, list) and len(segmentation) == 1
+    fault = Rule.CROWD if given.get("iscrowd") in (1, "1") else None
+    if fault is None and category_id not in names:
+        fault = Rule.UNKNOWN_CATEGORY
+    return Annotation.read(
+        _id(given),
+        _id(given, "image_id"),
+        names.get(category_id),
+        given.get("bbox") or _box_of(segmentation),
+        fault,
+        polygon=segmentation[0] if alone and _is_polygon(segmentation[0]) else None,
+    )
 
 
 def _box_of(segmentation: Any) -> list[float] | None:
     """x, y, width, height of polygons or of a run-length mask; None if it is neither."""
-    if isinstance(segmentation, list) and segmentation and all(map(is_polygon, segmentation)):
+    if isinstance(segmentation, list) and segmentation and all(map(_is_polygon, segmentation)):
         xs = [x for polygon in segmentation for x in polygon[0::2]]
         ys = [y for polygon in segmentation for y in polygon[1::2]]
         return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
@@ -180,109 +166,20 @@ def _box_of(segmentation: Any) -> list[float] | None:
     return [float(number) for number in mask.toBbox(segmentation)]
 
 
-def is_polygon(value: Any) -> bool:
-    """Whether a value is a list of three points or more, as numbers of a float's range."""
+def _is_polygon(value: Any) -> bool:
+    """Whether a value is a list of three points or more."""
     return (
         isinstance(value, list)
         and len(value) >= 6
         and len(value) % 2 == 0
-        and all(type(v) in (int, float) and abs(v) <= sys.float_info.max for v in value)
+        and all(map(is_number, value))
     )
 
 
-def _put_together(coco: CocoFile, account: Account) -> CocoFile:
-    """Give the annotations of several records of one image, of one size, to the first of them."""
-    first, of_image, ids = dict[Any, CocoImage](), dict[Id, Id](), set[Id]()
-    for image in coco.images:
-        key = (os.path.normpath(image.file_name), image.width, image.height)
-        of_image[image.id] = first.setdefault(key, image).id
-        account.note(Rule.REPEATED_IMAGE, image.file_name, of_image[image.id] != image.id)
-    annotations = []
-    for one in coco.annotations:
-        account.note(Rule.REPEATED_ID, name_of(one), one.id in ids)
-        ids |= set() if one.id is None else {one.id}
-        image_id = of_image.get(one.image_id, one.image_id)
-        annotations.append(
-            one if image_id == one.image_id else one.model_copy(update={"image_id": image_id})
-        )
-    return coco.model_copy(
-        update={
-            "images": tuple(first.values()),
-            "annotations": tuple(annotations),
-            "account": account,
-        }
-    )
-
-
-def _load(path: Path) -> Any:
-    if not path.is_file():
-        found = "this is not a file" if path.exists() else "there is no such file"
-        raise ContractError(str(path), found, _COCO_JSON)
-    try:
-        document = strict_json(path.read_text(encoding="utf-8-sig"), allow_nan=True)
-    except OSError as error:
-        found, do = f"it cannot be read ({error.strerror})", "Make it readable."
-    except UnicodeDecodeError as error:
-        found, do = f"not JSON ({error})", _COCO_JSON
-    except BadLine as bad:
-        found, do = bad.found, bad.do if bad.kind == REPEATED_KEY else _COCO_JSON
-    else:
-        if (other := _other_file(document)) is None:
-            return document
-        found, do = other, _COCO_JSON
-    raise ContractError(str(path), found, do)
-
-
-def _other_file(document: Any) -> str | None:
-    """What else of COCO a file is than instances, if it is."""
-    listed = document.get("annotations") if isinstance(document, dict) else document
-    first = listed[0] if isinstance(listed, list) and listed else None
-    if isinstance(first, dict) and "segments_info" in first:
-        return "it is a panoptic file: its objects are in PNG files"
-    if isinstance(document, list) and isinstance(first, dict) and "category_id" in first:
-        return "it is a file of results, which has no images and no names"
-    return None
-
-
-def _name_images_by_url(document: Any) -> None:
-    images = document.get("images") if isinstance(document, dict) else None
-    for image in images if isinstance(images, list) else []:
-        if isinstance(image, dict) and isinstance(url := image.get("coco_url"), str):
-            image.setdefault("file_name", "/".join(url.rsplit("/", 2)[1:]))
-
-
-def _faults(path: Path, coco: CocoFile) -> Iterator[ContractError]:
-    yield from _repeated(path, "images", [image.id for image in coco.images])
-    yield from _repeated(path, "categories", [category.id for category in coco.categories])
-    for index, category in enumerate(coco.categories):
-        if not is_description(category.name):
-            yield ContractError(
-                f"{path}: categories[{index}].name",
-                f"{category.name!r} cannot be the description of an object",
-                "Give a name in Unicode text, not blank, without special tokens like <|im_end|>.",
-            )
-    listed = {category.id for category in coco.categories}
-    for index, image in enumerate(coco.images):
-        for key in ("neg_category_ids", "not_exhaustive_category_ids"):
-            for one in getattr(image, key) or ():
-                if one not in listed:
-                    yield ContractError(
-                        f"{path}: images[{index}].{key}",
-                        f"{one} is the id of no category",
-                        "Remove it, or list the category.",
-                    )
-
-
-def _repeated(path: Path, section: str, ids: Sequence[Id]) -> Iterator[ContractError]:
-    first: dict[Id, int] = {}
-    for index, one in enumerate(ids):
-        before = first.setdefault(one, index)
-        if before != index:
-            yield ContractError(
-                f"{path}: {section}[{index}].id",
-                f"{one} is the id of {section}[{before}] too",
-                "Give each an id of its own.",
-            )
+def image_name(image: Path, root: Path) -> str:
+    """Relative to the root where the image lies under it."""
+    root = root.absolute()
+    return str(image.relative_to(root) if image.is_relative_to(root) else image)
 
 
 def write_document(document: dict[str, Any], path: Path) -> None:
@@ -311,7 +208,6 @@ def to_coco(
     descriptions += sorted({*behind}.difference(descriptions))
     category_ids = {desc: i for i, desc in enumerate(descriptions, start=1)}
     annotations: list[dict[str, Any]] = []
-    root = image_root.absolute()
     for image_id, sample in enumerate(samples, start=1):
         for o in sample.objects:
             annotations.append(
@@ -328,7 +224,7 @@ def to_coco(
         "images": [
             {
                 "id": image_id,
-                "file_name": str(image.relative_to(root) if image.is_relative_to(root) else image),
+                "file_name": image_name(image, image_root),
                 "width": sample.width,
                 "height": sample.height,
             }
@@ -340,11 +236,6 @@ def to_coco(
     }
 
 
-# Keys of LVIS for those of `metadata`.
-LVIS_LISTS = {
-    NEG_CATEGORIES: "neg_category_ids",
-    NOT_EXHAUSTIVE_CATEGORIES: "not_exhaustive_category_ids",
-}
 # LVIS's classes of frequency: up to so many images.
 _RARE, _COMMON = 10, 100
 
@@ -358,20 +249,17 @@ def to_lvis(
     as annotated with every category: all that it does not show are negative. How frequent a
     category is follows from the images of this file.
     """
-    lists_of = [
-        {key: sample.category_lists.get(key, []) for key in LVIS_LISTS} for sample in samples
-    ]
-    listed = (name for lists in lists_of for names in lists.values() for name in names)
+    listed = (name for s in samples for names in s.category_lists.values() for name in names)
     lvis = to_coco(samples, image_root, listed=listed, behind=behind)
     ids = {category["name"]: category["id"] for category in lvis["categories"]}
     instances, images = Counter[str](), Counter[str]()
-    for image, sample, lists in zip(lvis["images"], samples, lists_of, strict=True):
+    for image, sample in zip(lvis["images"], samples, strict=True):
         shown = Counter(o.desc for o in sample.objects)
         instances += shown
         images.update(shown.keys())
-        if NEG_CATEGORIES not in sample.metadata:
-            partly = lists[NOT_EXHAUSTIVE_CATEGORIES]
-            lists[NEG_CATEGORIES] = [n for n in ids if n not in shown and n not in partly]
+        partly = sample.category_lists.get(NOT_EXHAUSTIVE_CATEGORIES, [])
+        unseen = [name for name in ids if name not in shown and name not in partly]
+        lists = {NEG_CATEGORIES: unseen, NOT_EXHAUSTIVE_CATEGORIES: partly, **sample.category_lists}
         for key, names in lists.items():
             image[LVIS_LISTS[key]] = [ids[name] for name in names]
     for category in lvis["categories"]:

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from shared_contracts.errors import ContractError
+from learner.data.jsonl import DataProblem
 from shared_contracts.images import FORMATS, ModeRefused, as_rgb, require_mode
 
 # EXIF orientations that exchange width and height.
@@ -31,27 +32,19 @@ _TELLING_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 class UnreadableImage(Exception):
     """An image a run would trip over; the message says why."""
 
-    def of(self, sample_id: str) -> ContractError:
-        """The error of the sample that has it."""
-        return ContractError(
-            sample_id, f"one of its images {self}", "Replace it, or remove the line."
-        )
-
 
 class Look(NamedTuple):
     """An image that can be decoded.
 
     size: width and height in pixels, upright.
-    turned: the file holds it lying on its side (EXIF orientation).
+    reoriented: its EXIF orientation turns or mirrors it.
     digest: of the file's bytes; the same for copies under other names; empty where only the
         header was read.
-    reoriented: its EXIF orientation turns or mirrors it; only the header says so.
     """
 
     size: tuple[int, int]
-    turned: bool
+    reoriented: bool
     digest: bytes = b""
-    reoriented: bool = False
 
 
 # What was seen of an image, and images with what was seen of each.
@@ -61,13 +54,22 @@ Looks = Iterable[tuple[Path, Seen]]
 Watch = Callable[[Looks, int], Looks]
 
 
-def size_told(size: tuple[int, int], path: Path, look: Look) -> str:
-    """How a line's width and height are not those of its image."""
-    turned = " once it is turned upright as its EXIF orientation says" if look.turned else ""
-    return (
+def image_problem(
+    sample_id: str, size: tuple[int, int] | None, path: Path, look: Seen
+) -> DataProblem | None:
+    """What is wrong with an image of a sample, if it is. size: as its line says, if it does."""
+    if isinstance(look, UnreadableImage):
+        do = "Replace it, or remove the line."
+        return DataProblem("unreadable image", sample_id, f"image {path} {look}", do)
+    if size is None or size == look.size:
+        return None
+    turned = " once it is turned upright as its EXIF orientation says" if look.reoriented else ""
+    found = (
         f"width x height is {size[0]}x{size[1]}, and image {path} has "
         f"{look.size[0]}x{look.size[1]} pixels{turned}"
     )
+    do = "Give its size, and see that the boxes were made for this image."
+    return DataProblem("other image size", sample_id, found, do)
 
 
 def open_upright(path: Path) -> Image.Image:
@@ -87,9 +89,8 @@ def look_at_header(path: Path) -> Look:
         all_at_head = image.format == "PNG" and not _tells_more_behind_pixels(path)
         exif = Image.Image.getexif(image) if all_at_head else image.getexif()
         orientation = exif.get(ExifTags.Base.Orientation, 1)
-        turned = orientation in _ON_ITS_SIDE
-        size = (image.height, image.width) if turned else image.size
-        return Look(size, turned, reoriented=orientation in _NOT_AS_STORED)
+        size = image.size[::-1] if orientation in _ON_ITS_SIDE else image.size
+        return Look(size, orientation in _NOT_AS_STORED)
 
 
 def _tells_more_behind_pixels(png: Path) -> bool:
@@ -109,21 +110,20 @@ def _tells_more_behind_pixels(png: Path) -> bool:
 def look_at(path: Path) -> Look:
     """Decode an image and keep none of its pixels; raises UnreadableImage."""
     content = _read(path)
-    decoded = _decode(content)
-    with Image.open(io.BytesIO(content)) as stored:
-        turned = stored.size != decoded.size
-    return Look(decoded.size, turned, hashlib.blake2b(content, digest_size=16).digest())
+    _decode(content)
+    return look_at_header(path)._replace(digest=hashlib.blake2b(content, digest_size=16).digest())
+
+
+def seen_of(path: Path, look: Callable[[Path], Look] = look_at) -> Seen:
+    try:
+        return look(path)
+    except UnreadableImage as error:
+        return error
 
 
 def look_at_all(paths: Sequence[Path], look: Callable[[Path], Look] = look_at) -> Looks:
     """Look at each image, several at a time, in the order of `paths`."""
-
-    def outcome(path: Path) -> Seen:
-        try:
-            return look(path)
-        except UnreadableImage as error:
-            return error
-
+    outcome = partial(seen_of, look=look)
     workers = os.cpu_count() or 1
     remaining = iter(paths)
     with ThreadPoolExecutor(workers) as pool, large_images_allowed():
@@ -139,10 +139,9 @@ def look_at_all(paths: Sequence[Path], look: Callable[[Path], Look] = look_at) -
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise UnreadableImage(f"cannot be read ({error.strerror})") from error
-    except ValueError as error:  # a NUL in the name
-        raise UnreadableImage(f"cannot be read ({error})") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        why = getattr(error, "strerror", None) or error
+        raise UnreadableImage(f"cannot be read ({why})") from error
 
 
 def _decode(content: bytes) -> Image.Image:

@@ -24,11 +24,11 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
+from learner.runs.atomic_files import publish_text
 from learner.stages.tokens import IM_END
 from learner.types import (
     CATEGORY_LISTS,
@@ -42,6 +42,19 @@ from shared_contracts.errors import ContractError, ContractErrors
 from shared_contracts.infer import ContentPart, ImagePart, Message, RolloutInferRequest, TextPart
 
 MAX_SHOWN_ERRORS = 20
+MAX_BIN = 999
+# More pixels than any image format here holds; tokens and areas stay numbers.
+MAX_SIDE = 1_000_000
+FROM_PIXELS = f"x becomes {MAX_BIN} * x / width, y becomes {MAX_BIN} * y / height"
+_ONE_OBJECT = "Write one JSON object a line."
+_SHOWN = 80
+# Text that no target can hold: unpaired surrogates, special tokens.
+_UNWRITABLE = re.compile(r"[\ud800-\udfff]|<\|\w+\|>")
+_COORD_TOKEN = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
+_EXAMPLES: dict[GeometryKind, str] = {
+    "bbox_2d": '"bbox_2d": [x1, y1, x2, y2] with 0 <= x1 <= x2 <= 999 and 0 <= y1 <= y2 <= 999',
+    "poly": '"poly": [x1, y1, x2, y2, x3, y3, ...], at least three points in 0..999',
+}
 
 
 class DataProblem(ContractError):
@@ -63,17 +76,9 @@ def capped(where: str, errors: Sequence[ContractError]) -> ContractErrors:
     hidden = len(errors) - MAX_SHOWN_ERRORS
     if hidden <= 0:
         return ContractErrors([*errors])
-    more = ContractError(
-        where,
-        f"{hidden} more problems ({len(errors)} in all)",
-        "Mend these first, then rerun.",
-    )
+    found = f"{hidden} more problems ({len(errors)} in all)"
+    more = ContractError(where, found, "Mend these first, then rerun.")
     return ContractErrors([*errors[:MAX_SHOWN_ERRORS], more])
-
-
-# Whether a shape covers a pixel of the canvas on which objects are matched; one that covers none
-# is like nothing, itself included. Asked of the stage that draws the masks, which comes later.
-CoversAPixel = Callable[[Shape], bool]
 
 
 def bounding_box(shape: Shape) -> tuple[int, int, int, int]:
@@ -82,29 +87,13 @@ def bounding_box(shape: Shape) -> tuple[int, int, int, int]:
     return min(xs), min(ys), max(xs), max(ys)
 
 
-_ONE_OBJECT = "Write one JSON object a line."
-_SHOWN = 80
-EMPTY_LINE, REPEATED_KEY = "empty line", "repeated key"
-
-
-class BadLine(Exception):
-    """A line that is no JSON object; the parts are those of a `DataProblem`."""
-
-    def __init__(self, kind: str, found: str, do: str) -> None:
-        super().__init__(kind, found, do)
-        self.kind = kind
-        self.found = found
-        self.do = do
-
-
 def raw_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, without their ends.
 
     Raises ContractError for a file that is not there, cannot be read or is empty.
     """
-    if not path.is_file():
-        found = "this is not a file" if path.exists() else "there is no such file"
-        raise ContractError(str(path), found, "Name a JSONL file with one sample a line.")
+    do = "Name a JSONL file with one sample a line."
+    _require_file(path, do)
     empty = True
     try:
         with path.open("rb") as file:
@@ -113,33 +102,67 @@ def raw_lines(path: Path) -> Iterator[bytes]:
                 empty = False
                 yield line.removesuffix(b"\n").removesuffix(b"\r")
     except OSError as error:
-        raise ContractError(
-            str(path), f"it cannot be read ({error.strerror})", "Make it readable."
-        ) from error
+        raise ContractError(str(path), f"it cannot be read ({error})", do) from error
     if empty:
         raise ContractError(str(path), "the file has no samples", _ONE_OBJECT)
 
 
-def parse_line(raw: bytes) -> dict[str, Any]:
-    """The object of one line; raises `BadLine`."""
+def read_text(path: Path, do: str) -> str:
+    """The text of a file in UTF-8; ContractError, with what to do, where there is none."""
+    _require_file(path, do)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractError(str(path), f"it cannot be read ({error})", do) from error
+
+
+def _require_file(path: Path, do: str) -> None:
+    if not path.is_file():
+        found = "this is not a file" if path.exists() else "there is no such file"
+        raise ContractError(str(path), found, do)
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Publish a file of JSONL, whole or not at all; also the folder for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+
+
+def parse_line(raw: bytes, where: str) -> dict[str, Any]:
+    """The object of one line; raises `DataProblem`."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         found = f"byte {error.start + 1} of the line is not UTF-8"
-        raise BadLine("not UTF-8", found, "Save the file as UTF-8.") from error
+        raise DataProblem("not UTF-8", where, found, "Save the file as UTF-8.") from error
     if not text.strip():
-        raise BadLine(EMPTY_LINE, "the line is empty", "Remove it.")
-    record = strict_json(text)
+        raise DataProblem("empty line", where, "the line is empty", "Remove it.")
+    record = strict_json(text, where)
     if not isinstance(record, dict):
-        raise BadLine("not a JSON object", f"{brief(record)} is no JSON object", _ONE_OBJECT)
+        found = f"{brief(record)} is no JSON object"
+        raise DataProblem("not a JSON object", where, found, _ONE_OBJECT)
     return record
 
 
-def strict_json(text: str, *, allow_nan: bool = False) -> Any:
-    """The value of a text of strict JSON; raises `BadLine`."""
-    constant = float if allow_nan else _refuse
+def strict_json(text: str, where: str, do: str = _ONE_OBJECT, *, allow_nan: bool = False) -> Any:
+    """The value of a text of strict JSON; raises `DataProblem`."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            found = f"the key {brief(twice)} is given {keys.count(twice)} times in one object"
+            raise DataProblem("repeated key", where, found, "Keep one of them.")
+        return record
+
+    def refuse(constant: str) -> NoReturn:
+        found = f"not JSON ({constant} is no number there)"
+        raise DataProblem("not JSON", where, found, "Write a number, or null.")
+
+    constant = float if allow_nan else refuse
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=constant)
+        return json.loads(text, object_pairs_hook=unique, parse_constant=constant)
     except json.JSONDecodeError as error:
         detail = f"{error.msg} at character {error.pos + 1}"
     except RecursionError:
@@ -147,26 +170,7 @@ def strict_json(text: str, *, allow_nan: bool = False) -> Any:
     except ValueError:  # more digits than Python turns into an int
         detail = "a number is too long"
     start = "".join(c if c.isprintable() else "?" for c in text[:_SHOWN])
-    raise BadLine("not JSON", f"not JSON ({detail}): {start}", _ONE_OBJECT)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise BadLine(
-            REPEATED_KEY,
-            f"the key {brief(twice)} is given {keys.count(twice)} times in one object",
-            "Keep one of them.",
-        )
-    return record
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise BadLine(
-        "not JSON", f"not JSON ({constant} is no number there)", "Write a number, or null."
-    )
+    raise DataProblem("not JSON", where, f"not JSON ({detail}): {start}", do)
 
 
 def brief(value: Any) -> str:
@@ -176,19 +180,6 @@ def brief(value: Any) -> str:
     except RecursionError:
         return "a value nested too deeply"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-
-
-MAX_BIN = 999
-# More pixels than any image format here holds; tokens and areas stay numbers.
-MAX_SIDE = 1_000_000
-
-_SAMPLE_KEYS = {"images", "width", "height", "objects", "metadata"}
-# Text that no target can hold: unpaired surrogates, special tokens.
-_UNWRITABLE = re.compile(r"[\ud800-\udfff]|<\|\w+\|>")
-_COORD_TOKEN = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
-FROM_PIXELS = f"x becomes {MAX_BIN} * x / width, y becomes {MAX_BIN} * y / height"
-_BOX_EXAMPLE = '"bbox_2d": [x1, y1, x2, y2] with 0 <= x1 <= x2 <= 999 and 0 <= y1 <= y2 <= 999'
-_POLY_EXAMPLE = '"poly": [x1, y1, x2, y2, x3, y3, ...], at least three points in 0..999'
 
 
 class Line(NamedTuple):
@@ -208,15 +199,10 @@ def read_samples(path: Path, *, allow_poly: bool, find_images: bool = True) -> l
         ContractErrors: what is wrong with the file, each as `file:line`; the first problems,
             and how many more there are.
     """
-    samples: list[Sample] = []
-    problems: list[DataProblem] = []
-    for line in scan(path, allow_poly=allow_poly, find_images=find_images):
-        problems.extend(line.problems)
-        if line.sample is not None:
-            samples.append(line.sample)
-    if problems:
+    lines = list(scan(path, allow_poly=allow_poly, find_images=find_images))
+    if problems := [problem for line in lines for problem in line.problems]:
         raise capped(str(path), problems)
-    return samples
+    return [line.sample for line in lines if line.sample is not None]
 
 
 def scan(path: Path, *, allow_poly: bool, find_images: bool = True) -> Iterator[Line]:
@@ -224,22 +210,60 @@ def scan(path: Path, *, allow_poly: bool, find_images: bool = True) -> Iterator[
 
     Raises ContractError for a file that is not there, cannot be read or is empty.
     """
-    for number, (raw, is_last) in enumerate(_with_last(raw_lines(path)), start=1):
+    for number, raw in enumerate(raw_lines(path), start=1):
         reader = _LineReader(path, number, allow_poly, find_images)
-        sample = reader.read(raw, is_last)
+        sample = reader.read(raw)
         yield Line(sample, reader.problems)
-
-
-def _with_last(lines: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Each line, and whether none follows."""
-    for line, after in pairwise(chain(lines, [None])):
-        assert line is not None
-        yield line, after is None
 
 
 def is_description(value: Any) -> TypeGuard[str]:
     """True for text that a target can hold: not blank, no unpaired surrogate or special token."""
     return _is_text(value) and _UNWRITABLE.search(value) is None
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_side(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MAX_SIDE
+
+
+def _is_metadata(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    lists = [value[key] for key in CATEGORY_LISTS if key in value]
+    return all(isinstance(names, list) and all(map(is_description, names)) for names in lists)
+
+
+class _Key(NamedTuple):
+    """A key of a line. kind: of its problem."""
+
+    kind: str
+    is_valid: Callable[[Any], bool]
+    do: str
+
+
+_SIDE = f"Give the image's side in pixels, a whole number from 1 to {MAX_SIDE}."
+_KEYS = {
+    "images": _Key(
+        "images",
+        lambda value: isinstance(value, list) and value != [] and all(map(_is_text, value)),
+        'Give a list of paths: "images": ["a.png"].',
+    ),
+    "width": _Key("width or height", _is_side, _SIDE),
+    "height": _Key("width or height", _is_side, _SIDE),
+    "objects": _Key(
+        "objects",
+        lambda value: isinstance(value, list),
+        "Give a list of objects; it may be empty.",
+    ),
+    "metadata": _Key(
+        "metadata",
+        _is_metadata,
+        f"Make it a JSON object, with lists of descriptions for {' and '.join(CATEGORY_LISTS)}.",
+    ),
+}
 
 
 class _LineReader:
@@ -255,153 +279,70 @@ class _LineReader:
     def _wrong(self, kind: str, found: str, do: str) -> None:
         self.problems.append(DataProblem(kind, self.sample_id, found, do))
 
-    def read(self, raw: bytes, is_last: bool) -> Sample | None:
+    def read(self, raw: bytes) -> Sample | None:
         """The sample, or None when there is any problem."""
         try:
-            record = parse_line(raw)
-        except BadLine as bad:
-            last = bad.kind == EMPTY_LINE and is_last
-            self._wrong(bad.kind, f"{bad.found}, the last one" if last else bad.found, bad.do)
+            record = {"metadata": {}} | parse_line(raw, self.sample_id)
+        except DataProblem as problem:
+            self.problems.append(problem)
             return None
-        self._only_known_keys(record)
-        images = tuple(self._images(record))
-        width = self._side(record, "width")
-        height = self._side(record, "height")
-        objects = tuple(self._objects(record))
-        metadata = record.get("metadata", {})
-        self._check_metadata(metadata)
+        if unknown := sorted(record.keys() - _KEYS):
+            do = 'Use images, width, height and objects; anything else goes under "metadata".'
+            self._wrong("unknown key", f"unknown keys {', '.join(map(brief, unknown))}", do)
+        valid = {key for key, known in _KEYS.items() if known.is_valid(record.get(key))}
+        for key, known in _KEYS.items():
+            if key not in valid:
+                self._wrong(known.kind, f"{key} is {_told(record, key)}", known.do)
+        names, items = (record[key] if key in valid else [] for key in ("images", "objects"))
+        images = tuple(map(self._image, names))
+        objects = [self._object(f"objects[{index}]", item) for index, item in enumerate(items)]
         if self.problems:
             return None
-        return Sample(self.sample_id, images, width, height, objects, metadata)
+        sides = record["width"], record["height"]
+        found = tuple(item for item in objects if item is not None)
+        return Sample(self.sample_id, images, *sides, found, record["metadata"])
 
-    def _only_known_keys(self, record: dict[str, Any]) -> None:
-        if unknown := sorted(record.keys() - _SAMPLE_KEYS):
-            self._wrong(
-                "unknown key",
-                f"unknown keys {', '.join(map(brief, unknown))}",
-                'Use images, width, height and objects; anything else goes under "metadata".',
-            )
+    def _image(self, name: str) -> Path:
+        image = (self.folder / name).absolute()
+        # os.path.isfile is false for a name that is too long, and Path.is_file raises
+        if self.find_images and not os.path.isfile(image):
+            do = "Put it there, or mend the path (relative to the data file, or absolute)."
+            self._wrong("missing image", f"image {name!r} is not at {image}", do)
+        return image
 
-    def _check_metadata(self, metadata: Any) -> None:
-        if not isinstance(metadata, dict):
-            self._wrong(
-                "metadata",
-                f"metadata is {brief(metadata)}",
-                "Make it a JSON object or leave it out.",
-            )
-            return
-        for key in CATEGORY_LISTS:
-            names = metadata.get(key, [])
-            if not isinstance(names, list) or not all(map(is_description, names)):
-                found = f"metadata.{key} is {brief(names)}"
-                self._wrong("metadata", found, "Make it a list of descriptions or leave it out.")
-
-    def _images(self, record: dict[str, Any]) -> Iterator[Path]:
-        value = record.get("images")
-        if not isinstance(value, list) or not value or not all(_is_text(v) for v in value):
-            self._wrong(
-                "images",
-                f"images is {_told(record, 'images')}",
-                'Give a list of paths: "images": ["a.png"].',
-            )
-            return
-        for name in value:
-            image = (self.folder / name).absolute()
-            # os.path.isfile is false for a name that is too long, and Path.is_file raises
-            if self.find_images and not os.path.isfile(image):
-                self._wrong(
-                    "missing image",
-                    f"image {name!r} is not at {image}",
-                    "Put it there, or mend the path (relative to the data file, or absolute).",
-                )
-            yield image
-
-    def _side(self, record: dict[str, Any], key: str) -> int:
-        value = record.get(key)
-        if type(value) is int and 1 <= value <= MAX_SIDE:
-            return value
-        self._wrong(
-            "width or height",
-            f"{key} is {_told(record, key)}",
-            f"Give the image's side in pixels, a whole number from 1 to {MAX_SIDE}.",
-        )
-        return 0
-
-    def _objects(self, record: dict[str, Any]) -> Iterator[GroundTruthObject]:
-        value = record.get("objects")
-        if not isinstance(value, list):
-            self._wrong(
-                "objects",
-                f"objects is {_told(record, 'objects')}",
-                "Give a list of objects; it may be empty.",
-            )
-            return
-        for index, item in enumerate(value):
-            where = f"objects[{index}]"
-            if not isinstance(item, dict):
-                self._wrong(
-                    "objects",
-                    f"{where} is {brief(item)}",
-                    f'Write {{"desc": ..., {_BOX_EXAMPLE}}}.',
-                )
-                continue
-            shape = self._shape(where, item)
-            desc = self._desc(where, item)
-            if shape is not None and desc is not None:
-                yield GroundTruthObject(desc, shape)
-
-    def _desc(self, where: str, item: dict[str, Any]) -> str | None:
-        desc = item.get("desc")
-        if is_description(desc):
-            return normalized(desc)
-        self._wrong(
-            "description",
-            f"{where}.desc is {_told(item, 'desc')}",
-            "Say what the object is, e.g. red square, in Unicode text without tokens like "
-            f"{IM_END}.",
-        )
+    def _object(self, where: str, item: Any) -> GroundTruthObject | None:
+        """None (and a note) for what is no object."""
+        if not isinstance(item, dict):
+            do = f'Write {{"desc": ..., {_EXAMPLES["bbox_2d"]}}}.'
+            self._wrong("objects", f"{where} is {brief(item)}", do)
+            return None
+        shape = self._shape(where, item)
+        if is_description(desc := item.get("desc")):
+            return None if shape is None else GroundTruthObject(normalized(desc), shape)
+        do = f"Name the object, e.g. red square, in Unicode text without tokens like {IM_END}."
+        self._wrong("description", f"{where}.desc is {_told(item, 'desc')}", do)
         return None
 
     def _shape(self, where: str, item: dict[str, Any]) -> Shape | None:
-        if (kind := self._kind(where, item)) is None:
+        keys = sorted(item.keys() - {"desc"})
+        allowed: Sequence[GeometryKind] = ("bbox_2d", "poly") if self.allow_poly else ("bbox_2d",)
+        kind = next((each for each in allowed if keys == [each]), None)
+        if kind is None:
+            found = f"{where} has {', '.join(map(brief, keys)) or 'nothing'} beside its desc"
+            only = "" if self.allow_poly else "; this variant trains boxes only"
+            do = f"Give exactly one geometry, {' or '.join(allowed)}, and nothing else{only}."
+            self._wrong("geometry", found, do)
             return None
-        example = _BOX_EXAMPLE if kind == "bbox_2d" else _POLY_EXAMPLE
         values = item[kind]
         bins = [_as_bin(v) for v in values] if isinstance(values, list) else []
         coords = tuple(b for b in bins if b is not None)
-        if len(coords) != len(bins) or not _well_formed(kind, coords):
-            beyond = any(bin > MAX_BIN for bin in coords)
-            pixels = f" Numbers above {MAX_BIN} look like pixels: {FROM_PIXELS}." if beyond else ""
-            do = f"Write {example}.{pixels}"
-            self._wrong("geometry", f"{where}.{kind} is {brief(values)}", do)
-            return None
-        return Shape(kind, coords)
-
-    def _kind(self, where: str, item: dict[str, Any]) -> GeometryKind | None:
-        """The one geometry key of an object, None (and a note) if it is not exactly one."""
-        keys = sorted(item.keys() - {"desc"})
-        if keys == ["bbox_2d"]:
-            return "bbox_2d"
-        if keys == ["poly"] and self.allow_poly:
-            return "poly"
-        if keys == ["poly"]:
-            self._wrong(
-                "polygon",
-                f"{where} has a poly, and this variant trains boxes only",
-                "Give its bbox_2d, or leave the object out.",
-            )
-        else:
-            allowed = "bbox_2d or poly" if self.allow_poly else "bbox_2d"
-            self._wrong(
-                "geometry",
-                f"{where} has {', '.join(map(brief, keys)) or 'nothing'} beside its desc",
-                f"Give exactly one geometry, {allowed}, and nothing else.",
-            )
+        if len(coords) == len(bins) and _well_formed(kind, coords):
+            return Shape(kind, coords)
+        beyond = any(bin > MAX_BIN for bin in coords)
+        pixels = f" Numbers above {MAX_BIN} look like pixels: {FROM_PIXELS}." if beyond else ""
+        do = f"Write {_EXAMPLES[kind]}.{pixels}"
+        self._wrong("geometry", f"{where}.{kind} is {brief(values)}", do)
         return None
-
-
-def _is_text(value: Any) -> TypeGuard[str]:
-    return isinstance(value, str) and bool(value.strip())
 
 
 def _told(mapping: dict[str, Any], key: str) -> str:

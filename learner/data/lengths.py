@@ -67,17 +67,15 @@ class SampleLengths:
     """Measures samples for one checkpoint.
 
     write_answer: the objects as the model is taught to write them.
-    write_messages: differs between samples by the number of images only; None where no prompt
-        is known.
-    limits: None where no run sets any.
+    write_messages: differs between samples by the number of images only.
     """
 
     def __init__(
         self,
         checkpoint: Path,
         write_answer: WriteAnswer,
-        write_messages: WriteMessages | None = None,
-        limits: TokenLimits | None = None,
+        write_messages: WriteMessages,
+        limits: TokenLimits,
     ) -> None:
         self.limits = limits
         self._tokenizer = read_tokenizer(checkpoint / "tokenizer.json")
@@ -87,10 +85,6 @@ class SampleLengths:
         self._write_answer = write_answer
         self._write_messages = write_messages
         self._text_tokens: dict[int, int] = {}
-
-    @property
-    def knows_prompt(self) -> bool:
-        return self._write_messages is not None
 
     def target(self, sample: Sample) -> int:
         """Tokens of the answer that names every object, with its EOS."""
@@ -104,17 +98,23 @@ class SampleLengths:
         Raises ContractError for an image that is too narrow for the processor, and
         UnreadableImage for one after the first that cannot be opened.
         """
-        first = (sample.width, sample.height)
-        return sum(
-            self._image(sample, size)
-            for size in (first, *(look_at_header(path).size for path in sample.images[1:]))
-        )
+        others = (look_at_header(path).size for path in sample.images[1:])
+        count = 0
+        for width, height in ((sample.width, sample.height), *others):
+            if (tokens := self._rule.tokens(width, height)) is None:
+                raise ContractError(
+                    sample.sample_id,
+                    f"an image of {width}x{height} pixels: longer than {self._rule.max_aspect} "
+                    "times its width",
+                    "Cut it, or leave the line out; the model's processor refuses it",
+                )
+            count += tokens
+        return count
 
     def prompt(self, sample: Sample) -> int:
         """Tokens before the answer, those of the images included; raises as `images` does."""
         count = len(sample.images)
         if count not in self._text_tokens:
-            assert self._write_messages is not None
             from transformers.utils.chat_template_utils import render_jinja_template  # a second
 
             rendered: Any = render_jinja_template(
@@ -126,17 +126,6 @@ class SampleLengths:
             tokens = len(self._tokenizer.encode(text).ids) - text.count(self._placeholder)
             self._text_tokens[count] = tokens  # without those of the images
         return self._text_tokens[count] + self.images(sample)
-
-    def _image(self, sample: Sample, size: tuple[int, int]) -> int:
-        tokens = self._rule.tokens(*size)
-        if tokens is None:
-            raise ContractError(
-                sample.sample_id,
-                f"an image of {size[0]}x{size[1]} pixels: longer than {self._rule.max_aspect} "
-                "times its width",
-                "Cut it, or leave the line out; the model's processor refuses it",
-            )
-        return tokens
 
 
 def read_tokenizer(file: Path) -> Tokenizer:

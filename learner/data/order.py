@@ -17,33 +17,26 @@ every other sample keeps its place, and a resumed run takes the same ones: which
 depends on the seed, on the place, and on which samples are bad, and on nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from learner.data.images import (
+    Look,
     Seen,
-    UnreadableImage,
     Watch,
-    look_at,
+    image_problem,
     look_at_all,
     look_at_header,
-    size_told,
+    seen_of,
 )
 from learner.data.lengths import ImageRule
 from learner.runs.atomic_files import append_line
 from learner.types import Sample
 from shared_contracts.errors import ContractError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -72,16 +65,19 @@ class BatchOrder:
         epoch, in_epoch = divmod(step, self.steps_per_epoch)
         own = self.batch // self.ranks
         start = in_epoch * self.batch + rank * own
-        return [int(i) for i in _order(self, epoch)[start : start + own]]
+        return list(_order(self, epoch)[start : start + own])
 
 
 @lru_cache(maxsize=4)
-def _order(order: BatchOrder, epoch: int) -> npt.NDArray[np.int64]:
+def _order(order: BatchOrder, epoch: int) -> Sequence[int]:
     import numpy as np  # not for those who look at a config
 
     if not order.shuffle:
-        return np.arange(order.samples)
-    return np.random.default_rng([order.seed, epoch]).permutation(order.samples)
+        return range(order.samples)
+    shuffled: list[int] = (
+        np.random.default_rng([order.seed, epoch]).permutation(order.samples).tolist()
+    )
+    return shuffled
 
 
 BAD_SAMPLES = "bad_samples.jsonl"
@@ -103,39 +99,26 @@ def image_faults(
 
 def image_fault(sample: Sample, rule: ImageRule) -> ContractError | None:
     """Why one sample cannot be shown, if it cannot; its images are decoded."""
-    return _fault(sample, {path: _decoded(path) for path in sample.images}, rule)
-
-
-def _decoded(path: Path) -> Seen:
-    try:
-        return look_at(path)
-    except UnreadableImage as error:
-        return error
+    return _fault(sample, {path: seen_of(path) for path in sample.images}, rule)
 
 
 def _fault(sample: Sample, seen: Mapping[Path, Seen], rule: ImageRule) -> ContractError | None:
-    told: tuple[int, int] | None = (sample.width, sample.height)  # of the first image
+    size: tuple[int, int] | None = (sample.width, sample.height)  # of the first image
     for path in sample.images:
         look = seen[path]
-        if isinstance(look, UnreadableImage):
-            found, do = f"image {path} {look}", "Replace it, or remove the line"
-        elif told not in (None, look.size):
-            assert told is not None
-            found = size_told(told, path, look)
-            do = "Give its size, and see that the boxes were made for this image"
-        elif rule.tokens(*look.size) is None:
-            width, height = look.size
+        if (problem := image_problem(sample.sample_id, size, path, look)) is not None:
+            found, do = problem.found, problem.do.removesuffix(".")
+        elif isinstance(look, Look) and rule.tokens(*look.size) is None:
             found = (
-                f"image {path} has {width}x{height} pixels, and the model's processor refuses "
-                f"sides of a ratio above {rule.max_aspect}"
+                f"image {path} has {look.size[0]}x{look.size[1]} pixels, and the model's "
+                f"processor refuses sides of a ratio above {rule.max_aspect}"
             )
             do = "Cut the image, or remove the line"
         else:
-            told = None
+            size = None
             continue
-        return ContractError(
-            sample.sample_id, found, f"{do}; data.on_bad_sample: skip trains without it"
-        )
+        do = f"{do}; data.on_bad_sample: skip trains without it"
+        return ContractError(sample.sample_id, found, do)
     return None
 
 

@@ -9,14 +9,12 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from learner.data.account import Rule
 from learner.data.check import FileReport, kinds
 from learner.data.conversion import Conversion
-from learner.data.export import Exported
 from learner.data.images import Looks
 from learner.data.jsonl import DataProblem
+from learner.data.records import Account, Rule
 from learner.runs.console import tell
-from learner.types import GeometryKind
 from shared_contracts.cli import describe, printable
 
 # Columns of a table that no terminal bounds.
@@ -98,26 +96,19 @@ def check_tables(reports: Sequence[FileReport]) -> Iterator[tuple[str, Table]]:
         yield "", table
 
 
-def conversion_table(conversion: Conversion, images: int, annotations: int) -> Table:
-    """What became of every image and annotation of a data set with so many."""
+def show_conversion(conversion: Conversion, title: str = "") -> None:
+    """What became of every image and annotation, under how the numbers of boxes were read."""
+    lines, objects = f"{len(conversion.records)} lines", f"{conversion.objects} objects"
+    rows = (conversion.images, "images", lines), (conversion.annotations, "annotations", objects)
+    show_account(conversion.account, rows, ": ".join(filter(None, (title, conversion.evidence))))
+
+
+def show_account(account: Account, rows: Sequence[tuple[int, str, str]], title: str = "") -> None:
+    """What was changed or left out, below rows of a count, a thing, and what it became."""
     table = new_table("#count", "what", "became", "the first")
-    table.add_row(str(images), "images", f"{len(conversion.records)} lines")
-    table.add_row(str(annotations), "annotations", f"{conversion.objects} objects")
+    for count, what, became in rows:
+        table.add_row(str(count), what, became)
     for rule in Rule:
-        if count := conversion.counts[rule]:
-            table.add_row(str(count), rule.what, rule.done, plain(conversion.first[rule]))
-    return table
-
-
-def export_table(export: Exported, changed: GeometryKind | None) -> Table:
-    """What was written. changed: the kind of shapes that were written as the other kind."""
-    table = new_table("#count", "what", "the first")
-    table.add_row(str(len(export.samples)), "images", "")
-    table.add_row(str(export.objects), "objects", "")
-    if changed is not None and (count := export.count(changed)):
-        what = "polygons, as their boxes" if changed == "poly" else "boxes, as polygons"
-        table.add_row(str(count), what, "")
-    if export.reoriented:
-        what = "images that EXIF turns or mirrors: other readers may ignore it"
-        table.add_row(str(len(export.reoriented)), what, plain(export.reoriented[0].sample_id))
-    return table
+        if count := account.counts[rule]:
+            table.add_row(str(count), rule.what, rule.done, plain(account.first[rule]))
+    print_tables([(title, table)])

@@ -14,22 +14,19 @@ clockwise, so that this order can be learnt, too:
     {"desc": "blue triangle", "poly": [632, 640, 874, 983, 390, 983]}
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from learner.data.coco import to_coco, write_document
-from learner.data.jsonl import read_samples
-from learner.data.toy_scenes import WORLDS, SceneObject, World, WorldName
+from learner.data.jsonl import read_samples, write_lines
+from learner.data.toy_scenes import WORLDS, SceneObject, WorldName
 from learner.runs.atomic_files import publish_directory
 from learner.stages.coords import encode_bin
 from shared_contracts.errors import ContractError
 
 PROMPT = "Detect every object in the image."
-
-SPLITS = ("train", "val")
 
 
 @dataclass(frozen=True)
@@ -67,72 +64,38 @@ def make_data(
     unlabelled: the chance of each object of a training scene to be left out of its line, where at
         least one stays. The held-out lines have every object.
 
-    Raises:
-        ContractError: a count below 1, a negative seed, a share that is none, a world without
-            polygons, or `out` not empty.
+    Raises ContractError for a world without polygons, and where `out` is not empty.
     """
-    _require_at_least("train", train, 1)
-    _require_at_least("val", val, 1)
-    _require_at_least("seed", seed, 0)
-    if not 0 <= unlabelled < 1:
-        do = "Give a share from 0 to less than 1."
-        raise ContractError("toy make-data --unlabelled", f"{unlabelled}", do)
-    if polygons and not WORLDS[world].corners:
+    if polygons and world != "plain":
         found = f"--world {world}, where parts of triangles are hidden"
         raise ContractError("toy make-data --polygons", found, "Leave one of the two out.")
-    drawing = _Drawing(WORLDS[world], seed, polygons)
+    side, make_scene = WORLDS[world]
     with publish_directory(out) as part:
         files = ToyData.under(part)
-        drawing.write_split(part, files.train_jsonl, "train", train, unlabelled)
-        drawing.write_split(part, files.val_jsonl, "val", val, 0.0)
-        for jsonl, coco in (
-            (files.train_jsonl, files.coco_train),
-            (files.val_jsonl, files.coco_val),
+        for number, (split, count, share, jsonl, coco) in enumerate(
+            (
+                ("train", train, unlabelled, files.train_jsonl, files.coco_train),
+                ("val", val, 0.0, files.val_jsonl, files.coco_val),
+            )
         ):
+            (part / "images" / split).mkdir(parents=True)
+            lines = []
+            for index in range(count):
+                rng = np.random.default_rng([seed, number, index])
+                image, objects = make_scene(rng)
+                name = f"images/{split}/{index:05d}.png"
+                image.save(part / name)
+                labels = [_label(o, side, polygons) for o in _labelled(objects, share, rng)]
+                lines.append({"images": [name], "width": side, "height": side, "objects": labels})
+            write_lines(jsonl, lines)
             write_document(to_coco(read_samples(jsonl, allow_poly=polygons), part), coco)
     return ToyData.under(out)
 
 
-def _require_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ContractError(
-            f"toy make-data --{name}",
-            f"{value}",
-            f"Give a whole number of at least {least}.",
-        )
-
-
-@dataclass(frozen=True)
-class _Drawing:
-    world: World
-    seed: int
-    polygons: bool
-
-    def write_split(
-        self, root: Path, jsonl: Path, split: str, count: int, unlabelled: float
-    ) -> None:
-        (root / "images" / split).mkdir(parents=True)
-        lines = []
-        for index in range(count):
-            rng = np.random.default_rng([self.seed, SPLITS.index(split), index])
-            image, objects = self.world.make_scene(rng)
-            name = f"images/{split}/{index:05d}.png"
-            image.save(root / name)
-            lines.append(json.dumps(self._record(name, _labelled(objects, unlabelled, rng))) + "\n")
-        jsonl.write_text("".join(lines), encoding="utf-8")
-
-    def _record(self, image_name: str, objects: list[SceneObject]) -> dict[str, object]:
-        return {
-            "images": [image_name],
-            "width": self.world.side,
-            "height": self.world.side,
-            "objects": [{"desc": o.desc} | self._geometry(o) for o in objects],
-        }
-
-    def _geometry(self, item: SceneObject) -> dict[str, list[int]]:
-        if self.polygons and item.corners is not None:
-            return {"poly": [encode_bin(v / self.world.side) for v in item.corners]}
-        return {"bbox_2d": [encode_bin(v / self.world.side) for v in item.box]}
+def _label(item: SceneObject, side: int, polygons: bool) -> dict[str, object]:
+    corners = item.corners if polygons else None
+    bins = [encode_bin(v / side) for v in corners or item.box]
+    return {"desc": item.desc, "bbox_2d" if corners is None else "poly": bins}
 
 
 def _labelled(

@@ -48,15 +48,6 @@ Scene = tuple[Image.Image, list[SceneObject]]
 WorldName = Literal["plain", "distinct", "crowded"]
 
 
-@dataclass(frozen=True)
-class World:
-    """side: of its square images, in pixels. corners: whether triangles have them."""
-
-    side: int
-    corners: bool
-    make_scene: Callable[[np.random.Generator], Scene]
-
-
 # --- plain
 
 IMAGE_SIDE = 64
@@ -156,10 +147,12 @@ def _overlapping(
     placed: list[_Placed] = []
     while len(placed) < count:
         new = candidate(placed)
-        left = [other.seen & ~new.whole for other in placed]
-        if any(map(_hidden, placed, left)) or any(_alike(other, new) for other in placed):
+        left = [(other, other.seen & ~new.whole) for other in placed]
+        if any(seen.sum() < SEEN_SHARE * other.whole.sum() for other, seen in left):
             continue
-        for other, seen in zip(placed, left, strict=True):
+        if any(_alike(other, new) for other in placed):
+            continue
+        for other, seen in left:
             other.seen = seen
         placed.append(new)
     for each in placed:
@@ -194,10 +187,6 @@ def _anywhere(rng: np.random.Generator, desc: str) -> _Placed:
 def _on_top(desc: str, box: Box) -> _Placed:
     mask = _shape_mask(desc.split()[1], box, CROWDED_SIDE)
     return _Placed(desc, box, mask, mask)
-
-
-def _hidden(other: _Placed, seen: Mask) -> bool:
-    return bool(seen.sum() < SEEN_SHARE * other.whole.sum())
 
 
 def _alike(a: _Placed, b: _Placed) -> bool:
@@ -255,8 +244,9 @@ def _mask_box(mask: Mask) -> Box:
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
-WORLDS: dict[WorldName, World] = {
-    "plain": World(IMAGE_SIDE, True, make_scene),
-    "distinct": World(CROWDED_SIDE, False, make_distinct_scene),
-    "crowded": World(CROWDED_SIDE, False, make_crowded_scene),
+# Of each world, the side of its images in pixels, and what draws a scene.
+WORLDS: dict[WorldName, tuple[int, Callable[[np.random.Generator], Scene]]] = {
+    "plain": (IMAGE_SIDE, make_scene),
+    "distinct": (CROWDED_SIDE, make_distinct_scene),
+    "crowded": (CROWDED_SIDE, make_crowded_scene),
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.config.schema import Config, FullTuner, LoraTuner
-from learner.data.jsonl import BadLine, strict_json
+from learner.data.jsonl import DataProblem, strict_json
 from learner.data.show import watch
 from learner.rollout.colocate import Placement
 from learner.runs.atomic_files import require_free
@@ -148,9 +148,9 @@ def _check_adapter(config: Config, folder: Path) -> None:
             "Give the config of the run that made it, such as its resolved_config.yaml",
         )
     try:
-        made = strict_json((folder / ADAPTER).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, BadLine) as error:
-        said = error.found if isinstance(error, BadLine) else error
+        made = strict_json((folder / ADAPTER).read_text(encoding="utf-8"), str(folder / ADAPTER))
+    except (OSError, UnicodeDecodeError, DataProblem) as error:
+        said = error.found if isinstance(error, DataProblem) else error
         found = f"{folder / ADAPTER} cannot be read ({said})"
         raise ContractError("--checkpoint", found, "Name another one") from error
     if errors := list(_differences(tuner, made)):

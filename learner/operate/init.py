@@ -30,11 +30,11 @@ from learner.config.json_schema import schema_text
 from learner.config.rollout_matching import MatchingConfig
 from learner.config.schema import Config
 from learner.data.check import check_files
-from learner.data.conversion import Wanted, convert, write_records
+from learner.data.conversion import convert, write_records
 from learner.data.formats import detect_format, read_other
 from learner.data.jsonl import capped, read_samples
 from learner.data.lengths import checkpoint_family, read_tokenizer
-from learner.data.show import check_tables, conversion_table, new_table, print_tables, watch
+from learner.data.show import check_tables, new_table, print_tables, show_conversion, watch
 from learner.models.coord_tokens import describe_expanded, expand_vocab, untrained
 from learner.models.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 from learner.models.load import check_parameters, on_meta
@@ -44,10 +44,8 @@ from learner.operate.estimate.sizes import USABLE, gib, sizes_of
 from learner.runs.atomic_files import publish_directory, publish_text, require_free
 from learner.runs.console import tell
 from learner.stages.coords import coord_token
-from learner.stages.matching import covers_a_pixel
 from learner.training.checkpoint_checks import check_checkpoint, coordinate_ids, lengths_of_run
 from learner.types import Sample
-from learner.types import Shape as TruthShape
 from shared_contracts.adapters import ADAPTER, weight_files
 from shared_contracts.errors import ContractError
 from shared_contracts.footprint import text_config
@@ -235,30 +233,21 @@ def as_data_file(option: str, source: Path, out: Path, part: Path, console: Cons
     if (form := detect_format(source)) == "jsonl":
         return [source, source]
     try:
-        coco, images = read_other(source, form, watch)
+        conversion = convert(read_other(source, form), out, watch)
     except ContractError as error:
         do = f"Run `learner data convert {shlex.quote(str(source))} FILE.jsonl`, with options"
         found = "; ".join(f"{each.where}: {each.found}" for each in error.errors)
         raise ContractError(option, found, do) from error
-    wanted = Wanted(images, out, "bbox_2d", "file", False, _covers_a_pixel)
-    conversion = convert(coco, wanted, watch)
-    title = f"{source} is {form}: {coco.evidence}" if coco.evidence else f"{source} is {form}"
-    table = conversion_table(conversion, len(coco.images), len(coco.annotations))
-    print_tables([(title, table)])
-    write_records(conversion, len(coco.annotations), part)
+    show_conversion(conversion, f"{source} is {form}")
+    write_records(conversion, part)
     tell(console, f"Data file: {out}\n")
     return [part, out]
 
 
-def _covers_a_pixel(shape: TruthShape) -> bool:
-    return covers_a_pixel(shape, MatchingConfig().maskiou_resolution)
-
-
 def check_data(files: Sequence[Path], console: Console) -> list[Sample]:
     """The samples of the first file; prints counts, and raises ContractErrors for every problem."""
-    reports = check_files(
-        files, allow_poly=False, lengths=None, covers_a_pixel=_covers_a_pixel, watch=watch
-    )
+    canvas = MatchingConfig().maskiou_resolution
+    reports = check_files(files, allow_poly=False, lengths=None, canvas=canvas, watch=watch)
     print_tables(check_tables(reports))
     findings = [each for report in reports for each in report.findings]
     if problems := [each for each in findings if not each.warning]:

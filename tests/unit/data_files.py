@@ -7,6 +7,7 @@ from typing import Any
 
 from PIL import Image
 
+from learner.data.images import Looks
 from learner.stages.matching import mask_iou
 from learner.types import Shape
 
@@ -54,3 +55,7 @@ def paint_all(folder: Path, names: Sequence[str]) -> None:
 def covers_a_pixel(shape: Shape) -> bool:
     """Of the canvas that a run has unless it says otherwise."""
     return mask_iou(shape, shape, 256) > 0
+
+
+def unwatched(looks: Looks, count: int) -> Looks:
+    return looks

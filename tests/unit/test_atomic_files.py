@@ -2,13 +2,20 @@
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
-from learner.runs.atomic_files import append_line, publish_text, removed_unless_whole, writing
+from learner.runs.atomic_files import (
+    append_line,
+    publish_directory,
+    publish_text,
+    removed_unless_whole,
+    writing,
+)
 from shared_contracts.errors import RunError
 
 FULL = Path("/dev/full")
@@ -66,3 +73,15 @@ def test_a_disk_that_became_read_only_is_told(tmp_path: Path) -> None:
         assert str(caught.value).startswith(
             f"cannot write {tmp_path / 'run'}: Read-only file system. Mount that disk for writing, "
         )
+
+
+def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    with suppress(RuntimeError), publish_directory(out) as part:
+        (part / "first").touch()
+        assert not out.exists()
+        raise RuntimeError
+    assert not list(out.parent.iterdir())
+    with publish_directory(out) as part:
+        (part / "first").touch()
+    assert list(out.parent.rglob("*")) == [out, out / "first"]

@@ -7,25 +7,26 @@ import pytest
 from PIL import Image
 
 from learner.data.check import FileReport, check_files, kinds, odd_text
-from learner.data.images import Looks
 from learner.data.lengths import SampleLengths, TokenLimits
 from learner.stages.formats.coord_json import serialize_objects
 from learner.types import GroundTruthObject, Shape
-from tests.unit.data_files import LYING, box, covers_a_pixel, line, paint, paint_all, write_lines
+from tests.unit.data_files import (
+    box,
+    covers_a_pixel,
+    line,
+    paint,
+    paint_all,
+    unwatched,
+    write_lines,
+)
 
 pytestmark = pytest.mark.req("DATA-01")
 
 CAT = box("cat", 10, 20, 300, 400)
 
 
-def unwatched(looks: Looks, count: int) -> Looks:
-    return looks
-
-
 def check(*paths: Path, lengths: SampleLengths | None = None) -> list[FileReport]:
-    return check_files(
-        paths, allow_poly=False, lengths=lengths, covers_a_pixel=covers_a_pixel, watch=unwatched
-    )
+    return check_files(paths, allow_poly=False, lengths=lengths, canvas=256, watch=unwatched)
 
 
 def found(path: Path) -> list[tuple[int, str, bool]]:
@@ -55,19 +56,12 @@ def test_every_problem_is_found_in_the_order_of_the_lines(tmp_path: Path) -> Non
     assert found(path) == [
         (1, "unreadable image", False),
         (2, "not JSON", False),
-        (3, "polygon", False),
+        (3, "geometry", False),
         (3, "description", False),
         (4, "other image size", False),
         (5, "missing image", False),
         (6, "too thin to match", True),
     ]
-
-
-def test_more_problems_than_a_run_tells_are_all_found(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", *["{"] * 300)
-    (report,) = check(path)
-    assert [f.where for f in report.findings] == [f"{path}:{n}" for n in range(1, 301)]
-    assert kinds([report]) == [("not JSON", False, 300)]
 
 
 def test_kinds_are_counted_over_all_files_problems_first(tmp_path: Path) -> None:
@@ -99,18 +93,6 @@ def test_an_image_of_a_format_the_server_refuses_is_unreadable(tmp_path: Path) -
         assert found(path) == [(1, "unreadable image", False)]
 
 
-def test_the_size_is_that_of_the_upright_image(tmp_path: Path) -> None:
-    """The learner and the server turn an image as its camera says before the model sees it."""
-    paint(tmp_path / "a.jpg", (64, 48), orientation=LYING)
-    upright = write_lines(tmp_path / "up.jsonl", line("a.jpg", size=(48, 64)))
-    assert found(upright) == []
-    stored = write_lines(tmp_path / "stored.jsonl", line("a.jpg", size=(64, 48)))
-    (report,) = check(stored)
-    (finding,) = report.findings
-    assert finding.kind == "other image size"
-    assert "EXIF" in finding.found
-
-
 def test_the_first_of_several_images_has_the_size_of_the_line(tmp_path: Path) -> None:
     paint(tmp_path / "a.png", (64, 48))
     paint(tmp_path / "b.png", (32, 20))
@@ -135,9 +117,7 @@ def test_a_polygon_on_one_line_covers_nothing(tmp_path: Path) -> None:
     flat = {"desc": "stick", "poly": [0, 0, 0, 0, 10, 10, 500, 500]}
     bow = {"desc": "bow", "poly": [0, 0, 10, 10, 10, 0, 0, 10]}
     path = write_lines(tmp_path / "d.jsonl", line("a.png", flat, bow))
-    (report,) = check_files(
-        [path], allow_poly=True, lengths=None, covers_a_pixel=covers_a_pixel, watch=unwatched
-    )
+    (report,) = check_files([path], allow_poly=True, lengths=None, canvas=256, watch=unwatched)
     (finding,) = report.findings
     assert "objects[0] 'stick'" in finding.found
 
@@ -227,35 +207,6 @@ KIND = "x, y, width, height"
 )
 def test_odd_text_in_a_description_is_named(desc: str, odd: str | None) -> None:
     assert odd_text(desc) == odd
-
-
-def test_numbers_above_999_are_said_to_look_like_pixels(tmp_path: Path) -> None:
-    paint_all(tmp_path, ["a.png"])
-    lines = line("a.png", box("cat", 10, 10, 1200, 90)), line("a.png", box("cat", 9, 9, 1, 1))
-    (report,) = check(write_lines(tmp_path / "d.jsonl", *lines))
-    pixels, order = (f.do for f in report.findings if f.kind == "geometry")
-    assert pixels.endswith(
-        "Numbers above 999 look like pixels: x becomes 999 * x / width, y becomes 999 * y / height."
-    )
-    assert "pixels" not in order
-
-
-@pytest.mark.parametrize("link", [None, "symbolic", "hard"])
-def test_one_file_for_training_and_validation_is_one_warning(
-    tmp_path: Path, link: str | None
-) -> None:
-    paint_all(tmp_path, ["a.png", "b.png"])
-    train = write_lines(tmp_path / "train.jsonl", line("a.png", CAT), line("b.png"))
-    val = train if link is None else tmp_path / "val.jsonl"
-    if link == "symbolic":
-        val.symlink_to(train)
-    elif link == "hard":
-        val.hardlink_to(train)
-    first, second = check(train, val)
-    assert first.findings == []
-    (same,) = second.findings
-    assert (same.kind, same.where, same.warning) == ("same file twice", f"{val}:1", True)
-    assert same.found == f"it is the same file as {train}"
 
 
 def test_an_image_twice_in_one_line_is_no_second_line(tmp_path: Path) -> None:

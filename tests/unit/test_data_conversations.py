@@ -8,16 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from learner.cli import app
-from learner.data.account import Rule
-from learner.data.boxes import Corners, Scale, read_boxes
+from learner.data.boxes import Reading, find_reading
 from learner.data.conversations import read_conversations
-from learner.data.conversion import Conversion, Wanted, convert
-from learner.data.formats import Format, detect_format
-from learner.data.jsonl import read_samples
-from learner.data.toy import ToyData
+from learner.data.conversion import Conversion, convert
+from learner.data.formats import detect_format
+from learner.data.records import Corners, Format, Rule, Scale
 from shared_contracts.errors import ContractError
-from tests.unit.data_files import box, covers_a_pixel, line, paint, write_lines
-from tests.unit.test_data_from_coco import unwatched
+from tests.unit.data_files import box, line, paint, unwatched, write_lines
 
 pytestmark = pytest.mark.req("IO-01", "DATA-01")
 
@@ -53,9 +50,8 @@ def converted(
     folder: Path, *records: Any, scale: Scale | None = None, corners: Corners | None = None
 ) -> Conversion:
     file = write_lines(folder / "data.jsonl", *records)
-    read = read_conversations(file, folder, scale, corners, unwatched)
-    wanted = Wanted(folder, folder / "out.jsonl", "bbox_2d", "file", False, covers_a_pixel)
-    return convert(read, wanted, unwatched)
+    read = read_conversations(file, folder, scale, corners)
+    return convert(read, folder / "out.jsonl", unwatched)
 
 
 def objects(conversion: Conversion) -> list[tuple[str, list[int]]]:
@@ -92,7 +88,7 @@ def test_every_form_gives_the_same_objects(
     assert objects(conversion) == [("cat", CAT_BINS), ("dog", DOG_BINS)]
     (sample,) = conversion.records
     assert (sample["images"], sample["width"], sample["height"]) == (["a.png"], *SIZE)
-    assert not conversion.counts
+    assert not conversion.account.counts
     assert detect_format(folder / "data.jsonl") == form
     listed = folder / "list.json"
     listed.write_text(json.dumps([record]))
@@ -115,7 +111,7 @@ def test_boxes_of_several_images_and_several_questions_of_one_are_put_together(
         ["cat", "cup"],
         ["dog"],
     ]
-    assert conversion.counts == {Rule.REPEATED_IMAGE: 1}
+    assert conversion.account.counts == {Rule.REPEATED_IMAGE: 1}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +135,7 @@ def test_what_cannot_be_used_is_counted_and_the_rest_is_kept(
     good = {"image": "b.png", "objects": [{"bbox_2d": CAT, "label": "cat"}]}
     conversion = converted(folder, good, record, scale="pixels")
     assert objects(conversion)[:1] == [("cat", CAT_BINS)]
-    assert conversion.counts[rule] == 1
+    assert conversion.account.counts[rule] == 1
     assert len(objects(conversion)) == 1
 
 
@@ -151,7 +147,7 @@ def test_an_answer_without_objects_is_a_sample_without_objects(folder: Path) -> 
 def test_a_broken_line_is_refused_with_its_place(folder: Path) -> None:
     file = write_lines(folder / "broken.jsonl", {"image": "a.png", "objects": []}, "{")
     with pytest.raises(ContractError) as caught:
-        read_conversations(file, folder, None, None, unwatched)
+        read_conversations(file, folder, None, None)
     assert caught.value.where == f"{file}:2"
 
 
@@ -174,7 +170,8 @@ SMALL, LARGE = (300, 200), (3000, 2000)
 def test_scale_and_order_are_found_from_all_boxes(
     boxes: list[Any], size: tuple[int, int], evidence: str
 ) -> None:
-    found = read_boxes([tuple(one) for one in boxes], [size] * len(boxes), None, None, "a.json")
+    found = find_reading([tuple(one) for one in boxes], [size] * len(boxes), None, None)
+    assert isinstance(found, Reading)
     assert evidence in found.evidence
 
 
@@ -189,43 +186,29 @@ def test_boxes_of_images_that_cannot_be_read_are_no_evidence(folder: Path) -> No
     assert objects(conversion) == [("cat", CAT_BINS)]
 
 
-def test_a_scale_that_cannot_be_found_is_asked_for() -> None:
-    with pytest.raises(ContractError, match="--scale") as caught:
-        read_boxes([(1, 2, 300, 400)], [(1000, 1000)], None, None, "a.json")
-    assert caught.value.where == "a.json"
+def test_a_scale_that_cannot_be_found_is_asked_for(tmp_path: Path) -> None:
+    paint(tmp_path / "a.png", (1000, 1000))
+    record = {"image": "a.png", "objects": [{"bbox_2d": [1, 2, 300, 400], "label": "cat"}]}
+    with pytest.raises(ContractError, match="1 boxes do as pixels and as parts") as caught:
+        converted(tmp_path, record)
+    assert caught.value.where == "--scale"
 
 
 @pytest.mark.parametrize(
     ("numbers", "scale", "corners", "pixels"),
     [
-        ((0.1, 0.5, 0.2, 1), "0..1", "xyxy", (30, 100, 30, 100)),
-        ((100, 500, 100, 500), "0..1000", "xywh", (30, 100, 30, 100)),
+        ((0.1, 0.5, 0.2, 1), "0..1", "xyxy", (30, 100, 60, 200)),
+        ((100, 500, 100, 500), "0..1000", "xywh", (30, 100, 60, 200)),
         ((0, 0, 999, 999), "0..999", None, (0, 0, 300, 200)),
-        ((30, 100, 60, 200), "pixels", None, (30, 100, 30, 100)),
+        ((30, 100, 60, 200), "pixels", None, (30, 100, 60, 200)),
     ],
 )
 def test_a_stated_scale_and_order_hold(
     numbers: Any, scale: Scale, corners: Corners | None, pixels: tuple[float, ...]
 ) -> None:
-    found = read_boxes([numbers], [SMALL], scale, corners, "a.json")
-    assert found.pixels[0] == pytest.approx(pixels)
-
-
-def run(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["data", "convert", *map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def test_samples_of_ms_swift_come_back_bin_for_bin(toy_data: ToyData, tmp_path: Path) -> None:
-    out, back = tmp_path / "swift.jsonl", tmp_path / "back.jsonl"
-    run(toy_data.val_jsonl, out, "--to", "ms-swift")
-    assert "boxes: xyxy (" in run(out, back)
-    before, after = (
-        [(each.objects, each.images[0].resolve()) for each in read_samples(file, allow_poly=False)]
-        for file in (toy_data.val_jsonl, back)
-    )
-    assert after == before
+    found = find_reading([numbers], [SMALL], scale, corners)
+    assert isinstance(found, Reading)
+    assert found.pixels(numbers, SMALL) == pytest.approx(pixels)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import AutoProcessor, Qwen2VLImageProcessor
 
 from learner.data.images import UnreadableImage
 from learner.data.jsonl import build_messages, read_samples
-from learner.data.lengths import SampleLengths, chat_template
+from learner.data.lengths import SampleLengths, TokenLimits, chat_template
 from learner.data.toy import PROMPT, ToyData
 from learner.models.families.qwen_vl import QwenImageRule
 from learner.models.load import read_processor
@@ -37,7 +37,7 @@ def lengths_of(checkpoint: Path) -> SampleLengths:
     def messages(sample: Sample) -> list[dict[str, Any]]:
         return [m.model_dump(exclude_none=True) for m in build_messages(sample, PROMPT, SYSTEM)]
 
-    return SampleLengths(checkpoint, answer, messages)
+    return SampleLengths(checkpoint, answer, messages, TokenLimits(1, None))
 
 
 @pytest.fixture

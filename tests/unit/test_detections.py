@@ -319,5 +319,5 @@ def test_bad_lists_are_refused_with_their_line(names: Any, tmp_path: Path) -> No
     with pytest.raises(ContractErrors) as caught:
         read_samples(data, allow_poly=False)
     (error,) = caught.value.errors
-    found = f"metadata.neg_categories is {json.dumps(names)}"
+    found = f"metadata is {json.dumps(bad['metadata'])}"
     assert (error.where, error.found) == (f"{data}:2", found)

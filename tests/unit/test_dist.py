@@ -30,6 +30,7 @@ def test_the_wheel_holds_the_packages_with_their_data_files(wheel: Path) -> None
     tracked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
     assert names == set(tracked.split())
     assert "learner/operate/templates/init.yaml.jinja" in names
+    assert "learner/data/templates/look.html.jinja" in names
 
 
 @pytest.mark.slow

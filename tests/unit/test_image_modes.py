@@ -202,6 +202,7 @@ def test_png_header_shows_the_size_of_the_upright_image(
     path = tmp_path / "image.png"
     path.write_bytes(content)
     assert look_at_header(path)[:2] == look_at(path)[:2] == ((8, 16), True)
+    assert open_upright(path).size == (8, 16)
 
 
 # Where the stored top left quarter is upright: lower half, right half (EXIF 2.32, 4.6.4).

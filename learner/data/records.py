@@ -1,0 +1,145 @@
+"""What a reader of another format gives: pictures with annotations, and what it left out.
+
+    read_coco, read_yolo, read_voc, read_conversations   -> `Source`
+    learner.data.conversion.convert                      -> lines of a data file
+
+The `Account` goes through both: it counts what was changed or left out, by rule.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from learner.data.jsonl import brief, is_description
+from learner.types import normalized
+
+Format = Literal["jsonl", "coco", "lvis", "yolo", "voc", "ms-swift", "sharegpt", "qwen"]
+Scale = Literal["0..1", "0..999", "0..1000", "pixels"]
+Corners = Literal["xyxy", "xywh"]
+Order = Literal["file", "left-to-right", "top-to-bottom"]
+Size = tuple[int, int]
+Id = int | str
+
+
+class Rule(Enum):
+    """Which images or annotations, and what becomes of them.
+
+    An annotation falls under one of the rules that leave it out, or becomes an object.
+    """
+
+    MISSING_IMAGE = "images without a file", "left out"
+    UNREADABLE_IMAGE = "images that cannot be decoded", "left out"
+    OTHER_SIZE = "images of another size than annotated", "left out"
+    REORIENTED = "images that EXIF turns or mirrors", "taken as upright"
+    REPEATED_IMAGE = "further records of one image", "put together"
+    SKIPPED_IMAGE = "images that show no object", "left out"
+    EMPTY_IMAGE = "images that show no object", "kept"
+    ALL_LEFT_OUT = "images whose annotations were all left out", "left out"
+    BAD_IMAGE = "image records without id or file name", "left out"
+    NO_BOXES = "records without a list of boxes", "left out"
+    UNKNOWN_IMAGE = "annotations of an image that is not listed", "left out"
+    OF_IMAGE_LEFT_OUT = "annotations of an image left out", "left out"
+    UNUSABLE = "annotations that cannot be read", "left out"
+    NO_NAME = "annotations without a name that can be written", "left out"
+    CROWD = "annotations of a crowd", "left out"
+    UNKNOWN_CATEGORY = "annotations of a category that is not listed", "left out"
+    NO_AREA = "annotations of no area", "left out"
+    OUTSIDE = "annotations outside of the image", "left out"
+    THIN = "annotations too thin to match", "left out"
+    DUPLICATE = "annotations like another in every bin", "left out"
+    REPEATED_ID = "annotations with the id of another", "kept"
+    CLIPPED = "annotations partly outside of the image", "clipped"
+    NO_BOX = "annotations without a box", "box of the mask taken"
+    NO_POLYGON = "annotations without exactly one polygon that can be matched", "box taken"
+    POLYGONS = "polygons", "boxes written"
+    BOXES = "boxes", "polygons written"
+
+    @property
+    def what(self) -> str:
+        return self.value[0]
+
+    @property
+    def done(self) -> str:
+        return self.value[1]
+
+
+class Annotation(NamedTuple):
+    """box, polygon: numbers as they are written. fault: why it becomes no object."""
+
+    id: Id | None
+    image_id: Id | None
+    desc: str
+    box: Any
+    polygon: Sequence[float] | None = None
+    scale: Scale | None = "pixels"
+    fault: Rule | None = None
+
+    @classmethod
+    def read(
+        cls, id: Any, image_id: Any, name: Any, box: Any, fault: Rule | None = None, **more: Any
+    ) -> "Annotation":
+        """An annotation with a box of four numbers and a name that is a description, or a fault."""
+        if not (isinstance(box, list | tuple) and len(box) == 4 and all(map(is_number, box))):
+            fault = Rule.UNUSABLE
+        if fault is None and not is_description(name):
+            fault = Rule.NO_NAME
+        return cls(id, image_id, normalized(str(name)), box, fault=fault, **more)
+
+    def __str__(self) -> str:
+        return (
+            f"annotation of image {self.image_id}" if self.id is None else f"annotation {self.id}"
+        )
+
+
+def is_number(value: Any) -> bool:
+    """True for a number of a float's range; not for NaN."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+@dataclass
+class Picture:
+    """name: of the file, from the folder of the source. size: as annotated, if it is."""
+
+    id: Id
+    name: str
+    size: Size | None
+    annotations: list[Annotation] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Account:
+    """counts: of images or annotations, by rule. first: what each rule was first applied to.
+
+    left_out: the annotations that became no object, and why.
+    """
+
+    counts: Counter[Rule] = field(default_factory=Counter)
+    first: dict[Rule, str] = field(default_factory=dict)
+    left_out: list[dict[str, Any]] = field(default_factory=list)
+
+    def note(self, rule: Rule, about: object, times: int = 1) -> None:
+        if times:
+            self.counts[rule] += times
+            self.first.setdefault(rule, str(about))
+
+    def leave_out(self, one: Annotation, image: str | None, reason: Rule) -> None:
+        """image: its file name, where it is listed."""
+        ids = {"annotation_id": one.id, "image_id": one.image_id}
+        self.left_out.append({**ids, "image": image, "bbox": one.box, "reason": reason.what})
+        counted = Rule.OF_IMAGE_LEFT_OUT if reason.what.startswith("images") else reason
+        self.note(counted, f"{one}: {brief(one.box)}" if reason is Rule.UNUSABLE else one)
+
+
+@dataclass
+class Source:
+    """folder: where the names of pictures start. corners: of all boxes; None: to be found."""
+
+    folder: Path
+    pictures: list[Picture]
+    account: Account
+    corners: Corners | None = "xywh"
