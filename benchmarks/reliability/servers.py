@@ -68,7 +68,7 @@ def held_table(before: dict[str, Held], after: dict[str, Held], faults: list[str
     """Both, as a table; `faults` gets each process that grew, ended or is new."""
     rows = ["| process | RSS | threads | open files |", "|---|---|---|---|"]
     faults += [f"{name} was there only once" for name in before.keys() ^ after.keys()]
-    for name in before.keys() & after.keys():
+    for name in (name for name in before if name in after):
         was, now = before[name], after[name]
         grown = 100 * (now.rss_mib / was.rss_mib - 1)
         rows.append(
