@@ -1,4 +1,4 @@
-"""Candidates, the cheapest assignment, matches by mask IoU, and masks (section 9 of the contract)."""
+"""Candidates, the cheapest assignment, matches and masks (section 9 of the contract)."""
 
 from fractions import Fraction
 
