@@ -32,31 +32,27 @@ from learner.training.synchronous_rollouts import Packer, PackFeed
 from learner.types import RolloutOutput, Sample
 from shared_contracts.errors import ContractError, RunError
 from shared_contracts.infer import RequestConfig, RolloutInferRequest
-from tests.unit.answers import encode
 from tests.unit.fleets import wait_until
 from tests.unit.ranks_in_threads import in_ranks
-from tests.unit.small_run import rollout, small_config, written
-from tests.unit.test_step import Parts
+from tests.unit.small_run import small_config
+from tests.unit.test_step import Parts, Scripted
 
 PATIENCE_S = 60.0
 BATCH = 2
 
 
-class Servers:
+class Servers(Scripted):
     """A backend that gives an answer when the test allows it.
 
-    asked: sample ids of each call, when it begins. seeds: of the first request of each call.
-    fails: raised in place of the next answers.
+    asked: sample ids of each call, when it begins. fails: raised in place of the next answers.
     """
 
     def __init__(self, samples: Sequence[Sample], parts: Parts, *, free: bool = False) -> None:
+        super().__init__(samples, parts)
         self.asked: Queue[list[str]] = Queue()
-        self.seeds: list[int | None] = []
         self.pushed: list[int] = []
         self.fails: list[Exception] = []
         self.closed = False
-        self._samples = {sample.sample_id: sample for sample in samples}
-        self._parts = parts
         self._allowed = threading.Semaphore(10**6 if free else 0)
         self._busy = threading.Lock()
 
@@ -64,12 +60,13 @@ class Servers:
         self, requests: Sequence[RolloutInferRequest], request_config: RequestConfig
     ) -> list[RolloutOutput]:
         with self._busy:
-            self.seeds.append(request_config.seed)
             self.asked.put([str(request.uuid) for request in requests])
             assert self._allowed.acquire(timeout=PATIENCE_S)
             if self.fails:
                 raise self.fails.pop(0)
-            return [self._answer(str(request.uuid)) for request in requests]
+            answers = super().rollout(requests, request_config)
+            version = (self.pushed[-1], self.pushed[-1])
+            return [replace(answer, weights_version=version) for answer in answers]
 
     def push_weights(self, version: int) -> None:
         assert self._busy.acquire(blocking=False), "no call runs while weights are pushed"
@@ -85,12 +82,6 @@ class Servers:
 
     def next_asked(self) -> list[str]:
         return self.asked.get(timeout=PATIENCE_S)
-
-    def _answer(self, sample_id: str) -> RolloutOutput:
-        sample = self._samples[sample_id]
-        ids = encode(self._parts.loaded.tokenizer, written(*sample.objects[:1]))
-        output = rollout(self._parts.encode(sample).ids.tolist(), ids)
-        return replace(output, weights_version=(self.pushed[-1], self.pushed[-1]))
 
 
 class WatchedBuffer(RolloutBuffer[MadeBatch]):

@@ -76,15 +76,6 @@ def test_two_forwards_in_one_backward_add_up() -> None:
     torch.testing.assert_close(task.weight.grad, 3 * once)
 
 
-def test_a_frozen_weight_gets_none() -> None:
-    task = double(tied=False)
-    (wanted,) = torch.autograd.grad(task.loss(task.head.forward), task.rows)
-    task.weight.requires_grad_(False)
-    task.loss(chunked(task.head)).backward()
-    assert task.weight.grad is None
-    torch.testing.assert_close(task.rows.grad, wanted)
-
-
 def test_under_autocast_products_in_16_bits_are_added_in_32() -> None:
     task = Task(50, 16, torch.float32, tied=False)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):

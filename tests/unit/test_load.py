@@ -1,5 +1,6 @@
 """`load_model`: what is trained in which types, and what is refused by name, without weights."""
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,8 +25,10 @@ from learner.data.lengths import image_rule
 from learner.data.toy import ToyData
 from learner.models.gpus import gpu_named
 from learner.models.load import load_model, on_meta
+from learner.models.patch_embedding import PatchProduct, use_product
 from learner.operate.estimate.report import estimate
 from shared_contracts.errors import ContractError
+from tests.unit.loaded_models import load_small
 from tests.unit.small_run import small_config, small_mapping
 
 LORA = {"train_type": "lora", "lora_rank": 2, "lora_alpha": 4}
@@ -228,3 +231,49 @@ def test_a_model_of_unknown_parts_is_refused_before_weights_are_read(
     assert on_meta(config)
     with pytest.raises(ContractError, match="cannot be loaded"):
         load_model(config)
+
+
+# --- the patch embedding ----------------------------------------------------------------
+
+
+NAME = "patch_embed.proj"
+
+
+def plain(checkpoint: Path) -> Qwen3VLForConditionalGeneration:
+    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+    assert isinstance(model, Qwen3VLForConditionalGeneration)
+    return model
+
+
+@pytest.mark.req("FULL-04")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients_are_those_of_the_convolution(
+    toy_checkpoint: Path, dtype: torch.dtype
+) -> None:
+    conv = plain(toy_checkpoint).model.visual.patch_embed.to(dtype)
+    product = copy.deepcopy(conv)
+    holder = nn.Module()
+    holder.patch_embed = product
+    use_product(holder, NAME)
+    assert isinstance(product.proj, PatchProduct)
+    patches = torch.randn(50, 3 * 2 * 8 * 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted, found = conv(patches), product(patches)
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(found, wanted, atol=close, rtol=close)
+    wanted.square().sum().backward()
+    found.square().sum().backward()
+    for ours, theirs in zip(product.parameters(), conv.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert (ours.grad - theirs.grad).norm() <= close * theirs.grad.norm()
+
+
+@pytest.mark.req("FULL-04")
+def test_a_loaded_model_has_it_and_keeps_the_names_of_its_weights(
+    toy_checkpoint: Path, toy_data: ToyData, tmp_path: Path
+) -> None:
+    model = load_small(toy_checkpoint, toy_data, tmp_path).model
+    assert model.state_dict().keys() == plain(toy_checkpoint).state_dict().keys()
+    own = [name for name, module in model.named_modules() if isinstance(module, PatchProduct)]
+    assert own == ["model.visual.patch_embed.proj"]
+    assert {weight.device.type for weight in model.parameters()} == {"cpu"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from learner.config import parse_config
 from learner.objectives.bbox_geo import ciou_loss, expected_coords
 from learner.objectives.config import PipelineConfig
-from learner.objectives.coord_reg import CoordRegConfig, soft_targets, wasserstein1
+from learner.objectives.coord_reg import CoordRegConfig
 from learner.objectives.numerics import (
     all_inside,
     bound_,
@@ -40,8 +40,7 @@ from tests.unit.loss_rows import (
     make_row,
     token_ce,
 )
-from tests.unit.plain_losses import ciou, soft_target, trade_off
-from tests.unit.plain_losses import wasserstein1 as plain_wasserstein1
+from tests.unit.plain_losses import ciou, trade_off
 
 CORNERS = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.floats(-0.5, 1.5))
 BOXES = st.tuples(CORNERS, CORNERS, CORNERS, CORNERS)
@@ -71,34 +70,6 @@ def test_ciou_of_any_boxes_points_and_lines_is_the_plain_one_with_a_finite_gradi
     (gradient,) = torch.autograd.grad(loss, narrow)
     assert math.isfinite(loss.item())
     assert torch.isfinite(gradient).all()
-
-
-@pytest.mark.req("LOSS-04")
-@given(
-    st.integers(0, 999 * 16).map(lambda k: k / 16),
-    st.one_of(st.floats(0.001, 1.0), st.floats(1.0, 1000.0)),
-    st.one_of(st.none(), st.integers(1, 1000)),
-)
-def test_soft_targets_are_the_plain_bell_however_narrow(
-    target: float, sigma: float, truncate: int | None
-) -> None:
-    q = soft_targets(torch.tensor([target]), sigma, truncate)[0]
-    expected = soft_target(target, sigma, truncate)
-    assert q.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-7)
-    assert q.sum().item() == pytest.approx(1.0, abs=1e-5)
-    if truncate is not None:
-        beyond = (torch.arange(COORD_BINS) - target).abs() > truncate
-        assert not q[beyond].any()
-
-
-@pytest.mark.req("LOSS-04")
-def test_w1_is_the_distance_of_points_and_the_plain_one_of_any_distributions() -> None:
-    points = torch.nn.functional.one_hot(torch.tensor([[100], [340]]), COORD_BINS).float()
-    assert wasserstein1(*points).item() == pytest.approx(240 / 999)
-    draw = torch.Generator().manual_seed(0)
-    p, q = (4 * torch.randn(2, 8, COORD_BINS, generator=draw, dtype=torch.float64)).softmax(-1)
-    expected = [plain_wasserstein1(*pair) for pair in zip(p.tolist(), q.tolist(), strict=True)]
-    assert wasserstein1(p, q).tolist() == pytest.approx(expected, rel=1e-9)
 
 
 # ---- gates and fences ----------------------------------------------------------------
