@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from learner.data.check import FileReport, check_files, kinds, odd_text
+from learner.data.check import FileReport, check_files, odd_text
 from learner.data.lengths import SampleLengths, TokenLimits
+from learner.data.show import kinds
 from learner.stages.formats.coord_json import serialize_objects
 from learner.types import GroundTruthObject, Shape
 from tests.unit.data_files import (
