@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 data_app = typer.Typer(help="Check, convert and look at data files.", no_args_is_help=True)
 
-Variant = Literal["stage2_two_channel", "stage2_rollout_aligned"]
 Files = Annotated[list[Path] | None, typer.Argument(help="JSONL files, one sample a line.")]
 
 
@@ -26,12 +25,6 @@ def check(
     config: Annotated[
         Path | None,
         typer.Option(help="Training YAML. Its files are checked as the run would read them."),
-    ] = None,
-    variant: Annotated[
-        Variant | None,
-        typer.Option(
-            help="Trainer variant that will read the data. (stage2_two_channel: boxes only)"
-        ),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(help="Print only the first findings. All are counted.", min=0)
@@ -46,9 +39,8 @@ def check(
     from learner.data.check import check_files
     from learner.data.show import check_tables, print_tables, told, watch
 
-    _require_one_source(files, config, variant)
-    lengths, matching = None, MatchingConfig()
-    allow_poly = variant == "stage2_rollout_aligned"
+    _require_one_source(files, config)
+    lengths, matching, allow_poly = None, MatchingConfig(), True
     if config is not None:
         run = load_config(config)
         files, allow_poly, matching = _files_of(run), run.allow_poly, run.rollout_matching.matching
@@ -253,14 +245,10 @@ def look(
     typer.echo(f"\nPage of {len(chosen)} samples: {out / 'index.html'}")
 
 
-def _require_one_source(
-    files: Sequence[Path] | None, config: Path | None, variant: Variant | None = None
-) -> None:
+def _require_one_source(files: Sequence[Path] | None, config: Path | None) -> None:
     if (not files) == (config is None):
         found = "no data file" if config is None else "data files beside it"
         raise ContractError("--config", found, "Name data files, or a training YAML with --config.")
-    if config is not None and variant is not None:
-        raise ContractError("--variant", "given beside --config", "Leave it out; the YAML sets it.")
 
 
 def _files_of(config: "Config") -> list[Path]:

@@ -17,7 +17,6 @@ which a run goes on:
 
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,13 +110,6 @@ def _doubts(samples: Sequence[Sample]) -> Iterator[DataProblem]:
         found = f"all of {len(boxes)} boxes stay in their images as x, y, width, height"
         do = "If they are: write x1, y1, x2, y2, with x2 = x + width and y2 = y + height."
         yield _warning("x, y, width, height", where, found, do)
-
-
-def kinds(reports: Sequence[FileReport]) -> list[tuple[str, bool, int]]:
-    """(kind, warning, how many), problems first, the most frequent first."""
-    counts = Counter((f.kind, f.warning) for report in reports for f in report.findings)
-    rows = [(kind, warning, count) for (kind, warning), count in counts.items()]
-    return sorted(rows, key=lambda row: (row[1], -row[2], row[0]))
 
 
 def _of_sample(sample: Sample, lengths: SampleLengths | None, canvas: int) -> Iterator[DataProblem]:

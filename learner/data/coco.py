@@ -9,6 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,8 @@ def _sections(path: Path, document: Any) -> list[list[dict[str, Any]]]:
         raise ContractError(str(path), found, _COCO_JSON)
     mappings = [[one if isinstance(one, dict) else {} for one in each] for each in lists]
     for key, section in (("images", mappings[0]), ("categories", mappings[2])):
-        counts = Counter(map(_id, section))
-        if twice := [each for each, count in counts.items() if each is not None and count > 1]:
+        ids = Counter(map(_id, section))
+        if twice := [each for each, times in ids.items() if each is not None and times > 1]:
             found = f"ids given twice: {brief(twice)}"
             raise ContractError(f"{path}: {key}", found, "Give each an id of its own.")
     return mappings
@@ -207,30 +208,17 @@ def to_coco(
     descriptions = sorted({*listed, *(o.desc for s in samples for o in s.objects)})
     descriptions += sorted({*behind}.difference(descriptions))
     category_ids = {desc: i for i, desc in enumerate(descriptions, start=1)}
-    annotations: list[dict[str, Any]] = []
+    images, annotations, numbers = list[Any](), list[Any](), count(1)
     for image_id, sample in enumerate(samples, start=1):
+        sides = {"width": sample.width, "height": sample.height}
+        names = [image_name(image, image_root) for image in sample.images[:1]]
+        images += [{"id": image_id, "file_name": name, **sides} for name in names]
         for o in sample.objects:
-            annotations.append(
-                {
-                    "id": len(annotations) + 1,
-                    "image_id": image_id,
-                    "category_id": category_ids[o.desc],
-                    **_geometry(o.shape, sample.width, sample.height),
-                    "iscrowd": 0,
-                }
-            )
+            ids = {"id": next(numbers), "image_id": image_id, "category_id": category_ids[o.desc]}
+            annotations.append({**ids, **_geometry(o.shape, **sides), "iscrowd": 0})
     return {
         "info": {"description": "Rollmatch export"},
-        "images": [
-            {
-                "id": image_id,
-                "file_name": image_name(image, image_root),
-                "width": sample.width,
-                "height": sample.height,
-            }
-            for image_id, sample in enumerate(samples, start=1)
-            for image in sample.images[:1]
-        ],
+        "images": images,
         "annotations": annotations,
         "categories": [{"id": i, "name": desc} for desc, i in category_ids.items()],
     }
@@ -263,9 +251,9 @@ def to_lvis(
         for key, names in lists.items():
             image[LVIS_LISTS[key]] = [ids[name] for name in names]
     for category in lvis["categories"]:
-        count = images[category["name"]]
-        category["image_count"], category["instance_count"] = count, instances[category["name"]]
-        category["frequency"] = "r" if count <= _RARE else "c" if count <= _COMMON else "f"
+        number = images[category["name"]]
+        category["image_count"], category["instance_count"] = number, instances[category["name"]]
+        category["frequency"] = "r" if number <= _RARE else "c" if number <= _COMMON else "f"
     return lvis
 
 

@@ -2,20 +2,24 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from learner.data.check import FileReport, kinds
-from learner.data.conversion import Conversion
 from learner.data.images import Looks
 from learner.data.jsonl import DataProblem
 from learner.data.records import Account, Rule
 from learner.runs.console import tell
 from shared_contracts.cli import describe, printable
+
+if TYPE_CHECKING:  # they load numpy
+    from learner.data.check import FileReport
+    from learner.data.conversion import Conversion
 
 # Columns of a table that no terminal bounds.
 _PIPE_WIDTH = 160
@@ -79,7 +83,14 @@ def told(problem: DataProblem) -> str:
     return text.replace("error:", "warning:", 1) if problem.warning else text
 
 
-def check_tables(reports: Sequence[FileReport]) -> Iterator[tuple[str, Table]]:
+def kinds(reports: Sequence["FileReport"]) -> list[tuple[str, bool, int]]:
+    """(kind, warning, how many), problems first, the most frequent first."""
+    counts = Counter((f.kind, f.warning) for report in reports for f in report.findings)
+    rows = [(kind, warning, count) for (kind, warning), count in counts.items()]
+    return sorted(rows, key=lambda row: (row[1], -row[2], row[0]))
+
+
+def check_tables(reports: Sequence["FileReport"]) -> Iterator[tuple[str, Table]]:
     """Files with their counts and, unless all is well, the kinds of findings."""
     files = new_table("file", "#samples", "#objects", "#problems", "#warnings")
     for report in reports:
@@ -96,7 +107,7 @@ def check_tables(reports: Sequence[FileReport]) -> Iterator[tuple[str, Table]]:
         yield "", table
 
 
-def show_conversion(conversion: Conversion, title: str = "") -> None:
+def show_conversion(conversion: "Conversion", title: str = "") -> None:
     """What became of every image and annotation, under how the numbers of boxes were read."""
     lines, objects = f"{len(conversion.records)} lines", f"{conversion.objects} objects"
     rows = (conversion.images, "images", lines), (conversion.annotations, "annotations", objects)

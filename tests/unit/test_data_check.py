@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from learner.data.check import FileReport, check_files, kinds, odd_text
+from learner.data.check import FileReport, check_files, odd_text
 from learner.data.lengths import SampleLengths, TokenLimits
+from learner.data.show import kinds
 from learner.stages.formats.coord_json import serialize_objects
 from learner.types import GroundTruthObject, Shape
 from tests.unit.data_files import (
@@ -137,58 +139,42 @@ def test_an_image_of_the_training_file_in_the_validation_file_is_a_leak(tmp_path
     )
 
 
-def doubts(path: Path) -> list[str]:
-    return [kind for _, kind, warning in found(path) if warning and kind in ("fractions", "pixels")]
-
-
-def test_fractions_are_seen(tmp_path: Path) -> None:
-    paint_all(tmp_path, ["a.png", "b.png"])
-    fractions = {"desc": "cat", "bbox_2d": [0.1, 0.2, 0.55, "0.9"]}
-    lines = line("a.png"), line("b.png", fractions)
-    assert doubts(write_lines(tmp_path / "d.jsonl", *lines)) == ["fractions"]
-    (report,) = check(tmp_path / "d.jsonl")
-    (doubt,) = (f for f in report.findings if f.kind == "fractions")
-    assert doubt.where == f"{tmp_path / 'd.jsonl'}:2"
-    assert "Multiply them by 999" in doubt.do
-    one_bin = line("a.png", box("cat", 0, 0, 2, 1))
-    assert "fractions" not in doubts(write_lines(tmp_path / "e.jsonl", *lines, one_bin))
-
-
-def test_pixels_are_seen_where_they_would_do_as_bins(tmp_path: Path) -> None:
-    """Images of 640 x 480: five boxes lie within 640 and 480 bins by a chance of 0.3 ** 5."""
-    for name in "abcde":
-        paint(tmp_path / f"{name}.png", (640, 480), (ord(name), 0, 0))
-    inside = [line(f"{n}.png", box("cat", 5, 5, 640, 480), size=(640, 480)) for n in "abcde"]
-    path = write_lines(tmp_path / "d.jsonl", *inside)
-    assert doubts(path) == ["pixels"]
-    (report,) = check(path)
-    assert report.findings[0].do.startswith("If they are pixels: x becomes 999 * x / width, ")
-    assert doubts(write_lines(tmp_path / "few.jsonl", *inside[:3])) == []
-    outside = line("e.png", box("cat", 5, 5, 641, 480), size=(640, 480))
-    assert doubts(write_lines(tmp_path / "bins.jsonl", *inside[:4], outside)) == []
-
-
-def test_pixels_of_images_above_999_cannot_be_told_from_bins(tmp_path: Path) -> None:
-    paint(tmp_path / "a.png", (1000, 1200))
-    large = line("a.png", *[CAT] * 50, size=(1000, 1200))
-    assert doubts(write_lines(tmp_path / "d.jsonl", large)) == []
+XYWH = "x, y, width, height"
+SIZES = [[100 + n, 100, 300 + n, 400] for n in range(8)]
+PIXELS = [[5, 5, 640, 480]] * 5  # within 640 and 480 bins by a chance of 0.3 ** 5
 
 
 @pytest.mark.req("IO-01")
-def test_boxes_that_do_as_corner_with_width_and_height_are_doubted(tmp_path: Path) -> None:
-    """One box that would leave its image as x, y, width, height is enough against the doubt."""
-    boxes = [box("cat", 100 + n, 100, 300 + n, 400) for n in range(8)]
-    sizes = [line("a.png", one, size=(2000, 2000)) for one in boxes]
-    corners = line("a.png", box("cat", 500, 500, 600, 600), size=(2000, 2000))
-    paint(tmp_path / "a.png", (2000, 2000))
-    told = [
-        {kind for _, kind, _ in found(write_lines(tmp_path / "d.jsonl", *lines))}
-        for lines in (sizes, [*sizes, corners], sizes[:6])
-    ]
-    assert [KIND in each for each in told] == [True, False, False]
-
-
-KIND = "x, y, width, height"
+@pytest.mark.parametrize(
+    ("boxes", "size", "kind", "do"),
+    [
+        ([[0.1, 0.2, 0.55, "0.9"]], (640, 480), "fractions", "Multiply them by 999"),
+        ([[0, 0, 2, 1]], (640, 480), None, ""),
+        (PIXELS, (640, 480), "pixels", "If they are pixels: x becomes 999 * x / width, "),
+        (PIXELS[:3], (640, 480), None, ""),
+        ([*PIXELS[:4], [5, 5, 641, 480]], (640, 480), None, ""),
+        # No pixels: those of images above 999 cannot be told from bins.
+        ([[500, 500, 600, 800]] * 50, (1000, 1200), None, ""),
+        (SIZES, (2000, 2000), XYWH, "If they are: write x1, y1, x2, y2"),
+        ([*SIZES, [500, 500, 600, 600]], (2000, 2000), None, ""),
+        (SIZES[:6], (2000, 2000), None, ""),
+    ],
+)
+def test_coordinates_that_look_like_something_else_than_bins_are_doubted(
+    tmp_path: Path, boxes: list[Any], size: tuple[int, int], kind: str | None, do: str
+) -> None:
+    """The first line with an object has the warning."""
+    paint_all(tmp_path, ["none.png"])
+    paint(tmp_path / "a.png", size)
+    objects = [{"desc": f"cat {n}", "bbox_2d": each} for n, each in enumerate(boxes)]
+    lines = line("none.png"), line("a.png", *objects, size=size)
+    path = write_lines(tmp_path / "d.jsonl", *lines)
+    (report,) = check(path)
+    found = [each for each in report.findings if each.kind in ("fractions", "pixels", XYWH)]
+    assert [(each.kind, each.where, each.warning) for each in found] == (
+        [] if kind is None else [(kind, f"{path}:2", True)]
+    )
+    assert all(each.do.startswith(do) for each in found)
 
 
 @pytest.mark.req("IO-01")

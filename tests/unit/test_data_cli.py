@@ -20,7 +20,6 @@ from tests.unit.test_learner_cli import command
 pytestmark = pytest.mark.req("DATA-01")
 
 CAT = box("cat", 10, 20, 300, 400)
-LEAF = {"desc": "leaf", "poly": [0, 0, 9, 0, 9, 9]}
 
 
 @dataclass(frozen=True)
@@ -127,14 +126,6 @@ def test_a_limit_cuts_what_is_told_not_what_is_counted(terminal: Terminal, tmp_p
     assert terminal.data("check", path).err.count("error: ") == 50
 
 
-def test_polygons_are_for_the_variant_that_trains_them(terminal: Terminal, tmp_path: Path) -> None:
-    paint_all(tmp_path, ["a.png"])
-    path = write_lines(tmp_path / "d.jsonl", line("a.png", LEAF))
-    assert terminal.data("check", path).code == 2
-    assert terminal.data("check", path, "--variant", "stage2_two_channel").code == 2
-    assert terminal.data("check", path, "--variant", "stage2_rollout_aligned").code == 0
-
-
 def test_the_files_of_a_run_are_checked_against_its_limits(
     terminal: Terminal, run_yaml: Path, toy_data: ToyData
 ) -> None:
@@ -164,11 +155,6 @@ def test_data_files_or_a_config_are_needed(terminal: Terminal, name: str, run_ya
     assert terminal.refused(name) == ("--config", "no data file")
     beside = terminal.refused(name, "d.jsonl", "--config", run_yaml)
     assert beside == ("--config", "data files beside it")
-
-
-def test_a_config_says_the_variant_itself(terminal: Terminal, run_yaml: Path) -> None:
-    refused = terminal.refused("check", "--config", run_yaml, "--variant", "stage2_two_channel")
-    assert refused == ("--variant", "given beside --config")
 
 
 @pytest.mark.parametrize(
