@@ -177,34 +177,17 @@ def test_a_file_without_a_good_sample_is_refused(
 def test_a_config_that_trains_and_evaluates_on_one_file_is_doubted(
     toy_checkpoint: Path, data: ToyData, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-<<<<<<< HEAD
     """Also through a link. The run and the doctor say what `learner config check` says."""
     val = tmp_path / "val.jsonl"
     val.symlink_to(data.train_jsonl)
     (tmp_path / "images").symlink_to(data.train_jsonl.parent / "images")
     mapping = small_mapping(toy_checkpoint, data, tmp_path / "run")
     assert parse_config(mapping).data.doubt is None
-=======
-    """Also through a link: by `learner config check` and the doctor."""
-    val = tmp_path / "val.jsonl"
-    val.symlink_to(data.train_jsonl)
-    (tmp_path / "images").symlink_to(data.train_jsonl.parent / "images")
-    own = {"data": {"train_jsonl": str(data.train_jsonl), "val_jsonl": str(val)}}
-    mapping = merge(small_mapping(toy_checkpoint, data, tmp_path / "run"), own)
-    doubt = "data.val_jsonl is the same file as data.train_jsonl"
->>>>>>> cut-data
     yaml = tmp_path / "run.yaml"
     yaml.write_text(dump_mapping(merge(mapping, {"data": {"val_jsonl": str(val)}})))
     check([yaml])
     doubt = "data.val_jsonl is the same file as data.train_jsonl"
     assert f"warning: {doubt}" in capsys.readouterr().err
-<<<<<<< HEAD
-=======
-    assert [f.status for f in examine(parse_config(mapping)) if f.found.startswith(doubt)] == [
-        "warn"
-    ]
-    assert parse_config(small_mapping(toy_checkpoint, data, tmp_path / "run")).data.doubt is None
->>>>>>> cut-data
 
 
 # --- replacement samples
