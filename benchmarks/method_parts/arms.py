@@ -18,13 +18,13 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "demo"
 class Arm:
     """key: name of its folders. b_ratio: fraction of its steps that are channel B.
 
-    clean: duplicates leave the prefix. unlikelihood: `duplicate_ul` is declared.
+    prefix: as in `stage2_ab.channel_b`. unlikelihood: `duplicate_ul` is declared.
     """
 
     key: str
     title: str
     b_ratio: float
-    clean: bool = False
+    prefix: str = "verbatim"
     unlikelihood: bool = False
 
 
@@ -32,9 +32,10 @@ BASE = Arm("a_alone", "channel A alone", 0.0)
 ARMS = (
     BASE,
     Arm("b_25", "A and B, b_ratio 0.25", 0.25),
-    Arm("clean", "0.25, clean prefix", 0.25, clean=True),
-    Arm("clean_75", "0.75, clean prefix", 0.75, clean=True),
-    Arm("clean_ul", "0.25, clean prefix, unlikelihood", 0.25, clean=True, unlikelihood=True),
+    Arm("clean", "0.25, clean prefix", 0.25, "clean"),
+    Arm("clean_75", "0.75, clean prefix", 0.75, "clean"),
+    Arm("clean_ul", "0.25, clean prefix, unlikelihood", 0.25, "clean", unlikelihood=True),
+    Arm("matched", "0.25, prefix of matched objects", 0.25, "matched"),
 )
 TITLES = {arm.key: arm.title for arm in ARMS}
 
@@ -107,7 +108,7 @@ def arm_config(arm: Arm, plan: Plan, seed: int, place: Place) -> Config:
         },
         "stage2_ab": {
             "schedule": {"b_ratio": arm.b_ratio},
-            "channel_b": {"prefix": "clean" if arm.clean else "verbatim"},
+            "channel_b": {"prefix": arm.prefix},
             "pipeline": {"objective": objective},
         },
         "rollout_matching": {

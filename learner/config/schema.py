@@ -169,9 +169,9 @@ class ScheduleConfig(StrictModel):
 class ChannelBConfig(StrictModel):
     """What is kept of the model's own answers (CLEAN-01)."""
 
-    prefix: Literal["verbatim", "clean"] = "verbatim"
+    prefix: Literal["verbatim", "clean", "matched"] = "verbatim"
     """`verbatim`: an answer is continued as it is; `clean`: objects that repeat an earlier one of
-    the answer are removed first"""
+    the answer are removed first; `matched`: objects that no annotation matches are"""
     duplicate_iou: float = Field(default=0.9, gt=0, le=1)
     """with `prefix: clean`, the IoU from which an object repeats an earlier one of the same
     description"""
@@ -267,9 +267,13 @@ class Config(StrictModel):
     @property
     def duplicate_iou(self) -> float | None:
         """IoU from which repeated objects leave the prefix of an answer; None: they stay."""
-        if self.stage2_ab is None or self.stage2_ab.channel_b.prefix == "verbatim":
-            return None
-        return self.stage2_ab.channel_b.duplicate_iou
+        own = None if self.stage2_ab is None else self.stage2_ab.channel_b
+        return own.duplicate_iou if own is not None and own.prefix == "clean" else None
+
+    @property
+    def matched_only(self) -> bool:
+        """Whether false positives leave the prefix of an answer."""
+        return self.stage2_ab is not None and self.stage2_ab.channel_b.prefix == "matched"
 
     @property
     def allow_poly(self) -> bool:
@@ -364,11 +368,12 @@ class Config(StrictModel):
         """What learns from removed duplicates needs some that are removed (CLEAN-02)."""
         for index, module in enumerate(self.pipeline.objective):
             if module.enabled and module.reads_departures and self.duplicate_iou is None:
-                kept = "stage2_ab.channel_b.prefix is verbatim: no duplicate is removed"
-                do = "Set stage2_ab.channel_b.prefix to clean, or remove the module"
-                if self.stage2_ab is None:
-                    kept = f"{self.custom.trainer_variant} keeps the answers as they are"
-                    do = "Remove the module, or use custom.trainer_variant: stage2_two_channel"
+                kept = f"{self.custom.trainer_variant} keeps the answers as they are"
+                do = "Remove the module, or use custom.trainer_variant: stage2_two_channel"
+                if (own := self.stage2_ab) is not None:
+                    prefix = f"stage2_ab.channel_b.prefix is {own.channel_b.prefix}"
+                    kept = f"{prefix}: no duplicate is removed"
+                    do = "Set stage2_ab.channel_b.prefix to clean, or remove the module"
                 found = f"{module.name} is enabled, and {kept}"
                 yield Refusal(found, do, f"{self.pipeline_path}.objective[{index}]")
 

@@ -1,15 +1,18 @@
-"""The prefix of an answer without the objects that repeat an earlier one (CLEAN-01, CLEAN-02).
+"""The prefix of an answer without some of its objects: repeated ones, or all false positives.
+
+With `prefix: clean` the objects that repeat an earlier one are removed (CLEAN-01, CLEAN-02):
 
     answer      {"object_1": {cat, A}, "object_2": {cat, A}, "object_3": {dog, B}}
     duplicate                          "object_2": {cat, A}
     prefix      {"object_1": {cat, A}, "object_2": {dog, B}
     departure                                       ^ "cat", where the target has "dog"
 
-Here `A` and `B` are boxes. The objects behind a duplicate move up: their keys are numbered anew, so
-that the target has no gap, which a model would learn. All other tokens are the answer's own.
+Here `A` and `B` are boxes. The objects behind a removed one move up: their keys are numbered anew,
+so that the target has no gap, which a model would learn. All other tokens are the answer's own.
+With `prefix: matched` every object is removed that no annotation matches (CLEAN-01).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -22,6 +25,7 @@ from learner.types import (
     Departure,
     Duplicate,
     GroundTruthObject,
+    MatchResult,
     ParsedObject,
     ParsedRollout,
 )
@@ -54,13 +58,9 @@ def clean(
     *,
     allow_poly: bool,
 ) -> tuple[ParsedRollout, tuple[Duplicate, ...]]:
-    """An answer without some of its objects, and those.
+    """An answer without the objects that repeat others, and those.
 
-    repeated: places in `parsed.objects`, never the first one. answers: the format that `parsed` was
-    read in. Positions in the result count in its own prefix. What the parser refused, and how the
-    answer ended, stays.
-
-    Raises `NotRemovable` where the rest does not read as before.
+    repeated: places in `parsed.objects`. Else as `without`.
     """
     kept: list[int] = []
     duplicates: list[Duplicate] = []
@@ -73,19 +73,58 @@ def clean(
             stream = None if follows else answers.keep(parsed, tokenizer, [*kept, place])
             duplicates.append(Duplicate(parsed.objects[index], stream))
         before = index
+    rest = without(repeated, parsed, tokenizer, answers, allow_poly=allow_poly)
+    return rest, tuple(duplicates)
+
+
+def without(
+    removed: Collection[int],
+    parsed: ParsedRollout,
+    tokenizer: Tokenizer,
+    answers: AnswerFormat,
+    *,
+    allow_poly: bool,
+) -> ParsedRollout:
+    """An answer without some of its objects.
+
+    removed: places in `parsed.objects`. answers: the format that `parsed` was read in. Positions in
+    the result count in its own prefix. What the parser refused, and how the answer ended, stays.
+
+    Raises `NotRemovable` where the rest does not read as before.
+    """
+    places = enumerate(index for _, index in parsed.entry_ends)
+    kept = [place for place, index in places if index is None or index not in removed]
     ids = answers.keep(parsed, tokenizer, kept)
     rest = answers.parse(ids, tokenizer, allow_poly=allow_poly)
-    expected = [item for index, item in enumerate(parsed.objects) if index not in repeated]
+    expected = [item for index, item in enumerate(parsed.objects) if index not in removed]
     if [_said(item) for item in rest.objects] != [_said(item) for item in expected]:
-        raise NotRemovable(f"without {len(duplicates)} duplicates it reads otherwise")
-    rest = replace(
+        raise NotRemovable(f"without {len(removed)} of its objects it reads otherwise")
+    return replace(
         rest,
         dropped=parsed.dropped,
         truncated=parsed.truncated,
         invalid_rollout=parsed.invalid_rollout,
         unaligned=parsed.unaligned,
     )
-    return rest, tuple(duplicates)
+
+
+def without_false_positives(
+    parsed: ParsedRollout,
+    match: MatchResult,
+    tokenizer: Tokenizer,
+    answers: AnswerFormat,
+    *,
+    allow_poly: bool,
+) -> tuple[ParsedRollout, MatchResult]:
+    """An answer with its matched objects alone, and their match; raises as `without`."""
+    removed = match.false_positives
+    if not removed:
+        return parsed, match
+    rest = without(removed, parsed, tokenizer, answers, allow_poly=allow_poly)
+    kept = [index for index in range(len(parsed.objects)) if index not in removed]
+    pairs = [(kept.index(prediction), truth) for prediction, truth in match.pairs]
+    mask_iou = match.mask_iou[kept]
+    return rest, replace(match, pairs=pairs, false_positives=[], mask_iou=mask_iou)
 
 
 def departures(

@@ -26,7 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.config.rollout_matching import MatchingConfig
-from learner.stages.clean_prefix import NotRemovable, clean, departures, repeats
+from learner.stages.clean_prefix import (
+    NotRemovable,
+    clean,
+    departures,
+    repeats,
+    without_false_positives,
+)
 from learner.stages.formats import AnswerFormat, ReadBack
 from learner.stages.formats.coord_json import COORD_JSON
 from learner.stages.tokens import CoordVocab, Tokenizer, encode_answer, token_table
@@ -266,12 +272,22 @@ def with_target(
     field_order: FieldOrder,
     matching: MatchingConfig,
     answers: AnswerFormat = COORD_JSON,
+    *,
+    allow_poly: bool = True,
+    matched_only: bool = False,
 ) -> AssessedRollout:
-    """Add `Y_train`, or why there is none."""
+    """Add `Y_train`, or why there is none.
+
+    matched_only: its prefix has no false positives (CLEAN-01). allow_poly: as in `assess`.
+    """
     if assessed.left_out is not None:
         return assessed
     truths, parsed, match = assessed.sample.objects, assessed.parsed, assessed.match
     try:
+        if matched_only:
+            parsed, match = without_false_positives(
+                parsed, match, tokenizer, answers, allow_poly=allow_poly
+            )
         target = build_target(
             parsed,
             truths,
@@ -282,7 +298,7 @@ def with_target(
             answers=answers,
             duplicates=assessed.duplicates or (),
         )
-    except TargetUnreadable as error:
+    except (NotRemovable, TargetUnreadable) as error:
         return assessed._replace(left_out=str(error))
     return assessed._replace(target=target)
 

@@ -104,6 +104,7 @@ class ChannelB:
 
     allow_poly: false in the two-channel variant, where polygons are dropped.
     duplicate_iou: from which an object that repeats an earlier one is removed; None: never.
+    matched_only: false positives are removed from the prefix of a target.
     """
 
     def __init__(
@@ -113,11 +114,13 @@ class ChannelB:
         *,
         allow_poly: bool,
         duplicate_iou: float | None = None,
+        matched_only: bool = False,
     ) -> None:
         self._encoding = encoding
         self._matching = matching
         self._allow_poly = allow_poly
         self._duplicate_iou = duplicate_iou
+        self._matched_only = matched_only
 
     def ahead(self, samples: Sequence[Sample]) -> AbstractContextManager[None]:
         """Encode the prompts of `samples` while the block runs, for calls of `segments` in it."""
@@ -171,4 +174,12 @@ class ChannelB:
     def correct(self, assessed: AssessedRollout) -> AssessedRollout:
         """Add the target; an experiment may have one of its own."""
         own = self._encoding
-        return with_target(assessed, own.tokenizer, own.field_order, self._matching, own.answers)
+        return with_target(
+            assessed,
+            own.tokenizer,
+            own.field_order,
+            self._matching,
+            own.answers,
+            allow_poly=self._allow_poly,
+            matched_only=self._matched_only,
+        )

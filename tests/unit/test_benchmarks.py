@@ -163,6 +163,6 @@ def test_the_config_of_an_arm_has_what_the_arm_declares(arm: Arm, tmp_path: Path
     config = arm_config(arm, FULL, 3, place)
     names = [module.name for module in config.pipeline.objective]
     assert float(config.b_ratio) == arm.b_ratio
-    assert (config.duplicate_iou is not None) == arm.clean
+    assert (config.duplicate_iou is not None) == (arm.prefix == "clean")
     assert ("duplicate_ul" in names) == arm.unlikelihood
     assert config.training.seed == 3

@@ -5,6 +5,7 @@ import math
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from learner.config.rollout_matching import MatchingConfig
 from learner.objectives.duplicate_ul import LEAST_NLL, unlikelihood
-from learner.stages.formats.coord_json import CoordJson
+from learner.stages.formats.coord_json import COORD_JSON, CoordJson
 from learner.stages.matching import match_objects
 from learner.stages.targets import assess, with_target
 from learner.types import AssessedRollout, Duplicate, GroundTruthObject, Role, Sample, Target
@@ -142,8 +143,63 @@ def test_what_cannot_be_spelled_without_its_duplicates_is_left_out(
     found = with_target(found, tokenizer, "desc_first", MATCHING)
     assert found.target is None
     assert found.left_out is not None
-    assert "without 1 duplicates it reads otherwise" in found.left_out
+    assert "without 1 of its objects it reads otherwise" in found.left_out
     assert len(found.parsed.objects) == 2
+
+
+# ---- the prefix of matched objects ----------------------------------------------------
+
+
+@pytest.mark.req("CLEAN-01", "CHB-01", "APPEND-02")
+def test_a_matched_prefix_has_no_false_positive(tokenizer: PreTrainedTokenizerFast) -> None:
+    broken = '"object_4": {"desc": "hat"}'
+    entries = [
+        entry(1, "dog", (700, 700, 800, 800)),
+        entry(2, "cat", NEAR_CAT),
+        entry(3, "cat", NEAR_CAT),
+        broken,
+    ]
+    verbatim = assessed_of(tokenizer, "{" + ", ".join(entries) + "}", [CAT, DOG], None)
+    found = with_target(
+        verbatim._replace(target=None), tokenizer, "desc_first", MATCHING, matched_only=True
+    )
+    assert (found.parsed, found.match.pairs) == (verbatim.parsed, verbatim.match.pairs)
+    assert len(found.match.false_positives) == 2, "scores are those of the answer"
+    assert found.target is not None
+    kept = [entry(1, "cat", NEAR_CAT), broken, entry(5, "red dog", DOG_BINS)]
+    assert text_of(tokenizer, found.target.token_ids) == "{" + ", ".join(kept) + "}<|im_end|>"
+    assert [group.bins for group in found.target.coord_groups] == [CAT_BINS, DOG_BINS]
+    assert found.target.departures == []
+    passed_over = found.target.role == Role.FALSE_POSITIVE
+    assert "hat" in text_of(tokenizer, np.array(found.target.token_ids)[passed_over].tolist())
+
+
+@pytest.mark.req("CLEAN-01", "CHB-01", "APPEND-02")
+@given(
+    said=st.lists(st.sampled_from([CAT, DOG, GroundTruthObject("cat", DOG.shape)]), max_size=5),
+    truths=st.lists(st.sampled_from([CAT, DOG]), max_size=3),
+)
+def test_a_target_of_matched_objects_is_the_annotation_in_the_order_of_the_answer(
+    said: list[GroundTruthObject],
+    truths: list[GroundTruthObject],
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    answer = COORD_JSON.write(said, "desc_first")
+    found = assessed_of(tokenizer, answer, truths, None)
+    match = found.match
+    found = with_target(
+        found._replace(target=None), tokenizer, "desc_first", MATCHING, matched_only=True
+    )
+    assert found.target is not None
+    again = COORD_JSON.parse(found.target.token_ids, tokenizer)
+    matched = [truths[truth] for _, truth in sorted(match.pairs)]
+    missed = [truths[truth] for truth in match.false_negatives]
+    assert [(each.desc, each.shape) for each in again.objects] == [
+        (said[prediction].desc, said[prediction].shape) for prediction, _ in sorted(match.pairs)
+    ] + [(each.desc, each.shape) for each in missed]
+    assert [each.index for each in again.objects] == list(range(1, len(truths) + 1))
+    taught = [group.bins for group in found.target.coord_groups]
+    assert sorted(taught) == sorted(each.shape.coords for each in (*matched, *missed))
 
 
 # ---- departures ----------------------------------------------------------------------

@@ -199,7 +199,13 @@ class Rebuilder:
             duplicate_iou=config.duplicate_iou,
         )
         return with_target(
-            found, self.tokenizer, config.custom.object_field_order, matching, answers
+            found,
+            self.tokenizer,
+            config.custom.object_field_order,
+            matching,
+            answers,
+            allow_poly=config.allow_poly,
+            matched_only=config.matched_only,
         )
 
     def packed(

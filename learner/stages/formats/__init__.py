@@ -54,7 +54,7 @@ class AnswerFormat(Protocol):
     def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
         """The ids of the prefix of `parsed` with only some of its entries.
 
-        kept: places in `parsed.entry_ends`, the first entry among them.
+        kept: places in `parsed.entry_ends`; may be empty.
 
         Valid entries behind a removed one are numbered anew; no other text of the kept ones
         changes. A token keeps its id where all of its text stays.

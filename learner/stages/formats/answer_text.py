@@ -111,16 +111,20 @@ def entry_spans(tokens: TokenText, ends: Iterable[int]) -> list[tuple[int, int]]
     return spans
 
 
-def removals(ends: Iterable[int], kept: Collection[int]) -> list[Edit]:
+def removals(spans: Sequence[tuple[int, int]], kept: Collection[int]) -> list[Edit]:
     """Return the edits that leave only the entries `kept`, one for each run of removed ones.
 
-    ends: the places behind the last character of the entries, in order.
+    An entry goes with the separator before it. If the first entry goes, the one behind goes.
+
+    spans: places of the first character and behind the last character of the entries, in order.
     """
-    edits: list[Edit] = []
-    begin = 0
-    for place, end in enumerate(ends):
+    edits, first = list[Edit](), min(kept, default=len(spans))
+    if first > 0:
+        edits.append(Edit(spans[0][0], spans[first][0] if kept else spans[-1][1], ""))
+    for place in range(first + 1, len(spans)):
         if place not in kept:
-            start = edits.pop().start if edits and edits[-1].end == begin else begin
-            edits.append(Edit(start, end, ""))
-        begin = end
+            start = begin = spans[place - 1][1]
+            if edits and edits[-1].end == begin:
+                start = edits.pop().start
+            edits.append(Edit(start, spans[place][1], ""))
     return edits

@@ -76,7 +76,7 @@ class Compact:
 
     def keep(self, parsed: ParsedRollout, tokenizer: Tokenizer, kept: Collection[int]) -> list[int]:
         answer = read_answer(parsed.prefix_token_ids, tokenizer, self.end_marker)
-        edits = removals((line.end for line in _scan(answer).lines), kept)
+        edits = removals([(line.start, line.end) for line in _scan(answer).lines], kept)
         return answer.tokens.edited(answer.ids, edits, tokenizer)
 
     def key(self, index: int) -> str:

@@ -71,27 +71,17 @@ class CoordJson(JsonFormat):
 
     def removals(self, scan: Scanner, prefix: ParsedRollout, kept: Collection[int]) -> list[Edit]:
         """The valid entries behind a gap are numbered anew, too."""
-        edits: list[Edit] = []
+        edits = super().removals(scan, prefix, kept)
         largest = 0  # number of the entries kept so far
-        gap: int | None = None  # where the text of entries begins that are not kept
-        begin = 0
-        for place, (entry, (_, index)) in enumerate(
-            zip(scan.entries, prefix.entry_ends, strict=True)
-        ):
-            if place not in kept:
-                gap = begin if gap is None else gap
-            else:
-                if gap is not None:
-                    edits.append(Edit(gap, begin, ""))
-                    gap = None
-                if (number := self.name(entry, 0)[1]) is not None:
-                    if edits and index is not None:
-                        number = largest + 1
-                        name = entry.start + 1
-                        edits.append(Edit(name, name + len(entry.key), self.key(number)))
-                    largest = max(largest, number)
-            begin = entry.end + 1
-        return edits if gap is None else [*edits, Edit(gap, begin, "")]
+        entries = zip(scan.entries, prefix.entry_ends, strict=True)
+        for place, (entry, (_, index)) in enumerate(entries):
+            if place not in kept or (number := self.name(entry, 0)[1]) is None:
+                continue
+            if index is not None and edits and edits[0].start < entry.start:
+                number, name = largest + 1, entry.start + 1
+                edits.append(Edit(name, name + len(entry.key), self.key(number)))
+            largest = max(largest, number)
+        return sorted(edits)
 
     def write(self, objects: Sequence[GroundTruthObject], field_order: FieldOrder) -> str:
         return serialize_objects(objects, field_order)

@@ -88,7 +88,7 @@ class JsonFormat:
 
     def removals(self, scan: Scanner, prefix: ParsedRollout, kept: Collection[int]) -> list[Edit]:
         """Return the edits that leave only some entries of a prefix."""
-        return removals((entry.end + 1 for entry in scan.entries), kept)
+        return removals([(entry.start, entry.end + 1) for entry in scan.entries], kept)
 
     def parse(
         self, token_ids: Iterable[SupportsIndex], tokenizer: Tokenizer, *, allow_poly: bool = True

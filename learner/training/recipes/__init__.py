@@ -54,7 +54,11 @@ class Recipe:
             config,
             ChannelA(encoding, cls.self_context(config)),
             channel_b(
-                encoding, matching, allow_poly=config.allow_poly, duplicate_iou=config.duplicate_iou
+                encoding,
+                matching,
+                allow_poly=config.allow_poly,
+                duplicate_iou=config.duplicate_iou,
+                matched_only=config.matched_only,
             ),
             Pipeline(declared.model_copy(update={"objective": modules}), coord_ids),
         )
