@@ -1,7 +1,6 @@
 """Config files: YAML, `extends`, the canonical profiles, what is shipped, and the JSON Schema."""
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -257,18 +256,23 @@ def test_only_prod_and_smoke_hold_canonical_leaves(
 # --- Shipped files ----------------------------------------------------------------------
 
 
-@pytest.mark.req("CFG-04", "CFG-02", "CFG-09")
+@pytest.mark.req("CFG-04", "CFG-02", "CFG-09", "CFG-10")
 @pytest.mark.scenario(
     "sft injection contract remains stable", "Runtime rollout injection path stays stable"
 )
 @pytest.mark.parametrize("path", SHIPPED, ids=config_name)
-def test_every_shipped_config_loads_and_its_resolved_form_loads_equal(
+def test_every_shipped_config_and_its_resolved_form_load_equal_and_are_valid(
     path: Path, tmp_path: Path
 ) -> None:
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    named = first.removeprefix("# yaml-language-server: $schema=")
+    assert (path.parent / named).resolve() == SCHEMA
     config = load_config(path)
     resolved = written(tmp_path / "resolved_config.yaml", dump_resolved(config))
     assert load_config(resolved) == config
     assert "extends" not in read_mapping(resolved)
+    for file in (path, resolved):
+        assert complaints(read_mapping(file)) == {}
 
 
 @pytest.mark.req("CFG-04")
@@ -325,8 +329,6 @@ def test_the_weights_of_the_two_channel_profiles(
 SCHEMA = CONFIGS / "schema.json"
 VALIDATOR = Draft202012Validator(json_schema())
 
-shipped = pytest.mark.parametrize("path", SHIPPED, ids=config_name)
-
 
 def complaints(mapping: dict[str, Any]) -> dict[str, str]:
     """The messages of the schema, by path."""
@@ -347,10 +349,6 @@ def placed(mapping: dict[str, Any], steps: Steps, value: Any) -> dict[str, Any]:
     return changed(".".join(map(str, steps)), value, mapping)
 
 
-def resolved(path: Path, folder: Path) -> dict[str, Any]:
-    return read_mapping(written(folder / "resolved.yaml", dump_resolved(load_config(path))))
-
-
 @pytest.mark.req("CFG-10")
 def test_the_committed_schema_is_current_and_of_draft_2020_12() -> None:
     Draft202012Validator.check_schema(json_schema())
@@ -369,17 +367,6 @@ def test_the_command_prints_the_schema_or_replaces_a_file_at_once(tmp_path: Path
     assert printed == out.read_text(encoding="utf-8") == schema_text()
 
 
-@pytest.mark.req("CFG-10")
-@shipped
-def test_every_shipped_config_names_its_schema_and_is_valid(path: Path, tmp_path: Path) -> None:
-    first = path.read_text(encoding="utf-8").splitlines()[0]
-    found = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
-    assert found
-    assert (path.parent / found[1]).resolve() == SCHEMA
-    assert complaints(read_mapping(path)) == {}
-    assert complaints(resolved(path, tmp_path)) == {}
-
-
 # One config of each variant: what holds for its keys holds for those of the others.
 variants = pytest.mark.parametrize(
     "path", [CONFIGS / "demo/warmup.yaml", CONFIGS / "stage2_rollout_aligned/base.yaml"]
@@ -390,7 +377,8 @@ variants = pytest.mark.parametrize(
 @variants
 def test_schema_and_loader_agree_on_every_key(path: Path, tmp_path: Path) -> None:
     """On null, on an unknown key beside it, and on a value of a wrong type."""
-    mapping, taken = resolved(path, tmp_path), 0
+    file = written(tmp_path / "resolved.yaml", dump_resolved(load_config(path)))
+    mapping, taken = read_mapping(file), 0
     for steps in spots(mapping):
         null = placed(mapping, steps, None)
         try:

@@ -103,36 +103,21 @@ def as_reading(parsed: ParsedRollout, tokenizer: PreTrainedTokenizerFast) -> Rea
 
 @pytest.mark.req("PARSE-05", "PARSE-01")
 @pytest.mark.parametrize(
-    ("before", "some_valid"),
+    ("before", "least"),
     [
-        pytest.param(
-            f'{{"bbox_2d": {BOX}, "desc": "cat',
-            {'"}', '"}}', '"},', '"}},\n', '"},{"', '"},"', '"}\n\n'},
-            id="in a description",
-        ),
-        pytest.param(
-            f'{{"desc": "cat", "bbox_2d": {BOX[:-2]}',
-            {'"]}', '"]}\n'},
-            id="in the last coordinate",
-        ),
-        pytest.param(
-            f'{{"desc": "cat", "bbox_2d": {BOX[:-1]}',
-            {"]}", "]},", "]}\n", "]},\n", " ]}\n", ']}"'},
-            id="in the array",
-        ),
-        pytest.param(
-            f'{{"desc": "cat", "bbox_2d": {BOX}',
-            {"}", "}}", "},", "}},", "}},\n", " }\n", "},{", "}}}", '},"', "}.", '}"'},
-            id="after the array",
-        ),
+        pytest.param(f'{{"bbox_2d": {BOX}, "desc": "cat', 20, id="in a description"),
+        pytest.param(f'{{"desc": "cat", "bbox_2d": {BOX[:-2]}', 2, id="in the last coordinate"),
+        pytest.param(f'{{"desc": "cat", "bbox_2d": {BOX[:-1]}', 10, id="in the array"),
+        pytest.param(f'{{"desc": "cat", "bbox_2d": {BOX}', 50, id="after the array"),
     ],
 )
 def test_any_token_of_qwen_that_ends_an_object_is_cut_behind_it(
-    qwen_tokenizer: PreTrainedTokenizerFast, before: str, some_valid: set[str]
+    qwen_tokenizer: PreTrainedTokenizerFast, before: str, least: int
 ) -> None:
+    """least: how many of them make the object a valid one."""
     ids = encode(qwen_tokenizer, '{"object_7": ' + before)
     text = text_of(qwen_tokenizer, ids)
-    valid = set()
+    valid = 0
     for token_id, piece in braces_of(qwen_tokenizer).items():
         end = end_of_last_object(text + piece)
         if end is None:
@@ -143,8 +128,8 @@ def test_any_token_of_qwen_that_ends_an_object_is_cut_behind_it(
         assert parsed.entry_ends[-1][0] == len(ids)
         assert (parsed.prefix_token_ids[-1] == token_id) == (end == len(text + piece) - 1)
         if parsed.objects:
-            valid.add(piece)
-    assert some_valid <= valid, some_valid - valid
+            valid += 1
+    assert valid >= least
 
 
 def braces_of(tokenizer: PreTrainedTokenizerFast) -> dict[int, str]:

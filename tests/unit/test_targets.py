@@ -30,6 +30,7 @@ from tests.unit.answers import (
     encode,
     entry,
     pieces,
+    text_in_role,
     text_of,
 )
 from tests.unit.config_faults import WARMUP
@@ -77,14 +78,6 @@ def runs(tokenizer: PreTrainedTokenizerFast, target: Target) -> list[tuple[str, 
         (Role(role).name, "".join(piece for _, piece in group))
         for role, group in groupby(labelled, key=lambda pair: pair[0])
     ]
-
-
-def text_in(tokenizer: PreTrainedTokenizerFast, target: Target, *roles: Role) -> str:
-    return "".join(
-        piece
-        for piece, role in zip(pieces(tokenizer, target.token_ids), target.role, strict=True)
-        if role in roles
-    )
 
 
 def answer_of(tokenizer: PreTrainedTokenizerFast, target: Target) -> dict[str, dict[str, object]]:
@@ -296,11 +289,11 @@ def test_a_dropped_object_is_taught_nothing_and_the_opening_brace_goes_with_it(
     rollout = "{" + invalid + ", " + entry(2) + "}"
     assert parse_rollout(encode(tokenizer, rollout), tokenizer).dropped[0][1] == reason
     target = target_of(tokenizer, rollout, [CAT, DOG], [(0, 0)])
-    false_text = text_in(tokenizer, target, Role.FALSE_POSITIVE)
+    false_text = text_in_role(tokenizer, target, Role.FALSE_POSITIVE)
     assert false_text.startswith("{" + invalid)
     # At most the punctuation that shares a token with the dropped entry.
     assert false_text.removeprefix("{" + invalid).strip(', "') == ""
-    assert text_in(tokenizer, target, Role.MATCHED_DESC).strip(' "') == "cat"
+    assert text_in_role(tokenizer, target, Role.MATCHED_DESC).strip(' "') == "cat"
     assert [group.matched for group in target.coord_groups] == [True, False]
 
 
