@@ -59,7 +59,7 @@ def image_problem(
 ) -> DataProblem | None:
     """What is wrong with an image of a sample, if it is. size: as its line says, if it does."""
     if isinstance(look, UnreadableImage):
-        do = "Replace it, or remove the line."
+        do = "Replace it, mend its path (from the data file, or absolute), or remove the line."
         return DataProblem("unreadable image", sample_id, f"image {path} {look}", do)
     if size is None or size == look.size:
         return None

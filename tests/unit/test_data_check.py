@@ -1,5 +1,6 @@
 """What `learner data check` finds beyond what reading a data file shows."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_every_problem_is_found_in_the_order_of_the_lines(tmp_path: Path) -> Non
         (3, "geometry", False),
         (3, "description", False),
         (4, "other image size", False),
-        (5, "missing image", False),
+        (5, "unreadable image", False),
         (6, "too thin to match", True),
     ]
 
@@ -86,6 +87,16 @@ def test_a_truncated_image_is_unreadable(tmp_path: Path, suffix: str) -> None:
     content = image.read_bytes()
     image.write_bytes(content[: len(content) // 2])
     assert found(path) == [(1, "unreadable image", False)]
+
+
+@pytest.mark.parametrize("name", ["nowhere/b.png", "x" * 5_000, "a\0b", "\ud800"])
+def test_an_image_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(line(name)))
+    (report,) = check(path)
+    (finding,) = report.findings
+    assert finding.found.startswith(f"image {tmp_path / name} cannot be ")
+    assert "mend its path" in finding.do
 
 
 def test_an_image_of_a_format_the_server_refuses_is_unreadable(tmp_path: Path) -> None:
