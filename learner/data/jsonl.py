@@ -289,7 +289,7 @@ class _LineReader:
         valid = {key for key, known in _KEYS.items() if known.is_valid(record.get(key))}
         for key, known in _KEYS.items():
             if key not in valid:
-                self._wrong(known.kind, f"{key} is {_told(record, key)}", known.do)
+                self._wrong(known.kind, f"{key} is {_value_of(record, key)}", known.do)
         names, items = (record[key] if key in valid else [] for key in ("images", "objects"))
         images = tuple((self.folder / name).absolute() for name in names)
         objects = [self._object(f"objects[{index}]", item) for index, item in enumerate(items)]
@@ -309,7 +309,7 @@ class _LineReader:
         if is_description(desc := item.get("desc")):
             return None if shape is None else GroundTruthObject(normalized(desc), shape)
         do = f"Name the object, e.g. red square, in Unicode text without tokens like {IM_END}."
-        self._wrong("description", f"{where}.desc is {_told(item, 'desc')}", do)
+        self._wrong("description", f"{where}.desc is {_value_of(item, 'desc')}", do)
         return None
 
     def _shape(self, where: str, item: dict[str, Any]) -> Shape | None:
@@ -334,7 +334,7 @@ class _LineReader:
         return None
 
 
-def _told(mapping: dict[str, Any], key: str) -> str:
+def _value_of(mapping: dict[str, Any], key: str) -> str:
     return brief(mapping[key]) if key in mapping else "missing"
 
 
