@@ -208,7 +208,7 @@ def look(
 ) -> None:
     """Count objects, descriptions, sizes and tokens; show samples on a page."""
     from learner.data.jsonl import read_samples
-    from learner.data.look import choose, choose_lines, write_page
+    from learner.data.look import sample_subset, samples_of_lines, write_page
     from learner.data.show import print_tables
     from learner.data.stats import stats_tables
     from learner.runs.atomic_files import require_free
@@ -224,9 +224,9 @@ def look(
             raise ContractError("--out", found, "Name one data file.")
     everything = [s for file in paths for s in read_samples(file, allow_poly=True)]
     if lines is None:
-        chosen = choose(everything, samples or 16, seed)
+        chosen = sample_subset(everything, samples or 16, seed)
     else:
-        chosen = choose_lines(everything, lines)
+        chosen = samples_of_lines(everything, lines)
     lengths = None if run is None else lengths_of_run(run)
     print_tables(list(stats_tables(everything, lengths, top)))
     if out is None:
